@@ -12,7 +12,7 @@ number in complete pages, with everything that is stored, and mean KL in nats.
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -228,12 +228,17 @@ CODES: dict[int, tuple[CacheFormat, str, Code]] = {}  # by the identity of a for
 _own_stored_tokens = clip_ratios.stored_tokens
 
 
-def stored_tokens(tokens: Tensor, cache: CacheFormat, side: str, clip_ratio: float) -> Tensor:
+def stored_tokens(tokens: Tensor, cache: CacheFormat, side: str, clip_ratios: Sequence[float]) -> Tensor:
     """`clip_ratios.stored_tokens` with the codes of `CODES`."""
     entry = CODES.get(id(cache))
     if entry is None or entry[1] != side:
-        return _own_stored_tokens(tokens, cache, side, clip_ratio)
-    code, (f, own) = entry[2], cache.side(side)
+        return _own_stored_tokens(tokens, cache, side, clip_ratios)
+    return torch.stack([torch.stack([coded(row, cache, side, ratio) for row in tokens]) for ratio in clip_ratios])
+
+
+def coded(tokens: Tensor, cache: CacheFormat, side: str, clip_ratio: float) -> Tensor:
+    """One sequence's keys or values [H, T, channels] as read back."""
+    code, (f, own) = CODES[id(cache)][2], cache.side(side)
     count, sinks = pages_read(tokens.shape[1], own.recent_tokens, f.page_size), cache.sink_tokens
     if not count:
         return tokens

@@ -158,15 +158,15 @@ class AttentionSample:
         return self.queries[sequence].unflatten(0, (self.keys.shape[1], -1))
 
     def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Scores before the softmax, [H, Hq / H, q, k], of queries [H, Hq / H, q, D] and keys [H, k, D]."""
-        scores = queries @ keys.unsqueeze(1).transpose(2, 3) * self.scaling
+        """Scores before the softmax, [..., H, Hq / H, q, k], of queries [..., H, Hq / H, q, D], keys [..., H, k, D]."""
+        scores = queries @ keys.unsqueeze(-3).transpose(-2, -1) * self.scaling
         return scores if not self.softcap else torch.tanh(scores / self.softcap) * self.softcap
 
     def weights(self, scores: Tensor) -> Tensor:
-        """Softmax of scores [H, Hq / H, q, k], those of invisible tokens being -inf."""
+        """Softmax of scores [..., H, Hq / H, q, k], those of invisible tokens being -inf."""
         if self.sink_logits is None:
             return scores.softmax(-1)
-        sinks = self.sink_logits.view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+        sinks = self.sink_logits.view(*scores.shape[-4:-2], 1, 1).expand(*scores.shape[:-1], 1)
         return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
 
     def visible_in(self, sequence: int) -> Tensor:
@@ -179,12 +179,17 @@ def causal(num_tokens: int, device: torch.device | str = "cpu") -> Tensor:
     return torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
 
 
-def squared_output(heads: Tensor, output_weight: Tensor | None) -> float:
-    """Squared size of the layer's output, summed over queries, for heads' outputs (or errors) [H, Hq / H, q, E]."""
-    if output_weight is None:
-        return float(heads.square().sum(dtype=torch.float64))
-    rows = heads.flatten(0, 1).transpose(0, 1).flatten(1)
-    return float((rows @ output_weight.T).square().sum(dtype=torch.float64))
+def squared_output(heads: Tensor, output_weight: Tensor | None) -> Tensor:
+    """Squared size of the layer's output, summed over queries: float64 [...].
+
+    Args:
+        heads: their outputs, or errors of these, [..., H, Hq / H, q, E].
+        output_weight: see `AttentionSample`.
+    """
+    rows = heads.flatten(-4, -3).transpose(-3, -2).flatten(-2)
+    if output_weight is not None:
+        rows = rows @ output_weight.T
+    return rows.square().sum((-2, -1), dtype=torch.float64)
 
 
 def as_cached(queries: Tensor, keys: Tensor, values: Tensor, cache: CacheFormat) -> tuple[Tensor, Tensor, Tensor]:

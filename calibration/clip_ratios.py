@@ -16,9 +16,8 @@ chosen clip ratios were worse on held-out text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,7 +37,11 @@ from kvconvert.kernels.pages import dequantize_keys, dequantize_values, page_cen
 from kvconvert.methods import KVCalibration, KVScheme
 
 CLIP_RATIO_GRID = tuple(round(1 - 0.05 * i, 2) for i in range(17))  # 1.0, 0.95 ... 0.2
-QUERY_BLOCK = 128  # queries whose attention is held at once
+QUERY_BLOCK = 128  # queries of a sequence whose attention is held at once
+# Attention scores, and numbers read back from pages, that are held at once, each in several copies: a GPU is kept busy
+# by many, the caches of a CPU by few.
+SCORES, GPU_SCORES = 2**20, 2**26
+STORED_NUMBERS, GPU_STORED_NUMBERS = 2**20, 2**26
 
 
 def pages_read(num_tokens: int, recent: int, page_size: int) -> int:
@@ -60,47 +63,69 @@ def reads_quantized(
     return (token >= sink_tokens) & (query >= available)
 
 
-def stored_tokens(tokens: Tensor, cache: CacheFormat, side: Side, clip_ratio: float) -> Tensor:
-    """One sequence's keys or values [H, T, channels] as read back from pages with this clip ratio.
+def stored_tokens(tokens: Tensor, cache: CacheFormat, side: Side, clip_ratios: Sequence[float]) -> Tensor:
+    """Keys or values of n sequences as read back from pages with each of some clip ratios.
 
-    Unchanged where no page is read.
+    Args:
+        tokens: [n, H, T, channels], of sequences that begin at position 0.
+        cache: how they are stored, but for the clip ratio.
+        side: which of them.
+        clip_ratios: m of them.
+
+    Returns:
+        [m, n, H, T, channels]; unchanged where no page is read.
     """
     f, own = cache.side(side)
-    f = replace(f, clip_ratio=clip_ratio)
-    count, sinks = pages_read(tokens.shape[1], own.recent_tokens, f.page_size), cache.sink_tokens
-    part = slice(0, count * f.page_size)
+    count = pages_read(tokens.shape[2], own.recent_tokens, f.page_size)
+    result = tokens.expand(len(clip_ratios), *tokens.shape)
     if f.bits == 16 or not count:
-        return tokens
-    pages = tokens[:, part].unflatten(1, (count, f.page_size)).transpose(0, 1)
-    static = cache.static_scales(side, clip_ratio)
+        return result
+    result, sinks, size = result.clone(), cache.sink_tokens, count * f.page_size
+    pages = tokens[:, :, :size].unflatten(2, (count, f.page_size)).transpose(1, 2)
+    constant: Tensor | float = 0.0
+    if side == "key" and cache.pages.key_center is not None:
+        starts = f.page_size * torch.arange(count, device=tokens.device)
+        constant = page_centers(starts, f.page_size, cache.pages.key_center)
+        pages = pages - constant
+    # Static scales belong to the layer, and are others with each clip ratio.
+    limit = GPU_STORED_NUMBERS if tokens.is_cuda else STORED_NUMBERS
+    together = 1 if f.static else max(1, limit // pages.numel())
+    for first in range(0, len(clip_ratios), together):
+        some = slice(first, first + together)
+        read = _read_back(pages, cache, side, clip_ratios[some]) + constant
+        result[some, :, :, :size] = read.transpose(2, 3).flatten(3, 4)
+    result[:, :, :, :sinks] = tokens[:, :, :sinks]
+    return result
+
+
+def _read_back(pages: Tensor, cache: CacheFormat, side: Side, clip_ratios: Sequence[float]) -> Tensor:
+    """Pages [n, count, H, P, channels] of n sequences with each of m clip ratios, [m, n, count, H, P, channels]."""
+    f, shape = cache.side(side)[0], (len(clip_ratios), *pages.shape)
+    static = cache.static_scales(side, clip_ratios[0])
+    ratios = torch.tensor(clip_ratios, dtype=torch.float64).repeat_interleave(shape[1] * shape[2]).to(pages.device)
+    every = pages.expand(shape).flatten(0, 2)
+    of_all = {"hidden": cache.sink_tokens, "firsts": slice(0, None, shape[2]), "clip_ratios": ratios}
     if side == "value":
-        read = dequantize_values(quantize_values(pages, f, static, sinks), f, static)
+        read = dequantize_values(quantize_values(every, f, static, **of_all), f, static)
     else:
         fixed = cache.pages.boosted, static
-        constant: Tensor | float = 0.0
-        if cache.pages.key_center is not None:
-            starts = f.page_size * torch.arange(count, device=tokens.device)
-            constant = page_centers(starts, f.page_size, cache.pages.key_center)
-        quantized = quantize_keys(pages - constant, f, *fixed, cache.pages.key_feedback, sinks)
-        read = dequantize_keys(quantized, f, *fixed).transpose(2, 3) + constant
-    result = tokens.clone()
-    result[:, part] = read.transpose(0, 1).flatten(1, 2)
-    result[:, :sinks] = tokens[:, :sinks]
-    return result
+        quantized = quantize_keys(every, f, *fixed, cache.pages.key_feedback, **of_all)
+        read = dequantize_keys(quantized, f, *fixed).transpose(2, 3)
+    return read.view(shape)
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Some queries of one sequence, with what they attend to in full precision.
+    """Some queries of n sequences, with what they attend to in full precision.
 
     Attributes:
-        sequence: number of the sequence; rows: the queries in it; keys: tokens up to the last of them.
-        queries: [H, Hq / H, q, D].
-        scores, weights: [H, Hq / H, q, keys]; output: [H, Hq / H, q, E].
-        visible: bool [q, keys].
+        sequences: which; rows: the queries in each; keys: tokens up to the last of them.
+        queries: [n, H, Hq / H, q, D].
+        scores, weights: [n, H, Hq / H, q, keys]; output: [n, H, Hq / H, q, E].
+        visible: bool [q, keys] or [n, 1, 1, q, keys].
     """
 
-    sequence: int
+    sequences: slice
     rows: slice
     keys: int
     queries: Tensor
@@ -110,18 +135,19 @@ class _Block:
     visible: Tensor
 
 
-def _blocks(sample: AttentionSample, first: int) -> Iterator[_Block]:
+def _blocks(sample: AttentionSample, first: int, sequences: slice) -> Iterator[_Block]:
     """The queries from token `first` on."""
-    for sequence in range(len(sample.queries)):
-        keys, values = sample.keys[sequence], sample.values[sequence].unsqueeze(1)
-        for start in range(first, sample.num_tokens, QUERY_BLOCK):
-            rows = slice(start, min(start + QUERY_BLOCK, sample.num_tokens))
-            reach = rows.stop
-            queries = sample.grouped_queries(sequence)[:, :, rows]
-            scores = sample.scores(queries, keys[:, :reach])
-            visible = sample.visible_in(sequence)[rows, :reach]
-            weights = _weights(sample, scores, visible)
-            yield _Block(sequence, rows, reach, queries, scores, weights, weights @ values[:, :, :reach], visible)
+    keys, values = sample.keys[sequences], sample.values[sequences].unsqueeze(2)
+    queries = sample.queries[sequences].unflatten(1, (keys.shape[1], -1))
+    own = sample.visible if sample.visible.dim() == 2 else sample.visible[sequences, None, None]
+    for start in range(first, sample.num_tokens, QUERY_BLOCK):
+        rows = slice(start, min(start + QUERY_BLOCK, sample.num_tokens))
+        reach = rows.stop
+        some = queries[:, :, :, rows]
+        scores, visible = sample.scores(some, keys[:, :, :reach]), own[..., rows, :reach]
+        weights = _weights(sample, scores, visible)
+        output = weights @ values[:, :, :, :reach]
+        yield _Block(sequences, rows, reach, some, scores, weights, output, visible)
 
 
 def _weights(sample: AttentionSample, scores: Tensor, visible: Tensor) -> Tensor:
@@ -139,14 +165,12 @@ def key_clip_ratio_errors(
     recent, page = cache.keys.recent_tokens, cache.pages.keys.page_size
 
     def output(block: _Block, stored: Tensor) -> Tensor:
-        device = stored.device
-        quantized = reads_quantized(block.rows, block.keys, cache.sink_tokens, recent, page, device)
-        scores = sample.scores(block.queries, stored[:, : block.keys])
+        quantized = reads_quantized(block.rows, block.keys, cache.sink_tokens, recent, page, stored.device)
+        scores = sample.scores(block.queries, stored)
         weights = _weights(sample, torch.where(quantized, scores, block.scores), block.visible)
-        return weights @ sample.values[block.sequence][:, None, : block.keys] - block.output
+        return weights @ sample.values[block.sequences, :, None, : block.keys] - block.output
 
-    candidates = [partial(stored_tokens, cache=cache, side="key", clip_ratio=r) for r in grid]
-    return _errors(sample, sample.keys, page + recent, candidates, output, ranks)
+    return _errors(sample, cache, "key", grid, output, ranks)
 
 
 def value_clip_ratio_errors(
@@ -157,42 +181,51 @@ def value_clip_ratio_errors(
 
     def output(block: _Block, stored: Tensor) -> Tensor:
         quantized = reads_quantized(block.rows, block.keys, cache.sink_tokens, recent, page, stored.device)
-        difference = stored[:, : block.keys] - sample.values[block.sequence][:, : block.keys]
-        return (block.weights * quantized) @ difference.unsqueeze(1)
+        difference = stored - sample.values[block.sequences, :, : block.keys]
+        return (block.weights * quantized) @ difference.unsqueeze(-3)
 
-    candidates = [partial(stored_tokens, cache=cache, side="value", clip_ratio=r) for r in grid]
-    return _errors(sample, sample.values, page + recent, candidates, output, ranks)
+    return _errors(sample, cache, "value", grid, output, ranks)
 
 
 def _errors(
     sample: AttentionSample,
-    exact: Tensor,
-    first: int,
-    candidates: list[Callable[[Tensor], Tensor]],
+    cache: CacheFormat,
+    side: Side,
+    grid: tuple[float, ...],
     error: Callable[[_Block, Tensor], Tensor],
     ranks: Ranks,
 ) -> Tensor:
-    """Each candidate's squared output error over the queries from `first` on.
+    """Squared output error with each clip ratio, over the queries that may read a quantized page.
 
     Args:
         sample: attention of the layer.
-        exact: the keys or values that candidates store, [n, H, T, channels].
-        first: the first query that may read a quantized page.
-        candidates: what the runtime reads back of one sequence.
-        error: of the heads' outputs of a block, given what was read back.
-        ranks: each evaluates some of the candidates.
+        cache: how `side` is stored, but for the clip ratio.
+        side: keys or values.
+        grid: clip ratios.
+        error: of the heads' outputs of a block, [m, n, H, Hq / H, q, E], given what was read back with m clip ratios:
+            [m, n, H, keys, channels].
+        ranks: each evaluates some of the clip ratios.
     """
-    errors, size = torch.zeros(len(candidates), dtype=torch.float64), 0.0
-    current, stored, mine = -1, [], ranks.mine(range(len(candidates)))
-    for block in _blocks(sample, first):
-        if block.sequence != current:
-            current = block.sequence
-            stored = [candidates[i](exact[current]) for i in mine]
-        size += squared_output(block.output, sample.output_weight)
-        for i, tokens in zip(mine, stored, strict=True):
-            errors[i] += squared_output(error(block, tokens), sample.output_weight)
-    errors = ranks.sum_(errors)
-    return errors / size if size else errors
+    exact = sample.keys if side == "key" else sample.values
+    f, own = cache.side(side)
+    first, mine = f.page_size + own.recent_tokens, ranks.mine(range(len(grid)))
+    # What is computed at once: some of the sequences, and of these with some of the clip ratios.
+    room = GPU_SCORES if exact.is_cuda else SCORES
+    scores = sample.queries.shape[1] * QUERY_BLOCK * sample.num_tokens
+    sequences = min(max(1, room // (scores * max(1, len(mine)))), len(exact))
+    together = max(1, room // (scores * sequences))
+    sums, size = exact.new_zeros(len(grid), dtype=torch.float64), exact.new_zeros((), dtype=torch.float64)
+    for start in range(0, len(exact), sequences):
+        some = slice(start, start + sequences)
+        stored = stored_tokens(exact[some], cache, side, [grid[i] for i in mine])
+        for block in _blocks(sample, first, some):
+            size += squared_output(block.output, sample.output_weight).sum()
+            for i in range(0, len(mine), together):
+                tokens = stored[i : i + together, :, :, : block.keys]
+                found = squared_output(error(block, tokens), sample.output_weight).sum(1)
+                sums[list(mine[i : i + together])] += found
+    sums, size = ranks.sum_(sums.cpu()), float(size)
+    return sums / size if size else sums
 
 
 def searched_sides(scheme: KVScheme, search: KVCalibration) -> tuple[bool, bool]:

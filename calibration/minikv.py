@@ -99,7 +99,7 @@ def eviction_loss(
         scores = sample.scores(sample.grouped_queries(sequence)[:, :, prompt:], sample.keys[sequence])
         scores = scores.masked_fill(~sample.visible_in(sequence)[prompt:], float("-inf"))
         exact = sample.weights(scores)
-        size += squared_output(exact @ values, sample.output_weight)
+        size += float(squared_output(exact @ values, sample.output_weight))
         for i in ranks.mine(range(points)):
             if kept[i] == rank.shape[1]:
                 break  # nothing is evicted from here on
@@ -108,7 +108,7 @@ def eviction_loss(
             evicted = evicted[:, None, None]
             weights = sample.weights(scores.masked_fill(evicted, float("-inf")))
             attention[i] += float((exact * evicted).sum(-1).mean(dtype=torch.float64))
-            output[i] += squared_output((weights - exact) @ values, sample.output_weight)
+            output[i] += float(squared_output((weights - exact) @ values, sample.output_weight))
     attention, output = ranks.sum_(attention), ranks.sum_(output)
     return EvictionLoss(attention / len(sample.queries), output / size if size else output)
 

@@ -100,7 +100,7 @@ def simulated_attention(
     length, stored, written = keys.shape[2], [], []
     for name, tokens in (("key", keys), ("value", values)):
         f, own = cache.side(name)
-        stored.append(torch.stack([stored_tokens(row, cache, name, f.clip_ratio) for row in tokens]))
+        stored.append(stored_tokens(tokens, cache, name, [f.clip_ratio])[0])
         written.append(_written(length, own.recent_tokens, f.page_size))
     read = (keys.clone(), values.clone())
     outputs = []

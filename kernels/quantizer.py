@@ -50,7 +50,7 @@ class Quantized(NamedTuple):
 
 
 def quantize(
-    x: Tensor, bits: int, group_size: int, dim: int, clip_ratio: float = 1.0, scale_bits: int = 16
+    x: Tensor, bits: int, group_size: int, dim: int, clip_ratio: float | Tensor = 1.0, scale_bits: int = 16
 ) -> Quantized:
     """Quantize groups of `group_size` consecutive entries along `dim`, in float32.
 
@@ -63,7 +63,7 @@ def quantize(
         group_size: entries that share one scale and zero point.
         dim: the quantized axis.
         clip_ratio: above 0 and at most 1; shrinks each group's (min, max) about its midpoint by this factor, values
-            outside being clamped.
+            outside being clamped. A tensor [x.shape[0]], float64, has one for each entry of the first axis, unchecked.
         scale_bits: of a scale, and of a zero point: 16, or 8, see `eight_bit_grid`.
 
     Returns:
@@ -75,7 +75,9 @@ def quantize(
     """
     if bits not in CODE_BITS:
         raise UsageError(f"A code of {bits} bits cannot be stored; choose one of {CODE_BITS}.")
-    if not 0 < clip_ratio <= 1:
+    if isinstance(clip_ratio, Tensor):
+        clip_ratio = clip_ratio.view(-1, *[1] * x.ndim)
+    elif not 0 < clip_ratio <= 1:
         raise UsageError(f"clip_ratio = {clip_ratio} cannot shrink a range; choose a factor above 0 and at most 1.")
     dim = dim % x.ndim
     groups = _split(x, group_size, dim).to(torch.float32)
@@ -89,14 +91,17 @@ def quantize(
 
 
 def affine_grid(
-    low: Tensor, high: Tensor, bits: int, clip_ratio: float = 1.0, scale_bits: int = 16
+    low: Tensor, high: Tensor, bits: int, clip_ratio: float | Tensor = 1.0, scale_bits: int = 16
 ) -> tuple[Tensor, Tensor]:
     """Scale and zero point, fp16, of groups that span `low` to `high` (float32), shrunk by `clip_ratio`.
 
     What fp16 cannot describe comes back as infinity or NaN, which the caller, who knows the groups, has to refuse.
     """
     extent = high - low
-    if clip_ratio < 1:
+    if isinstance(clip_ratio, Tensor):
+        low = low + extent * ((1 - clip_ratio) / 2).float()
+        extent = extent * clip_ratio.float()
+    elif clip_ratio < 1:
         low = low + extent * ((1 - clip_ratio) / 2)
         extent = extent * clip_ratio
     scale, zero_point = (extent / (2**bits - 1)).half(), low.half()

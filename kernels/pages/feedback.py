@@ -65,18 +65,20 @@ def round_with_feedback(
     if isinstance(largest, Tensor):
         largest = largest.permute(1, 2, 0).to(w)[..., None, None].contiguous()
     factors = feedback.float()
+    near = factors[..., None, None, None]
     codes = torch.empty_like(w, dtype=torch.uint8)
+    # Views of all channels at once: on a GPU the host's calls are what takes time here.
+    ws, zeros, divisors, steps, rounded = (part.unbind(1) for part in (w, zero, divisor, step, codes))
     for first in range(0, dim, BLOCK):
         stop = min(first + BLOCK, dim)
         errors = w.new_empty(heads, stop - first, count, groups, tokens // groups)
-        for i in range(first, stop):
-            code = (w[:, i] - zero[:, i]).div_(divisor[:, i]).round_()
+        for i, into in zip(range(first, stop), errors.unbind(1), strict=True):
+            code = (ws[i] - zeros[i]).div_(divisors[i]).round_()
             code.clamp_(0, largest) if isinstance(largest, int) else code.clamp_(min=0).clamp_(max=largest[:, i])
-            error = torch.sub(w[:, i], torch.addcmul(zero[:, i], code, step[:, i]), out=errors[:, i - first])
+            torch.sub(ws[i], torch.addcmul(zeros[i], code, steps[i]), out=into)
             if i + 1 < stop:
-                near = factors[:, i, i + 1 : stop, None, None, None]
-                w[:, i + 1 : stop].addcmul_(near, error.unsqueeze(1), value=-1)
-            codes[:, i] = code
+                w[:, i + 1 : stop].addcmul_(near[:, i, i + 1 : stop], into.unsqueeze(1), value=-1)
+            rounded[i].copy_(code)
         if stop < dim:
             far = factors[:, first:stop, stop:].transpose(1, 2)
             w[:, stop:].view(heads, dim - stop, -1).baddbmm_(far, errors.flatten(2), alpha=-1)

@@ -13,6 +13,8 @@ from kvconvert.kernels.pages.formats import ChannelScales, KeyFormat, TokenNorm,
 from kvconvert.kernels.pages.records import KeyPages, ValuePages, record_of
 from kvconvert.kernels.quantizer import dequantize, quantize, quantize_static
 
+FIRST = slice(0, 1)
+
 
 def token_norms(keys: torch.Tensor, scope: TokenNorm | str, measure: Literal["l2", "mean_abs"]) -> torch.Tensor:
     """The size of each key token, float32 [N, 1 or H, P], from keys [N, H, P, D].
@@ -44,21 +46,21 @@ def normalised_keys(keys: torch.Tensor, f: KeyFormat) -> torch.Tensor:
     return torch.where(norms > 0, keys / norms, 0.0)
 
 
-def rank_channels(keys: torch.Tensor, count: int, hidden: int = 0) -> torch.Tensor:
+def rank_channels(keys: torch.Tensor, count: int, hidden: int = 0, firsts: slice = FIRST) -> torch.Tensor:
     """The `count` channels of largest mean magnitude per page and head: int64 [N, H, count], ascending.
 
-    From keys [N, H, P, D] without the `hidden` first tokens of page 0; Kitty's score (page-wise mean |K|), ties to the
-    lower index.
+    From keys [N, H, P, D] without the `hidden` first tokens of the pages `firsts`; Kitty's score (page-wise mean |K|),
+    ties to the lower index.
     """
     # In float64 the sum is exact, or as good as: in float32 equal channels would differ by the order of their sums.
     score = keys.abs().sum(2, dtype=torch.float64)
     if hidden:
-        score[0] = keys[0, :, hidden:].abs().sum(1, dtype=torch.float64)
+        score[firsts] = keys[firsts, :, hidden:].abs().sum(2, dtype=torch.float64)
     order = torch.sort(score, dim=-1, descending=True, stable=True).indices
     return order[..., :count].sort(-1).values
 
 
-def shown_tokens(tokens: torch.Tensor, hidden: int) -> torch.Tensor:
+def shown_tokens(tokens: torch.Tensor, hidden: int, firsts: slice = FIRST) -> torch.Tensor:
     """Pages' tokens [N, H, P, channels] with the first one that is not hidden in the places of those that are.
 
     Of a group that has both, minimum and maximum are then those of the others.
@@ -66,7 +68,7 @@ def shown_tokens(tokens: torch.Tensor, hidden: int) -> torch.Tensor:
     if not hidden:
         return tokens
     tokens = tokens.clone()
-    tokens[0, :, :hidden] = tokens[0, :, hidden, None]
+    tokens[firsts, :, :hidden] = tokens[firsts, :, hidden, None]
     return tokens
 
 
@@ -77,6 +79,8 @@ def quantize_keys(
     static: ChannelScales | None = None,
     feedback: torch.Tensor | None = None,
     hidden: int = 0,
+    firsts: slice = FIRST,
+    clip_ratios: torch.Tensor | None = None,
 ) -> KeyPages:
     """Quantize whole pages of keys [N, H, P, D], any float dtype, after RoPE and the scheme's rotation.
 
@@ -89,6 +93,8 @@ def quantize_keys(
             rounds each number to its nearest code.
         hidden: how many of the first page's first tokens, fewer than all, are stored elsewhere in full precision: the
             page's scales are those of its other tokens, and what it holds in their places is not to be read.
+        firsts: the pages, of those given, that are the first of a sequence.
+        clip_ratios: float64 [N], in place of the format's, of pages without static scales.
 
     Returns:
         N pages. Codes are computed from the stored norm, scale and zero point. A boosted channel's scale and zero point
@@ -97,7 +103,7 @@ def quantize_keys(
     Raises:
         NumericError: NaN, infinity, or a norm, scale or zero point beyond float16.
     """
-    keys = shown_tokens(keys, hidden)
+    keys = shown_tokens(keys, hidden, firsts)
     if f.bits == 16:
         return KeyPages(keys.contiguous(), f)
     if f.static:
@@ -112,7 +118,8 @@ def quantize_keys(
         # Zero-norm tokens (all-zero keys, or below float16's range) store zeros and come back as zeros.
         keys = keys.float() * torch.where(norm > 0, norm.float().reciprocal(), 0.0).unsqueeze(3)
     transposed = keys.transpose(2, 3)
-    grid = {"group_size": f.group_size, "dim": 3, "clip_ratio": f.clip_ratio, "scale_bits": f.scale_bits}
+    ratio = f.clip_ratio if clip_ratios is None else clip_ratios
+    grid = {"group_size": f.group_size, "dim": 3, "clip_ratio": ratio, "scale_bits": f.scale_bits}
     plain = quantize(transposed, f.bits, **grid)
     if not f.boosted:
         codes = plain.codes
@@ -120,7 +127,8 @@ def quantize_keys(
             codes = round_with_feedback(transposed, plain.scale, plain.zero_point, 2**f.bits - 1, feedback)
         codes = pack_codes(codes.transpose(2, 3), f.bits, dim=2, across=3)
         return record_of(f, codes=codes, scale=plain.scale, zero_point=plain.zero_point, norm=norm)
-    chosen = channels.expand(len(keys), -1, -1) if f.fixed_channels else rank_channels(keys, f.boosted, hidden)
+    ranked = not f.fixed_channels
+    chosen = rank_channels(keys, f.boosted, hidden, firsts) if ranked else channels.expand(len(keys), -1, -1)
 
     def rows_of(tensor: torch.Tensor) -> torch.Tensor:
         return chosen.unsqueeze(3).expand(-1, -1, -1, tensor.shape[3])
@@ -146,16 +154,22 @@ def quantize_keys(
 
 
 def quantize_values(
-    values: torch.Tensor, f: ValueFormat, static: ChannelScales | None = None, hidden: int = 0
+    values: torch.Tensor,
+    f: ValueFormat,
+    static: ChannelScales | None = None,
+    hidden: int = 0,
+    firsts: slice = FIRST,
+    clip_ratios: torch.Tensor | None = None,
 ) -> ValuePages:
-    """Quantize whole pages of values [N, H, P, E], any float dtype. `static`, `hidden`, NumericError as for keys."""
-    values = shown_tokens(values, hidden)
+    """Quantize whole pages of values [N, H, P, E], any float dtype. Other arguments and NumericError as for keys."""
+    values = shown_tokens(values, hidden, firsts)
     if f.bits == 16:
         return ValuePages(values.contiguous(), f)
     if f.static:
         codes = quantize_static(values, f.bits, static.scale.unsqueeze(1), static.zero_point.unsqueeze(1))
         return record_of(f, codes=pack_codes(codes.transpose(2, 3), f.bits, dim=2, across=3))
-    quantized = quantize(values, f.bits, f.group_size, dim=3, clip_ratio=f.clip_ratio, scale_bits=f.scale_bits)
+    ratio = f.clip_ratio if clip_ratios is None else clip_ratios
+    quantized = quantize(values, f.bits, f.group_size, dim=3, clip_ratio=ratio, scale_bits=f.scale_bits)
     codes = pack_codes(quantized.codes.transpose(2, 3), f.bits, dim=2, across=3)
     return record_of(f, codes=codes, scale=quantized.scale, zero_point=quantized.zero_point)
 

@@ -9,6 +9,7 @@ import torch
 from sample_layers import cache_format, layer_work, random_sample, run_passes
 
 from kvconvert.cache.format import CacheSide
+from kvconvert.calibration import clip_ratios
 from kvconvert.calibration.attention_sample import AttentionSample, AttentionSampler, causal
 from kvconvert.calibration.clip_ratios import (
     CLIP_RATIO_GRID,
@@ -55,7 +56,7 @@ def test_queries_read_pages_quantized_exactly_once_the_cache_has_flushed_them(to
 def test_tokens_are_stored_as_page_by_page_and_head_by_head_quantization_gives():
     sample = random_sample(tokens=300)
     cache = replace(cache_format(dim=16), sink_tokens=20, keys=CacheSide(10))
-    keys = stored_tokens(sample.keys[0], cache, "key", 0.7)
+    keys = stored_tokens(sample.keys[:1], cache, "key", [0.7])[0, 0]
     expected = sample.keys[0].clone()
     # The groups of the first page but its first one, whose 20 sink tokens the next token stands for, and the second's.
     for start in range(0, 256, 32):
@@ -66,10 +67,46 @@ def test_tokens_are_stored_as_page_by_page_and_head_by_head_quantization_gives()
         expected[:, start + hidden : start + 32] = read[:, hidden:]
     # 300 tokens: the second page ends at 256, and a query from 266 on reads it.
     torch.testing.assert_close(keys, expected, rtol=0, atol=1e-5)
-    values = stored_tokens(sample.values[0], cache, "value", 0.7)
+    values = stored_tokens(sample.values[:1], cache, "value", [0.7])[0, 0]
     expected = sample.values[0].clone()
     expected[:, 20:256] = dequantize(*quantize(expected[:, 20:256], 2, 16, 2, 0.7), 16, 2)
     torch.testing.assert_close(values, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("numbers", [1, 2**20], ids=["one by one", "at once"])
+@pytest.mark.parametrize("changes", [{}, {"token_norm": "joint"}, {"boosted": 4}], ids=["plain", "norms", "boosted"])
+def test_sequences_and_clip_ratios_together_are_each_alone(monkeypatch, changes, numbers):
+    """Also with sink tokens, which only the first page of each sequence has, and with error feedback."""
+    monkeypatch.setattr(clip_ratios, "STORED_NUMBERS", numbers)
+    sample = random_sample(sequences=3, tokens=300)
+    cache = replace(cache_format(dim=16), sink_tokens=20)
+    feedback = torch.eye(16) + torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(0)).triu(1) / 4
+    keys = replace(cache.pages.keys, **changes)
+    cache = replace(cache, pages=replace(cache.pages, keys=keys, key_feedback=feedback.half()))
+    for side, tokens in (("key", sample.keys), ("value", sample.values)):
+        together = stored_tokens(tokens, cache, side, (1.0, 0.7))
+        for number, ratio in enumerate((1.0, 0.7)):
+            for n in range(3):
+                alone = stored_tokens(tokens[n : n + 1], cache, side, [ratio])[0, 0]
+                torch.testing.assert_close(together[number, n], alone, rtol=0, atol=1e-6)
+                assert torch.equal(alone[:, :20], tokens[n, :, :20])
+        assert not torch.equal(*together)
+
+
+@pytest.mark.parametrize("scores", [1, 4 * 128 * 290 * 4, 2**30])
+def test_errors_do_not_depend_on_what_is_computed_at_once(monkeypatch, scores):
+    sample = random_sample(sequences=3, tokens=290, dim=8)
+    visible = causal(290).expand(3, -1, -1).clone()
+    visible[1, 200:, 30:60] = False
+    sample = replace(sample, visible=visible, sink_logits=torch.tensor([0.5, -1.0, 2.0, 0.0]))
+    cache = replace(cache_format(), sink_tokens=4)
+    for measure in (key_clip_ratio_errors, value_clip_ratio_errors):
+        expected = measure(sample, cache, (1.0, 0.8, 0.6))
+        with monkeypatch.context() as patch:
+            patch.setattr(clip_ratios, "SCORES", scores)
+            found = measure(sample, cache, (1.0, 0.8, 0.6))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+        assert len(set(expected.tolist())) == 3
 
 
 def by_single_queries(sample, cache, r, side):
@@ -79,8 +116,8 @@ def by_single_queries(sample, cache, r, side):
     tokens, heads = sample.num_tokens, sample.keys.shape[1]
     for n in range(len(sample.queries)):
         keys, values = sample.keys[n].double(), sample.values[n].double()
-        read_k = stored_tokens(sample.keys[n], cache, "key", r).double() if side == "key" else keys
-        read_v = stored_tokens(sample.values[n], cache, "value", r).double() if side == "value" else values
+        read = stored_tokens(getattr(sample, f"{side}s")[n : n + 1], cache, side, [r])[0, 0].double()
+        read_k, read_v = (read, values) if side == "key" else (keys, read)
         first_reader = simulated_flushes(tokens, cache.sink_tokens, recent)
         for t in range(tokens):
             quantized = first_reader[: t + 1] <= t
