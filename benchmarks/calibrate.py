@@ -20,9 +20,11 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peers
 import processes
 import torch
 from memory import SHAPES, write_checkpoint
@@ -38,14 +40,6 @@ from kvconvert.fidelity.evaluate import versions
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight
 
 OUTPUT = RESULTS / "calibrate.json"
-PEERS = {
-    program: ROOT / "benchmarks" / "calibrate_peers" / f"{file}.py"
-    for program, file in {"llm-compressor": "llm_compressor", "GPTQModel": "gptqmodel"}.items()
-}
-PEER_IMPORTS = {
-    "llm-compressor": "import llmcompressor.modifiers.transform.awq",
-    "GPTQModel": "from gptqmodel import GPTQModel",
-}
 # What the report says of how cases were measured, by the names of options.
 RECORDED = (
     "samples",
@@ -99,13 +93,11 @@ def arguments() -> argparse.Namespace:
 def run(program: str, method: str, args: argparse.Namespace, ids: Path, folder: Path) -> dict[str, Any]:
     """Quantize with one program into `folder`: its processes' wall and processor time and peak anonymous memory."""
     folder.mkdir()
-    if program in PEERS:
+    if program in peers.SCRIPTS:
         chosen = {"method": method, "bits": args.bits, "group_size": args.group_size, "batch_size": args.peer_batch}
         chosen |= {"dtype": args.peer_dtype, "device": args.device}
-        (folder / "settings.json").write_text(json.dumps(chosen))
-        files = (args.model, ids, folder / "model", folder / "settings.json")
-        measured, said = process([args.peer_python, PEERS[program], "quantize", *files], args)
-        return measured | json.loads(said.strip().splitlines()[-1])
+        process_of = partial(process, args=args)
+        return peers.quantize(program, args.peer_python, args.model, ids, folder, chosen, process_of)
     recipe = folder / "recipe.toml"
     recipe.write_text(
         f'[weights]\nmethod = "{method}"\nbits = {args.bits}\ngroup_size = {args.group_size}\n\n[kv]\npreset = "none"\n'
@@ -125,25 +117,20 @@ def process(command: Sequence[object], args: argparse.Namespace) -> tuple[dict[s
 def import_seconds(program: str, args: argparse.Namespace) -> float:
     """What a program's imports alone take in a process that finds their files in memory."""
     ours = [sys.executable, "-c", "import kvconvert.convert.pipeline, kvconvert.convert.export"]
-    theirs = f"{PEER_IMPORTS.get(program)}; from transformers import AutoModelForCausalLM"
+    theirs = f"{peers.IMPORTS.get(program)}; from transformers import AutoModelForCausalLM"
     for _ in range(2):
-        measured, _ = process([args.peer_python, "-c", theirs] if program in PEERS else ours, args)
+        measured, _ = process([args.peer_python, "-c", theirs] if program in peers.SCRIPTS else ours, args)
     return measured["wall_s"]
 
 
 def saved_model(program: str, args: argparse.Namespace, folder: Path) -> PreTrainedModel:
     """The source in float32 with all weights replaced by those that a program saved, dequantized in float32."""
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    if program in PEERS:
-        file = folder / "weights.safetensors"
-        process([args.peer_python, PEERS[program], "dequantize", folder / "model", file], args)
-        weights = load_file(file)
+    if program in peers.SCRIPTS:
+        weights = peers.dequantized(program, args.peer_python, folder, partial(process, args=args))
     else:
         weights = bundle_weights(folder / "model")
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    if unexpected or set(missing) - tied:
-        raise SystemExit(f"{program} saved other tensors than the model's: {[*missing, *unexpected][:3]}")
+    peers.replace_weights(model, weights, program)
     return model.to(args.device).eval()
 
 

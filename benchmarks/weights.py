@@ -5,11 +5,12 @@
 MODEL is the directory of a dense model; DIR holds the text reported on, by default wikitext2-test.txt; the name python
 is the running Python's standard library, and `--name wikitext2-test python` reports on both. A CASE is a method with
 changes: `awq+gptq:bits=3,group_size=32,samples=128`; with `corrected=false` compensation makes up for a Linear's own
-rounding alone. Every case is calibrated by the passes that `kvconvert calibrate` runs, on text that ships with
-kvconvert, on --calibration, or on its own `texts=books-calib+wikitext2-valid` (names of .txt files in DIR, in equal
-shares), never on what is reported on; its weights are then rounded and put back into the model, so that widths which
-bundles do not hold can be measured too. Logits are compared with the source's in float32. Rows that the output holds
-already, measured in the same way, are kept.
+rounding alone. `llm-compressor/gptq:bits=3` and `GPTQModel/gptaq` are other programs' methods, each run by the Python
+that `--peer-python PROGRAM=PYTHON` names, on the same token ids. Every case is calibrated by the passes that `kvconvert
+calibrate` runs, on text that ships with kvconvert, on --calibration, or on its own `texts=books-calib+wikitext2-valid`
+(names of .txt files in DIR, in equal shares), never on what is reported on; its weights are then rounded and put back
+into the model, so that widths which bundles do not hold can be measured too. Logits are compared with the source's in
+float32. Rows that the output holds already, measured in the same way, are kept.
 
 One H200 measures 12 cases of SmolLM2-135M with --jobs 8 in about three minutes: most of that is launching.
 """
@@ -30,7 +31,7 @@ from real_model_bench import CODE, library_text
 from runner import RESULTS, ROOT, option_parser, read, save
 from transformers import AutoTokenizer
 from weights_docs import methods
-from weights_measure import Case, SourceScores, quantized_model
+from weights_measure import Case, SourceScores, peer_model, quantized_model
 
 from kvconvert.data.text import spaced_samples
 from kvconvert.errors import KvconvertError
@@ -61,10 +62,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=2, help="of torch")
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time, in processes of their own")
+    parser.add_argument("--peer-python", nargs="+", default=[], metavar="PROGRAM=PYTHON", help="of other programs")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "weights", help="of the source's logits")
     parser.add_argument("--again", action="store_true", help="measure anew what is there already")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     args = parser.parse_args()
+    args.peer_python = dict(named.split("=", 1) for named in args.peer_python)
     if len({name for name in args.name if name != CODE}) > 1:
         parser.error("give --name one .txt file at a time")
     return args
@@ -85,7 +88,11 @@ def row(args: argparse.Namespace, case: Case, names: list[str]) -> dict[str, dic
     begun = time.monotonic()
     try:
         data = [str(args.text / f"{name}.txt") for name in case.texts] or args.calibration
-        quantized = quantized_model(args.model, case, data, args.seed, args.device)
+        if case.peer:
+            python = Path(args.peer_python[case.peer.partition("/")[0]])
+            quantized = peer_model(args.model, case, data, args.seed, args.device, python, args.threads)
+        else:
+            quantized = quantized_model(args.model, case, data, args.seed, args.device)
     except KvconvertError as error:
         return {"": {"failure": str(error)}}
     measured = {"case": case.values(), "seconds": round(time.monotonic() - begun)}
@@ -133,6 +140,8 @@ def main() -> None:
         report["models"] = read(args.output)["models"]
     wanted = args.only or [f"{method}:bits={bits}" for bits in (4, 3, 2) for method in METHODS]
     cases = [Case.parse(text, args.group_size) for text in wanted]
+    if unknown := {case.peer.partition("/")[0] for case in cases if case.peer} - args.peer_python.keys():
+        sys.exit(f"--peer-python has to name the Python of {', '.join(sorted(unknown))}.")
     models, missing = {}, {}
     for text in args.name:
         models[text] = measured_on(args, text, report["models"])

@@ -9,6 +9,7 @@ from tables import difference, signed, table, within
 
 SAME = ("bits", "group_size", "samples", "length", "texts")  # in cases whose methods are compared
 NAMES = {"rtn": "rounding", "awq": "AWQ", "gptq": "GPTQ", "awq+gptq": "AWQ + GPTQ"}
+PEER_NAMES = {"gptaq": "GPTAQ", "foem": "GPTAQ + FOEM"}
 COMPARED = (("awq+gptq", "awq"), ("awq+gptq", "gptq"), ("gptq", "awq"), ("awq", "rtn"))
 SHOWN = "SmolLM2-135M-Instruct, NVIDIA H200"  # of calibrate.json, to users
 
@@ -41,14 +42,17 @@ def _cases(model: dict[str, Any]) -> str:
 
 
 def _differences(model: dict[str, Any]) -> str:
-    """Paired differences in KL: AWQ + GPTQ against each alone, everything against AWQ, and corrected against not."""
+    """Paired differences in KL: AWQ + GPTQ against each alone and other programs, everything against AWQ, and corrected
+    against not.
+    """
     rows = []
     for better in _sorted(model):
         for worse in _sorted(model):
             one, two = better["case"], worse["case"]
             same = all((one.get(field) or []) == (two.get(field) or []) for field in SAME)
             alike = _corrected(one) == _corrected(two) or two["method"] in ("awq", "rtn")
-            other_method = alike and (one["method"], two["method"]) in COMPARED
+            beside = "/" in two["method"] and (one["method"], _corrected(one)) == ("awq+gptq", True)
+            other_method = beside or (alike and (one["method"], two["method"]) in COMPARED)
             gained = one["method"] == two["method"] and _corrected(one) > _corrected(two)
             if same and (other_method or gained):
                 found = signed(difference(better["kl_by_segment"], worse["kl_by_segment"]))
@@ -65,7 +69,8 @@ def _corrected(case: dict[str, Any]) -> bool:
 
 
 def _label(case: dict[str, Any]) -> str:
-    return NAMES[case["method"]] + ", corrected" * _corrected(case)
+    program, _, method = case["method"].rpartition("/")
+    return f"{program} {(NAMES | PEER_NAMES)[method]}".strip() + ", corrected" * _corrected(case)
 
 
 def _sorted(model: dict[str, Any]) -> list[dict[str, Any]]:

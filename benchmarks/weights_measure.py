@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import peers
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -39,6 +40,8 @@ class Case:
         weights: method, width and groups.
         samples, length: of the calibration text.
         corrected: compensated weights make up for earlier layers too, as conversions do.
+        peer: program and method, "llm-compressor/gptq", where another program quantizes; of `weights` width and groups
+            count then.
         texts: names of .txt files to calibrate on, in equal shares; none takes the usual text.
     """
 
@@ -48,12 +51,14 @@ class Case:
     length: int
     corrected: bool = True
     texts: tuple[str, ...] = ()
+    peer: str = ""
 
     @classmethod
     def parse(cls, text: str, group_size: int) -> Case:
         """Read what the command line says (UsageError)."""
         method, _, changes = text.partition(":")
-        fields: dict[str, Any] = {"method": method, "bits": 4, "group_size": group_size}
+        peer = method if "/" in method else ""
+        fields: dict[str, Any] = {"method": "gptq" if peer else method, "bits": 4, "group_size": group_size}
         default = {"samples": SAMPLES, "length": LENGTH, "corrected": True}
         sizes, texts = dict(default), ""
         for change in filter(None, changes.split(",")):
@@ -67,16 +72,16 @@ class Case:
         rest = {k: v for k, v in (fields | sizes).items() if k != "method"}
         said = ",".join(f"{name}={value}" for name, value in rest.items() if default.get(name) != value)
         said += f",texts={texts}" if texts else ""
-        return cls(f"{method}:{said}", WeightsRecipe(**fields), **sizes, texts=tuple(filter(None, texts.split("+"))))
+        texts = tuple(filter(None, texts.split("+")))
+        return cls(f"{method}:{said}", WeightsRecipe(**fields), **sizes, texts=texts, peer=peer)
 
     def values(self) -> dict[str, Any]:
         """As plain values."""
-        return self.weights.model_dump() | {
-            "samples": self.samples,
-            "length": self.length,
-            "corrected": self.corrected,
-            "texts": self.texts,
-        }
+        return (
+            self.weights.model_dump()
+            | {"samples": self.samples, "length": self.length, "corrected": self.corrected, "texts": self.texts}
+            | ({"method": self.peer, "corrected": False} if self.peer else {})
+        )
 
 
 def _value(text: str) -> int | bool | str:
@@ -137,6 +142,26 @@ def quantized_model(directory: Path, case: Case, calibration: Sources, seed: int
         if paired:
             quantized = States(torch.cat(list(work.paired.outputs(layer))))
     return model
+
+
+def peer_model(
+    directory: Path, case: Case, calibration: Sources, seed: int, device: str, python: Path, threads: int
+) -> PreTrainedModel:
+    """The same of another program's weights, calibrated on the same token ids, eight sequences at a time.
+
+    Args:
+        directory, case, calibration, seed, device: as in `quantized_model`.
+        python: interpreter of the program's environment.
+        threads: of its process.
+    """
+    program, _, method = case.peer.partition("/")
+    ids = load_mixture(calibration, AutoTokenizer.from_pretrained(directory), case.samples, case.length, seed).ids
+    settings = {"method": method, "bits": case.weights.bits, "group_size": case.weights.group_size, "batch_size": 8}
+    settings |= {"dtype": "float32", "device": device}
+    found = peers.weights(program, python, directory, ids, settings, threads)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    peers.replace_weights(model, found, program)
+    return model.to(device).eval()
 
 
 class SourceScores:

@@ -2,10 +2,13 @@
 
 import json
 import sys
+from pathlib import Path
 
+import processes
 import pytest
 import torch
 import weights
+from safetensors.torch import load_file, save_file
 from tiny.checkpoints import save_checkpoint, save_text
 from transformers import AutoModelForCausalLM
 from weights_measure import Case, quantized_model
@@ -68,3 +71,35 @@ def test_rows_are_measured_and_kept(model, tmp_path, monkeypatch, jobs, capsys):
     assert len(set(kl)) == 4
     assert all(0 < value < 5 for value in kl)
     assert "| GPTQ, corrected | 4 | 32 | 4 x 32 of text |" in printed.out
+
+
+def test_another_programs_weights_are_measured_on_the_same_ids(model, tmp_path, monkeypatch, capsys):
+    """A program that keeps every weight, but for one matrix, which it sets to 0."""
+    seen = {}
+
+    def program(command, environment, timeout=None):
+        assert command[0] == "/peer/python"
+        assert command[1].endswith("calibrate_peers/llm_compressor.py")
+        if command[2] == "quantize":
+            seen["ids"] = load_file(command[4])["ids"]
+            seen["settings"] = json.loads(Path(command[6]).read_text())
+            return {"wall_s": 1.0}, 'a line of its own\n{"import_s": 1}\n'
+        source = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
+        source["model.layers.0.mlp.down_proj.weight"].zero_()
+        save_file({name: tensor for name, tensor in source.items() if name != "lm_head.weight"}, command[4])
+        return {}, ""
+
+    monkeypatch.setattr(processes, "run", program)
+    case = "llm-compressor/gptq:bits=3,group_size=32,samples=4,length=32"
+    common = [str(model), "--text", str(model.parent), "--name", "text", "--segments", "2", "--length", "16"]
+    common += ["--work", str(tmp_path / "work"), "--output", str(tmp_path / "out.json"), "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["weights.py", *common, "--only", case])
+    with pytest.raises(SystemExit, match="--peer-python has to name the Python of llm-compressor"):
+        weights.main()
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--peer-python", "llm-compressor=/peer/python"])
+    weights.main()
+    assert seen["ids"].shape == (4, 32)
+    assert (seen["settings"]["method"], seen["settings"]["bits"], seen["settings"]["group_size"]) == ("gptq", 3, 32)
+    (row,) = json.loads((tmp_path / "out.json").read_text())["models"]["model"]["cases"].values()
+    assert row["kl"]["mean"] > 0
+    assert "| llm-compressor GPTQ | 3 | 32 | 4 x 32 |" in capsys.readouterr().out

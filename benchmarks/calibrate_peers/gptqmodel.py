@@ -3,7 +3,8 @@
     gptqmodel.py quantize MODEL SAMPLES.safetensors OUT SETTINGS.json
     gptqmodel.py dequantize OUT WEIGHTS.safetensors
 
-As `llm_compressor.py` does it, whose settings these are; method is gptq.
+As `llm_compressor.py` does it, whose settings these are; method is gptq, gptaq, or foem (GPTAQ and FOEM together, with
+the factors that GPTQModel recommends).
 """
 
 import json
@@ -23,13 +24,20 @@ def quantize(model: str, samples: str, out: str, settings: str) -> None:
     """Run GPTQModel with its defaults, but for what the settings say, on the given token ids."""
     began = time.perf_counter()
     from gptqmodel import GPTQModel, QuantizeConfig
+    from gptqmodel.quantization.config import FOEMConfig, GPTAQConfig
 
     chosen = json.loads(Path(settings).read_text())
     ids = load_file(samples)["ids"]
     tokens = [{"input_ids": row.tolist(), "attention_mask": [1] * len(row)} for row in ids]
     imported = time.perf_counter()
-    what = QuantizeConfig(bits=chosen["bits"], group_size=chosen["group_size"], sym=False)
-    loaded = GPTQModel.load(model, what, device=chosen["device"])
+    more = {
+        "gptq": {},
+        "gptaq": {"gptaq": GPTAQConfig()},
+        "foem": {"foem": FOEMConfig(alpha=0.25, beta=0.2)},
+    }[chosen["method"]]
+    what = QuantizeConfig(bits=chosen["bits"], group_size=chosen["group_size"], sym=False, **more)
+    dtype = chosen["dtype"] if chosen["dtype"] == "auto" else getattr(torch, chosen["dtype"])
+    loaded = GPTQModel.load(model, what, device=chosen["device"], dtype=dtype)
     read = time.perf_counter()
     loaded.quantize(tokens, batch_size=chosen["batch_size"])
     done = time.perf_counter()

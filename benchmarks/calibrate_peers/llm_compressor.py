@@ -3,9 +3,9 @@
     llm_compressor.py quantize MODEL SAMPLES.safetensors OUT SETTINGS.json
     llm_compressor.py dequantize OUT WEIGHTS.safetensors
 
-`quantize` saves the model as llm-compressor does and prints one line of JSON. SETTINGS holds method (awq, gptq), bits,
-group_size, batch_size, dtype (auto for the checkpoint's own) and device. `dequantize` reads what was saved, with
-compressed-tensors' own unpacking, and writes every weight in float32: (q - z) scale.
+`quantize` saves the model as llm-compressor does and prints one line of JSON. SETTINGS holds method (awq, gptq or
+awq+gptq), bits, group_size, batch_size, dtype (auto for the checkpoint's own) and device. `dequantize` reads what was
+saved, with compressed-tensors' own unpacking, and writes every weight in float32: (q - z) scale.
 """
 
 import json
@@ -45,6 +45,7 @@ def quantize(model: str, samples: str, out: str, settings: str) -> None:
     recipe = {
         "awq": lambda: [AWQModifier(), QuantizationModifier(**what)],
         "gptq": lambda: [GPTQModifier(**what)],
+        "awq+gptq": lambda: [AWQModifier(), GPTQModifier(**what)],
     }[chosen["method"]]()
     ids = load_file(samples)["ids"]
     batches = [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in ids.split(chosen["batch_size"])]
