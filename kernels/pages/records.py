@@ -166,9 +166,7 @@ def page_bytes(f: KeyFormat | ValueFormat, dtype: torch.dtype) -> int:
     return 2 * (KeyLayout if isinstance(f, KeyFormat) else ValueLayout).of(f).record
 
 
-def empty_pages(
-    count: int, f: KeyFormat | ValueFormat, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+def empty_pages(count: int, f: KeyFormat | ValueFormat, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Uninitialised room for `count` pages, as `pages_of` takes it; `dtype` is the model's, used by 16-bit codes."""
     if f.bits == 16:
         return torch.empty(count, f.heads, f.page_size, f.head_dim, dtype=dtype, device=device)

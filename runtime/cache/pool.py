@@ -110,9 +110,7 @@ class PageStorage(Generic[Pages]):
         numbers: which pages there are.
     """
 
-    def __init__(
-        self, format: KeyFormat | ValueFormat, dtype: torch.dtype, device: torch.device, numbers: PageNumbers
-    ):
+    def __init__(self, format: KeyFormat | ValueFormat, dtype: torch.dtype, device: torch.device, numbers: PageNumbers):
         self.format, self.dtype, self.device, self.numbers = format, dtype, device, numbers
         self.page_bytes = page_bytes(format, dtype)
         self._chunks: list[torch.Tensor] = []

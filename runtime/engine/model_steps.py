@@ -17,7 +17,7 @@ from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.models.configuration import is_latent
 from kvconvert.runtime.cache.group_tables import upload
 from kvconvert.runtime.engine.sampling import sample
-from kvconvert.runtime.hf.cache import rotary_switch
+from kvconvert.runtime.hf.cache_layers import rotary_switch
 from kvconvert.runtime.hf.captured import prepare_steps
 from kvconvert.runtime.hf.captured_passes import SIZES
 from kvconvert.runtime.hf.rehearsal import rehearse, shortened
