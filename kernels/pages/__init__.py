@@ -35,8 +35,10 @@ from kvconvert.kernels.pages.records import (
     PageWrites,
     ValuePages,
     empty_keys,
+    empty_pages,
     empty_values,
     page_bytes,
+    pages_of,
 )
 from kvconvert.kernels.pages.reference import (
     dequantize_keys,

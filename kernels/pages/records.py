@@ -33,13 +33,6 @@ class _Pages:
         """Some of the pages: views for a slice, a copy for an index tensor."""
         return pages_of(self.buffer[index], self.format)
 
-    @classmethod
-    def cat(cls, parts: list[Self]) -> Self:
-        """Pages of one format, one after another."""
-        if len(parts) == 1:
-            return parts[0]
-        return pages_of(torch.cat([part.buffer for part in parts]), parts[0].format)
-
     @property
     def group_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Scale and zero point of each group, float16, of pages that have their own."""
@@ -173,18 +166,22 @@ def page_bytes(f: KeyFormat | ValueFormat, dtype: torch.dtype) -> int:
     return 2 * (KeyLayout if isinstance(f, KeyFormat) else ValueLayout).of(f).record
 
 
+def empty_pages(count: int, f: KeyFormat | ValueFormat, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Uninitialised room for `count` pages, as `pages_of` takes it; `dtype` is the model's, used by 16-bit codes."""
+    if f.bits == 16:
+        return torch.empty(count, f.heads, f.page_size, f.head_dim, dtype=dtype, device=device)
+    layout = KeyLayout.of(f) if isinstance(f, KeyFormat) else ValueLayout.of(f)
+    return torch.empty(count, layout.record, dtype=torch.int16, device=device)
+
+
 def empty_keys(count: int, f: KeyFormat, dtype: torch.dtype, device: torch.device) -> KeyPages:
-    """Uninitialised room for `count` key pages in one buffer; `dtype` is the model's, used by 16-bit codes."""
-    shape = (f.heads, f.page_size, f.head_dim) if f.bits == 16 else (KeyLayout.of(f).record,)
-    dtype = dtype if f.bits == 16 else torch.int16
-    return pages_of(torch.empty(count, *shape, dtype=dtype, device=device), f)
+    """Uninitialised room for `count` key pages in one buffer, see `empty_pages`."""
+    return pages_of(empty_pages(count, f, dtype, device), f)
 
 
 def empty_values(count: int, f: ValueFormat, dtype: torch.dtype, device: torch.device) -> ValuePages:
-    """Uninitialised room for `count` value pages in one buffer."""
-    shape = (f.heads, f.page_size, f.head_dim) if f.bits == 16 else (ValueLayout.of(f).record,)
-    dtype = dtype if f.bits == 16 else torch.int16
-    return pages_of(torch.empty(count, *shape, dtype=dtype, device=device), f)
+    """Uninitialised room for `count` value pages in one buffer, see `empty_pages`."""
+    return pages_of(empty_pages(count, f, dtype, device), f)
 
 
 def record_of(f: KeyFormat | ValueFormat, **tensors: torch.Tensor | None) -> KeyPages | ValuePages:

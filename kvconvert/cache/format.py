@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -72,6 +73,7 @@ class CacheFormat:
     modality: str = "all"
 
     @classmethod
+    @lru_cache(maxsize=1024)
     def of(cls, scheme: KVScheme, *, heads: int, key_dim: int, value_dim: int | None = None) -> CacheFormat:
         """The format of a scheme for a layer's shape, without the tensors of a KV plan (`with_plan`).
 

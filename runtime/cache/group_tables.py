@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from kvconvert.errors import CacheError
-from kvconvert.kernels.decode.plan import WAVES, Segment, SequencePlan, WorkPlan, plan_work
+from kvconvert.kernels.decode.plan import Segment, SequencePlan, WorkPlan, most_items, plan_work
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.kernels.spans import Span
 from kvconvert.runtime.cache.forward_pass import Chunk, ForwardPass
@@ -336,7 +336,7 @@ class GroupTables:
     def _written_plan(self, plan: WorkPlan, programs: int) -> WorkPlan:
         """A plan in tensors that stay; items beyond it do nothing."""
         room = FEWEST_ITEMS
-        while room < max(len(plan.items), self.roomy * (WAVES * programs + self.rows)):
+        while room < max(len(plan.items), self.roomy * most_items(self.rows, programs)):
             room *= 2
         most = next(limit for limit in MOST_SLOTS[2 * self.roomy :] if plan.most_slots <= limit)
         key = (programs, room, most)

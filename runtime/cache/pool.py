@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 
 from kvconvert.errors import CacheError
-from kvconvert.kernels.pages import KeyPages, ValuePages
+from kvconvert.kernels.pages import KeyFormat, KeyPages, ValueFormat, ValuePages, empty_pages, page_bytes, pages_of
 
 # Pools grow by a sixteenth of what they hold, at least four pages: few chunks at any length, little unused room.
 SMALLEST_CHUNK = 4
@@ -104,15 +104,16 @@ class PageStorage(Generic[Pages]):
     It follows the numbers chunk by chunk and never moves a page, so growing copies nothing and addresses stay valid.
 
     Args:
-        empty: allocates a number of pages on a device.
+        format: of the pages.
+        dtype: of the model, which pages of 16 bits have.
         device: of the pages.
         numbers: which pages there are.
     """
 
-    def __init__(self, empty: Callable[[int, torch.device], Pages], device: torch.device, numbers: PageNumbers):
-        self.empty, self.device, self.numbers = empty, device, numbers
-        self.page_bytes = empty(1, torch.device("meta")).nbytes
-        self._chunks: list[Pages] = []
+    def __init__(self, format: KeyFormat | ValueFormat, dtype: torch.dtype, device: torch.device, numbers: PageNumbers):
+        self.format, self.dtype, self.device, self.numbers = format, dtype, device, numbers
+        self.page_bytes = page_bytes(format, dtype)
+        self._chunks: list[torch.Tensor] = []
         self.follow()
 
     @property
@@ -125,12 +126,12 @@ class PageStorage(Generic[Pages]):
         starts = self.numbers.starts
         for chunk in range(len(self._chunks), len(starts)):
             stop = starts[chunk + 1] if chunk + 1 < len(starts) else len(self.numbers)
-            self._chunks.append(self.empty(stop - starts[chunk], self.device))
+            self._chunks.append(empty_pages(stop - starts[chunk], self.format, self.dtype, self.device))
 
     def read(self, numbers: Sequence[int]) -> Pages:
         """The pages of these numbers, in order; a view where they are contiguous, else a copy."""
-        parts = [self._chunks[chunk].select(where) for chunk, where in self._slots(numbers)]
-        return type(parts[0]).cat(parts)
+        parts = [self._chunks[chunk][where] for chunk, where in self._slots(numbers)]
+        return pages_of(parts[0] if len(parts) == 1 else torch.cat(parts), self.format)
 
     def views(self, numbers: Sequence[int]) -> list[Pages]:
         """The pages of these numbers as views to read or write in place, in order: one per contiguous run."""
@@ -141,7 +142,7 @@ class PageStorage(Generic[Pages]):
             if end == len(numbers) or numbers[end] != numbers[end - 1] + 1 or numbers[end] in starts:
                 chunk = self._chunk(numbers[begin])
                 first = numbers[begin] - starts[chunk]
-                views.append(self._chunks[chunk].select(slice(first, first + end - begin)))
+                views.append(pages_of(self._chunks[chunk][first : first + end - begin], self.format))
                 begin = end
         return views
 
@@ -160,7 +161,7 @@ class PageStorage(Generic[Pages]):
         origin, size, starts = base.data_ptr(), self.page_bytes // UNIT, self.numbers.starts
         # Pages count from where page 0 would be if the page's chunk were the only one.
         zeros = np.array(
-            [(c.buffer.data_ptr() - origin) // UNIT - s * size for c, s in zip(self._chunks, starts, strict=True)],
+            [(c.data_ptr() - origin) // UNIT - s * size for c, s in zip(self._chunks, starts, strict=True)],
             dtype=np.int64,
         )
         return zeros[np.searchsorted(starts, number, side="right") - 1] + number * size

@@ -204,11 +204,17 @@ class PlannedStep:
             if group.keep_for_sharing and group.forward_pass is not None:
                 compress(group, seal=False)
         self.tables: list[GroupTables] = []
-        for group in groups:
-            self._before.append((group.sequences, group.forward_pass, group.passes))
-            latest = group.begin(tokens)
-            group.append(latest, _STEP, check=False)
-            self.tables.append(group.registry.prepare_step(group, latest))
+        try:
+            for group in groups:
+                before = (group.sequences, group.forward_pass, group.passes)
+                latest = group.begin(tokens)
+                self._before.append(before)
+                group.append(latest, _STEP, check=False)
+                self.tables.append(group.registry.prepare_step(group, latest))
+        except BaseException:
+            # Groups that have advanced would be ahead of the others.
+            self.abandon()
+            raise
 
     def key(self) -> Hashable:
         """What a recording of the pass's kernels depends on: the tables, and how much work they have room for."""
@@ -248,7 +254,8 @@ class PlannedStep:
 
     def abandon(self) -> None:
         """Undo the plan of a pass whose kernels did not run: its tokens were never stored."""
-        for index, group in enumerate(self.groups):
+        begun = self.groups if self.continues else self.groups[: len(self._before)]
+        for index, group in enumerate(begun):
             group.logical -= self._tokens
             if self.continues:
                 # Sequences may have been asked for since, and know of the token then.

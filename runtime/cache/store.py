@@ -11,7 +11,7 @@ from kvconvert.cache.format import CacheFormat, rotations, with_plan
 from kvconvert.errors import CacheError
 from kvconvert.kernels.device import fall_back
 from kvconvert.kernels.latent import unsupported as latents_unsupported
-from kvconvert.kernels.pages import KeyPages, ValuePages, empty_keys, empty_values, page_bytes
+from kvconvert.kernels.pages import KeyPages, ValuePages, page_bytes
 from kvconvert.kernels.rotate import KERNEL_DTYPES, largest_appended
 from kvconvert.kernels.select import select_tokens
 from kvconvert.kernels.spans import Span, quantize_span
@@ -172,9 +172,11 @@ class LayerStore:
                 capacity = self.page_bytes // both
                 group.key_numbers.limit(capacity)
                 group.value_numbers.limit(capacity)
-            self.key_pages: PageStorage[KeyPages] = PageStorage(self._empty_keys, self.device, group.key_numbers)
+            self.key_pages: PageStorage[KeyPages] = PageStorage(
+                self.format.keys, self.dtype, self.device, group.key_numbers
+            )
             self.value_pages: PageStorage[ValuePages] = PageStorage(
-                self._empty_values, self.device, group.value_numbers
+                self.format.values, self.dtype, self.device, group.value_numbers
             )
             if self.pages is not None:
                 self.pages.key_pages, self.pages.value_pages = self.key_pages, self.value_pages
@@ -230,12 +232,6 @@ class LayerStore:
     def empty_row(self) -> LayerRow:
         """Room for a sequence without tokens."""
         return LayerRow(*(TokenBuffer(empty, self.growth) for empty in self._empty))
-
-    def _empty_keys(self, count: int, device: torch.device) -> KeyPages:
-        return empty_keys(count, self.format.keys, self.dtype, device)
-
-    def _empty_values(self, count: int, device: torch.device) -> ValuePages:
-        return empty_values(count, self.format.values, self.dtype, device)
 
     def park(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Hold new keys [B, H, T, D] and values [B, H, T, E] until their padding is known.

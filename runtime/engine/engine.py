@@ -17,7 +17,7 @@ from kvconvert.runtime.engine.prefixes import Prefixes, no_prefixes
 from kvconvert.runtime.engine.request import EngineStats, Event, FinishReason, Request, UnreadStep, new_request
 from kvconvert.runtime.engine.sampling import Sampling
 from kvconvert.runtime.engine.scheduler import RowState, Scheduler
-from kvconvert.runtime.engine.speculation import Speculation, accepted
+from kvconvert.runtime.engine.speculation import Draft, Speculation, accepted, worthwhile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -31,7 +31,7 @@ class Engine:
 
     Requests wait in a queue until a row of the batch and pages for all their tokens are free, first come, first served.
     Each step is one pass of the model: it reads a chunk of each of the oldest unread prompts, as many as fit, and
-    decodes one token of every running request.
+    decodes one token of every running request, or where drafts are checked as many as are accepted and one more.
 
     `add`, `Request.cancel` and `stats` may be called from any thread, while another one steps. `step` and what calls it
     (`run`, `stream`) may be called from several threads, too; steps then follow one another.
@@ -69,7 +69,7 @@ class Engine:
         max_waiting: int | None = None,
         prefix_caching: bool | None = None,
         prompt_lookup_num_tokens: int | None = None,
-        max_matching_ngram_size: int = 2,
+        max_matching_ngram_size: int = 8,
         assistant_model: PreTrainedModel | None = None,
         num_assistant_tokens: int = 5,
     ):
@@ -156,9 +156,10 @@ class Engine:
         return self._steps.room(prompt_tokens)
 
     def step(self) -> list[Event]:
-        """Read chunks of prompts, decode one token of every running request, and return what came of it.
+        """Read chunks of prompts, decode one or, with drafts, several tokens of every running request, and return what
+        came of it.
 
-        On a GPU the tokens of a step are returned by the step after it, unless tokens are drafted.
+        On a GPU tokens are returned by the step after the one that has computed them, but for steps that check drafts.
         """
         try:
             with self._stepping:
@@ -246,10 +247,19 @@ class Engine:
         with self._lock:
             reading = self._scheduler.next_chunks(self._prompt_chunk, self._max_batch_tokens, ready)
             running = dict(self._scheduler.running)
-        # A pass that reads prompts has work for a GPU without drafts.
-        drafts = self._drafts(running) if running and not reading and not self._unread else {}
-        if any(drafts.values()):
-            return self._check(running, drafts)
+        events: list[Event] = []
+        # A pass that reads prompts has work for a GPU without drafts, which would fill but a small part of it.
+        if running and not reading and self._speculation.drafted:
+            length, drafts = self._drafts(running)
+            if length and self._unread:
+                # It is worth waiting for the newest tokens.
+                while self._unread:
+                    events += self._collect(self._unread.popleft())
+                with self._lock:
+                    running = dict(self._scheduler.running)
+                length, drafts = self._drafts(running)
+            if length:
+                return events + self._check(running, drafts, length)
         launched = bool(reading or running)
         if launched:
             try:
@@ -260,9 +270,8 @@ class Engine:
                 raise
             if error is not None:
                 raise error
-        # What follows a draft depends on how much of it is accepted.
-        lag = self._steps.lag if launched and not self._speculation.drafted else 0
-        events = []
+        # A draft model goes on from tokens that are known.
+        lag = self._steps.lag if launched and self._speculation.assistant_model is None else 0
         while len(self._unread) > lag:
             events += self._collect(self._unread.popleft())
         return events
@@ -343,25 +352,27 @@ class Engine:
                 self._free(request)
         return next(iter(failures.values()), None)
 
-    def _drafts(self, running: dict[int, Request]) -> dict[int, list[int]]:
-        """What may follow the newest token of each running request: no more than is checked before its next page is
-        written. A request whose draft fails ends.
+    def _drafts(self, running: dict[int, Request]) -> tuple[int, dict[int, Draft]]:
+        """How many tokens of drafts are worth checking, and what may follow the newest known token of each running
+        request: no more than is checked before its next page is written. A request whose draft fails ends.
         """
         most, found = self._speculation.drafted, {}
-        for row, request in running.items() if most else ():
+        for row, request in running.items():
             until_page = self._steps.cache.tokens_until_page(row)
             room = most if until_page is None else min(most, until_page - 1)
             try:
-                found[row] = request.drafts(room, self._steps.vocabulary)
+                found[row] = request.draft(room, self._steps.vocabulary)
             except BaseException:
                 self._end(request, "error")
                 raise
-        return found
+        if not any(draft.tokens for draft in found.values()):
+            return 0, found
+        return worthwhile(list(found.values()), self._steps.draft_lengths(most)), found
 
-    def _check(self, running: dict[int, Request], drafts: dict[int, list[int]]) -> list[Event]:
-        """One pass over the newest token of every running request and its drafts; hand out what was accepted."""
+    def _check(self, running: dict[int, Request], found: dict[int, Draft], length: int) -> list[Event]:
+        """One pass over the newest token of every running request and `length` drafts; hand out what was accepted."""
         steps, rows, kept = self._steps, self._rows, [1] * self._steps.rows
-        count = steps.checked(max(map(len, drafts.values())), self._speculation.drafted)
+        count, drafts = 1 + length, {row: draft.tokens[:length] for row, draft in found.items()}
         ids = [[0] * count for _ in kept]
         for row, request in running.items():
             known = [request.tokens[-1], *drafts[row]]

@@ -17,7 +17,7 @@ from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.models.configuration import is_latent
 from kvconvert.runtime.cache.group_tables import upload
 from kvconvert.runtime.engine.sampling import sample
-from kvconvert.runtime.hf.cache import rotary_switch
+from kvconvert.runtime.hf.cache_layers import rotary_switch
 from kvconvert.runtime.hf.captured import prepare_steps, tokens_with_pages
 from kvconvert.runtime.hf.captured_passes import SIZES
 from kvconvert.runtime.hf.rehearsal import rehearse, shortened
@@ -37,8 +37,8 @@ def rehearse_engine(model: PreTrainedModel) -> None:
         steps.rehearse()
 
 
-# Tokens per row that steps are recorded for where the cache has no limit.
-LONGEST_UNKNOWN = 2048
+# Tokens per row that steps are recorded for where the cache has no limit, and of one row alone.
+LONGEST_UNKNOWN, LONGEST_ALONE = 2048, 32768
 # Of the tables of pages.
 MOST_TABLE_BYTES = 1 << 28
 
@@ -158,12 +158,16 @@ class ModelSteps:
         make_ready(launches, self.device)
         captured = self.model.captured
         captured.has_kernels = True
-        tokens = LONGEST_UNKNOWN * self.rows if self.pages is None else self.pages * PAGE_SIZE
+        unknown = max(LONGEST_UNKNOWN * self.rows, LONGEST_ALONE)
+        tokens = unknown if self.pages is None else self.pages * PAGE_SIZE
         most = min(tokens, self.max_positions or tokens)
         # One table for all lengths: recordings know its address.
         entry_bytes = 8 * (2 * len(self.cache.layers) + PAGE_SIZE) * self.rows
         captured.registry.least_entries[self.rows] = min(most // PAGE_SIZE + 4, MOST_TABLE_BYTES // entry_bytes)
-        self.prepare_steps(tokens, most, drafted)
+        self.prepare_steps(tokens, most)
+        for length in self.draft_lengths(drafted) if drafted else ():
+            # One recording serves rows of any lengths.
+            prepare_steps(self.model, [1] * self.rows, 1, step_tokens=1 + length)
         count = max(1, min(chunk, most // 2))
         logits = self._read_prompts(count, min(most_tokens, tokens // 2))
         self._record_passes(min(chunk, most // 2))
@@ -172,22 +176,20 @@ class ModelSteps:
         for restrict in (True, False):
             sample(logits, ones, none, ones / 2, none, none, restrict=restrict)
 
-    def prepare_steps(self, tokens: int, most: int, drafted: int = 0) -> None:
+    def prepare_steps(self, tokens: int, most: int) -> None:
         """Record decoding steps for as many tokens as the pages hold, of which a row has at most so many.
 
         Args:
             tokens: of all rows.
             most: of one row.
-            drafted: as for `prepare`.
         """
         # Work is divided by how much of it there is, and by how much of it is one row's; rows without pages get none.
         with_pages = tokens_with_pages([group.scheme for group in self.cache.groups])
-        for count in {1, 1 + drafted}:
-            prepare_steps(self.model, [1] * self.rows, 1, step_tokens=count)
-            for growing in sorted({self.rows, -(-self.rows // 4), -(-self.rows // 16), 1}, reverse=True):
-                longest = min(most, 2 * tokens // (growing + 1))
-                begin = [min(with_pages, longest)] * growing + [1] * (self.rows - growing)
-                prepare_steps(self.model, begin, longest, growing, step_tokens=count)
+        prepare_steps(self.model, [1] * self.rows, 1)
+        for growing in sorted({self.rows, -(-self.rows // 4), -(-self.rows // 16), 1}, reverse=True):
+            longest = min(most, 2 * tokens // (growing + 1))
+            begin = [min(with_pages, longest)] * growing + [1] * (self.rows - growing)
+            prepare_steps(self.model, begin, longest, growing)
 
     def _read_prompts(self, count: int, tokens: int) -> Tensor:
         """Logits of a pass over the rows and as many prompts of `count` tokens as `tokens` are, at least one, which
@@ -339,14 +341,17 @@ class ModelSteps:
                     failures[chunk] = error
         return logits, failures
 
-    def checked(self, longest: int, most: int) -> int:
-        """Tokens of each row in a pass that checks drafts: on a GPU as many as are recorded.
+    def draft_lengths(self, most: int) -> list[int]:
+        """How many tokens of each row's draft a pass may check: on a GPU such numbers as are recorded.
 
         Args:
-            longest: tokens of the longest draft.
-            most: that any draft has.
+            most: tokens of a draft.
         """
-        return 1 + (most if self.device.type == "cuda" else longest)
+        if self.device.type != "cuda":
+            return list(range(1, 1 + most))
+        # The kernels take tokens, of which one is no draft, in powers of two.
+        powers = [1 << bits for bits in range(1, most.bit_length() + 1)]
+        return [most, *(power - 1 for power in powers if 3 * power <= 2 * (1 + most))]
 
     @torch.no_grad()
     def check(self, ids: Tensor, positions: Tensor) -> Tensor:

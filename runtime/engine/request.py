@@ -12,7 +12,7 @@ from torch import Tensor
 from kvconvert.errors import UsageError
 from kvconvert.runtime.engine.model_steps import ModelSteps
 from kvconvert.runtime.engine.sampling import Sampling
-from kvconvert.runtime.engine.speculation import Drafter
+from kvconvert.runtime.engine.speculation import Draft, Drafter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -154,8 +154,8 @@ class Request:
         if self.on_cancel is not None:
             self.on_cancel(self)
 
-    def drafts(self, most: int, vocabulary: int) -> list[int]:
-        """What may follow the newest token.
+    def draft(self, most: int, vocabulary: int) -> Draft:
+        """What may follow the newest token that is known.
 
         Args:
             most: tokens.
@@ -163,12 +163,12 @@ class Request:
         """
         most = min(most, self.max_new_tokens - len(self.tokens) - 1)
         if most < 1 or self.drafter is None:
-            return []
+            return Draft([], [])
         self.known = self.known or list(self.prompt)
         self.known += self.tokens[len(self.known) - len(self.prompt) :]
-        drafts = self.drafter.propose(self.known, most)
-        unknown = next((number for number, token in enumerate(drafts) if token >= vocabulary), len(drafts))
-        return drafts[:unknown]
+        draft = self.drafter.propose(self.known, most)
+        unknown = next((number for number, token in enumerate(draft.tokens) if token >= vocabulary), most)
+        return Draft(draft.tokens[:unknown], draft.chances[:unknown])
 
     def take(self, tokens: Sequence[int], drafted: int = 0) -> Event:
         """Append generated tokens, up to the one that ends the request: a token, after others of so many drafts."""
@@ -178,6 +178,8 @@ class Request:
             text, used = text + piece, used + 1
         self.drafted += drafted
         self.accepted += used - 1
+        if drafted and self.drafter is not None:
+            self.drafter.learn(drafted, used - 1)
         return Event(self, tuple(tokens[:used]), text, reason)
 
     def accept(self, token: int) -> tuple[str, FinishReason | None]:

@@ -20,14 +20,32 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+@dataclass(frozen=True)
+class Draft:
+    """Tokens that may follow.
+
+    Attributes:
+        tokens: none where nothing is known.
+        chances: for each one how likely it and all before it are accepted.
+    """
+
+    tokens: list[int]
+    chances: list[float]
+
+
 class Drafter(Protocol):
     """Proposes tokens for one request."""
 
     def read(self, tokens: Sequence[int], end: int) -> None:
         """Prepare for the first tokens of a prompt, up to `end`, while the model reads them."""
 
-    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
-        """At most so many tokens that may follow the prompt and what was generated, `tokens`; each call has more."""
+    def propose(self, tokens: Sequence[int], most: int) -> Draft:
+        """At most so many tokens that may follow the prompt and what was generated, `tokens`; each call has all those
+        of the call before.
+        """
+
+    def learn(self, checked: int, accepted: int) -> None:
+        """Note that so many tokens of the latest draft were checked, and the first ones of them accepted."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +64,7 @@ class Speculation:
     """
 
     prompt_lookup_num_tokens: int | None = None
-    max_matching_ngram_size: int = 2
+    max_matching_ngram_size: int = 8
     assistant_model: PreTrainedModel | None = None
     num_assistant_tokens: int = 5
 
@@ -74,35 +92,120 @@ class Speculation:
 
 # Drafts are held in full precision beside a page's tokens.
 MOST_DRAFTED = 64
+# What a pass that checks drafts takes longer than one without, as a part of the latter: the host waits for its tokens,
+# and each draft has to be computed.
+CHECK_COST, TOKEN_COST = 0.3, 0.01
+
+
+def worthwhile(drafts: Sequence[Draft], lengths: Sequence[int]) -> int:
+    """How many tokens of each row's draft to check so that the most tokens are generated in a given time.
+
+    Args:
+        drafts: of all rows that decode.
+        lengths: that there are to choose from.
+
+    Returns:
+        one of the lengths, or 0 where a pass without drafts is faster.
+    """
+    rows = len(drafts)
+
+    def speed(length: int) -> float:
+        accepted = sum(sum(draft.chances[:length]) for draft in drafts)
+        return (rows + accepted) / (1 + CHECK_COST + TOKEN_COST * rows * length)
+
+    best = max(lengths, key=speed)
+    return best if speed(best) > rows else 0
+
+
+# Tokens of which all occurrences are found by an index, and of how many of them the latest are compared further.
+INDEXED, MOST_PLACES = 3, 16
+# Of a token's number in the keys of the index; places are compared token by token.
+BITS = 21
+# How likely a token after a match of 1, 2, ... tokens is accepted. This is known beforehand as if from so many checks;
+# what is learned counts less and less, after checks and while there are none.
+CHANCES = (0.3, 0.45, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
+WEIGHT = 8.0
+FORGETTING, RECOVERY = 0.99, 0.995
 
 
 class PromptLookup:
-    """Proposes what followed the last tokens the last time they occurred (prompt lookup decoding).
+    """Proposes what followed the last tokens when they occurred before (prompt lookup decoding).
+
+    The continuation is taken from where the most of the last tokens occurred, and of several such places from the
+    latest. The longer the match, the more likely the next token is accepted; how likely, is learned from this text for
+    matches of each length.
 
     Args:
-        longest: tokens that have to occur again, at most; the more the better, and fewer will do.
+        longest: tokens that are compared, at most.
     """
 
     def __init__(self, longest: int):
         self._longest, self._read = longest, 0
-        # By the tokens before: where the latest continuation begins.
-        self._continuations: dict[tuple[int, ...], int] = {}
+        # Of the last one, two, three tokens: by them, where their latest continuation begins.
+        self._latest: list[dict[int, int]] = [{} for _ in range(min(longest, INDEXED))]
+        # For each place the one before it with the same `INDEXED` tokens in front of it; -1 for none.
+        self._earlier: list[int] = []
+        self._accepted, self._checked = [WEIGHT * chance for chance in CHANCES], [WEIGHT] * len(CHANCES)
+        self._length = 0
 
     def read(self, tokens: Sequence[int], end: int) -> None:
         """See `Drafter`."""
-        for place in range(max(1, self._read), end):
-            for size in range(1, min(self._longest, place) + 1):
-                self._continuations[tuple(tokens[place - size : place])] = place
-        self._read = end
+        for place in range(self._read, end):
+            key, earlier = 0, -1
+            for size, latest in enumerate(self._latest[:place], start=1):
+                key |= tokens[place - size] << (BITS * (size - 1))
+                if size == INDEXED:
+                    earlier = latest.get(key, -1)
+                latest[key] = place
+            self._earlier.append(earlier)
+        self._read = max(self._read, end)
 
-    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
-        """See `Drafter`; nothing if the last token is new."""
+    def _match(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """Where the continuation begins, and how many tokens before it are the last ones; 0 for none."""
         self.read(tokens, len(tokens))
-        for size in range(min(self._longest, len(tokens) - 1), 0, -1):
-            begin = self._continuations.get(tuple(tokens[-size:]))
-            if begin is not None:
-                return list(tokens[begin : begin + most])
-        return []
+        key, best, length = 0, -1, 0
+        for size, latest in enumerate(self._latest, start=1):
+            key |= tokens[-size] << (BITS * (size - 1))
+            place = latest.get(key, -1)
+            if place < 0:
+                return best, length
+            best, length = place, size
+        for _ in range(MOST_PLACES):
+            count, most = len(self._latest), min(self._longest, place)
+            while count < most and tokens[place - 1 - count] == tokens[-1 - count]:
+                count += 1
+            if count > length:
+                best, length = place, count
+            place = self._earlier[place]
+            if place < 0 or length == self._longest:
+                break
+        return best, length
+
+    def propose(self, tokens: Sequence[int], most: int) -> Draft:
+        """See `Drafter`; nothing if the last token is new."""
+        begin, self._length = self._match(tokens)
+        if not self._length:
+            return Draft([], [])
+        found, chances, chance = list(tokens[begin : begin + most]), [], 1.0
+        for number in range(len(found)):
+            level = self._level(number)
+            accepted, checked = self._accepted[level], self._checked[level]
+            chance *= accepted / checked
+            chances.append(chance)
+            self._accepted[level] += (1 - RECOVERY) * (WEIGHT * CHANCES[level] - accepted)
+            self._checked[level] += (1 - RECOVERY) * (WEIGHT - checked)
+        return Draft(found, chances)
+
+    def learn(self, checked: int, accepted: int) -> None:
+        """See `Drafter`."""
+        for number in range(min(checked, accepted + 1)):
+            level = self._level(number)
+            self._accepted[level] = FORGETTING * self._accepted[level] + (number < accepted)
+            self._checked[level] = FORGETTING * self._checked[level] + 1
+
+    def _level(self, number: int) -> int:
+        """Of `CHANCES`, that of a draft's token after the first `number` ones."""
+        return min(self._length + number, len(CHANCES)) - 1
 
 
 class DraftModel:
@@ -118,16 +221,21 @@ class DraftModel:
         self._model, self._sampling, self._prompt_tokens = model, sampling, prompt_tokens
         self._cache: Any = None
         self._read: list[int] = []
+        self._certain = 0  # of the tokens read, those known not to be drafts
 
     def read(self, tokens: Sequence[int], end: int) -> None:
         """See `Drafter`; the prompt is read when a draft is asked for."""
 
+    def learn(self, checked: int, accepted: int) -> None:
+        """See `Drafter`; all its drafts are checked."""
+
     @torch.no_grad()
-    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+    def propose(self, tokens: Sequence[int], most: int) -> Draft:
         """See `Drafter`."""
-        same = 0
+        same = self._certain
         while same < min(len(self._read), len(tokens) - 1) and self._read[same] == tokens[same]:
             same += 1
+        self._certain = same
         if self._cache is None:
             self._cache = self._new_cache()
         elif same < len(self._read):
@@ -145,7 +253,7 @@ class DraftModel:
             drafts.append(token)
             known.append(token)
         self._read = known[:-1]
-        return drafts
+        return Draft(drafts, [1.0] * most)
 
     def _new_cache(self) -> Any:
         if hasattr(self._model, "new_kv_cache"):

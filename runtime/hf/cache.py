@@ -11,19 +11,12 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 
-from kvconvert.cache.size import ModelCache
-from kvconvert.errors import CacheError, RecipeError, UnsupportedModelError, UsageError
-from kvconvert.kernels.pages import PAGE_SIZE
-from kvconvert.methods import UNQUANTIZED, KVScheme, check_layers, spread_ratios
+from kvconvert.errors import CacheError, UsageError
+from kvconvert.methods import UNQUANTIZED, KVScheme
 from kvconvert.models.configuration import (
     HYBRID_LAYER_TYPES,
     Modality,
     has_pages,
-    is_latent,
-    layer_types_of,
-    model_cache,
-    pages_unsupported,
-    placeholder_ids,
 )
 from kvconvert.runtime.cache import session
 from kvconvert.runtime.cache.compress import keep_newest, read_flags, seal
@@ -33,6 +26,7 @@ from kvconvert.runtime.cache.sequence import Sequence
 from kvconvert.runtime.cache.snapshot import Snapshot
 from kvconvert.runtime.cache.steps import TableRegistry
 from kvconvert.runtime.cache.store import Group, LayerStore
+from kvconvert.runtime.hf.cache_layers import CacheLayers
 from kvconvert.runtime.hf.fingerprint import fingerprint_of
 from kvconvert.runtime.hf.layer import HeadwiseLayer, HybridLayer, LatentLayer, PagedLayer
 from kvconvert.runtime.hf.packed import PackedCache
@@ -52,6 +46,7 @@ class KVCache(Cache):
         kv_memory: bytes for pages, over all layers, taken at once and never exceeded; None grows as needed.
             Full-precision tokens (sink tokens, residual windows, the prompt being processed) come on top.
         beside: another cache for this model, with which this one shares the storage of pages; see `beside()`.
+        like: what was found for another cache of this model with the same scheme; None finds it.
 
     A scheme with `selection = "reconstruction"` has a prompt sealed by `seal_prompt`, which reads it again.
 
@@ -82,44 +77,26 @@ class KVCache(Cache):
         plan: Mapping[str, torch.Tensor] | None = None,
         kv_memory: int | None = None,
         beside: KVCache | None = None,
+        like: CacheLayers | None = None,
     ):
-        text_config = config.get_text_config(decoder=True)
-        layer_types, arguments = layer_types_of(config)
-        schemes = _per_layer(scheme, len(layer_types), _folded_layers(config))
-        unsupported_reasons = [pages_unsupported(config, *layer) for layer in zip(layer_types, schemes, strict=True)]
-        attending = [reason for kind, reason in zip(layer_types, unsupported_reasons, strict=True) if has_pages(kind)]
-        if all(unsupported_reasons) or any(attending):
-            reason = next((reason for reason in [*attending, *unsupported_reasons] if reason), "it has no layers")
-            raise UnsupportedModelError(
-                f"No layer of this {text_config.model_type} model can keep its keys and values in a kvconvert cache "
-                f"({reason}); use the model without a KV scheme."
-            )
-        self.schemes = spread_ratios(schemes)
-        self.reconstructs = any(layer is not None and layer.reconstructs for layer in self.schemes)
-        if self.reconstructs:
-            _check_reconstruction(config, self.schemes, layer_types, kv_memory)
-        paged = sum(reason is None for reason in unsupported_reasons)
-        if kv_memory is not None:
-            _check_memory(kv_memory, model_cache(config, self.schemes), paged)
-        page_bytes = kv_memory // paged if kv_memory is not None else None
-        latent = is_latent(config)
-        shared = bool(getattr(text_config, "num_kv_shared_layers", 0)) or "dummy" in layer_types
-        self._chunked = "chunked_attention" in layer_types
-        self._made_with = {"config": config, "scheme": scheme, "plan": plan, "kv_memory": kv_memory}
+        like = CacheLayers.of(config, scheme) if like is None else like
+        self.like, self.schemes, self.reconstructs = like, like.schemes, like.reconstructs
+        page_bytes = None if kv_memory is None else like.page_bytes(config, kv_memory)
+        self._made_with = {"config": config, "scheme": scheme, "plan": plan, "kv_memory": kv_memory, "like": like}
         plans = _layer_plans(plan or {})
         layers = []
         groups: dict[Hashable, Group] = {}
-        for index, (layer_type, kwargs) in enumerate(zip(layer_types, arguments, strict=True)):
+        for index, (layer_type, kwargs) in enumerate(zip(like.types, like.arguments, strict=True)):
             if not has_pages(layer_type):
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**kwargs))
                 continue
             layer_scheme, window = self.schemes[index] or UNQUANTIZED, kwargs.get("sliding_window")
             # Layers hold different numbers of tokens where heads share a budget.
-            key = geometry(layer_scheme, window, shared), index * self.reconstructs
+            key = geometry(layer_scheme, window, like.shares_keys), index * self.reconstructs
             twin = None if beside is None else beside.layers[index].store
             if key not in groups:
                 numbers = None if twin is None else (twin.group.key_numbers, twin.group.value_numbers)
-                groups[key] = LayerGroup(layer_scheme, window, shared, numbers)
+                groups[key] = LayerGroup(layer_scheme, window, like.shares_keys, numbers)
             store = LayerStore(
                 layer_scheme,
                 index,
@@ -127,9 +104,9 @@ class KVCache(Cache):
                 page_bytes=page_bytes,
                 plan=plans.get(f"layers.{index}"),
                 pages=twin,
-                is_latent=latent,
+                is_latent=like.is_latent,
             )
-            if latent:
+            if like.is_latent:
                 layers.append(LatentLayer(store))
             elif self.reconstructs:
                 layers.append(HeadwiseLayer(store))
@@ -143,12 +120,8 @@ class KVCache(Cache):
         self.step_tokens = 1
         self.is_replaced = False
         self.model_seal = ""
-        self._rotary_switch = rotary_switch(config)
         self.share_tables(TableRegistry() if beside is None else beside.groups[0].registry)
-        self.placeholders = {
-            modality: placeholder_ids(config, modality)
-            for modality in sorted({group.scheme.modality for group in self.groups} - {"all"})
-        }
+        self.placeholders = like.placeholders
 
     def __bool__(self) -> bool:
         """Whether anything is stored.
@@ -161,7 +134,7 @@ class KVCache(Cache):
             CacheError: it would do so now.
         """
         stored = self.get_seq_length()
-        if stored and stored == self._rotary_switch and not self.is_replaced:
+        if stored and stored == self.like.rotary_switch and not self.is_replaced:
             raise CacheError(
                 f"This model turns keys by other factors beyond {stored} tokens, so that those in the cache would have "
                 f"to be read again; end at {stored} tokens, begin with a longer prompt, or generate with a bundle of "
@@ -268,9 +241,9 @@ class KVCache(Cache):
                 'Sequences cannot join a cache with selection = "reconstruction", whose KV heads hold different '
                 "numbers of tokens; generate in batches instead."
             )
-        if is_latent(self._made_with["config"]):
+        if self.like.is_latent:
             raise CacheError("Sequences cannot join a cache of latents (MLA); generate in batches instead.")
-        if self._chunked:
+        if "chunked_attention" in self.like.types:
             raise CacheError(
                 "Sequences cannot join a cache of a model with chunked attention, whose masks depend on where a "
                 "sequence begins; generate in batches instead."
@@ -470,12 +443,6 @@ class KVCache(Cache):
         )
 
 
-def _folded_layers(config: PretrainedConfig) -> frozenset[int]:
-    """Layers whose weights carry the value rotation: known from a bundle's quantization config, none otherwise."""
-    schemes = getattr(getattr(config, "quantization_config", None), "kv_schemes", None) or []
-    return frozenset(i for i, scheme in enumerate(schemes) if scheme is not None and scheme.folds_values)
-
-
 def _layer_plans(plan: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
     """A KV plan by layer, `layers.{i}`, and then by what follows in the tensors' names."""
     plans: dict[str, dict[str, torch.Tensor]] = {}
@@ -483,84 +450,3 @@ def _layer_plans(plan: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.
         layer, _, what = name.rpartition(".")
         plans.setdefault(layer, {})[what] = tensor
     return plans
-
-
-def _check_memory(kv_memory: int, cache: ModelCache, paged: int) -> None:
-    """Refuse less than a page in every layer; `paged` layers get equal shares, so that the largest page decides."""
-    needed = paged * max((layer.one_page_bytes for layer in cache.layers if layer.is_quantized), default=0)
-    if kv_memory < needed:
-        raise UsageError(
-            f"`kv_memory` = {kv_memory:,} bytes are not enough for one page of {PAGE_SIZE} tokens in each of {paged} "
-            f"layers; give at least {needed:,} bytes, or leave it out to let the cache grow."
-        )
-
-
-def _check_reconstruction(
-    config: PretrainedConfig,
-    schemes: Sequence_[KVScheme | None],
-    layer_types: Sequence_[str],
-    kv_memory: int | None,
-) -> None:
-    """Refuse what prompts cannot be read again for (RecipeError, UnsupportedModelError, UsageError)."""
-    setting = 'selection = "reconstruction"'
-    if any(scheme is None for scheme in schemes) or (reason := check_layers(schemes)):
-        reason = "leaves layers out" if any(scheme is None for scheme in schemes) else reason
-        raise RecipeError(f"[kv] {setting} needs one scheme for all layers, and this cache {reason}.")
-    text_config = config.get_text_config(decoder=True)
-    other = sorted({*layer_types} - {"full_attention"})
-    for reason in (
-        f"has layers with {', '.join(other)}" if other else None,
-        "has layers that share keys" if getattr(text_config, "num_kv_shared_layers", 0) else None,
-        "changes its rotary factors with length" if rotary_switch(config) is not None else None,
-        "reads more than text" if text_config is not config else None,
-    ):
-        if reason is not None:
-            raise UnsupportedModelError(
-                f"{setting} reads prompts again, which is not possible here: this {text_config.model_type} model "
-                f'{reason}; choose selection = "attention".'
-            )
-    if kv_memory is not None:
-        raise UsageError(
-            f"`kv_memory` is not possible with {setting}, for layers keep different numbers of tokens; leave it out."
-        )
-
-
-def _per_layer(
-    scheme: KVScheme | str | Sequence_[KVScheme | None], count: int, folded: frozenset[int]
-) -> tuple[KVScheme | None, ...]:
-    if isinstance(scheme, str):
-        preset = KVScheme.preset(scheme)
-        return tuple(preset if i in folded else preset.with_online_rotation() for i in range(count))
-    if not isinstance(scheme, KVScheme) and not (
-        isinstance(scheme, Sequence_) and all(item is None or isinstance(item, KVScheme) for item in scheme)
-    ):
-        raise RecipeError(
-            f"{scheme!r:.80} is no KV scheme; give a preset's name, a KVScheme, or a list of one KVScheme or None per "
-            "layer."
-        )
-    schemes = (scheme,) * count if isinstance(scheme, KVScheme) else tuple(scheme)
-    if len(schemes) != count:
-        raise RecipeError(
-            f"{len(schemes)} KV schemes were given for a model of {count} layers; give one, or one per layer."
-        )
-    for index, layer_scheme in enumerate(schemes):
-        if layer_scheme is not None and layer_scheme.folds_values and index not in folded:
-            raise RecipeError(
-                f"The scheme of layer {index} says that the model's weights carry the rotation of values, and they do "
-                "not; use KVScheme.with_online_rotation()."
-            )
-    return schemes
-
-
-def rotary_switch(config: PretrainedConfig) -> int | None:
-    """Tokens up to which a model has its short factors, or None where factors do not depend on length.
-
-    The factors of a forward pass follow from its largest position, so that they are those of all rows of a batch, and
-    keys that were stored before are turned by other ones.
-    """
-    text_config = config.get_text_config(decoder=True)
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    if rope.get("rope_type") != "longrope" or rope.get("long_factor") == rope.get("short_factor"):
-        return None
-    switch = rope.get("original_max_position_embeddings")
-    return switch if switch and switch < text_config.max_position_embeddings else None

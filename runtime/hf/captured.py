@@ -100,6 +100,7 @@ class CapturedSteps:
         self._tested: set[Hashable] = set()
         self._recordings: dict[Hashable, Recording] = {}
         self.pool: Any = None
+        self._logits = torch.empty(0, 0)  # [N, V], written by the replay of any recording
         self._trusts_masks = False
         self._told: set[str] = set()
 
@@ -169,7 +170,8 @@ class CapturedSteps:
         positions = arguments.get("position_ids")
         if positions is None:
             positions = cache.get_seq_length() + torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        planned = PlannedStep(cache.groups, tokens=ids.shape[1])
+        # Drafts are checked for many lengths of what is stored, and in few sizes.
+        planned = PlannedStep(cache.groups, roomy=ids.shape[1] > 1, tokens=ids.shape[1])
         try:
             if skips_launches():
                 output = self._launch(planned, cache, ids, positions)
@@ -196,14 +198,18 @@ class CapturedSteps:
         batch = ids.shape, positions.shape, ids.device
         if not (self.has_kernels and batch in self._tested and all(tables.asked for tables in planned.tables)):
             # This also compiles kernels, and tells the tables how work is to be divided.
-            self._launch(planned, cache, ids, positions)
+            seen = self._launch(planned, cache, ids, positions).logits
+            if (self._logits.device, self._logits.dtype) != (seen.device, seen.dtype):
+                self._logits = seen.new_empty(0, seen.shape[-1])
         key = (ids.shape, positions.shape, ids.device, planned.key())
         try:
             graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
-            static = ids.clone(), positions.clone()
+            static, logits = (ids.clone(), positions.clone()), self._room_for_logits(ids)
             with torch.cuda.graph(graph, pool=self.pool):
                 recorded = self._launch(planned, cache, *static)
+                # Their own memory is the next recording's.
+                recorded.logits = logits.copy_(recorded.logits)
             self.pool = self.pool or graph.pool()
             # A recording keeps no cache alive.
             recorded.past_key_values = None
@@ -223,6 +229,12 @@ class CapturedSteps:
         if self.reason is None:
             return recording.replay(ids, positions)
         return self._launch(planned, cache, ids, positions)
+
+    def _room_for_logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """Where recordings leave the logits of ids [B, T], [B, T, V], until another one is replayed."""
+        if len(self._logits) < ids.numel():
+            self._logits = self._logits.new_empty(ids.numel(), self._logits.shape[1])
+        return self._logits[: ids.numel()].view(*ids.shape, -1)
 
     def _launch(self, planned: PlannedStep, cache: KVCache, ids: torch.Tensor, positions: torch.Tensor) -> ModelOutput:
         """The model's forward pass over a planned step."""

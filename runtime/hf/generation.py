@@ -18,6 +18,7 @@ from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme
 from kvconvert.runtime.hf.attention import NAME
 from kvconvert.runtime.hf.cache import KVCache
+from kvconvert.runtime.hf.cache_layers import CacheLayers
 from kvconvert.runtime.hf.captured import CapturedSteps, prepare_steps
 from kvconvert.runtime.hf.prompts import PackedPrompts
 from kvconvert.runtime.hf.reconstruct import seal_prompt
@@ -35,10 +36,15 @@ class BundleModel:
     captured: CapturedSteps
     prompts: PackedPrompts
     kv_seal: str = ""
+    _cache_layers: tuple[Sequence[KVScheme | None], CacheLayers] | None = None
 
     def new_kv_cache(self, *, kv_memory: int | None = None) -> KVCache:
         """An empty cache that follows the bundle's KV plan; see `KVCache` for `kv_memory` in bytes."""
-        cache = KVCache(self.config, self.kv_schemes, plan=self.kv_plan, kv_memory=kv_memory)
+        if self._cache_layers is None or self._cache_layers[0] is not self.kv_schemes:
+            # Reading a config takes milliseconds.
+            self._cache_layers = self.kv_schemes, CacheLayers.of(self.config, self.kv_schemes)
+        _, like = self._cache_layers
+        cache = KVCache(self.config, self.kv_schemes, plan=self.kv_plan, kv_memory=kv_memory, like=like)
         cache.share_tables(self.captured.registry)
         cache.is_replaced = True
         cache.model_seal = self.kv_seal
@@ -120,7 +126,8 @@ class BundleModel:
                 rehearse(self)
             make_ready(launches, self.device)
         key = (rows, *((n // PAGE_SIZE).bit_length() for n in (prompt, longest)))
-        if longest > prompt and key not in self.captured.prepared:
+        # Where no step follows, one is recorded for the test that recordings of prompts depend on.
+        if (longest > prompt or not self.captured.recorded) and key not in self.captured.prepared:
             self.captured.prepared.add(key)
             tokens = [prompt] * rows if mask is None else mask.sum(1).clamp(min=1).tolist()
             prepare_steps(self, tokens, longest)

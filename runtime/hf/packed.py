@@ -82,11 +82,13 @@ class PaddedBatch:
 
     Attributes:
         chunk: of the forward pass, whose mask has padding.
-        places: int64 [N] of the tokens, one row's after the other's, among all positions of the batch.
+        places: int64 [N] of the tokens, one row's after the other's, among all positions of the batch; on the device,
+            and on the host.
     """
 
     chunk: Chunk
     places: Tensor
+    places_on_host: Tensor
 
     @property
     def length(self) -> int:

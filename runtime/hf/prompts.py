@@ -142,7 +142,7 @@ class PackedPrompts:
         read = torch.stack([prompt.ids, prompt.positions]).flatten(1)
         numbers = torch.arange(rows * length)
         if padded is not None:
-            places = padded.places.cpu()
+            places = padded.places_on_host
             numbers = torch.zeros_like(numbers).index_put_((places,), numbers[: len(places)])
             read = read[:, padded.places]
         kept = numbers.view(rows, length)[:, slice(None) if prompt.kept is None else prompt.kept]
@@ -202,4 +202,7 @@ def _without_padding(cache: KVCache, mask: Tensor, start: int, length: int) -> P
         if len(sequence.extend(runs, 0).positions.runs()) > 1:
             return None
         places += [torch.arange(row * length + first - start, row * length + first - start + n) for first, n in runs]
-    return PaddedBatch(chunk, upload(torch.cat(places), mask.device)) if places else None
+    if not places:
+        return None
+    on_host = torch.cat(places)
+    return PaddedBatch(chunk, upload(on_host, mask.device), on_host)

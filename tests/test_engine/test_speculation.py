@@ -1,6 +1,7 @@
 """Drafts that one pass checks: the tokens are those without them, whatever is accepted."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from tiny.models import tiny_model
 from kvconvert.errors import UsageError
 from kvconvert.methods import PRESETS, KVScheme
 from kvconvert.runtime import Engine, Sampling
-from kvconvert.runtime.engine.speculation import PromptLookup, accepted
+from kvconvert.runtime.engine.model_steps import ModelSteps
+from kvconvert.runtime.engine.speculation import Draft, PromptLookup, accepted, worthwhile
 from kvconvert.runtime.hf.generation import adopt
 
 ALWAYS = ("kivi", "oscar-g128", "kitty", "calibquant-1bit", "minikv-pyramid")
@@ -52,10 +54,13 @@ def some_requests(vocabulary, new=40):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_prompt_lookup_changes_no_token_and_checks_drafts(scheme):
+@pytest.mark.parametrize("lag", [0, pytest.param(1, id="read late")])
+def test_prompt_lookup_changes_no_token_and_checks_drafts(scheme, lag, monkeypatch):
     model = low_bit(scheme)
     requests = some_requests(model.config.vocab_size, 130)
     expected, _ = served(model, requests)
+    prepare = ModelSteps.prepare
+    monkeypatch.setattr(ModelSteps, "prepare", lambda s, *args: setattr(s, "lag", lag) or prepare(s, *args))
     found, engine = served(model, requests, prompt_lookup_num_tokens=6)
     assert [r.tokens for r in found] == [r.tokens for r in expected]
     stats = engine.stats()
@@ -148,10 +153,60 @@ def test_a_stop_token_within_a_draft_ends_the_request_there():
 
 def test_lookup_takes_the_latest_continuation_of_the_longest_match():
     lookup = PromptLookup(2)
-    assert lookup.propose([1, 2, 3, 9, 2, 4, 1, 2], 3) == [3, 9, 2]
-    assert lookup.propose([1, 2, 3, 9, 2, 4, 1, 2, 7, 2], 3) == [7, 2]
-    assert lookup.propose([1, 2, 3, 9, 2, 4, 1, 2, 7, 2, 5], 3) == []
+    assert lookup.propose([1, 2, 3, 9, 2, 4, 1, 2], 3).tokens == [3, 9, 2]
+    assert lookup.propose([1, 2, 3, 9, 2, 4, 1, 2, 7, 2], 3).tokens == [7, 2]
+    assert lookup.propose([1, 2, 3, 9, 2, 4, 1, 2, 7, 2, 5], 3).tokens == []
+    # The latest place has three of the last tokens in front of it, and one before has five.
+    tokens = [1, 2, 3, 4, 5, 60, 0, 3, 4, 5, 61, 1, 2, 3, 4, 5]
+    assert PromptLookup(3).propose(tokens, 2).tokens == [61, 1]
+    assert PromptLookup(5).propose(tokens, 2).tokens == [60, 0]
     assert [accepted([1, 2, 3], draft) for draft in ([], [1], [1, 2], [1, 5], [4, 2])] == [0, 1, 2, 1, 0]
+
+
+def test_lookup_learns_how_often_its_drafts_are_accepted():
+    good, bad, tokens = PromptLookup(8), PromptLookup(8), [5, 6, 7, 8, 9] * 3
+    before = good.propose(tokens, 3).chances
+    assert 1 > before[0] > before[1] > before[2] > 0
+    for _ in range(20):
+        good.propose(tokens, 3)
+        good.learn(3, 3)
+        bad.propose(tokens, 3)
+        bad.learn(3, 0)
+    assert good.propose(tokens, 3).chances[0] > before[0] > 3 * bad.propose(tokens, 3).chances[0]
+    for _ in range(600):
+        bad.propose(tokens, 3)
+    # It is tried again.
+    assert bad.propose(tokens, 3).chances == pytest.approx(before, rel=0.1)
+
+
+def test_drafts_are_checked_where_more_is_accepted_than_a_check_costs():
+    likely, unlikely = Draft([1] * 8, [0.9**n for n in range(1, 9)]), Draft([1] * 8, [0.1**n for n in range(1, 9)])
+    nothing = Draft([], [])
+    assert worthwhile([likely], [1, 3, 8]) == 8
+    assert worthwhile([Draft([1] * 8, [0.8, 0.6, 0.4] + [0.0] * 5)], [1, 3, 8]) == 3
+    assert worthwhile([unlikely], [1, 3, 8]) == 0
+    assert worthwhile([likely, nothing], [1, 3, 8]) == 8
+    assert worthwhile([likely] + [nothing] * 40, [1, 3, 8]) == 0
+    # Every token of a check is computed in every row.
+    assert worthwhile([likely] * 40, [1, 3, 8]) == 3
+
+
+def test_drafts_that_are_never_accepted_are_hardly_checked():
+    model = low_bit("kivi")
+    engine = Engine(model, max_batch=1, prompt_lookup_num_tokens=6)
+    request = engine.add(repetitive(model.config.vocab_size, 90, 5), max_new_tokens=120, stop_token_ids=[])
+    lookup = request.drafter.propose
+    dice = random.Random(0)
+
+    def wrong(tokens, most):
+        draft = lookup(tokens, most)
+        return replace(draft, tokens=dice.choices(range(model.config.vocab_size), k=len(draft.tokens)))
+
+    request.drafter.propose = wrong
+    engine.run()
+    assert len(request.tokens) == 120
+    assert request.accepted < 10
+    assert 0 < request.drafted < 6 * 25
 
 
 @pytest.mark.parametrize(

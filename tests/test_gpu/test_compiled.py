@@ -1,4 +1,6 @@
-"""Kernels compiled ahead of time: nothing spills, everything fits, and figures are those of the committed table."""
+"""Kernels compiled ahead of time: nothing spills, everything fits, and figures are those of the committed table, if
+that is of the same compiler.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,6 @@ ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "benchmarks" / "results" / "aot.json"
 REGENERATE = "python benchmarks/aot.py --full --json benchmarks/results/aot.json"
 FIGURES = ("registers", "stack", "local", "shared", "instructions", "loop", "matrix", "wide", "per_code")
-# With another compiler than the table's, figures may grow by so much before it is worth a look.
-GROWTH = 1.25
 
 
 def compiled(output: Path, *arguments: str) -> tuple[subprocess.CompletedProcess, dict]:
@@ -34,7 +34,7 @@ def compiled(output: Path, *arguments: str) -> tuple[subprocess.CompletedProcess
 
 
 def differences(fresh: dict, table: dict) -> list[str]:
-    """What the table says otherwise."""
+    """What the table says otherwise: figures are of its versions of Triton and ptxas, variants the same with any."""
     same_compiler = all(fresh[tool] == table[tool] for tool in ("triton", "ptxas"))
     known = {(row["module"], row["name"], row["capability"]): row for row in table["rows"]}
     found = []
@@ -43,9 +43,9 @@ def differences(fresh: dict, table: dict) -> list[str]:
         if place not in known:
             found.append(f"{place} is not in the table")
             continue
-        for figure in FIGURES:
+        for figure in FIGURES if same_compiler else ():
             now, then = row[figure], known[place][figure]
-            if now != then if same_compiler else (now or 0) > GROWTH * (then or 0):
+            if now != then:
                 found.append(f"{place}: {figure} {now}, {then} in the table")
     return found
 
@@ -189,11 +189,10 @@ def test_a_covering_set_has_every_pair_and_is_small():
     assert len(rows) - 1 in chosen
 
 
-def test_another_compiler_may_need_a_little_more_but_not_much():
+def test_figures_are_compared_with_those_of_the_same_compiler():
     row = {"module": "m", "name": "n", "capability": 90} | dict.fromkeys(FIGURES, 100) | {"per_code": None}
     table = {"triton": "1", "ptxas": "1", "rows": [row]}
     fresh = {"triton": "1", "ptxas": "1", "rows": [row | {"registers": 101}]}
     assert "registers 101, 100" in differences(fresh, table)[0]
     assert differences(fresh | {"triton": "2"}, table) == []
-    assert differences({"triton": "2", "ptxas": "1", "rows": [row | {"loop": 130}]}, table)
-    assert "not in the table" in differences({"triton": "1", "ptxas": "1", "rows": [row | {"name": "new"}]}, table)[0]
+    assert "not in the table" in differences({"triton": "2", "ptxas": "1", "rows": [row | {"name": "new"}]}, table)[0]

@@ -38,7 +38,14 @@ def fed(
         mask = None if real is None else real[:, : start + n].to(where)
         commit(layer.store, Chunk(torch.arange(start, start + n, device=where), mask, None))
         end_forward(layer.store)
+        let_flags_arrive(where)
     return cache
+
+
+def let_flags_arrive(device: torch.device) -> None:
+    """Wait for what a flush has found: the next pass looks at it, and passes over what has not come yet."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def test_what_the_kernels_do_not_take_is_quantized_all_the_same(device, monkeypatch):
@@ -92,6 +99,7 @@ def test_what_cannot_be_stored_is_named_and_the_cache_refuses_to_go_on(device):
     layer.update(keys.bfloat16(), values.bfloat16())
     commit(layer.store, Chunk(torch.arange(127, 137, device=device), None, None))
     end_forward(layer.store)
+    let_flags_arrive(device)
     with pytest.raises(NumericError, match="Layer 0, KV head 1: the cache cannot store"):
         layer.update(keys.bfloat16(), keys.bfloat16())
     with pytest.raises(CacheError, match="cannot be used further: Layer 0, KV head 1: the cache cannot store"):

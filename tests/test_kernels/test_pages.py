@@ -6,7 +6,6 @@ import torch
 from kvconvert.errors import NumericError, UsageError
 from kvconvert.kernels.pages import (
     KeyFormat,
-    KeyPages,
     ValueFormat,
     dequantize_keys,
     dequantize_values,
@@ -222,8 +221,6 @@ def test_chosen_pages_are_copies_and_slices_views_with_all_their_fields():
     for index in (slice(1, 3), torch.tensor([3, 0, 3])):
         assert torch.equal(dequantize_keys(pages.select(index), f), dequantize_keys(quantize_keys(keys[index], f), f))
     assert pages.select(slice(1, 3)).codes.data_ptr() == pages.codes[1].data_ptr()
-    both = KeyPages.cat([pages.select(slice(2, 4)), pages.select(slice(0, 2))])
-    assert torch.equal(dequantize_keys(both, f), dequantize_keys(quantize_keys(keys.roll(2, 0), f), f))
 
 
 def test_a_norm_beyond_float16_is_an_error():

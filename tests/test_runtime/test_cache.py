@@ -73,7 +73,7 @@ def test_reported_bytes_are_those_of_the_tensors():
     cache = KVCache(REFERENCE_SHAPE, "oscar-paper")
     feed(cache, 1000)
     store = cache.layers[0].store
-    tensors = [chunk.buffer for pool in (store.key_pages, store.value_pages) for chunk in pool._chunks]
+    tensors = [chunk for pool in (store.key_pages, store.value_pages) for chunk in pool._chunks]
     tensors += [buffer.tensor for row in store.rows for buffer in (row.keys, row.values)]
     assert store.bytes_allocated() == sum(t.untyped_storage().nbytes() for t in tensors)
 

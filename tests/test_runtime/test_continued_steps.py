@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, MistralConfig
 
+from kvconvert.errors import CacheError
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache import steps
@@ -220,3 +221,36 @@ def test_a_recording_is_not_replayed_once_the_scales_of_spans_have_moved():
     tables.serve(cache.group)
     assert [table.data_ptr() for table in tables.shared] != before[0]
     assert tables.work_key(cache.group, continues=False) != before[1]
+
+
+def test_a_step_that_cannot_be_planned_for_all_groups_is_planned_for_none(monkeypatch):
+    cache = KVCache(LlamaConfig(**SHAPE), [KVScheme(), KVScheme(sink_tokens=4)])
+    keys, values = tokens_at(0, 30)
+    for layer in cache.layers:
+        layer.update(keys, values)
+        chunk = Chunk(torch.arange(30))
+        commit(layer.store, chunk)
+        attend(layer.store, keys, chunk, 0.25)
+        end_forward(layer.store)
+    _, second = cache.groups
+    before = [(group.logical, group.passes, group.sequences, group.forward_pass) for group in cache.groups]
+    monkeypatch.setattr(second.registry, "prepare_step", refusing(second.registry.prepare_step, second))
+    with pytest.raises(CacheError, match="out of memory"):
+        PlannedStep(cache.groups)
+    assert [(group.logical, group.passes, group.sequences, group.forward_pass) for group in cache.groups] == before
+    assert all(store.sequences == group.sequences for group in cache.groups for store in group.stores)
+    monkeypatch.undo()
+    # The next step is planned for both.
+    PlannedStep(cache.groups)
+    assert [group.logical for group in cache.groups] == [31, 31]
+
+
+def refusing(prepare, group):
+    """`TableRegistry.prepare_step`, which fails for one group."""
+
+    def prepared(of, latest):
+        if of is group:
+            raise CacheError("out of memory")
+        return prepare(of, latest)
+
+    return prepared

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvconvert.errors import CacheError
-from kvconvert.kernels.pages import KeyFormat, ValueFormat, dequantize_keys, empty_keys, empty_values, quantize_keys
+from kvconvert.kernels.pages import KeyFormat, ValueFormat, dequantize_keys, quantize_keys
 from kvconvert.runtime.cache.pool import PageNumbers, PageStorage
 
 CPU = torch.device("cpu")
@@ -17,7 +17,7 @@ def key_pool(f=FORMAT, dtype=torch.bfloat16, capacity=None) -> PageStorage:
     numbers = PageNumbers()
     if capacity is not None:
         numbers.limit(capacity)
-    return PageStorage(lambda count, device: empty_keys(count, f, dtype, device), CPU, numbers)
+    return PageStorage(f, dtype, CPU, numbers)
 
 
 def some_pages(count: int, f=FORMAT):
@@ -102,9 +102,9 @@ def test_reserved_pages_have_one_reference_and_are_free_after_its_release():
 
 def test_layers_that_follow_the_same_numbers_hold_the_same_pages():
     numbers = PageNumbers()
-    early = PageStorage(lambda count, device: empty_keys(count, FORMAT, torch.bfloat16, device), CPU, numbers)
+    early = PageStorage(FORMAT, torch.bfloat16, CPU, numbers)
     taken = [numbers.reserve(n) for n in (3, 9, 30)]
-    late = PageStorage(lambda count, device: empty_keys(count, FORMAT, torch.bfloat16, device), CPU, numbers)
+    late = PageStorage(FORMAT, torch.bfloat16, CPU, numbers)
     for part in taken:
         assert [len(view) for view in early.views(part)] == [len(view) for view in late.views(part)]
     assert early.bytes_allocated == late.bytes_allocated == len(numbers) * early.page_bytes
@@ -123,6 +123,6 @@ def test_a_page_costs_its_record():
     f = ValueFormat(3, 24, 128, 1, 24)
     numbers = PageNumbers()
     numbers.limit(7)
-    pool = PageStorage(lambda count, device: empty_values(count, f, torch.float32, device), CPU, numbers)
+    pool = PageStorage(f, torch.float32, CPU, numbers)
     assert pool.page_bytes == 3 * (64 * 3 + 128 * 2) * 2
     assert pool.bytes_allocated == 7 * pool.page_bytes

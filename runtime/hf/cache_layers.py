@@ -1,0 +1,181 @@
+"""What a cache is made of for a model and its KV schemes: the layers, and why some or all cannot have pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from kvconvert.cache.size import ModelCache
+from kvconvert.errors import RecipeError, UnsupportedModelError, UsageError
+from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.methods import KVScheme, check_layers, spread_ratios
+from kvconvert.models.configuration import (
+    has_pages,
+    is_latent,
+    layer_types_of,
+    model_cache,
+    pages_unsupported,
+    placeholder_ids,
+)
+
+
+@dataclass(frozen=True)
+class CacheLayers:
+    """What all caches of a model with the same schemes have in common.
+
+    Attributes:
+        types: of each layer in transformers' terms; arguments: of transformers' cache layer of that type.
+        schemes: of all layers, None for one that is not quantized.
+        paged: how many layers can have pages.
+        reconstructs: see `KVCache`.
+        is_latent: whether attention is latent (MLA).
+        shares_keys: whether layers read earlier layers' keys and values.
+        rotary_switch: see the function of this name.
+        placeholders: ids of the tokens of each modality that a scheme compresses.
+    """
+
+    types: tuple[str, ...]
+    arguments: tuple[dict[str, Any], ...]
+    schemes: tuple[KVScheme | None, ...]
+    paged: int
+    reconstructs: bool
+    is_latent: bool
+    shares_keys: bool
+    rotary_switch: int | None
+    placeholders: dict[str, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, scheme: KVScheme | str | Sequence[KVScheme | None]) -> CacheLayers:
+        """Those of a model.
+
+        Args:
+            config: the model's.
+            scheme: as `KVCache` takes it.
+
+        Raises:
+            RecipeError, UnsupportedModelError: see `KVCache`.
+        """
+        text_config = config.get_text_config(decoder=True)
+        types, arguments = layer_types_of(config)
+        schemes = _per_layer(scheme, len(types), _folded_layers(config))
+        found = {(kind, own): pages_unsupported(config, kind, own) for kind, own in {*zip(types, schemes, strict=True)}}
+        reasons = [found[layer] for layer in zip(types, schemes, strict=True)]
+        attending = [reason for kind, reason in zip(types, reasons, strict=True) if has_pages(kind)]
+        if all(reasons) or any(attending):
+            reason = next((reason for reason in [*attending, *reasons] if reason), "it has no layers")
+            raise UnsupportedModelError(
+                f"No layer of this {text_config.model_type} model can keep its keys and values in a kvconvert cache "
+                f"({reason}); use the model without a KV scheme."
+            )
+        spread = spread_ratios(schemes)
+        reconstructs = any(layer is not None and layer.reconstructs for layer in spread)
+        if reconstructs:
+            _check_reconstruction(config, spread, types)
+        quantized = (own for kind, own in zip(types, spread, strict=True) if own is not None and has_pages(kind))
+        modalities = {own.modality for own in quantized} - {"all"}
+        return cls(
+            tuple(types),
+            tuple(arguments),
+            spread,
+            sum(reason is None for reason in reasons),
+            reconstructs,
+            is_latent(config),
+            bool(getattr(text_config, "num_kv_shared_layers", 0)) or "dummy" in types,
+            rotary_switch(config),
+            {modality: placeholder_ids(config, modality) for modality in sorted(modalities)},
+        )
+
+    def page_bytes(self, config: PretrainedConfig, kv_memory: int) -> int:
+        """Bytes for pages of each layer, of `kv_memory` for all; UsageError if these do not hold a page."""
+        if self.reconstructs:
+            raise UsageError(
+                '`kv_memory` is not possible with selection = "reconstruction", for layers keep different numbers of '
+                "tokens; leave it out."
+            )
+        _check_memory(kv_memory, model_cache(config, self.schemes), self.paged)
+        return kv_memory // self.paged
+
+
+def _folded_layers(config: PretrainedConfig) -> frozenset[int]:
+    """Layers whose weights carry the value rotation: known from a bundle's quantization config, none otherwise."""
+    schemes = getattr(getattr(config, "quantization_config", None), "kv_schemes", None) or []
+    return frozenset(i for i, scheme in enumerate(schemes) if scheme is not None and scheme.folds_values)
+
+
+def _check_memory(kv_memory: int, cache: ModelCache, paged: int) -> None:
+    """Refuse less than a page in every layer; `paged` layers get equal shares, so that the largest page decides."""
+    needed = paged * max((layer.one_page_bytes for layer in cache.layers if layer.is_quantized), default=0)
+    if kv_memory < needed:
+        raise UsageError(
+            f"`kv_memory` = {kv_memory:,} bytes are not enough for one page of {PAGE_SIZE} tokens in each of {paged} "
+            f"layers; give at least {needed:,} bytes, or leave it out to let the cache grow."
+        )
+
+
+def _check_reconstruction(
+    config: PretrainedConfig,
+    schemes: Sequence[KVScheme | None],
+    layer_types: Sequence[str],
+) -> None:
+    """Refuse what prompts cannot be read again for (RecipeError, UnsupportedModelError)."""
+    setting = 'selection = "reconstruction"'
+    if any(scheme is None for scheme in schemes) or (reason := check_layers(schemes)):
+        reason = "leaves layers out" if any(scheme is None for scheme in schemes) else reason
+        raise RecipeError(f"[kv] {setting} needs one scheme for all layers, and this cache {reason}.")
+    text_config = config.get_text_config(decoder=True)
+    other = sorted({*layer_types} - {"full_attention"})
+    for reason in (
+        f"has layers with {', '.join(other)}" if other else None,
+        "has layers that share keys" if getattr(text_config, "num_kv_shared_layers", 0) else None,
+        "changes its rotary factors with length" if rotary_switch(config) is not None else None,
+        "reads more than text" if text_config is not config else None,
+    ):
+        if reason is not None:
+            raise UnsupportedModelError(
+                f"{setting} reads prompts again, which is not possible here: this {text_config.model_type} model "
+                f'{reason}; choose selection = "attention".'
+            )
+
+
+def _per_layer(
+    scheme: KVScheme | str | Sequence[KVScheme | None], count: int, folded: frozenset[int]
+) -> tuple[KVScheme | None, ...]:
+    if isinstance(scheme, str):
+        preset = KVScheme.preset(scheme)
+        return tuple(preset if i in folded else preset.with_online_rotation() for i in range(count))
+    if not isinstance(scheme, KVScheme) and not (
+        isinstance(scheme, Sequence) and all(item is None or isinstance(item, KVScheme) for item in scheme)
+    ):
+        raise RecipeError(
+            f"{scheme!r:.80} is no KV scheme; give a preset's name, a KVScheme, or a list of one KVScheme or None per "
+            "layer."
+        )
+    schemes = (scheme,) * count if isinstance(scheme, KVScheme) else tuple(scheme)
+    if len(schemes) != count:
+        raise RecipeError(
+            f"{len(schemes)} KV schemes were given for a model of {count} layers; give one, or one per layer."
+        )
+    for index, layer_scheme in enumerate(schemes):
+        if layer_scheme is not None and layer_scheme.folds_values and index not in folded:
+            raise RecipeError(
+                f"The scheme of layer {index} says that the model's weights carry the rotation of values, and they do "
+                "not; use KVScheme.with_online_rotation()."
+            )
+    return schemes
+
+
+def rotary_switch(config: PretrainedConfig) -> int | None:
+    """Tokens up to which a model has its short factors, or None where factors do not depend on length.
+
+    The factors of a forward pass follow from its largest position, so that they are those of all rows of a batch, and
+    keys that were stored before are turned by other ones.
+    """
+    text_config = config.get_text_config(decoder=True)
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope" or rope.get("long_factor") == rope.get("short_factor"):
+        return None
+    switch = rope.get("original_max_position_embeddings")
+    return switch if switch and switch < text_config.max_position_embeddings else None
