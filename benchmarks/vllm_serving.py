@@ -12,7 +12,7 @@ KVCONVERT_VLLM_PYTHON names it for these two.
 `speed` takes random weights of an 8B Llama's shape (AWQ in groups of 128 and `oscar-g128` for bundles) and a cache of
 --memory GiB for each. Contenders: bf16, awq-fp8, bundle (graphs for decoding and prompts), bundle-piecewise (for what
 is not attention), bundle-eager; and, if asked for, bundle-2-gpus and bundle-per-head, the same with one GPU; each is
-started once. Cases: `ROWSxTOKENS` gives milliseconds until the last row's first token and per further token,
+started once, with --together all of them at the same time before any is measured. Cases: `ROWSxTOKENS` gives milliseconds until the last row's first token and per further token,
 `fullx8192` the same of as many rows as the cache holds, `mixed` seconds for the requests of traffic.py, and `mixed-4`
 the same with 4 GiB of the cache. A tenth of the mixed requests and a prompt of 9,000 tokens come before. Every figure
 is written at once; a case that fails, or has no time left, says so, and the next one runs. --seconds is the time of
@@ -41,6 +41,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -189,24 +190,24 @@ class Contender:
     def __init__(self, name: str, memory: float, seconds: float, mixed: list[tuple[list[int], int]], tiny: bool):
         self.name, self.memory, self.mixed, self.scale = name, memory, mixed, 8 if tiny else 1
         self.shape = TINY if tiny else {}
+        self._folder = tempfile.TemporaryDirectory()
+        self.model = write_model(Path(self._folder.name), name, self.shape)
         self.end = time.perf_counter() + seconds
         self.vllm: VLLM | None = None
 
     def measure(self, cases: list[str], report: dict[str, Any], written: Callable[[], None]) -> None:
         """Fill `report` case by case, and call `written` after each."""
-        with tempfile.TemporaryDirectory() as folder:
-            self.model = write_model(Path(folder), self.name, self.shape)
-            for case in cases:
-                try:
-                    if self.vllm is None:
-                        self._start(report)
-                    report[case] = self._run(case)
-                except SystemExit as end:
-                    report[case] = {"failed": str(end) if time.perf_counter() < self.end else "no time left"}
-                    self.stop()
-                print(self.name, case, report[case], flush=True)
-                written()
-            self.stop()
+        for case in cases:
+            try:
+                if self.vllm is None:
+                    self.start(report)
+                report[case] = self._run(case)
+            except SystemExit as end:
+                report[case] = {"failed": str(end) if time.perf_counter() < self.end else "no time left"}
+                self.stop()
+            print(self.name, case, report[case], flush=True)
+            written()
+        self.stop()
 
     def stop(self) -> None:
         """End vLLM."""
@@ -238,7 +239,8 @@ class Contender:
             asked = [[rows, tokens // self.scale] for rows, tokens in sizes]
             return child({"profile": asked, "options": fixed | self.options}, VLLM_ENABLE_V1_MULTIPROCESSING="0")
 
-    def _start(self, report: dict[str, Any]) -> None:
+    def start(self, report: dict[str, Any]) -> None:
+        """Start vLLM and serve some requests that are not measured."""
         left = self.end - time.perf_counter()
         if left < 1:
             sys.exit()
@@ -506,6 +508,7 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=30, help="GiB of cache for each contender")
     parser.add_argument("--layers", type=int, default=8, help="profile: of the model (default: 8)")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--together", action="store_true", help="speed: start all contenders before any is measured")
     parser.add_argument("--seconds", type=float, default=240, help="of each contender (default: 240)")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -521,8 +524,21 @@ def main() -> None:
         save(given.json, found)
         return
     mixed = mixed_load(0, 8 if given.tiny else 1, TINY["vocab_size"])
+    contenders = []
+
+    def contender_of(name: str) -> Contender:
+        contenders.append(Contender(name, given.memory, given.seconds, mixed, given.tiny))
+        return contenders[-1]
+
+    ready: dict[str, Contender] = {}
+    if given.together and given.what == "speed":
+        ready = {name: contender_of(name) for name in given.only.split(",")}
+        with ThreadPoolExecutor() as pool:
+            for ended in [pool.submit(c.start, report.setdefault(c.name, {})) for c in ready.values()]:
+                if isinstance(error := ended.exception(), BaseException):
+                    print(error, file=sys.stderr)
     for name in given.only.split(","):
-        contender = Contender(name, given.memory, given.seconds, mixed, given.tiny)
+        contender = ready.get(name) or contender_of(name)
         if given.what == "profile":
             report[name] = contender.profile(given.cases.split(","), given.layers)
             print_profile(name, report[name])
@@ -531,7 +547,8 @@ def main() -> None:
         try:
             contender.measure(given.cases.split(","), report.setdefault(name, {}), lambda: save(given.json, report))
         finally:
-            contender.stop()
+            for one in contenders if sys.exc_info()[0] else [contender]:
+                one.stop()
 
 
 if __name__ == "__main__":
