@@ -12,7 +12,8 @@ KVCONVERT_VLLM_PYTHON names it for these two.
 `speed` takes random weights of an 8B Llama's shape (AWQ in groups of 128 and `oscar-g128` for bundles) and a cache of
 --memory GiB for each. Contenders: bf16, awq-fp8, bundle (graphs for decoding and prompts), bundle-piecewise (for what
 is not attention), bundle-eager; and, if asked for, bundle-2-gpus and bundle-per-head, the same with one GPU; each is
-started once, with --together all of them at the same time before any is measured. Cases: `ROWSxTOKENS` gives milliseconds until the last row's first token and per further token,
+started once, with --together all of them at the same time before any is measured. Cases: `ROWSxTOKENS` gives
+milliseconds until the last row's first token and per further token,
 `fullx8192` the same of as many rows as the cache holds, `mixed` seconds for the requests of traffic.py, and `mixed-4`
 the same with 4 GiB of the cache. A tenth of the mixed requests and a prompt of 9,000 tokens come before. Every figure
 is written at once; a case that fails, or has no time left, says so, and the next one runs. --seconds is the time of
