@@ -538,6 +538,7 @@ def main() -> None:
             for ended in [pool.submit(c.start, report.setdefault(c.name, {})) for c in ready.values()]:
                 if isinstance(error := ended.exception(), BaseException):
                     print(error, file=sys.stderr)
+        print("started", {name: found.get("start_s") for name, found in report.items()}, flush=True)
     for name in given.only.split(","):
         contender = ready.get(name) or contender_of(name)
         if given.what == "profile":
