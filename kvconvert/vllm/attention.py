@@ -143,7 +143,7 @@ class LayerStep:
         plan, cache, tables = self.plan, self.blocks.cache, self.tables
         if tables is not None:
             where, new = tables.targets(self.blocks, len(queries)), [x.unsqueeze(2) for x in (queries, keys, values)]
-            if unsupported_append(cache.dtype, *new) is not None:
+            if unsupported_append(cache.dtype, *new, cache.rotations) is not None:
                 new = [x.contiguous() for x in new]
             words = self.blocks.words.view(cache.dtype)
             queries = rotate_and_append(*new, words, *where, cache.rotations).squeeze(2)

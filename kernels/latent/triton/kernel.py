@@ -142,23 +142,24 @@ def sum_of_rope(queries, inverse, real, F: tl.constexpr):
 def exact_step(latents, rope, token, known, query, rope_query, factor, maximum, weight, total, hidden, F: tl.constexpr):
     """Full-precision tokens `token` [T]: weights of those that are `known` and not before `hidden`, and their sums."""
     C: tl.constexpr = chunk_channels(F)
+    CHUNKS: tl.constexpr = F.chunks
     K: tl.constexpr = rope_channels(F)
-    chunk = tl.arange(0, F.chunks)[:, None, None]
+    chunk = tl.arange(0, CHUNKS)[:, None, None]
     channel = chunk * C + tl.arange(0, C)[None, None, :]
     row = token[None, :, None]
     tile = tl.load(latents + row * F.rank + channel, mask=known[None, :, None] & (channel < F.rank), other=0.0)
     channel = chunk * K + tl.arange(0, K)[None, None, :]
     rope_tile = tl.load(rope + row * F.rope + channel, mask=known[None, :, None] & (channel < F.rope), other=0.0)
-    scores = tl.zeros([F.chunks, HEADS, token.shape[0]], tl.float32)
+    scores = tl.zeros([CHUNKS, HEADS, token.shape[0]], tl.float32)
     scores = product(query, tl.permute(tile, (0, 2, 1)), scores, F)
     scores = product(rope_query, tl.permute(rope_tile, (0, 2, 1)), scores, F)
-    x = sum_chunks(tl.permute(scores, (0, 2, 1)), F.chunks) * factor[None, :]
+    x = sum_chunks(tl.permute(scores, (0, 2, 1)), CHUNKS) * factor[None, :]
     x = tl.where((known & (token >= hidden))[:, None], x, float("-inf"))
     highest = tl.maximum(maximum, tl.max(x, 0))
     alpha = exp2(maximum - highest, F.compiled)
     p = exp2(x - highest[None, :], F.compiled)
     weight = weight * alpha + tl.sum(p, 0)
-    p = tl.broadcast_to(tl.permute(p, (1, 0))[None, :, :], [F.chunks, HEADS, token.shape[0]])
+    p = tl.broadcast_to(tl.permute(p, (1, 0))[None, :, :], [CHUNKS, HEADS, token.shape[0]])
     total = product(p.to(tile.dtype), tile, total * alpha[None, :, None], F)
     return highest, weight, total
 
@@ -167,9 +168,10 @@ def exact_step(latents, rope, token, known, query, rope_query, factor, maximum, 
 def store_part(out, stats, slot, block, blocks, maximum, weight, total, F: tl.constexpr):
     """Write the sums [chunks, heads, channels], the maximum and the sum of weights [heads] of one slot."""
     C: tl.constexpr = chunk_channels(F)
+    CHUNKS: tl.constexpr = F.chunks
     member = tl.arange(0, HEADS)
     place = (slot * blocks + block).to(tl.int64) * HEADS
-    channel = tl.arange(0, F.chunks)[:, None, None] * C + tl.arange(0, C)[None, None, :]
+    channel = tl.arange(0, CHUNKS)[:, None, None] * C + tl.arange(0, C)[None, None, :]
     where = out + (place + member)[None, :, None] * F.rank + channel
     tl.store(where, total, mask=(channel < F.rank) & (member[None, :, None] < HEADS))
     tl.store(stats + (place + member) * 2, maximum)
@@ -204,13 +206,14 @@ def latent_decode_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     DTYPE: tl.constexpr = residual.dtype.element_ty
     C: tl.constexpr = chunk_channels(F)
+    CHUNKS: tl.constexpr = F.chunks
     K: tl.constexpr = rope_channels(F)
     block = tl.program_id(1)
     blocks = tl.num_programs(1)
     item = items + tl.program_id(0) * ITEM
     row = tl.load(item)
     described = rows + row * ROW
-    chunk = tl.arange(0, F.chunks)[:, None, None]
+    chunk = tl.arange(0, CHUNKS)[:, None, None]
     member = block * HEADS + tl.arange(0, HEADS)
     real = (member < F.heads)[None, :, None]
     channel = chunk * C + tl.arange(0, C)[None, None, :]
@@ -234,7 +237,7 @@ def latent_decode_kernel(
         factor = tl.full([HEADS], scaling * LOG2_E, tl.float32)
         maximum = tl.full([HEADS], LOWEST, tl.float32)
         weight = tl.zeros([HEADS], tl.float32)
-        total = tl.zeros([F.chunks, HEADS, C], tl.float32)
+        total = tl.zeros([CHUNKS, HEADS, C], tl.float32)
         for start in tl.range(begin, stop, TILE):
             token = start + tl.arange(0, TILE)
             place = buffer_token(token, sink_tokens, skip)
@@ -250,7 +253,7 @@ def latent_decode_kernel(
         limit = tl.load(item + 11)
         maximum = tl.full([HEADS], LOWEST, tl.float32)
         weight = tl.zeros([HEADS], tl.float32)
-        total = tl.zeros([F.chunks, HEADS, C], tl.float32)
+        total = tl.zeros([CHUNKS, HEADS, C], tl.float32)
         query = tl.load(queries + channel, mask=real & (channel < F.rank), other=0.0)
         rope_query = tl.load(rope_queries + rope_channel, mask=real & (rope_channel < F.rope), other=0.0)
         if F.bits == 16:
@@ -314,8 +317,8 @@ def latent_decode_kernel(
                     scaled = halves(query * scale.to(tl.float32), F)
                 else:
                     scaled = query * scale, query
-                none = tl.zeros([F.chunks, HEADS, LANES], tl.float32)
-                zero_points = tl.broadcast_to(tl.permute(zero_point, (0, 2, 1)), [F.chunks, C, LANES])
+                none = tl.zeros([CHUNKS, HEADS, LANES], tl.float32)
+                zero_points = tl.broadcast_to(tl.permute(zero_point, (0, 2, 1)), [CHUNKS, C, LANES])
                 offset = code_product(bias_query, zero_points, none, F)
                 parts = ()
                 for j in tl.static_range(PLANES):
@@ -324,10 +327,10 @@ def latent_decode_kernel(
                     parts = parts + (tl.permute(part, (0, 2, 1)),)
                 scores = tl.permute(one_after_another(parts, PLANES), (0, 2, 1))
                 codes = one_after_another(rope_planes, 2)
-                none = tl.zeros([F.chunks, HEADS, PAGE], tl.float32)
+                none = tl.zeros([CHUNKS, HEADS, PAGE], tl.float32)
                 rope_scores = code_product(rope_fields, codes, none, F)
                 scores += rope_scores * (rope_scale * plane_weight(0, 8))[None, None, :]
-                x = sum_chunks(scores, F.chunks)
+                x = sum_chunks(scores, CHUNKS)
                 x = (x + rope_sum[:, None] * rope_zero_point[None, :]) * factor
                 number = (page - begin) * PAGE + token
                 x = tl.where(((number >= hidden) & (number < limit))[None, :], x, float("-inf"))
@@ -341,8 +344,8 @@ def latent_decode_kernel(
                 raised = p * powers[None, :]
                 weights = ()
                 for part in tl.static_range(2):
-                    weights = weights + (tl.broadcast_to(halves(raised, F)[part][None, :, :], [F.chunks, HEADS, PAGE]),)
-                none = tl.zeros([F.chunks, HEADS, C], tl.float32)
+                    weights = weights + (tl.broadcast_to(halves(raised, F)[part][None, :, :], [CHUNKS, HEADS, PAGE]),)
+                none = tl.zeros([CHUNKS, HEADS, C], tl.float32)
                 sums = code_product(weights, one_after_another(planes, PLANES), none, F)
                 sums = sums * (scale.to(tl.float32) * 2.0 ** (24 - WEIGHT_POWER))
                 total = total * alpha[None, :, None] + sums + added[None, :, None] * zero_point.to(tl.float32)
