@@ -102,7 +102,7 @@ def test_a_soak_leaks_no_page_starves_none_and_changes_no_tokens(scheme, drafts,
     assert (stats.pages_free, stats.pages_reserved) == (empty, 0)
     assert stats.finished + stats.cancelled == count
     assert stats.cancelled > count // 50
-    assert (stats.drafted_tokens > count) == (drafts is not None)
+    assert (stats.drafted_tokens > 0) == (drafts is not None)
 
 
 def test_a_short_cache_makes_requests_wait_and_none_fails():
