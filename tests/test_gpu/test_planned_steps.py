@@ -94,7 +94,8 @@ def check_planned_steps(model, scheme, plan):
     assert len(steps) == 3
     assert got.tolist() == expected.tolist()
     assert caches[0].stats() == caches[1].stats()
-    assert caches[0].stats().fallbacks == 0
+    # On a GPU prompts in float32 attend to stored tokens on the reference path.
+    assert device.type == "cuda" or caches[0].stats().fallbacks == 0
     for mine, theirs in zip(caches[1].stores(), caches[0].stores(), strict=True):
         assert mine.sequences == theirs.sequences
         assert mine.group.registry.clamped_rows(mine) == theirs.group.registry.clamped_rows(theirs)
