@@ -51,7 +51,8 @@ class Kernel:
         assert here is not None
         given = dict(zip(self.arg_names, positional, strict=False)) | keywords
         arguments = tuple((name, self._described(name, given.pop(name))) for name in self.arg_names)
-        here.launches[Launch(fn.__module__, fn.__name__, arguments, tuple(sorted(given.items())))] = None
+        # In their order: Triton knows a kernel that it has loaded by it.
+        here.launches[Launch(fn.__module__, fn.__name__, arguments, tuple(given.items()))] = None
         if here.makes:
             launch(*positional, **keywords)
 

@@ -71,6 +71,34 @@ def test_noted_launches_are_compiled_by_other_processes_and_found_in_the_cache(t
     assert run(COMPILE, tmp_path) == ["0", "0", "True", "True"]
 
 
+LAUNCH = """
+import functools, torch, triton
+from kvconvert.kernels.device import GPU, imagined
+from kvconvert.kernels.launches import noted
+from kvconvert.kernels.launches.triton import compiled
+from kvconvert.kernels.launches.triton_ahead import _Target
+from kvconvert.kernels.linear import QuantizedLinear
+linear, x = QuantizedLinear(256, 512), torch.empty(3, 256, dtype=torch.bfloat16)
+with imagined(GPU((9, 0), 132)), noted() as launches:
+    linear(x)
+triton.runtime.driver.set_active(_Target(90))
+for launch in launches:
+    compiled(launch)
+asked = []
+triton.knobs.compilation.listener = lambda **what: asked.append(what["metadata"]["name"])
+# All of a launch but the kernel's run.
+triton.JITFunction.__getitem__ = lambda self, grid: functools.partial(self.run, grid=grid, warmup=True)
+with imagined(GPU((9, 0), 132)):
+    linear(x)
+    linear(x.half())
+print(*asked)
+"""
+
+
+def test_a_kernel_that_was_made_ready_is_not_looked_for_when_it_is_launched(tmp_path):
+    assert run(LAUNCH, tmp_path) == ["few_rows_kernel"]  # for float16, which was not noted
+
+
 KEYS = """
 import sys
 import kvconvert.kernels.pages.triton.keys as keys
