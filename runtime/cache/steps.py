@@ -174,7 +174,7 @@ class PlannedStep:
 
     Args:
         groups: of all the cache's layers; `runs_steps` accepts each.
-        roomy: whether the division of its work gets the most room, see `GroupTables`.
+        roomy: whether the division of its work gets the most room, see `GroupTables`; may be changed before it runs.
         tokens: of each row; of several, `keep_newest` says how many stay.
 
     Attributes:
@@ -188,7 +188,7 @@ class PlannedStep:
     """
 
     def __init__(self, groups: list[Group], roomy: bool = False, tokens: int = 1):
-        self.groups, self._roomy, self._tokens = groups, roomy, tokens
+        self.groups, self.roomy, self._tokens = groups, roomy, tokens
         self._before: list[tuple[tuple[Sequence, ...], ForwardPass | None, int]] = []
         self.continues = tokens == 1 and all(_continues(group) for group in groups)
         if self.continues:
@@ -227,7 +227,7 @@ class PlannedStep:
     @contextmanager
     def _room_for_work(self) -> Iterator[None]:
         for tables in self.tables:
-            tables.roomy = self._roomy
+            tables.roomy = self.roomy
         try:
             yield
         finally:

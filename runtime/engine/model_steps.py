@@ -183,13 +183,17 @@ class ModelSteps:
             tokens: of all rows.
             most: of one row.
         """
-        # Work is divided by how much of it there is, and by how much of it is one row's; rows without pages get none.
+        # Work is divided by how much of it there is, and by how much of it is one row's; rows without pages get none,
+        # and free ones have none in full precision either.
         with_pages = tokens_with_pages([group.scheme for group in self.cache.groups])
         prepare_steps(self.model, [1] * self.rows, 1)
         for growing in sorted({self.rows, -(-self.rows // 4), -(-self.rows // 16), 1}, reverse=True):
             longest = min(most, 2 * tokens // (growing + 1))
-            begin = [min(with_pages, longest)] * growing + [1] * (self.rows - growing)
-            prepare_steps(self.model, begin, longest, growing)
+            for others in (1, 0) if growing < self.rows else (1,):
+                begin = [min(with_pages, longest)] * growing + [others] * (self.rows - growing)
+                prepare_steps(self.model, begin, longest, growing)
+        # For what is left, so that nothing is recorded while requests wait.
+        prepare_steps(self.model, [1] * self.rows, 1, most_room=True)
 
     def _read_prompts(self, count: int, tokens: int) -> Tensor:
         """Logits of a pass over the rows and as many prompts of `count` tokens as `tokens` are, at least one, which

@@ -31,6 +31,7 @@ from transformers.utils import ModelOutput
 
 from kvconvert.kernels.launches import skips_launches
 from kvconvert.methods import KVScheme
+from kvconvert.runtime.cache.groups import FREE
 from kvconvert.runtime.cache.sequence import Sequence, Side
 from kvconvert.runtime.cache.steps import PlannedStep, TableRegistry, can_plan_steps
 from kvconvert.runtime.cache.store import Group
@@ -101,6 +102,7 @@ class CapturedSteps:
         self._recordings: dict[Hashable, Recording] = {}
         self.pool: Any = None
         self._logits = torch.empty(0, 0)  # [N, V], written by the replay of any recording
+        self._most_room = False  # for the work of steps of single tokens, while these are prepared
         self._trusts_masks = False
         self._told: set[str] = set()
 
@@ -171,15 +173,14 @@ class CapturedSteps:
         if positions is None:
             positions = cache.get_seq_length() + torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         # Drafts are checked for many lengths of what is stored, and in few sizes.
-        planned = PlannedStep(cache.groups, roomy=ids.shape[1] > 1, tokens=ids.shape[1])
+        planned = PlannedStep(cache.groups, roomy=self._most_room or ids.shape[1] > 1, tokens=ids.shape[1])
         try:
             if skips_launches():
                 output = self._launch(planned, cache, ids, positions)
                 planned.finish()
                 return output
             with torch.cuda.device(ids.device):
-                key = (ids.shape, positions.shape, ids.device, planned.key())
-                recording = self._recordings.get(key)
+                recording = self._recorded(planned, (ids.shape, positions.shape, ids.device))
                 if recording is None:
                     output = self._record(planned, cache, ids, positions)
                 else:
@@ -191,6 +192,15 @@ class CapturedSteps:
             raise
         planned.finish()
         return result
+
+    def _recorded(self, planned: PlannedStep, batch: tuple[Hashable, ...]) -> Recording | None:
+        """What was recorded for a step, or for steps with the most work that there can be; the step gets that room."""
+        found = self._recordings.get((*batch, planned.key()))
+        if found is None and not planned.roomy:
+            planned.roomy = True
+            found = self._recordings.get((*batch, planned.key()))
+            planned.roomy = found is not None
+        return found
 
     def _record(self, planned: PlannedStep, cache: KVCache, ids: torch.Tensor, positions: torch.Tensor) -> ModelOutput:
         """Run a step layer by layer, and record it for the next time."""
@@ -294,7 +304,13 @@ DELAY = 1.0
 
 @torch.no_grad()
 def prepare_steps(
-    model: Any, tokens: Sequence_[int], longest: int, growing: int | None = None, step_tokens: int = 1
+    model: Any,
+    tokens: Sequence_[int],
+    longest: int,
+    growing: int | None = None,
+    step_tokens: int = 1,
+    *,
+    most_room: bool = False,
 ) -> int:
     """Record the decoding steps of a batch that begins with so many tokens and ends with the longest at `longest`.
 
@@ -303,10 +319,13 @@ def prepare_steps(
 
     Args:
         model: of a bundle (`runtime/hf/generation.py`), on a GPU.
-        tokens: of each row's prompt, at least 1; rows without a complete page (`tokens_with_pages`) get no longer.
+        tokens: of each row's prompt, 0 for a row that is free; rows without a complete page (`tokens_with_pages`) get
+            no longer.
         longest: tokens of the longest row in the end.
         growing: how many rows, the first ones, get longer; None for all.
         step_tokens: of each row in a step.
+        most_room: record with room for any work. Such a recording serves, less fast, all steps of the batch that none
+            was made for.
 
     Returns:
         how many graphs were recorded.
@@ -332,7 +351,11 @@ def prepare_steps(
                 _pretend(group, sequences, logical, grown, length)
             if not captured.serves({"past_key_values": cache, "input_ids": some}):
                 break
-            model(input_ids=some, position_ids=some + min(length, last), past_key_values=cache)
+            try:
+                captured._most_room = most_room
+                model(input_ids=some, position_ids=some + min(length, last), past_key_values=cache)
+            finally:
+                captured._most_room = False
             bar.update()
     return captured.recorded - before
 
@@ -345,7 +368,7 @@ def tokens_with_pages(schemes: Sequence_[KVScheme]) -> int:
 def _read_short_prompt(model: Any, cache: Any, tokens: Sequence_[int]) -> list[tuple[Group, tuple[Sequence, ...], int]]:
     """Read a prompt of at most a page beyond all windows; each group with its sequences and positions afterwards."""
     most = tokens_with_pages([group.scheme for group in cache.groups])
-    counts = [min(n, most) for n in tokens]
+    counts = [max(1, min(n, most)) for n in tokens]
     width = max(counts)
     first = torch.tensor([width - n for n in counts], device=model.device)
     mask = (torch.arange(width, device=model.device) >= first[:, None]).long()
@@ -365,6 +388,9 @@ def _pretend(group: Group, before: tuple[Sequence, ...], logical: int, tokens: l
     group.logical = group.attended = longest + size
     found = []
     for row, (sequence, count) in enumerate(zip(before, tokens, strict=True)):
+        if not count:
+            found.append(FREE)
+            continue
         more = 0
         if group.policy.flushes and not group.policy.selects and sequence.keys.pages and sequence.values.pages:
             fewest = min(len(sequence.keys.pages), len(sequence.values.pages))

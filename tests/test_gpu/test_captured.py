@@ -168,6 +168,25 @@ def test_steps_are_recorded_before_the_first_token_is_due(scheme):
     assert replayed.tolist() == eager.tolist()
 
 
+@pytest.mark.parametrize("scheme", ["oscar-g128", "kitty"])
+def test_one_recording_with_the_most_room_serves_steps_of_all_lengths(scheme):
+    model = bundle_like("llama", scheme)
+    assert prepare_steps(model, [1], 1, most_room=True) == 1
+    answers = []
+    for replays in (False, True):
+        cache, token, answer = model.new_kv_cache(), random_ids(1, 600).cuda(), []
+        cache.replays = replays
+        cache.expect_whole_prompt()
+        with torch.no_grad():
+            for _ in range(300):
+                token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+                answer.append(int(token))
+        answers.append(answer)
+    assert answers[0] == answers[1]
+    assert model.captured.recorded == 1
+    assert model.captured.replayed > 250
+
+
 def test_two_caches_take_turns():
     model = bundle_like("llama", "calibquant-2bit")
     prompts = [random_ids(1, n, seed=n).cuda() for n in (140, 90)]

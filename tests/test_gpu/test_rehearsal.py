@@ -9,6 +9,7 @@ from kvconvert.kernels.device import GPU, imagined
 from kvconvert.kernels.launches import noted
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import Engine, Sampling
+from kvconvert.runtime.cache.steps import PlannedStep
 from kvconvert.runtime.engine.model_steps import rehearse_engine
 from kvconvert.runtime.hf.captured import CapturedSteps
 from kvconvert.runtime.hf.rehearsal import rehearse
@@ -82,6 +83,10 @@ def serve(engine):
             engine.add([5] * length, max_new_tokens=new, sampling=sampling, stop_token_ids=[])
             engine.step()
     engine.run()
+    # Alone, while all other rows are free.
+    for length in (20, 600, 2700):
+        engine.add([5] * length, max_new_tokens=2, stop_token_ids=[])
+        engine.run()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -128,3 +133,24 @@ def test_steps_are_recorded_for_all_lengths_before_the_first_request(monkeypatch
         serve(engine)
     assert len(set(keys)) > 3
     assert not set(keys) - prepared
+
+
+def test_a_step_that_nothing_fits_takes_what_was_recorded_with_the_most_room():
+    with torch.no_grad(), imagined(GPU((9, 0), 132)), noted():
+        model = small_model("oscar-g128", torch.device("cpu"))
+        cache, one = model.new_kv_cache(), torch.zeros(1, 1, dtype=torch.int64)
+        model(torch.zeros(1, 300, dtype=torch.int64), past_key_values=cache)
+        model(one, past_key_values=cache)  # which tells the tables how work is divided
+        planned, captured = PlannedStep(cache.groups), model.captured
+        own = planned.key()
+        assert captured._recorded(planned, ()) is None
+        assert not planned.roomy
+        planned.roomy = True
+        captured._recordings[(planned.key(),)] = "any work"
+        planned.roomy = False
+        assert captured._recorded(planned, ()) == "any work"
+        assert planned.roomy
+        planned.roomy = False
+        captured._recordings[(own,)] = "this work"
+        assert captured._recorded(planned, ()) == "this work"
+        assert not planned.roomy
