@@ -4,13 +4,14 @@
 
 Needs vLLM in the same environment. Takes random weights of an 8B Llama's shape (AWQ in groups of 128 and `oscar-g128`
 for bundles) and a cache of --memory GiB for each. Contenders: bf16, awq-fp8, bundle (graphs for decoding and prompts),
-bundle-piecewise (for what is not attention), bundle-eager; and, if asked for, bundle-2-gpus and bundle-per-head, the
-same with one GPU; each is started once, with --together all of them at the same time before any is measured. Cases:
-`ROWSxTOKENS` gives milliseconds until the last row's first token and per further token, `fullx8192` the same of as many
-rows as the cache holds, `mixed` seconds for the requests of traffic.py, and `mixed-4` the same with 4 GiB of the cache.
-A tenth of the mixed requests and a prompt of 9,000 tokens come before. Every figure is written at once; a case that
-fails, or has no time left, says so, and the next one runs. --seconds is the time of each contender, its start included.
-With --tiny a small model serves lengths divided by 8 on a CPU, which does everything and measures nothing.
+bundle-piecewise (for what is not attention), bundle-eager; and, if asked for, bundle-own-prompts (without
+FlashAttention 3), bundle-2-gpus, and bundle-per-head, the same with one GPU; each is started once, with --together all
+of them at the same time before any is measured. Cases: `ROWSxTOKENS` gives milliseconds until the last row's first
+token and per further token, `fullx8192` the same of as many rows as the cache holds, `mixed` seconds for the requests
+of traffic.py, and `mixed-4` the same with 4 GiB of the cache. A tenth of the mixed requests and a prompt of 9,000
+tokens come before. Every figure is written at once; a case that fails, or has no time left, says so, and the next one
+runs. --seconds is the time of each contender, its start included. With --tiny a small model serves lengths divided by 8
+on a CPU, which does everything and measures nothing.
 
 vllm_profile.py says which kernels take the time, vllm_answers.py compares answers with the runtime's. Compiled code
 stays in ~/.cache/vllm/torch_compile_cache (VLLM_CACHE_ROOT) and ~/.triton/cache: a second start on the same machine is
@@ -57,6 +58,7 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "bundle": {},
     "bundle-piecewise": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}},
     "bundle-eager": {"enforce_eager": True},
+    "bundle-own-prompts": {"attention_config": {"flash_attn_version": 2}},
     "bundle-per-head": {},
     "bundle-2-gpus": {"tensor_parallel_size": 2},
 }
