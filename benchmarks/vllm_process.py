@@ -41,6 +41,23 @@ def with_plugins(folder: Path, path: str = "") -> dict[str, str]:
     return os.environ | VARIABLES | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
+def child(script: Path, arguments: dict[str, Any], **variables: str) -> dict[str, Any]:
+    """Run `script child` where vLLM is (KVCONVERT_VLLM_PYTHON if set), with these variables: what it gives `reply`."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [os.environ.get("KVCONVERT_VLLM_PYTHON", sys.executable), str(script), "child"]
+        ended = subprocess.run(
+            command, input=json.dumps(arguments), env=with_plugins(Path(folder)) | variables, stdout=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+    lines = [line for line in ended.stdout.splitlines() if line.startswith(REPLY)]
+    return json.loads(lines[0].removeprefix(REPLY)) if lines else {"failed": ended.returncode}
+
+
+def reply(report: Any) -> None:
+    """What such a child says, as one line among vLLM's own."""
+    print(REPLY + json.dumps(report), flush=True)
+
+
 class VLLM:
     """A running vLLM.
 
@@ -155,17 +172,17 @@ def main() -> None:
 
     engine = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**options))
     cache = engine.vllm_config.cache_config
-    reply: Any = vllm.__version__, cache.num_gpu_blocks, cache.block_size
+    answer: Any = vllm.__version__, cache.num_gpu_blocks, cache.block_size
     while True:
-        print(REPLY + json.dumps(reply), flush=True)
+        reply(answer)
         line = sys.stdin.readline()
         if not line:
             return
         asked = json.loads(line)
         if isinstance(asked, int):
-            reply = engine.engine_core.call_utility("limit_blocks", asked)
+            answer = engine.engine_core.call_utility("limit_blocks", asked)
         else:
-            reply = _serve(engine, *asked)
+            answer = _serve(engine, *asked)
 
 
 if __name__ == "__main__":

@@ -93,4 +93,26 @@ def attend(
     )
 
 
-__all__ = ["COPIED_TOKENS", "TILE_QUERIES", "RaggedTables", "TokensInBlocks", "append", "attend", "unsupported"]
+def fill_workspace(tables: RaggedTables, format: LayerFormat, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Put everything that the sequences have stored where `tables` say, as `attend` does before it attends.
+
+    Args:
+        tables: of the pass.
+        format: of the layer's pages.
+        keys, values: the workspace, as for `attend`.
+    """
+    from kvconvert.kernels.ragged.triton import launch
+
+    launch.fill_workspace(tables, format, keys, values)
+
+
+__all__ = [
+    "COPIED_TOKENS",
+    "TILE_QUERIES",
+    "RaggedTables",
+    "TokensInBlocks",
+    "append",
+    "attend",
+    "fill_workspace",
+    "unsupported",
+]

@@ -25,8 +25,9 @@ from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.vllm.attention import LayerStep, quantize_pending
 from kvconvert.vllm.bundle import ServedBundle, layer_index, served_bundle
+from kvconvert.vllm.flash import flash_attention
 from kvconvert.vllm.layer import AlikeLayers, LayerBlocks, alike
-from kvconvert.vllm.prompts import WORKSPACE_BYTES, PackedPrompts, divide_prompts
+from kvconvert.vllm.prompts import WORKSPACE_BYTES, Flash, PackedPrompts, divide_prompts
 from kvconvert.vllm.rehearsal import prepare, rehearse
 from kvconvert.vllm.spec import LowBitSpec
 from kvconvert.vllm.step import Request, StepPlan, plan_step
@@ -110,6 +111,7 @@ class LowBitMetadataBuilder(AttentionMetadataBuilder[LowBitMetadata]):
         self._known: list[LayerBlocks] = []
         self._alike: list[AlikeLayers] = []
         self._like: LayerBlocks | None = None
+        self._flash: Flash | None = None
         # Requests with one new token come first.
         self._init_reorder_batch_threshold(1)
 
@@ -136,7 +138,7 @@ class LowBitMetadataBuilder(AttentionMetadataBuilder[LowBitMetadata]):
             rows = range(common.num_reqs) if not plan.prompts else [request.row for request in plan.decodes]
             tokens = dict.fromkeys(rows, 0) | {request.row: request.tokens for request in plan.decodes}
             tables.write(common.block_table_tensor, list(tokens), list(tokens.values()))
-        return LowBitMetadata(plan, common.num_actual_tokens, divide_prompts(plan, self._like), tables)
+        return LowBitMetadata(plan, common.num_actual_tokens, divide_prompts(plan, self._like, self._flash), tables)
 
     def _memory(self) -> torch.Tensor:
         """The blocks of the first layer."""
@@ -158,6 +160,9 @@ class LowBitMetadataBuilder(AttentionMetadataBuilder[LowBitMetadata]):
             self._tables = DecodeTables(self._known, rows, pages)
             reasons = [ragged.unsupported(b.cache.format, b.cache.dtype, self.device) for b in self._known]
             self._like = None if any(reasons) else self._known[0]
+            f = self._known[0].cache.format
+            version = config.attention_config.flash_attn_version
+            self._flash = flash_attention(self._known[0].cache.dtype, f.keys.head_dim, f.values.head_dim, version)
             context = config.compilation_config.static_forward_context
             heads = [context[name].impl.num_heads for name in self.layer_names]
             args = self._known, heads, self._tables, self._like is not None

@@ -7,32 +7,57 @@ there pages that are complete are quantized into their blocks, and the tokens th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from kvconvert.kernels.blocks import BlockGeometry, copy_tokens
 from kvconvert.kernels.pages import PAGE_SIZE, KeyFormat, PageAddresses, ValueFormat, quantize_listed
-from kvconvert.kernels.ragged import TILE_QUERIES, RaggedTables, TokensInBlocks, append, attend
+from kvconvert.kernels.ragged import TILE_QUERIES, RaggedTables, TokensInBlocks, append, attend, fill_workspace
 from kvconvert.vllm.layer import LayerBlocks
 from kvconvert.vllm.step import Request, StepPlan, upload
 
 # Room for the keys and values of the prompts of a pass in one layer: 65,536 tokens of 8 KV heads of 128 channels.
 WORKSPACE_BYTES = 256 << 20
-# Sequences of the workspace begin at multiples of so many tokens.
-ALIGNMENT = 8
 BOTH_SIDES = 3
 
 
+class Flash(Protocol):
+    """Causal attention of several sequences side by side."""
+
+    def __call__(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        query_ends: torch.Tensor,
+        key_ends: torch.Tensor,
+        most_queries: int,
+        most_keys: int,
+        scaling: float,
+        output: torch.Tensor,
+    ) -> None:
+        """Write the attention of each sequence's queries, which are of its last tokens.
+
+        Args:
+            queries: [N, Hq, D]; keys: [W, H, D]; values: [W, H, E]; channels side by side.
+            query_ends, key_ends: int32 [S + 1] on the device, 0 and where each sequence ends.
+            most_queries, most_keys: of a sequence.
+            scaling: factor of the dot products.
+            output: [N, Hq, E].
+        """
+
+
 def divide_prompts(
-    plan: StepPlan, like: LayerBlocks | None, workspace_bytes: int = WORKSPACE_BYTES
+    plan: StepPlan, like: LayerBlocks | None, flash: Flash | None = None, workspace_bytes: int = WORKSPACE_BYTES
 ) -> list[tuple[slice, PackedPrompts | Request]]:
     """A pass's prompts, packed where kernels run; those for which the workspace has no room one by one.
 
     Args:
         plan: of the pass.
         like: a layer's blocks, where `kernels/ragged` serves all layers; None where it does not.
+        flash: attends instead of our kernel, if given.
         workspace_bytes: for the keys and values of one layer.
 
     Returns:
@@ -41,17 +66,16 @@ def divide_prompts(
     parts: list[list[Request]] = []
     most = room = 0 if like is None else workspace_bytes // like.cache.layout.token_bytes
     for request in plan.prompts:
-        own = request.tokens + ALIGNMENT
-        if not parts or own > room:
+        if not parts or request.tokens > room:
             parts.append([])
             room = most
         parts[-1].append(request)
-        room -= own
+        room -= request.tokens
     found: list[tuple[slice, PackedPrompts | Request]] = []
     for part in parts:
         tokens = slice(part[0].first, part[-1].first + part[-1].length)
-        fits = like is not None and sum(request.tokens + ALIGNMENT for request in part) <= most
-        found.append((tokens, PackedPrompts(plan, part, like) if fits else part[0]))
+        fits = like is not None and sum(request.tokens for request in part) <= most
+        found.append((tokens, PackedPrompts(plan, part, like, flash) if fits else part[0]))
     return found
 
 
@@ -62,23 +86,27 @@ class PackedPrompts:
         plan: of the pass.
         requests: which of its prompts.
         like: a layer's blocks; all layers have its heads and dtype.
+        flash: as for `divide_prompts`.
     """
 
-    def __init__(self, plan: StepPlan, requests: Sequence[Request], like: LayerBlocks):
+    def __init__(self, plan: StepPlan, requests: Sequence[Request], like: LayerBlocks, flash: Flash | None = None):
+        self._flash = flash
         self.layout, f = plan.layout, like.cache.format
         self.rows, self.stored, self.lengths = (
             np.array([getattr(request, name) for request in requests]) for name in ("row", "stored", "length")
         )
         self.totals = self.stored + self.lengths
-        room = -(-self.totals // ALIGNMENT) * ALIGNMENT
-        self.begins = np.cumsum(room) - room
+        self.begins = np.cumsum(self.totals) - self.totals
         # Whole pages, so that no size of a pass gives kernels a number of another kind.
-        self.capacity = -(-int(room.sum()) // PAGE_SIZE) * PAGE_SIZE
+        self.capacity = -(-int(self.totals.sum()) // PAGE_SIZE) * PAGE_SIZE
         sides = (f.keys.heads, f.keys.head_dim), (f.values.heads, f.values.head_dim)
         sizes = [heads * self.capacity * dim for heads, dim in sides]
         self.memory = torch.empty(sum(sizes), dtype=like.cache.dtype, device=plan.device)
         parts = zip(self.memory.split(sizes), sides, strict=True)
         self.keys, self.values = (part.view(heads, self.capacity, dim) for part, (heads, dim) in parts)
+        # Behind them is what was never written.
+        self._written = [side[:, : int(self.totals.sum())].transpose(0, 1) for side in (self.keys, self.values)]
+        self._most = int(self.lengths.max()), int(self.totals.max())
         self._write(plan, sides[0][1], sides[1][1], sizes[0])
         self._of_geometry: dict[BlockGeometry, list[torch.Tensor]] = {}
         self._listed: dict[tuple[BlockGeometry, bool, int], torch.Tensor] = {}
@@ -122,6 +150,7 @@ class PackedPrompts:
             "buffers": np.array([[0, self.capacity * dim, keys_size, self.capacity * value_dim]]),
             "tokens": self._new_tokens(),
             "tiles": self._tiles(),
+            "ends": np.cumsum(np.pad([self.lengths, self.totals], ((0, 0), (1, 0))), 1),
         }
         flat = np.concatenate([np.resize(line, line.size + line.size % 2) for line in lines.values()])
         device, at = upload(torch.from_numpy(flat.astype(np.int64)), plan.device), 0
@@ -131,6 +160,7 @@ class PackedPrompts:
             at += line.size + line.size % 2
         rows, entries, _ = self._on_device["found"]
         self._blocks = plan.block_table[rows, entries].long()
+        self._ends = self._on_device["ends"].int().unbind()
 
     def _pages(self, owner: np.ndarray, number: np.ndarray) -> np.ndarray:
         """Of pages their rows of the block table, entries there, and 0: [3, n]."""
@@ -202,7 +232,11 @@ class PackedPrompts:
             self.capacity,
         )
         turned = append(*(x.transpose(0, 1) for x in (queries, keys, values)), tables, f, cache.rotations)
-        attend(turned, tables, f, scaling, workspace=(self.keys, self.values), output=output)
+        if self._flash is None:
+            attend(turned, tables, f, scaling, workspace=(self.keys, self.values), output=output)
+        else:
+            fill_workspace(tables, f, self.keys, self.values)
+            self._flash(turned.transpose(0, 1), *self._written, *self._ends, *self._most, scaling, output)
         copy_tokens(records[5], places[1], blocks.words, self.keys, self.values, to_blocks=True)
         self._quantize(
             blocks, f.keys, self.keys, channels=f.boosted, static=f.static_keys, feedback=f.key_feedback,

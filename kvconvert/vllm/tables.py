@@ -22,8 +22,9 @@ from kvconvert.vllm.step import fill
 
 # Numbers of a work item, see `kernels/decode/plan.py`.
 ITEM = 18
-# Partial results of a request whose merge takes one step; it takes more of more, and longer over few if made for many.
-SLOTS = 64
+# Partial results of a request whose merge takes one step, where requests have few of them on average and where they
+# have many; it takes more steps of more.
+FEW_SLOTS, SLOTS = 16, 64
 
 
 class _Rows(NamedTuple):
@@ -133,7 +134,8 @@ class DecodeTables:
             self._write_work(programs)
         work = self._work[programs]
         most = most_items(rows, programs)
-        work = WorkPlan(work.items[:most], work.item_rows, work.slot_rows, most + 2 * rows, SLOTS)
+        slots = FEW_SLOTS if most <= FEW_SLOTS * rows else SLOTS
+        work = WorkPlan(work.items[:most], work.item_rows, work.slot_rows, most + 2 * rows, slots)
         center = format.key_center
         return PageTables(
             blocks.words,

@@ -1,10 +1,17 @@
-"""The plugin's layers on a GPU, without vLLM: every pass, and a recorded decoding step that is replayed."""
+"""The plugin on a GPU: without vLLM every pass of a layer, and a recorded decoding step that is replayed.
+
+What needs vLLM asks for it in this Python's environment, or for KVCONVERT_VLLM_PYTHON as `test_vllm/test_tokens.py`.
+"""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
-from test_vllm.test_layer import PASSES, REQUESTS, SCHEMES, Layer
+from test_vllm.test_layer import DIM, PASSES, REQUESTS, SCHEMES, Layer
+from test_vllm.test_tokens import PYTHON, bundle_of, in_vllm, prompts
 
 from kvconvert.vllm.step import StepPlan
 
@@ -44,3 +51,35 @@ def test_a_layer_attends_to_what_is_stored_as_it_is_stored(name, recorded, dtype
     worst = [layer.run(lengths) for lengths in PASSES + [[1, 1, 1]] * 140]
     assert max(worst) < (0.1 if dtype == torch.float32 else bound)
     assert sorted(worst)[len(worst) // 2] < bound / 7
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["kivi", "oscar", "calibrated"])
+def test_prompts_attended_by_flash_attention_are_those_of_our_kernel(name, dtype):
+    flash = pytest.importorskip("kvconvert.vllm.flash").flash_attention(dtype, DIM, DIM)
+    if flash is None:
+        pytest.skip("vLLM has no FlashAttention 3 for this GPU")
+    worst = []
+    for kernel in (None, flash):
+        torch.manual_seed(0)
+        layer = Layer(SCHEMES[name], kernels=True, device="cuda", dtype=dtype, flash=kernel)
+        worst.append([layer.run(lengths) for lengths in [*PASSES, [1, 90, 200], [200, 1, 3]]])
+    assert max(worst[1]) < max(worst[0]) + 0.02
+
+
+@pytest.mark.skipif(not PYTHON, reason="KVCONVERT_VLLM_PYTHON names no Python with vLLM and kvconvert")
+def test_a_prefix_from_the_cache_gives_what_reading_it_gives(tmp_path, monkeypatch):
+    """Prompts in chunks of a page, so that a prompt read anew and one whose prefix is found have the same passes."""
+    (info := tmp_path / "plugin" / "kvconvert_tested-0.dist-info").mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvconvert-tested\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nkvconvert = kvconvert.vllm.plugin:register\n")
+    path = [str(info.parent), str(Path(__file__).parents[2] / "src"), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    bundle, asked = bundle_of(tmp_path, ""), prompts(400, 256, 700)
+    options = {"max_num_batched_tokens": 128, "max_num_seqs": 1, "enable_chunked_prefill": True}
+    options |= {"dtype": "bfloat16", "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 28}
+    said = in_vllm(bundle, [[prompt] for prompt in (*asked, *asked)], 40, enable_prefix_caching=True, **options)
+    assert len(said) == 2, said
+    found, counted = said
+    assert counted["hits"] == 384 + 128 + 640
+    assert found[:3] == found[3:]

@@ -18,7 +18,7 @@ from kvconvert.methods import KVScheme
 from kvconvert.vllm.attention import LayerStep, quantize_pending
 from kvconvert.vllm.blocks import BlockLayout
 from kvconvert.vllm.layer import AlikeLayers, LayerBlocks, LayerCache, alike
-from kvconvert.vllm.prompts import PackedPrompts, divide_prompts
+from kvconvert.vllm.prompts import Flash, PackedPrompts, divide_prompts
 from kvconvert.vllm.rehearsal import rehearse
 from kvconvert.vllm.step import StepPlan, plan_step
 from kvconvert.vllm.tables import DecodeTables
@@ -41,12 +41,19 @@ POISON = 0x7FFF
 class Layer:
     """One layer's blocks, as vLLM would hand them out, beside everything that its requests have stored."""
 
-    def __init__(self, scheme: KVScheme, kernels: bool, device: str = "cpu", dtype: torch.dtype = torch.float32):
+    def __init__(
+        self,
+        scheme: KVScheme,
+        kernels: bool,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        flash: Flash | None = None,
+    ):
         cache = CacheFormat.of(scheme, heads=HEADS, key_dim=DIM)
         self.device, self.dtype = torch.device(device), dtype
         self.format = with_plan(cache.pages, scheme, PLAN, torch.device("cpu"))
         self.layout = BlockLayout.of(cache, dtype)
-        self.rotations, self.kernels = cache.rotations, kernels
+        self.rotations, self.kernels, self.flash = cache.rotations, kernels, flash
         each = self.layout.blocks_for(LONGEST)
         shape = (1 + each * REQUESTS, 1, 1, self.layout.block_bytes // 2)
         memory = torch.full(shape, POISON, dtype=torch.int16, device=self.device)
@@ -90,7 +97,7 @@ class Layer:
         """The attention of queries, keys and values [n, heads, D] in one pass."""
         queries, keys, values = (x.to(self.device) for x in tokens)
         output = torch.full_like(queries, float("nan"))
-        prompts = divide_prompts(plan, self.blocks if self.kernels else None)
+        prompts = divide_prompts(plan, self.blocks if self.kernels else None, self.flash)
         LayerStep(self.blocks, plan, DIM**-0.5, prompts, self.tables).run(queries, keys, values, output)
         return output
 
@@ -173,7 +180,7 @@ def test_prompts_are_packed_as_far_as_the_workspace_has_room_and_others_go_alone
     starts = [sum(lengths[:row]) for row in range(7)]
     table = layer.table[:1].repeat(6, 1)
     plan = plan_step(layer.layout, starts, [200, 90, 100, 250, 650, 30], table)
-    parts = divide_prompts(plan, layer.blocks, 300 * layer.layout.token_bytes)
+    parts = divide_prompts(plan, layer.blocks, workspace_bytes=300 * layer.layout.token_bytes)
     assert [(part.start, part.stop) for part, _ in parts] == [(1, 191), (191, 441), (441, 1091), (1091, 1121)]
     assert [isinstance(prompts, PackedPrompts) for _, prompts in parts] == [True, True, False, True]
     assert parts[2][1] is plan.requests[4]
@@ -232,6 +239,27 @@ def test_kernels_with_tables_in_fixed_places_do_the_same(name):
             assert layer.run(lengths) < 1e-3, lengths
     # No kernel is compiled while requests wait.
     assert not launched.keys() - rehearsed.keys()
+
+
+def flash(queries, keys, values, query_ends, key_ends, most_queries, most_keys, scaling, output):
+    """What FlashAttention does of its arguments."""
+    assert query_ends.dtype == key_ends.dtype == torch.int32
+    own = [ends.diff().tolist() for ends in (query_ends, key_ends)]
+    assert [len(queries), len(keys), len(values)] == [sum(own[0]), sum(own[1]), sum(own[1])]
+    assert (most_queries, most_keys) == (max(own[0]), max(own[1]))
+    parts = (x.split(lengths) for x, lengths in ((queries, own[0]), (keys, own[1]), (values, own[1])))
+    for part, result in zip(zip(*parts, strict=True), output.split(own[0]), strict=True):
+        visible = torch.arange(len(part[1])) <= torch.arange(len(part[1]))[-len(part[0]) :, None]
+        attended = attention_reference(*(x.transpose(0, 1) for x in part), visible, scaling)
+        result.copy_(attended.transpose(0, 1))
+
+
+@pytest.mark.parametrize("name", ["kivi", pytest.param("calibrated", marks=FULL), pytest.param("oscar", marks=FULL)])
+def test_prompts_may_be_attended_by_another_kernel(name):
+    torch.manual_seed(0)
+    layer = Layer(SCHEMES[name], kernels=True, flash=flash)
+    for lengths in [[127, 0, 0], [1, 40, 0], [130, 3, 129], [1, 1, 1]]:
+        assert layer.run(lengths) < 1e-3, lengths
 
 
 def test_a_request_that_begins_anew_in_other_blocks_is_as_the_first_time():

@@ -1,0 +1,167 @@
+"""Answers of vLLM with the plugin beside those of the runtime.
+
+    python benchmarks/vllm_answers.py tokens --model MODEL --bundle BUNDLE
+    python benchmarks/vllm_answers.py quality --model MODEL --bundle BUNDLE --text FILE
+
+`tokens` lets the runtime and vLLM continue the same texts greedily, in the model's dtype, and says after how many
+tokens they part; rounding differs between engines, so that long answers may part where two tokens are nearly as likely.
+`quality` compares the KL from the source, of the runtime and through vLLM's `prompt_logprobs`. Where vLLM needs another
+Python, KVCONVERT_VLLM_PYTHON names it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from runner import option_parser, save
+from vllm_process import child, reply
+from vllm_serving import CONTENDERS, GIB
+
+SEGMENT_PAGES = 4
+LIKELIEST = 256
+
+
+def answers(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Greedy continuations by vLLM, or what it says of the prompts themselves."""
+    from vllm import LLM, SamplingParams
+
+    limits = {"max_model_len": 4096, "kv_cache_memory_bytes": 2 * GIB, "gpu_memory_utilization": 0.1}
+    llm = LLM(arguments["path"], **limits | arguments["settings"])
+    sampling = SamplingParams(temperature=0, ignore_eos=True, **arguments["sampling"])
+    prompts = [{"prompt_token_ids": ids} for ids in arguments["prompts"]]
+    found = llm.generate(prompts, sampling, use_tqdm=False)
+    if "prompt_logprobs" not in arguments["sampling"]:
+        return {"tokens": [list(answer.outputs[0].token_ids) for answer in found]}
+    said = [answer.prompt_logprobs[1:] for answer in found]
+    return {"logprobs": [[{token: x.logprob for token, x in at.items()} for at in prompt] for prompt in said]}
+
+
+def compare(model: Path, bundle: Path, new: int, names: list[str], report_path: Path | None) -> None:
+    """After how many tokens vLLM with the plugin, and vLLM with the source, part from the runtime.
+
+    `margins` are how much larger the runtime's logit of its own token is, in units of its precision at that size: 1 or
+    less is a tie that rounding decides.
+    """
+    import torch
+    from transformers import AutoTokenizer
+
+    from kvconvert.runtime import load
+
+    text = "".join(inspect.getsource(module) for module in (argparse, inspect))
+    ids = AutoTokenizer.from_pretrained(bundle)(text)["input_ids"]
+    prompts = [ids[start : start + length] for start, length in ((0, 100), (100, 700), (300, 1500), (50, 2100))]
+    loaded = load(bundle, dtype="auto")[0].to("cuda" if torch.cuda.is_available() else "cpu")
+    precision = torch.finfo(loaded.dtype).eps
+    expected, logits = [], []
+    for prompt in prompts:
+        whole = torch.tensor([prompt], device=loaded.device)
+        answer = loaded.generate(
+            whole, max_new_tokens=new, min_new_tokens=new, do_sample=False, output_logits=True,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+        expected.append(answer.sequences[0, len(prompt) :].tolist())
+        logits.append(torch.cat(answer.logits).float().cpu())
+    del loaded
+    torch.cuda.empty_cache()
+    report: dict[str, Any] = {"prompts": [len(prompt) for prompt in prompts], "new": new}
+    contenders = {name: (bundle, CONTENDERS[name]) for name in names if name.startswith("bundle")}
+    for name, (path, settings) in (contenders | {"source": (model, {})}).items():
+        request = {"path": str(path), "settings": settings, "prompts": prompts, "sampling": {"max_tokens": new}}
+        found = child(request)
+        if "tokens" in found:
+            equal, margins = [], []
+            for theirs, ours, told in zip(found["tokens"], expected, logits, strict=True):
+                at = next((i for i in range(new) if theirs[i] != ours[i]), new)
+                equal.append(at)
+                if at < new:
+                    own, other = told[at, ours[at]].item(), told[at, theirs[at]].item()
+                    margins.append(round((own - other) / (abs(own) * precision), 2))
+            found = {"equal": equal, "margins": margins}
+        report[name] = found
+        print(name, found, flush=True)
+        save(report_path, report)
+
+
+def quality(model: Path, bundle: Path, text: Path, segments: int, dtype: str) -> dict[str, Any]:
+    """KL from the source, in the runtime and through vLLM's `prompt_logprobs`, of the same tokens read page by page.
+
+    vLLM tells the likeliest tokens; the others count as one, in both figures of the KL but `runtime_all`.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from kvconvert.fidelity.evaluate import decoder_of
+    from kvconvert.fidelity.scoring import Decoder, Reader
+    from kvconvert.kernels.pages import PAGE_SIZE
+    from kvconvert.runtime import load
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    length = SEGMENT_PAGES * PAGE_SIZE
+    ids = AutoTokenizer.from_pretrained(bundle)(text.read_text(encoding="utf-8")[: 40 * length * segments])["input_ids"]
+    prompts = [ids[length * number : length * (number + 1)] for number in range(segments)]
+    settings = {"dtype": dtype, "max_num_batched_tokens": PAGE_SIZE, "max_num_seqs": 1, "max_logprobs": LIKELIEST}
+    sampling = {"max_tokens": 1, "prompt_logprobs": LIKELIEST}
+    told = child({"path": str(bundle), "settings": settings, "prompts": prompts, "sampling": sampling})
+    loaded = load(bundle, dtype=getattr(torch, dtype))[0].to(device)
+    source = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval().to(device)
+    decoders = [Decoder.plain(source), decoder_of(loaded)]
+    rows = []
+    for prompt, said in zip(prompts, told["logprobs"], strict=True):
+        whole = torch.tensor([prompt], device=device)
+        with torch.no_grad():
+            exact, ours = (
+                torch.cat([reader.score(part) for part in whole.split(PAGE_SIZE, 1)], 1)[0].cpu()
+                for reader in (Reader(decoder, "decoder") for decoder in decoders)
+            )
+        for at in range(PAGE_SIZE, length - 1):
+            likeliest = torch.tensor([int(token) for token in said[at]])
+            theirs = torch.tensor([*said[at].values()])
+            three = [_with_rest(x) for x in (exact[at][likeliest], ours[at][likeliest], theirs)]
+            rows.append([_kl(three[0], three[1]), _kl(three[0], three[2]), _kl(exact[at], ours[at])])
+    figures = torch.tensor(rows, dtype=torch.float64)
+    apart = figures[:, 1] - figures[:, 0]
+    names = "runtime", "vllm", "runtime_all"
+    kl = {name: round(float(mean), 5) for name, mean in zip(names, figures.mean(0), strict=True)}
+    return {"kl": kl, "tokens": len(rows), "vllm_less_runtime_se": round(float(apart.std() / len(rows) ** 0.5), 5)}
+
+
+def _with_rest(logprobs: Any) -> Any:
+    """Logarithms of probabilities, and that of all that is left."""
+    rest = (1 - logprobs.exp().sum()).clamp(min=1e-9).log()
+    return logprobs.new_tensor([*logprobs.tolist(), rest])
+
+
+def _kl(p: Any, q: Any) -> float:
+    return float((p.exp() * (p - q)).sum())
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["child"]:
+        reply(answers(json.load(sys.stdin)))
+        return
+    parser = option_parser(__doc__)
+    parser.add_argument("what", choices=["tokens", "quality"])
+    parser.add_argument("--model", type=Path, required=True, help="the source of --bundle")
+    parser.add_argument("--bundle", type=Path, required=True)
+    parser.add_argument("--only", default="bundle,bundle-piecewise,bundle-eager", help="tokens: contenders")
+    parser.add_argument("--new-tokens", type=int, default=200)
+    parser.add_argument("--text", type=Path, help="quality: a file of text")
+    parser.add_argument("--segments", type=int, default=2, help="quality: of 512 tokens (default: 2)")
+    parser.add_argument("--dtype", default="bfloat16", help="quality: of model and tokens (default: bfloat16)")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    if given.what == "tokens":
+        compare(given.model, given.bundle, given.new_tokens, given.only.split(","), given.json)
+        return
+    found = quality(given.model, given.bundle, given.text, given.segments, given.dtype)
+    print(found)
+    save(given.json, found)
+
+
+if __name__ == "__main__":
+    main()
