@@ -6,8 +6,9 @@ MODEL is a directory of a chat model; FILE is the prose that numbers are hidden 
 bits and values 2, in groups of 128, keys either rotated and divided by their norms or as they are. A prompt is read in
 one pass and sealed, and then a number is asked for. `attention` keeps what MiniKV does, as much as fits the bytes of
 `reconstruction`. Bits are those of `kvconvert/cache/size.py`, positions and full-precision tokens included, at the
-prompt's length. Times are those of one prompt: of reading it, and of sealing it, in which it is read again, scored,
-reduced and quantized; medians of three after one that does not count.
+prompt's length. Times are those of one prompt: of reading it, of reading it again to score it, and of reducing and
+quantizing it; medians of three after one that does not count. `8b` for a MODEL is the shape of Llama 3.1 8B with random
+weights, of which times alone are measured.
 """
 
 from __future__ import annotations
@@ -16,17 +17,20 @@ import argparse
 import statistics
 import time
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from engine_models import dense_model, llama_8b
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from kvconvert.fidelity.recall import PASSKEY_ANSWER_TOKENS, NumberBook, answer_with, passkey_right
 from kvconvert.fidelity.scoring import Decoder, feed
 from kvconvert.methods import KVScheme
 from kvconvert.models.configuration import model_cache
-from kvconvert.runtime import KVCache, seal_prompt
+from kvconvert.runtime import KVCache
+from kvconvert.runtime.hf.reconstruct import score_prompt
 
 PAGES = {
     "key_bits": 3,
@@ -69,19 +73,22 @@ def cases(config: PretrainedConfig, length: int) -> dict[str, KVScheme]:
 
 
 @torch.no_grad()
-def times(model: PreTrainedModel, scheme: KVScheme, ids: torch.Tensor) -> tuple[float, float, float]:
-    """Seconds of a prompt [1, n] and of sealing it, and measured bits per value."""
-    seconds: tuple[list[float], list[float]] = ([], [])
+def times(model: PreTrainedModel, scheme: KVScheme, ids: torch.Tensor) -> tuple[list[float], float]:
+    """Seconds of reading a prompt [1, n], scoring it, and sealing it, and measured bits per value."""
+    seconds = []
     for _ in range(4):
         cache = KVCache(model.config, scheme)
         cache.begin_prompt()
-        begun = now(model)
+        moments = [now(model)]
         feed(Decoder.plain(model), cache, ids, logits_to_keep=1)
-        read = now(model)
-        seal_prompt(model, cache, ids)
-        for own, value in zip(seconds, (read - begun, now(model) - read), strict=True):
-            own.append(value)
-    return *(statistics.median(own[1:]) for own in seconds), cache.stats().bits_per_value
+        moments.append(now(model))
+        if cache.reconstructs:
+            score_prompt(model, cache, ids)
+        moments.append(now(model))
+        cache.seal()
+        moments.append(now(model))
+        seconds.append([end - begin for begin, end in pairwise(moments)])
+    return [statistics.median(part) for part in zip(*seconds[1:], strict=True)], cache.stats().bits_per_value
 
 
 def now(model: PreTrainedModel) -> float:
@@ -91,31 +98,37 @@ def now(model: PreTrainedModel) -> float:
 
 
 def measure(args: argparse.Namespace, directory: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, attn_implementation="kvconvert")
-    model = model.to(args.device).eval()
-    prose = tokenizer(args.text.read_text(encoding="utf8")[: 400 * args.length], add_special_tokens=False)["input_ids"]
-    drills = NumberBook(tokenizer, prose, args.seed).drills(args.length, args.prompts)
-    prompt = torch.tensor([drills[0].context])
+    torch.manual_seed(args.seed)
+    if directory.name == "8b":
+        model = dense_model(llama_8b(), args.device)
+        model.set_attn_implementation("kvconvert")
+        drills, prompt = [], torch.randint(model.config.vocab_size, (1, args.length))
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, attn_implementation="kvconvert")
+        model = model.to(args.device).eval()
+        prose = tokenizer(args.text.read_text(encoding="utf8")[: 400 * args.length], add_special_tokens=False)
+        drills = NumberBook(tokenizer, prose["input_ids"], args.seed).drills(args.length, args.prompts)
+        prompt = torch.tensor([drills[0].context])
     device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-    print(f"\n{directory.name}, {args.prompts} prompts of {args.length:,} tokens, {device}, bfloat16\n")
-    print("| kept | bits | found | prompt, s | sealing, s | sealing / prompt |\n| --- | --- | --- | --- | --- | --- |")
-    chosen = {"source": None, **cases(model.config, args.length)}
-    for name, scheme in chosen.items():
+    print(f"\n{directory.name}, {len(drills)} prompts of {args.length:,} tokens, {device}, bfloat16\n")
+    print("| kept | bits | found | prompt, s | scoring, s | sealing, s | scoring / prompt |\n" + "| --- " * 7 + "|")
+    for name, scheme in {"source": None, **cases(model.config, args.length)}.items():
         if not any(part in name for part in args.only.split(",")):
             continue
-        if scheme is None:
-            decoder, cost, stored = Decoder.plain(model), ["", "", ""], 16.0
-        else:
-            decoder = Decoder(model, lambda s=scheme: KVCache(model.config, s))
-            cost, stored = ["", "", ""], bits(model.config, scheme, args.length)
-            if not args.no_times:
-                read, sealed, measured = times(model, scheme, prompt)
-                assert abs(measured - stored) < 1e-9, (measured, stored)
-                cost = [f"{read:.3f}", f"{sealed:.3f}", f"{sealed / read:.2f}"]
-        texts = answer_with(decoder, tokenizer, batch=args.batch)(drills, PASSKEY_ANSWER_TOKENS)
-        right = sum(passkey_right(drill, text) for drill, text in zip(drills, texts, strict=True))
-        print(f"| {name} | {stored:.2f} | {right} of {len(drills)} | {' | '.join(cost)} |", flush=True)
+        stored, cost = 16.0 if scheme is None else bits(model.config, scheme, args.length), [""] * 4
+        if scheme and not args.no_times:
+            (read, scored, sealed), measured = times(model, scheme, prompt)
+            assert abs(measured - stored) < 1e-9, (measured, stored)
+            cost = [f"{read:.3f}", f"{scored:.3f}", f"{sealed:.3f}", f"{scored / read:.2f}"]
+        found = ""
+        if drills:
+            caches = None if scheme is None else lambda scheme=scheme: KVCache(model.config, scheme)
+            decoder = Decoder.plain(model) if caches is None else Decoder(model, caches)
+            texts = answer_with(decoder, tokenizer, batch=args.batch)(drills, PASSKEY_ANSWER_TOKENS)
+            right = sum(passkey_right(drill, text) for drill, text in zip(drills, texts, strict=True))
+            found = f"{right} of {len(drills)}"
+        print(f"| {name} | {stored:.2f} | {found} | {' | '.join(cost)} |", flush=True)
 
 
 def main() -> None:

@@ -28,11 +28,13 @@ def seal_prompt(model: PreTrainedModel, cache: KVCache, input_ids: torch.Tensor)
         UsageError: the cache holds another number of tokens, or another batch.
     """
     if cache.reconstructs and any(sequence.open_from is not None for sequence in cache.groups[0].sequences):
-        _score(model, cache, input_ids)
+        score_prompt(model, cache, input_ids)
     cache.seal()
 
 
-def _score(model: PreTrainedModel, cache: KVCache, input_ids: torch.Tensor) -> None:
+@torch.no_grad()
+def score_prompt(model: PreTrainedModel, cache: KVCache, input_ids: torch.Tensor) -> None:
+    """Read a prompt again, so that the scores of its tokens are known; arguments and errors as of `seal_prompt`."""
     (batch, length), first = input_ids.shape, cache.groups[0]
     heads = first.stores[0].heads_apart
     if (batch * heads, length) != (first.rows, cache.get_seq_length()):
