@@ -25,11 +25,19 @@ def lengths(dice: random.Random, count: int, least: int, most: int, total: int) 
     return found
 
 
-def mixed_load(seed: int, scale: int, vocabulary: int) -> list[tuple[list[int], int]]:
-    """Random prompts and how many tokens each is answered with; `scale` divides their number and all lengths."""
+def mixed_load(seed: int, scale: int, vocabulary: int, draw: int = 0) -> list[tuple[list[int], int]]:
+    """Random prompts and how many tokens each is answered with.
+
+    Args:
+        seed: of lengths and tokens.
+        scale: divides the number of prompts and all lengths.
+        vocabulary: tokens are below.
+        draw: other tokens of the same lengths, of which no prefix was seen before.
+    """
     dice, count = random.Random(seed), 160 // scale
     prompts = lengths(dice, count, 128 // scale, 10_000 // scale, 366_374 // scale**2)
     answers = lengths(dice, count, 32 // scale, 360 // scale, 23_545 // scale**2)
+    dice = random.Random(f"{seed} {draw}")
     return [
         (dice.choices(range(5, vocabulary), k=prompt), answer) for prompt, answer in zip(prompts, answers, strict=True)
     ]

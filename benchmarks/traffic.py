@@ -1,22 +1,23 @@
 """Mixed traffic through an Engine: 160 requests with prompts of 128 to 10,000 tokens and answers of 32 to 360.
 
     python benchmarks/traffic.py --json benchmarks/results/traffic.json
+    python benchmarks/traffic.py --cases at_once small poisson --rate 6.17
     python benchmarks/traffic.py --tiny                  # some seconds on a CPU: does everything, measures nothing
     python benchmarks/traffic.py --beside-vllm DIR --json FILE      # vLLM in bf16 first, which is imported from DIR
 
 The prompts have 366,374 tokens together and the answers 23,545; lengths are log-uniform, drawn with --seed and scaled
-to these sums. Answers are sampled with top-p and end by length. All requests come at once, or with --rate so many a
-second with exponential gaps. The model is random, of an 8B Llama's shape (4-bit weights in groups of 128,
-`oscar-g128`).
+to these sums. Answers are sampled with top-p and end by length. Every round has tokens of its own, so that no prefix of
+a prompt is stored. The model is random, of an 8B Llama's shape (4-bit weights in groups of 128, `oscar-g128`).
 
-The first round is that of a new process (kernels are compiled, steps recorded), the second one is warm, and on a GPU a
-third one is profiled: which share of the time some kernel runs. Times of passes are those of `Engine.step`.
+`at_once`: all requests come at once; a first round is that of a new process, the second one is measured, and without
+vLLM and on a GPU a third one is profiled: which share of the time some kernel runs. `small`: the same with
+--small-kv-gib. `poisson`: --rate requests a second with exponential gaps. `first_token`: single prompts of 128, 1,000
+and 8,000 tokens to `generate`. Of the slowest passes it is said what else happened in them.
 
-With `--beside-vllm` (DIR may be "" if this Python imports vLLM) the same requests go to vLLM in bf16 and then to the
-Engine, on the same GPU: all at once with --kv-gib of cache and with --small-kv-gib, and with gaps at 70% of the
-requests per second that vLLM served all at once; and single prompts of 128, 1,000 and 8,000 tokens to vLLM and to
-`generate`. Both have --max-batch-tokens tokens in a pass. What is compared is warm: a tenth of the requests comes
-before, and the Engine has seen all of them. `ratios` are speeds over vLLM's, times over vLLM's.
+With `--beside-vllm` (DIR may be "" if this Python imports vLLM) the cases, all of them by default, go to vLLM in bf16
+and then to the Engine, on the same GPU; --rate is then 70% of the requests per second that vLLM served all at once.
+Both have --max-batch-tokens tokens in a pass, and a tenth of the requests comes before. `ratios` are speeds over
+vLLM's, times over vLLM's.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 from engine_models import llama_8b, packed_model
 from mixed_load import SAMPLING, mixed_load
+from pass_times import PassTimes
 from runner import machine, need_gpu, option_parser, save
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
@@ -43,16 +46,15 @@ from kvconvert.methods import KVScheme
 from kvconvert.runtime import Engine, Sampling
 
 GIB = 1 << 30
-# Upper ends of the kinds of passes, in prompt tokens.
-KINDS = (0, 600, 2048, 4096, 8192)
+CASES = ("at_once", "poisson", "first_token", "small")
 PROFILED_STEPS = 60
 PROMPTS = (128, 1000, 8000)
 REPEATS = 5
 LOAD = 0.7
 
 
-def requests_of(seed: int, scale: int, vocabulary: int) -> list[dict[str, Any]]:
-    """Arguments of `Engine.add`; `scale` divides the number of requests and all lengths."""
+def requests_of(seed: int, scale: int, vocabulary: int, draw: int = 0) -> list[dict[str, Any]]:
+    """Arguments of `Engine.add` for `mixed_load`."""
     return [
         {
             "prompt": prompt,
@@ -60,28 +62,29 @@ def requests_of(seed: int, scale: int, vocabulary: int) -> list[dict[str, Any]]:
             "sampling": Sampling(**SAMPLING, seed=number),
             "stop_token_ids": [],
         }
-        for number, (prompt, answer) in enumerate(mixed_load(seed, scale, vocabulary))
+        for number, (prompt, answer) in enumerate(mixed_load(seed, scale, vocabulary, draw))
     ]
 
 
 def serve(engine: Engine, requests: list[dict[str, Any]], arrivals: Sequence[float]) -> dict[str, Any]:
     """Serve requests that come at these seconds, and measure them and the passes."""
     told: list[list[float]] = [[] for _ in requests]
-    passes: list[tuple[int, float]] = []  # prompt tokens and seconds
-    added, begin = 0, time.perf_counter()
-    while added < len(requests) or engine.stats().waiting or engine.stats().running:
-        while added < len(requests) and arrivals[added] <= time.perf_counter() - begin:
-            heard = told[added]
-            engine.add(**requests[added], on_event=lambda event, heard=heard: heard.append(time.perf_counter() - begin))
-            added += 1
-        before, since = engine.stats(), time.perf_counter()
-        if not (before.waiting or before.running):
-            time.sleep(1e-3)
-            continue
-        engine.step()
-        passes.append((engine.stats().prompt_tokens - before.prompt_tokens, time.perf_counter() - since))
+    added, cached, begin = 0, engine.stats().cached_tokens, time.perf_counter()
+    with PassTimes(engine) as passes:
+        while added < len(requests) or engine.stats().waiting or engine.stats().running:
+            while added < len(requests) and arrivals[added] <= time.perf_counter() - begin:
+                heard = told[added]
+                engine.add(
+                    **requests[added], on_event=lambda event, heard=heard: heard.append(time.perf_counter() - begin)
+                )
+                added += 1
+            if not ((now := engine.stats()).waiting or now.running):
+                time.sleep(1e-3)
+                continue
+            passes.step()
     engine.run()
-    return summary(requests, arrivals, told, time.perf_counter() - begin) | {"passes": by_kind(passes)}
+    found = summary(requests, arrivals, told, time.perf_counter() - begin)
+    return found | {"cached_tokens": engine.stats().cached_tokens - cached, "passes": passes.by_kind()}
 
 
 def summary(
@@ -109,23 +112,6 @@ def summary(
 def quantile(numbers: list[float], share: float) -> float:
     """The smallest number that `share` of all do not exceed."""
     return sorted(numbers)[max(0, math.ceil(share * len(numbers)) - 1)]
-
-
-def by_kind(passes: list[tuple[int, float]]) -> dict[str, dict[str, float]]:
-    """Number and seconds of passes by how many prompt tokens they read."""
-    found: dict[str, list[float]] = {}
-    for tokens, seconds in passes:
-        most = next((end for end in KINDS if tokens <= end), math.inf)
-        found.setdefault(f"up to {most:,} prompt tokens" if most else "decoding alone", []).append(seconds)
-    return {
-        name: {
-            "passes": len(times),
-            "seconds": sum(times),
-            "median_ms": statistics.median(times) * 1e3,
-            "longest_ms": max(times) * 1e3,
-        }
-        for name, times in sorted(found.items(), key=lambda item: sum(item[1]), reverse=True)
-    }
 
 
 def busy_share(engine: Engine, requests: list[dict[str, Any]], steps: int) -> float:
@@ -178,15 +164,20 @@ def vllm_cases(arguments: Any, config: Any, requests: list[dict[str, Any]], scal
     vllm = VLLM(arguments.beside_vllm, config, options | {"kv_cache_memory_bytes": int(arguments.kv_gib * GIB)})
     report["version"], report["ready_seconds"] = vllm.version, vllm.ready_seconds
     vllm.serve(pairs[::10], at_once[::10], SAMPLING)
-    report["at_once"] = summary(requests, at_once, *vllm.serve(pairs, at_once, SAMPLING))
-    report["rate"] = LOAD * len(pairs) / report["at_once"]["seconds"]
-    gaps = arrivals_at(report["rate"], len(pairs), arguments.seed)
-    report["poisson"] = summary(requests, gaps, *vllm.serve(pairs, gaps, SAMPLING))
-    for prompt in prompts_of(arguments.seed, scale, config.vocab_size):
-        times = [vllm.serve([(prompt, 1)], [0.0], {"temperature": 0.0})[1] for _ in range(1 + REPEATS)]
-        report[f"first_token_{len(prompt)}_ms"] = statistics.median(times[1:]) * 1e3
-    vllm.limit(int(vllm.blocks * arguments.small_kv_gib / arguments.kv_gib))
-    report["at_once_small"] = summary(requests, at_once, *vllm.serve(pairs, at_once, SAMPLING))
+    # The rate depends on it, too.
+    if {"at_once", "poisson"} & {*arguments.cases}:
+        report["at_once"] = summary(requests, at_once, *vllm.serve(pairs, at_once, SAMPLING))
+    if "poisson" in arguments.cases:
+        arguments.rate = arguments.rate or LOAD * len(pairs) / report["at_once"]["seconds"]
+        gaps = arrivals_at(arguments.rate, len(pairs), arguments.seed)
+        report["poisson"] = summary(requests, gaps, *vllm.serve(pairs, gaps, SAMPLING))
+    if "first_token" in arguments.cases:
+        for prompt in prompts_of(arguments.seed, scale, config.vocab_size):
+            times = [vllm.serve([(prompt, 1)], [0.0], {"temperature": 0.0})[1] for _ in range(1 + REPEATS)]
+            report[f"first_token_{len(prompt)}_ms"] = statistics.median(times[1:]) * 1e3
+    if "small" in arguments.cases:
+        vllm.limit(int(vllm.blocks * arguments.small_kv_gib / arguments.kv_gib))
+        report["small"] = summary(requests, at_once, *vllm.serve(pairs, at_once, SAMPLING))
     vllm.close()
     return report
 
@@ -208,11 +199,16 @@ def first_token_ms(model: PreTrainedModel, prompt: list[int]) -> float:
 
 
 def ratios(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
-    """Speed over vLLM's, and times over vLLM's."""
-    found = {f"{case}_speed": theirs[case]["seconds"] / ours[case]["seconds"] for case in ("at_once", "at_once_small")}
-    for key in ("first_token_p50_s", "first_token_p99_s", "further_token_p99_ms"):
-        found["poisson_" + key.rpartition("_")[0]] = ours["poisson"][key] / theirs["poisson"][key]
-    singles = [key for key in theirs if key.startswith("first_token")]
+    """Speed over vLLM's, and times over vLLM's, of the cases that both have."""
+    found = {
+        f"{case}_speed": theirs[case]["seconds"] / ours[case]["seconds"]
+        for case in ("at_once", "small")
+        if case in ours
+    }
+    if "poisson" in ours:
+        for key in ("first_token_p50_s", "first_token_p99_s", "further_token_p99_ms"):
+            found["poisson_" + key.rpartition("_")[0]] = ours["poisson"][key] / theirs["poisson"][key]
+    singles = [key for key in ours if key.startswith("first_token")]
     return found | {key.removesuffix("_ms"): ours[key] / theirs[key] for key in singles}
 
 
@@ -221,14 +217,19 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--tiny", action="store_true", help="a small model on a CPU; requests and lengths by 8")
     parser.add_argument("--seed", type=int, default=0, help="of lengths, tokens and arrivals")
-    parser.add_argument("--rate", type=float, help="requests per second (default: all at once)")
+    parser.add_argument("--cases", nargs="+", choices=CASES, help="(default: at_once, and all of them beside vLLM)")
+    parser.add_argument("--rate", type=float, help="of the case poisson, requests per second")
     parser.add_argument("--beside-vllm", metavar="DIR", help="compare with vLLM, which is imported from this folder")
     parser.add_argument("--kv-gib", type=float, default=30.0, help="memory for pages (default: 30)")
-    parser.add_argument("--small-kv-gib", type=float, default=4.0, help="beside vLLM, a second time (default: 4)")
+    parser.add_argument("--small-kv-gib", type=float, default=4.0, help="of the case small (default: 4)")
     parser.add_argument("--max-batch", type=int, default=64)
     parser.add_argument("--prompt-chunk", type=int, default=2048)
     parser.add_argument("--max-batch-tokens", type=int, default=8192)
     arguments = parser.parse_args()
+    beside = arguments.beside_vllm is not None
+    arguments.cases = arguments.cases or (CASES if beside else CASES[:1])
+    if "poisson" in arguments.cases and not beside and arguments.rate is None:
+        parser.error("the case poisson needs --rate, or --beside-vllm to choose it")
     if not arguments.tiny:
         need_gpu()
     device, scale, config = "cuda", 1, llama_8b()
@@ -241,7 +242,7 @@ def main() -> None:
         "machine": machine() if device == "cuda" else "CPU",
         "options": {name: value for name, value in vars(arguments).items() if name != "json"},
     }
-    if arguments.beside_vllm is not None:
+    if beside:
         config.architectures = ["LlamaForCausalLM"]
         results["vllm"] = vllm_cases(arguments, config, requests, scale)
         print(json.dumps(results["vllm"], indent=1), flush=True)
@@ -260,37 +261,48 @@ def main() -> None:
         gc.freeze()
         return made
 
-    scheme = KVScheme.preset("oscar-g128").with_online_rotation()
-    begin = time.perf_counter()
-    model = packed_model(config, [scheme] * config.num_hidden_layers, device)
-    engine = engine_with(arguments.kv_gib)
-    results["ready_seconds"] = time.perf_counter() - begin
-    arrivals = arrivals_at(arguments.rate, len(requests), arguments.seed)
-
     def measured(name: str, found: Any) -> Any:
         print(name, json.dumps(found), flush=True)
         return found
 
-    for name in ("new process", "warm"):
-        results[name] = measured(name, serve(engine, requests, arrivals))
-    if arguments.beside_vllm is not None:
-        at_once, rate = [0.0] * len(requests), results["vllm"]["rate"]
-        ours: dict[str, Any] = {
-            "at_once": results["warm"] if arguments.rate is None else serve(engine, requests, at_once)
-        }
-        ours["poisson"] = measured("poisson", serve(engine, requests, arrivals_at(rate, len(requests), arguments.seed)))
+    draws, at_once = count(), [0.0] * len(requests)
+
+    def round_of(engine: Engine, arrivals: list[float], every: int = 1) -> dict[str, Any]:
+        """Serve requests with tokens that were not served before."""
+        fresh = requests_of(arguments.seed, scale, config.vocab_size, next(draws))
+        return serve(engine, fresh[::every], arrivals[::every])
+
+    scheme = KVScheme.preset("oscar-g128").with_online_rotation()
+    begin = time.perf_counter()
+    model = packed_model(config, [scheme] * config.num_hidden_layers, device)
+    ours: dict[str, Any] = {}
+    results["kvconvert"] = ours
+    if {"at_once", "poisson"} & {*arguments.cases}:
+        engine = engine_with(arguments.kv_gib)
+        results["ready_seconds"] = measured("ready_seconds", time.perf_counter() - begin)
+        if "at_once" in arguments.cases:
+            results["new process"] = measured("new process", round_of(engine, at_once))
+            ours["at_once"] = measured("at_once", round_of(engine, at_once))
+        else:
+            round_of(engine, at_once, every=10)
+        if "poisson" in arguments.cases:
+            gaps = arrivals_at(arguments.rate, len(requests), arguments.seed)
+            ours["poisson"] = measured("poisson", round_of(engine, gaps))
+        if not beside and device == "cuda":
+            results["gpu_busy"] = measured("gpu_busy", busy_share(engine, requests, PROFILED_STEPS))
         del engine
         gc.unfreeze()
         gc.collect()
+    if "first_token" in arguments.cases:
         for prompt in prompts_of(arguments.seed, scale, config.vocab_size):
             name = f"first_token_{len(prompt)}_ms"
             ours[name] = measured(name, first_token_ms(model, prompt))
+    if "small" in arguments.cases:
         engine = engine_with(arguments.small_kv_gib)
-        serve(engine, requests[::10], at_once[::10])
-        ours["at_once_small"] = measured("small cache", serve(engine, requests, at_once))
-        results["kvconvert"], results["ratios"] = ours, ratios(ours, results["vllm"])
-    elif device == "cuda":
-        results["gpu_busy"] = busy_share(engine, requests, PROFILED_STEPS)
+        round_of(engine, at_once, every=10)
+        ours["small"] = measured("small", round_of(engine, at_once))
+    if beside:
+        results["ratios"] = measured("ratios", ratios(ours, results["vllm"]))
     gc.unfreeze()
     print(json.dumps(results, indent=1))
     save(arguments.json, results)
