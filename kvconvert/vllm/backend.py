@@ -70,7 +70,11 @@ class LowBitBackend(AttentionBackend):
         if isinstance(spec, LowBitSpec):
             return spec
         if not isinstance(spec, FullAttentionSpec) or cls.served is None:
-            raise BundleError(f"The plugin serves causal attention over all tokens, and this layer has {type(spec)}.")
+            kind = type(spec).__name__
+            raise BundleError(
+                f"The plugin serves causal attention over all tokens, and a layer's cache is a {kind}; use "
+                "`kvconvert serve`."
+            )
         layout = cls.served.layout(spec.dtype, cls.ranks)
         same = {field.name: getattr(spec, field.name) for field in fields(spec) if field.init}
         packed = {"num_head_slots": 1, "state_content_bytes": layout.block_bytes, "tokens_per_state": PAGE_SIZE}
