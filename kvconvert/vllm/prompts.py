@@ -18,8 +18,8 @@ from kvconvert.kernels.ragged import TILE_QUERIES, RaggedTables, TokensInBlocks,
 from kvconvert.vllm.layer import LayerBlocks
 from kvconvert.vllm.step import Request, StepPlan, upload
 
-# Room for the keys and values of the prompts of a pass in one layer: 65,536 tokens of 8 KV heads of 128 channels.
-WORKSPACE_BYTES = 256 << 20
+# Room for the keys and values of the prompts of a pass in one layer: 131,072 tokens of 8 KV heads of 128 channels.
+WORKSPACE_BYTES = 512 << 20
 BOTH_SIDES = 3
 
 
