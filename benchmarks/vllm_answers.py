@@ -72,7 +72,7 @@ def compare(model: Path, bundle: Path, new: int, names: list[str], report_path: 
     contenders = {name: (bundle, CONTENDERS[name]) for name in names if name.startswith("bundle")}
     for name, (path, settings) in (contenders | {"source": (model, {})}).items():
         request = {"path": str(path), "settings": settings, "prompts": prompts, "sampling": {"max_tokens": new}}
-        found = child(request)
+        found = child(Path(__file__), request)
         if "tokens" in found:
             equal, margins = [], []
             for theirs, ours, told in zip(found["tokens"], expected, logits, strict=True):
@@ -104,9 +104,15 @@ def quality(model: Path, bundle: Path, text: Path, segments: int, dtype: str) ->
     length = SEGMENT_PAGES * PAGE_SIZE
     ids = AutoTokenizer.from_pretrained(bundle)(text.read_text(encoding="utf-8")[: 40 * length * segments])["input_ids"]
     prompts = [ids[length * number : length * (number + 1)] for number in range(segments)]
-    settings = {"dtype": dtype, "max_num_batched_tokens": PAGE_SIZE, "max_num_seqs": 1, "max_logprobs": LIKELIEST}
+    settings = {
+        "dtype": dtype,
+        "enforce_eager": True,
+        "max_num_batched_tokens": PAGE_SIZE,
+        "max_num_seqs": 1,
+        "max_logprobs": LIKELIEST,
+    }
     sampling = {"max_tokens": 1, "prompt_logprobs": LIKELIEST}
-    told = child({"path": str(bundle), "settings": settings, "prompts": prompts, "sampling": sampling})
+    told = child(Path(__file__), {"path": str(bundle), "settings": settings, "prompts": prompts, "sampling": sampling})
     loaded = load(bundle, dtype=getattr(torch, dtype))[0].to(device)
     source = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval().to(device)
     decoders = [Decoder.plain(source), decoder_of(loaded)]

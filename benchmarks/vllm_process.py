@@ -38,7 +38,7 @@ def with_plugins(folder: Path, path: str = "") -> dict[str, str]:
     lines = [f"{name} = {value}\n" for name, value in PLUGINS.items() if name not in known]
     (info / "entry_points.txt").write_text("[vllm.general_plugins]\n" + "".join(lines))
     paths = [str(folder), str(Path(__file__).parent), path, os.environ.get("PYTHONPATH")]
-    return os.environ | VARIABLES | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return VARIABLES | os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def child(script: Path, arguments: dict[str, Any], **variables: str) -> dict[str, Any]:

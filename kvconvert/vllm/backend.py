@@ -27,7 +27,7 @@ from kvconvert.vllm.attention import LayerStep, quantize_pending
 from kvconvert.vllm.bundle import ServedBundle, layer_index, served_bundle
 from kvconvert.vllm.flash import flash_attention
 from kvconvert.vllm.layer import AlikeLayers, LayerBlocks, alike
-from kvconvert.vllm.prompts import WORKSPACE_BYTES, Flash, PackedPrompts, divide_prompts
+from kvconvert.vllm.prompts import WORKSPACE_BYTES, PackedPrompts, Packing, divide_prompts
 from kvconvert.vllm.rehearsal import prepare, rehearse
 from kvconvert.vllm.spec import LowBitSpec
 from kvconvert.vllm.step import Request, StepPlan, plan_step
@@ -70,7 +70,11 @@ class LowBitBackend(AttentionBackend):
         if isinstance(spec, LowBitSpec):
             return spec
         if not isinstance(spec, FullAttentionSpec) or cls.served is None:
-            raise BundleError(f"The plugin serves causal attention over all tokens, and this layer has {type(spec)}.")
+            kind = type(spec).__name__
+            raise BundleError(
+                f"The plugin serves causal attention over all tokens, and a layer's cache is a {kind}; use "
+                "`kvconvert serve`."
+            )
         layout = cls.served.layout(spec.dtype, cls.ranks)
         same = {field.name: getattr(spec, field.name) for field in fields(spec) if field.init}
         packed = {"num_head_slots": 1, "state_content_bytes": layout.block_bytes, "tokens_per_state": PAGE_SIZE}
@@ -110,8 +114,7 @@ class LowBitMetadataBuilder(AttentionMetadataBuilder[LowBitMetadata]):
         self._quantized: torch.Tensor | None = None
         self._known: list[LayerBlocks] = []
         self._alike: list[AlikeLayers] = []
-        self._like: LayerBlocks | None = None
-        self._flash: Flash | None = None
+        self._packing: Packing | None = None
         # Requests with one new token come first.
         self._init_reorder_batch_threshold(1)
 
@@ -138,7 +141,7 @@ class LowBitMetadataBuilder(AttentionMetadataBuilder[LowBitMetadata]):
             rows = range(common.num_reqs) if not plan.prompts else [request.row for request in plan.decodes]
             tokens = dict.fromkeys(rows, 0) | {request.row: request.tokens for request in plan.decodes}
             tables.write(common.block_table_tensor, list(tokens), list(tokens.values()))
-        return LowBitMetadata(plan, common.num_actual_tokens, divide_prompts(plan, self._like, self._flash), tables)
+        return LowBitMetadata(plan, common.num_actual_tokens, divide_prompts(plan, self._packing), tables)
 
     def _memory(self) -> torch.Tensor:
         """The blocks of the first layer."""
@@ -159,13 +162,14 @@ class LowBitMetadataBuilder(AttentionMetadataBuilder[LowBitMetadata]):
             self._layers()
             self._tables = DecodeTables(self._known, rows, pages)
             reasons = [ragged.unsupported(b.cache.format, b.cache.dtype, self.device) for b in self._known]
-            self._like = None if any(reasons) else self._known[0]
-            f = self._known[0].cache.format
-            version = config.attention_config.flash_attn_version
-            self._flash = flash_attention(self._known[0].cache.dtype, f.keys.head_dim, f.values.head_dim, version)
+            if not any(reasons):
+                first = self._known[0].cache
+                dims = first.format.keys.head_dim, first.format.values.head_dim
+                flash = flash_attention(first.dtype, *dims, config.attention_config.flash_attn_version)
+                self._packing = Packing(self._known[0], flash)
             context = config.compilation_config.static_forward_context
             heads = [context[name].impl.num_heads for name in self.layer_names]
-            args = self._known, heads, self._tables, self._like is not None
+            args = self._known, heads, self._tables, self._packing
             prepare(self.device, lambda: rehearse(*args), rehearse_products)
         return self._tables
 

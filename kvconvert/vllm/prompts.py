@@ -18,8 +18,8 @@ from kvconvert.kernels.ragged import TILE_QUERIES, RaggedTables, TokensInBlocks,
 from kvconvert.vllm.layer import LayerBlocks
 from kvconvert.vllm.step import Request, StepPlan, upload
 
-# Room for the keys and values of the prompts of a pass in one layer: 65,536 tokens of 8 KV heads of 128 channels.
-WORKSPACE_BYTES = 256 << 20
+# Room for the keys and values of the prompts of a pass in one layer: 131,072 tokens of 8 KV heads of 128 channels.
+WORKSPACE_BYTES = 512 << 20
 BOTH_SIDES = 3
 
 
@@ -49,22 +49,41 @@ class Flash(Protocol):
         """
 
 
-def divide_prompts(
-    plan: StepPlan, like: LayerBlocks | None, flash: Flash | None = None, workspace_bytes: int = WORKSPACE_BYTES
-) -> list[tuple[slice, PackedPrompts | Request]]:
+class Packing:
+    """What prompts are packed with, made once.
+
+    Args:
+        like: a layer's blocks; all layers have its heads and dtype, and `kernels/ragged` serves all.
+        flash: attends instead of our kernel, if given.
+        workspace_bytes: for the keys and values of one layer.
+
+    Attributes:
+        tokens: that the workspace has room for.
+    """
+
+    def __init__(self, like: LayerBlocks, flash: Flash | None = None, workspace_bytes: int = WORKSPACE_BYTES):
+        f = like.cache.format
+        self.flash, self.sides = flash, ((f.keys.heads, f.keys.head_dim), (f.values.heads, f.values.head_dim))
+        # Whole pages, so that no size of a pass gives kernels a number of another kind.
+        self.tokens = workspace_bytes // like.cache.layout.token_bytes // PAGE_SIZE * PAGE_SIZE
+        sizes = [heads * self.tokens * dim for heads, dim in self.sides]
+        self.memory = torch.empty(sum(sizes), dtype=like.cache.dtype, device=like.words.device)
+        parts = zip(self.memory.split(sizes), self.sides, strict=True)
+        self.keys, self.values = (part.view(heads, self.tokens, dim) for part, (heads, dim) in parts)
+
+
+def divide_prompts(plan: StepPlan, packing: Packing | None) -> list[tuple[slice, PackedPrompts | Request]]:
     """A pass's prompts, packed where kernels run; those for which the workspace has no room one by one.
 
     Args:
         plan: of the pass.
-        like: a layer's blocks, where `kernels/ragged` serves all layers; None where it does not.
-        flash: attends instead of our kernel, if given.
-        workspace_bytes: for the keys and values of one layer.
+        packing: None where `kernels/ragged` does not serve all layers.
 
     Returns:
         of each part its tokens in the pass.
     """
     parts: list[list[Request]] = []
-    most = room = 0 if like is None else workspace_bytes // like.cache.layout.token_bytes
+    most = room = 0 if packing is None else packing.tokens
     for request in plan.prompts:
         if not parts or request.tokens > room:
             parts.append([])
@@ -74,8 +93,8 @@ def divide_prompts(
     found: list[tuple[slice, PackedPrompts | Request]] = []
     for part in parts:
         tokens = slice(part[0].first, part[-1].first + part[-1].length)
-        fits = like is not None and sum(request.tokens for request in part) <= most
-        found.append((tokens, PackedPrompts(plan, part, like, flash) if fits else part[0]))
+        fits = packing is not None and sum(request.tokens for request in part) <= most
+        found.append((tokens, PackedPrompts(plan, part, packing) if fits else part[0]))
     return found
 
 
@@ -85,35 +104,24 @@ class PackedPrompts:
     Args:
         plan: of the pass.
         requests: which of its prompts.
-        like: a layer's blocks; all layers have its heads and dtype.
-        flash: as for `divide_prompts`.
+        packing: whose workspace each layer fills anew.
     """
 
-    def __init__(self, plan: StepPlan, requests: Sequence[Request], like: LayerBlocks, flash: Flash | None = None):
-        self._flash = flash
-        self.layout, f = plan.layout, like.cache.format
+    def __init__(self, plan: StepPlan, requests: Sequence[Request], packing: Packing):
+        self.layout, self.packing = plan.layout, packing
         self.rows, self.stored, self.lengths = (
             np.array([getattr(request, name) for request in requests]) for name in ("row", "stored", "length")
         )
         self.totals = self.stored + self.lengths
         self.begins = np.cumsum(self.totals) - self.totals
-        # Whole pages, so that no size of a pass gives kernels a number of another kind.
-        self.capacity = -(-int(self.totals.sum()) // PAGE_SIZE) * PAGE_SIZE
-        sides = (f.keys.heads, f.keys.head_dim), (f.values.heads, f.values.head_dim)
-        sizes = [heads * self.capacity * dim for heads, dim in sides]
-        self.memory = torch.empty(sum(sizes), dtype=like.cache.dtype, device=plan.device)
-        parts = zip(self.memory.split(sizes), sides, strict=True)
-        self.keys, self.values = (part.view(heads, self.capacity, dim) for part, (heads, dim) in parts)
-        # Behind them is what was never written.
-        self._written = [side[:, : int(self.totals.sum())].transpose(0, 1) for side in (self.keys, self.values)]
-        self._most = int(self.lengths.max()), int(self.totals.max())
-        self._write(plan, sides[0][1], sides[1][1], sizes[0])
+        self._write(plan)
         self._of_geometry: dict[BlockGeometry, list[torch.Tensor]] = {}
         self._listed: dict[tuple[BlockGeometry, bool, int], torch.Tensor] = {}
 
-    def _write(self, plan: StepPlan, dim: int, value_dim: int, keys_size: int) -> None:
+    def _write(self, plan: StepPlan) -> None:
         """Upload what does not depend on the layer."""
-        layout, page = self.layout, PAGE_SIZE
+        layout, page, capacity = self.layout, PAGE_SIZE, self.packing.tokens
+        (heads, dim), (_, value_dim) = self.packing.sides
         keys, values = (np.maximum(self.stored - n, 0) // page for n in (layout.key_window, layout.value_window))
         any_page = np.maximum(keys, values) > 0
         nothing = np.zeros_like(keys)
@@ -147,7 +155,7 @@ class PackedPrompts:
             "settled_keys": self._table(settled[0], dim),
             "settled_values": self._table(settled[1], value_dim),
             "settled_centers": _centers(settled[0]),
-            "buffers": np.array([[0, self.capacity * dim, keys_size, self.capacity * value_dim]]),
+            "buffers": np.array([[0, capacity * dim, heads * capacity * dim, capacity * value_dim]]),
             "tokens": self._new_tokens(),
             "tiles": self._tiles(),
             "ends": np.cumsum(np.pad([self.lengths, self.totals], ((0, 0), (1, 0))), 1),
@@ -161,6 +169,7 @@ class PackedPrompts:
         rows, entries, _ = self._on_device["found"]
         self._blocks = plan.block_table[rows, entries].long()
         self._ends = self._on_device["ends"].int().unbind()
+        self._most, self._all = (int(self.lengths.max()), int(self.totals.max())), int(self.totals.sum())
 
     def _pages(self, owner: np.ndarray, number: np.ndarray) -> np.ndarray:
         """Of pages their rows of the block table, entries there, and 0: [3, n]."""
@@ -179,7 +188,7 @@ class PackedPrompts:
     def _table(self, pages: tuple[np.ndarray, np.ndarray], dim: int) -> np.ndarray:
         """Pages in the workspace as kernels/pages/triton/launch.py lists them, without their records."""
         table = np.zeros((len(pages[0]), 5), np.int64)
-        table[:, 0], table[:, 1], table[:, 3] = self._places(pages) * dim, self.capacity * dim, PAGE_SIZE
+        table[:, 0], table[:, 1], table[:, 3] = self._places(pages) * dim, self.packing.tokens * dim, PAGE_SIZE
         table[:, 4] = np.where(pages[1], 0, self.layout.sink_tokens)
         return table
 
@@ -217,8 +226,9 @@ class PackedPrompts:
         shared = blocks.static_scales
         scales = (None, None) if shared is None else (shared[0, :2], shared[0, 2:])
         places = device["places"].split([len(records[4]), len(records[5])])
+        packing = self.packing
         tables = RaggedTables(
-            self.memory,
+            packing.memory,
             device["buffers"],
             device["tokens"],
             PageAddresses(f.keys, blocks.words, records[0], scales[0], f.boosted),
@@ -229,20 +239,23 @@ class PackedPrompts:
             device["centers"],
             TokensInBlocks(blocks.words, records[4], places[0]),
             device["tiles"],
-            self.capacity,
+            packing.tokens,
         )
         turned = append(*(x.transpose(0, 1) for x in (queries, keys, values)), tables, f, cache.rotations)
-        if self._flash is None:
-            attend(turned, tables, f, scaling, workspace=(self.keys, self.values), output=output)
+        workspace = packing.keys, packing.values
+        if packing.flash is None:
+            attend(turned, tables, f, scaling, workspace=workspace, output=output)
         else:
-            fill_workspace(tables, f, self.keys, self.values)
-            self._flash(turned.transpose(0, 1), *self._written, *self._ends, *self._most, scaling, output)
-        copy_tokens(records[5], places[1], blocks.words, self.keys, self.values, to_blocks=True)
+            fill_workspace(tables, f, *workspace)
+            # Behind them is what was never written.
+            written = (side[:, : self._all].transpose(0, 1) for side in workspace)
+            packing.flash(turned.transpose(0, 1), *written, *self._ends, *self._most, scaling, output)
+        copy_tokens(records[5], places[1], blocks.words, *workspace, to_blocks=True)
         self._quantize(
-            blocks, f.keys, self.keys, channels=f.boosted, static=f.static_keys, feedback=f.key_feedback,
+            blocks, f.keys, packing.keys, channels=f.boosted, static=f.static_keys, feedback=f.key_feedback,
             center=f.key_center,
         )  # fmt: skip
-        self._quantize(blocks, f.values, self.values, static=f.static_values)
+        self._quantize(blocks, f.values, packing.values, static=f.static_values)
 
     def _quantize(self, blocks: LayerBlocks, f: KeyFormat | ValueFormat, tokens: torch.Tensor, **extras: Any) -> None:
         """Quantize what the pass has completed of one side, from the workspace, whose tokens may change."""

@@ -11,12 +11,14 @@ from kvconvert.kernels.launches import make_ready, noted
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.vllm.attention import LayerStep, quantize_pending
 from kvconvert.vllm.layer import LayerBlocks, alike
-from kvconvert.vllm.prompts import divide_prompts
+from kvconvert.vllm.prompts import Packing, divide_prompts
 from kvconvert.vllm.step import plan_step
 from kvconvert.vllm.tables import DecodeTables
 
 
-def rehearse(layers: Sequence[LayerBlocks], heads: Sequence[int], tables: DecodeTables, packs: bool) -> None:
+def rehearse(
+    layers: Sequence[LayerBlocks], heads: Sequence[int], tables: DecodeTables, packing: Packing | None
+) -> None:
     """Launch what passes launch: single tokens, prompts after others and without, and pages of both.
 
     Nothing but what kernels would write is computed, and only block 0, which vLLM leaves to no request, may change.
@@ -25,7 +27,7 @@ def rehearse(layers: Sequence[LayerBlocks], heads: Sequence[int], tables: Decode
         layers: of the cache.
         heads: query heads of each.
         tables: of decoding steps, written anew before each of these.
-        packs: whether prompts are packed.
+        packing: of prompts, if they are packed.
     """
     first = layers[0]
     layout, device, dtype = first.cache.layout, first.words.device, first.cache.dtype
@@ -47,7 +49,7 @@ def rehearse(layers: Sequence[LayerBlocks], heads: Sequence[int], tables: Decode
         quantize_pending(alike(layers), plan)
         decodes = plan.decodes
         tables.write(block_table, [r.row for r in decodes], [r.tokens for r in decodes])
-        parts = divide_prompts(plan, first if packs else None)
+        parts = divide_prompts(plan, packing)
         for blocks, query_heads in kinds.values():
             f = blocks.cache.format
             sizes = (query_heads, f.keys.head_dim), (f.keys.heads, f.keys.head_dim), (f.values.heads, f.values.head_dim)

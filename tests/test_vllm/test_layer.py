@@ -18,7 +18,7 @@ from kvconvert.methods import KVScheme
 from kvconvert.vllm.attention import LayerStep, quantize_pending
 from kvconvert.vllm.blocks import BlockLayout
 from kvconvert.vllm.layer import AlikeLayers, LayerBlocks, LayerCache, alike
-from kvconvert.vllm.prompts import Flash, PackedPrompts, divide_prompts
+from kvconvert.vllm.prompts import Flash, PackedPrompts, Packing, divide_prompts
 from kvconvert.vllm.rehearsal import rehearse
 from kvconvert.vllm.step import StepPlan, plan_step
 from kvconvert.vllm.tables import DecodeTables
@@ -53,7 +53,7 @@ class Layer:
         self.device, self.dtype = torch.device(device), dtype
         self.format = with_plan(cache.pages, scheme, PLAN, torch.device("cpu"))
         self.layout = BlockLayout.of(cache, dtype)
-        self.rotations, self.kernels, self.flash = cache.rotations, kernels, flash
+        self.rotations, self.kernels = cache.rotations, kernels
         each = self.layout.blocks_for(LONGEST)
         shape = (1 + each * REQUESTS, 1, 1, self.layout.block_bytes // 2)
         memory = torch.full(shape, POISON, dtype=torch.int16, device=self.device)
@@ -64,6 +64,7 @@ class Layer:
         self.table[:, :each] = (torch.randperm(each * REQUESTS) + 1).view(REQUESTS, each)
         self.table = self.table.to(self.device)
         self.tables = DecodeTables([self.blocks], REQUESTS + 2, 6 * REQUESTS) if kernels else None
+        self.packing = Packing(self.blocks, flash, 1 << 20) if kernels else None
         self.keys, self.values = ([torch.zeros(HEADS, 0, DIM) for _ in range(REQUESTS)] for _ in range(2))
 
     def run(self, lengths: list[int]) -> float:
@@ -97,7 +98,7 @@ class Layer:
         """The attention of queries, keys and values [n, heads, D] in one pass."""
         queries, keys, values = (x.to(self.device) for x in tokens)
         output = torch.full_like(queries, float("nan"))
-        prompts = divide_prompts(plan, self.blocks if self.kernels else None, self.flash)
+        prompts = divide_prompts(plan, self.packing)
         LayerStep(self.blocks, plan, DIM**-0.5, prompts, self.tables).run(queries, keys, values, output)
         return output
 
@@ -180,7 +181,7 @@ def test_prompts_are_packed_as_far_as_the_workspace_has_room_and_others_go_alone
     starts = [sum(lengths[:row]) for row in range(7)]
     table = layer.table[:1].repeat(6, 1)
     plan = plan_step(layer.layout, starts, [200, 90, 100, 250, 650, 30], table)
-    parts = divide_prompts(plan, layer.blocks, workspace_bytes=300 * layer.layout.token_bytes)
+    parts = divide_prompts(plan, Packing(layer.blocks, workspace_bytes=300 * layer.layout.token_bytes))
     assert [(part.start, part.stop) for part, _ in parts] == [(1, 191), (191, 441), (441, 1091), (1091, 1121)]
     assert [isinstance(prompts, PackedPrompts) for _, prompts in parts] == [True, True, False, True]
     assert parts[2][1] is plan.requests[4]
@@ -232,7 +233,7 @@ def test_kernels_with_tables_in_fixed_places_do_the_same(name):
     torch.manual_seed(0)
     layer = Layer(SCHEMES[name], kernels=True)
     with interpreted(), noted() as rehearsed:
-        rehearse([layer.blocks], [HEADS * GROUP], layer.tables, packs=True)
+        rehearse([layer.blocks], [HEADS * GROUP], layer.tables, layer.packing)
     with noted(makes=True) as launched:
         # Products of two 16-bit parts of each float32 number.
         for lengths in [[127, 0, 0], [1, 40, 0], [1, 1, 1], [130, 0, 129], [1, 1, 1]]:

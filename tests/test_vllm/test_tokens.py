@@ -215,6 +215,58 @@ for name, value in json.load(sys.stdin).items():
         assert "kvconvert serve" in line
 
 
+def test_what_kernels_and_merged_weights_cannot_serve_is_refused():
+    script = """
+import torch
+from types import SimpleNamespace
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from kvconvert.errors import BundleError
+from kvconvert.kernels.device import GPU, imagined
+from kvconvert.methods import KVScheme
+from kvconvert.vllm import weights
+from kvconvert.vllm.backend import LowBitAttention, LowBitBackend
+from kvconvert.vllm.bundle import ServedBundle
+
+def said(refuse):
+    try:
+        refuse()
+    except BundleError as error:
+        print("SAID", error)
+
+layers = [SimpleNamespace(num_key_value_heads=1, head_dim=64)]
+manifest = SimpleNamespace(schemes=lambda: [KVScheme.preset("kivi")], layers=layers, modules=[])
+attention = LowBitAttention.__new__(LowBitAttention)
+attention.served, attention.rank, attention.ranks = ServedBundle(SimpleNamespace(manifest=manifest, plan={})), 0, 1
+attention._blocks, attention.num_heads, attention.head_size = None, 4096, 64
+size = attention.served.layout(torch.bfloat16).block_bytes
+memory = torch.zeros(2, size, dtype=torch.int8)
+layer = SimpleNamespace(kv_cache=memory, layer_name="model.layers.0.attn", dtype=torch.bfloat16)
+with imagined(GPU((9, 0), 132)):
+    said(lambda: attention.blocks(layer))
+
+windowed = SlidingWindowSpec(block_size=128, num_kv_heads=1, head_size=64, dtype=torch.bfloat16, sliding_window=512)
+said(lambda: LowBitBackend.customize_spec(windowed))
+
+method = weights.BundleWeights()
+q = SimpleNamespace(name="model.layers.0.self_attn.q_proj", method="rtn")
+method.__dict__["_modules"] = {q.name: q}
+method.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+said(lambda: method.get_quant_method(torch.nn.Linear(1, 1), "model.layers.0.self_attn.qkv_proj"))
+said(lambda: method.get_quant_method(torch.nn.Embedding(1, 1), q.name))
+"""
+    ended = subprocess.run([PYTHON, "-c", script], capture_output=True, text=True, timeout=300)
+    said = [line for line in ended.stdout.splitlines() if line.startswith("SAID")]
+    expected = (
+        "4096 query heads per KV head are more than",
+        "SlidingWindowSpec",
+        "self_attn.qkv_proj",
+        "self_attn.q_proj",
+    )
+    assert len(said) == len(expected), ended.stderr
+    for line, words in zip(said, expected, strict=True):
+        assert words in line
+
+
 def test_a_refusal_is_what_ends_the_start(tmp_path):
     bundle = bundle_of(tmp_path, SCHEMES["windows"])
     said = in_vllm(bundle, [], enable_prefix_caching=True)
