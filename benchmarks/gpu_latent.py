@@ -1,11 +1,13 @@
-"""Decoding over pages of latents (MLA), against bf16 latents in the same kernel and in PyTorch, in the same run.
+"""Decoding over pages of latents (MLA), against bf16 latents in the same kernel and in PyTorch, and against pages that
+PyTorch dequantizes, in the same run.
 
     python benchmarks/gpu_latent.py [--json benchmarks/results/gpu_latent.json]
 
 Takes a minute on one GPU. Latents have 512 channels and RoPE parts 64, as in DeepSeek's models; 16 heads are those of
 DeepSeek-V2-Lite, 128 those of V3. All sides absorb W_UK into queries and W_UV into outputs, which is not timed. PyTorch
 multiplies queries with contiguous bf16 latents, takes the softmax in float32 and multiplies its weights with the
-latents. Times are medians of graph replays, with latents beyond the L2 cache in buffers that take turns.
+latents. Dequantized pages are what `generate` attends to where the kernel does not serve. Times are medians of graph
+replays, with latents beyond the L2 cache in buffers that take turns.
 """
 
 from __future__ import annotations
@@ -25,14 +27,15 @@ from tables import table
 
 from kvconvert.kernels.decode import PageTables, ResidualWindows
 from kvconvert.kernels.decode.plan import Segment, SequencePlan, plan_work
-from kvconvert.kernels.latent import latent_decode
+from kvconvert.kernels.history import HistoryPart, PageReader
+from kvconvert.kernels.latent import latent_attention, latent_decode
 from kvconvert.kernels.latent.triton.launch import programs_for
 from kvconvert.kernels.pages import PAGE_SIZE, KeyFormat, LayerFormat, ValueFormat, empty_keys, empty_values
 
 RANK, ROPE, RESIDUAL = 512, 64, 100
 SCALING, DTYPE = 192**-0.5, torch.bfloat16
 # Sequences and tokens of each.
-SHAPES = ((1, 8_192), (1, 32_768), (1, 131_072), (16, 8_192))
+SHAPES = ((1, 8_192), (1, 131_072), (16, 8_192))
 HEADS = (16, 128)
 BITS = (4, 2, 16)
 
@@ -66,6 +69,7 @@ class Layer:
             for name, tensor in side.tensors():
                 fill(name, tensor)
         order, last = torch.randperm(count, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+        self.sides, self.order = sides, order.view(case.batch, pages)
         tables = [torch.cat([order * (side.buffer[0].nbytes // 16), last]) for side in sides]
         sequences = [
             SequencePlan((Segment(row * pages, (row + 1) * pages, pages * PAGE_SIZE),), PAGE_SIZE)
@@ -95,6 +99,17 @@ class Layer:
         """One decode step of the layer."""
         return latent_decode(self.queries[..., :RANK], self.queries[..., RANK:], self, self.format, SCALING)
 
+    def dequantized_step(self) -> None:
+        """The same over pages dequantized in PyTorch, sequence by sequence."""
+        for row, numbers in enumerate(self.order):
+            paged = [
+                PageReader(lambda part, side=side, n=numbers: side.select(n[part]), side.format) for side in self.sides
+            ]
+            window = self.buffer[row].flatten().split([PAGE_SIZE * RANK, PAGE_SIZE * ROPE])
+            exact = [part.view(1, PAGE_SIZE, -1)[:, :RESIDUAL] for part in window]
+            parts = HistoryPart(len(numbers) * PAGE_SIZE, *paged), HistoryPart(RESIDUAL, *exact)
+            latent_attention(*self.queries[row].unsqueeze(1).split([RANK, ROPE], -1), parts, SCALING)
+
 
 class PlainLatents:
     """The same step in PyTorch, over contiguous bf16 latents."""
@@ -112,40 +127,48 @@ class PlainLatents:
         return torch.softmax(scores * SCALING, -1, dtype=torch.float32).to(DTYPE) @ self.latents
 
 
-def time_of(make: Any) -> tuple[float, int]:
-    """Seconds of a step, and the bytes that it reads."""
+def times_of(make: Any) -> tuple[float, float | None, int]:
+    """Seconds of a step and, of pages of codes, of one over what PyTorch dequantizes; bytes that a step reads."""
     layers = beyond_cache(make, lambda layer: layer.bytes, most=24)
-    found = graph_time([layer.step for layer in layers]), layers[0].bytes
+    seconds, dequantized, nbytes = graph_time([layer.step for layer in layers]), None, layers[0].bytes
+    if isinstance(layers[0], Layer) and layers[0].format.keys.bits < 16:
+        dequantized = graph_time([layers[0].dequantized_step], repeats=1)
     del layers
     gc.collect()
     torch.cuda.empty_cache()
-    return found
+    return seconds, dequantized, nbytes
 
 
 def measure() -> Iterator[dict[str, Any]]:
-    """Every shape: our kernel at each width, and PyTorch."""
+    """Every shape: our kernel at each width, PyTorch over bf16 latents, and over pages that it dequantizes."""
     bandwidth = copy_bandwidth()
     for heads in HEADS:
         for batch, tokens in SHAPES:
             row: dict[str, Any] = {"heads": heads, "batch": batch, "tokens": tokens}
             for bits in BITS:
-                seconds, nbytes = time_of(partial(Layer, Case(heads, batch, tokens, bits)))
+                seconds, dequantized, nbytes = times_of(partial(Layer, Case(heads, batch, tokens, bits)))
                 row[f"us_{bits}"], row[f"of_copy_{bits}"] = seconds * 1e6, nbytes / seconds / bandwidth
-            row["us_torch"] = time_of(partial(PlainLatents, Case(heads, batch, tokens, 16)))[0] * 1e6
+                if dequantized is not None:
+                    row[f"us_dequantized_{bits}"] = dequantized * 1e6
+            row["us_torch"] = times_of(partial(PlainLatents, Case(heads, batch, tokens, 16)))[0] * 1e6
             print(row, flush=True)
             yield row
 
 
 def report(rows: list[dict[str, Any]]) -> str:
-    """Microseconds, and how many times as fast 4 and 2 bits are as bf16 in the same kernel and in PyTorch."""
-    head = ("heads", "sequences x tokens", "4 bits", "2 bits", "bf16, same kernel", "bf16, PyTorch", "4 bits", "2 bits")
-    lines = []
-    for row in rows:
-        times = (row["us_4"], row["us_2"], row["us_16"], row["us_torch"])
-        ratios = [f"{times[2] / t:.2f}x, {times[3] / t:.2f}x" for t in times[:2]]
-        shape = f"{row['batch']} x {row['tokens']:,}"
-        lines.append((row["heads"], shape, *(f"{t:.1f} us" for t in times), *ratios))
-    return table(head, lines)
+    """Microseconds of all sides."""
+    columns = {
+        "4 bits": "us_4",
+        "2 bits": "us_2",
+        "bf16, same kernel": "us_16",
+        "bf16, PyTorch": "us_torch",
+        "4 bits, dequantized": "us_dequantized_4",
+    }
+    lines = [
+        (f"{row['heads']}, {row['batch']} x {row['tokens']:,}", *(f"{row[key]:.1f} us" for key in columns.values()))
+        for row in rows
+    ]
+    return table(("heads, sequences x tokens", *columns), lines)
 
 
 def main() -> None:

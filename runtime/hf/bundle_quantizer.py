@@ -207,6 +207,12 @@ class AwqDispatch(AwqConfig):
         return target.from_dict(config_dict, return_unused_kwargs=return_unused_kwargs, **kwargs)
 
 
+WHOLE = (
+    "Every process loads a bundle whole, and `tp_plan` or `distributed_config` would divide it; leave them out, or "
+    "serve the bundle on several GPUs with the vLLM plugin (docs/vllm.md)."
+)
+
+
 class BundleQuantizer(HfQuantizer):
     """Verifies the bundle, places packed Linears according to its manifest, and gives the model its KV plan."""
 
@@ -214,6 +220,8 @@ class BundleQuantizer(HfQuantizer):
 
     def update_attn_implementation(self, config: PretrainedConfig) -> PretrainedConfig:
         """Called before the model is built from `config`: what is known by then is verified by then."""
+        if getattr(config, "distributed_config", None) is not None:
+            raise UsageError(WHOLE)
         directory = Path(config._name_or_path)
         if self.quantization_config.verified is None and (directory / MANIFEST_NAME).is_file():
             self.quantization_config.verified = open_bundle(directory, verify=self.quantization_config.verify)

@@ -14,7 +14,7 @@ from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import BundleError, UsageError
 from kvconvert.models.configuration import model_class, read_config, supports_images
 from kvconvert.models.processors import has_processor, load_processor, load_tokenizer, tokenizer_of
-from kvconvert.runtime.hf.bundle_quantizer import BundleConfig, Verify, check_fits
+from kvconvert.runtime.hf.bundle_quantizer import WHOLE, BundleConfig, Verify, check_fits
 
 
 def load(
@@ -22,6 +22,7 @@ def load(
     *,
     dtype: torch.dtype | Literal["auto"] | None = None,
     device_map: str | dict[str, Any] | None = None,
+    tp_plan: str | dict[str, str] | None = None,
     verify: Verify = "full",
     revision: str | None = None,
     token: str | bool | None = None,
@@ -40,6 +41,7 @@ def load(
             instructions for it: 4-bit weights have a faster product for few rows, and what the processor does slowly is
             computed in float32.
         device_map: as in `from_pretrained`.
+        tp_plan: None. Bundles are not divided among processes here: the vLLM plugin serves tensor parallelism.
         verify: "full" hashes every file; "headers" trusts the contents and checks everything else.
         revision: branch, tag or commit of a Hub repository.
         token: for private repositories; None takes the one stored by `hf auth login`, False sends none.
@@ -50,6 +52,8 @@ def load(
         UsageError: an argument that is not possible, or the processor needs a package that is not installed.
         CheckpointError: transformers cannot load the tokenizer or the processor.
     """
+    if tp_plan is not None:
+        raise UsageError(WHOLE)
     directory = locate(bundle, revision=revision, token=token, local_files_only=local_files_only)
     if verify not in ("full", "headers"):
         raise UsageError(f"`verify` is {verify!r}; it may be full or headers.")

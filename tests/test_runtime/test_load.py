@@ -13,6 +13,7 @@ import torch
 from huggingface_hub import constants
 from tiny.models import GREEDY, random_ids
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     AwqConfig,
@@ -21,6 +22,7 @@ from transformers import (
     TextIteratorStreamer,
 )
 from transformers.cache_utils import DynamicCache, StaticCache
+from transformers.distributed import DistributedConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from kvconvert.convert.export import export
@@ -240,6 +242,16 @@ def test_transformers_alone_refuses_unquantized_weights_under_a_kv_plan(unquanti
 def test_device_maps(bundle, device_map):
     model, _ = load(bundle, device_map=device_map, verify="headers")
     assert model.generate(random_ids(1, 6), max_new_tokens=3, **GREEDY).shape == (1, 9)
+
+
+def test_tensor_parallelism_is_refused_with_what_serves_it(bundle):
+    with pytest.raises(UsageError, match="with the vLLM plugin"):
+        load(bundle, tp_plan="auto")
+    # What transformers makes of its own `tp_plan`, under torchrun.
+    config = AutoConfig.from_pretrained(bundle)
+    config.distributed_config = DistributedConfig(tp_plan="auto")
+    with pytest.raises(UsageError, match="with the vLLM plugin"):
+        AutoModelForCausalLM.from_pretrained(bundle, config=config)
 
 
 def test_layers_offloaded_to_disk_generate_the_same(unquantized_weights, tmp_path):

@@ -5,12 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import triton
-import triton.language as tl
 
-from kvconvert.kernels.decode.triton.shape import block_of
-
-# Channels of a chunk's RoPE part at least: the depth of a matrix instruction.
-FEWEST_CHANNELS = tl.constexpr(16)
+from kvconvert.kernels.pages.formats import PAGE_SIZE
 
 
 @dataclass(frozen=True)
@@ -20,11 +16,11 @@ class LatentShape:
     Attributes:
         bits: of a latent's codes; 16 for latents and RoPE parts of the model's dtype.
         rank, rope: channels of a latent and of a RoPE part.
-        heads: query heads.
-        chunks: of channels.
+        heads: query heads; block: of one program.
+        chunk: channels that are multiplied at a time.
         record, rope_record: sizes of records.
         scale, zero_point: of latents; rope_scale, rope_zero_point: of RoPE parts.
-        exact_query: whether what rounding queries and weights to fp16 leaves is multiplied too, for float32.
+        stages: chunks of words whose loads are on their way; at 16 bits steps of tokens.
         compiled: False under the interpreter.
     """
 
@@ -32,27 +28,28 @@ class LatentShape:
     rank: int
     rope: int
     heads: int
-    chunks: int
+    block: int
+    chunk: int
     record: int
     rope_record: int
     scale: int
     zero_point: int
     rope_scale: int
     rope_zero_point: int
-    exact_query: bool
+    stages: int
     compiled: bool
 
 
 @triton.constexpr_function
-def chunk_channels(shape):
-    """Channels of a chunk, rounded up to a power of two."""
-    return block_of(-(-shape.rank // shape.chunks))
+def chunk_count(shape):
+    """Chunks of a latent, the last of which may have fewer channels."""
+    return -(-shape.rank // shape.chunk)
 
 
 @triton.constexpr_function
-def rope_channels(shape):
-    """Channels of a chunk's RoPE part, rounded up."""
-    return max(FEWEST_CHANNELS.value, block_of(-(-shape.rope // shape.chunks)))
+def lanes(shape):
+    """Words of a page for each channel."""
+    return PAGE_SIZE * shape.bits // 16
 
 
 @triton.constexpr_function
