@@ -9,8 +9,7 @@ What a search found is committed with its measurements, under `NAME` and `WEIGHT
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from itertools import combinations
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -62,12 +61,10 @@ class Option(NamedTuple):
     Attributes:
         cost: bytes, a whole number.
         loss: what is minimised in sum.
-        geometry: layers of one geometry share their bookkeeping.
     """
 
     cost: int
     loss: float
-    geometry: Hashable = None
 
 
 class Selection(NamedTuple):
@@ -78,28 +75,17 @@ class Selection(NamedTuple):
     loss: float
 
 
-def allocate(layers: Sequence[Sequence[Option]], budget: int, geometries: int | None = None) -> Selection | None:
+def allocate(layers: Sequence[Sequence[Option]], budget: int) -> Selection | None:
     """The selection of smallest loss within the budget.
 
     Args:
         layers: the options of each layer.
         budget: the costs may not add up to more.
-        geometries: how many different ones there may be; None for any number.
 
     Returns:
         the selection, of smallest cost among equal ones; None where even the cheapest does not fit.
     """
-    known = sorted({option.geometry for options in layers for option in options}, key=repr)
-    if geometries is None or len(known) <= geometries:
-        return _allocate(layers, budget, set(known))
-    found = [_allocate(layers, budget, set(allowed)) for allowed in combinations(known, geometries)]
-    return min((s for s in found if s is not None), key=lambda s: (s.loss, s.cost, s.options), default=None)
-
-
-def _allocate(layers: Sequence[Sequence[Option]], budget: int, allowed: set[Hashable]) -> Selection | None:
-    kept = [_efficient(options, allowed) for options in layers]
-    if not all(kept):
-        return None
+    kept = [_efficient(options) for options in layers]
     # What the layers still to come cost at least.
     cheapest = np.array([min(options[i].cost for i in chosen) for options, chosen in zip(layers, kept, strict=True)])
     rest = np.append(np.cumsum(cheapest[::-1])[::-1], 0)[1:]
@@ -125,9 +111,9 @@ def _allocate(layers: Sequence[Sequence[Option]], budget: int, allowed: set[Hash
     return Selection(tuple(reversed(picked)), int(costs[-1]), float(losses[-1]))
 
 
-def _efficient(options: Sequence[Option], allowed: set[Hashable]) -> list[int]:
-    """The allowed options that no other allowed one beats in cost and loss, by rising cost."""
-    order = sorted((o.cost, o.loss, i) for i, o in enumerate(options) if o.geometry in allowed)
+def _efficient(options: Sequence[Option]) -> list[int]:
+    """The options that no other one beats in cost and loss, by rising cost."""
+    order = sorted((o.cost, o.loss, i) for i, o in enumerate(options))
     kept: list[int] = []
     for _, loss, index in order:
         if not kept or loss < options[kept[-1]].loss:

@@ -26,9 +26,6 @@ from kvconvert.methods.auto import KEY_CANDIDATES, VALUE_CANDIDATES, Candidate, 
 from kvconvert.methods.key_treatments import treatments
 from kvconvert.models.configuration import sliding_windows
 
-# A window is a choice only where most of the text that is measured lies beyond it.
-TEXT_PER_WINDOW = 8
-
 
 @dataclass(frozen=True, eq=False)
 class SearchedLayer:
@@ -115,25 +112,18 @@ class SearchedLayer:
     def options(self, losses: Mapping[str, float]) -> list[Option]:
         """`pairs()` as options of an allocation, with losses by candidate's name."""
         return [
-            Option(
-                self.costs[key.name] + self.costs[value.name],
-                losses[key.name] + losses[value.name],
-                (key.recent_tokens, value.recent_tokens),
-            )
+            Option(self.costs[key.name] + self.costs[value.name], losses[key.name] + losses[value.name])
             for key, value in self.pairs()
         ]
 
 
-def searched_layers(
-    config: PretrainedConfig, jobs: Sequence[LayerJob], context: int, text_length: int
-) -> list[SearchedLayer]:
+def searched_layers(config: PretrainedConfig, jobs: Sequence[LayerJob], context: int) -> list[SearchedLayer]:
     """The layers whose cache the recipe quantizes.
 
     Args:
         config: of the language model.
         jobs: of all layers; candidates are laid over their schemes.
         context: tokens of the sequence that costs are stated for.
-        text_length: tokens of the sequences on which candidates are measured.
     """
     windows = sliding_windows(config)
     layers = []
@@ -157,14 +147,12 @@ def searched_layers(
         sides: dict[str, dict[object, Candidate]] = {"key": {}, "value": {}}
         costs: dict[str, int] = {}
         for candidate in plain.candidates:
-            if candidate.recent_tokens * TEXT_PER_WINDOW > text_length:
-                continue
             try:
                 pages = plain.formats(plain.scheme_of(candidate)).pages
             except RecipeError:  # the head size cannot be packed so
                 continue
             # Groups that are larger than the head are the head's.
-            meaning = (pages.keys if candidate.side == "key" else pages.values, candidate.recent_tokens)
+            meaning = pages.keys if candidate.side == "key" else pages.values
             if meaning not in sides[candidate.side]:
                 sides[candidate.side][meaning] = candidate
                 costs[candidate.name] = plain.cost_of(candidate)
@@ -211,7 +199,7 @@ def candidate_treatments(layer: SearchedLayer, measured: TreatmentSearch) -> dic
     found: dict[str, dict[str, Any]] = {}
     known: dict[tuple[int, bool], dict[str, Any]] = {}
     for candidate in layer.keys:
-        scheme = layer.scheme_of(_without_window(candidate))
+        scheme = layer.scheme_of(candidate)
         if candidate.exact or not measured.search.chooses_treatment(scheme):
             continue
         if not pages_read(sample.num_tokens, 0, scheme.page_size):
@@ -246,11 +234,10 @@ def candidate_clip_ratios(
     for candidate in layer.candidates:
         if candidate.exact or not sides[candidate.side]:
             continue
-        alone = _without_window(candidate)
-        key = (candidate.side, tuple(alone.fields.items()))
+        key = (candidate.side, tuple(candidate.fields.items()))
         if key not in known:
             errors = key_clip_ratio_errors if candidate.side == "key" else value_clip_ratio_errors
-            cache = layer.cache(alone, measured=measured)
+            cache = layer.cache(candidate, measured=measured)
             known[key] = GRID[int(errors(measured.sample(cache.rotations.keys), cache, GRID).argmin())]
         found[candidate.name] = known[key]
     return found
@@ -277,7 +264,3 @@ def _sample(call: AttentionCall, output_weight: Tensor | None, layer: SearchedLa
         softcap=call.arguments.get("softcap"),
         sink_logits=None if sinks is None else sinks.float(),
     )
-
-
-def _without_window(candidate: Candidate) -> Candidate:
-    return replace(candidate, fields=candidate.fields | {f"{candidate.side}_recent_tokens": 0})

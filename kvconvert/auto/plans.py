@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kvconvert.auto.allocation import allocate
 from kvconvert.auto.layers import SearchedLayer
-from kvconvert.methods.auto import GEOMETRIES, Candidate
+from kvconvert.methods.auto import Candidate
 
 UNIFORM = 3  # plans with the same choice in every layer that are measured
 TILT = 3.0  # how much more one kind of error counts in an allocation that is tried
@@ -93,7 +93,7 @@ class PlanSearch:
 
     def _allocated(self, losses: Losses) -> Plan:
         options = [layer.options(own) for layer, own in zip(self.layers, losses, strict=True)]
-        chosen = allocate(options, self.budget, GEOMETRIES).options
+        chosen = allocate(options, self.budget).options
         return tuple(layer.pairs()[i] for layer, i in zip(self.layers, chosen, strict=True))
 
     def _others(self) -> Iterator[Plan]:
@@ -118,13 +118,11 @@ class PlanSearch:
 
     def _exchanges(self, plan: Plan) -> list[Plan]:
         """Plans in which one layer's choice differs, or two layers', the least loss by the sum first."""
-        geometries = {(key.recent_tokens, value.recent_tokens) for key, value in plan}
         room = self.budget - self.cost(plan)
         moves = []  # (layer, pair, bytes more, loss more)
         for number, (layer, losses, now) in enumerate(zip(self.layers, self.losses, plan, strict=True)):
             for pair in layer.pairs():
-                one_side = (pair[0] == now[0]) != (pair[1] == now[1])
-                if one_side and (pair[0].recent_tokens, pair[1].recent_tokens) in geometries:
+                if (pair[0] == now[0]) != (pair[1] == now[1]):
                     more = sum(layer.costs[c.name] for c in pair) - sum(layer.costs[c.name] for c in now)
                     worse = sum(losses[c.name] for c in pair) - sum(losses[c.name] for c in now)
                     moves.append((number, pair, more, worse))

@@ -1,7 +1,8 @@
 """The search of the recipe `auto`: measure every candidate of every layer, allocate, verify the whole, repair.
 
 Divergences are those of the whole source model, its weights as they are, on calibration text that calibration's own
-samples leave over. Keys and values are measured one at a time. Every layer's measurements are committed to the working
+samples leave over and of which passages are repeated: what layers that look tokens up lose shows there, and hardly in
+running text. Keys and values are measured one at a time. Every layer's measurements are committed to the working
 directory, so that a killed search goes on where it stopped.
 """
 
@@ -43,6 +44,7 @@ from kvconvert.recipes.recipe import LayerOverride, Recipe
 TEXT_LENGTH = 4096  # tokens of a sequence at most
 DEFAULT_TOKENS, GPU_DEFAULT_TOKENS = 1024, 16384
 CLIP_ROWS = 4  # calibration sequences on which clip ratios are chosen
+REPEATED, PASSAGE = 4, 64  # one token of so many is part of a repeated passage, and the passages' tokens
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def search_task(config: PretrainedConfig, jobs: Sequence[LayerJob], recipe: Reci
             f"`context` leaves sequences of {length} tokens to measure on, and {least} are needed to read a quantized "
             "page; give a longer one, or choose a preset."
         )
-    layers = searched_layers(config, jobs, context, length)
+    layers = searched_layers(config, jobs, context)
     if not layers:
         raise UnsupportedModelError(
             f"The recipe {recipe.name} has nothing to search for: no layer of this {config.model_type} model can keep "
@@ -177,6 +179,15 @@ def find_allocation(task: SearchTask, recipe: Recipe, run: SearchRun, samples: T
     return allocation
 
 
+def with_repeats(ids: Tensor) -> Tensor:
+    """Sequences, int64 [rows, length], whose last quarter repeats passages from all over what was before."""
+    count = ids.shape[1] // (REPEATED * PASSAGE)
+    plain = ids[:, : ids.shape[1] - count * PASSAGE]
+    passages = plain[:, : plain.shape[1] // PASSAGE * PASSAGE].unflatten(1, (-1, PASSAGE))
+    which = torch.linspace(0, passages.shape[1] - 1, count, device=ids.device).long()
+    return torch.cat([plain, passages[:, which].flatten(1)], 1)
+
+
 @dataclass
 class _Measuring:
     """The measurements of one search."""
@@ -191,7 +202,7 @@ class _Measuring:
     def read(self, samples: Tensor) -> None:
         """Run the model as it is on the texts."""
         self.clip_text = self.run.model.read(samples, samples.shape[1])
-        self.text = self.run.model.read(self.run.text.ids, PAGE_SIZE)
+        self.text = self.run.model.read(with_repeats(self.run.text.ids), PAGE_SIZE)
 
     def table(self, samples: Tensor) -> list[LayerAllocation]:
         """Treatment, divergence and clip ratio of every candidate, layer by layer; `keys` and `values` are still empty.

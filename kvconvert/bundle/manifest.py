@@ -182,7 +182,8 @@ class Allocation(Record):
         predicted_kl: sum of the chosen candidates' divergences.
         measured_kl: divergence with all layers stored as chosen.
         plans: how many plans of the whole model were measured.
-        data: the held-out calibration text that all divergences were measured on.
+        data: the held-out calibration text that all divergences were measured on, with passages repeated at the end of
+            each sequence.
         dtype: in which.
     """
 

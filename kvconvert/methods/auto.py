@@ -12,7 +12,6 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-GEOMETRIES = 2  # layers of other windows form cache groups of their own, each with its own work on the host
 DEFAULT_CONTEXT = 4096
 
 
@@ -36,11 +35,6 @@ class Candidate:
         """Whether nothing is quantized."""
         return self.fields[f"{self.side}_bits"] == 16
 
-    @property
-    def recent_tokens(self) -> int:
-        """The newest tokens that stay in full precision."""
-        return self.fields.get(f"{self.side}_recent_tokens", 0)
-
 
 def _keys(name: str, bits: int, group_size: int = 128, **fields: Any) -> Candidate:
     own = {"key_bits": bits, "key_group_size": group_size, "key_recent_tokens": 0, "boost_fraction": 0.0}
@@ -52,22 +46,18 @@ def _values(name: str, bits: int, group_size: int = 128, **fields: Any) -> Candi
     return Candidate(name, "value", own | {"value_scale_bits": 8 if "s8" in name else 16} | fields)
 
 
-# Groups of keys are tokens, groups of values channels; s8: scales and zero points of 8 bits; w: newest tokens in full
-# precision; +: share of key channels with twice the bits.
+# Groups of keys are tokens, groups of values channels; s8: scales and zero points of 8 bits; +: share of key channels
+# with twice the bits.
 KEY_CANDIDATES: tuple[Candidate, ...] = (
     _keys("K1g128s8", 1),
     _keys("K1g32s8", 1, 32),
-    _keys("K2g128", 2),
     _keys("K2g128s8", 2),
     _keys("K2g64s8", 2, 64),
     _keys("K2g32s8", 2, 32),
-    _keys("K3g128", 3),
     _keys("K3g128s8", 3),
     _keys("K3g32s8", 3, 32),
     _keys("K2+12%s8", 2, boost_fraction=0.125),
     _keys("K2+25%s8", 2, boost_fraction=0.25),
-    _keys("K2s8w128", 2, key_recent_tokens=128),
-    _keys("K2s8w512", 2, key_recent_tokens=512),
     _keys("K4g128", 4),
     _keys("K8g128", 8),
     _keys("K16", 16, token_norm="none", rotate_keys="none", key_rounding="nearest", key_center="none"),
@@ -78,8 +68,6 @@ VALUE_CANDIDATES: tuple[Candidate, ...] = (
     _values("V2g128s8", 2),
     _values("V2g32s8", 2, 32),
     _values("V3g128s8", 3),
-    _values("V2s8w128", 2, value_recent_tokens=128),
-    _values("V2s8w512", 2, value_recent_tokens=512),
     _values("V4g128s8", 4),
     _values("V8g128", 8),
     _values("V16", 16),

@@ -16,7 +16,7 @@ from kvconvert.bundle.manifest import Allocation, LayerPlan, Manifest
 from kvconvert.cache.size import LayerCache, lengths
 from kvconvert.errors import RecipeError
 from kvconvert.methods import KVScheme
-from kvconvert.methods.auto import GEOMETRIES, stores_keys
+from kvconvert.methods.auto import stores_keys
 from kvconvert.methods.minikv import spread_ratios
 from kvconvert.models.configuration import model_cache, sliding_windows
 
@@ -121,7 +121,7 @@ def frontier(manifest: Manifest, config: PretrainedConfig) -> Frontier:
     least = sum(min(option.cost for option in options) for options in choices)
     most = sum(max(option.cost for option in options) for options in choices)
     # More budgets where caches are small, for there the divergence changes most.
-    picked = [allocate(choices, int(budget), GEOMETRIES) for budget in np.geomspace(least, most, BUDGETS)]
+    picked = [allocate(choices, int(budget)) for budget in np.geomspace(least, most, BUDGETS)]
     points = sorted({(bits(p.cost), p.loss) for p in picked if p is not None and p.loss > 0})
     common = [pair for pair in layers[0] if all(pair in options for options in layers)]
     uniform = [(sum(o[pair].cost for o in layers), sum(o[pair].loss for o in layers)) for pair in common]
@@ -142,7 +142,7 @@ def _options(
 ) -> dict[tuple[str, str], Option]:
     """A layer's options by the names of its key and value candidates."""
     shape = layer.shape()
-    sides: dict[bool, list[tuple[str, int, float, int]]] = {True: [], False: []}
+    sides: dict[bool, list[tuple[str, int, float]]] = {True: [], False: []}
     try:
         base = KVScheme.from_dict(manifest.recipe["kv"])
         for name, loss in kl.items():
@@ -151,14 +151,13 @@ def _options(
             scheme = KVScheme.from_dict(base.to_dict() | fields)
             cache = LayerCache(shape.num_key_value_heads, shape.head_dim, shape.head_dim, scheme, window)
             size = cache.summed_sides(found.context)[0 if of_keys else 1]
-            recent = scheme.sides[0 if of_keys else 1].recent_tokens
-            sides[of_keys].append((name, size, loss, recent))
+            sides[of_keys].append((name, size, loss))
     except (RecipeError, KeyError, TypeError, ValueError) as error:
         raise NotDrawnError("the candidates in the manifest are not those of this version of kvconvert.") from error
     return {
-        (key, value): Option(key_size + value_size, key_loss + value_loss, (key_recent, value_recent))
-        for key, key_size, key_loss, key_recent in sides[True]
-        for value, value_size, value_loss, value_recent in sides[False]
+        (key, value): Option(key_size + value_size, key_loss + value_loss)
+        for key, key_size, key_loss in sides[True]
+        for value, value_size, value_loss in sides[False]
     }
 
 

@@ -284,3 +284,34 @@ def test_the_chosen_layers_become_the_recipe(model, text, finished):
         clip = {"key_clip_ratio": scheme.key_clip_ratio, "value_clip_ratio": scheme.value_clip_ratio}
         rounding = "error_feedback" if scheme.key_bits < 4 else "nearest"
         assert scheme == replace(RECIPE.kv, **fields | {"key_rounding": rounding}, **clip)
+
+
+@pytest.mark.parametrize("length", [256, 400, 1024])
+def test_the_end_of_the_searched_text_repeats_passages_from_all_over_what_was_before(length):
+    ids = torch.arange(2 * length).view(2, length)
+    found = search.with_repeats(ids)
+    repeated = length // 256 * 64
+    before, end = found.split([length - repeated, repeated], dim=1)
+    assert torch.equal(before, ids[:, : length - repeated])
+    passages = end.unflatten(1, (-1, 64))
+    assert (passages.diff(dim=2) == 1).all()  # passages of the text, whole
+    starts = passages[0, :, 0]
+    assert starts[0] == 0
+    assert torch.equal(starts, starts.unique())
+    assert all(start + 64 <= length - repeated for start in starts)
+    if len(starts) > 1:
+        assert starts[-1] + 2 * 64 > length - repeated
+    assert torch.equal(passages[1], passages[0] + length)
+
+
+def test_divergences_are_measured_on_text_with_repeats(model, text, finished, monkeypatch):
+    read, divergence = [], SimulatedModel.divergence
+
+    def seen(self, text, caches):
+        read.append(text.ids)
+        return divergence(self, text, caches)
+
+    monkeypatch.setattr(SimulatedModel, "divergence", seen)
+    run(model, finished.path.parent / "repeated", text, kv_bits=BITS - 1, auto_from=finished.path)
+    assert read
+    assert all(torch.equal(ids[:, -64:], ids[:, :64]) for ids in read)

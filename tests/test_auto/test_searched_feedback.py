@@ -30,7 +30,7 @@ def simulated_layer(scheme, search):
 def test_simulated_feedback_is_that_of_the_cache():
     scheme = replace(PRESETS["oscar-g128"], sink_tokens=4)
     model, ids, simulated, text, layer, fitted = simulated_layer(scheme, KVCalibration())
-    narrow = next(candidate for candidate in KEY_CANDIDATES if candidate.name == "K2g128")
+    narrow = next(candidate for candidate in KEY_CANDIDATES if candidate.name == "K2g128s8")
     wide = next(candidate for candidate in KEY_CANDIDATES if candidate.name == "K4g128")
     assert layer.cache(wide, measured=fitted).pages.key_feedback is None
     text = replace(text, positions=text.positions[:-1], log_probs=text.log_probs[:, :-1])
@@ -58,8 +58,8 @@ def test_simulated_centers_are_those_of_the_cache():
     assert chosen.keys() == {candidate.name for candidate in layer.keys if not candidate.exact}
     assert all(fields["rotate_keys"] == "none" for name, fields in chosen.items() if "+" in name)
     fields = {"rotate_keys": "hadamard", "token_norm": "none", "key_center": "calibrated"}
-    layer = layer.treated({"K2g128": fields})
-    narrow = next(candidate for candidate in layer.keys if candidate.name == "K2g128")
+    layer = layer.treated({"K2g128s8": fields})
+    narrow = next(candidate for candidate in layer.keys if candidate.name == "K2g128s8")
     text = replace(text, positions=text.positions[:-1], log_probs=text.log_probs[:, :-1])
     found = simulated.divergence(text, {1: layer.cache(narrow, measured=fitted)})
     stored = replace(layer.scheme_of(narrow), key_rounding="error_feedback").with_online_rotation()

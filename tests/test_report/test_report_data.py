@@ -17,7 +17,7 @@ from kvconvert.models.configuration import model_cache
 from kvconvert.report.data import NotDrawnError, budgets, frontier, memory, module_sizes, sensitivity, tau_surfaces
 
 HEADS, CHANNELS, CONTEXT = 2, 16, 1000
-NAMES = ("K2g128", "K4g128", "K16", "V2g128s8", "V16")
+NAMES = ("K2g128s8", "K4g128", "K16", "V2g128s8", "V16")
 CANDIDATES = [c for c in (*KEY_CANDIDATES, *VALUE_CANDIDATES) if c.name in NAMES]
 
 
@@ -60,10 +60,10 @@ def searched_manifest(**changes):
     """Two layers with invented divergences."""
     base = KVScheme.preset("oscar-g128")
     kl = [
-        {"K2g128": 0.03, "K4g128": 0.004, "K16": 0.0, "V2g128s8": 0.01, "V16": 0.0},
-        {"K2g128": 0.2, "K4g128": 0.01, "K16": 0.0, "V2g128s8": 0.05, "V16": 0.0},
+        {"K2g128s8": 0.03, "K4g128": 0.004, "K16": 0.0, "V2g128s8": 0.01, "V16": 0.0},
+        {"K2g128s8": 0.2, "K4g128": 0.01, "K16": 0.0, "V2g128s8": 0.05, "V16": 0.0},
     ]
-    chosen = [("K2g128", "V2g128s8"), ("K4g128", "V2g128s8")]
+    chosen = [("K2g128s8", "V2g128s8"), ("K4g128", "V2g128s8")]
     size = sum(size_of(c, base) for names in chosen for c in CANDIDATES if c.name in names)
     fields = {
         "context": CONTEXT,
@@ -117,9 +117,9 @@ def test_the_frontier_has_no_plan_below_it():
     [
         {"bits_per_value": 1.0},
         {"context": 2**40},
-        {"candidates": {"K2g128": {"key_bits": "many"}}},
+        {"candidates": {"K2g128s8": {"key_bits": "many"}}},
         {"layers": [LayerAllocation(index=99, keys="K16", values="V16", kl={"K16": 1.0}, clip_ratios={})]},
-        {"layers": [LayerAllocation(index=0, keys="K16", values="V16", kl={"K2g128": 1.0}, clip_ratios={})]},
+        {"layers": [LayerAllocation(index=0, keys="K16", values="V16", kl={"K2g128s8": 1.0}, clip_ratios={})]},
     ],
     ids=["size", "context", "candidate", "layer", "choice"],
 )
@@ -130,7 +130,7 @@ def test_an_allocation_that_contradicts_itself_gives_no_frontier(changes):
 
 def test_sensitivity_leaves_out_what_changes_nothing_and_marks_what_was_chosen():
     found = sensitivity(searched_manifest().allocation)
-    assert found.candidates == ("K2g128", "K4g128", "V2g128s8")
+    assert found.candidates == ("K2g128s8", "K4g128", "V2g128s8")
     assert found.key_candidates == 2
     assert found.chosen.tolist() == [[True, False, True], [False, True, True]]
     assert found.kl[1].tolist() == [0.2, 0.01, 0.05]

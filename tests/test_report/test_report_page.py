@@ -99,7 +99,7 @@ def sample(layers=2, tokens=200):
 def hostile(tmp_path_factory):
     manifest = searched_manifest()
     allocation = manifest.allocation
-    name = {"K2g128": HOSTILE}
+    name = {"K2g128s8": HOSTILE}
     layers = [
         layer.model_copy(
             update={
