@@ -6,13 +6,14 @@
 The model is random, of an 8B Llama's shape (4-bit weights in groups of 128, `oscar-g128`). 48 rows of 1,000 tokens
 decode while prompts are read: one, or four of a quarter of the tokens, from their beginning or after 2,048 tokens.
 
-`host_ms` is from the call until it returns with the GPU idle before, `pass_ms` until the GPU has ended, `kernels_ms`
-the sum of what its kernels take in a pass that is profiled. Medians of --repeats passes; "layer by layer" is without
-the plan of `runtime/cache/prompt_pass.py`.
+`host_ms` is from the call until it returns with the GPU idle before, `pass_ms` until the GPU has ended, `serving_ms` of
+one of --repeats passes that follow one another, as an Engine launches them before it has read the tokens of the one
+before; `kernels_ms` the sum of what its kernels take in a pass that is profiled. Medians of --repeats passes; "layer by
+layer" is without the plan of `runtime/cache/prompt_pass.py`.
 
 "first token of generate" is from the call of `generate` with `max_new_tokens=1` until its token is on the host, after
 four calls that are not measured; of a batch half of the rows have an eighth of padding. `--first-token` measures only
-that.
+that, and `--tokens 256` only passes over so many.
 """
 
 from __future__ import annotations
@@ -88,7 +89,15 @@ class Passes:
             times.append((host, time.perf_counter() - begin))
             self._discard(chunks)
         host, whole = (statistics.median(part) * 1e3 for part in zip(*times[2:], strict=True))
-        found = {"host_ms": host, "pass_ms": whole}
+        queue = [self.chunks(tokens, prompts, before) for _ in range(repeats)]
+        self._wait()
+        begin = time.perf_counter()
+        for chunks in queue:
+            self.run(True, chunks)
+        self._wait()
+        found = {"host_ms": host, "pass_ms": whole, "serving_ms": (time.perf_counter() - begin) / repeats * 1e3}
+        for chunks in queue:
+            self._discard(chunks)
         if self.device.type == "cuda":
             chunks = self.chunks(tokens, prompts, before)
             with profile(activities=[ProfilerActivity.CUDA]) as profiled:
@@ -125,6 +134,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--tiny", action="store_true", help="a small model on a CPU, and few tokens")
     parser.add_argument("--first-token", action="store_true", help="measure the first token of generate only")
+    parser.add_argument("--tokens", type=int, nargs="+", help="measure passes over so many prompt tokens only")
     parser.add_argument("--rows", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
@@ -140,20 +150,13 @@ def main() -> None:
     results: dict[str, Any] = {"machine": machine() if device == "cuda" else "CPU", "rows": arguments.rows}
     # Passes are recorded once steps are.
     model.generate(torch.full((1, 4), 7, device=device), max_new_tokens=4, do_sample=False)
-    for way in ("packed", "layer by layer"):
+    for way in () if arguments.tokens else ("packed", "layer by layer"):
         found = results[f"first token of generate, {way}"] = {}
         for rows, count in ((1, 32), (2, 32)) if arguments.tiny else PROMPTS:
             with nullcontext() if way == "packed" else model.prompts.layer_by_layer():
                 milliseconds = first_token(model, rows, count, arguments.repeats)
             found[f"{rows} x {count}"] = {"first_token_ms": milliseconds}
             print("first token of generate,", way, f"{rows} x {count}: {milliseconds:.2f} ms", flush=True)
-    print(
-        {
-            "recorded": model.captured.passes.recorded,
-            "replayed": model.captured.passes.replayed,
-            "packed": model.prompts.packed,
-        }
-    )
     if arguments.first_token:
         save(arguments.json, results)
         return
@@ -162,13 +165,14 @@ def main() -> None:
     for way, reason in (("planned", None), ("layer by layer", "it is measured")):
         packed.unplanned = unplanned if reason is None else lambda groups, length: "it is measured"
         found = results[way] = {}
-        for count in tokens:
+        for count in arguments.tokens or tokens:
             for prompts, before in ((1, 0), (4, 0), (1, history), (4, history)):
                 case = f"{count} tokens of {prompts} after {before}"
                 found[case] = passes.measure(arguments.repeats, count, prompts, before)
                 print(way, case, {name: round(value, 2) for name, value in found[case].items()}, flush=True)
+    results["recorded passes"] = model.captured.passes.recorded, model.captured.passes.replayed
     save(arguments.json, results)
-    print(json.dumps(results["machine"]))
+    print(json.dumps({name: results[name] for name in ("machine", "recorded passes")}))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from kvconvert.runtime.engine.prefixes import Prefixes, no_prefixes
 from kvconvert.runtime.engine.request import EngineStats, Event, FinishReason, Request, UnreadStep, new_request
 from kvconvert.runtime.engine.sampling import Sampling
 from kvconvert.runtime.engine.scheduler import RowState, Scheduler
-from kvconvert.runtime.engine.speculation import Draft, Speculation, accepted, worthwhile
+from kvconvert.runtime.engine.speculation import Draft, Speculation, StepTimes, accepted, worthwhile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -102,6 +102,8 @@ class Engine:
         keeps = prefix_caching is not False and unsupported is None
         self._prefixes = Prefixes(self._steps, self._scheduler, lock, prompt_chunk) if keeps else None
         self._unread: deque[UnreadStep] = deque()
+        self._times = StepTimes()
+        self._steady = False  # whether the step before was a plain one, so that the next one takes what plain ones take
         counted = ("prompt", "cached", "generated", "drafted", "accepted", "steps")
         self._counts = dict.fromkeys(("finished", "cancelled", "failed", "refused", *counted), 0)
         self._seconds = 0.0
@@ -242,14 +244,16 @@ class Engine:
         return bool(scheduler.waiting or scheduler.prompts or scheduler.running or self._unread)
 
     def _step(self) -> list[Event]:
+        begun, steady, self._steady = time.perf_counter(), self._steady, False
         self._admit()
         ready = self._resume() if self._prefixes else None
         with self._lock:
             reading = self._scheduler.next_chunks(self._prompt_chunk, self._max_batch_tokens, ready)
             running = dict(self._scheduler.running)
         events: list[Event] = []
+        plain = bool(running) and not reading
         # A pass that reads prompts has work for a GPU without drafts, which would fill but a small part of it.
-        if running and not reading and self._speculation.drafted:
+        if plain and self._speculation.drafted:
             length, drafts = self._drafts(running)
             if length and self._unread:
                 # It is worth waiting for the newest tokens.
@@ -257,9 +261,13 @@ class Engine:
                     events += self._collect(self._unread.popleft())
                 with self._lock:
                     running = dict(self._scheduler.running)
+                begun, plain = time.perf_counter(), False
                 length, drafts = self._drafts(running)
             if length:
-                return events + self._check(running, drafts, length)
+                events += self._check(running, drafts, length)
+                if self._speculation.assistant_model is None:
+                    self._times.checked(length, len(running), time.perf_counter() - begun)
+                return events
         launched = bool(reading or running)
         if launched:
             try:
@@ -274,6 +282,9 @@ class Engine:
         lag = self._steps.lag if launched and self._speculation.assistant_model is None else 0
         while len(self._unread) > lag:
             events += self._collect(self._unread.popleft())
+        self._steady = plain
+        if plain and steady:
+            self._times.plain(time.perf_counter() - begun)
         return events
 
     def _admit(self) -> None:
@@ -356,7 +367,9 @@ class Engine:
         """How many tokens of drafts are worth checking, and what may follow the newest known token of each running
         request: no more than is checked before its next page is written. A request whose draft fails ends.
         """
-        most, found = self._speculation.drafted, {}
+        most, found, looks_up = self._speculation.drafted, {}, self._speculation.assistant_model is None
+        if looks_up and not self._times.known:
+            return 0, found
         for row, request in running.items():
             until_page = self._steps.cache.tokens_until_page(row)
             room = most if until_page is None else min(most, until_page - 1)
@@ -367,7 +380,10 @@ class Engine:
                 raise
         if not any(draft.tokens for draft in found.values()):
             return 0, found
-        return worthwhile(list(found.values()), self._steps.draft_lengths(most)), found
+        length = worthwhile(list(found.values()), self._steps.draft_lengths(most), self._times)
+        if not length:
+            self._times.declined()
+        return length, found
 
     def _check(self, running: dict[int, Request], found: dict[int, Draft], length: int) -> list[Event]:
         """One pass over the newest token of every running request and `length` drafts; hand out what was accepted."""

@@ -7,8 +7,10 @@ drafts, up to the rounding of passes of one and of several tokens.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median, median_low
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -92,29 +94,80 @@ class Speculation:
 
 # Drafts are held in full precision beside a page's tokens.
 MOST_DRAFTED = 64
-# What a pass that checks drafts takes longer than one without, as a part of the latter: the host waits for its tokens,
-# and each draft has to be computed.
+# What a step that checks drafts takes longer than one without, as a part of the latter, as long as it was not measured:
+# the host waits for its tokens, and each draft has to be computed.
 CHECK_COST, TOKEN_COST = 0.3, 0.01
+# By which part more tokens have to be expected in a given time.
+GAIN = 0.05
+# The latest times that count, how many plain steps are measured before drafts are checked, and how often what is
+# assumed counts beside what was measured.
+MEASURED, LEAST_PLAIN, ASSUMED = 9, 3, 2
+# Steps in which drafts were not worth it, after which the oldest times are forgotten, so that others are tried again.
+RETRIED = 256
 
 
-def worthwhile(drafts: Sequence[Draft], lengths: Sequence[int]) -> int:
+class StepTimes:
+    """What steps that check drafts take, over what steps without take; learned while an Engine serves."""
+
+    def __init__(self) -> None:
+        self._plain: deque[float] = deque(maxlen=MEASURED)
+        self._costs: dict[int, deque[float]] = {}
+        self._declined = 0
+
+    @property
+    def known(self) -> bool:
+        """Whether it is known what steps without drafts take."""
+        return len(self._plain) >= LEAST_PLAIN
+
+    def plain(self, seconds: float) -> None:
+        """Note a step without drafts that followed another one."""
+        self._plain.append(seconds)
+
+    def checked(self, length: int, rows: int, seconds: float) -> None:
+        """Note a step that checked so many drafts in each row, of which so many decoded."""
+        if self.known:
+            cost = seconds / median(self._plain) / self._assumed(length, rows)
+            self._costs.setdefault(length, deque(maxlen=MEASURED)).append(cost)
+
+    def declined(self) -> None:
+        """Note that there were drafts, and none worth checking."""
+        self._declined += 1
+        if self._declined % RETRIED == 0:
+            self._costs = {
+                length: deque([*costs][1:], MEASURED) for length, costs in self._costs.items() if len(costs) > 1
+            }
+
+    def cost(self, length: int, rows: int) -> float:
+        """What a step takes that checks so many drafts in each row, over one without."""
+        costs = self._costs.get(length)
+        if costs is None:
+            costs = [cost for known in self._costs.values() for cost in known]
+        return self._assumed(length, rows) * median_low([1.0] * ASSUMED + [*costs])
+
+    @staticmethod
+    def _assumed(length: int, rows: int) -> float:
+        return 1 + CHECK_COST + TOKEN_COST * rows * length
+
+
+def worthwhile(drafts: Sequence[Draft], lengths: Sequence[int], times: StepTimes) -> int:
     """How many tokens of each row's draft to check so that the most tokens are generated in a given time.
 
     Args:
         drafts: of all rows that decode.
         lengths: that there are to choose from.
+        times: of steps.
 
     Returns:
-        one of the lengths, or 0 where a pass without drafts is faster.
+        one of the lengths, or 0 where a step without drafts is about as fast.
     """
     rows = len(drafts)
 
     def speed(length: int) -> float:
         accepted = sum(sum(draft.chances[:length]) for draft in drafts)
-        return (rows + accepted) / (1 + CHECK_COST + TOKEN_COST * rows * length)
+        return (rows + accepted) / times.cost(length, rows)
 
     best = max(lengths, key=speed)
-    return best if speed(best) > rows else 0
+    return best if speed(best) > (1 + GAIN) * rows else 0
 
 
 # Tokens of which all occurrences are found by an index, and of how many of them the latest are compared further.
@@ -123,7 +176,7 @@ INDEXED, MOST_PLACES = 3, 16
 BITS = 21
 # How likely a token after a match of 1, 2, ... tokens is accepted. This is known beforehand as if from so many checks;
 # what is learned counts less and less, after checks and while there are none.
-CHANCES = (0.3, 0.45, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
+CHANCES = (0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.7, 0.85)
 WEIGHT = 8.0
 FORGETTING, RECOVERY = 0.99, 0.995
 
@@ -204,8 +257,9 @@ class PromptLookup:
             self._checked[level] = FORGETTING * self._checked[level] + 1
 
     def _level(self, number: int) -> int:
-        """Of `CHANCES`, that of a draft's token after the first `number` ones."""
-        return min(self._length + number, len(CHANCES)) - 1
+        """Of `CHANCES`, that of a draft's token after the first `number` ones. The longest match may be any longer."""
+        known = len(CHANCES) if self._length == self._longest else self._length + number
+        return min(known, len(CHANCES)) - 1
 
 
 class DraftModel:

@@ -20,8 +20,9 @@ from kvconvert.kernels.launches import skips_launches
 
 logger = logging.getLogger(__name__)
 
-# Tokens of recorded passes. Longer ones keep a GPU busy for longer than the host takes to launch them.
-SIZES = (64, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 2176)
+# Tokens of recorded passes; 320 for 256 beside 64 rows. Longer ones keep a GPU busy for longer than the host takes to
+# launch them.
+SIZES = (64, 128, 192, 256, 320, 384, 512, 768, 1024, 1280, 1536, 2176)
 TOLERANCE = 0.02
 
 

@@ -11,7 +11,16 @@ from kvconvert.errors import UsageError
 from kvconvert.methods import PRESETS, KVScheme
 from kvconvert.runtime import Engine, Sampling
 from kvconvert.runtime.engine.model_steps import ModelSteps
-from kvconvert.runtime.engine.speculation import Draft, PromptLookup, accepted, worthwhile
+from kvconvert.runtime.engine.speculation import (
+    ASSUMED,
+    LEAST_PLAIN,
+    RETRIED,
+    Draft,
+    PromptLookup,
+    StepTimes,
+    accepted,
+    worthwhile,
+)
 from kvconvert.runtime.hf.generation import adopt
 
 ALWAYS = ("kivi", "oscar-g128", "kitty", "calibquant-1bit", "minikv-pyramid")
@@ -29,6 +38,7 @@ def low_bit(scheme, architecture="llama", **options):
 def served(model, requests, **options):
     """Tokens of requests that come one after another, and the Engine."""
     engine = Engine(model, max_batch=3, prompt_chunk=100, **options)
+    engine._times.checked = lambda *_: None  # it depends on the machine
     added = []
     for arguments in requests:
         added.append(engine.add(**arguments, stop_token_ids=[]))
@@ -181,14 +191,87 @@ def test_lookup_learns_how_often_its_drafts_are_accepted():
 
 def test_drafts_are_checked_where_more_is_accepted_than_a_check_costs():
     likely, unlikely = Draft([1] * 8, [0.9**n for n in range(1, 9)]), Draft([1] * 8, [0.1**n for n in range(1, 9)])
-    nothing = Draft([], [])
-    assert worthwhile([likely], [1, 3, 8]) == 8
-    assert worthwhile([Draft([1] * 8, [0.8, 0.6, 0.4] + [0.0] * 5)], [1, 3, 8]) == 3
-    assert worthwhile([unlikely], [1, 3, 8]) == 0
-    assert worthwhile([likely, nothing], [1, 3, 8]) == 8
-    assert worthwhile([likely] + [nothing] * 40, [1, 3, 8]) == 0
+    nothing, times = Draft([], []), StepTimes()
+    assert worthwhile([likely], [1, 3, 8], times) == 8
+    assert worthwhile([Draft([1] * 8, [0.8, 0.6, 0.4] + [0.0] * 5)], [1, 3, 8], times) == 3
+    assert worthwhile([unlikely], [1, 3, 8], times) == 0
+    assert worthwhile([likely, nothing], [1, 3, 8], times) == 8
+    assert worthwhile([likely] + [nothing] * 40, [1, 3, 8], times) == 0
     # Every token of a check is computed in every row.
-    assert worthwhile([likely] * 40, [1, 3, 8]) == 3
+    assert worthwhile([likely] * 40, [1, 3, 8], times) == 3
+
+
+def test_what_checks_take_is_measured_and_tried_again():
+    draft, times = Draft([1] * 3, [0.4, 0.2, 0.1]), StepTimes()
+    for _ in range(LEAST_PLAIN):
+        assert not times.known
+        times.plain(1.5e-3)
+    assert times.known
+    assert worthwhile([draft], [1, 3], times) == 3
+    times.checked(3, 1, 1.0)  # once it was something else
+    assert worthwhile([draft], [1, 3], times) == 3
+    for _ in range(ASSUMED):
+        times.checked(3, 1, 2.9e-3)
+    assert times.cost(3, 1) == pytest.approx(2.9 / 1.5)
+    assert times.cost(1, 1) == pytest.approx(2.9 / 1.5 * 1.31 / 1.33)  # by what others have taken
+    assert worthwhile([draft], [1, 3], times) == 0
+    for _ in range(RETRIED):
+        times.declined()
+    assert worthwhile([draft], [1, 3], times) == 3
+
+
+@pytest.mark.parametrize("check", [1.2, 2.0, 4.0])
+@pytest.mark.parametrize("quoted", [0, 10, 200])
+def test_drafts_cost_no_time_where_they_gain_none(check, quoted):
+    """Steps of simulated times over a text that repeats so many tokens at a time of what came before, then says as many
+    that only begin alike.
+    """
+    dice, lookup, times, seconds = random.Random(0), PromptLookup(8), StepTimes(), 0.0
+    text = dice.choices(range(40), k=2000)
+    while len(text) < 3000:
+        begin = dice.randrange(1500)
+        text += text[begin : begin + quoted] + dice.choices(range(40), k=10 + quoted)
+    known = text[:2000]
+    while len(known) < 3000:
+        draft = lookup.propose(known, 16)
+        length = worthwhile([draft], [1, 3, 7, 16], times) if draft.tokens and times.known else 0
+        if length:
+            following = text[len(known) : len(known) + length + 1]
+            right = accepted(following, draft.tokens[:length])
+            lookup.learn(length, right)
+            times.checked(length, 1, check + 0.02 * length)
+            seconds += check + 0.02 * length
+            known += following[: 1 + right]
+        else:
+            times.plain(1.0)
+            times.declined()
+            seconds += 1.0
+            known.append(text[len(known)])
+    assert 1000 / seconds > {0: 0.97, 10: 0.97, 200: 1.2}[quoted]
+
+
+def test_an_engine_measures_its_steps_and_stops_drafting_where_checks_are_slow(monkeypatch):
+    model = low_bit("kivi")
+    prompt = repetitive(model.config.vocab_size, 90, 5)
+    drafted = []
+    for seconds in (1.2, 30.0):
+        engine, now = Engine(model, max_batch=1, prompt_lookup_num_tokens=6), [0.0]
+
+        def timed(step, took, now=now):
+            def run(*arguments):
+                now[0] += took
+                return step(*arguments)
+
+            return run
+
+        engine._steps.forward = timed(engine._steps.forward, 1.0)
+        engine._steps.check = timed(engine._steps.check, seconds)
+        monkeypatch.setattr("kvconvert.runtime.engine.engine.time.perf_counter", lambda now=now: now[0])
+        request = engine.add(prompt, max_new_tokens=80, stop_token_ids=[])
+        engine.run()
+        assert engine._times.cost(6, 1) == pytest.approx(seconds, rel=0.5)
+        drafted.append(request.drafted)
+    assert drafted[0] > 2 * drafted[1] > 0
 
 
 def test_drafts_that_are_never_accepted_are_hardly_checked():
