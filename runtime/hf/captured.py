@@ -102,7 +102,8 @@ class CapturedSteps:
         self._recordings: dict[Hashable, Recording] = {}
         self.pool: Any = None
         self._logits = torch.empty(0, 0)  # [N, V], written by the replay of any recording
-        self._most_room = False  # for the work of steps of single tokens, while these are prepared
+        # While steps are prepared, and whether those of single tokens get the most room for their work.
+        self._prepares = self._most_room = False
         self._trusts_masks = False
         self._told: set[str] = set()
 
@@ -183,6 +184,9 @@ class CapturedSteps:
                 recording = self._recorded(planned, (ids.shape, positions.shape, ids.device))
                 if recording is None:
                     output = self._record(planned, cache, ids, positions)
+                elif self._prepares:
+                    planned.abandon()
+                    return recording.output
                 else:
                     self.replayed += 1
                     output = recording.replay(ids, positions)
@@ -194,9 +198,9 @@ class CapturedSteps:
         return result
 
     def _recorded(self, planned: PlannedStep, batch: tuple[Hashable, ...]) -> Recording | None:
-        """What was recorded for a step, or for steps with the most work that there can be; the step gets that room."""
+        """What was recorded for a step; if nothing was, for steps with any work, and this one gets as much room."""
         found = self._recordings.get((*batch, planned.key()))
-        if found is None and not planned.roomy:
+        if found is None and not (planned.roomy or self._prepares):
             planned.roomy = True
             found = self._recordings.get((*batch, planned.key()))
             planned.roomy = found is not None
@@ -352,10 +356,10 @@ def prepare_steps(
             if not captured.serves({"past_key_values": cache, "input_ids": some}):
                 break
             try:
-                captured._most_room = most_room
+                captured._prepares, captured._most_room = True, most_room
                 model(input_ids=some, position_ids=some + min(length, last), past_key_values=cache)
             finally:
-                captured._most_room = False
+                captured._prepares = captured._most_room = False
             bar.update()
     return captured.recorded - before
 
