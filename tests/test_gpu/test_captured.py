@@ -172,19 +172,19 @@ def test_steps_are_recorded_before_the_first_token_is_due(scheme):
 def test_one_recording_with_the_most_room_serves_steps_of_all_lengths(scheme):
     model = bundle_like("llama", scheme)
     assert prepare_steps(model, [1], 1, most_room=True) == 1
-    answers = []
+    ids, answers = random_ids(1, 900).cuda(), []
     for replays in (False, True):
-        cache, token, answer = model.new_kv_cache(), random_ids(1, 600).cuda(), []
+        cache = model.new_kv_cache()
         cache.replays = replays
         cache.expect_whole_prompt()
         with torch.no_grad():
-            for _ in range(300):
-                token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
-                answer.append(int(token))
-        answers.append(answer)
-    assert answers[0] == answers[1]
+            model(ids[:, :600], past_key_values=cache)
+            steps = [model(ids[:, n : n + 1], past_key_values=cache).logits[:, -1].float() for n in range(600, 900)]
+        answers.append(torch.cat(steps))
+    # Parts are merged in another order.
+    assert (answers[0] - answers[1]).norm() < 0.02 * answers[0].norm()
     assert model.captured.recorded == 1
-    assert model.captured.replayed > 250
+    assert model.captured.replayed >= 300
 
 
 def test_two_caches_take_turns():
