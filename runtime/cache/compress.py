@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 import numpy as np
 import torch
@@ -88,13 +88,20 @@ def read_flags(group: Group, wait: bool = True) -> None:
         if not unread.arrived(wait):
             return
         del group.unread_flags[0]
+        try:
+            raise_found([unread])
+        except KvconvertError as error:
+            group.error = error
+            raise
+
+
+def raise_found(flushes: Iterable[UnreadFlags]) -> None:
+    """Raise what flushes could not store (NumericError); waits until it is known."""
+    for unread in flushes:
+        unread.arrived(wait=True)
         for value, (stores, pages) in zip(unread.flags.tolist(), unread.launches, strict=True):
-            try:
-                with _NamedErrors(stores, 1, pages):
-                    raise_if_flagged(value, stores[0].format.keys.heads)
-            except KvconvertError as error:
-                group.error = error
-                raise
+            with _NamedErrors(stores, 1, pages):
+                raise_if_flagged(value, stores[0].format.keys.heads)
 
 
 def seal(group: Group) -> None:

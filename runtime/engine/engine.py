@@ -335,7 +335,7 @@ class Engine:
         for part in failures:
             for request in running.values() if part is None else [chunks[part]]:
                 self._end(request, "error")
-        given = {} if None in failures else dict(running)
+        given, joined = {} if None in failures else dict(running), {}
         for chunk, request in chunks.items():
             if request.drafter is not None:
                 request.drafter.read(request.prompt, chunk.positions.stop)
@@ -348,15 +348,16 @@ class Engine:
                 self._prefixes.read(request)
             if chunk.last:
                 given[chunk.row] = request
-                if self._prefixes:
+                # Others are known to be sound with the tokens of this pass, which nobody waits for here.
+                if self._prefixes and request.max_new_tokens <= 1 + self._steps.lag:
                     self._prefixes.settle(request)
                 if request.max_new_tokens > 1:
-                    self._steps.join(chunk.row, chunk.cache)
+                    joined[request] = self._steps.join(chunk.row, chunk.cache)
                     request.prompt_cache = None
                     with self._lock:
                         self._scheduler.start(request)
         if given:
-            self._unread.append(UnreadStep(self._steps.fetch(chosen), given))
+            self._unread.append(UnreadStep(self._steps.fetch(chosen), given, joined))
         for request in given.values():
             request.launched += 1
             if request.launched == request.max_new_tokens:
@@ -428,11 +429,25 @@ class Engine:
                 self._end(request, "error")
             raise
         events: list[Event] = []
+        failed: KvconvertError | None = None
+        for request, raise_if_lost in unread.joined.items():
+            if request.finished:
+                continue
+            try:
+                raise_if_lost()
+            except KvconvertError as error:
+                failed = failed or error
+                self._end(request, "error")
+            else:
+                if self._prefixes:
+                    self._prefixes.settle(request)
         with self._lock:
             for row, request in unread.rows.items():
                 if not request.finished:
                     events.append(request.take(tokens[row : row + 1]))
         self._hand_out(events)
+        if failed is not None:
+            raise failed
         return events
 
     def _hand_out(self, events: list[Event]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from kvconvert.errors import CacheError, UnsupportedModelError, UsageError
 from kvconvert.kernels.launches import make_ready, noted
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.models.configuration import is_latent
+from kvconvert.runtime.cache.compress import raise_found
 from kvconvert.runtime.cache.group_tables import upload
 from kvconvert.runtime.engine.sampling import sample
 from kvconvert.runtime.hf.cache_layers import rotary_switch
@@ -275,11 +277,17 @@ class ModelSteps:
         prompt.begin_prompt()
         return prompt
 
-    def join(self, row: int, prompt_cache: Any) -> None:
-        """Move a complete prompt into a free row."""
+    def join(self, row: int, prompt_cache: Any) -> Callable[[], None]:
+        """Move a complete prompt into a free row.
+
+        Returns:
+            what raises a NumericError if the prompt could not be stored; it waits for the pass that read it.
+        """
+        flushes = prompt_cache.take_unread_flags()
         self.cache.join(row, prompt_cache)
         # It is empty now; making one takes milliseconds.
         self._joined.append(prompt_cache)
+        return partial(raise_found, flushes)
 
     def leave(self, row: int) -> None:
         """Free a row."""

@@ -239,14 +239,17 @@ class Prefixes:
         known.unconfirmed.append(Unconfirmed(snapshot, flags, pages))
 
     def settle(self, request: Request) -> None:
-        """Store what a request has read whose prompt is complete, before its cache is joined or dropped."""
+        """Store what a request has read whose prompt is complete: before its cache is joined or dropped, or once it is
+        known that it could be stored.
+        """
         known = self._known.get(request)
         if known is not None and known.unconfirmed:
-            try:
-                request.prompt_cache.unread_flags(wait=True)
-            except NumericError:
-                # Joining says so.
-                self._abandon(request, known)
+            if request.prompt_cache is not None:
+                try:
+                    request.prompt_cache.unread_flags(wait=True)
+                except NumericError:
+                    # Joining says so.
+                    self._abandon(request, known)
             self._confirm(request, known)
         self._forget_coming(request)
 
@@ -255,7 +258,7 @@ class Prefixes:
         if not known.unconfirmed:
             return
         try:
-            waiting = set(map(id, request.prompt_cache.unread_flags()))
+            waiting = set(map(id, request.prompt_cache.unread_flags() if request.prompt_cache is not None else ()))
         except NumericError:
             self._abandon(request, known)
             return

@@ -208,10 +208,12 @@ class UnreadStep:
     Attributes:
         read: waits for their copy to the host.
         rows: whose they are, by row.
+        joined: of requests whose prompts ended, what raises an error if these could not be stored.
     """
 
     read: Callable[[], list[int]]
     rows: dict[int, Request]
+    joined: dict[Request, Callable[[], None]]
 
 
 @dataclass(frozen=True)

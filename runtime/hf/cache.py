@@ -399,6 +399,15 @@ class KVCache(Cache):
             read_flags(group, wait)
         return [entry for group in self.groups for entry in group.unread_flags]
 
+    def take_unread_flags(self) -> list[Any]:
+        """What `unread_flags` gives, without a look at it: whoever takes it calls `raise_found`."""
+        taken = [entry for group in self.groups for entry in group.unread_flags]
+        for group in self.groups:
+            group.unread_flags = []
+            for store in group.stores:
+                store.flag = None  # what is stored from now on raises another one
+        return taken
+
     def free_pages(self) -> int | None:
         """Pages of 128 tokens that could still be written, in the group of layers with the fewest.
 

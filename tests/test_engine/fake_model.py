@@ -112,6 +112,9 @@ class FakeCache:
     def unread_flags(self, wait=False):
         return []
 
+    def take_unread_flags(self):
+        return []
+
     def begin_prompt(self):
         self.sealed = False
 

@@ -9,6 +9,7 @@ from tiny.models import ARCHITECTURES, GREEDY, tiny_model
 from kvconvert.errors import NumericError
 from kvconvert.methods import PRESETS, KVScheme
 from kvconvert.runtime import Engine
+from kvconvert.runtime.cache.forward_pass import UnreadFlags
 from kvconvert.runtime.engine.model_steps import ModelSteps, PromptChunk
 from kvconvert.runtime.hf import packed
 from kvconvert.runtime.hf.generation import adopt
@@ -127,6 +128,45 @@ def test_a_cache_that_fails_within_a_pass_leaves_the_others_and_later_requests_a
     assert own.stats().pages == 0
 
 
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_prompt_that_turns_out_to_be_lost_after_it_joined_ends_alone(lag, monkeypatch):
+    model = low_bit(tiny_model("llama", num_hidden_layers=2, gain=3.0), "kivi")
+    engine = Engine(model, max_batch=4, prompt_chunk=128)
+    engine._steps.lag, join, joined = lag, engine._steps.join, []
+
+    def lose_the_second(*arguments):
+        joined.append(join(*arguments))
+        return joined[-1] if len(joined) != 2 else lambda: (_ for _ in ()).throw(NumericError("cannot store"))
+
+    monkeypatch.setattr(engine._steps, "join", lose_the_second)
+    prompts = prompts_of(model.config.vocab_size, (100, 290, 290, 300))
+    requests = [engine.add(ids, max_new_tokens=5, stop_token_ids=[]) for ids in prompts]
+    with pytest.raises(NumericError, match="cannot store"):
+        engine.run()
+    engine.run()
+    assert [request.finish_reason for request in requests] == ["length", "error", "length", "length"]
+    for request in (requests[0], *requests[2:]):
+        assert request.tokens == alone(model, request.prompt, 5)
+    stored = engine._steps.cache
+    assert engine.stats().prefix_pages == stored.groups[0].key_numbers.used
+
+
+def test_what_kernels_could_not_store_of_a_prompt_is_told_after_it_has_joined():
+    steps = ModelSteps(low_bit(tiny_model("llama", num_hidden_layers=2), "kivi"), 2, None)
+    prompt, none = steps.new_prompt(), torch.zeros(2, dtype=torch.int64)
+    steps.forward(none, none, False, [PromptChunk(0, prompt, [5] * 300, 0, last=True)])
+    (group,) = prompt.groups
+    group.stores[0].flag = torch.ones(1, dtype=torch.int32)
+    group.unread_flags.append(UnreadFlags(torch.ones(1, dtype=torch.int32), None, [(group.stores, 2)]))
+    raise_if_lost = steps.join(0, prompt)
+    for _ in range(2):
+        with pytest.raises(NumericError, match="Layer 0"):
+            raise_if_lost()
+    assert not group.unread_flags
+    assert all(store.flag is None for store in group.stores)
+    assert steps.cache.groups[0].error is None
+
+
 def test_keys_that_cannot_be_stored_end_their_own_request_alone():
     model = low_bit(tiny_model("llama", num_hidden_layers=2, gain=3.0), "kivi")
     poison = 3
@@ -142,6 +182,7 @@ def test_keys_that_cannot_be_stored_end_their_own_request_alone():
     assert poisoned.finish_reason == "error"
     for request in requests:
         assert request.tokens == alone(model, request.prompt, 5)
+    assert engine._steps.cache.stats().pages == 0
 
 
 def test_the_pass_that_takes_the_memory_of_the_longest_one_leaves_no_trace():

@@ -10,6 +10,8 @@ from tiny.models import ARCHITECTURES, tiny_model
 from kvconvert.errors import UsageError
 from kvconvert.methods import PRESETS, KVScheme
 from kvconvert.runtime import Engine
+from kvconvert.runtime.cache.forward_pass import UnreadFlags
+from kvconvert.runtime.engine.model_steps import ModelSteps
 from kvconvert.runtime.engine.prefixes import chain
 from kvconvert.runtime.hf.generation import adopt
 
@@ -128,8 +130,13 @@ def test_prompts_that_differ_early_share_nothing():
     assert set(chain(prompt, CHUNK, root)).isdisjoint(chain(prompt, CHUNK, b"another model"))
 
 
-def test_prompts_that_come_together_are_read_once():
+@pytest.mark.parametrize("late", [False, pytest.param(True, id="told late")])
+def test_prompts_that_come_together_are_read_once(late, monkeypatch):
     """Those that begin alike wait for the first one's chunks, and a later difference parts them."""
+    if late:  # as on a GPU, which says with the tokens of a pass whether its pages could be written
+        monkeypatch.setattr(ModelSteps, "prepare", lambda steps, *_: setattr(steps, "lag", 1))
+        arrived = UnreadFlags.arrived
+        monkeypatch.setattr(UnreadFlags, "arrived", lambda self, wait: wait and arrived(self, wait))
     model, common = llama("oscar-g128"), ids_of(400)
     prompts = [common + ids_of(20 + n, n) for n in range(1, 5)]
     plain, engine = engine_of(model, prefix_caching=False), engine_of(model)
