@@ -3,11 +3,12 @@
     python benchmarks/vllm_profile.py --only bundle --cases 1x1000,16x12000 --json FILE
 
 Of each `ROWSxTOKENS` case milliseconds of a step that reads prompts and of one that answers, how much of them kernels
-take, and which ones.
+take, which ones, and which functions of Python, under a profiler that slows these down.
 """
 
 from __future__ import annotations
 
+import cProfile
 import json
 import sys
 import tempfile
@@ -60,18 +61,21 @@ def profiled(arguments: dict[str, Any]) -> dict[str, Any]:
 
     for rows, tokens in arguments["profile"]:
         found: dict[str, Any] = {}
-        # The first time compiles, the second is timed, the third told in detail.
-        for turn in range(3):
+        # The first time compiles, the second is timed, the others told in detail.
+        for turn in range(4):
             for number, (prompt, _) in enumerate(requests_of(rows, tokens)):
                 engine.add_request(f"{rows}x{tokens}-{turn}-{number}", {"prompt_token_ids": prompt}, sampling)
             for part, is_over in (("prompts", answered(rows)), ("answers", after(PROFILED_STEPS))):
                 activities = [ProfilerActivity.CUDA if has_gpu else ProfilerActivity.CPU]
-                with profile(activities=activities) if turn == 2 else nullcontext() as told:
+                profilers = {2: profile(activities=activities), 3: cProfile.Profile()}
+                with profilers.get(turn, nullcontext()) as told:
                     took, steps = seconds(is_over)
                 if turn == 1:
                     found[part] = {"steps": steps, "step_ms": round(took / steps * 1e3, 3)}
                 elif turn == 2:
                     found[part] |= kernels_of(told.key_averages(), steps, has_gpu)
+                elif turn == 3:
+                    found[part]["functions"] = functions_of(told, steps)
             seconds(lambda outputs: not engine.has_unfinished_requests())
         report[f"{rows}x{tokens}"] = found
     return report
@@ -85,14 +89,24 @@ def kernels_of(averages: Any, steps: int, has_gpu: bool) -> dict[str, Any]:
     return {"kernels_ms": round(sum(row[0] for row in rows) / 1e3, 3), "kernels": listed}
 
 
+def functions_of(told: cProfile.Profile, steps: int) -> list[list[Any]]:
+    """Microseconds of a step that functions take themselves, and their calls, those that take the most."""
+    told.create_stats()
+    found = [
+        [round(own / steps * 1e6, 1), round(calls / steps, 1), f"{name} {Path(file).name}:{line}"]
+        for (file, line, name), (_, calls, own, _, _) in told.stats.items()
+    ]
+    return sorted(found, reverse=True)[:KERNELS]
+
+
 def print_profile(name: str, report: dict[str, Any]) -> None:
     """A table of each case."""
     print(name, {key: value for key, value in report.items() if not isinstance(value, dict)}, flush=True)
     for case, parts in report.items():
         for part, told in parts.items() if isinstance(parts, dict) else ():
             print(f"{name} {case} {part}: {told['step_ms']} ms a step, of which kernels {told['kernels_ms']} ms")
-            for taken, count, kernel in told["kernels"]:
-                print(f"{taken:12.1f} us {count:8.1f} x  {kernel}", flush=True)
+            for taken, count, what in told["kernels"] + told["functions"]:
+                print(f"{taken:12.1f} us {count:8.1f} x  {what}", flush=True)
 
 
 def main() -> None:

@@ -43,6 +43,7 @@ class LowBitBackend(AttentionBackend):
     # The one bundle of this process, once its first layer is built, and among how many ranks its heads are divided.
     served: ClassVar[ServedBundle | None] = None
     ranks: ClassVar[int] = 1
+    _workspace: ClassVar[torch.Tensor | None] = None
 
     @staticmethod
     def get_name() -> str:
@@ -63,6 +64,13 @@ class LowBitBackend(AttentionBackend):
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
         """A block is a page."""
         return [PAGE_SIZE]
+
+    @classmethod
+    def workspace(cls, device: torch.device) -> torch.Tensor:
+        """Memory for prompts, reserved once and before vLLM gives the rest to the cache."""
+        if cls._workspace is None or cls._workspace.device != device:
+            cls._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        return cls._workspace
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
@@ -166,7 +174,7 @@ class LowBitMetadataBuilder(AttentionMetadataBuilder[LowBitMetadata]):
                 first = self._known[0].cache
                 dims = first.format.keys.head_dim, first.format.values.head_dim
                 flash = flash_attention(first.dtype, *dims, config.attention_config.flash_attn_version)
-                self._packing = Packing(self._known[0], flash)
+                self._packing = Packing(self._known[0], flash, LowBitBackend.workspace(self._known[0].words.device))
             context = config.compilation_config.static_forward_context
             heads = [context[name].impl.num_heads for name in self.layer_names]
             args = self._known, heads, self._tables, self._packing
@@ -261,7 +269,8 @@ class LowBitAttention(AttentionImpl[LowBitMetadata]):
         """Attention [n, Hq, D] of the pass's tokens, which it stores."""
         if attn_metadata is None:
             # vLLM measures what a pass takes, before there is a cache.
-            query.new_empty(WORKSPACE_BYTES, dtype=torch.uint8)
+            if runs_triton(query.device):
+                LowBitBackend.workspace(query.device)
             return output.fill_(0)
         count = attn_metadata.num_actual_tokens
         step = LayerStep(

@@ -55,19 +55,19 @@ class Packing:
     Args:
         like: a layer's blocks; all layers have its heads and dtype, and `kernels/ragged` serves all.
         flash: attends instead of our kernel, if given.
-        workspace_bytes: for the keys and values of one layer.
+        memory: for the keys and values of one layer, any dtype.
 
     Attributes:
         tokens: that the workspace has room for.
     """
 
-    def __init__(self, like: LayerBlocks, flash: Flash | None = None, workspace_bytes: int = WORKSPACE_BYTES):
+    def __init__(self, like: LayerBlocks, flash: Flash | None, memory: torch.Tensor):
         f = like.cache.format
         self.flash, self.sides = flash, ((f.keys.heads, f.keys.head_dim), (f.values.heads, f.values.head_dim))
         # Whole pages, so that no size of a pass gives kernels a number of another kind.
-        self.tokens = workspace_bytes // like.cache.layout.token_bytes // PAGE_SIZE * PAGE_SIZE
+        self.tokens = memory.nbytes // like.cache.layout.token_bytes // PAGE_SIZE * PAGE_SIZE
         sizes = [heads * self.tokens * dim for heads, dim in self.sides]
-        self.memory = torch.empty(sum(sizes), dtype=like.cache.dtype, device=like.words.device)
+        self.memory = memory.view(like.cache.dtype)[: sum(sizes)]
         parts = zip(self.memory.split(sizes), self.sides, strict=True)
         self.keys, self.values = (part.view(heads, self.tokens, dim) for part, (heads, dim) in parts)
 

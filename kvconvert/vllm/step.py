@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -12,8 +13,7 @@ from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.vllm.blocks import BlockLayout
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """One request's part of a forward pass.
 
     Attributes:
@@ -147,11 +147,13 @@ class StepPlan:
         """These rows' pages, each a row and a number."""
         if not pages:
             return None
-        rows, numbers = upload(torch.tensor(pages).T, self.device)
-        positions = (numbers[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device=self.device)).flatten()
-        entries, slots = self.layout.places(positions)
-        blocks = self.block_table[rows.repeat_interleave(PAGE_SIZE), entries].long()
-        own = self.block_table[rows, self.layout.first_page + numbers].long()
+        rows, numbers = torch.tensor(pages).T
+        entries, slots = self.layout.places((numbers[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten())
+        every = torch.stack([rows.repeat_interleave(PAGE_SIZE), entries, slots])
+        token_rows, entries, slots = upload(every, self.device)
+        blocks = self.block_table[token_rows, entries].long()
+        rows, entries = upload(torch.stack([rows, self.layout.first_page + numbers]), self.device)
+        own = self.block_table[rows, entries].long()
         if self.quantized_blocks is not None:
             known = self.quantized_blocks[own] > 0
             if self.device.type == "cpu" and known.any():

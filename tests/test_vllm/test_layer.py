@@ -64,7 +64,7 @@ class Layer:
         self.table[:, :each] = (torch.randperm(each * REQUESTS) + 1).view(REQUESTS, each)
         self.table = self.table.to(self.device)
         self.tables = DecodeTables([self.blocks], REQUESTS + 2, 6 * REQUESTS) if kernels else None
-        self.packing = Packing(self.blocks, flash, 1 << 20) if kernels else None
+        self.packing = Packing(self.blocks, flash, self.blocks.words.new_empty(1 << 19)) if kernels else None
         self.keys, self.values = ([torch.zeros(HEADS, 0, DIM) for _ in range(REQUESTS)] for _ in range(2))
 
     def run(self, lengths: list[int]) -> float:
@@ -181,7 +181,8 @@ def test_prompts_are_packed_as_far_as_the_workspace_has_room_and_others_go_alone
     starts = [sum(lengths[:row]) for row in range(7)]
     table = layer.table[:1].repeat(6, 1)
     plan = plan_step(layer.layout, starts, [200, 90, 100, 250, 650, 30], table)
-    parts = divide_prompts(plan, Packing(layer.blocks, workspace_bytes=300 * layer.layout.token_bytes))
+    memory = torch.empty(300 * layer.layout.token_bytes, dtype=torch.uint8)
+    parts = divide_prompts(plan, Packing(layer.blocks, None, memory))
     assert [(part.start, part.stop) for part, _ in parts] == [(1, 191), (191, 441), (441, 1091), (1091, 1121)]
     assert [isinstance(prompts, PackedPrompts) for _, prompts in parts] == [True, True, False, True]
     assert parts[2][1] is plan.requests[4]
