@@ -59,9 +59,12 @@ def field(words, J: tl.constexpr, BITS: tl.constexpr, F: tl.constexpr):
 
 
 @triton.jit
-def moved_down(words, count, F: tl.constexpr):
-    """Words moved down by `count` bits, equal for neighbours, which may spill into bits that no field has."""
+def row_words(record, channel, known, row, F: tl.constexpr):
+    """Words of rows at `channel`, moved down so that the row's fields are the lowest."""
+    words = tl.load(record + row % lanes(F) * F.rank + channel, mask=known, other=0)
+    count = tl.broadcast_to((row // lanes(F) * (FIELDS * F.bits)).to(tl.uint16), words.shape)
     if F.compiled:
+        # Neighbours, which move alike, may spill into bits that no field has.
         return tl.inline_asm_elementwise(
             "shf.r.wrap.b32 $0, $1, 0, $2;", "=r,r,r", [words, count], dtype=tl.uint16, is_pure=True, pack=2
         )
@@ -169,8 +172,6 @@ def rope_scores(record, operands, F: tl.constexpr):
 @triton.jit
 def latent_scores(record, queries, inverse, scores, F: tl.constexpr):
     """`scores` plus products of queries with the codes of a page, and the queries' products with its zero points."""
-    row = tl.arange(0, ROWS)
-    count = (row // lanes(F) * (FIELDS * F.bits)).to(tl.uint16)
     halves = half_pointer(record)
     offset = tl.zeros([F.chunk, F.block], tl.float32)
     for c in tl.range(chunk_count(F), num_stages=F.stages):
@@ -180,9 +181,7 @@ def latent_scores(record, queries, inverse, scores, F: tl.constexpr):
         zero_point = tl.load(halves + F.zero_point + channel, mask=known, other=0.0).to(tl.float32)
         offset += query * zero_point[:, None]
         scaled = (query * inverse[None, :] * scale[:, None]).to(tl.float16)
-        here = record + (row % lanes(F))[:, None] * F.rank + channel[None, :]
-        words = tl.load(here, mask=known[None, :], other=0)
-        words = moved_down(words, tl.broadcast_to(count[:, None], words.shape), F)
+        words = row_words(record, channel[None, :], known[None, :], tl.arange(0, ROWS)[:, None], F)
         more = ()
         for j in tl.static_range(FIELDS):
             more = more + (tl.dot(field(words, j, F.bits, F), scaled, scores[j]),)
@@ -215,38 +214,19 @@ def softmax_step(scores, offset, first, limit, factor, unit, maximum, F: tl.cons
 
 
 @triton.jit
-def row_groups(x, COUNT: tl.constexpr):
-    """[COUNT M, N] as COUNT tensors [M, N]."""
-    if COUNT == 1:
-        return (x,)
-    else:
-        first, second = tl.split(tl.permute(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1]]), (1, 2, 0)))
-        return row_groups(first, COUNT // 2) + row_groups(second, COUNT // 2)
-
-
-@triton.jit
 def page_step(record, rope_record, first, limit, queries, rope_operands, unit, inverse, factor, sums, F: tl.constexpr):
     """`sums` with the quantized page at `record`: its tokens from number `first` on and before `limit`."""
-    GROUPS: tl.constexpr = ROWS // lanes(F)
     maximum, weight, totals = sums
     scores, offset = latent_scores(record, queries, inverse, rope_scores(rope_record, rope_operands, F), F)
     weights, added, highest, alpha = softmax_step(scores, offset, first, limit, factor, unit, maximum, F)
-    groups = ()
-    for j in tl.static_range(FIELDS):
-        groups = groups + (row_groups(weights[j], GROUPS),)
-    lane = tl.arange(0, lanes(F))
     halves = half_pointer(record)
     summed = ()
     for c in tl.static_range(chunk_count(F)):
         channel, known = chunk(c, F)
-        words = tl.load(record + lane[None, :] * F.rank + channel[:, None], mask=known[:, None], other=0)
+        words = row_words(record, channel[:, None], known[:, None], tl.arange(0, ROWS)[None, :], F)
         total = tl.zeros([F.chunk, F.block], tl.float32)
-        for group in tl.static_range(GROUPS):
-            moved = words
-            if group > 0:
-                moved = shift_lanes(words, group * FIELDS * F.bits, F.compiled)
-            for j in tl.static_range(FIELDS):
-                total = tl.dot(field(moved, j, F.bits, F), groups[j][group], total)
+        for j in tl.static_range(FIELDS):
+            total = tl.dot(field(words, j, F.bits, F), weights[j], total)
         scale = tl.load(halves + F.scale + channel, mask=known, other=0.0).to(tl.float32) * 2.0 ** (24 - WEIGHT_POWER)
         zero_point = tl.load(halves + F.zero_point + channel, mask=known, other=0.0).to(tl.float32)
         total = totals[c] * alpha[None, :] + total * scale[:, None]
