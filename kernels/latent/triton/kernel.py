@@ -25,7 +25,7 @@ from kvconvert.kernels.decode.triton.queries import power_above
 from kvconvert.kernels.decode.triton.scores import LOG2_E
 from kvconvert.kernels.decode.triton.shape import block_of
 from kvconvert.kernels.decode.triton.tiles import PAGE, exp2, half_pointer, shift_lanes
-from kvconvert.kernels.latent.triton.shape import chunk_count, lanes, power_of_two
+from kvconvert.kernels.latent.triton.shape import block_heads, chunk_channels, chunk_count, lanes, power_of_two
 from kvconvert.kernels.launches.triton import kernel
 
 # Rows of a page's scores, and fields of a word that belong to one row.
@@ -96,7 +96,7 @@ def head_queries(queries, channel, known):
 @triton.jit
 def chunk(number, F: tl.constexpr):
     """Channels of a chunk, and which of them there are."""
-    channel = number * F.chunk + tl.arange(0, F.chunk)
+    channel = number * chunk_channels(F) + tl.arange(0, chunk_channels(F))
     return channel, channel < F.rank
 
 
@@ -105,15 +105,15 @@ def no_sums(F: tl.constexpr):
     """Maxima, sums of weights, and sums of latents, chunk by chunk, before anything was read."""
     totals = ()
     for _ in tl.static_range(chunk_count(F)):
-        totals = totals + (tl.zeros([F.chunk, F.block], tl.float32),)
-    return tl.full([F.block], LOWEST, tl.float32), tl.zeros([F.block], tl.float32), totals
+        totals = totals + (tl.zeros([chunk_channels(F), block_heads(F)], tl.float32),)
+    return tl.full([block_heads(F)], LOWEST, tl.float32), tl.zeros([block_heads(F)], tl.float32), totals
 
 
 @triton.jit
 def exact_step(latents, rope, token, seen, queries, rope_queries, factor, sums, F: tl.constexpr):
     """`sums` with full-precision tokens `token` [T], of which those `seen` count."""
     maximum, weight, totals = sums
-    x = tl.zeros([TILE, F.block], tl.float32)
+    x = tl.zeros([TILE, block_heads(F)], tl.float32)
     for c in tl.static_range(chunk_count(F)):
         channel, known = chunk(c, F)
         here = latents + token[:, None] * F.rank + channel[None, :]
@@ -161,7 +161,7 @@ def rope_scores(record, operands, F: tl.constexpr):
         token = row_token(j, F)
         here = record + channel[None, :] * PAGE + token[:, None]
         words = tl.load(here, mask=(channel < F.rope // 2)[None, :], other=0)
-        x = tl.dot(field(words, 0, 8, F), lower, tl.zeros([ROWS, F.block], tl.float32))
+        x = tl.dot(field(words, 0, 8, F), lower, tl.zeros([ROWS, block_heads(F)], tl.float32))
         x = tl.dot(field(shift_lanes(words, 8, F.compiled), 0, 8, F), upper, x)
         scale = tl.load(halves + F.rope_scale + token).to(tl.float32) * 2.0 ** (F.bits * j)
         zero_point = tl.load(halves + F.rope_zero_point + token).to(tl.float32) * 2.0 ** (F.bits * j - 24)
@@ -173,7 +173,7 @@ def rope_scores(record, operands, F: tl.constexpr):
 def latent_scores(record, queries, inverse, scores, F: tl.constexpr):
     """`scores` plus products of queries with the codes of a page, and the queries' products with its zero points."""
     halves = half_pointer(record)
-    offset = tl.zeros([F.chunk, F.block], tl.float32)
+    offset = tl.zeros([chunk_channels(F), block_heads(F)], tl.float32)
     for c in tl.range(chunk_count(F), num_stages=F.stages):
         channel, known = chunk(c, F)
         query = head_queries(queries, channel, known).to(tl.float32)
@@ -195,7 +195,7 @@ def softmax_step(scores, offset, first, limit, factor, unit, maximum, F: tl.cons
     their sum, the new maximum, and the factor for what was summed before, [heads].
     """
     offset *= factor
-    largest = tl.full([ROWS, F.block], float("-inf"), tl.float32)
+    largest = tl.full([ROWS, block_heads(F)], float("-inf"), tl.float32)
     found = ()
     for j in tl.static_range(FIELDS):
         token = row_token(j, F)
@@ -204,7 +204,7 @@ def softmax_step(scores, offset, first, limit, factor, unit, maximum, F: tl.cons
         largest = tl.maximum(largest, x)
         found = found + (x,)
     highest = tl.maximum(maximum, tl.max(largest, 0))
-    every = tl.zeros([ROWS, F.block], tl.float32)
+    every = tl.zeros([ROWS, block_heads(F)], tl.float32)
     weights = ()
     for j in tl.static_range(FIELDS):
         p = exp2(found[j] - highest[None, :], F.compiled)
@@ -224,7 +224,7 @@ def page_step(record, rope_record, first, limit, queries, rope_operands, unit, i
     for c in tl.static_range(chunk_count(F)):
         channel, known = chunk(c, F)
         words = row_words(record, channel[:, None], known[:, None], tl.arange(0, ROWS)[None, :], F)
-        total = tl.zeros([F.chunk, F.block], tl.float32)
+        total = tl.zeros([chunk_channels(F), block_heads(F)], tl.float32)
         for j in tl.static_range(FIELDS):
             total = tl.dot(field(words, j, F.bits, F), weights[j], total)
         scale = tl.load(halves + F.scale + channel, mask=known, other=0.0).to(tl.float32) * 2.0 ** (24 - WEIGHT_POWER)
@@ -238,7 +238,7 @@ def page_step(record, rope_record, first, limit, queries, rope_operands, unit, i
 def store_part(out, stats, slot, block, blocks, sums, F: tl.constexpr):
     """Write the sums of one slot."""
     maximum, weight, totals = sums
-    place = (slot * blocks + block).to(tl.int64) * F.block + tl.arange(0, F.block)
+    place = (slot * blocks + block).to(tl.int64) * block_heads(F) + tl.arange(0, block_heads(F))
     for c in tl.static_range(chunk_count(F)):
         channel, known = chunk(c, F)
         where = out + place[None, :] * F.rank + channel[:, None]
@@ -278,7 +278,7 @@ def latent_decode_kernel(
     item = items + tl.program_id(0) * ITEM
     row = tl.load(item)
     described = rows + row * ROW
-    member = block * F.block + tl.arange(0, F.block)
+    member = block * block_heads(F) + tl.arange(0, block_heads(F))
     real = member < F.heads
     query = (queries + row.to(tl.int64) * query_row, member * query_head, real)
     rope_query = (rope_queries + row.to(tl.int64) * rope_row, member * rope_head, real)
@@ -320,7 +320,7 @@ def latent_decode_kernel(
         else:
             prefetch(key_base, tl.load(key_table + begin), F.record, F)
             prefetch(value_base, tl.load(value_table + begin), F.rope_record, F)
-            largest = tl.zeros([F.block], tl.float32)
+            largest = tl.zeros([block_heads(F)], tl.float32)
             for c in tl.static_range(chunk_count(F)):
                 channel, known = chunk(c, F)
                 magnitudes = tl.abs(head_queries(query, channel, known).to(tl.float32))

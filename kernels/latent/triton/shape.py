@@ -41,6 +41,18 @@ class LatentShape:
 
 
 @triton.constexpr_function
+def chunk_channels(shape):
+    """Channels of a chunk."""
+    return shape.chunk
+
+
+@triton.constexpr_function
+def block_heads(shape):
+    """Query heads of a program."""
+    return shape.block
+
+
+@triton.constexpr_function
 def chunk_count(shape):
     """Chunks of a latent, the last of which may have fewer channels."""
     return -(-shape.rank // shape.chunk)
