@@ -11,29 +11,24 @@ number in complete pages, with everything that is stored, and mean KL in nats.
 
 from __future__ import annotations
 
-import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from runner import option_parser
+from simulated_treatments import SAMPLE, SCORED_FROM, Simulation, library_code
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvconvert.auto.layers import SearchedLayer, measured_layer
-from kvconvert.auto.model import SimulatedModel
 from kvconvert.cache.format import CacheFormat
 from kvconvert.calibration import clip_ratios, simulated_attention
 from kvconvert.calibration.clip_ratios import key_clip_ratio_errors, pages_read, value_clip_ratio_errors
-from kvconvert.calibration.simulated_attention import SIMULATED_ATTENTION
 from kvconvert.kernels.pages import page_centers
 from kvconvert.kernels.pages.reference import shown_tokens, token_norms
-from kvconvert.methods import KVScheme, preset_calibration
+from kvconvert.methods import KVScheme
 from kvconvert.methods.key_treatments import treatments
-from kvconvert.models.configuration import changing_rope
 
-SAMPLE, SCORED_FROM, SEED = 512, 128, 0
+SEED = 0
 RATIOS = {"range": (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4), "deviation": (1.0, 0.92, 0.84, 0.77, 0.7, 0.6, 0.5)}
 WIDEST = 1.3  # standard deviations that a ratio of 1 stands for
 # Levels of least squared error for a Gaussian (Max 1960), in standard deviations.
@@ -304,21 +299,15 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--only", default="", help="parts of names, separated by commas")
     args = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=torch.float32, attn_implementation=SIMULATED_ATTENTION
-    ).eval()
-    base = next(m for m in model.children() if hasattr(m, "layers"))
-    simulated = SimulatedModel(model, base.layers)
+    simulated = Simulation(args.model)
 
     def rows(text: str, count: int, length: int) -> Tensor:
-        ids = tokenizer(text[: 40 * count * length])["input_ids"]
+        ids = simulated.tokenizer(text[: 40 * count * length])["input_ids"]
         stride = max(length, len(ids) // count)
         return torch.tensor([ids[i * stride : i * stride + length] for i in range(count)])
 
-    code = "".join(p.read_text(errors="ignore") for p in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[5:])
     novels = rows((args.text / "books-calib.txt").read_text(), args.samples, SAMPLE)
-    texts = {"WikiText-2": (args.text / "wikitext2-test.txt").read_text(), "code": code}
+    texts = {"WikiText-2": (args.text / "wikitext2-test.txt").read_text(), "code": library_code()}
     fitted_on = simulated.read(novels, SAMPLE)
     scored = [simulated.read(rows(text, args.segments, args.length), SCORED_FROM) for text in texts.values()]
     choices = [c for c in codes_of(args.side, args.bits) if any(part in c.name for part in args.only.split(","))]
@@ -330,15 +319,10 @@ def main() -> None:
     )  # fmt: skip
     caches: dict[str, dict[int, CacheFormat]] = {choice.name: {} for choice in choices}
     taken: dict[str, int] = {}
-    for index, layer in enumerate(base.layers):
-        call = simulated.attention_call(fitted_on, index)
-        heads, dim = call.keys.shape[1::2]
-        output = next(m for name, m in layer.named_modules() if name.endswith((".o_proj", ".dense", ".out_proj")))
-        searched = SearchedLayer(index, scheme, preset_calibration("default"), heads, dim, (), (), {})
-        fit = measured_layer(searched, call, output.weight, fitted_on.embeddings[index], changing_rope(model.config))
+    for layer, fit in simulated.measured_layers(fitted_on, scheme, "default"):
         treated = scheme
         if is_key:
-            best, _ = fit.best(scheme, [t for t in treatments(scheme, dim) if "key_bits" not in t.fields])
+            best, _ = fit.best(scheme, [t for t in treatments(scheme, layer.head_dim) if "key_bits" not in t.fields])
             treated = best.over(scheme)
             taken[best.name] = taken.get(best.name, 0) + 1
         errors_of = key_clip_ratio_errors if is_key else value_clip_ratio_errors
@@ -349,12 +333,11 @@ def main() -> None:
             ratio = grid[int(errors_of(fit.sample(cache.rotations.keys), cache, grid).argmin())]
             chosen = fit.format_of(replace(treated, **{f"{args.side}_clip_ratio": ratio}))
             CODES[id(chosen)] = (chosen, args.side, choice)
-            caches[choice.name][index] = chosen
-        fit.drop_sample()
+            caches[choice.name][layer.index] = chosen
     print(f"treatments: {taken}" if is_key else "values rotated")
     print(f"| {args.side}s | bits | {' | '.join(f'KL {name}' for name in texts)} |\n|---|---|---|---|")
     for choice in choices:
-        stored = choice.stored(dim, heads, args.side)
+        stored = choice.stored(layer.head_dim, layer.heads, args.side)
         losses = [f"{simulated.divergence(text, caches[choice.name]):.4f}" for text in scored]
         print(f"| {choice.name} | {stored:.3f} | {' | '.join(losses)} |", flush=True)
 

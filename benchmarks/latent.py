@@ -12,6 +12,7 @@ KL to the model with its own cache is averaged. Paired by segment; 95% bootstrap
 
 from __future__ import annotations
 
+from argparse import ArgumentParser, Namespace
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -142,25 +143,40 @@ def report(found: dict[str, Any]) -> str:
     return table(head, rows)
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = option_parser(__doc__)
+def add_segment_options(parser: ArgumentParser, segments: int, length: int) -> None:
+    """MODEL, TEXT, and how many segments of it are read."""
     parser.add_argument("model", type=Path)
     parser.add_argument("text", type=Path)
-    parser.add_argument("--segments", type=int, default=24)
-    parser.add_argument("--length", type=int, default=640, help="tokens of a segment")
+    parser.add_argument("--segments", type=int, default=segments)
+    parser.add_argument("--length", type=int, default=length, help="tokens of a segment")
     parser.add_argument("--seed", type=int, default=0, help="of where the segments begin")
     parser.add_argument("--json", type=Path, help="where results go")
-    args = parser.parse_args()
+
+
+def read_segments(args: Namespace) -> tuple[PreTrainedModel, torch.Tensor]:
+    """The model in float32, and segments [n, length] of its text at random places."""
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     tokens = torch.tensor(AutoTokenizer.from_pretrained(args.model)(args.text.read_text(encoding="utf-8"))["input_ids"])
     generator = torch.Generator().manual_seed(args.seed)
     starts = torch.randint(len(tokens) - args.length, (args.segments,), generator=generator).tolist()
-    ids = torch.stack([tokens[start : start + args.length] for start in starts])
-    found = measure(model, ids, cases())
+    return model, torch.stack([tokens[start : start + args.length] for start in starts])
+
+
+def keep(args: Namespace, found: dict[str, Any]) -> None:
+    """Save what was found in these segments, and print what the model itself scores."""
     found |= {"model": args.model.name, "text": args.text.name, "seed": args.seed, "length": args.length}
     save(args.json, found)
     print(f"\nperplexity {found['perplexity']:.2f}, {args.segments} segments of {args.length} tokens, seed {args.seed}")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = option_parser(__doc__)
+    add_segment_options(parser, segments=24, length=640)
+    args = parser.parse_args()
+    model, ids = read_segments(args)
+    found = measure(model, ids, cases())
+    keep(args, found)
     print(report(found))
 
 

@@ -13,15 +13,15 @@ with its own cache.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from runner import option_parser, save
+from latent import add_segment_options, keep, read_segments
+from runner import option_parser
 from tables import table
 from torch import Tensor
 from torch.nn.functional import kl_div
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
 PROMPT = 256
@@ -135,21 +135,11 @@ def report(found: dict[str, Any]) -> str:
 def main() -> None:
     """Measure and print."""
     parser = option_parser(__doc__)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("text", type=Path)
-    parser.add_argument("--segments", type=int, default=16)
-    parser.add_argument("--length", type=int, default=768, help="tokens of a segment")
-    parser.add_argument("--seed", type=int, default=0, help="of where the segments begin")
-    parser.add_argument("--json", type=Path, help="where results go")
+    add_segment_options(parser, segments=16, length=768)
     args = parser.parse_args()
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-    tokens = torch.tensor(AutoTokenizer.from_pretrained(args.model)(args.text.read_text(encoding="utf-8"))["input_ids"])
-    generator = torch.Generator().manual_seed(args.seed)
-    starts = torch.randint(len(tokens) - args.length, (args.segments,), generator=generator).tolist()
-    found = measure(model, torch.stack([tokens[start : start + args.length] for start in starts]))
-    found |= {"model": args.model.name, "text": args.text.name, "seed": args.seed, "length": args.length}
-    save(args.json, found)
-    print(f"\nperplexity {found['perplexity']:.2f}, {args.segments} segments of {args.length} tokens, seed {args.seed}")
+    model, ids = read_segments(args)
+    found = measure(model, ids)
+    keep(args, found)
     print(report(found))
 
 

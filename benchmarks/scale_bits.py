@@ -19,23 +19,22 @@ from pathlib import Path
 
 import torch
 from runner import option_parser
+from simulated_treatments import SAMPLE, SCORED_FROM, Simulation
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvconvert.auto.allocation import allocate
-from kvconvert.auto.layers import SearchedLayer, measured_layer
+from kvconvert.auto.layers import SearchedLayer
 from kvconvert.auto.model import ExactText, SimulatedModel
 from kvconvert.cache.format import CacheFormat
 from kvconvert.cache.size import lengths
 from kvconvert.calibration.clip_ratios import key_clip_ratio_errors, value_clip_ratio_errors
 from kvconvert.calibration.key_treatments import TreatmentSearch
-from kvconvert.calibration.simulated_attention import SIMULATED_ATTENTION, simulated_caches
-from kvconvert.methods import KVScheme, preset_calibration
+from kvconvert.calibration.simulated_attention import simulated_caches
+from kvconvert.methods import KVScheme
 from kvconvert.methods.auto import Candidate
 from kvconvert.methods.key_treatments import treatments
-from kvconvert.models.configuration import changing_rope
 
-SAMPLES, SAMPLE, SCORED_FROM, WINDOW = 2, 512, 128, 128
+SAMPLES, WINDOW = 2, 128
 RATIOS = {1: (0.6, 0.5, 0.4), 2: (0.9, 0.8, 0.7), 3: (1.0, 0.9, 0.8), 4: (1.0, 0.9)}
 EXACT_KEYS = {"token_norm": "none", "rotate_keys": "none", "key_rounding": "nearest", "key_center": "none"}
 
@@ -130,15 +129,10 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=4100)
     parser.add_argument("--bits", default="1.79,2.62")
     args = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=torch.float32, attn_implementation=SIMULATED_ATTENTION
-    ).eval()
-    base = next(m for m in model.children() if hasattr(m, "layers"))
-    simulated = SimulatedModel(model, base.layers)
+    simulated = Simulation(args.model)
 
     def read(text: str, count: int, length: int = args.length, first: int = SCORED_FROM) -> ExactText:
-        ids = tokenizer(text[:400_000])["input_ids"]
+        ids = simulated.tokenizer(text[:400_000])["input_ids"]
         stride = len(ids) // count
         return simulated.read(torch.tensor([ids[i * stride : i * stride + length] for i in range(count)]), first)
 
@@ -147,17 +141,10 @@ def main() -> None:
     fitted_on = read(calib, SAMPLES, SAMPLE, SAMPLE)
     scheme = replace(KVScheme.preset("default").with_online_rotation(), **EXACT_KEYS)
     layers, fits, ratios, losses = [], [], [], []
-    for index, layer in enumerate(base.layers):
-        call = simulated.attention_call(fitted_on, index)
-        heads, dim = call.keys.shape[1::2]
-        sides = (candidates(side, (16, 8)) for side in ("key", "value"))
-        plain = SearchedLayer(index, scheme, preset_calibration("default"), heads, dim, *sides, {}, args.context)
-        plain = replace(plain, costs={c.name: plain.cost_of(c) for c in plain.candidates})
-        output = next(m for name, m in layer.named_modules() if name.endswith((".o_proj", ".dense", ".out_proj")))
-        fit = measured_layer(plain, call, output.weight, fitted_on.embeddings[index], changing_rope(model.config))
+    sides = (candidates(side, (16, 8)) for side in ("key", "value"))
+    for plain, fit in simulated.measured_layers(fitted_on, scheme, "default", *sides, args.context):
         for found, one in zip((layers, ratios, losses), fitted(plain, fit), strict=True):
             found.append(one)
-        fit.drop_sample()
         fits.append(fit)
     texts = {"WikiText-2": read(wiki, 3), "novels": read(novels, 2)}
     plain_bytes = sum(layer.cache_of(None).plain_bytes(n) for layer in layers for n in lengths(args.context))
@@ -182,7 +169,7 @@ def main() -> None:
             print(f"{16 * chosen.cost / plain_bytes:.3f} bits, scales of {what}: {kl} {dict(count)}", flush=True)
     more = {"WikiText-2 without markup": read(without_markup(wiki), 3), "stories": read(stories, 2)}
     for name, text in (texts | more).items():
-        describe(name, text, token_kl(simulated, text, caches), tokenizer.decode)
+        describe(name, text, token_kl(simulated, text, caches), simulated.tokenizer.decode)
     variants = {"32 sink tokens": {i: replace(c, sink_tokens=32) for i, c in caches.items()}}
     recent = {
         side: replace(getattr(next(iter(caches.values())), side), recent_tokens=WINDOW) for side in ("keys", "values")

@@ -103,10 +103,6 @@ class LayerCache:
         keys, values = zip(*map(self.sides, lengths(context)), strict=True)
         return sum(keys), sum(values)
 
-    def page_bits(self) -> float:
-        """Bits of a number in complete pages, keys and values together."""
-        return 8 * self.one_page_bytes / (PAGE_SIZE * self.values_per_token)
-
     @property
     def one_page_bytes(self) -> int:
         """Bytes of a complete page of keys and one of values."""

@@ -9,7 +9,6 @@ so a seed and an index name the same pixels everywhere. Glyphs are bitmaps of fi
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -157,13 +156,6 @@ def draw(seed: int, index: int) -> Drawing:
     for thing in things:
         _stamp(image, thing, chance)
     return Drawing(image, things, _caption(things), tuple(_questions(things, chance)))
-
-
-def captioned_drawings(count: int, seed: int) -> Iterator[tuple[np.ndarray, str]]:
-    """The first `count` drawings of a seed as (image: uint8 [96, 96, 3], caption)."""
-    for index in range(count):
-        drawing = draw(seed, index)
-        yield drawing.image, drawing.caption
 
 
 def _scene(chance: random.Random) -> tuple[Thing, ...]:

@@ -62,7 +62,7 @@ def test_sizes_are_what_they_were(preset, window):
 )
 def test_pages_hold_codes_and_everything_stored_beside_them(fields, bits):
     """Bits per token of two heads of 64 channels."""
-    assert LayerCache(2, 64, 64, KVScheme(**fields)).page_bits() * 2 * 2 * 64 == pytest.approx(bits)
+    assert LayerCache(2, 64, 64, KVScheme(**fields)).one_page_bytes * 8 / 128 == pytest.approx(bits)
 
 
 def read(model, schemes, tokens):

@@ -95,7 +95,7 @@ def test_without_a_constant_no_centered_treatment_is_tried():
 @pytest.mark.parametrize(("bits_of_keys", "group"), [(3, 128), (2, 128), (2, 64), (2, 32), (1, 128), (4, 32)])
 def test_treatments_take_no_more_bits_than_the_scheme_and_a_norm(bits_of_keys, group):
     def bits(scheme):
-        return LayerCache(4, 128, 128, scheme).page_bits() * 2 * 4 * 128
+        return LayerCache(4, 128, 128, scheme).one_page_bytes * 8 / 128
 
     own = KVScheme(key_bits=bits_of_keys, key_group_size=group)
     allowed = bits(own) + 16 + 4 * 128 * 0.05

@@ -25,13 +25,18 @@ from kvconvert.kernels.decode.triton.queries import power_above
 from kvconvert.kernels.decode.triton.scores import LOG2_E
 from kvconvert.kernels.decode.triton.shape import block_of
 from kvconvert.kernels.decode.triton.tiles import PAGE, exp2, half_pointer, shift_lanes
-from kvconvert.kernels.latent.triton.shape import chunk_count, lanes, power_of_two
+from kvconvert.kernels.latent.triton.shape import (
+    block_heads,
+    chunk_channels,
+    chunk_count,
+    lanes,
+    page_rows,
+    power_of_two,
+    row_fields,
+    step_tokens,
+)
 from kvconvert.kernels.launches.triton import kernel
 
-# Rows of a page's scores, and fields of a word that belong to one row.
-ROWS, FIELDS = tl.constexpr(64), tl.constexpr(PAGE.value // 64)
-# Full-precision tokens of a step.
-TILE = tl.constexpr(64)
 # Weights are raised by this power of two, less the position of their codes, so that fp16 holds small ones.
 WEIGHT_POWER = tl.constexpr(14)
 
@@ -59,9 +64,12 @@ def field(words, J: tl.constexpr, BITS: tl.constexpr, F: tl.constexpr):
 
 
 @triton.jit
-def moved_down(words, count, F: tl.constexpr):
-    """Words moved down by `count` bits, equal for neighbours, which may spill into bits that no field has."""
+def row_words(record, channel, known, row, F: tl.constexpr):
+    """Words of rows at `channel`, moved down so that the row's fields are the lowest."""
+    words = tl.load(record + row % lanes(F) * F.rank + channel, mask=known, other=0)
+    count = tl.broadcast_to((row // lanes(F) * (row_fields(F) * F.bits)).to(tl.uint16), words.shape)
     if F.compiled:
+        # Neighbours, which move alike, may spill into bits that no field has.
         return tl.inline_asm_elementwise(
             "shf.r.wrap.b32 $0, $1, 0, $2;", "=r,r,r", [words, count], dtype=tl.uint16, is_pure=True, pack=2
         )
@@ -93,7 +101,7 @@ def head_queries(queries, channel, known):
 @triton.jit
 def chunk(number, F: tl.constexpr):
     """Channels of a chunk, and which of them there are."""
-    channel = number * F.chunk + tl.arange(0, F.chunk)
+    channel = number * chunk_channels(F) + tl.arange(0, chunk_channels(F))
     return channel, channel < F.rank
 
 
@@ -102,15 +110,15 @@ def no_sums(F: tl.constexpr):
     """Maxima, sums of weights, and sums of latents, chunk by chunk, before anything was read."""
     totals = ()
     for _ in tl.static_range(chunk_count(F)):
-        totals = totals + (tl.zeros([F.chunk, F.block], tl.float32),)
-    return tl.full([F.block], LOWEST, tl.float32), tl.zeros([F.block], tl.float32), totals
+        totals = totals + (tl.zeros([chunk_channels(F), block_heads(F)], tl.float32),)
+    return tl.full([block_heads(F)], LOWEST, tl.float32), tl.zeros([block_heads(F)], tl.float32), totals
 
 
 @triton.jit
 def exact_step(latents, rope, token, seen, queries, rope_queries, factor, sums, F: tl.constexpr):
     """`sums` with full-precision tokens `token` [T], of which those `seen` count."""
     maximum, weight, totals = sums
-    x = tl.zeros([TILE, F.block], tl.float32)
+    x = tl.zeros([step_tokens(F), block_heads(F)], tl.float32)
     for c in tl.static_range(chunk_count(F)):
         channel, known = chunk(c, F)
         here = latents + token[:, None] * F.rank + channel[None, :]
@@ -139,8 +147,8 @@ def exact_step(latents, rope, token, seen, queries, rope_queries, factor, sums, 
 @triton.jit
 def row_token(J: tl.constexpr, F: tl.constexpr):
     """Tokens of field J of all rows of a page's scores."""
-    row = tl.arange(0, ROWS)
-    return (row // lanes(F) * FIELDS + J) * lanes(F) + row % lanes(F)
+    row = tl.arange(0, page_rows(F))
+    return (row // lanes(F) * row_fields(F) + J) * lanes(F) + row % lanes(F)
 
 
 @triton.jit
@@ -154,11 +162,11 @@ def rope_scores(record, operands, F: tl.constexpr):
     channel = tl.arange(0, block_of(F.rope // 2))
     halves = half_pointer(record)
     scores = ()
-    for j in tl.static_range(FIELDS):
+    for j in tl.static_range(row_fields(F)):
         token = row_token(j, F)
         here = record + channel[None, :] * PAGE + token[:, None]
         words = tl.load(here, mask=(channel < F.rope // 2)[None, :], other=0)
-        x = tl.dot(field(words, 0, 8, F), lower, tl.zeros([ROWS, F.block], tl.float32))
+        x = tl.dot(field(words, 0, 8, F), lower, tl.zeros([page_rows(F), block_heads(F)], tl.float32))
         x = tl.dot(field(shift_lanes(words, 8, F.compiled), 0, 8, F), upper, x)
         scale = tl.load(halves + F.rope_scale + token).to(tl.float32) * 2.0 ** (F.bits * j)
         zero_point = tl.load(halves + F.rope_zero_point + token).to(tl.float32) * 2.0 ** (F.bits * j - 24)
@@ -169,10 +177,8 @@ def rope_scores(record, operands, F: tl.constexpr):
 @triton.jit
 def latent_scores(record, queries, inverse, scores, F: tl.constexpr):
     """`scores` plus products of queries with the codes of a page, and the queries' products with its zero points."""
-    row = tl.arange(0, ROWS)
-    count = (row // lanes(F) * (FIELDS * F.bits)).to(tl.uint16)
     halves = half_pointer(record)
-    offset = tl.zeros([F.chunk, F.block], tl.float32)
+    offset = tl.zeros([chunk_channels(F), block_heads(F)], tl.float32)
     for c in tl.range(chunk_count(F), num_stages=F.stages):
         channel, known = chunk(c, F)
         query = head_queries(queries, channel, known).to(tl.float32)
@@ -180,11 +186,9 @@ def latent_scores(record, queries, inverse, scores, F: tl.constexpr):
         zero_point = tl.load(halves + F.zero_point + channel, mask=known, other=0.0).to(tl.float32)
         offset += query * zero_point[:, None]
         scaled = (query * inverse[None, :] * scale[:, None]).to(tl.float16)
-        here = record + (row % lanes(F))[:, None] * F.rank + channel[None, :]
-        words = tl.load(here, mask=known[None, :], other=0)
-        words = moved_down(words, tl.broadcast_to(count[:, None], words.shape), F)
+        words = row_words(record, channel[None, :], known[None, :], tl.arange(0, page_rows(F))[:, None], F)
         more = ()
-        for j in tl.static_range(FIELDS):
+        for j in tl.static_range(row_fields(F)):
             more = more + (tl.dot(field(words, j, F.bits, F), scaled, scores[j]),)
         scores = more
     return scores, tl.sum(offset, 0)
@@ -196,18 +200,18 @@ def softmax_step(scores, offset, first, limit, factor, unit, maximum, F: tl.cons
     their sum, the new maximum, and the factor for what was summed before, [heads].
     """
     offset *= factor
-    largest = tl.full([ROWS, F.block], float("-inf"), tl.float32)
+    largest = tl.full([page_rows(F), block_heads(F)], float("-inf"), tl.float32)
     found = ()
-    for j in tl.static_range(FIELDS):
+    for j in tl.static_range(row_fields(F)):
         token = row_token(j, F)
         x = scores[j] * (unit * factor * 2.0 ** (24 - F.bits * j))[None, :] + offset[None, :]
         x = tl.where(((token >= first) & (token < limit))[:, None], x, float("-inf"))
         largest = tl.maximum(largest, x)
         found = found + (x,)
     highest = tl.maximum(maximum, tl.max(largest, 0))
-    every = tl.zeros([ROWS, F.block], tl.float32)
+    every = tl.zeros([page_rows(F), block_heads(F)], tl.float32)
     weights = ()
-    for j in tl.static_range(FIELDS):
+    for j in tl.static_range(row_fields(F)):
         p = exp2(found[j] - highest[None, :], F.compiled)
         every += p
         weights = weights + ((p * 2.0 ** (WEIGHT_POWER - F.bits * j)).to(tl.float16),)
@@ -215,38 +219,19 @@ def softmax_step(scores, offset, first, limit, factor, unit, maximum, F: tl.cons
 
 
 @triton.jit
-def row_groups(x, COUNT: tl.constexpr):
-    """[COUNT M, N] as COUNT tensors [M, N]."""
-    if COUNT == 1:
-        return (x,)
-    else:
-        first, second = tl.split(tl.permute(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1]]), (1, 2, 0)))
-        return row_groups(first, COUNT // 2) + row_groups(second, COUNT // 2)
-
-
-@triton.jit
 def page_step(record, rope_record, first, limit, queries, rope_operands, unit, inverse, factor, sums, F: tl.constexpr):
     """`sums` with the quantized page at `record`: its tokens from number `first` on and before `limit`."""
-    GROUPS: tl.constexpr = ROWS // lanes(F)
     maximum, weight, totals = sums
     scores, offset = latent_scores(record, queries, inverse, rope_scores(rope_record, rope_operands, F), F)
     weights, added, highest, alpha = softmax_step(scores, offset, first, limit, factor, unit, maximum, F)
-    groups = ()
-    for j in tl.static_range(FIELDS):
-        groups = groups + (row_groups(weights[j], GROUPS),)
-    lane = tl.arange(0, lanes(F))
     halves = half_pointer(record)
     summed = ()
     for c in tl.static_range(chunk_count(F)):
         channel, known = chunk(c, F)
-        words = tl.load(record + lane[None, :] * F.rank + channel[:, None], mask=known[:, None], other=0)
-        total = tl.zeros([F.chunk, F.block], tl.float32)
-        for group in tl.static_range(GROUPS):
-            moved = words
-            if group > 0:
-                moved = shift_lanes(words, group * FIELDS * F.bits, F.compiled)
-            for j in tl.static_range(FIELDS):
-                total = tl.dot(field(moved, j, F.bits, F), groups[j][group], total)
+        words = row_words(record, channel[:, None], known[:, None], tl.arange(0, page_rows(F))[None, :], F)
+        total = tl.zeros([chunk_channels(F), block_heads(F)], tl.float32)
+        for j in tl.static_range(row_fields(F)):
+            total = tl.dot(field(words, j, F.bits, F), weights[j], total)
         scale = tl.load(halves + F.scale + channel, mask=known, other=0.0).to(tl.float32) * 2.0 ** (24 - WEIGHT_POWER)
         zero_point = tl.load(halves + F.zero_point + channel, mask=known, other=0.0).to(tl.float32)
         total = totals[c] * alpha[None, :] + total * scale[:, None]
@@ -258,7 +243,7 @@ def page_step(record, rope_record, first, limit, queries, rope_operands, unit, i
 def store_part(out, stats, slot, block, blocks, sums, F: tl.constexpr):
     """Write the sums of one slot."""
     maximum, weight, totals = sums
-    place = (slot * blocks + block).to(tl.int64) * F.block + tl.arange(0, F.block)
+    place = (slot * blocks + block).to(tl.int64) * block_heads(F) + tl.arange(0, block_heads(F))
     for c in tl.static_range(chunk_count(F)):
         channel, known = chunk(c, F)
         where = out + place[None, :] * F.rank + channel[:, None]
@@ -298,7 +283,7 @@ def latent_decode_kernel(
     item = items + tl.program_id(0) * ITEM
     row = tl.load(item)
     described = rows + row * ROW
-    member = block * F.block + tl.arange(0, F.block)
+    member = block * block_heads(F) + tl.arange(0, block_heads(F))
     real = member < F.heads
     query = (queries + row.to(tl.int64) * query_row, member * query_head, real)
     rope_query = (rope_queries + row.to(tl.int64) * rope_row, member * rope_head, real)
@@ -315,8 +300,8 @@ def latent_decode_kernel(
         # Both sides are quantized together, so that they lack the same tokens.
         skip = tl.load(described + 5)
         sums = no_sums(F)
-        for start in tl.range(begin, stop, TILE, num_stages=1):
-            token = start + tl.arange(0, TILE)
+        for start in tl.range(begin, stop, step_tokens(F), num_stages=1):
+            token = start + tl.arange(0, step_tokens(F))
             place = buffer_token(token, sink_tokens, skip)
             sums = exact_step(latents, rope, place, token < stop, query, rope_query, factor, sums, F)
         store_part(out, stats, tl.load(item + 9), block, blocks, sums, F)
@@ -328,10 +313,10 @@ def latent_decode_kernel(
         limit = tl.load(item + 11)
         sums = no_sums(F)
         if F.bits == 16:
-            STEPS: tl.constexpr = PAGE // TILE
+            STEPS: tl.constexpr = PAGE // step_tokens(F)
             for step in tl.range(begin * STEPS, end * STEPS, num_stages=F.stages):
                 page = step // STEPS
-                token = (step - page * STEPS) * TILE + tl.arange(0, TILE)
+                token = (step - page * STEPS) * step_tokens(F) + tl.arange(0, step_tokens(F))
                 number = (page - begin) * PAGE + token
                 latents = (key_base + tl.load(key_table + page) * 8).to(tl.pointer_type(DTYPE))
                 rope = (value_base + tl.load(value_table + page) * 8).to(tl.pointer_type(DTYPE))
@@ -340,7 +325,7 @@ def latent_decode_kernel(
         else:
             prefetch(key_base, tl.load(key_table + begin), F.record, F)
             prefetch(value_base, tl.load(value_table + begin), F.rope_record, F)
-            largest = tl.zeros([F.block], tl.float32)
+            largest = tl.zeros([block_heads(F)], tl.float32)
             for c in tl.static_range(chunk_count(F)):
                 channel, known = chunk(c, F)
                 magnitudes = tl.abs(head_queries(query, channel, known).to(tl.float32))

@@ -20,8 +20,9 @@ WARPS = 4
 PROGRAMS_PER_MULTIPROCESSOR = 2
 # Query heads of a program: all of small models, so that codes are cut out of words once.
 BLOCKS_OF_HEADS = (16, 32)
-# Channels that are multiplied at a time: the rows of a matrix instruction of four warps.
-CHANNELS = 64
+# Channels that are multiplied at a time, rows of a page's scores,
+# and full-precision tokens of a step: as many as a matrix instruction of four warps has rows.
+CHANNELS = ROWS = TILE = 64
 STAGES = 1
 
 
@@ -41,6 +42,8 @@ def latent_shape(format: LayerFormat, heads: int, compiled: bool = True) -> Late
         heads=heads,
         block=block_of_heads(heads),
         chunk=min(CHANNELS, block_of(key.head_dim)),
+        rows=ROWS,
+        tile=TILE,
         **offsets,
         stages=STAGES,
         compiled=compiled,

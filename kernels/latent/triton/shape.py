@@ -18,6 +18,7 @@ class LatentShape:
         rank, rope: channels of a latent and of a RoPE part.
         heads: query heads; block: of one program.
         chunk: channels that are multiplied at a time.
+        rows: of a page's scores; tile: full-precision tokens of a step.
         record, rope_record: sizes of records.
         scale, zero_point: of latents; rope_scale, rope_zero_point: of RoPE parts.
         stages: chunks of words whose loads are on their way; at 16 bits steps of tokens.
@@ -30,6 +31,8 @@ class LatentShape:
     heads: int
     block: int
     chunk: int
+    rows: int
+    tile: int
     record: int
     rope_record: int
     scale: int
@@ -41,9 +44,39 @@ class LatentShape:
 
 
 @triton.constexpr_function
+def chunk_channels(shape):
+    """Channels of a chunk."""
+    return shape.chunk
+
+
+@triton.constexpr_function
+def block_heads(shape):
+    """Query heads of a program."""
+    return shape.block
+
+
+@triton.constexpr_function
 def chunk_count(shape):
     """Chunks of a latent, the last of which may have fewer channels."""
     return -(-shape.rank // shape.chunk)
+
+
+@triton.constexpr_function
+def page_rows(shape):
+    """Rows of a page's scores."""
+    return shape.rows
+
+
+@triton.constexpr_function
+def row_fields(shape):
+    """Fields of a word that belong to one row."""
+    return PAGE_SIZE // shape.rows
+
+
+@triton.constexpr_function
+def step_tokens(shape):
+    """Full-precision tokens of a step."""
+    return shape.tile
 
 
 @triton.constexpr_function
