@@ -87,13 +87,11 @@ def fill_workspace(tables: RaggedTables, format: LayerFormat, keys: torch.Tensor
     Full-precision tokens come last, since sink tokens lie in pages, too, where these begin at multiples of their size.
     """
     f = format
-    if len(tables.key_pages):
-        dequantize_addressed(tables.key_pages, keys, tables.key_places)
-        if f.key_center is not None:
-            size = f.keys.page_size
-            launch_centers(keys, keys.stride(1), tables.center_pages, tables.centers, f.key_center, size, sign=1)
-    if len(tables.value_pages):
-        dequantize_addressed(tables.value_pages, values, tables.value_places)
+    dequantize_addressed(tables.key_pages, keys, tables.key_places)
+    if f.key_center is not None and len(tables.key_pages):
+        size = f.keys.page_size
+        launch_centers(keys, keys.stride(1), tables.center_pages, tables.centers, f.key_center, size, sign=1)
+    dequantize_addressed(tables.value_pages, values, tables.value_places)
     copies = tables.copies
     if isinstance(copies, TokensInBlocks):
         copy_tokens(copies.records, copies.places, copies.words, keys, values, to_blocks=False)
