@@ -12,9 +12,14 @@ from transformers import AutoModelForCausalLM
 
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.calibration.activations import MIN_EXPERT_TOKENS
+from kvconvert.calibration.error_feedback import QueryMoments
+from kvconvert.calibration.gptq import SEARCH_STRIDE
+from kvconvert.calibration.hessians import HessianRecorder
+from kvconvert.calibration.mismatch import Mismatch
 from kvconvert.convert.export import export
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.workdir import WorkDir
+from kvconvert.methods import PRESETS
 from kvconvert.methods.awq import WeightsRecipe
 from kvconvert.recipes.recipe import Recipe
 from kvconvert.runtime import load
@@ -46,7 +51,7 @@ def test_a_bundle_stores_the_compensated_codes(tmp_path, method):
 
 def test_a_run_that_stopped_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
     model, text = write_tiny_llama(tmp_path / "model"), save_text(tmp_path)
-    whole = run(model, tmp_path / "whole", text, recipe("gptq"))
+    whole = run(model, tmp_path / "whole", text, recipe("gptq"), samples=9)
     commit = WorkDir.commit_layer
 
     def stop(self, index, *rest):
@@ -57,8 +62,8 @@ def test_a_run_that_stopped_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(WorkDir, "commit_layer", stop)
         with pytest.raises(KeyboardInterrupt):
-            run(model, tmp_path / "stopped", text, recipe("gptq"))
-    resumed = run(model, tmp_path / "stopped", text, recipe("gptq"))
+            run(model, tmp_path / "stopped", text, recipe("gptq"), samples=9)
+    resumed = run(model, tmp_path / "stopped", text, recipe("gptq"), samples=9)
     assert contents(resumed.path) == contents(whole.path)
 
 
@@ -66,20 +71,49 @@ def test_a_run_that_stopped_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
 def test_a_damaged_layer_is_computed_again_from_those_that_are_stored(tmp_path, layer):
     """What layers before it left of their inputs is gone: it is run again through the source's and the stored ones."""
     model, text = write_tiny_llama(tmp_path / "model"), save_text(tmp_path)
-    work = run(model, tmp_path / "work", text, recipe("awq+gptq"))
+    work = run(model, tmp_path / "work", text, recipe("awq+gptq"), samples=9)
     before = contents(work.path)
     file = work.path / "layers" / f"{layer:05d}.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
-    run(model, tmp_path / "work", text, recipe("awq+gptq"))
+    run(model, tmp_path / "work", text, recipe("awq+gptq"), samples=9)
     assert contents(work.path) == before
 
 
 def test_inputs_held_in_memory_give_the_same_bytes(tmp_path, monkeypatch):
     """As on a GPU with room for them."""
     model, text = write_tiny_llama(tmp_path / "model"), save_text(tmp_path)
-    expected = contents(run(model, tmp_path / "files", text, recipe("awq+gptq")).path)
+    expected = contents(run(model, tmp_path / "files", text, recipe("awq+gptq"), samples=9).path)
     monkeypatch.setattr(LayerRunner, "has_room", lambda self, shape: True)
-    assert contents(run(model, tmp_path / "held", text, recipe("awq+gptq")).path) == expected
+    assert contents(run(model, tmp_path / "held", text, recipe("awq+gptq"), samples=9).path) == expected
+
+
+def test_weights_alone_are_corrected_on_random_tokens(tmp_path, monkeypatch):
+    """Of nine sequences one; searches and the cache's calibration see the others."""
+    seen = {"corrected": set(), "searched": set()}
+    moments, hessian, update = Mismatch.moments, HessianRecorder.of, QueryMoments.update
+    lengths = []
+
+    def count(self, weight):
+        seen["corrected"].add(self.tokens)
+        return moments(self, weight)
+
+    def searched(self, point, *args, **options):
+        seen["searched"].add(self.tokens[point])
+        return hessian(self, point, *args, **options)
+
+    def asked(self, queries, heads):
+        lengths.append(queries.shape[0] * queries.shape[2])
+        update(self, queries, heads)
+
+    monkeypatch.setattr(Mismatch, "moments", count)
+    monkeypatch.setattr(HessianRecorder, "of", searched)
+    monkeypatch.setattr(QueryMoments, "update", asked)
+    model, text = write_tiny_llama(tmp_path / "model"), save_text(tmp_path)
+    both = recipe("awq+gptq").model_copy(update={"kv": PRESETS["oscar"]})
+    work = run(model, tmp_path / "work", text, both, samples=9)
+    assert seen == {"corrected": {9 * 24}, "searched": {8 * 24 // SEARCH_STRIDE}}
+    assert set(lengths) == {8 * 24}
+    assert work.state.data.source.endswith(", 1 of them random tokens")
 
 
 def test_an_expert_without_enough_tokens_is_rounded_and_says_so(tmp_path):
