@@ -25,6 +25,11 @@ from kvconvert.recipes.recipe import Recipe
 from kvconvert.runtime import load
 
 
+@pytest.fixture(autouse=True)
+def one_of_three_sequences_is_of_random_tokens(monkeypatch):
+    monkeypatch.setattr("kvconvert.data.text.RANDOM_SHARE", 3)
+
+
 def recipe(method: str) -> Recipe:
     return Recipe(weights=WeightsRecipe(method=method, group_size=16), kv=None)
 
@@ -51,7 +56,7 @@ def test_a_bundle_stores_the_compensated_codes(tmp_path, method):
 
 def test_a_run_that_stopped_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
     model, text = write_tiny_llama(tmp_path / "model"), save_text(tmp_path)
-    whole = run(model, tmp_path / "whole", text, recipe("gptq"), samples=9)
+    whole = run(model, tmp_path / "whole", text, recipe("gptq"))
     commit = WorkDir.commit_layer
 
     def stop(self, index, *rest):
@@ -62,8 +67,8 @@ def test_a_run_that_stopped_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(WorkDir, "commit_layer", stop)
         with pytest.raises(KeyboardInterrupt):
-            run(model, tmp_path / "stopped", text, recipe("gptq"), samples=9)
-    resumed = run(model, tmp_path / "stopped", text, recipe("gptq"), samples=9)
+            run(model, tmp_path / "stopped", text, recipe("gptq"))
+    resumed = run(model, tmp_path / "stopped", text, recipe("gptq"))
     assert contents(resumed.path) == contents(whole.path)
 
 
@@ -71,24 +76,24 @@ def test_a_run_that_stopped_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
 def test_a_damaged_layer_is_computed_again_from_those_that_are_stored(tmp_path, layer):
     """What layers before it left of their inputs is gone: it is run again through the source's and the stored ones."""
     model, text = write_tiny_llama(tmp_path / "model"), save_text(tmp_path)
-    work = run(model, tmp_path / "work", text, recipe("awq+gptq"), samples=9)
+    work = run(model, tmp_path / "work", text, recipe("awq+gptq"))
     before = contents(work.path)
     file = work.path / "layers" / f"{layer:05d}.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
-    run(model, tmp_path / "work", text, recipe("awq+gptq"), samples=9)
+    run(model, tmp_path / "work", text, recipe("awq+gptq"))
     assert contents(work.path) == before
 
 
 def test_inputs_held_in_memory_give_the_same_bytes(tmp_path, monkeypatch):
     """As on a GPU with room for them."""
     model, text = write_tiny_llama(tmp_path / "model"), save_text(tmp_path)
-    expected = contents(run(model, tmp_path / "files", text, recipe("awq+gptq"), samples=9).path)
+    expected = contents(run(model, tmp_path / "files", text, recipe("awq+gptq")).path)
     monkeypatch.setattr(LayerRunner, "has_room", lambda self, shape: True)
-    assert contents(run(model, tmp_path / "held", text, recipe("awq+gptq"), samples=9).path) == expected
+    assert contents(run(model, tmp_path / "held", text, recipe("awq+gptq")).path) == expected
 
 
 def test_weights_alone_are_corrected_on_random_tokens(tmp_path, monkeypatch):
-    """Of nine sequences one; searches and the cache's calibration see the others."""
+    """Searches and the cache's calibration see the others."""
     seen = {"corrected": set(), "searched": set()}
     moments, hessian, update = Mismatch.moments, HessianRecorder.of, QueryMoments.update
     lengths = []
@@ -110,9 +115,9 @@ def test_weights_alone_are_corrected_on_random_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr(QueryMoments, "update", asked)
     model, text = write_tiny_llama(tmp_path / "model"), save_text(tmp_path)
     both = recipe("awq+gptq").model_copy(update={"kv": PRESETS["oscar"]})
-    work = run(model, tmp_path / "work", text, both, samples=9)
-    assert seen == {"corrected": {9 * 24}, "searched": {8 * 24 // SEARCH_STRIDE}}
-    assert set(lengths) == {8 * 24}
+    work = run(model, tmp_path / "work", text, both)
+    assert seen == {"corrected": {3 * 24}, "searched": {2 * 24 // SEARCH_STRIDE}}
+    assert set(lengths) == {2 * 24}
     assert work.state.data.source.endswith(", 1 of them random tokens")
 
 

@@ -250,7 +250,8 @@ def test_plain_text_has_no_column_and_settings_beside_data_are_no_data(tmp_path)
         load_token_samples(f"{tmp_path / 'a.txt'}::text", tokenizer, 1, 16, 0)
 
 
-def test_the_last_eighth_of_the_samples_becomes_random_tokens():
+def test_the_last_samples_become_random_tokens(monkeypatch):
+    monkeypatch.setattr("kvconvert.data.text.RANDOM_SHARE", 8)
     tokenizer = word_tokenizer()
     ids = torch.full((17, 400), 5)
     data = token_data(ids, "book.txt", 3)
