@@ -218,7 +218,8 @@ def _calibrate_layers(
             todo = directory.uncommitted()
             if len(todo) < count:
                 searches.say(f"Going on with {len(todo)} of {count} layers in {directory.path}.")
-            source.check_finite(directory.state.kept_tensors)
+            if ranks.size > 1:  # whose other ranks have to be told
+                source.check_finite(directory.state.kept_tensors)
     todo = ranks.of_first(todo)
     if task is not None:
         recipe = searches.cache(recipe, task)
@@ -231,6 +232,8 @@ def _calibrate_layers(
         runner.begin(inputs)
     done = count - len(todo)
     with Aside() as aside:
+        if ranks.size == 1:  # a gigabyte or two of an 8B model's
+            aside.begin(partial(source.check_finite, directory.state.kept_tensors))
         layers = LayerCalibration(runner, directory, jobs, inputs, ranks, aside)
         bar = progress_bar(todo, desc="layers", unit="layer", initial=done, total=count, shown=searches.progress)
         for index in bar:
