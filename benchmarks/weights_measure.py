@@ -15,12 +15,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kvconvert.calibration.protocol import LayerJob, LayerWork
 from kvconvert.calibration.weight_grid import WeightGrid
+from kvconvert.convert.hidden_states import HiddenPart
 from kvconvert.convert.input_capture import CalibrationInputs
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.paired_inputs import RunnerInputs
 from kvconvert.convert.passes import make_passes
 from kvconvert.data.mixture import load_mixture
 from kvconvert.data.sources import Sources
+from kvconvert.data.text import with_random_tokens
 from kvconvert.errors import UsageError
 from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.methods import KVCalibration
@@ -109,27 +111,35 @@ class States:
 def quantized_model(directory: Path, case: Case, calibration: Sources, seed: int, device: str) -> PreTrainedModel:
     """The model in float32 with the weights that a conversion would store, dequantized; dense models only."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    ids = load_mixture(calibration, tokenizer, case.samples, case.length, seed).ids
+    data = load_mixture(calibration, tokenizer, case.samples, case.length, seed)
     source = open_source(str(directory))
     runner = LayerRunner(source, require_adapter(source.config), torch.device(device))
-    runner.begin(CalibrationInputs(ids))
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device).eval()
-    states = States(torch.cat(list(runner.first_input())))
     structures = [runner.structure(index) for index in range(runner.num_layers)]
     paired = case.corrected and case.weights.compensates and all(structure.writers for structure in structures)
+    if paired:
+        data = with_random_tokens(data, tokenizer, runner.config.vocab_size, seed)
+    inputs = CalibrationInputs(data.ids, random=data.random)
+    runner.begin(inputs)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device).eval()
+    states = States(torch.cat(list(runner.first_input())))
     quantized = states  # the input of a layer in the model quantized so far
     for index, structure in enumerate(structures):
         name = runner.layer_name(index)
         passes = make_passes(LayerJob(index, name, case.weights, None, KVCalibration(), structure))
         layer, _ = runner.layer(index)
-        work = LayerWork(name, layer, structure, *ids.shape, dtype=float_dtype(source))
+        work = LayerWork(name, layer, structure, inputs.text, data.ids.shape[1], dtype=float_dtype(source))
         if paired:
             work.paired = RunnerInputs(runner, index, structure, quantized, lambda tensor: tensor)
         outputs = []
         with ExitStack() as hooks:
             for calibration_pass in passes:
                 hooks.enter_context(calibration_pass.observe(work))
-            outputs = [output for *_, output in runner.forward(layer, states, index)] if passes else []
+            text = HiddenPart(states, 0, inputs.text, 0)
+            outputs = [output for *_, output in runner.forward(layer, text, index)] if passes else []
+        if data.random:
+            rest = HiddenPart(states, inputs.text, len(data.ids), inputs.text)
+            with work.paired.continuing(layer):
+                outputs += [output for *_, output in runner.forward(layer, rest, index)]
         for calibration_pass in passes:
             calibration_pass.solve(work)
             calibration_pass.apply(work)

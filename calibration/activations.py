@@ -90,7 +90,7 @@ class ActivationRecorder:
     Args:
         structure: names of the layer's parts.
         num_samples, seq_len: sequences that will run through the layer, and tokens in each.
-        group_size: of the weights' inputs.
+        group_size: of the weights' inputs; None records no second moments, which only clips need.
         first_sample: the sequence with which this process begins.
         ranks: processes that share the sequences; all get the statistics of all.
         routed: `count_routed`, where several processes share a layer with routed experts.
@@ -101,7 +101,7 @@ class ActivationRecorder:
         structure: LayerStructure,
         num_samples: int,
         seq_len: int,
-        group_size: int,
+        group_size: int | None,
         first_sample: int = 0,
         ranks: Ranks = ALONE,
         routed: Mapping[str, tuple[int, int]] | None = None,
@@ -147,8 +147,11 @@ class ActivationRecorder:
     def _linear_hook(self, point: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def record(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             x = args[0].detach().flatten(0, -2).float()
-            groups = x.unflatten(-1, (-1, self.group_size)).transpose(0, 1)  # [groups, tokens, group_size]
-            for sums, values in ((self._abs, x.abs().sum(0)), (self._moment, groups.transpose(1, 2) @ groups)):
+            found = [(self._abs, x.abs().sum(0))]
+            if self.group_size is not None:
+                groups = x.unflatten(-1, (-1, self.group_size)).transpose(0, 1)  # [groups, tokens, group_size]
+                found.append((self._moment, groups.transpose(1, 2) @ groups))
+            for sums, values in found:
                 sums[point] = sums[point] + values.double() if point in sums else values.double()
             seen = self._seen.get(point, 0)
             self._seen[point] = seen + x.shape[0]
@@ -207,7 +210,10 @@ class ActivationRecorder:
                 continue
             weight, size = layer.get_submodule(point).weight, self.group_size
             width = weight.shape[1]
-            for sums, shape in ((self._abs, (width,)), (self._moment, (width // size, size, size))):
+            found = [(self._abs, (width,))]
+            if size is not None:
+                found.append((self._moment, (width // size, size, size)))
+            for sums, shape in found:
                 if point not in sums:  # an expert that only other ranks' tokens reach
                     sums[point] = weight.new_zeros(shape, dtype=torch.float64)
                 ranks.sum_(sums[point])

@@ -93,7 +93,7 @@ class AwqPass(CalibrationPass):
             work.structure,
             work.num_samples,
             work.seq_len,
-            self.group_size,
+            None if self.compensated else self.group_size,
             work.first_sample,
             work.ranks,
             work.routed,

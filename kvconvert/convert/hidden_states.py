@@ -62,32 +62,27 @@ class HiddenStates:
 
 @dataclass(frozen=True)
 class HiddenPart:
-    """The sequences of one of several models whose hidden states follow one another in a file.
+    """Some sequences of hidden states that follow one another: those of one of several models, or a part of them.
 
     Attributes:
         states: of all of them.
-        number, count: of this one, and of all.
+        start, stop: the sequences.
+        first: sample of the first one.
     """
 
-    states: HiddenStates
-    number: int
-    count: int
+    states: HiddenStates | HiddenPart
+    start: int
+    stop: int
+    first: int
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of this model's."""
-        samples, length, width = self.states.shape
-        return samples // self.count, length, width
-
-    @property
-    def first(self) -> int:
-        """See `HiddenStates`."""
-        return self.states.first
+        """Of these."""
+        return self.stop - self.start, *self.states.shape[1:]
 
     def read(self, start: int, stop: int) -> Tensor:
         """See `HiddenStates.read`."""
-        before = self.number * self.shape[0]
-        return self.states.read(before + start, before + stop)
+        return self.states.read(self.start + start, self.start + stop)
 
 
 class HiddenWriter:

@@ -35,12 +35,19 @@ class CalibrationInputs:
             alone; empty where there are none.
         visual: which tokens stand for images, bool [samples, length], or None.
         mapped: where to keep what the model adds between layers; None keeps it in memory.
+        random: how many of the last samples are random tokens, on which weights are corrected and nothing else.
     """
 
     ids: Tensor
     extras: tuple[dict[str, Tensor], ...] = ()
     visual: Tensor | None = None
     mapped: Mapped | None = None
+    random: int = 0
+
+    @property
+    def text(self) -> int:
+        """How many samples come before those."""
+        return len(self.ids) - self.random
 
     def sample(self, index: int) -> dict[str, Tensor]:
         """Arguments of the model's forward for one sample."""

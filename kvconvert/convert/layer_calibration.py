@@ -36,6 +36,11 @@ from kvconvert.models.experts import expert_modules
 from kvconvert.models.source import float_dtype
 
 
+def pairs_models(jobs: Sequence[LayerJob]) -> bool:
+    """Whether passes compare the source model with the one quantized so far, whose data then runs along."""
+    return all(job.weights.compensates and job.structure is not None and job.structure.writers for job in jobs)
+
+
 @dataclass(frozen=True)
 class LayerCalibration:
     """What the layers of one calibration share.
@@ -67,9 +72,12 @@ class LayerCalibration:
             hidden, quantized = self._hidden_input(index) if passes else (None, None)
             work, dtypes = self._prepared(job, passes)
             if hidden is not None:
+                own, text = hidden.shape[0], min(hidden.shape[0], self.inputs.text - hidden.first)
+                observed = HiddenPart(hidden, 0, text, hidden.first)
+
                 # Not `work` itself: in a cycle the layer would stay in memory until the collector happens to run.
                 def replay(layer: nn.Module = work.layer) -> None:
-                    for _ in runner.forward(layer, hidden, index):
+                    for _ in runner.forward(layer, observed, index):
                         pass
 
                 work.replay, work.first_sample, work.ranks = replay, hidden.first, ranks
@@ -82,9 +90,10 @@ class LayerCalibration:
                 with ExitStack() as hooks:
                     for calibration_pass in passes:
                         hooks.enter_context(calibration_pass.observe(work))
-                    for *_, output in runner.forward(work.layer, hidden, index):
-                        if writer is not None:
-                            writer.append(output)
+                    self._append(work.layer, observed, index, writer)
+                if text < own:
+                    with work.paired.continuing(work.layer):
+                        self._append(work.layer, HiddenPart(hidden, text, own, hidden.first + text), index, writer)
             for calibration_pass in passes:
                 calibration_pass.solve(work)
                 calibration_pass.apply(work)
@@ -108,6 +117,14 @@ class LayerCalibration:
                 directory.commit_hidden(index + 1, writer)
         if writer is None:
             directory.drop_hidden(index)
+
+    def _append(
+        self, layer: nn.Module, inputs: HiddenStates | HiddenPart, index: int, writer: HiddenWriter | None
+    ) -> None:
+        """Run a layer, and write the next one's input if there is one."""
+        for *_, output in self.runner.forward(layer, inputs, index):
+            if writer is not None:
+                writer.append(output)
 
     def _commit(
         self, job: LayerJob, work: LayerWork, dtypes: dict[str, torch.dtype], passes: list[CalibrationPass]
@@ -148,7 +165,7 @@ class LayerCalibration:
             name=job.name,
             layer=layer,
             structure=job.structure,
-            num_samples=inputs.ids.shape[0],
+            num_samples=inputs.text,
             seq_len=inputs.ids.shape[1],
             dtype=float_dtype(runner.source),
             cache=None
@@ -166,8 +183,8 @@ class LayerCalibration:
 
     @cached_property
     def _paired(self) -> bool:
-        """Whether passes compare the source model with the one quantized so far, whose data then runs along."""
-        return all(job.weights.compensates and job.structure.writers for job in self.jobs)
+        """See `pairs_models`."""
+        return pairs_models(self.jobs)
 
     def _keep(self, work: LayerWork) -> Callable[[Tensor], Tensor]:
         """Where all tokens' inputs of a layer's Linears have room: on a GPU beside those of layers, or in files."""
@@ -192,7 +209,8 @@ class LayerCalibration:
         states = self._states(index)
         if self.models(index) == 1:
             return states, states
-        return HiddenPart(states, 0, 2), HiddenPart(states, 1, 2)
+        count = states.shape[0] // 2
+        return HiddenPart(states, 0, count, states.first), HiddenPart(states, count, 2 * count, states.first)
 
     def _append_quantized(
         self, work: LayerWork, index: int, inputs: HiddenStates | HiddenPart, writer: HiddenWriter
@@ -237,8 +255,7 @@ class LayerCalibration:
             work, _ = self._prepared(job, make_passes(job))
             hidden, quantized = self._parts(job.index)
             with self._writing(job.index + 1) as writer:
-                for *_, output in runner.forward(work.layer, hidden, job.index):
-                    writer.append(output)
+                self._append(work.layer, hidden, job.index, writer)
                 if self._paired:
                     self._append_quantized(work, job.index, quantized, writer)
                 directory.commit_hidden(job.index + 1, writer)

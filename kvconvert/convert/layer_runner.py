@@ -262,9 +262,13 @@ class LayerRunner:
                 pass
         samples, length, _ = inputs.shape
         size = self.batch_size(length) if self._capture.shared(index) else 1
-        for start in range(0, samples, size):
-            batch = inputs.read(start, min(start + size, samples)).to(self.device)
+        text, start = self._capture.inputs.text - inputs.first, 0
+        while start < samples:
+            # Random tokens in batches of their own: runs over all samples then have the batches of runs over a part.
+            stop = min(start + size, samples if start >= text else min(text, samples))
+            batch = inputs.read(start, stop).to(self.device)
             yield start, batch, self._capture.arguments(index, inputs.first + start)
+            start = stop
 
 
 class _Reached(Exception):

@@ -55,6 +55,7 @@ from kvconvert.convert.input_capture import CalibrationInputs
 from kvconvert.convert.layer_calibration import (
     LayerCalibration,
     module_kind,
+    pairs_models,
     untouched_record,
 )
 from kvconvert.convert.layer_runner import LayerRunner
@@ -65,7 +66,7 @@ from kvconvert.convert.workdir import WorkDir
 from kvconvert.data.mixture import load_held_out_mixture
 from kvconvert.data.samples import load_samples
 from kvconvert.data.sources import Sources
-from kvconvert.data.text import TokenData, load_token_samples
+from kvconvert.data.text import TokenData, load_token_samples, with_random_tokens
 from kvconvert.errors import UnsupportedModelError, UsageError
 from kvconvert.io.progress import progress_bar
 from kvconvert.io.records import DataInfo
@@ -157,7 +158,11 @@ def calibrate(
             if recipe.weights.average_bits is not None:
                 budget_of(weight_units(runner.model, jobs), recipe.weights.average_bits)
             tokens = load_samples(source, data, samples, seq_len, seed, Mapped.near(Path(work)))
-            shares = ranks.shares(len(tokens.ids), runner.batch_size(tokens.ids.shape[1]))
+            if pairs_models(jobs) and not tokens.extras:
+                vocabulary = runner.config.vocab_size
+                tokens = with_random_tokens(tokens, load_tokenizer(source.directory), vocabulary, seed)
+            shares = ranks.shares(len(tokens.ids) - tokens.random, runner.batch_size(tokens.ids.shape[1]))
+            shares[-1] = (shares[-1][0], len(tokens.ids))
             if supports_images(source.config) and not tokens.info.images:
                 _say(f"Calibrating with text alone: {tokens.info.source} holds no images.", progress)
             for warning in tokens.warnings:
@@ -213,7 +218,8 @@ def _calibrate_layers(
             todo = directory.uncommitted()
             if len(todo) < count:
                 searches.say(f"Going on with {len(todo)} of {count} layers in {directory.path}.")
-            source.check_finite(directory.state.kept_tensors)
+            if ranks.size > 1:  # whose other ranks have to be told
+                source.check_finite(directory.state.kept_tensors)
     todo = ranks.of_first(todo)
     if task is not None:
         recipe = searches.cache(recipe, task)
@@ -221,11 +227,13 @@ def _calibrate_layers(
         recipe = searches.widths(recipe, jobs)
     if task is not None or recipe.weights.average_bits is not None:
         jobs = layer_jobs(runner, recipe)
-    inputs = CalibrationInputs(tokens.ids, tokens.extras, tokens.visual, directory.mapped())
+    inputs = CalibrationInputs(tokens.ids, tokens.extras, tokens.visual, directory.mapped(), tokens.random)
     if runner.adapter is not None:
         runner.begin(inputs)
     done = count - len(todo)
     with Aside() as aside:
+        if ranks.size == 1:  # a gigabyte or two of an 8B model's
+            aside.begin(partial(source.check_finite, directory.state.kept_tensors))
         layers = LayerCalibration(runner, directory, jobs, inputs, ranks, aside)
         bar = progress_bar(todo, desc="layers", unit="layer", initial=done, total=count, shown=searches.progress)
         for index in bar:
@@ -376,7 +384,9 @@ class Searches:
         if tokens.extras:  # images: candidates are measured on text all the same
             tokenizer = load_tokenizer(self.runner.source.directory)
             data, tokens = None, load_token_samples(None, tokenizer, CLIP_ROWS, tokens.ids.shape[1], self.seed)
-        return self._run(data, tokens, task.text_rows, task.text_length), tokens.ids[:CLIP_ROWS]
+        return self._run(data, tokens, task.text_rows, task.text_length), tokens.ids[: len(tokens.ids) - tokens.random][
+            :CLIP_ROWS
+        ]
 
     def widths(self, recipe: Recipe, jobs: Sequence[LayerJob]) -> Recipe:
         """The recipe with the width of every Linear stated."""

@@ -24,7 +24,7 @@ import importlib.resources
 import logging
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -54,6 +54,7 @@ class TokenData:
             token types); empty for text.
         visual: which tokens stand for parts of images, bool [samples, length]; None for text.
         warnings: sentences on what in them is unlike the model, see `kvconvert.data.mixture`.
+        random: how many of the last samples are random tokens, see `with_random_tokens`.
     """
 
     ids: torch.Tensor
@@ -61,6 +62,7 @@ class TokenData:
     extras: tuple[dict[str, torch.Tensor], ...] = ()
     visual: torch.Tensor | None = None
     warnings: tuple[str, ...] = ()
+    random: int = 0
 
     def first(self, count: int) -> TokenData:
         """The first samples alone, under the fingerprint of all."""
@@ -108,6 +110,35 @@ def load_token_samples(
         )
     rows = [prefix + ids[i * window : (i + 1) * window] for i in _windows(available, samples, seed, whole)]
     return token_data(torch.tensor(rows), name, seed)
+
+
+RANDOM_SHARE = 32  # one of so many samples; an eighth costs more text than it gains at 2 bits
+
+
+def with_random_tokens(data: TokenData, tokenizer: PreTrainedTokenizerBase, vocabulary: int, seed: int) -> TokenData:
+    """Samples of text with random tokens in the last of every 32, each of the vocabulary as likely as another.
+
+    A text of some 30,000 tokens has a tenth of a vocabulary; what corrects weights for inputs that it lacks would be
+    left to chance. Fewer than 32 samples stay as they are.
+
+    Args:
+        data: of text.
+        tokenizer: its special tokens are left out.
+        vocabulary: tokens that the model has.
+        seed: of the tokens.
+    """
+    count = len(data.ids) // RANDOM_SHARE
+    if not count:
+        return data
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special |= set(tokenizer.all_special_ids)
+    known = torch.tensor([number for number in range(min(vocabulary, len(tokenizer))) if number not in special])
+    drawn = torch.randint(len(known), (count, data.ids.shape[1]), generator=torch.Generator().manual_seed(seed))
+    prefix, ids = _prefix(tokenizer), data.ids.clone()
+    ids[-count:] = known[drawn]
+    ids[-count:, : len(prefix)] = torch.tensor(prefix, dtype=torch.int64)
+    named = token_data(ids, f"{data.info.source}, {count} of them random tokens", data.info.seed)
+    return replace(data, ids=ids, info=named.info, random=count)
 
 
 def load_held_out_samples(

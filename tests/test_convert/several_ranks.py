@@ -16,6 +16,7 @@ from calibrations import run
 
 from kvconvert.calibration import activations
 from kvconvert.convert import hidden_states, layer_runner
+from kvconvert.data import text
 from kvconvert.errors import KvconvertError
 
 LENGTH = 150  # one page that some query reads
@@ -31,7 +32,8 @@ def in_ranks(
 ) -> list[int]:
     """Calibrate in `size` processes that form torch.distributed's default group; one forms none.
 
-    Sequences are five, in three batches, and samples of tokens have to leave something out.
+    Sequences are six, in three batches, and samples of tokens have to leave something out. Where weights are corrected,
+    the last one is of random tokens.
 
     Args:
         size: how many.
@@ -46,7 +48,7 @@ def in_ranks(
     context.set_forkserver_preload(["kvconvert.convert.pipeline"])
     processes = []
     for rank in range(size):
-        everything = {"samples": 5, "seq_len": LENGTH} | options | (own or {}).get(rank, {})
+        everything = {"samples": 6, "seq_len": LENGTH} | options | (own or {}).get(rank, {})
         happens = fault[1] if fault is not None and fault[0] == rank else ""
         processes.append(context.Process(target=_rank, args=(rank, size, store, happens, arguments, everything)))
     for process in processes:
@@ -59,6 +61,7 @@ def in_ranks(
 def _rank(rank: int, size: int, store: Path, fault: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
     torch.set_num_threads(1)  # so that sums are alike
     layer_runner.BATCH_TOKENS = activations.LOSS_TOKENS = 2 * LENGTH
+    text.RANDOM_SHARE = 6
     activations.EXPERT_TOKENS = 40
     if fault:
         hidden_states.HiddenWriter.commit = _killed if fault == "killed" else _failed

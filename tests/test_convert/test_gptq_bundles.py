@@ -12,12 +12,22 @@ from transformers import AutoModelForCausalLM
 
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.calibration.activations import MIN_EXPERT_TOKENS
+from kvconvert.calibration.error_feedback import QueryMoments
+from kvconvert.calibration.gptq import SEARCH_STRIDE
+from kvconvert.calibration.hessians import HessianRecorder
+from kvconvert.calibration.mismatch import Mismatch
 from kvconvert.convert.export import export
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.workdir import WorkDir
+from kvconvert.methods import PRESETS
 from kvconvert.methods.awq import WeightsRecipe
 from kvconvert.recipes.recipe import Recipe
 from kvconvert.runtime import load
+
+
+@pytest.fixture(autouse=True)
+def one_of_three_sequences_is_of_random_tokens(monkeypatch):
+    monkeypatch.setattr("kvconvert.data.text.RANDOM_SHARE", 3)
 
 
 def recipe(method: str) -> Recipe:
@@ -80,6 +90,35 @@ def test_inputs_held_in_memory_give_the_same_bytes(tmp_path, monkeypatch):
     expected = contents(run(model, tmp_path / "files", text, recipe("awq+gptq")).path)
     monkeypatch.setattr(LayerRunner, "has_room", lambda self, shape: True)
     assert contents(run(model, tmp_path / "held", text, recipe("awq+gptq")).path) == expected
+
+
+def test_weights_alone_are_corrected_on_random_tokens(tmp_path, monkeypatch):
+    """Searches and the cache's calibration see the others."""
+    seen = {"corrected": set(), "searched": set()}
+    moments, hessian, update = Mismatch.moments, HessianRecorder.of, QueryMoments.update
+    lengths = []
+
+    def count(self, weight):
+        seen["corrected"].add(self.tokens)
+        return moments(self, weight)
+
+    def searched(self, point, *args, **options):
+        seen["searched"].add(self.tokens[point])
+        return hessian(self, point, *args, **options)
+
+    def asked(self, queries, heads):
+        lengths.append(queries.shape[0] * queries.shape[2])
+        update(self, queries, heads)
+
+    monkeypatch.setattr(Mismatch, "moments", count)
+    monkeypatch.setattr(HessianRecorder, "of", searched)
+    monkeypatch.setattr(QueryMoments, "update", asked)
+    model, text = write_tiny_llama(tmp_path / "model"), save_text(tmp_path)
+    both = recipe("awq+gptq").model_copy(update={"kv": PRESETS["oscar"]})
+    work = run(model, tmp_path / "work", text, both)
+    assert seen == {"corrected": {3 * 24}, "searched": {2 * 24 // SEARCH_STRIDE}}
+    assert set(lengths) == {2 * 24}
+    assert work.state.data.source.endswith(", 1 of them random tokens")
 
 
 def test_an_expert_without_enough_tokens_is_rounded_and_says_so(tmp_path):

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from kvconvert.data.sources import HubSource, local_files
-from kvconvert.data.text import load_held_out_samples, load_token_samples
+from kvconvert.data.text import load_held_out_samples, load_token_samples, token_data, with_random_tokens
 from kvconvert.errors import DataError, UsageError
 
 CHAT = "{% for m in messages %}<{{ m.role }}> {{ m.content }} {{ m.name if m.name is defined }} {% endfor %}"
@@ -248,3 +248,23 @@ def test_plain_text_has_no_column_and_settings_beside_data_are_no_data(tmp_path)
     assert load_token_samples(str(tmp_path), tokenizer, 1, 16, 0).info.source == tmp_path.name
     with pytest.raises(DataError, match="plain text, which has no column 'text'"):
         load_token_samples(f"{tmp_path / 'a.txt'}::text", tokenizer, 1, 16, 0)
+
+
+def test_the_last_samples_become_random_tokens(monkeypatch):
+    monkeypatch.setattr("kvconvert.data.text.RANDOM_SHARE", 8)
+    tokenizer = word_tokenizer()
+    ids = torch.full((17, 400), 5)
+    data = token_data(ids, "book.txt", 3)
+    found = with_random_tokens(data, tokenizer, len(tokenizer) - 10, 3)
+    assert (found.random, found.info.source) == (2, "book.txt, 2 of them random tokens")
+    assert torch.equal(found.ids[:15], ids[:15])
+    drawn = found.ids[15:].unique()
+    assert len(drawn) > 300
+    assert drawn.max() < len(tokenizer) - 10
+    assert not set(drawn.tolist()) & set(tokenizer.all_special_ids)
+    assert found.info.sha256 != data.info.sha256
+    assert torch.equal(with_random_tokens(data, tokenizer, len(tokenizer) - 10, 3).ids, found.ids)
+    begun = with_random_tokens(data, word_tokenizer(start=True), len(tokenizer), 3)
+    assert (begun.ids[15:, 0] == tokenizer.bos_token_id).all()
+    few = token_data(ids[:7], "book.txt", 3)
+    assert with_random_tokens(few, tokenizer, len(tokenizer), 3) is few
