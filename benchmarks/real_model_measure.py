@@ -21,7 +21,7 @@ from kvconvert.fidelity.recall import (
     has_plain_template,
     passkey_right,
 )
-from kvconvert.fidelity.scoring import Decoder, compare, feed, read_prompt, treats_whole_prompts
+from kvconvert.fidelity.scoring import Decoder, compare, feed, first_page, read_prompt, treats_whole_prompts
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import SEARCHED_FIELDS, KVScheme
 from kvconvert.models.configuration import head_dim, key_value_heads
@@ -40,7 +40,7 @@ def text_figures(
     Page by page, or after the first `prompt` tokens of each segment, read and sealed as a whole.
     """
     names, rows = list(texts), torch.cat(list(texts.values()))
-    prefill = PAGE_SIZE if prompt is None else prompt
+    prefill = first_page(decoder.new_cache()) if prompt is None else prompt
     found = compare(source, {"case": decoder}, rows, prefill, batch=batch, progress=True)["case"]
     counts, skipped = [len(texts[name]) for name in names], max(0, FIRST_SCORED - prefill) if prompt is None else 0
     parts = {

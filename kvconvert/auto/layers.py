@@ -22,7 +22,7 @@ from kvconvert.calibration.simulated_attention import AttentionCall
 from kvconvert.errors import RecipeError
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.methods import KVCalibration, KVScheme
-from kvconvert.methods.auto import KEY_CANDIDATES, VALUE_CANDIDATES, Candidate, stores_keys
+from kvconvert.methods.auto import KEY_CANDIDATES, VALUE_CANDIDATES, WINDOW_FIELDS, Candidate, stores_keys
 from kvconvert.methods.key_treatments import treatments
 from kvconvert.models.configuration import sliding_windows
 
@@ -96,6 +96,11 @@ class SearchedLayer:
         costs = {c.name: self.cost_of(c) for c in keys if c.name in treatments}
         return replace(self, keys=keys, costs={**self.costs, **costs})
 
+    def windowed(self, tokens: int) -> SearchedLayer:
+        """The layer with so many of the newest keys and values in full precision, whatever is chosen."""
+        layer = replace(self, scheme=replace(self.scheme, **dict.fromkeys(WINDOW_FIELDS, tokens)))
+        return replace(layer, costs={candidate.name: layer.cost_of(candidate) for candidate in layer.candidates})
+
     def cost_of(self, candidate: Candidate) -> int:
         """Bytes of a candidate, summed over `lengths(context)`."""
         own = self.scheme_of(candidate).uncalibrated()
@@ -118,7 +123,7 @@ class SearchedLayer:
 
 
 def searched_layers(config: PretrainedConfig, jobs: Sequence[LayerJob], context: int) -> list[SearchedLayer]:
-    """The layers whose cache the recipe quantizes.
+    """The layers whose cache the recipe quantizes, without costs, which `SearchedLayer.windowed` computes.
 
     Args:
         config: of the language model.
@@ -145,7 +150,6 @@ def searched_layers(config: PretrainedConfig, jobs: Sequence[LayerJob], context:
             output,
         )
         sides: dict[str, dict[object, Candidate]] = {"key": {}, "value": {}}
-        costs: dict[str, int] = {}
         for candidate in plain.candidates:
             try:
                 pages = plain.formats(plain.scheme_of(candidate)).pages
@@ -155,9 +159,8 @@ def searched_layers(config: PretrainedConfig, jobs: Sequence[LayerJob], context:
             meaning = pages.keys if candidate.side == "key" else pages.values
             if meaning not in sides[candidate.side]:
                 sides[candidate.side][meaning] = candidate
-                costs[candidate.name] = plain.cost_of(candidate)
         keys, values = (tuple(found.values()) for found in sides.values())
-        layers.append(replace(plain, keys=keys, values=values, costs=costs))
+        layers.append(replace(plain, keys=keys, values=values))
     return layers
 
 

@@ -56,7 +56,7 @@ class SearchTask:
         text_length, text_rows: size of the text on which candidates are measured.
         layers: with their choices.
         budget: bytes of the whole cache, summed over `lengths(context)`.
-        repairs: see `AutoSearch`.
+        repairs, windows: see `AutoSearch`; `layers` have the shortest window.
     """
 
     context: int
@@ -65,6 +65,21 @@ class SearchTask:
     layers: list[SearchedLayer]
     budget: int
     repairs: int
+    windows: tuple[int, ...]
+
+    def windowed(self, tokens: int) -> SearchTask:
+        """The task with another window."""
+        return replace(self, layers=[layer.windowed(tokens) for layer in self.layers])
+
+    def extremes(self) -> tuple[int, int]:
+        """Bytes of the cheapest and of the dearest plan."""
+        sides = [[layer.costs[c.name] for c in side] for layer in self.layers for side in (layer.keys, layer.values)]
+        return sum(map(min, sides)), sum(side[-1] for side in sides)
+
+    @property
+    def window(self) -> int:
+        """The newest tokens that all layers keep in full precision."""
+        return self.layers[0].scheme.key_recent_tokens
 
     @property
     def plain_bytes(self) -> int:
@@ -120,11 +135,11 @@ def search_task(config: PretrainedConfig, jobs: Sequence[LayerJob], recipe: Reci
             f"The recipe {recipe.name} has nothing to search for: no layer of this {config.model_type} model can keep "
             "its keys and values in a kvconvert cache; choose the recipe weights-only."
         )
-    task = SearchTask(context, length, tokens // length, layers, 0, auto.repairs)
+    windows = tuple(sorted(set(auto.windows)))
+    task = SearchTask(context, length, tokens // length, layers, 0, auto.repairs, windows).windowed(windows[0])
     budget = task.plain_bytes / 16 * auto.kv_bits if auto.kv_bits else auto.kv_bytes_per_token / task.per_token(1)
     task = replace(task, budget=int(budget))
-    sides = [[layer.costs[c.name] for c in side] for layer in layers for side in (layer.keys, layer.values)]
-    least, most = sum(map(min, sides)), sum(side[-1] for side in sides)
+    least, most = task.extremes()
     if not least <= task.budget < most:
         bits = auto.kv_bits is not None
         name, unit = ("kv_bits", "bits per value") if bits else ("kv_bytes_per_token", "bytes per token")
@@ -142,7 +157,7 @@ def allocated_recipe(recipe: Recipe, task: SearchTask, allocation: Allocation) -
     overrides = []
     for layer in task.layers:
         own = found[layer.index]
-        layer = layer.treated(own.treatments)
+        layer = layer.windowed(allocation.candidates[own.keys]["key_recent_tokens"]).treated(own.treatments)
         chosen = [candidate for candidate in layer.candidates if candidate.name in (own.keys, own.values)]
         ratios = {f"{c.side}_clip_ratio": own.clip_ratios[c.name] for c in chosen if c.name in own.clip_ratios}
         fields = layer.scheme_of(*chosen).to_dict() | ratios | {"rotate_values": recipe.kv.rotate_values}
@@ -173,8 +188,7 @@ def find_allocation(task: SearchTask, recipe: Recipe, run: SearchRun, samples: T
     """
     measuring = _Measuring(task, recipe, run)
     table = measuring.table(samples)
-    best = measuring.plan(table)
-    allocation = _record(task, table, best, run)
+    allocation = _record(*measuring.plan(table), table, run)
     run.store.commit_measurement(NAME, allocation.model_dump(mode="json"))
     return allocation
 
@@ -233,23 +247,30 @@ class _Measuring:
                 layers[number] = layer.treated(done[-1].treatments)
         return done
 
-    def plan(self, table: list[LayerAllocation]) -> MeasuredPlan:
-        """The best plan of the whole model."""
-        ratios = {layer.index: layer.clip_ratios for layer in table}
+    def plan(self, table: list[LayerAllocation]) -> tuple[SearchTask, MeasuredPlan]:
+        """The best plan of the whole model, and the task with its window."""
+        ratios, losses = {layer.index: layer.clip_ratios for layer in table}, [layer.kl for layer in table]
         known = self.run.store.measurement("plans") or {}
+        tasks = [self.task.windowed(tokens) for tokens in self.task.windows[: self.task.repairs + 1]]
+        tasks = [task for task in tasks if task.extremes()[0] <= task.budget]
         with progress_bar(total=self.task.repairs + 1, desc="plans", unit="plan", shown=self.run.progress) as bar:
 
-            def measure(plan: Plan) -> float:
-                names = json.dumps([[key.name, value.name] for key, value in plan])
-                key = hashlib.sha256(names.encode()).hexdigest()
-                if key not in known:
-                    known[key] = self._divergence(dict(zip(self.task.layers, plan, strict=True)), ratios)
-                    self.run.store.commit_measurement("plans", known)
-                bar.update()
-                return known[key]
+            def best(task: SearchTask, repairs: int) -> MeasuredPlan:
+                def measure(plan: Plan) -> float:
+                    names = [[key.name, value.name] for key, value in plan]
+                    key = hashlib.sha256(json.dumps([task.window, names]).encode()).hexdigest()
+                    if key not in known:
+                        known[key] = self._divergence(dict(zip(task.layers, plan, strict=True)), ratios)
+                        self.run.store.commit_measurement("plans", known)
+                        bar.update()
+                    return known[key]
 
-            losses = [layer.kl for layer in table]
-            return PlanSearch(self.task.layers, losses, self.task.budget, measure, self.task.repairs).run()
+                return PlanSearch(task.layers, losses, task.budget, measure, repairs).run()
+
+            # The window by the best sum of its parts, then all else with that window.
+            chosen = min(tasks, key=lambda task: best(task, 0).measured)
+            found = best(chosen, self.task.repairs + 1 - len(tasks))
+        return chosen, found._replace(tried=found.tried + len(tasks) - 1)
 
     def _divergence(
         self, chosen: dict[SearchedLayer, tuple[Candidate, ...]], ratios: dict[int, dict[str, float]]
@@ -316,7 +337,7 @@ class _Measuring:
         return len(left) * taken[0] + (candidates + (self.task.repairs + 1) * 2) * taken[1]
 
 
-def _record(task: SearchTask, table: list[LayerAllocation], best: MeasuredPlan, run: SearchRun) -> Allocation:
+def _record(task: SearchTask, best: MeasuredPlan, table: list[LayerAllocation], run: SearchRun) -> Allocation:
     chosen = [
         own.model_copy(update={"keys": key.name, "values": value.name})
         for own, (key, value) in zip(table, best.plan, strict=True)
@@ -325,7 +346,8 @@ def _record(task: SearchTask, table: list[LayerAllocation], best: MeasuredPlan, 
         layer.costs[key.name] + layer.costs[value.name]
         for layer, (key, value) in zip(task.layers, best.plan, strict=True)
     )
-    fields = {candidate.name: candidate.fields for candidate in KEY_CANDIDATES + VALUE_CANDIDATES}
+    every = KEY_CANDIDATES + VALUE_CANDIDATES
+    fields = {c.name: c.fields | {f"{c.side}_recent_tokens": task.window} for c in every}
     return Allocation(
         context=task.context,
         budget_bytes_per_token=task.per_token(task.budget),

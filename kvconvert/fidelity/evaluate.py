@@ -53,6 +53,7 @@ from kvconvert.fidelity.scoring import (
     Work,
     compare,
     estimate_seconds,
+    first_page,
     treats_whole_prompts,
     words,
 )
@@ -345,14 +346,14 @@ def _check_context(checkpoint: SourceModel, context: int | None) -> None:
 
 
 def _segment_shape(checkpoint: SourceModel, context: int | None, cache: Cache) -> _Shape:
-    """A cache that compresses whole prompts reads half the segment first, others a page, so that chunks end with pages.
+    """A cache that compresses whole prompts reads half the segment first, others what `first_page` says.
 
     Short segments are halved, unless a page fits and leaves half a page to score.
     """
     wanted, whole_prompts = context or CONTEXT, treats_whole_prompts(cache)
     length = min(wanted + 1 if whole_prompts else wanted, _positions(checkpoint) or wanted)
     most = length // 2 if whole_prompts else max(length // 2, length - PAGE_SIZE // 2)
-    prefill = min(wanted // 2 if whole_prompts else PAGE_SIZE, most)
+    prefill = min(wanted // 2 if whole_prompts else first_page(cache), most)
     return _Shape(length, prefill, length - prefill - 1)
 
 

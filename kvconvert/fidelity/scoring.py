@@ -1,8 +1,9 @@
 """Scoring held-out text through a cache, under the conditions of decoding.
 
-The first page of a segment is prefilled; the continuation follows in chunks of one page. After each chunk the cache
-quantizes the page that became complete, so a token of the next chunk attends to quantized pages and, in full precision,
-to its own page up to itself: exactly what it attends to when tokens are decoded one by one, at a hundredth of the time.
+The first page of a segment is prefilled, with the newest tokens that stay in full precision besides; the rest follows
+in chunks of one page. After each chunk the cache quantizes the page that became complete, so a token of the next chunk
+attends to quantized pages and, in full precision, to its own page up to itself: exactly what it attends to when tokens
+are decoded one by one, at a hundredth of the time.
 Caches that compress whole prompts are given a longer prompt, which is sealed before scoring begins.
 """
 
@@ -220,6 +221,17 @@ def seal(decoder: Decoder, cache: Cache, ids: torch.Tensor) -> None:
 def treats_whole_prompts(cache: Cache) -> bool:
     """Whether the cache compresses a prompt as a whole instead of page by page."""
     return isinstance(cache, KVCache) and any(s is not None and s.compresses_prompts() for s in cache.schemes)
+
+
+def first_page(cache: Cache) -> int:
+    """Tokens to read before chunks of a page, so that a chunk begins where decoding would quantize a page.
+
+    A page and the newest tokens that stay in full precision besides; where sides or layers keep different numbers of
+    them, the most, modulo the page size.
+    """
+    schemes = cache.schemes if isinstance(cache, KVCache) else ()
+    sides = [side for scheme in schemes if scheme is not None for side in scheme.sides if side.quantized]
+    return PAGE_SIZE + max((side.recent_tokens % PAGE_SIZE for side in sides), default=0)
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -37,12 +37,12 @@ class Candidate:
 
 
 def _keys(name: str, bits: int, group_size: int = 128, **fields: Any) -> Candidate:
-    own = {"key_bits": bits, "key_group_size": group_size, "key_recent_tokens": 0, "boost_fraction": 0.0}
+    own = {"key_bits": bits, "key_group_size": group_size, "boost_fraction": 0.0}
     return Candidate(name, "key", own | {"key_scale_bits": 8 if "s8" in name else 16} | fields)
 
 
 def _values(name: str, bits: int, group_size: int = 128, **fields: Any) -> Candidate:
-    own = {"value_bits": bits, "value_group_size": group_size, "value_recent_tokens": 0}
+    own = {"value_bits": bits, "value_group_size": group_size}
     return Candidate(name, "value", own | {"value_scale_bits": 8 if "s8" in name else 16} | fields)
 
 
@@ -79,8 +79,9 @@ def stores_keys(fields: Mapping[str, Any]) -> bool:
     return "key_bits" in fields
 
 
-# Fields that every candidate has: what a recipe says of them would be replaced.
-CHOSEN_FIELDS = frozenset(KEY_CANDIDATES[0].fields) | frozenset(VALUE_CANDIDATES[0].fields)
+# Fields that every candidate has, and the plan's: what a recipe says of them would be replaced.
+WINDOW_FIELDS = ("key_recent_tokens", "value_recent_tokens")
+CHOSEN_FIELDS = frozenset({*KEY_CANDIDATES[0].fields, *VALUE_CANDIDATES[0].fields, *WINDOW_FIELDS})
 
 
 class AutoSearch(BaseModel):
@@ -94,6 +95,8 @@ class AutoSearch(BaseModel):
         tokens: held-out calibration tokens on which candidates are measured; None takes 16,384 on a GPU and 1,024 on
             a CPU.
         repairs: plans of the whole model that may be measured to improve on the sum of single measurements.
+        windows: how many of the newest tokens all layers may keep in full precision, one of these: that with the best
+            first plan. The plugin for vLLM shares no prefixes of caches with a window.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -103,6 +106,7 @@ class AutoSearch(BaseModel):
     context: int | None = Field(default=None, ge=1)
     tokens: int | None = Field(default=None, ge=256)
     repairs: int = Field(default=24, ge=0)
+    windows: list[Annotated[int, Field(ge=0)]] = Field(default=[0, 16], min_length=1)
 
     @model_validator(mode="after")
     def _one_budget(self) -> Self:

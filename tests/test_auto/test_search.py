@@ -8,6 +8,7 @@ import torch
 from click.testing import CliRunner
 from tiny.checkpoints import save_checkpoint, save_text
 from tiny.models import ARCHITECTURES
+from transformers import AutoConfig
 
 from kvconvert import Recipe, calibrate, export, load
 from kvconvert.auto import search
@@ -315,3 +316,27 @@ def test_divergences_are_measured_on_text_with_repeats(model, text, finished, mo
     run(model, finished.path.parent / "repeated", text, kv_bits=BITS - 1, auto_from=finished.path)
     assert read
     assert all(torch.equal(ids[:, -64:], ids[:, :64]) for ids in read)
+
+
+@pytest.mark.parametrize("better", [0, 16])
+def test_all_layers_get_the_window_whose_plan_loses_less_and_it_counts_as_bytes(
+    tmp_path, model, text, finished, monkeypatch, better
+):
+    measured = []
+
+    def divergence(self, text, caches):
+        windows = {side.recent_tokens for cache in caches.values() for side in (cache.keys, cache.values)}
+        measured.append(windows)
+        return 0.1 if windows == {better} else 0.2
+
+    monkeypatch.setattr(SimulatedModel, "divergence", divergence)
+    work = run(model, tmp_path / "work", text, kv_bits=BITS - 1, auto_from=finished.path)
+    found = read_allocation(work)
+    assert {0} in measured
+    assert {16} in measured
+    assert (found.measured_kl, found.plans) == (0.1, RECIPE.auto.repairs + 1)
+    schemes = [KVScheme.from_dict(work.layer_record(i).scheme) for i in range(2)]
+    assert {side.recent_tokens for scheme in schemes for side in scheme.sides} == {better}
+    size = model_cache(AutoConfig.from_pretrained(model), schemes).bits_per_value(CONTEXT)
+    assert size == pytest.approx(found.bits_per_value)
+    assert size <= BITS - 1

@@ -10,7 +10,7 @@ from kvconvert.auto.model import SimulatedModel
 from kvconvert.cache.format import CacheFormat
 from kvconvert.cache.size import LayerCache
 from kvconvert.calibration.simulated_attention import SIMULATED_ATTENTION
-from kvconvert.fidelity.scoring import Decoder, compare
+from kvconvert.fidelity.scoring import Decoder, compare, first_page
 from kvconvert.methods import PRESETS
 from kvconvert.models.configuration import layer_types_of
 from kvconvert.runtime import KVCache
@@ -23,6 +23,7 @@ SCHEMES = {
         replace(OSCAR, key_recent_tokens=PAGE),
         replace(OSCAR, key_bits=1, value_recent_tokens=PAGE, value_clip_ratio=0.7),
     ],
+    "short windows": [replace(OSCAR, key_recent_tokens=16, value_recent_tokens=16, value_bits=bits) for bits in (1, 2)],
     "scales of 8 bits": [
         replace(OSCAR, key_bits=1, key_clip_ratio=0.5, key_scale_bits=8, value_scale_bits=8),
         replace(OSCAR, value_bits=1, key_scale_bits=8, value_scale_bits=8, boost_fraction=0.25),
@@ -40,11 +41,12 @@ def both(name, schemes, length=3 * PAGE + 37):
     model, ids = ARCHITECTURES[name].build(), random_ids(2, length, 3)
     model.set_attn_implementation("kvconvert")
     decoder = Decoder(model, lambda: KVCache(model.config, schemes))
-    # Chunks end where pages do, so that no token reads a page later than it would when decoding.
-    through = compare(Decoder.plain(model), {"cache": decoder}, ids, prefill=PAGE, chunk=PAGE)["cache"]
+    # Chunks end where pages are quantized, so that no token reads a page later than it would when decoding.
+    first = first_page(decoder.new_cache())
+    through = compare(Decoder.plain(model), {"cache": decoder}, ids, prefill=first, chunk=PAGE)["cache"]
     model.set_attn_implementation(SIMULATED_ATTENTION)
     simulated = SimulatedModel(model, model.model.layers)
-    text = simulated.read(ids, PAGE)
+    text = simulated.read(ids, first)
     assert simulated.starts_late
     text = replace(text, positions=text.positions[:-1], log_probs=text.log_probs[:, :-1])  # as `compare` scores
     caches = {i: cache_of(scheme) for i, scheme in enumerate(schemes) if scheme is not None}
@@ -57,6 +59,7 @@ def both(name, schemes, length=3 * PAGE + 37):
     [
         ("llama", "two layers"),
         ("llama", "windows"),
+        ("llama", "short windows"),
         ("llama", "second layer"),
         ("llama", "scales of 8 bits"),
         ("gemma2", "two layers"),  # soft caps and a sliding window
