@@ -44,5 +44,5 @@ def variants(capability: int) -> Iterator[Variant]:
                     tensor_cores=True,
                     wide_loads=rank % 128 == 0,
                     code_bytes=PAGE_SIZE * rank * bits // 8 * of_codes,
-                    spills="a few registers outside of the products" if rank >= 256 else "",
+                    spills="a few registers outside of the products" if of_codes else "",
                 )
