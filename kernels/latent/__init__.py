@@ -20,9 +20,11 @@ from kvconvert.kernels.decode.stored import StoredTokens
 from kvconvert.kernels.history.parts import HistoryPart, Workspace
 from kvconvert.kernels.pages.formats import PAGE_SIZE, LayerFormat, TokenNorm
 
-KERNEL_DTYPES = (torch.float16, torch.bfloat16)
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 KERNEL_BITS = (2, 4)
 MOST_CHANNELS, MOST_ROPE_CHANNELS = 512, 128
+# Of float32, for which shared memory would not suffice everywhere.
+MOST_FLOAT32_CHANNELS = 256
 
 
 def unsupported(format: LayerFormat, dtype: torch.dtype, on: torch.device) -> str | None:
@@ -39,11 +41,12 @@ def unsupported(format: LayerFormat, dtype: torch.dtype, on: torch.device) -> st
     latents, rope = format.keys, format.values
     if dtype not in KERNEL_DTYPES:
         return f"there is no kernel for {dtype}"
-    sizes = ((latents.head_dim, MOST_CHANNELS), (rope.head_dim, MOST_ROPE_CHANNELS))
+    most = MOST_FLOAT32_CHANNELS if dtype == torch.float32 else MOST_CHANNELS
+    sizes = ((latents.head_dim, most), (rope.head_dim, MOST_ROPE_CHANNELS))
     if any(size % 8 or size > limit for size, limit in sizes):
         return (
-            f"latents of {latents.head_dim} channels with RoPE parts of {rope.head_dim} are not multiples of 8 up to "
-            f"{MOST_CHANNELS} and {MOST_ROPE_CHANNELS}"
+            f"{dtype} latents of {latents.head_dim} channels with RoPE parts of {rope.head_dim} are not multiples of 8 "
+            f"up to {most} and {MOST_ROPE_CHANNELS}"
         )
     if latents.page_size != PAGE_SIZE:
         return f"pages of {latents.page_size} tokens have no kernel"

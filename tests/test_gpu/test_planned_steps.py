@@ -72,7 +72,7 @@ def test_planned_steps_give_the_same_tokens_and_store_the_same(device, name, win
 
 
 def test_planned_steps_over_latents_give_the_same(device):
-    model = ARCHITECTURES["deepseek_v3"].build("kvconvert", first_k_dense_replace=2).to(device, torch.float16)
+    model = ARCHITECTURES["deepseek_v3"].build("kvconvert").to(device)
     check_planned_steps(model, KVScheme.preset("latent-4bit"), {})
 
 

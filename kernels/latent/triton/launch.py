@@ -6,27 +6,23 @@ import torch
 
 from kvconvert.kernels.decode.stored import PageTables, ResidualWindows
 from kvconvert.kernels.decode.triton.launch import MOST_SLOTS, combine_block, combine_warps
-from kvconvert.kernels.decode.triton.shape import block_of
 from kvconvert.kernels.decode.triton.sums import combine_kernel
 from kvconvert.kernels.device import compiles, multiprocessors, overlaps_launches
-from kvconvert.kernels.latent.triton.kernel import latent_decode_kernel
+from kvconvert.kernels.latent.triton.kernel import HEADS, latent_decode_kernel
 from kvconvert.kernels.latent.triton.shape import LatentShape
 from kvconvert.kernels.launches import skips_launches
 from kvconvert.kernels.pages.formats import LayerFormat
 from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
 
-# Warps of a program, which fill a matrix instruction of Hopper; programs that fit a multiprocessor by their registers.
-WARPS = 4
-PROGRAMS_PER_MULTIPROCESSOR = 2
-# Query heads of a program: all of small models, so that codes are cut out of words once.
-BLOCKS_OF_HEADS = (16, 32)
-# Channels that are multiplied at a time, rows of a page's scores,
-# and full-precision tokens of a step: as many as a matrix instruction of four warps has rows.
-CHANNELS = ROWS = TILE = 64
-STAGES = 1
+# Chunks of a latent's channels, at most; warps of a program.
+CHUNKS = 4
+WARPS = 8
+# Full-precision tokens of a step, and steps whose loads are on their way: fewer of float32, whose numbers are larger.
+TILE, STAGES = 32, 2
+FLOAT32_TILE, FLOAT32_STAGES = 16, 1
 
 
-def latent_shape(format: LayerFormat, heads: int, compiled: bool = True) -> LatentShape:
+def latent_shape(format: LayerFormat, heads: int, dtype: torch.dtype, compiled: bool = True) -> LatentShape:
     """The specialisation for a layer whose keys are latents and whose values are RoPE parts."""
     key, value = format.keys, format.values
     offsets = dict.fromkeys(("record", "rope_record", "scale", "zero_point", "rope_scale", "rope_zero_point"), -1)
@@ -35,31 +31,30 @@ def latent_shape(format: LayerFormat, heads: int, compiled: bool = True) -> Late
         offsets = {"record": latents.record, "rope_record": rope.record}
         offsets |= {"scale": latents.scale, "zero_point": latents.zero_point}
         offsets |= {"rope_scale": rope.scale, "rope_zero_point": rope.zero_point}
+    chunks = CHUNKS
+    while chunks > 1 and key.head_dim <= 32 * (chunks // 2):
+        chunks //= 2
     return LatentShape(
         bits=key.bits,
         rank=key.head_dim,
         rope=value.head_dim,
         heads=heads,
-        block=block_of_heads(heads),
-        chunk=min(CHANNELS, block_of(key.head_dim)),
-        rows=ROWS,
-        tile=TILE,
+        chunks=chunks,
         **offsets,
-        stages=STAGES,
+        exact_query=dtype == torch.float32,
         compiled=compiled,
     )
 
 
-def block_of_heads(heads: int) -> int:
-    """Query heads of one program."""
-    few, most = BLOCKS_OF_HEADS
-    return few if heads <= few else most
+def steps_of(dtype: torch.dtype) -> dict[str, int]:
+    """Arguments of a launch: full-precision tokens of a step, and stages of loads."""
+    tile, stages = (FLOAT32_TILE, FLOAT32_STAGES) if dtype == torch.float32 else (TILE, STAGES)
+    return {"TILE": tile, "num_stages": stages}
 
 
 def programs_for(device: torch.device, heads: int) -> int:
     """How many work items run side by side for a block of heads."""
-    blocks = -(-heads // block_of_heads(heads))
-    return max(1, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device) // blocks)
+    return max(1, multiprocessors(device) // -(-heads // HEADS.value))
 
 
 def latent_decode(
@@ -82,8 +77,8 @@ def latent_decode(
     """
     batch, heads, rank = queries.shape
     device, plan = queries.device, tables.plan
-    shape = latent_shape(format, heads, compiles(device))
-    blocks, rows = -(-heads // shape.block), shape.block
+    shape = latent_shape(format, heads, queries.dtype, compiles(device))
+    blocks, rows = -(-heads // HEADS.value), HEADS.value
     partial = torch.empty(plan.slots * blocks, rows, rank, dtype=torch.float32, device=device)
     stats = torch.empty(plan.slots * blocks, rows, 2, dtype=torch.float32, device=device)
     dependent = overlaps_launches(device)
@@ -103,6 +98,7 @@ def latent_decode(
         *rope_queries.stride()[:2],
         scaling,
         F=shape,
+        **steps_of(queries.dtype),
         DEPENDENT=dependent,
         num_warps=WARPS,
     )

@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import triton
+import triton.language as tl
 
-from kvconvert.kernels.pages.formats import PAGE_SIZE
+from kvconvert.kernels.decode.triton.shape import block_of
+
+# Channels of a chunk's RoPE part at least: the depth of a matrix instruction.
+FEWEST_CHANNELS = tl.constexpr(16)
 
 
 @dataclass(frozen=True)
@@ -16,12 +20,11 @@ class LatentShape:
     Attributes:
         bits: of a latent's codes; 16 for latents and RoPE parts of the model's dtype.
         rank, rope: channels of a latent and of a RoPE part.
-        heads: query heads; block: of one program.
-        chunk: channels that are multiplied at a time.
-        rows: of a page's scores; tile: full-precision tokens of a step.
+        heads: query heads.
+        chunks: of channels.
         record, rope_record: sizes of records.
         scale, zero_point: of latents; rope_scale, rope_zero_point: of RoPE parts.
-        stages: chunks of words whose loads are on their way; at 16 bits steps of tokens.
+        exact_query: whether what rounding queries and weights to fp16 leaves is multiplied too, for float32.
         compiled: False under the interpreter.
     """
 
@@ -29,60 +32,27 @@ class LatentShape:
     rank: int
     rope: int
     heads: int
-    block: int
-    chunk: int
-    rows: int
-    tile: int
+    chunks: int
     record: int
     rope_record: int
     scale: int
     zero_point: int
     rope_scale: int
     rope_zero_point: int
-    stages: int
+    exact_query: bool
     compiled: bool
 
 
 @triton.constexpr_function
 def chunk_channels(shape):
-    """Channels of a chunk."""
-    return shape.chunk
+    """Channels of a chunk, rounded up to a power of two."""
+    return block_of(-(-shape.rank // shape.chunks))
 
 
 @triton.constexpr_function
-def block_heads(shape):
-    """Query heads of a program."""
-    return shape.block
-
-
-@triton.constexpr_function
-def chunk_count(shape):
-    """Chunks of a latent, the last of which may have fewer channels."""
-    return -(-shape.rank // shape.chunk)
-
-
-@triton.constexpr_function
-def page_rows(shape):
-    """Rows of a page's scores."""
-    return shape.rows
-
-
-@triton.constexpr_function
-def row_fields(shape):
-    """Fields of a word that belong to one row."""
-    return PAGE_SIZE // shape.rows
-
-
-@triton.constexpr_function
-def step_tokens(shape):
-    """Full-precision tokens of a step."""
-    return shape.tile
-
-
-@triton.constexpr_function
-def lanes(shape):
-    """Words of a page for each channel."""
-    return PAGE_SIZE * shape.bits // 16
+def rope_channels(shape):
+    """Channels of a chunk's RoPE part, rounded up."""
+    return max(FEWEST_CHANNELS.value, block_of(-(-shape.rope // shape.chunks)))
 
 
 @triton.constexpr_function
