@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kvconvert.calibration.protocol import LayerJob, LayerWork
 from kvconvert.calibration.weight_grid import WeightGrid
-from kvconvert.convert.hidden_states import HiddenPart
 from kvconvert.convert.input_capture import CalibrationInputs
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.paired_inputs import RunnerInputs
@@ -134,12 +133,7 @@ def quantized_model(directory: Path, case: Case, calibration: Sources, seed: int
         with ExitStack() as hooks:
             for calibration_pass in passes:
                 hooks.enter_context(calibration_pass.observe(work))
-            text = HiddenPart(states, 0, inputs.text, 0)
-            outputs = [output for *_, output in runner.forward(layer, text, index)] if passes else []
-        if data.random:
-            rest = HiddenPart(states, inputs.text, len(data.ids), inputs.text)
-            with work.paired.continuing(layer):
-                outputs += [output for *_, output in runner.forward(layer, rest, index)]
+            outputs = [output for *_, output in runner.forward(layer, states, index)] if passes else []
         for calibration_pass in passes:
             calibration_pass.solve(work)
             calibration_pass.apply(work)

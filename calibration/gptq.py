@@ -113,6 +113,7 @@ class GptqPass(CalibrationPass):
     """
 
     name = "gptq"
+    reads_random = True
 
     def __init__(self, bits: int, group_size: int, awq: AwqPass | None = None) -> None:
         self.bits, self.group_size, self.awq = bits, group_size, awq

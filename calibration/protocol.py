@@ -164,10 +164,12 @@ class CalibrationPass:
     Attributes:
         name: of the method.
         reads_sample: it evaluates candidates on `of`'s sampler's sample of the finished layer's attention.
+        reads_random: it also observes the random tokens that follow the text (`LayerWork.num_samples` sequences).
     """
 
     name: ClassVar[str]
     reads_sample: ClassVar[bool] = False
+    reads_random: ClassVar[bool] = False
 
     @classmethod
     def of(cls, job: LayerJob, sampler: CalibrationPass) -> CalibrationPass | None:

@@ -35,7 +35,7 @@ class CalibrationInputs:
             alone; empty where there are none.
         visual: which tokens stand for images, bool [samples, length], or None.
         mapped: where to keep what the model adds between layers; None keeps it in memory.
-        random: how many of the last samples are random tokens, on which weights are corrected and nothing else.
+        random: how many of the last samples are random tokens, for weights that are corrected and nothing else.
     """
 
     ids: Tensor

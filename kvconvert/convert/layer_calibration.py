@@ -88,11 +88,13 @@ class LayerCalibration:
                 if index + 1 < runner.num_layers:
                     writer = stack.enter_context(self._writing(index + 1))
                 with ExitStack() as hooks:
-                    for calibration_pass in passes:
+                    for calibration_pass in (made for made in passes if made.reads_random):
                         hooks.enter_context(calibration_pass.observe(work))
-                    self._append(work.layer, observed, index, writer)
-                if text < own:
-                    with work.paired.continuing(work.layer):
+                    with ExitStack() as hooks_of_text:
+                        for calibration_pass in (made for made in passes if not made.reads_random):
+                            hooks_of_text.enter_context(calibration_pass.observe(work))
+                        self._append(work.layer, observed, index, writer)
+                    if text < own:
                         self._append(work.layer, HiddenPart(hidden, text, own, hidden.first + text), index, writer)
             for calibration_pass in passes:
                 calibration_pass.solve(work)

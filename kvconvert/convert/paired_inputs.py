@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -40,13 +40,11 @@ class RunnerInputs:
     _read: dict[str, list[Tensor]] = field(default_factory=dict)  # by writers
     _written: dict[str, list[Tensor]] = field(default_factory=dict)
     _ends: dict[str, Callable[[Tensor], Any]] = field(default_factory=dict)
-    _names: Sequence[str] = ()  # recorded
     _number: int = 0  # of the batch that runs
 
     @contextmanager
     def recording(self, layer: nn.Module, names: Sequence[str]) -> Iterator[None]:
         """Keep what these modules read, and under "" what the layer gives."""
-        self._names = names
         with ExitStack() as hooks:
             for name in filter(None, names):
 
@@ -63,10 +61,6 @@ class RunnerInputs:
             for writer in self.structure.writers:
                 hooks.enter_context(self._finding_end(layer, writer))
             yield
-
-    def continuing(self, layer: nn.Module) -> AbstractContextManager[None]:
-        """`recording` of further batches."""
-        return self.recording(layer, self._names)
 
     @contextmanager
     def _finding_end(self, layer: nn.Module, writer: str) -> Iterator[None]:

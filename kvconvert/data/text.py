@@ -112,7 +112,7 @@ def load_token_samples(
     return token_data(torch.tensor(rows), name, seed)
 
 
-RANDOM_SHARE = 32  # one of so many samples; an eighth costs more text than it gains at 2 bits
+RANDOM_SHARE = 32  # one of so many samples: benchmarks/WEIGHTS.md
 
 
 def with_random_tokens(data: TokenData, tokenizer: PreTrainedTokenizerBase, vocabulary: int, seed: int) -> TokenData:

@@ -93,7 +93,7 @@ def test_inputs_held_in_memory_give_the_same_bytes(tmp_path, monkeypatch):
 
 
 def test_weights_alone_are_corrected_on_random_tokens(tmp_path, monkeypatch):
-    """Searches and the cache's calibration see the others."""
+    """The cache's calibration sees the others."""
     seen = {"corrected": set(), "searched": set()}
     moments, hessian, update = Mismatch.moments, HessianRecorder.of, QueryMoments.update
     lengths = []
@@ -116,7 +116,7 @@ def test_weights_alone_are_corrected_on_random_tokens(tmp_path, monkeypatch):
     model, text = write_tiny_llama(tmp_path / "model"), save_text(tmp_path)
     both = recipe("awq+gptq").model_copy(update={"kv": PRESETS["oscar"]})
     work = run(model, tmp_path / "work", text, both)
-    assert seen == {"corrected": {3 * 24}, "searched": {2 * 24 // SEARCH_STRIDE}}
+    assert seen == {"corrected": {3 * 24}, "searched": {3 * 24 // SEARCH_STRIDE}}
     assert set(lengths) == {2 * 24}
     assert work.state.data.source.endswith(", 1 of them random tokens")
 
