@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import torch
 
+from kvconvert.kernels import device, prompt
+
 # At a time: what fits a processor's cache; few launches of a GPU.
 _BLOCK_SCORES = {"cpu": 1 << 21, "cuda": 1 << 27}
 
@@ -66,22 +68,28 @@ def repeated_attention(
     scaling: float,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`repeated_attention_reference` by products of matrices, with a softmax in float32, several parts at a time.
+    """`repeated_attention_reference` in the queries' dtype, all parts at a time in the Triton kernels for prompts, or
+    several by products of matrices with a softmax in float32.
 
     Returns:
         [H, G, T, E] in the queries' dtype, and float32 [H, T].
     """
     heads, group, length, dim = queries.shape
+    reason = prompt.unsupported(queries[0], stored[0], stored[1], scaling)
+    if reason and prompt.is_fallback(queries[0]):
+        device.fall_back("Attention of a repeated prompt", reason)
     is_cpu = queries.device.type == "cpu"
-    dtype = torch.float32 if is_cpu else queries.dtype  # processors are slow at others
+    dtype = torch.float32 if reason and is_cpu else queries.dtype  # processors are slow at others
     output = queries.new_empty(heads, group, length, stored[1].shape[2])
     found = torch.empty(heads, length, dtype=torch.float32, device=queries.device)
     step = max(1, _BLOCK_SCORES["cpu" if is_cpu else "cuda"] // (heads * group * part * (sink_tokens + 2 * part)))
     begin = 0
     while begin < length:
         size = min(part, length - begin)
-        parts = min(step, (length - begin) // size)
+        parts = (length - begin) // size
+        parts = min(step, parts) if reason else parts
         own, of_prompt = (slice(at, at + parts * size) for at in (begin, start + begin))
+        # What queries of a part attend to, in an order in which their attention is causal.
         keys, values = (
             torch.cat(
                 [
@@ -96,19 +104,40 @@ def repeated_attention(
             for side, again in zip(stored, repeated, strict=True)
         )
         asked = queries[:, :, own].unflatten(2, (parts, size)).transpose(1, 2).reshape(-1, group * size, dim).to(dtype)
-        mask = torch.zeros(size, sink_tokens + 2 * size, dtype=dtype, device=queries.device)
-        mask[:, sink_tokens + size :] = torch.full_like(mask[:, :size], float("-inf")).triu(1)
-        mask = mask.repeat(group, 1)
-        if softcap:
-            scores = mask + torch.tanh(torch.bmm(asked, keys.transpose(1, 2)) * (scaling / softcap)) * softcap
-        else:
-            scores = torch.baddbmm(mask, asked, keys.transpose(1, 2), alpha=scaling)
-        weights = torch.softmax(scores, -1, dtype=torch.float32)
-        found[:, own] = weights[..., sink_tokens : sink_tokens + size].amax(1).view(heads, -1)
-        attended = torch.bmm(weights.to(dtype), values).view(heads, parts, group, size, -1)
+        by_part = _in_kernels if reason is None else _by_products
+        attended, largest = by_part(asked, keys, values, size, scaling, softcap)
+        found[:, own] = largest[:, sink_tokens : sink_tokens + size].reshape(heads, -1)
+        attended = attended.view(heads, parts, group, size, -1)
         output[:, :, own] = attended.transpose(1, 2).flatten(2, 3).to(output.dtype)
         begin = own.stop
     return output, found
+
+
+def _in_kernels(
+    asked: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, size: int, scaling: float, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of [P, G * size, D] queries, `size` of each head, to [P, n, D] keys, of which the last `size` are their
+    own, and the largest weight of each key, float32 [P, n]."""
+    from kvconvert.kernels.prompt.triton import launch
+
+    asked = asked.view(-1, size, asked.shape[2])
+    attended, log_sum_exp = launch.attention(asked, keys, values, scaling, softcap)
+    return attended, launch.column_sums(asked, keys, log_sum_exp, scaling, softcap, maxima=True)
+
+
+def _by_products(
+    asked: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, size: int, scaling: float, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_in_kernels` on every device."""
+    mask = torch.zeros(size, keys.shape[1], dtype=asked.dtype, device=asked.device)
+    mask[:, -size:] = torch.full_like(mask[:, -size:], float("-inf")).triu(1)
+    mask = mask.repeat(asked.shape[1] // size, 1)
+    if softcap:
+        scores = mask + torch.tanh(torch.bmm(asked, keys.transpose(1, 2)) * (scaling / softcap)) * softcap
+    else:
+        scores = torch.baddbmm(mask, asked, keys.transpose(1, 2), alpha=scaling)
+    weights = torch.softmax(scores, -1, dtype=torch.float32)
+    return torch.bmm(weights.to(asked.dtype), values), weights.amax(1)
 
 
 def share_pages(scores: torch.Tensor, pages: int, page_size: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Specialisations of the prompt's kernels: attention, its log-sum-exp alone, and sums of columns."""
+"""Specialisations of the prompt's kernels: attention, its log-sum-exp alone, and sums and maxima of columns."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ def variants(device_capability: int) -> Iterator[Variant]:
                 yield _attention_variant(device_capability, dtype, size, values, softcap, sink_logits, windowed)
             if not sink_logits:
                 yield _column_variant(device_capability, dtype, size, softcap, windowed)
+            if not sink_logits and not windowed:
+                yield _column_variant(device_capability, dtype, size, softcap, windowed, maxima=True)
 
 
 def _attention_variant(
@@ -51,11 +53,13 @@ def _attention_variant(
     )
 
 
-def _column_variant(device_capability: int, dtype: str, size: int, softcap: bool, windowed: bool) -> Variant:
+def _column_variant(
+    device_capability: int, dtype: str, size: int, softcap: bool, windowed: bool, maxima: bool = False
+) -> Variant:
     head_tile = tile_of(size)
     tiling = column_tiling(device_capability, head_tile)
     return _variant(
-        "column_sums",
+        "column_maxima" if maxima else "column_sums",
         column_sums_kernel,
         {
             "queries": _source(dtype, tiling.query_rows, head_tile, tiling),
@@ -63,7 +67,7 @@ def _column_variant(device_capability: int, dtype: str, size: int, softcap: bool
         },
         tiling,
         {"dtype": dtype, "head_size": size, "softcap": softcap, "windowed": windowed},
-        {"HEAD_SIZE": size, "HEAD_TILE": head_tile},
+        {"HEAD_SIZE": size, "HEAD_TILE": head_tile, "MAXIMA": maxima},
     )
 
 

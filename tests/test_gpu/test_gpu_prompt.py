@@ -8,6 +8,7 @@ from kvconvert.kernels import device as gpu_device
 from kvconvert.kernels.decode.reference import attention_reference
 from kvconvert.kernels.prompt import prompt_attention, unsupported
 from kvconvert.kernels.prompt.triton import launch as kernels
+from kvconvert.kernels.reconstruct import repeated_attention, repeated_attention_reference
 from kvconvert.kernels.select import column_sums, column_sums_reference, selective_attention
 
 # Relative errors of the whole output: weights and outputs are rounded to the dtype once each.
@@ -235,3 +236,17 @@ def test_keys_that_lie_before_the_queries(device, length, tokens, first_query, w
             assert relative(output, expected) < TOLERANCE[torch.float16]
         assert not output[:, ~seen].any()
         torch.testing.assert_close(log_sum_exp.double(), scores.logsumexp(-1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("length", [1, 64, 150])
+@pytest.mark.parametrize(("start", "sinks"), [(0, 0), (70, 4)])
+@pytest.mark.parametrize(("dtype", "softcap"), [(torch.float16, None), (torch.bfloat16, 5.0)])
+def test_a_repeated_prompt_is_attended_to_and_scored(device, length, start, sinks, dtype, softcap):
+    queries, keys, values = inputs(device, 6, 2, length, start + length + 9, 32, 48, dtype)
+    queries = queries.unflatten(0, (2, 3))
+    arguments = queries, [part.flip(1)[:, :length] for part in (keys, values)], (keys, values), start, 64, sinks, 0.2
+    output, scores = repeated_attention(*arguments, softcap)
+    expected = repeated_attention_reference(*arguments, softcap)
+    assert (output.dtype, scores.dtype) == (dtype, torch.float32)
+    assert relative(output, expected[0]) < TOLERANCE[dtype]
+    assert relative(scores, expected[1]) < 1e-5

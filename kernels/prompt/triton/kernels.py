@@ -280,13 +280,15 @@ def column_sums_kernel(
     KEY_ROWS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HEAD_TILE: tl.constexpr,
+    MAXIMA: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WINDOWED: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     IN_REGISTERS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """The attention mass of one block of keys from all queries of one head: `sums` float32 [Hq, n].
+    """The attention mass of one block of keys from all queries of one head: `sums` float32 [Hq, n]; with MAXIMA the
+    largest weight.
 
     `log_sum_exp` is in units of log 2, its rows `sum_stride` apart in units of ALIGNMENT. Keys are the rows of the
     product, so a sum over queries runs along a thread's own registers. Order of programs as in `attention_kernel`:
@@ -348,5 +350,5 @@ def column_sums_kernel(
                 if WINDOWED:
                     visible &= key_columns[:, None] > query_columns - window
                 weights = tl.where(visible, weights, 0.0)
-            mass += tl.sum(weights, 1)
+            mass = tl.maximum(mass, tl.max(weights, 1)) if MAXIMA else mass + tl.sum(weights, 1)
     tl.store(sums + head.to(tl.int64) * key_count + key_columns, mass, mask=key_columns < key_count)

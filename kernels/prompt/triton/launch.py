@@ -157,12 +157,15 @@ def column_sums(
     softcap: float | None = None,
     window: int | None = None,
     tiling: Tiling | None = None,
+    *,
+    maxima: bool = False,
 ) -> torch.Tensor:
     """The attention mass of each token: weights summed over queries and over the query heads of its KV head.
 
     Args:
         queries, keys, scaling, softcap, window, tiling: as in `attention`.
         log_sum_exp: float32 [Hq, T], what `attention` returned for the same arguments and the layer's sink_logits.
+        maxima: of all those weights the largest instead of the sum.
 
     Returns:
         float32 [H, n].
@@ -201,6 +204,7 @@ def column_sums(
         KEY_ROWS=tiling.key_rows,
         HEAD_SIZE=size,
         HEAD_TILE=head_tile,
+        MAXIMA=maxima,
         SOFTCAP=bool(softcap),
         WINDOWED=window > 0,
         DESCRIPTORS=tiling.descriptors,
@@ -209,7 +213,8 @@ def column_sums(
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
-    return sums.unflatten(0, (-1, group)).sum(1)
+    sums = sums.unflatten(0, (-1, group))
+    return sums.amax(1) if maxima else sums.sum(1)
 
 
 def _checked(
