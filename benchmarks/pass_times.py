@@ -1,4 +1,10 @@
-"""Times of an Engine's passes by kind, and what else happened in the slowest ones."""
+"""Times of an Engine's passes by kind, and what else happened in the slowest ones.
+
+On a GPU a step launches a pass and then waits for the tokens of the one before, so that the duration of a call tells of
+both. A pass's own time is therefore taken from the GPU: from the moment when it has nothing else to do, or when the
+step begins if that is later, until it has ended the pass. So it contains what the GPU waits for the host within it. On
+a CPU it is the duration of the call.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +14,8 @@ import statistics
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import torch
 
 from kvconvert.runtime import Engine
 
@@ -22,7 +30,7 @@ class Pass:
 
     Attributes:
         at: seconds after the first request came.
-        seconds: that it took; `host_seconds` of these this thread computed, and waited in the others.
+        seconds: the pass's own; `step_seconds` of the call, which waits for the tokens of the step before, too.
         prompt_tokens, rows: that it read.
         tokens_before: prompt tokens of the step before, for whose results it may have waited.
         recorded: CUDA graphs that were made, of steps or of passes.
@@ -32,7 +40,7 @@ class Pass:
 
     at: float
     seconds: float = 0.0
-    host_seconds: float = 0.0
+    step_seconds: float = 0.0
     prompt_tokens: int = 0
     rows: int = 0
     tokens_before: int = 0
@@ -48,10 +56,13 @@ class PassTimes:
         self.passes: list[Pass] = []
         self._engine, self._begin = engine, time.perf_counter()
         self._captured = engine._steps.model.captured
+        self._on_gpu = engine._steps.device.type == "cuda"
+        # Of each pass, before its first kernel and after its last one.
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def __enter__(self) -> PassTimes:
         gc.callbacks.append(self._collect)
-        if self._engine._steps.device.type == "cuda":
+        if self._on_gpu:
             from triton import knobs
 
             knobs.compilation.listener = self._compile
@@ -59,10 +70,13 @@ class PassTimes:
 
     def __exit__(self, *_: object) -> None:
         gc.callbacks.remove(self._collect)
-        if self._engine._steps.device.type == "cuda":
+        if self._on_gpu:
             from triton import knobs
 
             knobs.compilation.listener = None
+            torch.cuda.synchronize()
+            for each, (begin, end) in zip(self.passes, self._events, strict=True):
+                each.seconds = begin.elapsed_time(end) / 1e3
 
     def step(self) -> None:
         """`Engine.step`, timed."""
@@ -70,14 +84,20 @@ class PassTimes:
         self.passes.append(now := Pass(begin - self._begin, rows=before.running))
         if len(self.passes) > 1:
             now.tokens_before = self.passes[-2].prompt_tokens
-        recorded, host, begin = self._recorded(), time.thread_time(), time.perf_counter()
+        recorded, events, begin = self._recorded(), None, time.perf_counter()
+        if self._on_gpu:
+            events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            self._events.append(events)
+            events[0].record()
         self._engine.step()
-        now.seconds, now.host_seconds = time.perf_counter() - begin, time.thread_time() - host
+        if events is not None:
+            events[1].record()
+        now.seconds = now.step_seconds = time.perf_counter() - begin
         now.recorded = self._recorded() - recorded
         now.prompt_tokens = self._engine.stats().prompt_tokens - before.prompt_tokens
 
     def by_kind(self) -> dict[str, dict[str, Any]]:
-        """Number and seconds of passes by how many prompt tokens they read, and the slowest of each kind."""
+        """After the context: passes by how many prompt tokens they read, their seconds, and the slowest of each kind."""
         found: dict[str, list[Pass]] = {}
         for each in self.passes:
             most = next((end for end in KINDS if each.prompt_tokens <= end), math.inf)
@@ -89,8 +109,10 @@ class PassTimes:
                 "passes": len(kind),
                 "tokens": sum(each.prompt_tokens for each in kind),
                 "seconds": sum(times),
+                "step_seconds": sum(each.step_seconds for each in kind),
                 "median_ms": statistics.median(times) * 1e3,
                 "longest_ms": times[-1] * 1e3,
+                "longest_step_ms": max(each.step_seconds for each in kind) * 1e3,
                 "slowest": [asdict(each) for each in sorted(kind, key=lambda each: -each.seconds)[:SLOWEST]],
             }
         return dict(sorted(report.items(), key=lambda item: -item[1]["seconds"]))

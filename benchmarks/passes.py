@@ -8,12 +8,13 @@ decode while prompts are read: one, or four of a quarter of the tokens, from the
 
 `host_ms` is from the call until it returns with the GPU idle before, `pass_ms` until the GPU has ended, `serving_ms` of
 one of --repeats passes that follow one another, as an Engine launches them before it has read the tokens of the one
-before; `kernels_ms` the sum of what its kernels take in a pass that is profiled. Medians of --repeats passes; "layer by
-layer" is without the plan of `runtime/cache/prompt_pass.py`.
+before; `kernels_ms` the sum of what its kernels take in a pass that is profiled, and `largest` of these by name.
+Medians of --repeats passes; "layer by layer" is without the plan of `runtime/cache/prompt_pass.py`. No prompt has more
+than 2,048 tokens in a pass.
 
 "first token of generate" is from the call of `generate` with `max_new_tokens=1` until its token is on the host, after
 four calls that are not measured; of a batch half of the rows have an eighth of padding. `--first-token` measures only
-that, and `--tokens 256` only passes over so many.
+that, and `--tokens 256` only planned passes over so many.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from kvconvert.methods import KVScheme
 from kvconvert.runtime.engine.model_steps import ModelSteps, PromptChunk
 from kvconvert.runtime.hf import packed
 
-TOKENS = (64, 128, 256, 512, 1024, 2048)
+TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+CHUNK, LARGEST = 2048, 8
 HISTORY, ROW_TOKENS = 2048, 1000
 # Rows and tokens of prompts of `generate`.
 PROMPTS = ((1, 128), (1, 1000), (1, 8000), (8, 128), (8, 1000))
@@ -51,7 +53,7 @@ class Passes:
 
     def __init__(self, model: Any, rows: int, tokens: int):
         self.steps = ModelSteps(model, rows + 4, None)
-        self.steps.prepare(2048)
+        self.steps.prepare(CHUNK, most_tokens=TOKENS[-1])
         self.rows, self.device = rows, model.device
         self.ids = torch.full((rows + 4,), 7, device=self.device)
         self.positions = torch.full((rows + 4,), tokens, device=self.device)
@@ -76,7 +78,7 @@ class Passes:
             found.append(PromptChunk(row, prompt, [7] * (tokens // prompts), before, last=False))
         return found
 
-    def measure(self, repeats: int, tokens: int, prompts: int, before: int) -> dict[str, float]:
+    def measure(self, repeats: int, tokens: int, prompts: int, before: int) -> dict[str, Any]:
         """Milliseconds of a pass, after two that are not measured."""
         times = []
         for _ in range(repeats + 2):
@@ -95,7 +97,11 @@ class Passes:
         for chunks in queue:
             self.run(True, chunks)
         self._wait()
-        found = {"host_ms": host, "pass_ms": whole, "serving_ms": (time.perf_counter() - begin) / repeats * 1e3}
+        found: dict[str, Any] = {
+            "host_ms": host,
+            "pass_ms": whole,
+            "serving_ms": (time.perf_counter() - begin) / repeats * 1e3,
+        }
         for chunks in queue:
             self._discard(chunks)
         if self.device.type == "cuda":
@@ -104,7 +110,10 @@ class Passes:
                 self.run(True, chunks)
                 self._wait()
             self._discard(chunks)
-            found["kernels_ms"] = sum(event.self_device_time_total for event in profiled.key_averages()) / 1e3
+            kernels = {event.key: event.self_device_time_total / 1e3 for event in profiled.key_averages()}
+            found["kernels_ms"] = sum(kernels.values())
+            largest = sorted(kernels, key=kernels.__getitem__, reverse=True)[:LARGEST]
+            found["largest"] = {name[:80]: round(kernels[name], 2) for name in largest}
         return found
 
     def _discard(self, chunks: list[PromptChunk]) -> None:
@@ -162,14 +171,17 @@ def main() -> None:
         return
     passes = Passes(model, arguments.rows, row_tokens)
     unplanned = packed.unplanned
-    for way, reason in (("planned", None), ("layer by layer", "it is measured")):
+    ways = {"planned": None} if arguments.tokens else {"planned": None, "layer by layer": "it is measured"}
+    for way, reason in ways.items():
         packed.unplanned = unplanned if reason is None else lambda groups, length: "it is measured"
         found = results[way] = {}
         for count in arguments.tokens or tokens:
             for prompts, before in ((1, 0), (4, 0), (1, history), (4, history)):
+                if count > prompts * CHUNK:
+                    continue
                 case = f"{count} tokens of {prompts} after {before}"
                 found[case] = passes.measure(arguments.repeats, count, prompts, before)
-                print(way, case, {name: round(value, 2) for name, value in found[case].items()}, flush=True)
+                print(way, case, json.dumps(found[case]), flush=True)
     results["recorded passes"] = model.captured.passes.recorded, model.captured.passes.replayed
     save(arguments.json, results)
     print(json.dumps({name: results[name] for name in ("machine", "recorded passes")}))

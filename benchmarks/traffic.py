@@ -9,15 +9,14 @@ The prompts have 366,374 tokens together and the answers 23,545; lengths are log
 to these sums. Answers are sampled with top-p and end by length. Every round has tokens of its own, so that no prefix of
 a prompt is stored. The model is random, of an 8B Llama's shape (4-bit weights in groups of 128, `oscar-g128`).
 
-`at_once`: all requests come at once; a first round is that of a new process, the second one is measured, and without
-vLLM and on a GPU a third one is profiled: which share of the time some kernel runs. `small`: the same with
---small-kv-gib. `poisson`: --rate requests a second with exponential gaps. `first_token`: single prompts of 128, 1,000
-and 8,000 tokens to `generate`. Of the slowest passes it is said what else happened in them.
+`at_once`: all requests come at once; without vLLM and on a GPU a second round is profiled: which share of the time some
+kernel runs. `small`: the same with --small-kv-gib. `poisson`: --rate requests a second with exponential gaps.
+`first_token`: single prompts of 128, 1,000 and 8,000 tokens to `generate`. A tenth of the requests comes before what is
+measured. Of the slowest passes it is said what else happened in them.
 
 With `--beside-vllm` (DIR may be "" if this Python imports vLLM) the cases, all of them by default, go to vLLM in bf16
 and then to the Engine, on the same GPU; --rate is then 70% of the requests per second that vLLM served all at once.
-Both have --max-batch-tokens tokens in a pass, and a tenth of the requests comes before. `ratios` are speeds over
-vLLM's, times over vLLM's.
+Both have --max-batch-tokens tokens in a pass. `ratios` are speeds over vLLM's, times over vLLM's.
 """
 
 from __future__ import annotations
@@ -261,10 +260,14 @@ def main() -> None:
         gc.freeze()
         return made
 
-    def measured(name: str, found: Any) -> Any:
+    def measured(name: str, found: Any) -> None:
         print(name, json.dumps(found), flush=True)
-        return found
+        ours[name] = found
+        # What follows may be cut off.
+        save(arguments.json, results)
 
+    ours: dict[str, Any] = {}
+    results["kvconvert"] = ours
     draws, at_once = count(), [0.0] * len(requests)
 
     def round_of(engine: Engine, arrivals: list[float], every: int = 1) -> dict[str, Any]:
@@ -275,34 +278,29 @@ def main() -> None:
     scheme = KVScheme.preset("oscar-g128").with_online_rotation()
     begin = time.perf_counter()
     model = packed_model(config, [scheme] * config.num_hidden_layers, device)
-    ours: dict[str, Any] = {}
-    results["kvconvert"] = ours
     if {"at_once", "poisson"} & {*arguments.cases}:
         engine = engine_with(arguments.kv_gib)
-        results["ready_seconds"] = measured("ready_seconds", time.perf_counter() - begin)
+        measured("ready_seconds", time.perf_counter() - begin)
+        round_of(engine, at_once, every=10)
         if "at_once" in arguments.cases:
-            results["new process"] = measured("new process", round_of(engine, at_once))
-            ours["at_once"] = measured("at_once", round_of(engine, at_once))
-        else:
-            round_of(engine, at_once, every=10)
+            measured("at_once", round_of(engine, at_once))
         if "poisson" in arguments.cases:
             gaps = arrivals_at(arguments.rate, len(requests), arguments.seed)
-            ours["poisson"] = measured("poisson", round_of(engine, gaps))
+            measured("poisson", round_of(engine, gaps))
         if not beside and device == "cuda":
-            results["gpu_busy"] = measured("gpu_busy", busy_share(engine, requests, PROFILED_STEPS))
+            measured("gpu_busy", busy_share(engine, requests, PROFILED_STEPS))
         del engine
         gc.unfreeze()
         gc.collect()
     if "first_token" in arguments.cases:
         for prompt in prompts_of(arguments.seed, scale, config.vocab_size):
-            name = f"first_token_{len(prompt)}_ms"
-            ours[name] = measured(name, first_token_ms(model, prompt))
+            measured(f"first_token_{len(prompt)}_ms", first_token_ms(model, prompt))
     if "small" in arguments.cases:
         engine = engine_with(arguments.small_kv_gib)
         round_of(engine, at_once, every=10)
-        ours["small"] = measured("small", round_of(engine, at_once))
+        measured("small", round_of(engine, at_once))
     if beside:
-        results["ratios"] = measured("ratios", ratios(ours, results["vllm"]))
+        results["ratios"] = ratios(ours, results["vllm"])
     gc.unfreeze()
     print(json.dumps(results, indent=1))
     save(arguments.json, results)

@@ -170,9 +170,9 @@ class ModelSteps:
         for length in self.draft_lengths(drafted) if drafted else ():
             # One recording serves rows of any lengths.
             prepare_steps(self.model, [1] * self.rows, 1, step_tokens=1 + length)
-        count = max(1, min(chunk, most // 2))
-        logits = self._read_prompts(count, min(most_tokens, tokens // 2))
-        self._record_passes(min(chunk, most // 2))
+        chunk, most_tokens = max(1, min(chunk, most // 2)), max(1, min(max(chunk, most_tokens), tokens // 2))
+        logits = self._read_prompts(chunk, most_tokens)
+        self._record_passes(chunk, most_tokens)
         none = torch.zeros(self.rows, dtype=torch.int64, device=self.device)
         ones = torch.ones(self.rows, device=self.device)
         for restrict in (True, False):
@@ -197,27 +197,32 @@ class ModelSteps:
         # For what is left, so that nothing is recorded while requests wait.
         prepare_steps(self.model, [1] * self.rows, 1, most_room=True)
 
-    def _read_prompts(self, count: int, tokens: int) -> Tensor:
-        """Logits of a pass over the rows and as many prompts of `count` tokens as `tokens` are, at least one, which
-        leave no trace.
+    def _read_prompts(self, chunk: int, tokens: int) -> Tensor:
+        """Logits of a pass over the rows and prompts of `tokens` tokens together, of at most `chunk` each, which leave
+        no trace.
         """
         none = torch.zeros(self.rows, dtype=torch.int64, device=self.device)
-        prompts = [self.new_prompt() for _ in range(max(1, min(self.rows, tokens // count)))]
-        chunks = [PromptChunk(row, prompt, [0] * count, 0, last=True) for row, prompt in enumerate(prompts)]
+        count = min(self.rows, -(-tokens // chunk))
+        prompts = [self.new_prompt() for _ in range(count)]
+        ids = [0] * min(chunk, tokens // count)
+        chunks = [PromptChunk(row, prompt, ids, 0, last=True) for row, prompt in enumerate(prompts)]
         logits, _ = self.forward(none, none, True, chunks)
         for prompt in prompts:
             self.discard(prompt)
         return logits
 
-    def _record_passes(self, chunk: int) -> None:
-        """Record passes of all sizes over the rows and a prompt's chunk of at most so many tokens."""
+    def _record_passes(self, chunk: int, most_tokens: int) -> None:
+        """Record passes of all sizes over the rows and prompts of at most so many tokens; arguments as for `prepare`.
+
+        The smallest comes first, to be launched, and to be tested when it is recorded; then the largest, whose memory
+        has room for all others.
+        """
         passes = self.model.captured.passes
-        for size in SIZES:
-            count = min(chunk, size - self.rows)
-            if count < 1 or passes.padded(self.rows + count, self.device) != size:
-                continue
-            for _ in range(2):  # the first one is launched, the second one recorded
-                self._read_prompts(count, count)
+        counts = [min(size - self.rows, most_tokens) for size in SIZES if passes.padded(size, self.device)]
+        counts = sorted({count for count in counts if count > 0}, reverse=True)
+        with passes.preparing():
+            for count in (*3 * counts[-1:], *counts[:-1]):
+                self._read_prompts(chunk, count)
 
     def rehearse(self) -> None:
         """Run passes of every kind over the empty cache, which it has to itself; within `noted`."""

@@ -219,7 +219,7 @@ class CapturedSteps:
         try:
             graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
-            static, logits = (ids.clone(), positions.clone()), self._room_for_logits(ids)
+            static, logits = (ids.clone(), positions.clone()), self.room_for_logits(ids)
             with torch.cuda.graph(graph, pool=self.pool):
                 recorded = self._launch(planned, cache, *static)
                 # Their own memory is the next recording's.
@@ -244,8 +244,8 @@ class CapturedSteps:
             return recording.replay(ids, positions)
         return self._launch(planned, cache, ids, positions)
 
-    def _room_for_logits(self, ids: torch.Tensor) -> torch.Tensor:
-        """Where recordings leave the logits of ids [B, T], [B, T, V], until another one is replayed."""
+    def room_for_logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """Where recordings leave the logits of tokens of any shape, [*ids.shape, V], until another one is replayed."""
         if len(self._logits) < ids.numel():
             self._logits = self._logits.new_empty(ids.numel(), self._logits.shape[1])
         return self._logits[: ids.numel()].view(*ids.shape, -1)

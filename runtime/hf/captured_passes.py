@@ -2,14 +2,15 @@
 
 All that changes from pass to pass is in tables of fixed addresses and fixed rooms (`runtime/cache/prompt_tables.py`,
 `runtime/cache/steps.py`), so that a pass costs the host its plan, an upload and a replay. Tokens beyond a pass's own
-are computed and stored nowhere. A pass is recorded when it comes the second time, and used if its replay gives the
-logits of the layers' own launches.
+are computed and stored nowhere. A pass is recorded when it comes the second time, or at once within `preparing`. The
+first recording of a kind, whatever its tokens, is used only if its replay gives the logits of the layers' own launches.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +21,9 @@ from kvconvert.kernels.launches import skips_launches
 
 logger = logging.getLogger(__name__)
 
-# Tokens of recorded passes; 320 for 256 beside 64 rows. Longer ones keep a GPU busy for longer than the host takes to
-# launch them.
-SIZES = (64, 128, 192, 256, 320, 384, 512, 768, 1024, 1280, 1536, 2176)
+# Tokens of recorded passes; 320 for 256 beside 64 rows, and 128 more than whole chunks for the rows beside them. The
+# longest are the Engine's default budget. Steps keep what is padded below an eighth of most passes.
+SIZES = (64, 128, 192, 256, 320, 384, 512, 768, 1024, 1280, 1536, 1792, *range(2176, 8321, 512))
 TOLERANCE = 0.02
 
 
@@ -33,7 +34,7 @@ class _Recording:
     Attributes:
         graph: of its launches.
         read: int64 [2, N], ids and positions of its tokens; keep: int64 [rows], those whose logits are wanted.
-        logits: [rows, V], overwritten by every replay.
+        logits: [rows, V], overwritten by the next replay of any recording.
         formats: of the caches' layers, whose tensors its launches read.
     """
 
@@ -59,14 +60,18 @@ class CapturedPasses:
 
     Attributes:
         reason: why passes run without graphs, or None.
+        longest: tokens of the longest pass that is recorded; fewer than the last of `SIZES` once memory has run out.
         replayed: passes replayed so far; recorded: graphs made.
     """
 
     def __init__(self, captured: Any):
         self._captured = captured
         self.reason: str | None = None
+        self.longest = SIZES[-1]
         self.replayed = self.recorded = 0
         self._seen: set[Hashable] = set()
+        self._tested: set[Hashable] = set()
+        self._prepares = False
         self._recordings: dict[Hashable, _Recording] = {}
 
     def padded(self, tokens: int, device: torch.device) -> int | None:
@@ -76,7 +81,16 @@ class CapturedPasses:
         """
         if device.type != "cuda" or self.reason is not None or not self._captured.recorded or self._captured.reason:
             return None
-        return next((size for size in SIZES if tokens <= size), None)
+        return next((size for size in SIZES if tokens <= size <= self.longest), None)
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Within the context passes are recorded when they come the first time; all kernels are on the GPU already."""
+        before, self._prepares = self._prepares, True
+        try:
+            yield
+        finally:
+            self._prepares = before
 
     def logits(self, cache: Any, read: Tensor, keep: Tensor) -> Tensor:
         """Logits [rows, V] of a planned pass.
@@ -86,8 +100,9 @@ class CapturedPasses:
             read: int64 [2, N], ids and positions.
             keep: int64 [rows], the tokens whose logits are wanted.
         """
-        rooms, _ = cache.key
-        key = cache.key, keep.shape, read.device
+        rooms, steps = cache.key
+        kind = steps, keep.shape, read.device
+        key = rooms, *kind
         padded = torch.nn.functional.pad(read, (0, rooms.tokens - read.shape[1]))
         if skips_launches():
             return self._launch(cache, padded, keep)
@@ -95,43 +110,73 @@ class CapturedPasses:
         if recording is not None:
             self.replayed += 1
             return recording.replay(padded, keep).clone()
-        if key not in self._seen or self.reason is not None:
-            # Kernels are compiled, and the tables are told how work is divided.
-            logits = self._launch(cache, padded, keep)
-            if cache.key is None:
-                self.reason = "a mask is neither causal nor a sliding window"
-            self._seen.add(key)
-            return logits
-        return self._record(key, cache, padded, keep)
+        known = key in self._seen or (self._prepares and kind in self._tested)
+        if known and self.reason is None and rooms.tokens <= self.longest:
+            return self._record(key, kind, cache, padded, keep)
+        # Kernels are compiled, and the tables are told how work is divided.
+        logits = self._launch(cache, padded, keep)
+        if cache.key is None:
+            self.reason = "a mask is neither causal nor a sliding window"
+        self._seen.add(key)
+        return logits
 
     def _launch(self, cache: Any, read: Tensor, keep: Tensor) -> Tensor:
         options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": keep}
         with cache.launches():
             return self._captured.forward(input_ids=read[:1], position_ids=read[1:], **options).logits[0]
 
-    def _record(self, key: Hashable, cache: Any, read: Tensor, keep: Tensor) -> Tensor:
-        expected, stored = self._launch(cache, read, keep), cache.are_stored(keep)
-        if not stored.any():  # nothing by which a replay could be judged
-            return expected
+    def _record(self, key: Hashable, kind: Hashable, cache: Any, read: Tensor, keep: Tensor) -> Tensor:
+        expected = None
+        if kind not in self._tested:
+            expected, stored = self._launch(cache, read, keep), cache.are_stored(keep)
+            if not stored.any():  # nothing by which a replay could be judged
+                return expected
         try:
-            graph, static = torch.cuda.CUDAGraph(), (read.clone(), keep.clone())
+            recording = self._recording(cache, read, keep)
+        except torch.OutOfMemoryError:
             torch.cuda.synchronize()
-            # Other threads, which add requests, may go on meanwhile.
-            with torch.cuda.graph(graph, pool=self._captured.pool, capture_error_mode="thread_local"):
-                logits = self._launch(cache, *static)
-            self._captured.pool = self._captured.pool or graph.pool()
-            recording = _Recording(graph, *static, logits, cache.formats())
-            with cache.counted_once():
-                found = recording.replay(read, keep)[stored].float()
-            wanted = expected[stored].float()
-            error = (found - wanted).nan_to_num().norm() / wanted.nan_to_num().norm().clamp(min=1e-30)
-            if float(error) > TOLERANCE:
-                self.reason = "a replay gives other logits"
+            self.longest = max((size for size in SIZES if size < read.shape[1]), default=0)
+            logger.warning(
+                "Passes of %s over more than %d tokens run without CUDA graphs: the GPU's memory is full.",
+                self._captured.name,
+                self.longest,
+            )
         except RuntimeError as error:
-            self.reason = str(error).strip().split("\n")[0].rstrip(".")
+            self._give_up(str(error).strip().split("\n")[0].rstrip("."))
             torch.cuda.synchronize()
-        if self.reason is None:
-            self._recordings[key], self.recorded = recording, self.recorded + 1
         else:
-            logger.warning("Passes over prompts of %s run without CUDA graphs: %s.", self._captured.name, self.reason)
-        return expected
+            if expected is None:
+                logits = recording.replay(read, keep).clone()
+            else:
+                with cache.counted_once():
+                    logits = recording.replay(read, keep).clone()
+                if not _alike(logits[stored], expected[stored]):
+                    self._give_up("a replay gives other logits")
+                    return expected
+                self._tested.add(kind)
+            self._recordings[key], self.recorded = recording, self.recorded + 1
+            return logits
+        return self._launch(cache, read, keep) if expected is None else expected
+
+    def _recording(self, cache: Any, read: Tensor, keep: Tensor) -> _Recording:
+        graph, static, logits = (
+            torch.cuda.CUDAGraph(),
+            (read.clone(), keep.clone()),
+            self._captured.room_for_logits(keep),
+        )
+        torch.cuda.synchronize()
+        # Other threads, which add requests, may go on meanwhile.
+        with torch.cuda.graph(graph, pool=self._captured.pool, capture_error_mode="thread_local"):
+            # Their own memory is the next recording's.
+            logits.copy_(self._launch(cache, *static))
+        self._captured.pool = self._captured.pool or graph.pool()
+        return _Recording(graph, *static, logits, cache.formats())
+
+    def _give_up(self, reason: str) -> None:
+        self.reason = reason
+        logger.warning("Passes over prompts of %s run without CUDA graphs: %s.", self._captured.name, reason)
+
+
+def _alike(logits: Tensor, expected: Tensor) -> bool:
+    found, wanted = (part.float().nan_to_num() for part in (logits, expected))
+    return float((found - wanted).norm() / wanted.norm().clamp(min=1e-30)) <= TOLERANCE
