@@ -97,7 +97,7 @@ class PassTimes:
         now.prompt_tokens = self._engine.stats().prompt_tokens - before.prompt_tokens
 
     def by_kind(self) -> dict[str, dict[str, Any]]:
-        """After the context: passes by how many prompt tokens they read, their seconds, and the slowest of each kind."""
+        """After the context: passes by how many prompt tokens they read, their times, and the slowest of each kind."""
         found: dict[str, list[Pass]] = {}
         for each in self.passes:
             most = next((end for end in KINDS if each.prompt_tokens <= end), math.inf)
