@@ -134,7 +134,6 @@ class CapturedPasses:
         try:
             recording = self._recording(cache, read, keep)
         except torch.OutOfMemoryError:
-            torch.cuda.synchronize()
             self.longest = max((size for size in SIZES if size < read.shape[1]), default=0)
             logger.warning(
                 "Passes of %s over more than %d tokens run without CUDA graphs: the GPU's memory is full.",
@@ -143,7 +142,6 @@ class CapturedPasses:
             )
         except RuntimeError as error:
             self._give_up(str(error).strip().split("\n")[0].rstrip("."))
-            torch.cuda.synchronize()
         else:
             if expected is None:
                 logits = recording.replay(read, keep).clone()
@@ -159,16 +157,25 @@ class CapturedPasses:
         return self._launch(cache, read, keep) if expected is None else expected
 
     def _recording(self, cache: Any, read: Tensor, keep: Tensor) -> _Recording:
+        """Record a pass.
+
+        Raises:
+            RuntimeError: it cannot be recorded; torch.OutOfMemoryError for want of memory.
+        """
         graph, static, logits = (
             torch.cuda.CUDAGraph(),
             (read.clone(), keep.clone()),
             self._captured.room_for_logits(keep),
         )
         torch.cuda.synchronize()
-        # Other threads, which add requests, may go on meanwhile.
-        with torch.cuda.graph(graph, pool=self._captured.pool, capture_error_mode="thread_local"):
-            # Their own memory is the next recording's.
-            logits.copy_(self._launch(cache, *static))
+        try:
+            # Other threads, which add requests, may go on meanwhile.
+            with torch.cuda.graph(graph, pool=self._captured.pool, capture_error_mode="thread_local"):
+                # Their own memory is the next recording's.
+                logits.copy_(self._launch(cache, *static))
+        except RuntimeError:
+            torch.cuda.synchronize()
+            raise
         self._captured.pool = self._captured.pool or graph.pool()
         return _Recording(graph, *static, logits, cache.formats())
 
