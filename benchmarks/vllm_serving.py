@@ -177,10 +177,20 @@ class Contender:
         seconds: that it has, its starts included.
         mixed: prompts and numbers of tokens to answer.
         tiny: whether the model is, and lengths are divided by 8.
+        options: of vLLM's `EngineArgs`, besides those of `engine_options`.
     """
 
-    def __init__(self, name: str, memory: float, seconds: float, mixed: list[tuple[list[int], int]], tiny: bool):
+    def __init__(
+        self,
+        name: str,
+        memory: float,
+        seconds: float,
+        mixed: list[tuple[list[int], int]],
+        tiny: bool,
+        options: dict[str, Any],
+    ):
         self.name, self.memory, self.mixed, self.scale = name, memory, mixed, 8 if tiny else 1
+        self.options = options
         self.shape = TINY if tiny else {}
         self._folder = tempfile.TemporaryDirectory()
         self.model = write_model(Path(self._folder.name), name, self.shape)
@@ -212,7 +222,7 @@ class Contender:
         left = self.end - time.perf_counter()
         if left < 1:
             sys.exit()
-        self.vllm = VLLM("", self.model, engine_options(self.name, self.memory, self.scale), left)
+        self.vllm = VLLM("", self.model, engine_options(self.name, self.memory, self.scale) | self.options, left)
         report["start_s"], report["blocks"] = round(self.vllm.ready_seconds, 1), self.vllm.blocks
         begin = time.perf_counter()
         few = [*self.mixed[::10], *requests_of(1, 9000 // self.scale)]
@@ -297,6 +307,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--together", action="store_true", help="start all contenders before any is measured")
     parser.add_argument("--seconds", type=float, default=240, help="of each contender (default: 240)")
+    parser.add_argument("--options", type=json.loads, default={}, help="of vLLM's EngineArgs, as JSON")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     # Processes of vLLM's end with this one.
@@ -306,7 +317,7 @@ def main() -> None:
     contenders = []
 
     def contender_of(name: str) -> Contender:
-        contenders.append(Contender(name, given.memory, given.seconds, mixed, given.tiny))
+        contenders.append(Contender(name, given.memory, given.seconds, mixed, given.tiny, given.options))
         return contenders[-1]
 
     ready: dict[str, Contender] = {}
