@@ -2,11 +2,14 @@
 
     python benchmarks/vllm_answers.py tokens --model MODEL --bundle BUNDLE
     python benchmarks/vllm_answers.py quality --model MODEL --bundle BUNDLE --text FILE
+    python benchmarks/vllm_answers.py prefix --bundle BUNDLE --text FILE
 
 `tokens` lets the runtime and vLLM continue the same texts greedily, in the model's dtype, and says after how many
 tokens they part; rounding differs between engines, so that long answers may part where two tokens are nearly as likely.
-`quality` compares the KL from the source, of the runtime and through vLLM's `prompt_logprobs`. Where vLLM needs another
-Python, KVCONVERT_VLLM_PYTHON names it.
+`quality` compares the KL from the source, of the runtime and through vLLM's `prompt_logprobs`. `prefix` lets vLLM read
+prompts with the same beginning anew and then find that beginning in its cache, and compares the answers: where prompts
+are read page by page both have the same passes, and where they are read at once the cache holds quantized pages of what
+was attended to in full precision. Where vLLM needs another Python, KVCONVERT_VLLM_PYTHON names it.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from vllm_serving import CONTENDERS, GIB
 
 SEGMENT_PAGES = 4
 LIKELIEST = 256
+# Tokens of the beginning that prompts of `prefix` share, of their ends, and of answers; and how many prompts.
+SHARED, OWN, ANSWER, PROMPTS = 1024, 100, 32, 16
 
 
 def answers(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -39,6 +44,25 @@ def answers(arguments: dict[str, Any]) -> dict[str, Any]:
         return {"tokens": [list(answer.outputs[0].token_ids) for answer in found]}
     said = [answer.prompt_logprobs[1:] for answer in found]
     return {"logprobs": [[{token: x.logprob for token, x in at.items()} for at in prompt] for prompt in said]}
+
+
+def twice(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Answers of vLLM with an empty cache before each prompt, then the same with what the last one left there."""
+    from vllm import LLM, SamplingParams
+
+    limits = {"max_model_len": 4096, "kv_cache_memory_bytes": 2 * GIB, "gpu_memory_utilization": 0.1}
+    llm = LLM(arguments["path"], **limits | arguments["settings"])
+    sampling = SamplingParams(temperature=0, ignore_eos=True, max_tokens=ANSWER, logprobs=LIKELIEST)
+    told: dict[str, list[Any]] = {}
+    for what in ("read", "found"):
+        told[what] = []
+        for ids in arguments["prompts"]:
+            if what == "read":
+                llm.reset_prefix_cache()
+            answer = llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)[0]
+            first = {token: x.logprob for token, x in answer.outputs[0].logprobs[0].items()}
+            told[what].append([list(answer.outputs[0].token_ids), first, answer.num_cached_tokens])
+    return told
 
 
 def compare(model: Path, bundle: Path, new: int, names: list[str], report_path: Path | None) -> None:
@@ -136,6 +160,44 @@ def quality(model: Path, bundle: Path, text: Path, segments: int, dtype: str) ->
     return {"kl": kl, "tokens": len(rows), "vllm_less_runtime_se": round(float(apart.std() / len(rows) ** 0.5), 5)}
 
 
+def prefix(bundle: Path, text: Path, dtype: str) -> dict[str, Any]:
+    """Answers after a prefix that was read and after one that was found, with prompts read page by page and at once.
+
+    `kl` is that of the first token after the prompt, of what was found from what was read, over the likeliest tokens.
+    """
+    import torch
+    from transformers import AutoTokenizer
+
+    from kvconvert.kernels.pages import PAGE_SIZE
+
+    many = SHARED + OWN * PROMPTS
+    ids = AutoTokenizer.from_pretrained(bundle)(text.read_text(encoding="utf-8")[: 40 * many])["input_ids"]
+    prompts = [ids[:SHARED] + ids[SHARED + OWN * number :][:OWN] for number in range(PROMPTS)]
+    report = {}
+    for name, tokens in (("page by page", PAGE_SIZE), ("at once", 4096)):
+        settings = {
+            "dtype": dtype,
+            "enforce_eager": True,
+            "max_num_batched_tokens": tokens,
+            "max_num_seqs": 1,
+            "max_logprobs": LIKELIEST,
+            "enable_prefix_caching": True,
+        }
+        told = child(Path(__file__), {"path": str(bundle), "settings": settings, "prompts": prompts, "prefix": True})
+        if "read" not in told:
+            report[name] = told
+            continue
+        rows, kl = [], []
+        for (read, before, _), (found, after, cached) in zip(told["read"], told["found"], strict=True):
+            rows.append((cached, next((i for i in range(ANSWER) if read[i] != found[i]), ANSWER)))
+            common = sorted(before.keys() & after.keys())
+            kl.append(_kl(*(_with_rest(torch.tensor([said[token] for token in common])) for said in (before, after))))
+        cached, equal = zip(*rows, strict=True)
+        report[name] = {"found_tokens": sum(cached), "equal": equal, "of": ANSWER, "kl": sum(kl) / len(kl)}
+        print(name, report[name], flush=True)
+    return report
+
+
 def _with_rest(logprobs: Any) -> Any:
     """Logarithms of probabilities, and that of all that is left."""
     rest = (1 - logprobs.exp().sum()).clamp(min=1e-9).log()
@@ -148,23 +210,27 @@ def _kl(p: Any, q: Any) -> float:
 
 def main() -> None:
     if sys.argv[1:2] == ["child"]:
-        reply(answers(json.load(sys.stdin)))
+        arguments = json.load(sys.stdin)
+        reply((twice if arguments.get("prefix") else answers)(arguments))
         return
     parser = option_parser(__doc__)
-    parser.add_argument("what", choices=["tokens", "quality"])
-    parser.add_argument("--model", type=Path, required=True, help="the source of --bundle")
+    parser.add_argument("what", choices=["tokens", "quality", "prefix"])
+    parser.add_argument("--model", type=Path, help="tokens, quality: the source of --bundle")
     parser.add_argument("--bundle", type=Path, required=True)
     parser.add_argument("--only", default="bundle,bundle-piecewise,bundle-eager", help="tokens: contenders")
     parser.add_argument("--new-tokens", type=int, default=200)
-    parser.add_argument("--text", type=Path, help="quality: a file of text")
+    parser.add_argument("--text", type=Path, help="quality, prefix: a file of text")
     parser.add_argument("--segments", type=int, default=2, help="quality: of 512 tokens (default: 2)")
-    parser.add_argument("--dtype", default="bfloat16", help="quality: of model and tokens (default: bfloat16)")
+    parser.add_argument("--dtype", default="bfloat16", help="quality, prefix: of model and tokens (default: bfloat16)")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if given.what == "tokens":
         compare(given.model, given.bundle, given.new_tokens, given.only.split(","), given.json)
         return
-    found = quality(given.model, given.bundle, given.text, given.segments, given.dtype)
+    if given.what == "prefix":
+        found = prefix(given.bundle, given.text, given.dtype)
+    else:
+        found = quality(given.model, given.bundle, given.text, given.segments, given.dtype)
     print(found)
     save(given.json, found)
 

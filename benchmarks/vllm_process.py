@@ -7,6 +7,7 @@ process. It samples without FlashInfer. Plugins of vLLM's are kvconvert's, and `
 
 from __future__ import annotations
 
+import cProfile
 import json
 import os
 import signal
@@ -21,6 +22,8 @@ from threading import Timer
 from typing import Any
 
 REPLY = "REPLY "
+# Rows of a profile.
+LISTED = 40
 VARIABLES = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
 PLUGINS = {"kvconvert": "kvconvert.vllm.plugin:register", "kvconvert_benchmark": "vllm_process:register"}
 
@@ -108,7 +111,15 @@ class VLLM:
 
     def limit(self, blocks: int) -> None:
         """Leave so many blocks to the requests, of those that the cache has."""
-        self._ask(blocks)
+        self._ask(["limit_blocks", blocks])
+
+    def profile(self, what: str) -> list[list[Any]]:
+        """Begin to watch the "kernels" of its one GPU, or the "functions" of the process that steps; with "", end.
+
+        Returns:
+            at the end milliseconds, calls, and name of what took the most.
+        """
+        return self._ask(["watch", what])
 
     def close(self) -> None:
         """End the process and wait until it has."""
@@ -148,14 +159,14 @@ def _serve(engine: Any, requests: list[Any], arrivals: list[float], sampling: di
         if not engine.has_unfinished_requests():
             time.sleep(1e-3)
             continue
-        for output in engine.step():
-            now = time.perf_counter() - begin
+        outputs, now = engine.step(), time.perf_counter() - begin
+        for output in outputs:
             told[int(output.request_id)] += [now] * len(output.outputs[0].token_ids)
     return told, time.perf_counter() - begin
 
 
 def register() -> None:
-    """Let vLLM's scheduler leave some of its blocks to nobody, so that one start serves caches of several sizes."""
+    """What `VLLM.limit` and `VLLM.profile` ask the process with vLLM's scheduler for."""
     from vllm.v1.engine.core import EngineCore
 
     def limit_blocks(core: Any, blocks: int) -> None:
@@ -163,7 +174,46 @@ def register() -> None:
         pool.free_blocks(getattr(core, "held_blocks", []))
         core.held_blocks = pool.get_new_blocks(max(0, pool.get_num_free_blocks() - blocks))
 
-    EngineCore.limit_blocks = limit_blocks
+    def watch(core: Any, what: str) -> list[list[Any]]:
+        before, core.watching = getattr(core, "watching", None), None
+        told = _told(before) if before is not None else []
+        if what:
+            core.watching = cProfile.Profile() if what == "functions" else _kernel_profile()
+            (core.watching.enable if what == "functions" else core.watching.start)()
+        return told
+
+    EngineCore.limit_blocks, EngineCore.watch = limit_blocks, watch
+
+
+def _kernel_profile() -> Any:
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    return profile(activities=[ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU])
+
+
+def _told(watching: Any) -> list[list[Any]]:
+    """Milliseconds, calls and names of what took the most while it was watched."""
+    found: dict[str, list[float]] = {}
+    if isinstance(watching, cProfile.Profile):
+        watching.disable()
+        watching.create_stats()
+        for (file, line, name), (_, calls, own, _, _) in watching.stats.items():
+            found[f"{name} {Path(file).name}:{line}"] = [own * 1e3, calls]
+    else:
+        from torch.autograd import DeviceType
+
+        watching.stop()
+        # As `key_averages` counts, which takes minutes for hundreds of thousands of launches.
+        events = watching.profiler.kineto_results.events()
+        own = DeviceType.CUDA if any(event.device_type() == DeviceType.CUDA for event in events) else DeviceType.CPU
+        for event in events:
+            if event.device_type() == own:
+                total = found.setdefault(event.name(), [0.0, 0])
+                total[0] += event.duration_ns() / 1e6
+                total[1] += 1
+    rows = sorted(([round(took, 3), calls, name[:100]] for name, (took, calls) in found.items()), reverse=True)
+    return [[round(sum(row[0] for row in rows), 3), sum(row[1] for row in rows), "all"], *rows[:LISTED]]
 
 
 def main() -> None:
@@ -179,10 +229,7 @@ def main() -> None:
         if not line:
             return
         asked = json.loads(line)
-        if isinstance(asked, int):
-            answer = engine.engine_core.call_utility("limit_blocks", asked)
-        else:
-            answer = _serve(engine, *asked)
+        answer = engine.engine_core.call_utility(*asked) if isinstance(asked[0], str) else _serve(engine, *asked)
 
 
 if __name__ == "__main__":

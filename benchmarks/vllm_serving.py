@@ -7,13 +7,15 @@ for bundles) and a cache of --memory GiB for each. Contenders: bf16, awq-fp8, bu
 bundle-piecewise (for what is not attention), bundle-eager; and, if asked for, bundle-own-prompts (without
 FlashAttention 3), bundle-2-gpus, and bundle-per-head, the same with one GPU; each is started once, with --together all
 of them at the same time before any is measured. Cases: `ROWSxTOKENS` gives milliseconds until the last row's first
-token and per further token, `fullx8192` the same of as many rows as the cache holds, `mixed` seconds for the requests
-of traffic.py, and `mixed-4` the same with 4 GiB of the cache. A tenth of the mixed requests and a prompt of 9,000
-tokens come before. Every figure is written at once; a case that fails, or has no time left, says so, and the next one
-runs. --seconds is the time of each contender, its start included. With --tiny a small model serves lengths divided by 8
-on a CPU, which does everything and measures nothing.
+token and per further token, medians of five runs where they are short, `fullx8192` the same of as many rows as the
+cache holds, `mixed` seconds for the requests of traffic.py, for the passes that read prompts (until the last first
+token), and the number of passes after these, and `mixed-4` the same with 4 GiB of the cache. `kernels:CASE` and
+`functions:CASE` list what takes the time in a case on one GPU, in milliseconds, under a profiler. A tenth of the mixed
+requests and a prompt of 9,000 tokens come before. Every figure is written at once; a case that fails, or has no time
+left, says so, and the next one runs. --seconds is the time of each contender, its start included. With --tiny a small
+model serves lengths divided by 8 on a CPU, which does everything and measures nothing.
 
-vllm_profile.py says which kernels take the time, vllm_answers.py compares answers with the runtime's. Compiled code
+vllm_profile.py tells single steps from each other, vllm_answers.py compares answers with the runtime's. Compiled code
 stays in ~/.cache/vllm/torch_compile_cache (VLLM_CACHE_ROOT) and ~/.triton/cache: a second start on the same machine is
 faster.
 """
@@ -39,6 +41,8 @@ from runner import option_parser, save
 from vllm_process import VLLM
 
 NEW_TOKENS = 64
+# Prompt tokens of a case that is run several times.
+SHORT = 2000
 GIB = 1 << 30
 CASES = "1x1000,16x12000,mixed,mixed-4,1x30000,1x130000,fullx8192"
 LLAMA_8B = {
@@ -173,10 +177,20 @@ class Contender:
         seconds: that it has, its starts included.
         mixed: prompts and numbers of tokens to answer.
         tiny: whether the model is, and lengths are divided by 8.
+        options: of vLLM's `EngineArgs`, besides those of `engine_options`.
     """
 
-    def __init__(self, name: str, memory: float, seconds: float, mixed: list[tuple[list[int], int]], tiny: bool):
+    def __init__(
+        self,
+        name: str,
+        memory: float,
+        seconds: float,
+        mixed: list[tuple[list[int], int]],
+        tiny: bool,
+        options: dict[str, Any],
+    ):
         self.name, self.memory, self.mixed, self.scale = name, memory, mixed, 8 if tiny else 1
+        self.options = options
         self.shape = TINY if tiny else {}
         self._folder = tempfile.TemporaryDirectory()
         self.model = write_model(Path(self._folder.name), name, self.shape)
@@ -208,7 +222,7 @@ class Contender:
         left = self.end - time.perf_counter()
         if left < 1:
             sys.exit()
-        self.vllm = VLLM("", self.model, engine_options(self.name, self.memory, self.scale), left)
+        self.vllm = VLLM("", self.model, engine_options(self.name, self.memory, self.scale) | self.options, left)
         report["start_s"], report["blocks"] = round(self.vllm.ready_seconds, 1), self.vllm.blocks
         begin = time.perf_counter()
         few = [*self.mixed[::10], *requests_of(1, 9000 // self.scale)]
@@ -216,12 +230,28 @@ class Contender:
         report["warm_s"] = round(time.perf_counter() - begin, 1)
 
     def _run(self, case: str) -> dict[str, Any]:
+        what, profiled, watched = case.partition(":")
+        if profiled:
+            self.vllm.profile(what)
+            return self._run_once(watched) | {what: self.vllm.profile("")}
+        count, _, length = case.partition("x")
+        is_short = count.isdecimal() and int(count) * int(length) <= SHORT
+        runs = [self._run_once(case) for _ in range(5 if is_short else 1)]
+        return {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+
+    def _run_once(self, case: str) -> dict[str, Any]:
         if case.startswith("mixed"):
             share = float(case.partition("-")[2] or self.memory) / self.memory
             self.vllm.limit(int(self.vllm.blocks * share))
             told, seconds = self.vllm.serve(self.mixed, [0.0] * len(self.mixed), SAMPLING)
             self.vllm.limit(self.vllm.blocks)
-            return {"seconds": round(seconds, 2), "first_token_p50_s": round(statistics.median(t[0] for t in told), 2)}
+            last = max(times[0] for times in told)
+            return {
+                "seconds": round(seconds, 2),
+                "prompts_s": round(last, 2),
+                "further_passes": len({at for times in told for at in times if at > last}),
+                "first_token_p50_s": round(statistics.median(times[0] for times in told), 2),
+            }
         count, _, length = case.partition("x")
         tokens = int(length) // self.scale
         rows = self._rows(tokens) if count == "full" else int(count)
@@ -277,6 +307,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--together", action="store_true", help="start all contenders before any is measured")
     parser.add_argument("--seconds", type=float, default=240, help="of each contender (default: 240)")
+    parser.add_argument("--options", type=json.loads, default={}, help="of vLLM's EngineArgs, as JSON")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     # Processes of vLLM's end with this one.
@@ -286,7 +317,7 @@ def main() -> None:
     contenders = []
 
     def contender_of(name: str) -> Contender:
-        contenders.append(Contender(name, given.memory, given.seconds, mixed, given.tiny))
+        contenders.append(Contender(name, given.memory, given.seconds, mixed, given.tiny, given.options))
         return contenders[-1]
 
     ready: dict[str, Contender] = {}

@@ -24,10 +24,13 @@ def quantize_pending(layers: Iterable[AlikeLayers], plan: StepPlan) -> None:
 
     Sink tokens among theirs go where they stay; until then they lie with the others.
     """
-    for pages, is_key in zip(plan.pending, (True, False), strict=True):
+    keys, values = plan.pending
+    # Both sides of a token are read at once.
+    together = [(keys, (True, False))] if keys is values else [(keys, (True,)), (values, (False,))]
+    for pages, sides in together:
         if pages is not None:
             for part in layers:
-                part.quantize_stored(pages.blocks, (pages.token_blocks, pages.token_slots), pages.firsts, is_key)
+                part.quantize_stored(pages.blocks, (pages.token_blocks, pages.token_slots), pages.firsts, sides)
     sinks = plan.pending_sinks
     if sinks is not None:
         for part in layers:

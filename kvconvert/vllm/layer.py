@@ -168,17 +168,24 @@ class AlikeLayers:
         self.words = first.words.as_strided((len(layers), *first.words.shape), (step, *first.words.stride()))
 
     def quantize_stored(
-        self, blocks: torch.Tensor, places: tuple[torch.Tensor, torch.Tensor], firsts: list[int], is_key: bool
+        self, blocks: torch.Tensor, places: tuple[torch.Tensor, torch.Tensor], firsts: list[int], sides: Sequence[bool]
     ) -> None:
-        """Quantize pages whose tokens lie in these places; arguments as for `quantize` and `LayerBlocks.read`."""
+        """Quantize pages whose tokens lie in these places; arguments as for `quantize` and `LayerBlocks.read`.
+
+        Args:
+            sides: keys (True), values, or both.
+        """
         cache = self.layers[0].cache
-        f = cache.format.keys if is_key else cache.format.values
-        side = slice(0, f.heads * f.head_dim) if is_key else slice(-f.heads * f.head_dim, None)
-        at_once = max(1, WORKSPACE_BYTES // (len(places[0]) * f.heads * f.head_dim * cache.dtype.itemsize))
+        f = cache.format
+        split = [side.heads * side.head_dim for side in (f.keys, f.values)]
+        at_once = max(1, WORKSPACE_BYTES // (len(places[0]) * cache.layout.token_bytes))
         for start in range(0, len(self.layers), at_once):
             part = AlikeLayers(self.layers[start : start + at_once])
-            tokens = self.layers[0].tokens_of(part.words)[..., side][:, places[0], places[1]]
-            part.quantize(blocks, tokens.unflatten(-1, (f.heads, -1)).transpose(1, 2).contiguous(), firsts, f)
+            # A copy, which may be changed.
+            keys, values = self.layers[0].tokens_of(part.words)[:, places[0], places[1]].split(split, -1)
+            for is_key in sides:
+                tokens, side = (keys, f.keys) if is_key else (values, f.values)
+                part.quantize(blocks, tokens.unflatten(-1, (side.heads, -1)).transpose(1, 2), firsts, side)
 
     def copy(self, origin: tuple[torch.Tensor, torch.Tensor], target: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Copy full-precision tokens from places to others, blocks and slots int64 [n] each."""
@@ -192,7 +199,8 @@ class AlikeLayers:
 
         Args:
             blocks: int64 [N], where they go.
-            tokens: [layers, H, 128 N, channels] of keys or values, page after page, contiguous, which this may change.
+            tokens: [layers, H, 128 N, channels] of keys or values, page after page, which this may change; channels are
+                side by side, heads and tokens at multiples of 8 numbers.
             firsts: position of each page's first token.
             f: of the side, in all layers.
         """

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from kvconvert.kernels.pages import PAGE_SIZE
@@ -112,13 +113,14 @@ class StepPlan:
     def pending(self) -> tuple[PendingPages | None, PendingPages | None]:
         """Pages of keys and of values that the last token stored before this pass has completed."""
         found: list[list[tuple[int, int]]] = [[], []]
-        windows = self.layout.key_window % PAGE_SIZE, self.layout.value_window % PAGE_SIZE
-        for request in self.requests:
-            if request.stored and request.stored % PAGE_SIZE in windows:
-                before, now = map(self.layout.quantized, (request.stored - 1, request.stored))
-                for pages, begin, end in zip(found, before, now, strict=True):
-                    if begin < end:
-                        pages.append((request.row, begin))
+        stored = np.array([request.stored for request in self.requests], np.int64)
+        ends = [stored % PAGE_SIZE == w % PAGE_SIZE for w in (self.layout.key_window, self.layout.value_window)]
+        for index in np.flatnonzero((stored > 0) & (ends[0] | ends[1])).tolist():
+            request = self.requests[index]
+            before, now = map(self.layout.quantized, (request.stored - 1, request.stored))
+            for pages, begin, end in zip(found, before, now, strict=True):
+                if begin < end:
+                    pages.append((request.row, begin))
         keys = self._pending(found[0])
         return keys, keys if found[0] == found[1] else self._pending(found[1])
 
@@ -149,11 +151,16 @@ class StepPlan:
             return None
         rows, numbers = torch.tensor(pages).T
         entries, slots = self.layout.places((numbers[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten())
-        every = torch.stack([rows.repeat_interleave(PAGE_SIZE), entries, slots])
-        token_rows, entries, slots = upload(every, self.device)
-        blocks = self.block_table[token_rows, entries].long()
-        rows, entries = upload(torch.stack([rows, self.layout.first_page + numbers]), self.device)
-        own = self.block_table[rows, entries].long()
+        # Of the pages, then of their tokens.
+        every = torch.stack(
+            [
+                torch.cat([rows, rows.repeat_interleave(PAGE_SIZE)]),
+                torch.cat([self.layout.first_page + numbers, entries]),
+            ]
+        )
+        places = upload(torch.cat([every.flatten(), slots]), self.device)
+        rows_at, entries_at, slots = places.split([every.shape[1], every.shape[1], len(slots)])
+        own, blocks = self.block_table[rows_at, entries_at].long().split([len(pages), len(slots)])
         if self.quantized_blocks is not None:
             known = self.quantized_blocks[own] > 0
             if self.device.type == "cpu" and known.any():
@@ -205,8 +212,8 @@ def plan_step(
         lengths: tokens of each request once the pass is over.
         block_table, quantized_blocks: as in `StepPlan`.
     """
-    requests = []
-    for row, (first, end, tokens) in enumerate(zip(starts, starts[1:], lengths, strict=False)):
-        if end > first:
-            requests.append(Request(row, first, tokens - (end - first), end - first))
+    spans = enumerate(zip(starts, starts[1:], lengths, strict=False))
+    requests = [
+        Request(row, first, tokens - end + first, end - first) for row, (first, end, tokens) in spans if end > first
+    ]
     return StepPlan(layout, requests, block_table, quantized_blocks)

@@ -27,6 +27,10 @@ ITEM = 18
 FEW_SLOTS, SLOTS = 16, 64
 
 
+# Numbers of a request in each part of `_Rows`.
+SIZES = ROW, 8, 3, 1
+
+
 class _Rows(NamedTuple):
     """What the host says of each request, int64, one copy for all.
 
@@ -61,9 +65,8 @@ class DecodeTables:
         self.device, self.dtype, f = first.words.device, first.cache.dtype, first.cache.format
         self.capacity = self.layout.sink_tokens + max(self.layout.key_window, self.layout.value_window) + PAGE_SIZE
         self.head_sizes = f.keys.heads, f.keys.head_dim, f.values.head_dim
-        sizes = [ROW, 8, 3, 1]
-        self._flat = torch.zeros(rows * sum(sizes), dtype=torch.int64, device=self.device)
-        parts = self._flat.split([rows * size for size in sizes])
+        self._flat = torch.zeros(rows * sum(SIZES), dtype=torch.int64, device=self.device)
+        parts = self._flat.split([rows * size for size in SIZES])
         self._on_device = _Rows(*(part.view(rows, -1) for part in parts[:3]), parts[3])
         self._found = {blocks.geometry: self._empty_places(pages) for blocks in layers}
         self._pages = pages
@@ -98,19 +101,20 @@ class DecodeTables:
             # vLLM rehearses lengths that no cache holds, with one block for all; nothing reads what comes of it.
             self.write(block_table, rows, [0] * count)
             return
-        numbers = np.zeros(self.rows, np.int64)
-        numbers[:count] = rows
         half, (heads, dim, value_dim) = pages - both, self.head_sizes
         # Before there is a page, sink tokens lie with the others.
         sinks = np.minimum(pages * PAGE_SIZE, layout.sink_tokens)
-        residual = np.maximum(sinks + lengths - pages * PAGE_SIZE, 0)
+        flat = np.zeros(len(self._flat), np.int64)
+        parts = np.split(flat, np.cumsum([self.rows * size for size in SIZES[:-1]]))
+        about, windows, key_rows, first = (part.reshape(self.rows, -1).T for part in parts)
+        about[:5] = lengths, both, half, pages, starts
+        about[5, :count] = rows
         # Of a token's record, in units of 8 numbers: keys of all heads, then values.
-        sides = (np.full_like(sinks, size) for size in (0, dim // 8, heads * dim // 8, value_dim // 8))
-        about = np.column_stack([lengths, both, half, pages, starts, numbers])
-        windows = np.column_stack([*sides, sinks, half * PAGE_SIZE, half * PAGE_SIZE, residual])
-        key_rows = np.column_stack([starts, keys, np.zeros_like(keys)])
-        first = np.where(lengths, 0, -1)
-        flat = np.concatenate([part.ravel() for part in (about, windows, key_rows, first)])
+        windows[1:4] = np.array([[dim // 8], [heads * dim // 8], [value_dim // 8]])
+        windows[4:7] = sinks, half * PAGE_SIZE, half * PAGE_SIZE
+        windows[7] = np.maximum(sinks + lengths - pages * PAGE_SIZE, 0)
+        key_rows[:2] = starts, keys
+        first[0] = np.where(lengths, 0, -1)
         fill(self._flat, torch.from_numpy(flat))
         most = int(pages.max())
         for geometry, found in self._found.items():
