@@ -114,6 +114,29 @@ def plan_work(sequences: Sequence[SequencePlan], programs: int) -> WorkPlan:
         sequences: what the batch holds.
         programs: how many items can run side by side for one KV head and block of queries.
     """
+    hidden = {part.hidden for sequence in sequences for part in sequence.segments}
+    if len(hidden) > 1 or not all(map(_is_whole, sequences)):
+        return plan_each(sequences, programs)
+    parts = [(part.begin, part.end - part.begin) for s in sequences for part in s.segments or (Segment(0, 0, 0),)]
+    starts, pages = np.array(parts, dtype=np.int64).T
+    residual = np.array([sequence.residual for sequence in sequences], dtype=np.int64)
+    return plan_rows(starts, pages, residual, next(iter(hidden), 0), programs)
+
+
+def _is_whole(sequence: SequencePlan) -> bool:
+    """Whether a sequence has nothing but complete pages, quantized on both sides, and a residual window."""
+    if sequence.half_quantized or len(sequence.segments) > 1:
+        return False
+    tokens = 0
+    for part in sequence.segments:
+        tokens = (part.end - part.begin) * PAGE_SIZE
+        if part.tokens != tokens or part.scales or part.first_token:
+            return False
+    return sequence.residual_token == tokens
+
+
+def plan_each(sequences: Sequence[SequencePlan], programs: int) -> WorkPlan:
+    """`plan_work` for sequences of any kind, one after another."""
     units = [_units(sequence) for sequence in sequences]
     most = _units_per_item(sequences, units, most_items(len(sequences), programs))
     divided = [
@@ -124,7 +147,7 @@ def plan_work(sequences: Sequence[SequencePlan], programs: int) -> WorkPlan:
 
 
 def plan_rows(starts: np.ndarray, pages: np.ndarray, residual: np.ndarray, hidden: int, programs: int) -> WorkPlan:
-    """What `plan_work` gives for sequences of whole pages alone, for many at once.
+    """What `plan_each` gives for sequences of whole pages alone, for many at once.
 
     Args:
         starts: the table entry of each sequence's first page.

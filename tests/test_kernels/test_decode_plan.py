@@ -11,6 +11,7 @@ from kvconvert.kernels.decode.plan import (
     Segment,
     SequencePlan,
     most_items,
+    plan_each,
     plan_rows,
     plan_work,
 )
@@ -120,7 +121,21 @@ def test_rows_of_whole_pages_are_divided_as_one_by_one(programs):
             SequencePlan((Segment(first, first + n, 128 * n, hidden=4),) if n else (), rest, 0, first, 0, 128 * n)
             for first, n, rest in zip(starts.tolist(), pages.tolist(), residual.tolist(), strict=True)
         ]
-        alone = plan_work(sequences, programs)
-        for name in ("items", "item_rows", "slot_rows"):
-            torch.testing.assert_close(getattr(together, name), getattr(alone, name), rtol=0, atol=0)
-        assert (together.slots, together.most_slots) == (alone.slots, alone.most_slots)
+        alone = plan_each(sequences, programs)
+        for found in (together, plan_work(sequences, programs)):
+            for name in ("items", "item_rows", "slot_rows"):
+                torch.testing.assert_close(getattr(found, name), getattr(alone, name), rtol=0, atol=0)
+            assert (found.slots, found.most_slots) == (alone.slots, alone.most_slots)
+
+
+def test_what_is_no_row_of_whole_pages_is_divided_one_by_one():
+    whole = SequencePlan((Segment(0, 3, 384, hidden=4),), 132, 0, 3, 384, 384)
+    for other in (
+        SequencePlan((Segment(3, 5, 200, 7),), 132, 0, 5, 200, 200),
+        SequencePlan((Segment(3, 5, 256, hidden=2),), 132, 0, 5, 256, 256),
+        SequencePlan((Segment(3, 5, 256, hidden=4),), 132, 1, 5, 256, 384),
+        SequencePlan((Segment(3, 5, 256), Segment(5, 6, 128, 1, 256)), 132, 0, 6, 384, 384),
+    ):
+        found, expected = (plan([whole, other], 7) for plan in (plan_work, plan_each))
+        assert torch.equal(found.items, expected.items)
+        assert (found.slots, found.most_slots) == (expected.slots, expected.most_slots)
