@@ -315,6 +315,8 @@ class LayerGroup(Generic[Store]):
                 side = Side(side.buffered - count * size + hidden, side.pages + taken)
                 self.touch(row)
             sides.append(side)
+        if sides == [sequence.keys, sequence.values]:
+            return sequence
         return replace(sequence, keys=sides[0], values=sides[1])
 
     def without_outsiders(

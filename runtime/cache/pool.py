@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -114,7 +114,12 @@ class PageStorage(Generic[Pages]):
         self.format, self.dtype, self.device, self.numbers = format, dtype, device, numbers
         self.page_bytes = page_bytes(format, dtype)
         self._chunks: list[torch.Tensor] = []
+        self._zeros = np.zeros(0, np.int64)
         self.follow()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has chunks of its own.
+        return self.__dict__ | {"_zeros": np.zeros(0, np.int64)}
 
     @property
     def bytes_allocated(self) -> int:
@@ -158,13 +163,13 @@ class PageStorage(Generic[Pages]):
         number = np.asarray(numbers, dtype=np.int64)
         if not self._chunks:
             return number
-        origin, size, starts = base.data_ptr(), self.page_bytes // UNIT, self.numbers.starts
-        # Pages count from where page 0 would be if the page's chunk were the only one.
-        zeros = np.array(
-            [(c.data_ptr() - origin) // UNIT - s * size for c, s in zip(self._chunks, starts, strict=True)],
-            dtype=np.int64,
-        )
-        return zeros[np.searchsorted(starts, number, side="right") - 1] + number * size
+        size, starts = self.page_bytes // UNIT, self.numbers.starts
+        if len(self._zeros) != len(starts):
+            # Where page 0 would be if the page's chunk were the only one.
+            at = [chunk.data_ptr() // UNIT - start * size for chunk, start in zip(self._chunks, starts, strict=True)]
+            self._zeros = np.array(at, dtype=np.int64)
+        zeros = self._zeros[np.searchsorted(starts, number, side="right") - 1]
+        return zeros + (number * size - base.data_ptr() // UNIT)
 
     def _chunk(self, number: int) -> int:
         """The chunk that holds a page."""

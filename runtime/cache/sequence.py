@@ -243,6 +243,6 @@ class Sequence:
         count, positions = sum(n for _, n in runs), self.positions
         for first, n in runs:
             positions = positions.append(first, n)
-        keys, values = (replace(side, buffered=side.buffered + count) for side in (self.keys, self.values))
+        keys, values = (Side(side.buffered + count, side.pages) for side in (self.keys, self.values))
         sink_tokens = min(sink_tokens, keys.buffered) if self.untouched else self.sink_tokens
         return replace(self, keys=keys, values=values, positions=positions, sink_tokens=sink_tokens)
