@@ -103,7 +103,8 @@ class TokenBuffer:
         rest = [slice(0, ends[0]), *(slice(stop, end) for (_, stop), end in zip(parts, ends[1:], strict=True))]
         kept = sum(part.stop - part.start for part in rest)
         if self.shrinks_to(kept):
-            self._move(kept, rest)
+            # With room for the next page, so that a sequence that has been read need not move while it grows.
+            self._move(kept + self.growth.spare, rest)
         elif kept > ends[0]:
             self.tensor[:, ends[0] : kept] = torch.cat([self.tensor[:, part] for part in rest[1:]], 1)
 
