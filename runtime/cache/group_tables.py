@@ -333,13 +333,24 @@ class GroupTables:
         shared = tuple(0 if table is None else table.data_ptr() for table in self.shared)
         return (*((n, self._work[n, self.roomy].plan.items.data_ptr()) for n in sorted(self.asked)), shared)
 
-    def _written_plan(self, plan: WorkPlan, programs: int) -> WorkPlan:
-        """A plan in tensors that stay; items beyond it do nothing."""
+    def rooms(self, group: Group, sequences: tuple[Sequence, ...], tokens: int) -> Hashable:
+        """Of all that `work_key` says of a step of so many tokens after which the sequences are these, what differs
+        between steps, without writing anything; None before a step has asked how its work is divided.
+        """
+        plans = [self._plan(group, row, sequence, 0) for row, sequence in enumerate(sequences)]
+        asked = sorted(self._asked.get(tokens, ()))
+        return tuple(self._room_of(plan_work(plans, programs), programs) for programs in asked) or None
+
+    def _room_of(self, plan: WorkPlan, programs: int) -> tuple[int, int, int]:
+        """Programs, and the items and slots that a plan gets room for."""
         room = FEWEST_ITEMS
         while room < max(len(plan.items), self.roomy * most_items(self.rows, programs)):
             room *= 2
-        most = next(limit for limit in MOST_SLOTS[2 * self.roomy :] if plan.most_slots <= limit)
-        key = (programs, room, most)
+        return programs, room, next(limit for limit in MOST_SLOTS[2 * self.roomy :] if plan.most_slots <= limit)
+
+    def _written_plan(self, plan: WorkPlan, programs: int) -> WorkPlan:
+        """A plan in tensors that stay; items beyond it do nothing."""
+        key = _, room, most = self._room_of(plan, programs)
         if key not in self._room:
             empty = torch.zeros(room, plan.items.shape[1], dtype=torch.int32, device=self.device)
             ends = [torch.zeros(self.rows + 1, dtype=torch.int32, device=self.device) for _ in range(2)]

@@ -20,7 +20,7 @@ from kvconvert.runtime.cache.compress import raise_found
 from kvconvert.runtime.cache.group_tables import upload
 from kvconvert.runtime.engine.sampling import sample
 from kvconvert.runtime.hf.cache_layers import rotary_switch
-from kvconvert.runtime.hf.captured import prepare_steps, tokens_with_pages
+from kvconvert.runtime.hf.captured import ShortBatch, prepare_steps, tokens_with_pages
 from kvconvert.runtime.hf.captured_passes import SIZES
 from kvconvert.runtime.hf.rehearsal import rehearse, shortened
 
@@ -166,10 +166,7 @@ class ModelSteps:
         # One table for all lengths: recordings know its address.
         entry_bytes = 8 * (2 * len(self.cache.layers) + PAGE_SIZE) * self.rows
         captured.registry.least_entries[self.rows] = min(most // PAGE_SIZE + 4, MOST_TABLE_BYTES // entry_bytes)
-        self.prepare_steps(tokens, most)
-        for length in self.draft_lengths(drafted) if drafted else ():
-            # One recording serves rows of any lengths.
-            prepare_steps(self.model, [1] * self.rows, 1, step_tokens=1 + length)
+        self.prepare_steps(tokens, most, drafted)
         chunk, most_tokens = max(1, min(chunk, most // 2)), max(1, min(max(chunk, most_tokens), tokens // 2))
         logits = self._read_prompts(chunk, most_tokens)
         self._record_passes(chunk, most_tokens)
@@ -178,24 +175,32 @@ class ModelSteps:
         for restrict in (True, False):
             sample(logits, ones, none, ones / 2, none, none, restrict=restrict)
 
-    def prepare_steps(self, tokens: int, most: int) -> None:
+    def prepare_steps(self, tokens: int, most: int, drafted: int = 0) -> None:
         """Record decoding steps for as many tokens as the pages hold, of which a row has at most so many.
 
         Args:
             tokens: of all rows.
             most: of one row.
+            drafted: as for `prepare`.
         """
         # Work is divided by how much of it there is, and by how much of it is one row's; rows without pages get none,
         # and free ones have none in full precision either.
         with_pages = tokens_with_pages([group.scheme for group in self.cache.groups])
-        prepare_steps(self.model, [1] * self.rows, 1)
+        batch = ShortBatch.read(self.model, [min(with_pages, most)] * self.rows)
+        if batch is not None and not batch.pretends:
+            batch = None
+        ones = [1] * self.rows
+        prepare_steps(self.model, ones, 1, batch=batch)
         for growing in sorted({self.rows, -(-self.rows // 4), -(-self.rows // 16), 1}, reverse=True):
             longest = min(most, 2 * tokens // (growing + 1))
             for others in (1, 0) if growing < self.rows else (1,):
                 begin = [min(with_pages, longest)] * growing + [others] * (self.rows - growing)
-                prepare_steps(self.model, begin, longest, growing)
+                prepare_steps(self.model, begin, longest, growing, batch=batch)
         # For what is left, so that nothing is recorded while requests wait.
-        prepare_steps(self.model, [1] * self.rows, 1, most_room=True)
+        prepare_steps(self.model, ones, 1, most_room=True, batch=batch)
+        for length in self.draft_lengths(drafted) if drafted else ():
+            # One recording serves rows of any lengths.
+            prepare_steps(self.model, ones, 1, step_tokens=1 + length, batch=batch)
 
     def _read_prompts(self, chunk: int, tokens: int) -> Tensor:
         """Logits of a pass over the rows and prompts of `tokens` tokens together, of at most `chunk` each, which leave

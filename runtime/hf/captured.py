@@ -12,7 +12,8 @@ eagerly.
 `prepare_steps` records before the first token is due: kernels are compiled, and graphs made, over a pretended cache. A
 recording depends on how many sequences there are and on how much work there is room for, not on what is stored. So a
 short prompt is read into a cache of its own, whose sequences then claim to be long: their page tables name the same
-page again and again. That takes the memory of one page per sequence and no time at any length.
+page again and again. That takes the memory of one page per sequence and no time at any length. Lengths whose work has
+the same room as that of others are passed over before anything is written for them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from kvconvert.kernels.launches import skips_launches
 from kvconvert.methods import KVScheme
 from kvconvert.runtime.cache.groups import FREE
 from kvconvert.runtime.cache.sequence import Sequence, Side
-from kvconvert.runtime.cache.steps import PlannedStep, TableRegistry, can_plan_steps
+from kvconvert.runtime.cache.steps import PlannedStep, TableRegistry, can_plan_steps, entries_needed
 from kvconvert.runtime.cache.store import Group
 from kvconvert.runtime.hf.cache import KVCache
 from kvconvert.runtime.hf.captured_passes import CapturedPasses
@@ -315,6 +316,7 @@ def prepare_steps(
     step_tokens: int = 1,
     *,
     most_room: bool = False,
+    batch: ShortBatch | None = None,
 ) -> int:
     """Record the decoding steps of a batch that begins with so many tokens and ends with the longest at `longest`.
 
@@ -330,6 +332,7 @@ def prepare_steps(
         step_tokens: of each row in a step.
         most_room: record with room for any work. Such a recording serves, less fast, all steps of the batch that none
             was made for.
+        batch: that has been read already, if `ShortBatch.pretends` takes such rows; None for one of its own.
 
     Returns:
         how many graphs were recorded.
@@ -341,27 +344,71 @@ def prepare_steps(
     lengths = [begin]
     while lengths[-1] < longest:
         lengths.append(min(longest, int(lengths[-1] * FACTOR) + 1))
-    cache = model.new_kv_cache()
-    if cache.reconstructs:
-        return 0
     with tqdm(total=len(lengths) + 1, desc="Preparing decoding steps", delay=DELAY, leave=False, disable=None) as bar:
-        groups = _read_short_prompt(model, cache, tokens)
+        batch = batch or ShortBatch.read(model, tokens)
+        if batch is None:
+            return 0
         bar.update()
         some = torch.zeros(len(tokens), step_tokens, dtype=torch.int64, device=model.device)
-        cache.hold_drafts(step_tokens)
+        batch.cache.hold_drafts(step_tokens)
         for length in lengths:
-            for group, sequences, logical in groups:
-                grown = [n + (length - begin) * (growing is None or row < growing) for row, n in enumerate(tokens)]
-                _pretend(group, sequences, logical, grown, length)
-            if not captured.serves({"past_key_values": cache, "input_ids": some}):
+            grown = [n + (length - begin) * (growing is None or row < growing) for row, n in enumerate(tokens)]
+            batch.claim(grown, length)
+            if not captured.serves({"past_key_values": batch.cache, "input_ids": some}):
                 break
-            try:
-                captured._prepares, captured._most_room = True, most_room
-                model(input_ids=some, position_ids=some + min(length, last), past_key_values=cache)
-            finally:
-                captured._prepares = captured._most_room = False
+            if batch.work(step_tokens, most_room) not in batch.recorded:
+                try:
+                    captured._prepares, captured._most_room = True, most_room
+                    model(input_ids=some, position_ids=some + min(length, last), past_key_values=batch.cache)
+                finally:
+                    captured._prepares = captured._most_room = False
+                batch.claim(grown, length)
+                batch.recorded.update({batch.work(step_tokens, most_room)} - {None})
             bar.update()
     return captured.recorded - before
+
+
+@dataclass(frozen=True, eq=False)
+class ShortBatch:
+    """A cache whose rows hold short prompts and claim to be of any lengths.
+
+    Attributes:
+        cache: of all rows.
+        tokens: that were read of each row.
+        before: each group with its sequences and positions after that.
+        recorded: what steps were recorded for, see `work`.
+    """
+
+    cache: KVCache
+    tokens: Sequence_[int]
+    before: list[tuple[Group, tuple[Sequence, ...], int]]
+    recorded: set[Hashable]
+
+    @classmethod
+    def read(cls, model: Any, tokens: Sequence_[int]) -> ShortBatch | None:
+        """Read prompts of so many tokens, but of at most a page beyond all windows; None where none can pretend."""
+        cache = model.new_kv_cache()
+        return None if cache.reconstructs else cls(cache, tokens, _read_short_prompt(model, cache, tokens), set())
+
+    @property
+    def pretends(self) -> bool:
+        """Whether rows with pages may claim to have none: where no prompt is compressed as a whole."""
+        return all(group.policy.flushes and not group.policy.selects for group, *_ in self.before)
+
+    def claim(self, tokens: list[int], longest: int) -> None:
+        """Let rows claim to have as many pages as so many tokens fill, or to be free, at position `longest`."""
+        for group, sequences, logical in self.before:
+            _pretend(group, sequences, logical, tokens, longest)
+
+    def work(self, step_tokens: int, most_room: bool) -> Hashable:
+        """What the recording of the next step depends on; None as long as no step has asked how its work is divided."""
+        found: list[Hashable] = []
+        for group, *_ in self.before:
+            run = [(group.logical, step_tokens)]
+            after = tuple(s.extend(run, group.scheme.sink_tokens) if s.occupied else s for s in group.sequences)
+            tables = group.registry.tables(group, entries_needed(after))
+            found.append((id(tables), tables.rooms(group, after, step_tokens)))
+        return None if None in (rooms for _, rooms in found) else (tuple(found), step_tokens, most_room)
 
 
 def tokens_with_pages(schemes: Sequence_[KVScheme]) -> int:
@@ -394,6 +441,11 @@ def _pretend(group: Group, before: tuple[Sequence, ...], logical: int, tokens: l
     for row, (sequence, count) in enumerate(zip(before, tokens, strict=True)):
         if not count:
             found.append(FREE)
+            continue
+        if count < len(sequence):
+            # All of them in the buffers.
+            short = Sequence().extend([(group.logical - count, count)], scheme.sink_tokens)
+            found.append(group.without_outsiders(row, short, [], []))
             continue
         more = 0
         if group.policy.flushes and not group.policy.selects and sequence.keys.pages and sequence.values.pages:
