@@ -31,6 +31,8 @@ FEWEST_ENTRIES = 16
 FEWEST_ITEMS = 16
 # Slots that a sequence may have in the merge's three forms, see `kernels/decode/triton/launch.py`.
 MOST_SLOTS = (16, 64, 1 << 20)
+# Rows from which there are programs enough to merge the slots of one in a program of its own.
+MANY_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -346,6 +348,9 @@ class GroupTables:
         room = FEWEST_ITEMS
         while room < max(len(plan.items), self.roomy * most_items(self.rows, programs)):
             room *= 2
+        if self.roomy and self.rows >= MANY_ROWS:
+            # The form for few slots serves any number, in more steps, and is the fastest for rows that have few.
+            return programs, room, MOST_SLOTS[0]
         return programs, room, next(limit for limit in MOST_SLOTS[2 * self.roomy :] if plan.most_slots <= limit)
 
     def _written_plan(self, plan: WorkPlan, programs: int) -> WorkPlan:

@@ -398,6 +398,21 @@ class LayerGroup(Generic[Store]):
             raise CacheError("Rows can be opened in an empty cache only; call reset() first.")
         self._replace_sequences((FREE,) * count)
 
+    def resize_rows(self, count: int) -> None:
+        """Have as many rows, of which those that are left out are free, and those that are new.
+
+        Raises:
+            CacheError: a row that would be left out holds a sequence.
+        """
+        if any(sequence.occupied for sequence in self.sequences[count:]):
+            raise CacheError(f"The cache cannot have {count} rows, because one beyond them holds a sequence.")
+        more = (FREE,) * (count - self.rows)
+        for store in self.stores:
+            if store.is_allocated:
+                store.rows = [*store.rows[:count], *(store.empty_row() for _ in more)]
+        self._replace_sequences((*self.sequences[:count], *more))
+        self.touch()
+
     def join(self, row: int, other: LayerGroup[Store]) -> None:
         """Move the only sequence of another cache's group of the same layers, with pages in the same storage, to a row.
 

@@ -43,7 +43,8 @@ def rehearse_engine(model: PreTrainedModel) -> None:
 LONGEST_UNKNOWN, LONGEST_ALONE = 2048, 32768
 # Of the tables of pages.
 MOST_TABLE_BYTES = 1 << 28
-
+# Rows of steps where no request has a later one: as many as the fastest products of packed weights take.
+FEW_ROWS = 16
 
 # Tokens of the passes of a rehearsal, beside decoding rows and without them.
 REHEARSED_CHUNKS = (300, 1, 2, 3, 5, 9, 17, 257)
@@ -125,6 +126,9 @@ class ModelSteps:
         if switch is not None:  # a longer row would change what all other rows compute
             self.max_positions = switch
         self._joined: list[Any] = []
+        self._taken: set[int] = set()  # rows that hold a sequence
+        # How many rows decoding steps may have, ascending, and how many the cache has now.
+        self._widths, self._width = sorted({min(FEW_ROWS, rows), rows}), rows
         self.cache = model.new_kv_cache(kv_memory=kv_memory)
         try:
             self.cache.open_rows(rows)
@@ -153,6 +157,9 @@ class ModelSteps:
             drafted: tokens of a draft; steps that check so many are recorded, too.
             most_tokens: of all prompts in one pass; fewer than `chunk` for those of one.
         """
+        if drafted:
+            # Drafts are checked for all rows, between steps.
+            self._widths = [self.rows]
         if self.device.type != "cuda":
             return
         with noted() as launches:
@@ -165,7 +172,8 @@ class ModelSteps:
         most = min(tokens, self.max_positions or tokens)
         # One table for all lengths: recordings know its address.
         entry_bytes = 8 * (2 * len(self.cache.layers) + PAGE_SIZE) * self.rows
-        captured.registry.least_entries[self.rows] = min(most // PAGE_SIZE + 4, MOST_TABLE_BYTES // entry_bytes)
+        for width in self._widths:
+            captured.registry.least_entries[width] = min(most // PAGE_SIZE + 4, MOST_TABLE_BYTES // entry_bytes)
         self.prepare_steps(tokens, most, drafted)
         chunk, most_tokens = max(1, min(chunk, most // 2)), max(1, min(max(chunk, most_tokens), tokens // 2))
         logits = self._read_prompts(chunk, most_tokens)
@@ -183,24 +191,30 @@ class ModelSteps:
             most: of one row.
             drafted: as for `prepare`.
         """
-        # Work is divided by how much of it there is, and by how much of it is one row's; rows without pages get none,
-        # and free ones have none in full precision either.
-        with_pages = tokens_with_pages([group.scheme for group in self.cache.groups])
-        batch = ShortBatch.read(self.model, [min(with_pages, most)] * self.rows)
-        if batch is not None and not batch.pretends:
-            batch = None
-        ones = [1] * self.rows
-        prepare_steps(self.model, ones, 1, batch=batch)
-        for growing in sorted({self.rows, -(-self.rows // 4), -(-self.rows // 16), 1}, reverse=True):
-            longest = min(most, 2 * tokens // (growing + 1))
-            for others in (1, 0) if growing < self.rows else (1,):
-                begin = [min(with_pages, longest)] * growing + [others] * (self.rows - growing)
-                prepare_steps(self.model, begin, longest, growing, batch=batch)
-        # For what is left, so that nothing is recorded while requests wait.
-        prepare_steps(self.model, ones, 1, most_room=True, batch=batch)
+        for width in self._widths:
+            self._prepare_steps(width, tokens, most)
+        batch, ones = ShortBatch.read(self.model, [1] * self.rows) if drafted else None, [1] * self.rows
         for length in self.draft_lengths(drafted) if drafted else ():
             # One recording serves rows of any lengths.
             prepare_steps(self.model, ones, 1, step_tokens=1 + length, batch=batch)
+
+    def _prepare_steps(self, rows: int, tokens: int, most: int) -> None:
+        """`prepare_steps` for single tokens of so many rows."""
+        # Work is divided by how much of it there is, and by how much of it is one row's; rows without pages get none,
+        # and free ones have none in full precision either.
+        with_pages = tokens_with_pages([group.scheme for group in self.cache.groups])
+        batch = ShortBatch.read(self.model, [min(with_pages, most)] * rows)
+        if batch is not None and not batch.pretends:
+            batch = None
+        ones = [1] * rows
+        prepare_steps(self.model, ones, 1, batch=batch)
+        for growing in sorted({rows, -(-rows // 4), -(-rows // 16), 1}, reverse=True):
+            longest = min(most, 2 * tokens // (growing + 1))
+            for others in (1, 0) if growing < rows else (1,):
+                begin = [min(with_pages, longest)] * growing + [others] * (rows - growing)
+                prepare_steps(self.model, begin, longest, growing, batch=batch)
+        # For what is left, so that nothing is recorded while requests wait.
+        prepare_steps(self.model, ones, 1, most_room=True, batch=batch)
 
     def _read_prompts(self, chunk: int, tokens: int) -> Tensor:
         """Logits of a pass over the rows and prompts of `tokens` tokens together, of at most `chunk` each, which leave
@@ -295,6 +309,7 @@ class ModelSteps:
         """
         flushes = prompt_cache.take_unread_flags()
         self.cache.join(row, prompt_cache)
+        self._taken.add(row)
         # It is empty now; making one takes milliseconds.
         self._joined.append(prompt_cache)
         return partial(raise_found, flushes)
@@ -302,6 +317,7 @@ class ModelSteps:
     def leave(self, row: int) -> None:
         """Free a row."""
         self.cache.leave(row)
+        self._taken.discard(row)
 
     def discard(self, prompt_cache: Any) -> None:
         """Free the pages of a prompt that will not be continued."""
@@ -319,18 +335,21 @@ class ModelSteps:
             chunks: of different prompts; those that end are sealed.
 
         Returns:
-            logits [rows, V] of the token after each row's newest one, or after the prompt that ends in this pass and
-            will join that row; meaningless in other rows, and in all of them if there is neither. And what a prompt's
-            cache, or under None that of the rows, failed with while the others went on.
+            logits [n, V] of the token after each row's newest one, or after the prompt that ends in this pass and will
+            join that row; meaningless in other rows, and in all of them if there is neither. n is at most `rows`, and
+            all rows with a sequence are among them. And what a prompt's cache, or under None that of the rows, failed
+            with while the others went on.
         """
         self.cache.hold_drafts(1)
         if not chunks:
-            return self._logits(ids[:, None], positions[:, None], self.cache)[:, -1], {}
+            count = self._resize(next(width for width in self._widths if max(self._taken, default=0) < width))
+            return self._logits(ids[:count, None], positions[:count, None], self.cache)[:, -1], {}
+        self._resize(self.rows)
         tokens, passes = [(chunk.cache, len(chunk.ids)) for chunk in chunks], self.model.captured.passes
         count = self.rows + sum(count for _, count in tokens)
         padded = passes.padded(count, self.device) if self._keeps_logits else None
         # Recorded passes are alike: rows are always computed, and those with a sequence would store a token.
-        if padded is not None and not decodes and any(s.occupied for s in self.cache.groups[0].sequences):
+        if padded is not None and not decodes and self._taken:
             padded = None
         decodes = decodes or padded is not None
         own = self.rows if decodes else 0
@@ -385,6 +404,7 @@ class ModelSteps:
         Returns:
             logits [rows, T, V] after each token, meaningless in rows without a sequence.
         """
+        self._resize(self.rows)
         self.cache.hold_drafts(ids.shape[1])
         return self._logits(ids, positions, self.cache)
 
@@ -410,6 +430,13 @@ class ModelSteps:
             return copied.tolist()
 
         return wait
+
+    def _resize(self, width: int) -> int:
+        """Let the cache have so many rows, and return their number."""
+        if width != self._width:
+            self.cache.resize_rows(width)
+            self._width = width
+        return width
 
     def _logits(self, ids: Tensor, positions: Tensor, cache: Any, **options: Any) -> Tensor:
         output = self.model(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
+from heapq import heappop, heappush
 
 import numpy as np
 import torch
@@ -38,7 +39,7 @@ class Scheduler:
         self.running: dict[int, Request] = {}  # by row
         self.pages_reserved = 0  # for what requests have of their own
         self.pages_shared = 0  # of stored prefixes that requests use; others make room when it is needed
-        self._free_rows = list(reversed(range(rows)))
+        self._free_rows = list(range(rows))  # a heap: the first ones are taken first, so that steps have few rows
 
     @property
     def free_rows(self) -> int:
@@ -70,7 +71,7 @@ class Scheduler:
         """Give rows and pages to the oldest waiting requests as long as they fit."""
         while self.next_fits():
             request = self.waiting.popleft()
-            request.row = self._free_rows.pop()
+            request.row = heappop(self._free_rows)
             request.state = "prompt"
             self.pages_reserved += request.pages
             self.prompts.append(request)
@@ -112,7 +113,7 @@ class Scheduler:
             self.prompts.remove(request)
         else:
             del self.running[request.row]
-        self._free_rows.append(request.row)
+        heappush(self._free_rows, request.row)
         self.pages_reserved -= request.pages
         request.row = None
 
@@ -192,15 +193,16 @@ class RowState:
         self._floats.copy_(floats, non_blocking=True)
 
     def choose(self, logits: Tensor) -> Tensor:
-        """The next token of every row from logits [rows, V], int64 [rows]; they become `ids`."""
+        """The next token of the first n rows from logits [n, V], int64 [n]; they become the first of `ids`."""
+        count = len(logits)
         if all(sampling.greedy for sampling in self._sampling):
             chosen = logits.argmax(-1)
         else:
-            _, counters, top_k, seeds = self._integers
-            temperature, top_p = self._floats
+            _, counters, top_k, seeds = self._integers[:, :count]
+            temperature, top_p = self._floats[:, :count]
             restrict = any(sampling.restricts for sampling in self._sampling)
             chosen = sample(logits, temperature, top_k, top_p, seeds, counters, restrict=restrict)
-        self.ids.copy_(chosen)
+        self.ids[:count] = chosen
         return chosen
 
     def drafted(self, ids: list[list[int]], most: int | None) -> tuple[Tensor, Tensor]:

@@ -251,6 +251,15 @@ class KVCache(Cache):
         for group in self.groups:
             group.open_rows(count)
 
+    def resize_rows(self, count: int) -> None:
+        """Have as many rows: later passes bring a token of each. The tokens of a sequence stay where they are.
+
+        Raises:
+            CacheError: a row that would be left out holds a sequence.
+        """
+        for group in self.groups:
+            group.resize_rows(count)
+
     def beside(self) -> KVCache:
         """An empty cache whose pages lie in the same storage, for a prompt that will join this cache."""
         return KVCache(**self._made_with, beside=self)

@@ -80,6 +80,10 @@ class FakeCache:
     def open_rows(self, count):
         self.rows, self.open = [None] * count, True
 
+    def resize_rows(self, count):
+        assert all(row is None for row in self.rows[count:])
+        self.rows = [*self.rows[:count], *[None] * (count - len(self.rows))]
+
     def beside(self):
         assert self.open
         cache = FakeCache(self.pool)

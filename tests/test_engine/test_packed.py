@@ -6,10 +6,11 @@ import pytest
 import torch
 from tiny.models import ARCHITECTURES, GREEDY, tiny_model
 
-from kvconvert.errors import NumericError
+from kvconvert.errors import CacheError, NumericError
 from kvconvert.methods import PRESETS, KVScheme
 from kvconvert.runtime import Engine
 from kvconvert.runtime.cache.forward_pass import UnreadFlags
+from kvconvert.runtime.engine import model_steps
 from kvconvert.runtime.engine.model_steps import ModelSteps, PromptChunk
 from kvconvert.runtime.hf import packed
 from kvconvert.runtime.hf.generation import adopt
@@ -17,6 +18,12 @@ from kvconvert.runtime.hf.generation import adopt
 LENGTHS = (1, 2, 127, 128, 129, 300)
 CHUNK = 130
 ALWAYS = ("oscar-g128", "kitty", "calibquant-1bit", "calibquant-2bit-visual", "minikv-pyramid")
+
+
+@pytest.fixture(autouse=True)
+def few_rows(monkeypatch):
+    """Steps have two rows as long as no request has a later one."""
+    monkeypatch.setattr(model_steps, "FEW_ROWS", 2)
 
 
 def low_bit(model, scheme):
@@ -56,7 +63,9 @@ def looped(model, prompt, new):
 
 def check_company(model, lengths, new, alone=alone, placeholder=None):
     """Requests that join in the middle of others and leave at other times give what they give alone."""
-    engine = Engine(model, max_batch=5, prompt_chunk=CHUNK, max_batch_tokens=2 * CHUNK)
+    engine, widths = Engine(model, max_batch=5, prompt_chunk=CHUNK, max_batch_tokens=2 * CHUNK), []
+    resize = engine._steps._resize
+    engine._steps._resize = lambda width: widths.append(width) or resize(width)
     prompts = prompts_of(model.config.get_text_config(decoder=True).vocab_size, lengths)
     if placeholder is not None:
         prompts = [[placeholder if 20 <= n < 60 or n > 140 else i for n, i in enumerate(ids)] for ids in prompts]
@@ -72,6 +81,10 @@ def check_company(model, lengths, new, alone=alone, placeholder=None):
                 if found:
                     found[-1].cancel()
     engine.run()
+    # Alone in the first row.
+    requests.append(engine.add(prompts[2], max_new_tokens=new, stop_token_ids=[]))
+    engine.run()
+    assert {*widths} == {2, 5}
     cancelled = [request for request in requests if request.finish_reason == "cancelled"]
     assert 1 <= len(cancelled) <= 2
     for request in requests:
@@ -203,6 +216,18 @@ def test_the_pass_that_takes_the_memory_of_the_longest_one_leaves_no_trace():
         assert [len(chunk.ids) for chunk in chunks.pop()] == lengths
         assert steps.cache.free_pages() == free
         assert not any(sequence.occupied for group in steps.cache.groups for sequence in group.sequences)
+
+
+def test_a_row_with_a_sequence_is_not_left_out():
+    steps = ModelSteps(low_bit(tiny_model("llama"), "oscar-g128"), 5, None)
+    none, prompt = torch.zeros(5, dtype=torch.int64), steps.new_prompt()
+    steps.forward(none, none, False, [PromptChunk(3, prompt, [5, 6], 0, last=True)])
+    steps.join(3, prompt)
+    assert len(steps.forward(none, none, True, [])[0]) == 5
+    with pytest.raises(CacheError, match="cannot have 3 rows, because one beyond them holds a sequence"):
+        steps.cache.resize_rows(3)
+    steps.leave(3)
+    assert len(steps.forward(none, none, True, [])[0]) == 2
 
 
 def test_a_pass_knows_which_of_its_tokens_are_a_sequences():
