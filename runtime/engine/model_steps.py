@@ -178,10 +178,14 @@ class ModelSteps:
         chunk, most_tokens = max(1, min(chunk, most // 2)), max(1, min(max(chunk, most_tokens), tokens // 2))
         logits = self._read_prompts(chunk, most_tokens)
         self._record_passes(chunk, most_tokens)
-        none = torch.zeros(self.rows, dtype=torch.int64, device=self.device)
-        ones = torch.ones(self.rows, device=self.device)
-        for restrict in (True, False):
-            sample(logits, ones, none, ones / 2, none, none, restrict=restrict)
+        for width in self._widths:
+            none = torch.zeros(width, dtype=torch.int64, device=self.device)
+            ones = torch.ones(width, device=self.device)
+            for restrict in (True, False):
+                sample(logits[:width], ones, none, ones / 2, none, none, restrict=restrict)
+        # Recordings have memory of their own, and passes without one are rare.
+        del logits
+        torch.cuda.empty_cache()
 
     def prepare_steps(self, tokens: int, most: int, drafted: int = 0) -> None:
         """Record decoding steps for as many tokens as the pages hold, of which a row has at most so many.
