@@ -17,7 +17,7 @@ unquantized model. The first such call logs a warning, and `QuantizedLinear.path
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -87,6 +87,33 @@ def share_input(linears: Sequence[QuantizedLinear]) -> str | None:
     return reason
 
 
+def keep_values(linears: Iterable[QuantizedLinear], dtype: torch.dtype) -> int:
+    """Keep what packed weights stand for beside them, so that products of many rows need not dequantize them anew.
+
+    Results are the same bit for bit. A Linear that is moved, cast or copied goes without.
+
+    Args:
+        linears: those without a Triton kernel for activations of `dtype` are passed over.
+        dtype: of activations.
+
+    Returns:
+        the bytes that this takes: two for each weight.
+    """
+    from kvconvert.kernels.linear.triton.many_rows import dequantize
+
+    def values_of(weight: PackedWeight) -> Tensor:
+        return dequantize(weight, dtype)
+
+    seen: set[int] = set()
+    total = 0
+    for linear in linears:
+        owner = linear.shared_input.storage if linear.shared_input is not None else linear
+        if id(owner) not in seen and linear.unsupported(linear.scales.device, dtype) is None:
+            seen.add(id(owner))
+            total += owner.keep_values(values_of).untyped_storage().nbytes()
+    return total
+
+
 def gpu_path(rows: int, inputs: int, outputs: int) -> Path:
     """Which of the Triton kernels a product of so many rows and a weight of this size takes."""
     size = next(least for least in GPU_FEW_ROWS if inputs * outputs >= least)
@@ -146,6 +173,7 @@ class QuantizedLinear(nn.Module):
     int4pack_grid: Tensor | None
     gpu_lanes: Tensor | None
     gpu_grid: Tensor | None
+    gpu_values: Tensor | None
     storage: SharedStorage | None = None
     shared_input: SharedInput | None = None
 
@@ -175,7 +203,7 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("qzeros", torch.zeros(groups, columns, dtype=dtype, device=device))
         self.register_buffer("scales", torch.zeros(groups, out_features, dtype=torch.float16, device=device))
         self.register_buffer("bias", torch.zeros(out_features, device=device) if bias else None)
-        for name in ("int4pack", "int4pack_grid", "gpu_lanes", "gpu_grid"):
+        for name in ("int4pack", "int4pack_grid", "gpu_lanes", "gpu_grid", "gpu_values"):
             self.register_buffer(name, None, persistent=False)
 
     @classmethod
@@ -235,7 +263,12 @@ class QuantizedLinear(nn.Module):
         lanes = self.gpu_lanes
         if lanes is None:
             return None
-        return PackedWeight(lanes, self.gpu_grid, self.in_features, self.out_features, self.bits)
+        return PackedWeight(lanes, self.gpu_grid, self.in_features, self.out_features, self.bits, self.gpu_values)
+
+    def keep_values(self, dequantize: Callable[[PackedWeight], Tensor]) -> Tensor:
+        """Keep what the weight stands for, as `PackedWeight.values`, as long as the GPU's layout; returns it."""
+        self.gpu_values = dequantize(self._packed())
+        return self.gpu_values
 
     def adopt_gpu_weight(self, packed: PackedWeight) -> None:
         """Take this weight's tensors of the GPU's layout in the place of whatever is in memory."""
@@ -296,7 +329,7 @@ class QuantizedLinear(nn.Module):
         with layout_lock:
             if self.qweight is None:
                 self.qweight = self.awq_weight().qweight
-                self.int4pack = self.int4pack_grid = self.gpu_lanes = self.gpu_grid = None
+                self.int4pack = self.int4pack_grid = self.gpu_lanes = self.gpu_grid = self.gpu_values = None
             if self.storage is not None:
                 self.storage.release()
 

@@ -67,6 +67,8 @@ class PackedWeight:
         grid: int32 [tiles, groups, 2, 16].
         inputs, outputs: how many are not padding.
         bits: width of a code.
+        values: [outputs, inputs] in 16 bits, what it stands for, kept beside it for products that would dequantize it;
+            None where they do.
     """
 
     lanes: Tensor
@@ -74,6 +76,7 @@ class PackedWeight:
     inputs: int
     outputs: int
     bits: int = 4
+    values: Tensor | None = None
 
     @property
     def k_block(self) -> int:

@@ -95,6 +95,13 @@ class SharedStorage:
                 packed = self._packed = self._packed or (self._pack(), self._pack_biases())
         return packed
 
+    def keep_values(self, dequantize: Callable[[PackedWeight], Tensor]) -> Tensor:
+        """Keep what the weights stand for, as `PackedWeight.values`, as long as the buffer; returns it."""
+        weight, bias = self.packed()
+        weight = replace(weight, values=dequantize(weight))
+        self._packed = weight, bias
+        return weight.values
+
     def release(self) -> None:
         """Forget the buffer, which the Linears' views keep alive as long as they need it."""
         self._packed = None

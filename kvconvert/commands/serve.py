@@ -40,6 +40,7 @@ _COUNT = click.IntRange(min=1)
     default=None,
     help="Share what is stored of prompts that begin alike, by whole chunks. [default: where it is possible]",
 )
+@click.option("--keep-weights", is_flag=True, help="On a GPU, in 16 bits, too: faster prompts, 2 bytes per weight.")
 @click.option(
     "--max-waiting", metavar="N", type=click.IntRange(min=0), default=256, show_default=True, help="Before others: 429."
 )
@@ -107,6 +108,7 @@ def serve(
     prompt_chunk: int,
     max_batch_tokens: int,
     prefix_caching: bool | None,
+    keep_weights: bool,
     max_waiting: int,
     prompt_lookup_num_tokens: int | None,
     assistant_model: str | None,
@@ -172,6 +174,7 @@ def serve(
         assistant_model=None if assistant_model is None else loaded(assistant_model)[0],
         num_assistant_tokens=num_assistant_tokens,
         prefix_caching=prefix_caching,
+        keep_weights=keep_weights,
     )
     service = Service(
         engine,

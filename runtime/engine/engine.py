@@ -51,6 +51,8 @@ class Engine:
             and `prompt_chunk` is a multiple of 128.
         prompt_lookup_num_tokens, max_matching_ngram_size, assistant_model, num_assistant_tokens: how tokens are drafted
             that one pass checks together, see `Speculation`; they are not by default.
+        keep_weights: keep packed weights in 16 bits, too, so that no pass over a long prompt dequantizes them: two
+            bytes more for each weight, on a GPU, as long as the model stays there. Results do not depend on it.
 
     Raises:
         UsageError: an argument that cannot be used.
@@ -72,6 +74,7 @@ class Engine:
         max_matching_ngram_size: int = 8,
         assistant_model: PreTrainedModel | None = None,
         num_assistant_tokens: int = 5,
+        keep_weights: bool = False,
     ):
         for name, value, least in (("max_batch", max_batch, 1), ("prompt_chunk", prompt_chunk, 1)):
             if value < least:
@@ -88,6 +91,8 @@ class Engine:
         )
         self._tokenizer, self._prompt_chunk, self._max_batch_tokens = tokenizer, prompt_chunk, max_batch_tokens
         self._steps = ModelSteps(model, max_batch, kv_memory)
+        if keep_weights:
+            self._steps.keep_weights()
         self._steps.prepare(prompt_chunk, self._speculation.drafted, max_batch_tokens)
         self._rows = RowState(max_batch, self._steps.device)
         self._scheduler = Scheduler(max_batch, self._steps.pages, max_waiting)

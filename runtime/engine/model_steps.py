@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvconvert.errors import CacheError, UnsupportedModelError, UsageError
 from kvconvert.kernels.launches import make_ready, noted
+from kvconvert.kernels.linear import keep_values
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.models.configuration import is_latent
 from kvconvert.runtime.cache.compress import raise_found
@@ -22,7 +23,7 @@ from kvconvert.runtime.engine.sampling import sample
 from kvconvert.runtime.hf.cache_layers import rotary_switch
 from kvconvert.runtime.hf.captured import ShortBatch, prepare_steps, tokens_with_pages
 from kvconvert.runtime.hf.captured_passes import SIZES
-from kvconvert.runtime.hf.rehearsal import rehearse, shortened
+from kvconvert.runtime.hf.rehearsal import packed_linears, rehearse, shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -147,6 +148,19 @@ class ModelSteps:
             raise UsageError(f"`kv_memory` = {kv_memory} bytes are not enough for one page of {PAGE_SIZE} tokens.")
         schemes = [scheme for scheme in self.cache.schemes if scheme is not None]
         self.whole_prompts = any(scheme.compresses_prompts() for scheme in schemes)
+
+    def keep_weights(self) -> None:
+        """Keep packed weights in 16 bits, too: before `prepare`, whose recordings know them.
+
+        Raises:
+            UsageError: no kernels read packed weights on this device, or there are none.
+        """
+        with torch.no_grad():
+            kept = keep_values(packed_linears(self.model), self.model.dtype)
+        if not kept:
+            raise UsageError(
+                "`keep_weights` is not possible: the model has no packed weights that a GPU's kernels read."
+            )
 
     def prepare(self, chunk: int, drafted: int = 0, most_tokens: int = 0) -> None:
         """Have all kernels compiled that any pass launches, record decoding steps for rows of any lengths that the

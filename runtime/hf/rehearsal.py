@@ -141,20 +141,24 @@ def max_positions(model: Any) -> int:
     return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 40
 
 
+def packed_linears(model: Any) -> list[QuantizedLinear]:
+    """A model's Linears with packed weights, but for those of experts, which have a product of their own."""
+    experts = {id(part) for m in model.modules() if isinstance(m, PackedExperts) for part in m.modules()}
+    return [module for module in model.modules() if isinstance(module, QuantizedLinear) and id(module) not in experts]
+
+
 @torch.no_grad()
 def rehearse_products(model: Any) -> None:
     """Run every product of each shape of packed weights that the model has, by number of rows; within `noted`."""
     shapes: dict[Any, tuple[PackedWeight, torch.Tensor | None]] = {}
-    packed = {id(part) for m in model.modules() if isinstance(m, PackedExperts) for part in m.modules()}
-    for module in model.modules():
-        if isinstance(module, QuantizedLinear) and id(module) not in packed:
-            if module.unsupported(model.device, model.dtype) is not None:
-                continue
-            found = [(module._packed(), module.bias)]
-            if module.shared_input is not None:
-                found.append(module.shared_input.storage.packed())
-            for weight, bias in found:
-                shapes[weight.inputs, weight.outputs, weight.bits, weight.group_size, bias is None] = weight, bias
+    for module in packed_linears(model):
+        if module.unsupported(model.device, model.dtype) is not None:
+            continue
+        found = [(module._packed(), module.bias)]
+        if module.shared_input is not None:
+            found.append(module.shared_input.storage.packed())
+        for weight, bias in found:
+            shapes[weight.inputs, weight.outputs, weight.bits, weight.group_size, bias is None] = weight, bias
     for weight, bias in shapes.values():
         for rows in gpu_row_counts(weight):
             packed_product(torch.empty(rows, weight.inputs, dtype=model.dtype, device=model.device), weight, bias)

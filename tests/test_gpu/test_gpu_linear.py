@@ -12,7 +12,7 @@ from torch import Tensor
 from kvconvert.errors import UsageError
 from kvconvert.kernels import linear as dispatch
 from kvconvert.kernels.device import capability, fallbacks, multiprocessors
-from kvconvert.kernels.linear import QuantizedLinear
+from kvconvert.kernels.linear import QuantizedLinear, keep_values, share_input
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, quantize_weight
 from kvconvert.kernels.linear.packed_layout import pack_weight, unpack_codes
 from kvconvert.kernels.linear.triton.few_rows import few_rows
@@ -97,6 +97,34 @@ def test_every_kernel_equals_dequantize_then_multiply(
     assert relative_error(prompt(x, packed), x, weight) < PROMPT_TOLERANCE[dtype]
     # Several pieces of outputs, the last one short.
     assert relative_error(unpacked(x, packed, 64 * inputs), x, weight) < PROMPT_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kept_values_change_no_bit(device: torch.device, dtype: torch.dtype) -> None:
+    inputs, outputs = 256, 200
+    weight, x = random_weight(inputs, outputs, 64, device), random_rows(17, inputs, dtype, device)
+    packed = pack_weight(weight)
+    kept = replace(packed, values=dequantize(packed, dtype))
+    for chunk in (64 * inputs, 1 << 26):
+        assert torch.equal(unpacked(x, kept, chunk), unpacked(x, packed, chunk))
+    other = x.to(torch.float16 if dtype == torch.bfloat16 else torch.bfloat16)
+    assert torch.equal(unpacked(other, kept), unpacked(other, packed))
+
+
+def test_values_are_kept_of_each_weight_once_and_go_with_the_layout(device: torch.device) -> None:
+    weights = [random_weight(256, outputs, 64, device) for outputs in (64, 32, 96)]
+    q, k, o = map(QuantizedLinear.from_weight, weights)
+    x = random_rows(700, 256, torch.bfloat16, device)
+    expected = [linear(x) for linear in (q, k, o)]
+    share_input([q, k])
+    assert keep_values([q, k, o], torch.bfloat16) == 2 * 256 * (64 + 32 + 96)
+    assert q.storage.packed()[0].values.shape == (96, 256)
+    assert o.gpu_weight().values.shape == (96, 256)
+    for linear, y in zip((q, k, o), expected, strict=True):
+        assert torch.equal(linear(x), y)
+    moved = o.to(torch.float16)
+    assert moved.gpu_values is None
+    assert keep_values([o.to(torch.float32)], torch.float32) == 0
 
 
 @pytest.mark.full

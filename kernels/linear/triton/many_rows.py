@@ -322,12 +322,19 @@ def unpacked(x: Tensor, weight: PackedWeight, chunk: int = 1 << 26) -> Tensor:
         return rows.new_empty(rows.shape[0], weight.outputs)
     step = max(1, chunk // (weight.inputs * TILE))
     if step >= tiles:
-        return rows @ dequantize(weight, x.dtype).T
+        return rows @ _kept_values(weight, x.dtype, 0, tiles).T
     y = rows.new_empty(rows.shape[0], weight.outputs)
     for start in range(0, tiles, step):
-        values = dequantize(weight, x.dtype, start, min(start + step, tiles))
+        values = _kept_values(weight, x.dtype, start, min(start + step, tiles))
         torch.mm(rows, values.T, out=y[:, start * TILE : start * TILE + values.shape[0]])
     return y
+
+
+def _kept_values(weight: PackedWeight, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+    """`dequantize`, or what is kept of it, which lies in memory as what is computed does."""
+    if weight.values is None or weight.values.dtype != dtype:
+        return dequantize(weight, dtype, start, stop)
+    return weight.values[start * TILE : stop * TILE]
 
 
 def k_blocks_per_program(k_block: int) -> int:
