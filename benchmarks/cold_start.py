@@ -8,7 +8,7 @@ processes on it, one after another: with an empty cache of Triton's, with what t
 `kvconvert warm` compiles into an empty one. Each loads the bundle, makes an Engine and answers a prompt of 1,000
 tokens; the second one then serves requests as those of benchmarks/traffic.py, which come with exponential gaps, for
 --seconds. A pass is compared with the median of its kind, by prompt tokens. On an H200 all takes about three minutes
-more than --seconds.
+more than --seconds. With `--cache DIR` there is one process, with what a folder of Triton's holds.
 """
 
 from __future__ import annotations
@@ -181,6 +181,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--tiny", action="store_true", help="a small model on a CPU")
     parser.add_argument("--seconds", type=float, default=120.0, help="of serving (default: 120)")
+    parser.add_argument("--cache", type=Path, help="start one process on this cache of Triton's, and serve in it")
     parser.add_argument("--rate", type=float, default=5.0, help="requests per second (default: 5)")
     arguments = parser.parse_args()
     if not arguments.tiny:
@@ -190,6 +191,10 @@ def main() -> None:
         bundle = Path(folder, "bundle")
         write_bundle(bundle, arguments.tiny)
         options = {"rate": arguments.rate, "tiny": arguments.tiny}
+        if arguments.cache is not None:
+            results["compiled by a process before"] = start(bundle, arguments.cache, arguments.seconds, **options)
+            save(arguments.json, results)
+            return
         first = Path(folder, "first")
         results["nothing compiled"] = start(bundle, first, 0, **options)
         results["compiled by a process before"] = start(bundle, first, arguments.seconds, **options)

@@ -16,6 +16,7 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -77,8 +78,10 @@ def check_names(directory: Path, manifest: Manifest) -> None:
 
 def check_files(directory: Path, manifest: Manifest, full: bool) -> None:
     """Listed files, see `check_file`, and none beside them that loaders might read or run (BundleError)."""
-    for name, info in manifest.files.items():
-        check_file(directory, name, info, full)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        # Hashes are computed side by side; what is wrong with the first of several files is raised.
+        for _ in pool.map(lambda item: check_file(directory, *item, full), manifest.files.items()):
+            pass
     for folder, folders, names in os.walk(directory):
         # Programs' own folders (.git, .cache) are no part of the bundle; links to folders are not followed.
         folders[:] = sorted(name for name in folders if not name.startswith("."))

@@ -20,7 +20,8 @@ from kvconvert.io import disk
 from kvconvert.io.records import FileInfo, TensorInfo
 from kvconvert.io.tensorfile import nbytes, write_tensors
 
-MAX_SHARD_BYTES = 5_000_000_000
+# Loading hashes several files at a time.
+MAX_SHARD_BYTES = 1_000_000_000
 INDEX_NAME = "model.safetensors.index.json"
 
 
