@@ -10,6 +10,7 @@ from kvconvert.kernels.launches import noted
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import Engine, Sampling
 from kvconvert.runtime.cache.steps import PlannedStep
+from kvconvert.runtime.engine import model_steps
 from kvconvert.runtime.engine.model_steps import rehearse_engine
 from kvconvert.runtime.hf.captured import CapturedSteps
 from kvconvert.runtime.hf.rehearsal import rehearse
@@ -95,7 +96,8 @@ def test_while_an_engine_serves_no_kernel_is_compiled_or_read_and_no_step_record
     from triton import knobs
 
     model = small_model(scheme, torch.device("cuda"))
-    engine = Engine(model, kv_memory=1 << 26, max_batch=8, prompt_chunk=256)
+    # More rows than short steps have.
+    engine = Engine(model, kv_memory=1 << 27, max_batch=20, prompt_chunk=256)
     recorded, asked = model.captured.recorded, []
     knobs.compilation.listener = lambda **what: asked.append(what["metadata"]["name"])
     with noted() as listed:
@@ -125,10 +127,11 @@ def test_steps_are_recorded_for_all_lengths_before_the_first_request(monkeypatch
         return output
 
     monkeypatch.setattr(CapturedSteps, "_launch", noting)
+    monkeypatch.setattr(model_steps, "FEW_ROWS", 4)
     with torch.no_grad(), imagined(GPU((9, 0), 132)), noted():
         model = small_model(scheme, torch.device("cpu"))
         engine = Engine(model, kv_memory=1 << 26, max_batch=8, prompt_chunk=256)
-        model.captured.registry.least_entries[8] = 2048
+        model.captured.registry.least_entries.update({4: 2048, 8: 2048})
         engine._steps.prepare_steps(1 << 20, 1 << 18)
         prepared = set(keys)
         keys.clear()
