@@ -11,9 +11,10 @@ token and per further token, medians of five runs where they are short, `fullx81
 cache holds, `mixed` seconds for the requests of traffic.py, for the passes that read prompts (until the last first
 token), and the number of passes after these, and `mixed-4` the same with 4 GiB of the cache. `kernels:CASE` and
 `functions:CASE` list what takes the time in a case on one GPU, in milliseconds, under a profiler. A tenth of the mixed
-requests, a prompt of 9,000 tokens, and 80 short ones come before. Every figure is written at once; a case that fails,
-or has no time left, says so, and the next one runs. --seconds is the time of each contender, its start included. With
---tiny a small model serves lengths divided by 8 on a CPU, which does everything and measures nothing.
+requests, a prompt of 9,000 tokens, and steps of 160 rows, 159, and so on come before. Every figure is written at once;
+a case that fails, or has no time left, says so, and the next one runs. --seconds is the time of each contender, its
+start included. With --tiny a small model serves lengths divided by 8 on a CPU, which does everything and measures
+nothing.
 
 vllm_profile.py tells single steps from each other, vllm_answers.py compares answers with the runtime's. Compiled code
 stays in ~/.cache/vllm/torch_compile_cache (VLLM_CACHE_ROOT) and ~/.triton/cache: a second start on the same machine is
@@ -41,8 +42,8 @@ from runner import option_parser, save
 from vllm_process import VLLM
 
 NEW_TOKENS = 64
-# Rows beyond 64, for which vLLM samples with another kernel, compiled when it is first needed.
-MANY_ROWS = 80
+# Rows of the mixed load.
+MANY_ROWS = 160
 # Prompt tokens of a case that is run several times.
 SHORT = 2000
 GIB = 1 << 30
@@ -227,8 +228,11 @@ class Contender:
         self.vllm = VLLM("", self.model, engine_options(self.name, self.memory, self.scale) | self.options, left)
         report["start_s"], report["blocks"] = round(self.vllm.ready_seconds, 1), self.vllm.blocks
         begin = time.perf_counter()
-        few = [*self.mixed[::10], *requests_of(1, 9000 // self.scale), *requests_of(MANY_ROWS // self.scale, 128)]
-        self.vllm.serve(few, [0.0] * len(few), SAMPLING)
+        few = [*self.mixed[::10], *requests_of(1, 9000 // self.scale)]
+        # vLLM compiles its sampling anew for several ranges of rows, when one is first met.
+        each = [(prompt, answer) for answer, (prompt, _) in enumerate(requests_of(MANY_ROWS // self.scale, 16), 1)]
+        for requests in (few, each):
+            self.vllm.serve(requests, [0.0] * len(requests), SAMPLING)
         report["warm_s"] = round(time.perf_counter() - begin, 1)
 
     def _run(self, case: str) -> dict[str, Any]:
