@@ -45,7 +45,7 @@ NEW_TOKENS = 64
 # Rows of the mixed load.
 MANY_ROWS = 160
 # Prompt tokens of a case that is run several times.
-SHORT = 2000
+SHORT = 30000
 GIB = 1 << 30
 CASES = "1x1000,16x12000,mixed,mixed-4,1x30000,1x130000,fullx8192"
 LLAMA_8B = {
