@@ -24,6 +24,9 @@ class OneStepEach:
     def limit(self, blocks):
         self.limits.append(blocks)
 
+    def kill(self):
+        pass
+
     def profile(self, what):
         self.watched.append(what)
         return [[1.0, 2, "kernel"]]
@@ -57,6 +60,12 @@ def test_the_mixed_load_tells_prompts_from_what_comes_after(contender):
     assert contender.vllm.limits == [200, 1000]
     # Three prompts, then the rest of the second answer, which is the last to end.
     assert (found["prompts_s"], found["seconds"], found["further_passes"]) == (0.03, 0.08, 5)
+
+
+def test_cases_of_other_contenders_are_left_out(contender):
+    report = {}
+    contender.measure(["bf16/1x1000", "bundle/1x1000", "16x12000"], report, lambda: None)
+    assert list(report) == ["1x1000", "16x12000"]
 
 
 def test_a_case_is_watched_from_its_begin_to_its_end(contender):
