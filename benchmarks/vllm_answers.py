@@ -2,14 +2,16 @@
 
     python benchmarks/vllm_answers.py tokens --model MODEL --bundle BUNDLE
     python benchmarks/vllm_answers.py quality --model MODEL --bundle BUNDLE --text FILE
+    python benchmarks/vllm_answers.py numbers --bundle BUNDLE --text FILE
     python benchmarks/vllm_answers.py prefix --bundle BUNDLE --text FILE
 
 `tokens` lets the runtime and vLLM continue the same texts greedily, in the model's dtype, and says after how many
 tokens they part; rounding differs between engines, so that long answers may part where two tokens are nearly as likely.
-`quality` compares the KL from the source, of the runtime and through vLLM's `prompt_logprobs`. `prefix` lets vLLM read
-prompts with the same beginning anew and then find that beginning in its cache, and compares the answers: where prompts
-are read page by page both have the same passes, and where they are read at once the cache holds quantized pages of what
-was attended to in full precision. Where vLLM needs another Python, KVCONVERT_VLLM_PYTHON names it.
+`quality` compares the KL from the source, of the runtime and through vLLM's `prompt_logprobs`, and `numbers` how many
+of the numbers that are hidden in prompts of 3,072 tokens each finds (for models with a chat template). `prefix` lets
+vLLM read prompts with the same beginning anew and then find that beginning in its cache, and compares the answers:
+where prompts are read page by page both have the same passes, and where they are read at once the cache holds quantized
+pages of what was attended to in full precision. Where vLLM needs another Python, KVCONVERT_VLLM_PYTHON names it.
 """
 
 from __future__ import annotations
@@ -29,14 +31,21 @@ SEGMENT_PAGES = 4
 LIKELIEST = 256
 # Tokens of the beginning that prompts of `prefix` share, of their ends, and of answers; and how many prompts.
 SHARED, OWN, ANSWER, PROMPTS = 1024, 100, 32, 16
+# Tokens of the prompts of `numbers`.
+NUMBERS = 3072
+LIMITS = {"max_model_len": 4096, "kv_cache_memory_bytes": 2 * GIB, "gpu_memory_utilization": 0.1}
+
+
+def one_by_one(dtype: str, tokens: int) -> dict[str, Any]:
+    """Of vLLM's settings those with which prompts are read one after another, so many tokens at a time."""
+    return {"dtype": dtype, "enforce_eager": True, "max_num_batched_tokens": tokens, "max_num_seqs": 1}
 
 
 def answers(arguments: dict[str, Any]) -> dict[str, Any]:
     """Greedy continuations by vLLM, or what it says of the prompts themselves."""
     from vllm import LLM, SamplingParams
 
-    limits = {"max_model_len": 4096, "kv_cache_memory_bytes": 2 * GIB, "gpu_memory_utilization": 0.1}
-    llm = LLM(arguments["path"], **limits | arguments["settings"])
+    llm = LLM(arguments["path"], **LIMITS | arguments["settings"])
     sampling = SamplingParams(temperature=0, ignore_eos=True, **arguments["sampling"])
     prompts = [{"prompt_token_ids": ids} for ids in arguments["prompts"]]
     found = llm.generate(prompts, sampling, use_tqdm=False)
@@ -50,8 +59,7 @@ def twice(arguments: dict[str, Any]) -> dict[str, Any]:
     """Answers of vLLM with an empty cache before each prompt, then the same with what the last one left there."""
     from vllm import LLM, SamplingParams
 
-    limits = {"max_model_len": 4096, "kv_cache_memory_bytes": 2 * GIB, "gpu_memory_utilization": 0.1}
-    llm = LLM(arguments["path"], **limits | arguments["settings"])
+    llm = LLM(arguments["path"], **LIMITS | arguments["settings"])
     sampling = SamplingParams(temperature=0, ignore_eos=True, max_tokens=ANSWER, logprobs=LIKELIEST)
     told: dict[str, list[Any]] = {}
     for what in ("read", "found"):
@@ -128,13 +136,7 @@ def quality(model: Path, bundle: Path, text: Path, segments: int, dtype: str) ->
     length = SEGMENT_PAGES * PAGE_SIZE
     ids = AutoTokenizer.from_pretrained(bundle)(text.read_text(encoding="utf-8")[: 40 * length * segments])["input_ids"]
     prompts = [ids[length * number : length * (number + 1)] for number in range(segments)]
-    settings = {
-        "dtype": dtype,
-        "enforce_eager": True,
-        "max_num_batched_tokens": PAGE_SIZE,
-        "max_num_seqs": 1,
-        "max_logprobs": LIKELIEST,
-    }
+    settings = one_by_one(dtype, PAGE_SIZE) | {"max_logprobs": LIKELIEST}
     sampling = {"max_tokens": 1, "prompt_logprobs": LIKELIEST}
     told = child(Path(__file__), {"path": str(bundle), "settings": settings, "prompts": prompts, "sampling": sampling})
     loaded = load(bundle, dtype=getattr(torch, dtype))[0].to(device)
@@ -160,6 +162,29 @@ def quality(model: Path, bundle: Path, text: Path, segments: int, dtype: str) ->
     return {"kl": kl, "tokens": len(rows), "vllm_less_runtime_se": round(float(apart.std() / len(rows) ** 0.5), 5)}
 
 
+def numbers(bundle: Path, text: Path, dtype: str) -> dict[str, Any]:
+    """How many of the numbers hidden in prompts that are read page by page the runtime finds, and vLLM."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from kvconvert.fidelity.evaluate import decoder_of
+    from kvconvert.fidelity.recall import PASSKEY_ANSWER_TOKENS, NumberBook, answer_with, passkey_right
+    from kvconvert.kernels.pages import PAGE_SIZE
+    from kvconvert.runtime import load
+
+    tokenizer = AutoTokenizer.from_pretrained(bundle)
+    prose = tokenizer(text.read_text(encoding="utf-8")[: 40 * NUMBERS])["input_ids"]
+    drills = NumberBook(tokenizer, prose, seed=0).drills(NUMBERS, PROMPTS)
+    request = {"path": str(bundle), "settings": one_by_one(dtype, PAGE_SIZE)}
+    request["prompts"] = [[*drill.context, *drill.cue] for drill in drills]
+    told = child(Path(__file__), request | {"sampling": {"max_tokens": PASSKEY_ANSWER_TOKENS}})
+    loaded = load(bundle, dtype=getattr(torch, dtype))[0].to("cuda" if torch.cuda.is_available() else "cpu")
+    ours = answer_with(decoder_of(loaded), tokenizer, chunk=PAGE_SIZE)(drills, PASSKEY_ANSWER_TOKENS)
+    found = {"runtime": ours, "vllm": [tokenizer.decode(ids) for ids in told.get("tokens", [])]}
+    right = {name: sum(map(passkey_right, drills, texts)) for name, texts in found.items()}
+    return right | {"prompts": len(drills), "tokens": NUMBERS, "same": sum(map(str.__eq__, *found.values()))}
+
+
 def prefix(bundle: Path, text: Path, dtype: str) -> dict[str, Any]:
     """Answers after a prefix that was read and after one that was found, with prompts read page by page and at once.
 
@@ -175,14 +200,7 @@ def prefix(bundle: Path, text: Path, dtype: str) -> dict[str, Any]:
     prompts = [ids[:SHARED] + ids[SHARED + OWN * number :][:OWN] for number in range(PROMPTS)]
     report = {}
     for name, tokens in (("page by page", PAGE_SIZE), ("at once", 4096)):
-        settings = {
-            "dtype": dtype,
-            "enforce_eager": True,
-            "max_num_batched_tokens": tokens,
-            "max_num_seqs": 1,
-            "max_logprobs": LIKELIEST,
-            "enable_prefix_caching": True,
-        }
+        settings = one_by_one(dtype, tokens) | {"max_logprobs": LIKELIEST, "enable_prefix_caching": True}
         told = child(Path(__file__), {"path": str(bundle), "settings": settings, "prompts": prompts, "prefix": True})
         if "read" not in told:
             report[name] = told
@@ -214,21 +232,21 @@ def main() -> None:
         reply((twice if arguments.get("prefix") else answers)(arguments))
         return
     parser = option_parser(__doc__)
-    parser.add_argument("what", choices=["tokens", "quality", "prefix"])
+    parser.add_argument("what", choices=["tokens", "quality", "numbers", "prefix"])
     parser.add_argument("--model", type=Path, help="tokens, quality: the source of --bundle")
     parser.add_argument("--bundle", type=Path, required=True)
     parser.add_argument("--only", default="bundle,bundle-piecewise,bundle-eager", help="tokens: contenders")
     parser.add_argument("--new-tokens", type=int, default=200)
-    parser.add_argument("--text", type=Path, help="quality, prefix: a file of text")
+    parser.add_argument("--text", type=Path, help="quality, numbers, prefix: a file of text")
     parser.add_argument("--segments", type=int, default=2, help="quality: of 512 tokens (default: 2)")
-    parser.add_argument("--dtype", default="bfloat16", help="quality, prefix: of model and tokens (default: bfloat16)")
+    parser.add_argument("--dtype", default="bfloat16", help="all but tokens: of model and cache (default: bfloat16)")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if given.what == "tokens":
         compare(given.model, given.bundle, given.new_tokens, given.only.split(","), given.json)
         return
-    if given.what == "prefix":
-        found = prefix(given.bundle, given.text, given.dtype)
+    if given.what in ("numbers", "prefix"):
+        found = (numbers if given.what == "numbers" else prefix)(given.bundle, given.text, given.dtype)
     else:
         found = quality(given.model, given.bundle, given.text, given.segments, given.dtype)
     print(found)

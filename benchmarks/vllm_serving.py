@@ -11,9 +11,10 @@ token and per further token, medians of five runs where they are short, `fullx81
 cache holds, `mixed` seconds for the requests of traffic.py, for the passes that read prompts (until the last first
 token), and the number of passes after these, and `mixed-4` the same with 4 GiB of the cache. `kernels:CASE` and
 `functions:CASE` list what takes the time in a case on one GPU, in milliseconds, under a profiler. A tenth of the mixed
-requests and a prompt of 9,000 tokens come before. Every figure is written at once; a case that fails, or has no time
-left, says so, and the next one runs. --seconds is the time of each contender, its start included. With --tiny a small
-model serves lengths divided by 8 on a CPU, which does everything and measures nothing.
+requests and a prompt of 9,000 tokens come before all, and before the mixed load steps of 160 rows, 159, and so on.
+`NAME/CASE` is a case of one contender alone. Every figure is written at once; a case that fails, or has no time left,
+says so, and the next one runs. --seconds is the time of each contender, its start included. With --tiny a small model
+serves lengths divided by 8 on a CPU, which does everything and measures nothing.
 
 vllm_profile.py tells single steps from each other, vllm_answers.py compares answers with the runtime's. Compiled code
 stays in ~/.cache/vllm/torch_compile_cache (VLLM_CACHE_ROOT) and ~/.triton/cache: a second start on the same machine is
@@ -41,8 +42,10 @@ from runner import option_parser, save
 from vllm_process import VLLM
 
 NEW_TOKENS = 64
+# Rows of the mixed load.
+MANY_ROWS = 160
 # Prompt tokens of a case that is run several times.
-SHORT = 2000
+SHORT = 30000
 GIB = 1 << 30
 CASES = "1x1000,16x12000,mixed,mixed-4,1x30000,1x130000,fullx8192"
 LLAMA_8B = {
@@ -196,10 +199,11 @@ class Contender:
         self.model = write_model(Path(self._folder.name), name, self.shape)
         self.end = time.perf_counter() + seconds
         self.vllm: VLLM | None = None
+        self.has_sampled = False
 
     def measure(self, cases: list[str], report: dict[str, Any], written: Callable[[], None]) -> None:
-        """Fill `report` case by case, and call `written` after each."""
-        for case in cases:
+        """Fill `report` case by case, and call `written` after each; cases of other contenders are left out."""
+        for case in (own for name, _, own in (case.rpartition("/") for case in cases) if name in ("", self.name)):
             try:
                 if self.vllm is None:
                     self.start(report)
@@ -227,9 +231,15 @@ class Contender:
         begin = time.perf_counter()
         few = [*self.mixed[::10], *requests_of(1, 9000 // self.scale)]
         self.vllm.serve(few, [0.0] * len(few), SAMPLING)
+        self.has_sampled = False
         report["warm_s"] = round(time.perf_counter() - begin, 1)
 
     def _run(self, case: str) -> dict[str, Any]:
+        if "mixed" in case and not self.has_sampled:
+            # vLLM compiles its sampling anew for several ranges of rows, when one is first met.
+            each = [(ids, answer) for answer, (ids, _) in enumerate(requests_of(MANY_ROWS // self.scale, 16), 1)]
+            self.vllm.serve(each, [0.0] * len(each), SAMPLING)
+            self.has_sampled = True
         what, profiled, watched = case.partition(":")
         if profiled:
             self.vllm.profile(what)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ def _recognizing(create_engine_config: Any) -> Any:
     @wraps(create_engine_config)
     def wrapped(arguments: EngineArgs, *args: Any, **kwargs: Any) -> Any:
         served = choose_settings(arguments, vllm.__version__)
+        if served is not None:
+            _share_kernels()
         config = create_engine_config(arguments, *args, **kwargs)
         if served is not None:
             refuse_config(served, config)
@@ -50,6 +53,19 @@ def _recognizing(create_engine_config: Any) -> Any:
         return config
 
     return wrapped
+
+
+def _share_kernels() -> None:
+    """Let kernels be compiled once for all bundles.
+
+    Unless a folder is named, vLLM gives each model's compiled code one of its own, and all of Triton's with it.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cuda():
+        from kvconvert.kernels.launches import cache_directory
+
+        os.environ.setdefault("TRITON_CACHE_DIR", str(cache_directory()))
 
 
 def _honoring(get_attn_backend_cls: Any, custom: Any) -> Any:

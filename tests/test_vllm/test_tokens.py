@@ -188,6 +188,26 @@ for is_gpu in (False, True):
     assert said == [neither, neither, other, neither, on_gpus, neither, other, neither], ended.stderr
 
 
+def test_kernels_of_all_bundles_are_compiled_into_one_folder():
+    script = """
+import os
+from types import SimpleNamespace
+import vllm.platforms
+from kvconvert.vllm import plugin
+
+for is_gpu, own in ((False, None), (True, None), (True, "/mine")):
+    vllm.platforms.current_platform = SimpleNamespace(is_cuda=lambda: is_gpu)
+    os.environ.pop("TRITON_CACHE_DIR", None)
+    if own:
+        os.environ["TRITON_CACHE_DIR"] = own
+    plugin._share_kernels()
+    print("SAID", os.environ.get("TRITON_CACHE_DIR"))
+"""
+    ended = subprocess.run([PYTHON, "-c", script], capture_output=True, text=True, timeout=300)
+    said = [line.removeprefix("SAID ") for line in ended.stdout.splitlines() if line.startswith("SAID")]
+    assert said == ["None", str(Path.home() / ".triton" / "cache"), "/mine"], ended.stderr
+
+
 def test_attention_that_is_not_served_is_refused():
     cases = {
         "alibi_slopes": ([0.5], "ALiBi slopes"),
