@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from real_model_cases import LENGTH, SAMPLES, Calibrated, Case, Workshop
 from real_model_docs import SEALED
-from real_model_measure import Recall, cache_size, is_sealed, text_figures
+from real_model_measure import Recall, cache_size, is_sealed, launches_of, text_figures
 from transformers import AutoConfig, AutoTokenizer
 
 from kvconvert.data.text import spaced_samples
 from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.fidelity.evaluate import versions
 from kvconvert.fidelity.scoring import Decoder
+from kvconvert.kernels.launches import make_ready
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.models.configuration import head_dim, key_value_heads
 from kvconvert.recipes.recipe import Recipe
@@ -185,6 +186,11 @@ class Bench:
         return self.shop.search_of(case, True) if case.preset == "auto" else None
 
     def _row(self, made: Calibrated, name: str, seconds: dict[str, float]) -> dict[str, Any]:
+        if self.shop.device.type == "cuda":
+            begun = time.monotonic()
+            rows = {min(self.batch, count) for count in (sum(map(len, self.texts.values())), self.args.prompts)}
+            make_ready(launches_of(made.decoder, sorted(rows)), self.shop.device)
+            seconds["kernels"] = time.monotonic() - begun
         begun = time.monotonic()
         sealed = is_sealed(made.decoder) or name.endswith(SEALED)
         prompt = (self.args.sealed_prompt or self.args.length // 2) if sealed else None

@@ -22,6 +22,7 @@ from kvconvert.fidelity.recall import (
     passkey_right,
 )
 from kvconvert.fidelity.scoring import Decoder, compare, feed, first_page, read_prompt, treats_whole_prompts
+from kvconvert.kernels.launches import Launch, noted
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import SEARCHED_FIELDS, KVScheme
 from kvconvert.models.configuration import head_dim, key_value_heads
@@ -30,6 +31,22 @@ from kvconvert.runtime import KVCache
 MEASURED_CHUNK = 1024  # tokens per pass while the size of a cache is measured
 FIRST_SCORED = PAGE_SIZE + 32  # token of a segment from which on all are scored, beyond every preset's sink tokens
 STEP = 16  # tokens between measurements over the last page of lengths
+# Tokens of passes that launch what all others do: whole pages, a text's end, a prompt's, a question, generated tokens.
+PASSES = (PAGE_SIZE, PAGE_SIZE, PAGE_SIZE, 3, 45, 33, 1, 1)
+
+
+@torch.no_grad()
+def launches_of(decoder: Decoder, rows: Sequence[int]) -> list[Launch]:
+    """What a GPU launches while so many rows are read page by page and asked, noted and not made.
+
+    Layers of `auto` may have a dozen formats with kernels of their own, which take minutes to compile one by one.
+    """
+    with noted() as launches:
+        for count in rows:
+            cache = decoder.new_cache()
+            for tokens in (first_page(cache), *PASSES):
+                feed(decoder, cache, torch.zeros(count, tokens, dtype=torch.int64), logits_to_keep=1)
+    return list(launches)
 
 
 def text_figures(
@@ -181,12 +198,13 @@ def cache_size(
 
     decoder, over_page = Decoder(model, lambda: cache), torch.zeros(2, dtype=torch.float64)
     last = 0 if treats_whole_prompts(cache) else PAGE_SIZE
-    read_prompt(decoder, cache, ids[:, : tokens - last], MEASURED_CHUNK)
-    # In the middle of every STEP lengths.
-    for start in range(tokens - last, tokens, STEP):
-        feed(decoder, cache, ids[:, start : start + STEP // 2], logits_to_keep=1)
-        over_page += filled()
-        feed(decoder, cache, ids[:, start + STEP // 2 : start + STEP], logits_to_keep=1)
+    with noted():  # a GPU's kernels need neither run nor be compiled: no number counts
+        read_prompt(decoder, cache, ids[:, : tokens - last], MEASURED_CHUNK)
+        # In the middle of every STEP lengths.
+        for start in range(tokens - last, tokens, STEP):
+            feed(decoder, cache, ids[:, start : start + STEP // 2], logits_to_keep=1)
+            over_page += filled()
+            feed(decoder, cache, ids[:, start + STEP // 2 : start + STEP], logits_to_keep=1)
     stores = [layer.store for layer in cache.paged_layers()]
     kept, exact = (
         sum(counts[layer] for layer in layers) / len(layers)

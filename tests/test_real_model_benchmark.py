@@ -1,22 +1,28 @@
 """benchmarks/real_model.py: its case files are recipes of this version, and `auto` is compared at equal bytes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import real_model_docs as docs
 import real_model_merge as merge
+import torch
 from real_model_bench import over_a_page
 from real_model_cases import Case
 from real_model_lookup import ObjectBook
-from real_model_measure import cache_size
+from real_model_measure import cache_size, launches_of
 from tiny.checkpoints import REFERENCE, tiny_model
 from transformers import AutoTokenizer, Gemma3TextConfig
 
 from kvconvert.cache.size import LayerCache, ModelCache
 from kvconvert.errors import UsageError
+from kvconvert.fidelity.scoring import Decoder, feed
+from kvconvert.kernels.device import GPU, imagined
+from kvconvert.kernels.launches import noted
 from kvconvert.methods import PRESETS
 from kvconvert.models.configuration import head_dim, key_value_heads
+from kvconvert.runtime import KVCache
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 FILES = ("ablations.txt", "baselines.txt")
@@ -56,6 +62,25 @@ def test_tokens_beyond_a_sliding_window_are_neither_stored_nor_divided_by():
     assert 256 + 1024 <= 2 * size["kept_tokens"] <= 256 + 128 + 1024
     numbers = (256 + 1024) * 2 * 32
     assert size["bits_per_value"] == pytest.approx(8 * size["bytes_per_token"] * 1024 / numbers)
+
+
+@pytest.mark.parametrize("changes", [{}, {"key_recent_tokens": 16, "value_recent_tokens": 16}], ids=["pages", "window"])
+@torch.no_grad()
+def test_kernels_of_a_text_and_of_a_question_are_compiled_beforehand(changes):
+    model = tiny_model("llama", 0, head_dim=64).to(torch.bfloat16)
+    model.set_attn_implementation("kvconvert")
+    schemes = [replace(PRESETS[name], rotate_values="none", **changes) for name in ("oscar-g128", "kivi")]
+    schemes *= model.config.num_hidden_layers // 2
+    decoder = Decoder(model, lambda: KVCache(model.config, schemes))
+    with imagined(GPU((9, 0), 132)):
+        listed = launches_of(decoder, (2, 4))
+        with noted() as launched:
+            for rows, passes in ((2, (144, *[128] * 4, 3)), (4, (*[128] * 5, 31, 1, 1, 1)), (4, (128, 77, 31, 1, 1))):
+                cache = decoder.new_cache()
+                for tokens in passes:
+                    feed(decoder, cache, torch.zeros(rows, tokens, dtype=torch.int64))
+    assert len(listed) > 10
+    assert launched.keys() <= set(listed)
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE], ids=["text", "chat"])

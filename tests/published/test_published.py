@@ -100,13 +100,14 @@ def test_a_published_configuration_has_the_cache_without_a_conversion(name, tmp_
     found = read(network, ids, mask, KVCache(network.config, EXACT))
     # Both in float32: other orders of summation, which a few layers of random weights enlarge. Where attention's logits
     # are large (Gemma 4 does not divide by the root of the head's size) they do so beyond any fixed tolerance, and
-    # transformers' own two implementations are the measure.
+    # transformers' own two implementations are the measure. Ten times what they differ by is 0.05 for Gemma 4, where
+    # one hidden token makes a difference of 4.7.
     tolerance = 2e-3 * float(expected.abs().max())
     if float((found - expected).abs().max()) > tolerance:
         network.set_attn_implementation("sdpa")
         other = read(network, ids, mask, DynamicCache(config=network.config))
         network.set_attn_implementation("kvconvert")
-        tolerance = 3 * float((other - expected).abs().max())
+        tolerance = 10 * float((other - expected).abs().max())
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
 
     def generated(eos):
