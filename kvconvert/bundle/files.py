@@ -80,7 +80,7 @@ def check_files(directory: Path, manifest: Manifest, full: bool) -> None:
     """Listed files, see `check_file`, and none beside them that loaders might read or run (BundleError)."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         # Hashes are computed side by side; what is wrong with the first of several files is raised.
-        for _ in pool.map(lambda item: check_file(directory, *item, full), manifest.files.items()):
+        for _ in pool.map(lambda item: check_file(directory, item[0], item[1], full), manifest.files.items()):
             pass
     for folder, folders, names in os.walk(directory):
         # Programs' own folders (.git, .cache) are no part of the bundle; links to folders are not followed.
