@@ -224,6 +224,7 @@ def main() -> None:
     parser.add_argument("--max-batch", type=int, default=64)
     parser.add_argument("--prompt-chunk", type=int, default=2048)
     parser.add_argument("--max-batch-tokens", type=int, default=8192)
+    parser.add_argument("--keep-weights", action="store_true", help="of the Engine, in 16 bits, too")
     arguments = parser.parse_args()
     beside = arguments.beside_vllm is not None
     arguments.cases = arguments.cases or (CASES if beside else CASES[:1])
@@ -254,6 +255,7 @@ def main() -> None:
             max_batch=arguments.max_batch // scale,
             prompt_chunk=arguments.prompt_chunk // scale,
             max_batch_tokens=arguments.max_batch_tokens // scale,
+            keep_weights=arguments.keep_weights,
         )
         # As `kvconvert serve` does.
         gc.collect()
