@@ -24,7 +24,7 @@ from kvconvert.kernels.pages.center import KeyCenter
 from kvconvert.kernels.pages.formats import ChannelScales, KeyFormat, TokenNorm, ValueFormat
 from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
 from kvconvert.kernels.pages.records import KeyPages, PageWrites, ValuePages
-from kvconvert.kernels.pages.triton.affine import halves_of
+from kvconvert.kernels.pages.triton.affine import channel_parts, halves_of
 from kvconvert.kernels.pages.triton.center import launch_centers, uploaded
 from kvconvert.kernels.pages.triton.feedback import PageFeedback, launch_feedback
 from kvconvert.kernels.pages.triton.keys import joint_norm_kernel, key_page_kernel
@@ -36,6 +36,8 @@ UNFUSED = {"enable_fp_fusion": False}
 PER_THREAD = 64
 # Channels of one program of the keys, where it needs no others: a row of 128 bytes.
 KEY_ROWS = 64
+# The same where a word holds codes of several channels: as many programs as otherwise.
+WORD_ROWS = 16
 # Tokens of one program of the values: one warp of 2 bits and 128 channels, so that no warp waits for another.
 VALUE_TOKENS = 16
 # Tokens of one program of the joint norm.
@@ -171,7 +173,7 @@ def launch_keys(
     table, records = launch.table, launch.records
     dynamic = f.boosted > 0 and not f.fixed_channels
     constants = key_constants(f, partial)
-    blocks = triton.cdiv(f.head_dim // halves_of(f.bits), constants["ROW_TILE"])
+    blocks = triton.cdiv(f.head_dim // channel_parts(f.bits, f.by_token), constants["ROW_TILE"])
     shared = {
         "keys": launch.base,
         "records": records,
@@ -194,13 +196,17 @@ def launch_keys(
 def key_constants(f: KeyFormat, partial: bool) -> dict[str, Any]:
     """Compile-time arguments of `key_page_kernel`."""
     layout, tile = KeyLayout.of(f), tile_of(f.head_dim, f.bits)
-    whole = tile // halves_of(f.bits)
+    whole, most = tile // halves_of(f.bits), KEY_ROWS
+    if f.by_token:
+        most = WORD_ROWS
+    elif f.boosted or f.token_norm is TokenNorm.PER_HEAD:
+        most = 2 * KEY_ROWS
     chunk = layout.lanes if f.static else max(f.group_size, layout.lanes)
     return {
         "HEADS": f.heads,
         "HEAD_SIZE": f.head_dim,
         "TILE": tile,
-        "ROW_TILE": min(whole, 2 * KEY_ROWS if f.boosted or f.token_norm is TokenNorm.PER_HEAD else KEY_ROWS),
+        "ROW_TILE": min(whole, most),
         "PAGE": f.page_size,
         "CHUNK": chunk,
         "BITS": f.bits,
@@ -211,6 +217,7 @@ def key_constants(f: KeyFormat, partial: bool) -> dict[str, Any]:
         "SLOTS": max(16, triton.next_power_of_2(f.boosted)),
         "DYNAMIC": not f.fixed_channels,
         "STATIC": f.static,
+        "BY_TOKEN": f.by_token,
         "PARTIAL": partial,
         "HEAD_STRIDE": layout.head_stride,
         "LANES": layout.lanes,
