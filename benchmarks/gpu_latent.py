@@ -75,7 +75,7 @@ class Layer:
             SequencePlan((Segment(row * pages, (row + 1) * pages, pages * PAGE_SIZE),), PAGE_SIZE)
             for row in range(case.batch)
         ]
-        plan = plan_work(sequences, programs_for(device, latent_shape(self.format, case.heads))).to(device)
+        plan = plan_work(sequences, programs_for(device, latent_shape(self.format, case.heads, device))).to(device)
         self.tables = PageTables(*(side.buffer for side in sides), *tables, plan)
         self.buffer = torch.randn(case.batch, PAGE_SIZE, RANK + ROPE, dtype=DTYPE, device=device)
         rows = torch.zeros(case.batch, 8, dtype=torch.int64)

@@ -8,7 +8,7 @@ import torch
 from aot_variants.pages import key_variant
 from aot_variants.variant import DTYPES, Variant
 from kvconvert.kernels.latent.triton.kernel import latent_decode_kernel
-from kvconvert.kernels.latent.triton.launch import latent_shape, launch_options
+from kvconvert.kernels.latent.triton.launch import MANY_HEADS, launch_options, shape_for
 from kvconvert.kernels.pages import PAGE_SIZE, KeyFormat, LayerFormat, ValueFormat
 
 USUAL = (512, 64)
@@ -38,7 +38,8 @@ def latent_format(rank: int, bits: int) -> KeyFormat:
 def latent_variant(name: str, heads: int, rank: int, rope: int, bits: int, capability: int) -> Variant:
     """The decode kernel."""
     parts = ValueFormat(1, rope, PAGE_SIZE, 16 if bits == 16 else 8, rope)
-    shape = latent_shape(LayerFormat(latent_format(rank, bits), parts), heads)
+    many = heads >= MANY_HEADS and capability >= 90
+    shape = shape_for(LayerFormat(latent_format(rank, bits), parts), heads, many)
     options = launch_options(shape)
     axes = {"dtype": name, "heads": heads, "rank": rank, "bits": bits}
     if name == "bf16" and (rank, rope) == USUAL:

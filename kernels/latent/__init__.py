@@ -82,7 +82,7 @@ def latent_decode(
     from kvconvert.kernels.latent.triton import launch
 
     device = latent_queries.device
-    shape = launch.latent_shape(format, latent_queries.shape[1], devices.compiles(device))
+    shape = launch.latent_shape(format, latent_queries.shape[1], device)
     tables, windows = stored.page_tables(launch.programs_for(device, shape)), stored.residual_windows()
     return launch.latent_decode(latent_queries, rope_queries, tables, windows, shape, scaling)
 

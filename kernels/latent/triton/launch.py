@@ -9,7 +9,7 @@ import torch
 from kvconvert.kernels.decode.stored import PageTables, ResidualWindows
 from kvconvert.kernels.decode.triton.launch import MOST_SLOTS, combine_block, combine_warps
 from kvconvert.kernels.decode.triton.sums import combine_kernel
-from kvconvert.kernels.device import multiprocessors, overlaps_launches
+from kvconvert.kernels.device import capability, compiles, multiprocessors, overlaps_launches
 from kvconvert.kernels.latent.triton.kernel import latent_decode_kernel
 from kvconvert.kernels.latent.triton.shape import LatentShape
 from kvconvert.kernels.launches import skips_launches
@@ -18,19 +18,30 @@ from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
 
 # Query heads of a program: the rows of a matrix instruction, or, from so many on, those of a group of warps.
 FEW_HEADS, MANY_HEADS = 16, 64
-# Registers that let two programs of eight warps share a multiprocessor.
-TWO_PROGRAMS = 128
+# Words of a token that are read at a time: as many as registers hold.
+CHUNK = 64
 
 
-def latent_shape(format: LayerFormat, heads: int, compiled: bool = True) -> LatentShape:
-    """The specialisation for a layer whose keys are latents and whose values are RoPE parts."""
+def latent_shape(format: LayerFormat, heads: int, device: torch.device) -> LatentShape:
+    """The specialisation for a layer whose keys are latents and whose values are RoPE parts.
+
+    Args:
+        format: of its pages.
+        heads: query heads.
+        device: where it is launched. Before Hopper shared memory does not hold queries of many heads.
+    """
+    holds_many = not compiles(device) or capability(device) >= (9, 0)
+    return shape_for(format, heads, heads >= MANY_HEADS and holds_many, compiles(device))
+
+
+def shape_for(format: LayerFormat, heads: int, many: bool, compiled: bool = True) -> LatentShape:
+    """`latent_shape` for programs of `MANY_HEADS` if `many`, else of `FEW_HEADS`."""
     key, value = format.keys, format.values
     offsets = dict.fromkeys(("scale", "zero_point", "rope_scale", "rope_zero_point"), -1)
     if key.bits < 16:
         latents, rope = KeyLayout.of(key), ValueLayout.of(value)
         offsets = {"scale": latents.scale, "zero_point": latents.zero_point}
         offsets |= {"rope_scale": rope.scale, "rope_zero_point": rope.zero_point}
-    many = heads >= MANY_HEADS
     return LatentShape(
         bits=key.bits,
         rank=key.head_dim,
@@ -38,6 +49,7 @@ def latent_shape(format: LayerFormat, heads: int, compiled: bool = True) -> Late
         heads=heads,
         block=MANY_HEADS if many else FEW_HEADS,
         dequantizes=many and key.bits < 16,
+        chunk=CHUNK,
         **offsets,
         compiled=compiled,
     )
@@ -49,13 +61,18 @@ def launch_options(shape: LatentShape) -> dict[str, Any]:
         return {"TILE": 64, "num_warps": 8, "num_stages": 2}
     if shape.bits == 16:
         return {"TILE": 64, "num_warps": 4, "num_stages": 2}
-    return {"TILE": 32, "num_warps": 8, "num_stages": 2, "maxnreg": TWO_PROGRAMS}
+    # Registers let two programs share a multiprocessor.
+    return {"TILE": 32, "num_warps": 8, "num_stages": 2, "maxnreg": 128}
+
+
+def side_by_side(shape: LatentShape) -> int:
+    """How many programs fit a multiprocessor: their registers and shared memory are what there is."""
+    return 1 if shape.block == MANY_HEADS else 2
 
 
 def programs_for(device: torch.device, shape: LatentShape) -> int:
     """How many work items run side by side for a block of heads."""
-    fits = 2 if launch_options(shape).get("maxnreg") == TWO_PROGRAMS else 1
-    return max(1, fits * multiprocessors(device) // -(-shape.heads // shape.block))
+    return max(1, side_by_side(shape) * multiprocessors(device) // -(-shape.heads // shape.block))
 
 
 def latent_decode(

@@ -8,9 +8,6 @@ import triton
 
 from kvconvert.kernels.decode.triton.shape import block_of
 
-# Words of a token that are read at a time, at most.
-CHUNK = 64
-
 
 @dataclass(frozen=True)
 class LatentShape:
@@ -21,6 +18,7 @@ class LatentShape:
         rank, rope: channels of a latent and of a RoPE part.
         heads: query heads; block: those of one program.
         dequantizes: whether codes are dequantized to the queries' dtype, or multiplied as they are.
+        chunk: words of a token that are read at a time, at most, where codes are multiplied as they are.
         scale, zero_point: of latents; rope_scale, rope_zero_point: of RoPE parts.
         compiled: False under the interpreter.
     """
@@ -31,6 +29,7 @@ class LatentShape:
     heads: int
     block: int
     dequantizes: bool
+    chunk: int
     scale: int
     zero_point: int
     rope_scale: int
@@ -59,7 +58,7 @@ def column_tile(shape):
 @triton.constexpr_function
 def chunk_columns(shape):
     """Words of a token that are read at a time."""
-    return min(CHUNK, block_of(shape.rank * shape.bits // 16))
+    return min(shape.chunk, block_of(shape.rank * shape.bits // 16))
 
 
 @triton.constexpr_function

@@ -36,8 +36,6 @@ UNFUSED = {"enable_fp_fusion": False}
 PER_THREAD = 64
 # Channels of one program of the keys, where it needs no others: a row of 128 bytes.
 KEY_ROWS = 64
-# The same where a word holds codes of several channels: as many programs as otherwise.
-WORD_ROWS = 16
 # Tokens of one program of the values: one warp of 2 bits and 128 channels, so that no warp waits for another.
 VALUE_TOKENS = 16
 # Tokens of one program of the joint norm.
@@ -198,7 +196,7 @@ def key_constants(f: KeyFormat, partial: bool) -> dict[str, Any]:
     layout, tile = KeyLayout.of(f), tile_of(f.head_dim, f.bits)
     whole, most = tile // halves_of(f.bits), KEY_ROWS
     if f.by_token:
-        most = WORD_ROWS
+        most = KEY_ROWS // channel_parts(f.bits, True)
     elif f.boosted or f.token_norm is TokenNorm.PER_HEAD:
         most = 2 * KEY_ROWS
     chunk = layout.lanes if f.static else max(f.group_size, layout.lanes)
@@ -299,6 +297,9 @@ def warps_for(elements: int) -> int:
 def key_warps(constants: dict[str, Any]) -> int:
     """Warps of `key_page_kernel`."""
     elements = constants["CHUNK"] * constants["ROW_TILE"]
+    if constants["BY_TOKEN"]:
+        # All parts are under way at once.
+        return warps_for(elements * {2: 16, 4: 4}[constants["BITS"]])
     # Where chunks follow one another, wider or paired codes take more registers for every element.
     if constants["CHUNK"] < constants["PAGE"]:
         return warps_for(elements * (2 if constants["STATIC"] else {1: 4, 2: 1, 3: 4, 4: 2, 8: 4}[constants["BITS"]]))
