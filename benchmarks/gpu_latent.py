@@ -29,7 +29,7 @@ from kvconvert.kernels.decode import PageTables, ResidualWindows
 from kvconvert.kernels.decode.plan import Segment, SequencePlan, plan_work
 from kvconvert.kernels.history import HistoryPart, PageReader
 from kvconvert.kernels.latent import latent_attention, latent_decode
-from kvconvert.kernels.latent.triton.launch import programs_for
+from kvconvert.kernels.latent.triton.launch import latent_shape, programs_for
 from kvconvert.kernels.pages import PAGE_SIZE, KeyFormat, LayerFormat, ValueFormat, empty_keys, empty_values
 
 RANK, ROPE, RESIDUAL = 512, 64, 100
@@ -56,7 +56,7 @@ class Layer:
     def __init__(self, case: Case):
         bits = case.bits
         self.format = LayerFormat(
-            KeyFormat(1, RANK, PAGE_SIZE, bits, PAGE_SIZE),
+            KeyFormat(1, RANK, PAGE_SIZE, bits, PAGE_SIZE, by_token=bits < 16),
             ValueFormat(1, ROPE, PAGE_SIZE, 16 if bits == 16 else 8, ROPE),
         )
         pages, device = (case.tokens - RESIDUAL) // PAGE_SIZE, torch.device("cuda")
@@ -75,7 +75,7 @@ class Layer:
             SequencePlan((Segment(row * pages, (row + 1) * pages, pages * PAGE_SIZE),), PAGE_SIZE)
             for row in range(case.batch)
         ]
-        plan = plan_work(sequences, programs_for(device, case.heads)).to(device)
+        plan = plan_work(sequences, programs_for(device, latent_shape(self.format, case.heads, device))).to(device)
         self.tables = PageTables(*(side.buffer for side in sides), *tables, plan)
         self.buffer = torch.randn(case.batch, PAGE_SIZE, RANK + ROPE, dtype=DTYPE, device=device)
         rows = torch.zeros(case.batch, 8, dtype=torch.int64)

@@ -4,53 +4,64 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from aot_variants.pages import key_variant
 from aot_variants.variant import DTYPES, Variant
-from kvconvert.kernels.latent import MOST_FLOAT32_CHANNELS
 from kvconvert.kernels.latent.triton.kernel import latent_decode_kernel
-from kvconvert.kernels.latent.triton.launch import WARPS, latent_shape, steps_of
+from kvconvert.kernels.latent.triton.launch import MANY_HEADS, launch_options, shape_for
 from kvconvert.kernels.pages import PAGE_SIZE, KeyFormat, LayerFormat, ValueFormat
 
 USUAL = (512, 64)
 SHAPES = (USUAL, (256, 32), (320, 64), (128, 16), (48, 16))
+HEADS = (16, 128)
 TYPES = {"out": "*fp32", "stats": "*fp32", "items": "*i32"}
 TYPES |= dict.fromkeys(("key_table", "value_table", "rows"), "*i64")
 TYPES |= dict.fromkeys(("key_base", "value_base"), "*i16")
 
 
 def variants(capability: int) -> Iterator[Variant]:
-    """Every width, dtype and size."""
+    """Every width, dtype, size and number of heads."""
     for bits in (2, 4):
-        yield key_variant("bf16", KeyFormat(1, USUAL[0], PAGE_SIZE, bits, PAGE_SIZE))
-    for dtype, name in DTYPES.items():
-        for rank, rope in SHAPES:
-            for bits in (2, 4, 16):
-                if name == "fp32" and rank > MOST_FLOAT32_CHANNELS:
-                    continue
-                latents = KeyFormat(1, rank, PAGE_SIZE, bits, PAGE_SIZE)
-                parts = ValueFormat(1, rope, PAGE_SIZE, 16 if bits == 16 else 8, rope)
-                steps = steps_of(dtype)
-                stages = steps.pop("num_stages")
-                shape = latent_shape(LayerFormat(latents, parts), 16, dtype)
-                constants = steps | {"F": shape, "DEPENDENT": capability >= 90}
-                axes = {"dtype": name, "rank": rank, "bits": bits}
-                if name == "bf16" and (rank, rope) == USUAL:
-                    axes["usual"] = bits
-                of_codes = bits < 16
-                yield Variant.of(
-                    f"latent-{name}-{rank}-{bits}",
-                    latent_decode_kernel,
-                    name,
-                    constants,
-                    WARPS,
-                    types=TYPES | {"rope_queries": f"*{name}"},
-                    num_stages=stages,
-                    axes=axes,
-                    tensor_cores=True,
-                    wide_loads=rank % 128 == 0,
-                    codes=PAGE_SIZE * rank * of_codes,
-                    code_bytes=PAGE_SIZE * rank * bits // 8 * of_codes,
-                    # Two products of 16 heads and their scores, which small latents share among fewer codes.
-                    most_per_code=6.0 if rank == USUAL[0] else 40.0,
-                    spills="a few registers outside of the products" if name == "fp32" else "",
-                )
+        yield key_variant("bf16", latent_format(USUAL[0], bits))
+    for dtype in (torch.float16, torch.bfloat16):
+        for heads in HEADS:
+            for rank, rope in SHAPES:
+                for bits in (2, 4, 16):
+                    yield latent_variant(DTYPES[dtype], heads, rank, rope, bits, capability)
+
+
+def latent_format(rank: int, bits: int) -> KeyFormat:
+    """Latents as pages hold them."""
+    return KeyFormat(1, rank, PAGE_SIZE, bits, PAGE_SIZE, by_token=bits < 16)
+
+
+def latent_variant(name: str, heads: int, rank: int, rope: int, bits: int, capability: int) -> Variant:
+    """The decode kernel."""
+    parts = ValueFormat(1, rope, PAGE_SIZE, 16 if bits == 16 else 8, rope)
+    many = heads >= MANY_HEADS and capability >= 90
+    shape = shape_for(LayerFormat(latent_format(rank, bits), parts), heads, many)
+    options = launch_options(shape)
+    axes = {"dtype": name, "heads": heads, "rank": rank, "bits": bits}
+    if name == "bf16" and (rank, rope) == USUAL:
+        axes["usual"] = (heads, bits)
+    # A step of dequantized latents is of a part of a page.
+    tokens = options["TILE"] if shape.dequantizes else PAGE_SIZE
+    of_codes = bits < 16
+    return Variant.of(
+        f"latent-{name}-{heads}-{rank}-{bits}",
+        latent_decode_kernel,
+        name,
+        {"F": shape, "TILE": options["TILE"], "DEPENDENT": capability >= 90},
+        options["num_warps"],
+        types=TYPES | {"rope_queries": f"*{name}"},
+        num_stages=options["num_stages"],
+        max_registers=options.get("maxnreg"),
+        axes=axes,
+        tensor_cores=True,
+        wide_loads=rank % 128 == 0,
+        codes=tokens * rank * of_codes,
+        code_bytes=tokens * rank * bits // 8 * of_codes,
+        # Two products of a block of heads, their scores and, of many heads, what is dequantized; small latents share
+        # them among fewer codes.
+        most_per_code=(12.0 if shape.dequantizes else 6.0) if rank == USUAL[0] else 50.0,
+    )

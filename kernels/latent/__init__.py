@@ -15,16 +15,14 @@ from collections.abc import Sequence
 
 import torch
 
-from kvconvert.kernels import device
+from kvconvert.kernels import device as devices
 from kvconvert.kernels.decode.stored import StoredTokens
 from kvconvert.kernels.history.parts import HistoryPart, Workspace
 from kvconvert.kernels.pages.formats import PAGE_SIZE, LayerFormat, TokenNorm
 
-KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 KERNEL_BITS = (2, 4)
 MOST_CHANNELS, MOST_ROPE_CHANNELS = 512, 128
-# Of float32, for which shared memory would not suffice everywhere.
-MOST_FLOAT32_CHANNELS = 256
 
 
 def unsupported(format: LayerFormat, dtype: torch.dtype, on: torch.device) -> str | None:
@@ -35,18 +33,17 @@ def unsupported(format: LayerFormat, dtype: torch.dtype, on: torch.device) -> st
         dtype: of queries and of stored full-precision tokens.
         on: where they are.
     """
-    reason = device.unsupported(on)
+    reason = devices.unsupported(on)
     if reason is not None:
         return reason
     latents, rope = format.keys, format.values
     if dtype not in KERNEL_DTYPES:
         return f"there is no kernel for {dtype}"
-    most = MOST_FLOAT32_CHANNELS if dtype == torch.float32 else MOST_CHANNELS
-    sizes = ((latents.head_dim, most), (rope.head_dim, MOST_ROPE_CHANNELS))
+    sizes = ((latents.head_dim, MOST_CHANNELS), (rope.head_dim, MOST_ROPE_CHANNELS))
     if any(size % 8 or size > limit for size, limit in sizes):
         return (
-            f"{dtype} latents of {latents.head_dim} channels with RoPE parts of {rope.head_dim} are not multiples of 8 "
-            f"up to {most} and {MOST_ROPE_CHANNELS}"
+            f"latents of {latents.head_dim} channels with RoPE parts of {rope.head_dim} are not multiples of 8 up to "
+            f"{MOST_CHANNELS} and {MOST_ROPE_CHANNELS}"
         )
     if latents.page_size != PAGE_SIZE:
         return f"pages of {latents.page_size} tokens have no kernel"
@@ -54,6 +51,8 @@ def unsupported(format: LayerFormat, dtype: torch.dtype, on: torch.device) -> st
         return None
     if latents.bits not in KERNEL_BITS or rope.bits != 8:
         return f"latents of {latents.bits} bits with RoPE parts of {rope.bits} have no kernel"
+    if not latents.by_token:
+        return "latents whose words hold codes of a channel have no kernel"
     if latents.group_size != PAGE_SIZE or rope.group_size != rope.head_dim:
         return "several groups of a channel, or of a RoPE part, have no kernel"
     if latents.scale_bits != 16 or rope.scale_bits != 16 or latents.token_norm is not TokenNorm.NONE:
@@ -82,9 +81,10 @@ def latent_decode(
     """
     from kvconvert.kernels.latent.triton import launch
 
-    programs = launch.programs_for(latent_queries.device, latent_queries.shape[1])
-    tables, windows = stored.page_tables(programs), stored.residual_windows()
-    return launch.latent_decode(latent_queries, rope_queries, tables, windows, format, scaling)
+    device = latent_queries.device
+    shape = launch.latent_shape(format, latent_queries.shape[1], device)
+    tables, windows = stored.page_tables(launch.programs_for(device, shape)), stored.residual_windows()
+    return launch.latent_decode(latent_queries, rope_queries, tables, windows, shape, scaling)
 
 
 def latent_attention(

@@ -52,6 +52,8 @@ class KeyFormat:
         static: the layer's `ChannelScales` describe every page, which holds none of its own. `clip_ratio` then has no
             part in quantization, `group_size` is `page_size`, and there is no norm and no boost.
         scale_bits: of a scale and of a zero point: 16, or 8 of codes of at most 4 bits (`quantizer.pack_grid`).
+        by_token: codes of a token share words, as the decode kernel over latents reads them; otherwise those of a
+            channel do. Codes of 2 and 4 bits, without boost and error feedback.
     """
 
     heads: int
@@ -66,6 +68,7 @@ class KeyFormat:
     fixed_channels: bool = False
     static: bool = False
     scale_bits: int = 16
+    by_token: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_norm", TokenNorm(self.token_norm))  # its name is taken, too

@@ -50,7 +50,7 @@ class KeyLayout:
     Attributes:
         heads: H.
         lanes, rows: codes of one head are int16 [lanes, rows]: [P * bits / 16, D], [P / 8, D / 2] at 1 bit, [P / 8,
-            3 D / 2] at 3 bits.
+            3 D / 2] at 3 bits; [P, D * bits / 16] where codes of a token share words.
         high_rows: the upper bits of boosted channels are int16 [lanes, high_rows]: as many rows as boosted channels, at
             1 bit half as many, rounded up.
         groups: scale and zero point of one head are float16 [groups, D], or both int16 [groups, D]; 0 where pages have
@@ -83,7 +83,8 @@ class KeyLayout:
         """The layout of a format of 8 bits or fewer.
 
         Raises:
-            UsageError: another number of bits, or boosted channels of a width that has no double.
+            UsageError: another number of bits, boosted channels of a width that has no double, or codes that are not
+                packed by token.
         """
         if f.boosted and 2 * f.bits not in CODE_BITS:
             raise UsageError(
@@ -92,6 +93,13 @@ class KeyLayout:
             )
         rows, high_rows = packed_rows(f.head_dim, f.bits), packed_rows(f.boosted, f.bits)
         lanes = f.page_size * field_bits(f.bits) // 16
+        if f.by_token:
+            if f.bits not in (2, 4) or f.boosted:
+                raise UsageError(
+                    f"Codes of {f.bits} bits with {f.boosted} boosted channels are not packed by token; choose 2 or 4 "
+                    "bits and boost no channel."
+                )
+            lanes, rows = f.page_size, f.head_dim * f.bits // 16
         groups = 0 if f.static else f.page_size // f.group_size
         sizes = {
             "codes": rows * lanes,

@@ -111,7 +111,7 @@ def quantize_keys(
         if feedback is not None:
             grid = (part.expand(len(keys), -1, -1).unsqueeze(3) for part in static)
             codes = round_with_feedback(keys.transpose(2, 3), *grid, 2**f.bits - 1, feedback).transpose(2, 3)
-        return record_of(f, codes=pack_codes(codes, f.bits, dim=2, across=3))
+        return record_of(f, codes=_packed(codes, f))
     norm = None
     if f.token_norm is not TokenNorm.NONE:
         norm = token_norms(keys, f.token_norm, f.token_norm_measure).half()
@@ -125,7 +125,7 @@ def quantize_keys(
         codes = plain.codes
         if feedback is not None:
             codes = round_with_feedback(transposed, plain.scale, plain.zero_point, 2**f.bits - 1, feedback)
-        codes = pack_codes(codes.transpose(2, 3), f.bits, dim=2, across=3)
+        codes = _packed(codes.transpose(2, 3), f)
         return record_of(f, codes=codes, scale=plain.scale, zero_point=plain.zero_point, norm=norm)
     ranked = not f.fixed_channels
     chosen = rank_channels(keys, f.boosted, hidden, firsts) if ranked else channels.expand(len(keys), -1, -1)
@@ -174,8 +174,15 @@ def quantize_values(
     return record_of(f, codes=codes, scale=quantized.scale, zero_point=quantized.zero_point)
 
 
+def _packed(codes: torch.Tensor, f: KeyFormat) -> torch.Tensor:
+    """Words of codes uint8 [N, H, P, D], along the axis that the format packs."""
+    return pack_codes(codes, f.bits, dim=3, across=2) if f.by_token else pack_codes(codes, f.bits, dim=2, across=3)
+
+
 def key_codes(pages: KeyPages, f: KeyFormat, channels: torch.Tensor | None = None) -> torch.Tensor:
     """Unpacked codes, uint8 [N, H, D, P], boosted channels with their upper bits."""
+    if f.by_token:
+        return unpack_codes(pages.codes, f.bits, 3, f.head_dim, across=2).transpose(2, 3)
     codes = unpack_codes(pages.codes, f.bits, 2, f.page_size, across=3)
     if not f.boosted:
         return codes.transpose(2, 3)

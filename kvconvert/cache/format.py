@@ -74,13 +74,16 @@ class CacheFormat:
 
     @classmethod
     @lru_cache(maxsize=1024)
-    def of(cls, scheme: KVScheme, *, heads: int, key_dim: int, value_dim: int | None = None) -> CacheFormat:
+    def of(
+        cls, scheme: KVScheme, *, heads: int, key_dim: int, value_dim: int | None = None, latent: bool = False
+    ) -> CacheFormat:
         """The format of a scheme for a layer's shape, without the tensors of a KV plan (`with_plan`).
 
         Args:
             scheme: of the layer.
             heads: KV heads.
             key_dim, value_dim: channels of a head's keys and values; None for as many.
+            latent: whether keys are latents (MLA), which other kernels read; they take as many bytes.
 
         Raises:
             RecipeError: the head size cannot be packed at these bits.
@@ -108,6 +111,7 @@ class CacheFormat:
             fixed_channels=scheme.boost_select == "calibrated",
             static=key.static,
             scale_bits=key.scale_bits,
+            by_token=latent and key.bits in (2, 4),
         )
         whole_head = static or not value.quantized
         values = ValueFormat(

@@ -156,7 +156,8 @@ class LayerStore:
         batch, heads, _, key_dim = keys.shape
         value_dim = values.shape[-1]
         self.dtype, self.device = keys.dtype, keys.device
-        twin, cache = self.pages, CacheFormat.of(self.scheme, heads=heads, key_dim=key_dim, value_dim=value_dim)
+        twin, shape = self.pages, {"heads": heads, "key_dim": key_dim, "value_dim": value_dim}
+        cache = CacheFormat.of(self.scheme, **shape, latent=self.is_latent)
         if twin is not None and twin.is_allocated and twin.device == self.device:
             # What it needs of the plan is on the device already.
             self.format = twin.format

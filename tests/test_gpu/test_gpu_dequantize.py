@@ -84,6 +84,16 @@ def test_pages_out_of_order_give_the_references_numbers(device, case):
         assert (room[:, -4:] == 77).all()
 
 
+@pytest.mark.parametrize(("bits", "dim"), [(4, 512), (2, 48), (2, 320)])
+def test_codes_packed_by_token(device, bits, dim):
+    f = KeyFormat(1, dim, PAGE_SIZE, bits, PAGE_SIZE, by_token=True)
+    pages = quantize_keys(torch.randn(3, 1, PAGE_SIZE, dim), f)
+    record = pages.record.to(device)
+    output = torch.empty(1, 3 * PAGE_SIZE, dim, device=device)
+    dequantize_into(output, PageAddresses(f, record, torch.arange(3, device=device) * (record.stride(0) // 8)))
+    assert torch.equal(output.cpu(), dequantize_keys(pages, f).permute(1, 0, 3, 2).flatten(1, 2))
+
+
 @pytest.mark.parametrize("page_size", [16, 256])
 def test_pages_of_other_sizes(device, page_size):
     keys, values = torch.randn(3, 2, page_size, 64), torch.randn(3, 2, page_size, 64)

@@ -28,20 +28,21 @@ def read_on_a_cpu(model, ids, scheme, device):
         return read(model, ids, KVCache(model.config, scheme))
 
 
-# float32 latents of 512 channels have no kernel: every step of both layers falls back.
-@pytest.mark.parametrize(("rank", "fallbacks"), [(32, 0), pytest.param(512, 6, marks=pytest.mark.full)])
+# There is no kernel for float32: every step of both layers falls back.
+@pytest.mark.parametrize(("dtype", "fallbacks", "most"), [(torch.float16, 0, 1e-2), (torch.float32, 6, 2e-3)])
 @pytest.mark.parametrize("preset", ["latent-4bit", "latent-2bit"])
-def test_a_gpu_reads_latents_as_a_cpu_does(device, preset, rank, fallbacks):
-    model, ids = ARCHITECTURES["deepseek_v3"].build("kvconvert", kv_lora_rank=rank), random_ids(2, 263)
-    scheme = KVScheme.preset(preset)
+def test_a_gpu_reads_latents_as_a_cpu_does(device, preset, dtype, fallbacks, most):
+    # Without experts, which rounding would choose otherwise.
+    model = ARCHITECTURES["deepseek_v3"].build("kvconvert", first_k_dense_replace=2).to(dtype)
+    ids, scheme = random_ids(2, 263), KVScheme.preset(preset)
     cache = KVCache(model.config, scheme)
     found = read(model.to(device), ids.to(device), cache)
     expected = read_on_a_cpu(model, ids, scheme, device)
     stats = cache.stats()
     # Two pages in each of two rows and layers.
     assert (stats.pages, stats.fallbacks) == (8, fallbacks)
-    # float32 sums in another order may round a code otherwise.
-    assert (found - expected).abs().mean() < 2e-3 * expected.std()
+    # Sums in another order may round a code otherwise.
+    assert (found - expected).abs().mean() < most * expected.std()
 
 
 def test_windows_that_differ_fall_back_with_the_reason(device, caplog):

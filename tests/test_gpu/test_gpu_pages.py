@@ -137,6 +137,9 @@ FORMATS = [
     key_format(4, dim=80, group=128, token_norm="per_head", scale_bits=8),
     key_format(2, group=128, boosted=8, scale_bits=8),
     key_format(1, dim=48, group=64, boosted=5, scale_bits=8),
+    key_format(4, dim=512, heads=1, group=128, by_token=True, clip_ratio=0.9),
+    key_format(2, dim=48, heads=1, group=128, by_token=True),
+    key_format(2, dim=320, group=32, by_token=True, token_norm="joint"),
     key_format(16),
     key_format(16, dim=80, heads=1),
 ]
@@ -255,6 +258,7 @@ HIDING = [
     key_format(2, group=128, boosted=5, token_norm="per_head"),
     key_format(1, dim=32, group=64, boosted=4),
     key_format(3, dim=48),
+    key_format(4, dim=96, group=128, by_token=True),
 ]
 
 
@@ -264,7 +268,7 @@ def test_hidden_tokens_are_not_read(device, f):
     keys[0, :, :37] = torch.inf
     found = quantized(keys, f, hidden=[37, 0])
     assert_same_keys(found, keys, f, hidden=37)
-    if not f.boosted:
+    if not f.boosted and not f.by_token:
         matrix = torch.eye(f.head_dim).half() + torch.randn(f.heads, f.head_dim, f.head_dim).half().triu(1) / 50
         # The same kernel, given tokens in their places.
         given = [{"hidden": [37, 0]}, {}]

@@ -53,6 +53,25 @@ def test_pages_come_back_as_the_formula_says(dim, bits):
     assert ((got_values - by_hand(values, bits[1], group)).abs() < 1e-4).float().mean() > 0.999
 
 
+@pytest.mark.parametrize("bits", [2, 4])
+def test_codes_packed_by_token_are_those_packed_by_channel(bits):
+    keys = torch.randn(2, 2, 128, 48)
+    by_channel, by_token = (key_format(bits, dim=48, by_token=it) for it in (False, True))
+    pages = quantize_keys(keys, by_token)
+    # A word holds codes of channels 48 * bits / 16 apart.
+    assert pages.codes.shape == (2, 2, 128, 48 * bits // 16)
+    assert pages.nbytes == quantize_keys(keys, by_channel).nbytes
+    assert torch.equal(
+        dequantize_keys(pages, by_token), dequantize_keys(quantize_keys(keys, by_channel), by_channel)
+    )
+
+
+@pytest.mark.parametrize("more", [{"bits": 3}, {"bits": 4, "boosted": 4}], ids=str)
+def test_what_is_not_packed_by_token_is_said(more):
+    with pytest.raises(UsageError, match="not packed by token"):
+        KeyLayout.of(key_format(dim=48, by_token=True, **more))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_sixteen_bits_store_the_input_exactly(dtype):
     keys, values = torch.randn(1, 2, 128, 48).to(dtype), torch.randn(1, 2, 128, 32).to(dtype)

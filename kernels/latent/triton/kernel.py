@@ -1,18 +1,21 @@
 """The split-KV decode kernel over pages of latents: every head attends to the same latents, which are keys and values.
 
-Registers decide its form. A program of eight warps serves sixteen heads of one work item (`kernels/decode/plan.py`).
-For these the sums of 512 channels are 8,192 numbers, and neither they nor the queries fit the registers of a warp.
-So a latent's channels are divided among the warps, as chunks of a batched product: each has its chunk of the queries
-and of the sums, reads a page's codes of its channels, and uses them twice,
+A program serves a block of heads for one work item (`kernels/decode/plan.py`); heads are the rows of both products.
+What codes cost on their way to the tensor cores decides its forms. Words hold codes of one token, of channels that lie
+`columns` apart (`KeyFormat.by_token`), and one field of them is a tile of latents in the layout of its words:
 
-    scores[chunk]  = (queries * scale)[chunk] codes[chunk]^T        summed over the chunks, [tokens, heads]
-    output[chunk] += scale[chunk] * (p codes[chunk]) + sum(p) * zero_point[chunk]
+    scores [heads, tokens]   = (queries * scale) codes^T  + queries . zero_point
+    sums   [heads, channels] = (weights codes) * scale    + sum of weights * zero_point
 
-with the page's scales, one for a channel, in the queries and in the sums, so that codes stay the subnormal fp16 numbers
-that an AND cuts out of their words (`kernels/decode/triton/tiles.py`). RoPE parts have 8 bits and a scale per token;
-their channels are divided in the same way and their scores join those of the chunks.
+With the page's scales, one for a channel, in the queries and in the sums, codes stay the subnormal fp16 numbers that an
+AND cuts out of their words (`kernels/decode/triton/tiles.py`). A thread cuts them out of registers in the layout that a
+matrix instruction takes, once for each product, and no number made of a code ever lies in memory. Words are read again
+for the second product, from the first cache, so that registers need not hold them in two layouts.
 
-Scores are kept times log2(e), so that exponentials are powers of two.
+Blocks of many heads share what it costs to dequantize a tile, which both products read from shared memory as they read
+full-precision latents.
+
+RoPE parts have 8 bits and a scale per token. Scores are kept times log2(e), so that exponentials are powers of two.
 """
 
 from __future__ import annotations
@@ -23,159 +26,338 @@ import triton.language as tl
 from kvconvert.kernels.decode.triton.kernel import ITEM, LOWEST, ROW, buffer_token
 from kvconvert.kernels.decode.triton.queries import power_above
 from kvconvert.kernels.decode.triton.scores import LOG2_E
-from kvconvert.kernels.decode.triton.shape import block_of, plane_position, plane_weight, shift_count
-from kvconvert.kernels.decode.triton.tiles import PAGE, exp2, half_pointer, plane, shift_lanes
-from kvconvert.kernels.latent.triton.shape import chunk_channels, power_of_two, rope_channels
+from kvconvert.kernels.decode.triton.shape import block_of
+from kvconvert.kernels.decode.triton.tiles import PAGE, exp2, half_pointer
+from kvconvert.kernels.latent.triton.shape import (
+    chunk_columns,
+    column_tile,
+    columns,
+    field_place,
+    fields,
+    rope_tile,
+    top_place,
+)
 from kvconvert.kernels.launches.triton import kernel
 
-# Query heads of one program: the rows of a matrix instruction.
-HEADS = tl.constexpr(16)
-# Weights are raised by this power of two, less the position of their codes, so that fp16 holds small ones.
-WEIGHT_POWER = tl.constexpr(14)
-
-
-@triton.jit
-def sum_chunks(x, CHUNKS: tl.constexpr):
-    """The sum of [CHUNKS, M, N] over its first axis, [M, N].
-
-    Halves are added in registers, to which a split moves them: a sum over warps would leave every warp with all of it.
-    """
-    if CHUNKS == 1:
-        return tl.reshape(x, [x.shape[1], x.shape[2]])
-    else:
-        pairs = tl.reshape(x, [2, CHUNKS // 2, x.shape[1], x.shape[2]])
-        first, second = tl.split(tl.permute(pairs, (1, 2, 3, 0)))
-        return sum_chunks(first + second, CHUNKS // 2)
-
-
-@triton.jit
-def one_after_another(parts, COUNT: tl.constexpr):
-    """COUNT tensors [W, M, N] as [W, COUNT M, N]."""
-    if COUNT == 1:
-        return parts[0]
-    else:
-        joined = ()
-        for i in tl.static_range(COUNT // 2):
-            pair = tl.permute(tl.join(parts[2 * i], parts[2 * i + 1]), (0, 3, 1, 2))
-            joined = joined + (tl.reshape(pair, [pair.shape[0], 2 * pair.shape[2], pair.shape[3]]),)
-        return one_after_another(joined, COUNT // 2)
+# The power of two by which a code in a word's lowest field exceeds the subnormal number that it spells.
+SUBNORMAL = tl.constexpr(24)
+# Weights are raised by this power of two, so that fp16 holds small ones.
+WEIGHT_POWER = tl.constexpr(4)
+# With these bits a code is the fp16 number BIAS + code.
+BIASED, BIAS = tl.constexpr(0x6400), tl.constexpr(1024.0)
 
 
 @triton.jit
 def product(left, right, total, F: tl.constexpr):
-    """`total` plus a batched product. A float32 is the sum of three tf32 numbers."""
+    """`total` plus a product."""
     if F.compiled:
-        return tl.dot(left, right, total, input_precision="tf32x3")
+        return tl.dot(left, right, total)
     else:
         # The interpreter's products take bf16 numbers for integers.
         return tl.dot(left.to(tl.float32), right.to(tl.float32), total)
 
 
 @triton.jit
-def halves(x, F: tl.constexpr):
-    """fp16 numbers and, for float32 queries, what rounding leaves of them; else the first twice."""
-    high = x.to(tl.float16)
-    low = high
-    if F.exact_query:
-        low = (x - high.to(tl.float32)).to(tl.float16)
-    return high, low
+def load(pointers, known, ALL: tl.constexpr):
+    """What is there where it is `known`, else zeros; without a mask, which would be looked at, where ALL is."""
+    if ALL:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=known, other=0)
 
 
 @triton.jit
-def code_product(left, right, total, F: tl.constexpr):
-    """`total` plus the product of both `halves` of the left factor with fp16 numbers."""
-    total = tl.dot(left[0], right, total)
-    if F.exact_query:
-        total = tl.dot(left[1], right, total)
-    return total
+def lowered(words, FIELD: tl.constexpr, BITS: tl.constexpr, F: tl.constexpr):
+    """Words with a field in their lower halves, where fp16's mantissa is."""
+    if FIELD * BITS < 8:
+        return words
+    elif F.compiled:
+        # Of two neighbours at once: bits of the upper one come into the lower one, above every field.
+        return tl.inline_asm_elementwise("shr.u32 $0, $1, 8;", "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2)
+    else:
+        return words >> 8
 
 
 @triton.jit
-def planes_of(pointers, mask, BITS: tl.constexpr, F: tl.constexpr):
-    """The fields of words at `pointers`, as the fp16 numbers they spell."""
-    words = tl.load(pointers, mask=mask, other=0)
-    both = words, shift_lanes(words, shift_count(BITS), F.compiled)
-    found = ()
-    for j in tl.static_range(16 // BITS):
-        found = found + (plane(both, j, 0, BITS, F.compiled),)
-    return found
-
-
-@triton.jit
-def prefetch(begin, UNITS: tl.constexpr, F: tl.constexpr):
-    """Ask for a record of so many 2-byte units, which is aligned to 16 bytes, to be in the L2 cache soon."""
+def subnormal(words, FIELD: tl.constexpr, BITS: tl.constexpr, F: tl.constexpr):
+    """A field as the fp16 number that its bits spell: code * 2^(`field_place` - SUBNORMAL)."""
+    mask = tl.full(words.shape, (2**BITS - 1) << field_place(FIELD, BITS), tl.int16)
+    words = lowered(words, FIELD, BITS, F)
     if F.compiled:
-        LINE: tl.constexpr = 64
-        line = tl.arange(0, power_of_two(UNITS // LINE + 1))
-        # The last line may begin before the record's end and end behind it.
-        address = (begin + tl.minimum(line * LINE, UNITS - 1)).to(tl.int64)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+        return tl.inline_asm_elementwise(
+            "and.b32 $0, $1, $2;", "=r,r,r", [words, mask], dtype=tl.float16, is_pure=True, pack=2
         )
+    else:
+        return (words & mask).to(tl.float16, bitcast=True)
 
 
 @triton.jit
-def weight_powers(token, BITS: tl.constexpr):
-    """What weights of a page's tokens are multiplied with for `product` with codes in their fields."""
-    LANES: tl.constexpr = PAGE * BITS // 16
-    power = tl.full(token.shape, 2.0**WEIGHT_POWER, tl.float32)
-    for j in tl.static_range(1, 16 // BITS):
-        power = tl.where(token // LANES == j, 2.0 ** (WEIGHT_POWER - plane_position(j, BITS)), power)
-    return power
+def whole_number(words, FIELD: tl.constexpr, BITS: tl.constexpr, F: tl.constexpr):
+    """A field as the fp16 number code * 2^`field_place`."""
+    mask = tl.full(words.shape, (2**BITS - 1) << field_place(FIELD, BITS), tl.int16)
+    bias = tl.full(words.shape, BIASED, tl.int16)
+    words = lowered(words, FIELD, BITS, F)
+    if F.compiled:
+        biased = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r", [words, mask, bias], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        biased = ((words & mask) | bias).to(tl.float16, bitcast=True)
+    return biased - tl.full(words.shape, BIAS, tl.float16)
 
 
 @triton.jit
-def sum_of_rope(queries, inverse, real, F: tl.constexpr):
-    """The sum of each head's RoPE channels, as they are multiplied: fp32 [heads].
+def whole_numbers(words, FIRST: tl.constexpr, COUNT: tl.constexpr, BITS: tl.constexpr, F: tl.constexpr):
+    """COUNT fields of words [T, K], one after another: `whole_number` [T, COUNT K]."""
+    if COUNT == 1:
+        return whole_number(words, FIRST, BITS, F)
+    else:
+        first = whole_numbers(words, FIRST, COUNT // 2, BITS, F)
+        second = whole_numbers(words, FIRST + COUNT // 2, COUNT // 2, BITS, F)
+        pair = tl.permute(tl.join(first, second), (0, 2, 1))
+        return tl.reshape(pair, [pair.shape[0], 2 * pair.shape[2]])
 
-    A page's scores take the layout of this load, for it is added to them: a row of tokens to half a warp.
+
+@triton.jit
+def one_below_the_other(first, second):
+    """Tensors [K, T] as [2 K, T]; no number leaves its thread."""
+    pair = tl.permute(tl.join(first, second), (2, 0, 1))
+    return tl.reshape(pair, [2 * pair.shape[1], pair.shape[2]])
+
+
+@triton.jit
+def rope_channel(index, F: tl.constexpr):
+    """The channels at places of a RoPE part's two fields, one after another, and where there is one."""
+    if rope_tile(F) * 2 == F.rope:
+        return index, index < F.rope
+    else:
+        return index // rope_tile(F) * (F.rope // 2) + index % rope_tile(F), index % rope_tile(F) < F.rope // 2
+
+
+@triton.jit
+def latent_channel(index, F: tl.constexpr):
+    """The same of a latent's fields."""
+    if columns(F) == column_tile(F):
+        return index, index < F.rank
+    else:
+        return index // column_tile(F) * columns(F) + index % column_tile(F), index % column_tile(F) < columns(F)
+
+
+@triton.jit
+def rope_words(record, token, F: tl.constexpr):
+    """Words [rope / 2, T] of tokens' RoPE parts."""
+    column = tl.arange(0, rope_tile(F))[:, None]
+    pointers = record + column * PAGE + token[None, :]
+    return load(pointers, column < F.rope // 2, rope_tile(F) * 2 == F.rope)
+
+
+@triton.jit
+def channel_scales(record, channel, known, F: tl.constexpr):
+    """Scales and zero points, fp16, of a page's channels."""
+    scales, ALL = half_pointer(record) + channel, columns(F) == column_tile(F)
+    return load(scales + F.scale, known, ALL), load(scales + F.zero_point, known, ALL)
+
+
+@triton.jit
+def token_scales(record, token, F: tl.constexpr):
+    """The same of the tokens of a page's RoPE parts."""
+    scales = half_pointer(record) + token
+    return tl.load(scales + F.rope_scale), tl.load(scales + F.rope_zero_point)
+
+
+@triton.jit
+def no_sums(HEADS: tl.constexpr, CHANNELS: tl.constexpr):
+    """What tokens are added to: maximum and sum of weights [heads], and sums of latents [heads, channels]."""
+    maximum = tl.full([HEADS], LOWEST, tl.float32)
+    return maximum, tl.zeros([HEADS], tl.float32), tl.zeros([HEADS, CHANNELS], tl.float32)
+
+
+@triton.jit
+def weights_of(scores, hidden, maximum, weight, F: tl.constexpr):
+    """Weights [heads, T] of tokens that are not `hidden`, their sum, what former sums are multiplied with, and the new
+    maximum and sum.
     """
-    SIZE: tl.constexpr = max(PAGE, block_of(F.rope))
-    channel = tl.arange(0, SIZE)[None, :]
-    part = tl.load(queries + channel, mask=real & (channel < F.rope), other=0.0).to(tl.float32) * inverse
-    if not F.exact_query:
-        part = part.to(tl.float16).to(tl.float32)
-    return tl.sum(part, 1)
+    x = tl.where(hidden[None, :], float("-inf"), scores)
+    highest = tl.maximum(maximum, tl.max(x, 1))
+    kept = exp2(maximum - highest, F.compiled)
+    p = exp2(x - highest[:, None], F.compiled)
+    added = tl.sum(p, 1)
+    return p, added, kept, highest, weight * kept + added
 
 
 @triton.jit
-def exact_step(latents, rope, token, known, query, rope_query, factor, maximum, weight, total, hidden, F: tl.constexpr):
-    """Full-precision tokens `token` [T]: weights of those that are `known` and not before `hidden`, and their sums."""
-    C: tl.constexpr = chunk_channels(F)
-    CHUNKS: tl.constexpr = F.chunks
-    K: tl.constexpr = rope_channels(F)
-    chunk = tl.arange(0, CHUNKS)[:, None, None]
-    channel = chunk * C + tl.arange(0, C)[None, None, :]
-    row = token[None, :, None]
-    tile = tl.load(latents + row * F.rank + channel, mask=known[None, :, None] & (channel < F.rank), other=0.0)
-    channel = chunk * K + tl.arange(0, K)[None, None, :]
-    rope_tile = tl.load(rope + row * F.rope + channel, mask=known[None, :, None] & (channel < F.rope), other=0.0)
-    scores = tl.zeros([CHUNKS, HEADS, token.shape[0]], tl.float32)
-    scores = product(query, tl.permute(tile, (0, 2, 1)), scores, F)
-    scores = product(rope_query, tl.permute(rope_tile, (0, 2, 1)), scores, F)
-    x = sum_chunks(tl.permute(scores, (0, 2, 1)), CHUNKS) * factor[None, :]
-    x = tl.where((known & (token >= hidden))[:, None], x, float("-inf"))
-    highest = tl.maximum(maximum, tl.max(x, 0))
-    alpha = exp2(maximum - highest, F.compiled)
-    p = exp2(x - highest[None, :], F.compiled)
-    weight = weight * alpha + tl.sum(p, 0)
-    p = tl.broadcast_to(tl.permute(p, (1, 0))[None, :, :], [CHUNKS, HEADS, token.shape[0]])
-    total = product(p.to(tile.dtype), tile, total * alpha[None, :, None], F)
-    return highest, weight, total
+def tile_step(queries, tile, rope, hidden, factor, sums, F: tl.constexpr):
+    """Add latents `tile` [T, channels] with RoPE parts `rope` [channels, T], of the dtype of `queries`, which are those
+    of latents and of RoPE parts.
+    """
+    scores = tl.zeros([queries[0].shape[0], tile.shape[0]], tl.float32)
+    scores = product(queries[0], tl.trans(tile), scores, F)
+    scores = product(queries[1], rope, scores, F) * factor
+    p, _, kept, maximum, weight = weights_of(scores, hidden, sums[0], sums[1], F)
+    return maximum, weight, product(p.to(tile.dtype), tile, sums[2] * kept[:, None], F)
 
 
 @triton.jit
-def store_part(out, stats, slot, block, blocks, maximum, weight, total, F: tl.constexpr):
-    """Write the sums [chunks, heads, channels], the maximum and the sum of weights [heads] of one slot."""
-    C: tl.constexpr = chunk_channels(F)
-    CHUNKS: tl.constexpr = F.chunks
-    member = tl.arange(0, HEADS)
-    place = (slot * blocks + block).to(tl.int64) * HEADS
-    channel = tl.arange(0, CHUNKS)[:, None, None] * C + tl.arange(0, C)[None, None, :]
-    where = out + (place + member)[None, :, None] * F.rank + channel
-    tl.store(where, total, mask=(channel < F.rank) & (member[None, :, None] < HEADS))
-    tl.store(stats + (place + member) * 2, maximum)
-    tl.store(stats + (place + member) * 2 + 1, weight)
+def exact_queries(queries, rope_queries, real, F: tl.constexpr):
+    """Queries [heads, channels] of latents and of RoPE parts, from pointers [heads]."""
+    channel, part = tl.arange(0, block_of(F.rank))[None, :], tl.arange(0, block_of(F.rope))[None, :]
+    query = tl.load(queries[:, None] + channel, mask=real[:, None] & (channel < F.rank), other=0.0)
+    return query, tl.load(rope_queries[:, None] + part, mask=real[:, None] & (part < F.rope), other=0.0)
+
+
+@triton.jit
+def exact_step(queries, latents, rope, token, hidden, factor, sums, IN_PAGE: tl.constexpr, F: tl.constexpr):
+    """`tile_step` of full-precision tokens `token` [T] of a page, all of which exist, or of buffers, of which those are
+    read that are not `hidden`.
+    """
+    channel, part = tl.arange(0, block_of(F.rank))[None, :], tl.arange(0, block_of(F.rope))[None, :]
+    there = IN_PAGE | (hidden == 0)[:, None]
+    latents, rope = latents + token[:, None] * F.rank + channel, rope + token[:, None] * F.rope + part
+    tile = load(latents, there & (channel < F.rank), IN_PAGE and block_of(F.rank) == F.rank)
+    rope_tile = load(rope, there & (part < F.rope), IN_PAGE and block_of(F.rope) == F.rope)
+    return tile_step(queries, tile, tl.trans(rope_tile), hidden, factor, sums, F)
+
+
+@triton.jit
+def dequantized_queries(queries, rope_queries, real, F: tl.constexpr):
+    """`exact_queries` in the order of codes."""
+    channel, known = latent_channel(tl.arange(0, fields(F) * column_tile(F)), F)
+    part, has_part = rope_channel(tl.arange(0, 2 * rope_tile(F)), F)
+    query = tl.load(queries[:, None] + channel[None, :], mask=real[:, None] & known[None, :], other=0.0)
+    return query, tl.load(rope_queries[:, None] + part[None, :], mask=real[:, None] & has_part[None, :], other=0.0)
+
+
+@triton.jit
+def dequantized_step(queries, record, rope_record, token, hidden, factor, sums, F: tl.constexpr):
+    """`tile_step` of tokens `token` [T] of a page, dequantized to the queries' dtype."""
+    column, index = tl.arange(0, column_tile(F))[None, :], tl.arange(0, fields(F) * column_tile(F))
+    words = load(record + token[:, None] * columns(F) + column, column < columns(F), columns(F) == column_tile(F))
+    channel, known = latent_channel(index, F)
+    scale, zero_point = channel_scales(record, channel, known, F)
+    scale = (scale.to(tl.float32) * tl.exp2(-(index // column_tile(F) * F.bits % 8).to(tl.float32))).to(tl.float16)
+    tile = whole_numbers(words, 0, fields(F), F.bits, F) * scale[None, :] + zero_point[None, :]
+    scale, zero_point = token_scales(rope_record, token, F)
+    words = rope_words(rope_record, token, F)
+    rope = one_below_the_other(whole_number(words, 0, 8, F), whole_number(words, 1, 8, F))
+    rope = rope * scale[None, :] + zero_point[None, :]
+    dtype: tl.constexpr = queries[0].dtype
+    return tile_step(queries, tile.to(dtype), rope.to(dtype), hidden, factor, sums, F)
+
+
+@triton.jit
+def chunk_channel(k, field, F: tl.constexpr):
+    """The channels of a chunk, which is a field of `chunk_columns` words, and where there is one."""
+    column = k * chunk_columns(F) + tl.arange(0, chunk_columns(F))
+    return field * columns(F) + column, column < columns(F)
+
+
+@triton.jit
+def chunk_words(record, k, F: tl.constexpr, AGAIN: tl.constexpr):
+    """Words [PAGE, chunk_columns] whose fields are chunks; AGAIN says that they have been read before."""
+    column = (k * chunk_columns(F) + tl.arange(0, chunk_columns(F)))[None, :]
+    pointers = record + tl.arange(0, PAGE)[:, None] * columns(F) + column
+    if AGAIN:
+        # Another modifier keeps the compiler from taking both for one, whose words would stay in registers.
+        return tl.load(pointers, mask=column < columns(F), other=0, cache_modifier=".ca")
+    else:
+        return load(pointers, column < columns(F), columns(F) == column_tile(F))
+
+
+@triton.jit
+def code_queries(queries, rope_queries, real, kept, F: tl.constexpr):
+    """Queries as fp16 numbers at most 1 times a power of two, as codes are multiplied with them.
+
+    Latents' are raised by what their fields lack of the highest place and written to `kept` [heads], for registers do
+    not hold them beside the sums.
+
+    Returns:
+        RoPE parts', one half and the other [heads, rope / 2]; each head's sum of these; what scores are divided by.
+    """
+    largest = 0.0
+    for k in tl.static_range(column_tile(F) // chunk_columns(F)):
+        for field in tl.static_range(fields(F)):
+            channel, known = chunk_channel(k, field, F)
+            query = tl.load(queries[:, None] + channel[None, :], mask=real[:, None] & known[None, :], other=0.0)
+            largest = tl.maximum(largest, tl.max(tl.abs(query.to(tl.float32))))
+    part = tl.arange(0, rope_tile(F))[None, :]
+    known = real[:, None] & (part < F.rope // 2)
+    low = tl.load(rope_queries[:, None] + part, mask=known, other=0.0).to(tl.float32)
+    high = tl.load(rope_queries[:, None] + F.rope // 2 + part, mask=known, other=0.0).to(tl.float32)
+    unit = power_above(tl.maximum(largest, tl.max(tl.maximum(tl.abs(low), tl.abs(high)))))
+    for k in tl.static_range(column_tile(F) // chunk_columns(F)):
+        for field in tl.static_range(fields(F)):
+            channel, known = chunk_channel(k, field, F)
+            query = tl.load(queries[:, None] + channel[None, :], mask=real[:, None] & known[None, :], other=0.0)
+            raised = 2.0 ** (top_place(F.bits) - field_place(field, F.bits))
+            query = (query.to(tl.float32) * (raised / unit)).to(tl.float16)
+            tl.store(kept[:, None] + channel[None, :], query, mask=tl.broadcast_to(known[None, :], query.shape))
+    low, high = (low / unit).to(tl.float16), (high / unit).to(tl.float16)
+    tl.debug_barrier()
+    return (low, high), tl.sum(low.to(tl.float32) + high.to(tl.float32), 1), unit
+
+
+@triton.jit
+def code_step(kept, rope_query, rope_sum, record, rope_record, hidden, factor, sums, F: tl.constexpr):
+    """Add a page's tokens that are not `hidden` [PAGE]; `kept` to `rope_sum` as of `code_queries`, sums of latents
+    chunks.
+    """
+    HEADS: tl.constexpr = F.block
+    token = tl.arange(0, PAGE)
+    scores = tl.zeros([HEADS, PAGE], tl.float32)
+    offset = tl.zeros([HEADS, chunk_columns(F)], tl.float32)
+    for k in tl.static_range(column_tile(F) // chunk_columns(F)):
+        words = tl.trans(chunk_words(record, k, F, False))
+        for field in tl.static_range(fields(F)):
+            channel, known = chunk_channel(k, field, F)
+            scale, zero_point = channel_scales(record, channel, known, F)
+            query = load(kept[:, None] + channel[None, :], known[None, :], columns(F) == column_tile(F))
+            lacking = 2.0 ** (field_place(field, F.bits) - top_place(F.bits))
+            offset += (query * zero_point[None, :]).to(tl.float32) * lacking
+            scores = product(query * scale[None, :], subnormal(words, field, F.bits, F), scores, F)
+    words = rope_words(rope_record, token, F)
+    rope_scores = product(rope_query[0], subnormal(words, 0, 8, F), tl.zeros(scores.shape, tl.float32), F)
+    rope_scores = product(rope_query[1], subnormal(words, 1, 8, F), rope_scores, F)
+    scale, zero_point = token_scales(rope_record, token, F)
+    scores = scores * 2.0 ** (SUBNORMAL - top_place(F.bits))
+    scores += rope_scores * (scale.to(tl.float32) * 2.0**SUBNORMAL)[None, :]
+    scores += tl.sum(offset, 1)[:, None] + rope_sum[:, None] * zero_point.to(tl.float32)[None, :]
+
+    p, added, kept, maximum, weight = weights_of(scores * factor, hidden, sums[0], sums[1], F)
+    p = (p * 2.0**WEIGHT_POWER).to(tl.float16)
+    totals = ()
+    for k in tl.static_range(column_tile(F) // chunk_columns(F)):
+        words = chunk_words(record, k, F, True)
+        for field in tl.static_range(fields(F)):
+            channel, known = chunk_channel(k, field, F)
+            scale, zero_point = channel_scales(record, channel, known, F)
+            none = tl.zeros(offset.shape, tl.float32)
+            total = product(p, subnormal(words, field, F.bits, F), none, F)
+            total *= (scale.to(tl.float32) * 2.0 ** (SUBNORMAL - WEIGHT_POWER - field_place(field, F.bits)))[None, :]
+            total += sums[2][k * fields(F) + field] * kept[:, None]
+            totals = totals + (total + added[:, None] * zero_point.to(tl.float32)[None, :],)
+    return maximum, weight, totals
+
+
+@triton.jit
+def no_chunks(HEADS: tl.constexpr, F: tl.constexpr):
+    """`no_sums` whose sums of latents are chunks."""
+    totals = ()
+    for _ in tl.static_range(fields(F) * (column_tile(F) // chunk_columns(F))):
+        totals = totals + (tl.zeros([HEADS, chunk_columns(F)], tl.float32),)
+    return tl.full([HEADS], LOWEST, tl.float32), tl.zeros([HEADS], tl.float32), totals
+
+
+@triton.jit
+def store_stats(stats, maximum, weight):
+    """Write a slot's maximum and sum of weights to pointers [heads]."""
+    tl.store(stats, maximum)
+    tl.store(stats + 1, weight)
+
+
+@triton.jit
+def store_sums(out, channel, known, total):
+    """Write sums [heads, channels] of a slot to pointers [heads]."""
+    tl.store(out[:, None] + channel[None, :], total, mask=tl.broadcast_to(known[None, :], total.shape))
 
 
 @kernel(do_not_specialize=["query_row", "rope_row"])
@@ -200,27 +382,26 @@ def latent_decode_kernel(
     TILE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Partial attention of one work item for a block of heads; see `latent_decode`."""
+    """Partial attention of one work item for a block of heads; see `latent_decode`. TILE tokens are read at a time
+    that are in full precision or dequantized.
+    """
     if DEPENDENT:
         # The merge may be set up as soon as every program has begun; it waits for all their results.
         tl.extra.cuda.gdc_launch_dependents()
     DTYPE: tl.constexpr = residual.dtype.element_ty
-    C: tl.constexpr = chunk_channels(F)
-    CHUNKS: tl.constexpr = F.chunks
-    K: tl.constexpr = rope_channels(F)
+    STEPS: tl.constexpr = PAGE // TILE
     block = tl.program_id(1)
-    blocks = tl.num_programs(1)
     item = items + tl.program_id(0) * ITEM
     row = tl.load(item)
     described = rows + row * ROW
-    chunk = tl.arange(0, CHUNKS)[:, None, None]
-    member = block * HEADS + tl.arange(0, HEADS)
-    real = (member < F.heads)[None, :, None]
-    channel = chunk * C + tl.arange(0, C)[None, None, :]
-    rope_channel = chunk * K + tl.arange(0, K)[None, None, :]
-    queries += row.to(tl.int64) * query_row + member[None, :, None] * query_head
-    rope_rows = rope_queries + row.to(tl.int64) * rope_row + member[:, None] * rope_head
-    rope_queries += row.to(tl.int64) * rope_row + member[None, :, None] * rope_head
+    member = tl.arange(0, F.block)
+    head = block * F.block + member
+    real = head < F.heads
+    queries += row.to(tl.int64) * query_row + head * query_head
+    rope_queries += row.to(tl.int64) * rope_row + head * rope_head
+    factor = scaling * LOG2_E
+    within = tl.arange(0, TILE)
+    every = tl.arange(0, block_of(F.rank))
 
     # The residual window comes first: nothing that it needs has to stay in registers while pages are read.
     begin = tl.load(item + 5)
@@ -232,121 +413,58 @@ def latent_decode_kernel(
         rope = residual + tl.load(described + 2) * 8
         # Both sides are quantized together, so that they lack the same tokens.
         skip = tl.load(described + 5)
-        query = tl.load(queries + channel, mask=real & (channel < F.rank), other=0.0)
-        rope_query = tl.load(rope_queries + rope_channel, mask=real & (rope_channel < F.rope), other=0.0)
-        factor = tl.full([HEADS], scaling * LOG2_E, tl.float32)
-        maximum = tl.full([HEADS], LOWEST, tl.float32)
-        weight = tl.zeros([HEADS], tl.float32)
-        total = tl.zeros([CHUNKS, HEADS, C], tl.float32)
+        given = exact_queries(queries, rope_queries, real, F)
+        sums = no_sums(F.block, block_of(F.rank))
         for start in tl.range(begin, stop, TILE):
-            token = start + tl.arange(0, TILE)
+            token = start + within
             place = buffer_token(token, sink_tokens, skip)
-            maximum, weight, total = exact_step(
-                latents, rope, place, token < stop, query, rope_query, factor, maximum, weight, total, 0, F
-            )
-        store_part(out, stats, tl.load(item + 9), block, blocks, maximum, weight, total, F)
+            sums = exact_step(given, latents, rope, place, token >= stop, factor, sums, False, F)
+        slot = (tl.load(item + 9) * tl.num_programs(1) + block).to(tl.int64) * F.block + member
+        store_stats(stats + slot * 2, sums[0], sums[1])
+        store_sums(out + slot * F.rank, every, every < F.rank, sums[2])
 
-    begin = tl.load(item + 1)
-    end = tl.load(item + 2)
+    begin, end = tl.load(item + 1), tl.load(item + 2)
     if begin < end:
-        hidden = tl.load(item + 16)
-        limit = tl.load(item + 11)
-        maximum = tl.full([HEADS], LOWEST, tl.float32)
-        weight = tl.zeros([HEADS], tl.float32)
-        total = tl.zeros([CHUNKS, HEADS, C], tl.float32)
-        query = tl.load(queries + channel, mask=real & (channel < F.rank), other=0.0)
-        rope_query = tl.load(rope_queries + rope_channel, mask=real & (rope_channel < F.rope), other=0.0)
+        hidden, limit = tl.load(item + 16), tl.load(item + 11)
+        slot = (tl.load(item + 7) * tl.num_programs(1) + block).to(tl.int64) * F.block + member
         if F.bits == 16:
-            STEPS: tl.constexpr = PAGE // TILE
-            factor = tl.full([HEADS], scaling * LOG2_E, tl.float32)
-            for step in tl.range(begin * STEPS, end * STEPS):
-                step -= begin * STEPS
-                page = begin + step // STEPS
-                token = step % STEPS * TILE + tl.arange(0, TILE)
+            given = exact_queries(queries, rope_queries, real, F)
+            sums = no_sums(F.block, block_of(F.rank))
+            for step in tl.range(0, (end - begin) * STEPS):
+                page, number = begin + step // STEPS, step * TILE + within
+                token = (step - step // STEPS * STEPS) * TILE + within
                 latents = (key_base + tl.load(key_table + page) * 8).to(tl.pointer_type(DTYPE))
                 rope = (value_base + tl.load(value_table + page) * 8).to(tl.pointer_type(DTYPE))
-                maximum, weight, total = exact_step(
-                    latents, rope, token, (page - begin) * PAGE + token < limit, query, rope_query, factor, maximum,
-                    weight, total, tl.where(page == begin, hidden, 0), F,
-                )  # fmt: skip
-        else:
-            PLANES: tl.constexpr = 16 // F.bits
-            LANES: tl.constexpr = PAGE // PLANES
-            # RoPE parts are packed along their channels: a word holds channels c and c + rope / 2.
-            LANES_OF_ROPE: tl.constexpr = K // 2
-            lane = chunk * LANES_OF_ROPE + tl.arange(0, LANES_OF_ROPE)[None, :, None]
-            token = tl.arange(0, PAGE)
-            code_place = tl.arange(0, LANES)[None, :, None] * F.rank + channel
-            rope_place = lane * PAGE + token[None, None, :]
-            powers = weight_powers(token, F.bits)
-
-            largest = tl.maximum(tl.max(tl.abs(query.to(tl.float32))), tl.max(tl.abs(rope_query.to(tl.float32))))
-            unit = power_above(largest)
-            factor = unit * (scaling * LOG2_E)
-            inverse = 1.0 / unit
-            query = query.to(tl.float32) * inverse
-            if not F.exact_query:
-                query = query.to(tl.float16)
-            bias_query = halves(query.to(tl.float32), F)
-            # The channels of a chunk in the order of the fields: the lower ones of its words, then the upper ones.
-            field = tl.arange(0, K)[None, None, :]
-            place = chunk * LANES_OF_ROPE + field % LANES_OF_ROPE
-            in_fields = place + field // LANES_OF_ROPE * (F.rope // 2)
-            rope_query = tl.load(rope_queries + in_fields, mask=real & (place < F.rope // 2), other=0.0)
-            rope_fields = halves(rope_query.to(tl.float32) * inverse, F)
-            rope_sum = sum_of_rope(rope_rows, inverse, (member < F.heads)[:, None], F)
-
-            # Loads in advance into shared memory would take more registers than the L2 cache's latency is worth.
-            for page in tl.range(begin, end, num_stages=1):
+                unseen = (number < hidden) | (number >= limit)
+                sums = exact_step(given, latents, rope, token, unseen, factor, sums, True, F)
+            store_sums(out + slot * F.rank, every, every < F.rank, sums[2])
+        elif F.dequantizes:
+            given = dequantized_queries(queries, rope_queries, real, F)
+            sums = no_sums(F.block, fields(F) * column_tile(F))
+            for step in tl.range(0, (end - begin) * STEPS):
+                page, number = begin + step // STEPS, step * TILE + within
+                token = (step - step // STEPS * STEPS) * TILE + within
                 record = key_base + tl.load(key_table + page) * 8
                 rope_record = value_base + tl.load(value_table + page) * 8
-                following = tl.minimum(page + 1, end - 1)
-                prefetch(key_base + tl.load(key_table + following) * 8, F.record, F)
-                prefetch(value_base + tl.load(value_table + following) * 8, F.rope_record, F)
-                mask = tl.broadcast_to(channel < F.rank, code_place.shape)
-                planes = planes_of(record + code_place, mask, F.bits, F)
-                rope_mask = tl.broadcast_to(lane < F.rope // 2, rope_place.shape)
-                rope_planes = planes_of(rope_record + rope_place, rope_mask, 8, F)
-                scales = half_pointer(record) + channel
-                scale = tl.load(scales + F.scale, mask=channel < F.rank, other=0.0)
-                zero_point = tl.load(scales + F.zero_point, mask=channel < F.rank, other=0.0)
-                rope_scale = tl.load(half_pointer(rope_record) + F.rope_scale + token).to(tl.float32)
-                rope_zero_point = tl.load(half_pointer(rope_record) + F.rope_zero_point + token).to(tl.float32)
-
-                if F.exact_query:
-                    scaled = halves(query * scale.to(tl.float32), F)
-                else:
-                    scaled = query * scale, query
-                none = tl.zeros([CHUNKS, HEADS, LANES], tl.float32)
-                zero_points = tl.broadcast_to(tl.permute(zero_point, (0, 2, 1)), [CHUNKS, C, LANES])
-                offset = code_product(bias_query, zero_points, none, F)
-                parts = ()
-                for j in tl.static_range(PLANES):
-                    part = code_product(scaled, tl.permute(planes[j], (0, 2, 1)), none, F)
-                    part = part * plane_weight(j, F.bits) + offset
-                    parts = parts + (tl.permute(part, (0, 2, 1)),)
-                scores = tl.permute(one_after_another(parts, PLANES), (0, 2, 1))
-                codes = one_after_another(rope_planes, 2)
-                none = tl.zeros([CHUNKS, HEADS, PAGE], tl.float32)
-                rope_scores = code_product(rope_fields, codes, none, F)
-                scores += rope_scores * (rope_scale * plane_weight(0, 8))[None, None, :]
-                x = sum_chunks(scores, CHUNKS)
-                x = (x + rope_sum[:, None] * rope_zero_point[None, :]) * factor
-                number = (page - begin) * PAGE + token
-                x = tl.where(((number >= hidden) & (number < limit))[None, :], x, float("-inf"))
-
-                highest = tl.maximum(maximum, tl.max(x, 1))
-                alpha = exp2(maximum - highest, F.compiled)
-                p = exp2(x - highest[:, None], F.compiled)
-                added = tl.sum(p, 1)
-                maximum = highest
-                weight = weight * alpha + added
-                raised = p * powers[None, :]
-                weights = ()
-                for part in tl.static_range(2):
-                    weights = weights + (tl.broadcast_to(halves(raised, F)[part][None, :, :], [CHUNKS, HEADS, PAGE]),)
-                none = tl.zeros([CHUNKS, HEADS, C], tl.float32)
-                sums = code_product(weights, one_after_another(planes, PLANES), none, F)
-                sums = sums * (scale.to(tl.float32) * 2.0 ** (24 - WEIGHT_POWER))
-                total = total * alpha[None, :, None] + sums + added[None, :, None] * zero_point.to(tl.float32)
-        store_part(out, stats, tl.load(item + 7), block, blocks, maximum, weight, total, F)
+                unseen = (number < hidden) | (number >= limit)
+                sums = dequantized_step(given, record, rope_record, token, unseen, factor, sums, F)
+            channel, known = latent_channel(tl.arange(0, fields(F) * column_tile(F)), F)
+            store_sums(out + slot * F.rank, channel, known, sums[2])
+        else:
+            # The place of this slot's sums, which are written last.
+            kept = (out + slot * F.rank).to(tl.pointer_type(tl.float16))
+            rope_query, rope_sum, unit = code_queries(queries, rope_queries, real, kept, F)
+            sums = no_chunks(F.block, F)
+            for page in tl.range(begin, end):
+                record = key_base + tl.load(key_table + page) * 8
+                rope_record = value_base + tl.load(value_table + page) * 8
+                number = (page - begin) * PAGE + tl.arange(0, PAGE)
+                unseen = (number < hidden) | (number >= limit)
+                # Nothing is added, which the compiler does not know: it would take the loads out of the loop.
+                again = kept + (page >> 30) * 8
+                sums = code_step(again, rope_query, rope_sum, record, rope_record, unseen, factor * unit, sums, F)
+            for k in tl.static_range(column_tile(F) // chunk_columns(F)):
+                for field in tl.static_range(fields(F)):
+                    channel, known = chunk_channel(k, field, F)
+                    store_sums(out + slot * F.rank, channel, known, sums[2][k * fields(F) + field])
+        store_stats(stats + slot * 2, sums[0], sums[1])

@@ -2,59 +2,77 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from kvconvert.kernels.decode.stored import PageTables, ResidualWindows
 from kvconvert.kernels.decode.triton.launch import MOST_SLOTS, combine_block, combine_warps
 from kvconvert.kernels.decode.triton.sums import combine_kernel
-from kvconvert.kernels.device import compiles, multiprocessors, overlaps_launches
-from kvconvert.kernels.latent.triton.kernel import HEADS, latent_decode_kernel
+from kvconvert.kernels.device import capability, compiles, multiprocessors, overlaps_launches
+from kvconvert.kernels.latent.triton.kernel import latent_decode_kernel
 from kvconvert.kernels.latent.triton.shape import LatentShape
 from kvconvert.kernels.launches import skips_launches
 from kvconvert.kernels.pages.formats import LayerFormat
 from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
 
-# Chunks of a latent's channels, at most; warps of a program.
-CHUNKS = 4
-WARPS = 8
-# Full-precision tokens of a step, and steps whose loads are on their way: fewer of float32, whose numbers are larger.
-TILE, STAGES = 32, 2
-FLOAT32_TILE, FLOAT32_STAGES = 16, 1
+# Query heads of a program: the rows of a matrix instruction, or, from so many on, those of a group of warps.
+FEW_HEADS, MANY_HEADS = 16, 64
+# Words of a token that are read at a time: as many as registers hold.
+CHUNK = 64
 
 
-def latent_shape(format: LayerFormat, heads: int, dtype: torch.dtype, compiled: bool = True) -> LatentShape:
-    """The specialisation for a layer whose keys are latents and whose values are RoPE parts."""
+def latent_shape(format: LayerFormat, heads: int, device: torch.device) -> LatentShape:
+    """The specialisation for a layer whose keys are latents and whose values are RoPE parts.
+
+    Args:
+        format: of its pages.
+        heads: query heads.
+        device: where it is launched. Before Hopper shared memory does not hold queries of many heads.
+    """
+    holds_many = not compiles(device) or capability(device) >= (9, 0)
+    return shape_for(format, heads, heads >= MANY_HEADS and holds_many, compiles(device))
+
+
+def shape_for(format: LayerFormat, heads: int, many: bool, compiled: bool = True) -> LatentShape:
+    """`latent_shape` for programs of `MANY_HEADS` if `many`, else of `FEW_HEADS`."""
     key, value = format.keys, format.values
-    offsets = dict.fromkeys(("record", "rope_record", "scale", "zero_point", "rope_scale", "rope_zero_point"), -1)
+    offsets = dict.fromkeys(("scale", "zero_point", "rope_scale", "rope_zero_point"), -1)
     if key.bits < 16:
         latents, rope = KeyLayout.of(key), ValueLayout.of(value)
-        offsets = {"record": latents.record, "rope_record": rope.record}
-        offsets |= {"scale": latents.scale, "zero_point": latents.zero_point}
+        offsets = {"scale": latents.scale, "zero_point": latents.zero_point}
         offsets |= {"rope_scale": rope.scale, "rope_zero_point": rope.zero_point}
-    chunks = CHUNKS
-    while chunks > 1 and key.head_dim <= 32 * (chunks // 2):
-        chunks //= 2
     return LatentShape(
         bits=key.bits,
         rank=key.head_dim,
         rope=value.head_dim,
         heads=heads,
-        chunks=chunks,
+        block=MANY_HEADS if many else FEW_HEADS,
+        dequantizes=many and key.bits < 16,
+        chunk=CHUNK,
         **offsets,
-        exact_query=dtype == torch.float32,
         compiled=compiled,
     )
 
 
-def steps_of(dtype: torch.dtype) -> dict[str, int]:
-    """Arguments of a launch: full-precision tokens of a step, and stages of loads."""
-    tile, stages = (FLOAT32_TILE, FLOAT32_STAGES) if dtype == torch.float32 else (TILE, STAGES)
-    return {"TILE": tile, "num_stages": stages}
+def launch_options(shape: LatentShape) -> dict[str, Any]:
+    """Arguments of a launch: tokens that are read at a time, warps, stages of loads, and registers of a thread."""
+    if shape.block == MANY_HEADS:
+        return {"TILE": 64, "num_warps": 8, "num_stages": 2}
+    if shape.bits == 16:
+        return {"TILE": 64, "num_warps": 4, "num_stages": 2}
+    # Registers let two programs share a multiprocessor.
+    return {"TILE": 32, "num_warps": 8, "num_stages": 2, "maxnreg": 128}
 
 
-def programs_for(device: torch.device, heads: int) -> int:
+def side_by_side(shape: LatentShape) -> int:
+    """How many programs fit a multiprocessor: their registers and shared memory are what there is."""
+    return 1 if shape.block == MANY_HEADS else 2
+
+
+def programs_for(device: torch.device, shape: LatentShape) -> int:
     """How many work items run side by side for a block of heads."""
-    return max(1, multiprocessors(device) // -(-heads // HEADS.value))
+    return max(1, side_by_side(shape) * multiprocessors(device) // -(-shape.heads // shape.block))
 
 
 def latent_decode(
@@ -62,14 +80,15 @@ def latent_decode(
     rope_queries: torch.Tensor,
     tables: PageTables,
     windows: ResidualWindows,
-    format: LayerFormat,
+    shape: LatentShape,
     scaling: float,
 ) -> torch.Tensor:
     """One launch for parts of every sequence and block of heads, one to merge them.
 
     Args:
         queries: [B, Hq, R] in the coordinates of stored latents; rope_queries: [B, Hq, r], of the same dtype.
-        tables, windows, format: of latents as keys and RoPE parts as values.
+        tables, windows: of latents as keys and RoPE parts as values.
+        shape: `latent_shape` of their format.
         scaling: factor of the scores.
 
     Returns:
@@ -77,8 +96,7 @@ def latent_decode(
     """
     batch, heads, rank = queries.shape
     device, plan = queries.device, tables.plan
-    shape = latent_shape(format, heads, queries.dtype, compiles(device))
-    blocks, rows = -(-heads // HEADS.value), HEADS.value
+    blocks, rows = -(-heads // shape.block), shape.block
     partial = torch.empty(plan.slots * blocks, rows, rank, dtype=torch.float32, device=device)
     stats = torch.empty(plan.slots * blocks, rows, 2, dtype=torch.float32, device=device)
     dependent = overlaps_launches(device)
@@ -98,9 +116,8 @@ def latent_decode(
         *rope_queries.stride()[:2],
         scaling,
         F=shape,
-        **steps_of(queries.dtype),
         DEPENDENT=dependent,
-        num_warps=WARPS,
+        **launch_options(shape),
     )
     out = torch.empty(batch, heads, rank, dtype=torch.float32, device=device)
     # Which form it is depends on lengths, of which a rehearsal has few.

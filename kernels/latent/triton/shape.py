@@ -5,12 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import triton
-import triton.language as tl
 
 from kvconvert.kernels.decode.triton.shape import block_of
-
-# Channels of a chunk's RoPE part at least: the depth of a matrix instruction.
-FEWEST_CHANNELS = tl.constexpr(16)
 
 
 @dataclass(frozen=True)
@@ -20,11 +16,10 @@ class LatentShape:
     Attributes:
         bits: of a latent's codes; 16 for latents and RoPE parts of the model's dtype.
         rank, rope: channels of a latent and of a RoPE part.
-        heads: query heads.
-        chunks: of channels.
-        record, rope_record: sizes of records.
+        heads: query heads; block: those of one program.
+        dequantizes: whether codes are dequantized to the queries' dtype, or multiplied as they are.
+        chunk: words of a token that are read at a time, at most, where codes are multiplied as they are.
         scale, zero_point: of latents; rope_scale, rope_zero_point: of RoPE parts.
-        exact_query: whether what rounding queries and weights to fp16 leaves is multiplied too, for float32.
         compiled: False under the interpreter.
     """
 
@@ -32,30 +27,53 @@ class LatentShape:
     rank: int
     rope: int
     heads: int
-    chunks: int
-    record: int
-    rope_record: int
+    block: int
+    dequantizes: bool
+    chunk: int
     scale: int
     zero_point: int
     rope_scale: int
     rope_zero_point: int
-    exact_query: bool
     compiled: bool
 
 
 @triton.constexpr_function
-def chunk_channels(shape):
-    """Channels of a chunk, rounded up to a power of two."""
-    return block_of(-(-shape.rank // shape.chunks))
+def fields(shape):
+    """Codes of a word of latents."""
+    return 16 // shape.bits
 
 
 @triton.constexpr_function
-def rope_channels(shape):
-    """Channels of a chunk's RoPE part, rounded up."""
-    return max(FEWEST_CHANNELS.value, block_of(-(-shape.rope // shape.chunks)))
+def columns(shape):
+    """Words of a token; field f of word i is the code of channel f * columns + i."""
+    return shape.rank * shape.bits // 16
 
 
 @triton.constexpr_function
-def power_of_two(size):
-    """The power of two that is no less than a size."""
-    return triton.next_power_of_2(size)
+def column_tile(shape):
+    """Words of a token, rounded up to what matrix products want."""
+    return block_of(shape.rank * shape.bits // 16)
+
+
+@triton.constexpr_function
+def chunk_columns(shape):
+    """Words of a token that are read at a time."""
+    return min(shape.chunk, block_of(shape.rank * shape.bits // 16))
+
+
+@triton.constexpr_function
+def rope_tile(shape):
+    """Words of a token's RoPE part, each of two codes, rounded up."""
+    return block_of(shape.rope // 2)
+
+
+@triton.constexpr_function
+def field_place(field, bits):
+    """The first bit of a field, once the upper half of a word was moved down for it."""
+    return field * bits % 8
+
+
+@triton.constexpr_function
+def top_place(bits):
+    """The highest `field_place`."""
+    return 8 - bits

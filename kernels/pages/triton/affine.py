@@ -180,6 +180,12 @@ def halves_of(bits):
 
 
 @triton.constexpr_function
+def channel_parts(bits, by_token):
+    """Into how many parts a key's channels are divided, of which words hold one code each or fields one bit each."""
+    return 16 // bits if by_token else halves_of(bits)
+
+
+@triton.constexpr_function
 def field_width(bits):
     """`field_bits` of `kernels/packing.py`."""
     return {1: 2, 3: 2}.get(bits, bits)

@@ -18,7 +18,7 @@ from kvconvert.kernels.launches.triton import kernel
 from kvconvert.kernels.pages.formats import KeyFormat, TokenNorm, ValueFormat
 from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
 from kvconvert.kernels.pages.records import PageAddresses
-from kvconvert.kernels.pages.triton.affine import field_width, halves_of, in_bytes, load_grid
+from kvconvert.kernels.pages.triton.affine import channel_parts, field_width, halves_of, in_bytes, load_grid
 from kvconvert.kernels.pages.triton.keys import JOINT, NO_NORM
 
 # Tile elements per thread.
@@ -96,6 +96,7 @@ def dequantize_keys_kernel(
     BOOST_TILE: tl.constexpr,
     FIXED: tl.constexpr,
     NORM: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
     LANES: tl.constexpr,
     STORED_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -110,13 +111,13 @@ def dequantize_keys_kernel(
     PLACED: tl.constexpr,
 ):
     """Keys of one head of a page as [tokens, HEAD_SIZE]. LANES to CHANNELS are fields of `KeyLayout` (STORED_ROWS its
-    `rows`, ROWS those of one half of the channels), NORMS that of the norm that NORM says there is.
+    `rows`, ROWS those of one of `channel_parts`), NORMS that of the norm that NORM says there is.
 
     Tokens begin at `places[page]` of `output` if pages are PLACED. `scales` int64 [2] leads to the layer's or span's
     scale and zero point; `boosted` [HEADS, BOOSTED] are the channels where these are FIXED.
     """
-    HALVES: tl.constexpr = halves_of(BITS)
-    PLANES: tl.constexpr = 16 // field_width(BITS)
+    HALVES: tl.constexpr = channel_parts(BITS, BY_TOKEN)
+    PLANES: tl.constexpr = PAGE // LANES
     page, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     start = _start(places, page, PAGE, PLACED)
     if start < 0:
@@ -315,10 +316,11 @@ def key_constants(f: KeyFormat) -> dict[str, int | bool]:
         "BOOST_TILE": triton.next_power_of_2(max(f.boosted, 1)),
         "FIXED": f.fixed_channels,
         "NORM": f.token_norm.mode,
+        "BY_TOKEN": f.by_token,
         "LANES": layout.lanes,
         "STORED_ROWS": layout.rows,
-        "ROWS": f.head_dim // halves_of(f.bits),
-        "ROW_TILE": triton.next_power_of_2(f.head_dim // halves_of(f.bits)),
+        "ROWS": f.head_dim // channel_parts(f.bits, f.by_token),
+        "ROW_TILE": triton.next_power_of_2(f.head_dim // channel_parts(f.bits, f.by_token)),
         "HIGH_ROWS": max(layout.high_rows, 1),
         "HEAD_STRIDE": layout.head_stride,
         "HIGH": layout.high,

@@ -17,9 +17,9 @@ from kvconvert.kernels.pages.triton.affine import (
     LARGEST_HALF,
     TABLE_COLUMNS,
     any_true,
+    channel_parts,
     flag_if,
     group_grid,
-    halves_of,
     in_bytes,
     nearest_codes,
     packed_codes,
@@ -236,6 +236,7 @@ def key_page_kernel(
     SLOTS: tl.constexpr,
     DYNAMIC: tl.constexpr,
     STATIC: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
     PARTIAL: tl.constexpr,
     HEAD_STRIDE: tl.constexpr,
     LANES: tl.constexpr,
@@ -247,13 +248,14 @@ def key_page_kernel(
     CHANNELS: tl.constexpr,
     JOINT_NORM: tl.constexpr,
 ):
-    """ROW_TILE channels (pairs of channels at 1 and 3 bits) of one head's part of a key page.
+    """ROW_TILE channels (pairs at 1 and 3 bits, all that share words if BY_TOKEN) of one head's part of a key page.
 
     HEAD_STRIDE to JOINT_NORM are fields of `KeyLayout`, whose `rows` are STORED_ROWS. What ranks channels or takes
     norms of one head sees all of it.
     """
-    # Two channels share a field of single bits: number i its lower bit, number i + half its upper one.
-    HALVES: tl.constexpr = halves_of(BITS)
+    # Two channels share a field of single bits: number i its lower bit, number i + half its upper one. By token, a
+    # word has a field of each part of the channels.
+    HALVES: tl.constexpr = channel_parts(BITS, BY_TOKEN)
     ROWS: tl.constexpr = HEAD_SIZE // HALVES
     BLOCKS: tl.constexpr = (ROWS + ROW_TILE - 1) // ROW_TILE
     LEVELS: tl.constexpr = 2.0**BITS - 1.0
@@ -333,7 +335,10 @@ def key_page_kernel(
                 codes &= 2**BITS - 1
             if PARTIAL:
                 codes = tl.where(present, codes, 0)
-            words = packed_codes(codes, step * (CHUNK // LANES), half, BITS, CHUNK, ROW_TILE, LANES)
+            if BY_TOKEN:
+                words = packed_codes(codes, half, 0, BITS, CHUNK, ROW_TILE, LANES)
+            else:
+                words = packed_codes(codes, step * (CHUNK // LANES), half, BITS, CHUNK, ROW_TILE, LANES)
             if BITS == 3 and half == 1:
                 second_lanes += words
             else:

@@ -24,7 +24,7 @@ from kvconvert.kernels.pages.center import KeyCenter
 from kvconvert.kernels.pages.formats import ChannelScales, KeyFormat, TokenNorm, ValueFormat
 from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
 from kvconvert.kernels.pages.records import KeyPages, PageWrites, ValuePages
-from kvconvert.kernels.pages.triton.affine import halves_of
+from kvconvert.kernels.pages.triton.affine import channel_parts, halves_of
 from kvconvert.kernels.pages.triton.center import launch_centers, uploaded
 from kvconvert.kernels.pages.triton.feedback import PageFeedback, launch_feedback
 from kvconvert.kernels.pages.triton.keys import joint_norm_kernel, key_page_kernel
@@ -171,7 +171,7 @@ def launch_keys(
     table, records = launch.table, launch.records
     dynamic = f.boosted > 0 and not f.fixed_channels
     constants = key_constants(f, partial)
-    blocks = triton.cdiv(f.head_dim // halves_of(f.bits), constants["ROW_TILE"])
+    blocks = triton.cdiv(f.head_dim // channel_parts(f.bits, f.by_token), constants["ROW_TILE"])
     shared = {
         "keys": launch.base,
         "records": records,
@@ -194,13 +194,17 @@ def launch_keys(
 def key_constants(f: KeyFormat, partial: bool) -> dict[str, Any]:
     """Compile-time arguments of `key_page_kernel`."""
     layout, tile = KeyLayout.of(f), tile_of(f.head_dim, f.bits)
-    whole = tile // halves_of(f.bits)
+    whole, most = tile // halves_of(f.bits), KEY_ROWS
+    if f.by_token:
+        most = KEY_ROWS // channel_parts(f.bits, True)
+    elif f.boosted or f.token_norm is TokenNorm.PER_HEAD:
+        most = 2 * KEY_ROWS
     chunk = layout.lanes if f.static else max(f.group_size, layout.lanes)
     return {
         "HEADS": f.heads,
         "HEAD_SIZE": f.head_dim,
         "TILE": tile,
-        "ROW_TILE": min(whole, 2 * KEY_ROWS if f.boosted or f.token_norm is TokenNorm.PER_HEAD else KEY_ROWS),
+        "ROW_TILE": min(whole, most),
         "PAGE": f.page_size,
         "CHUNK": chunk,
         "BITS": f.bits,
@@ -211,6 +215,7 @@ def key_constants(f: KeyFormat, partial: bool) -> dict[str, Any]:
         "SLOTS": max(16, triton.next_power_of_2(f.boosted)),
         "DYNAMIC": not f.fixed_channels,
         "STATIC": f.static,
+        "BY_TOKEN": f.by_token,
         "PARTIAL": partial,
         "HEAD_STRIDE": layout.head_stride,
         "LANES": layout.lanes,
@@ -292,6 +297,9 @@ def warps_for(elements: int) -> int:
 def key_warps(constants: dict[str, Any]) -> int:
     """Warps of `key_page_kernel`."""
     elements = constants["CHUNK"] * constants["ROW_TILE"]
+    if constants["BY_TOKEN"]:
+        # All parts are under way at once.
+        return warps_for(elements * {2: 16, 4: 4}[constants["BITS"]])
     # Where chunks follow one another, wider or paired codes take more registers for every element.
     if constants["CHUNK"] < constants["PAGE"]:
         return warps_for(elements * (2 if constants["STATIC"] else {1: 4, 2: 1, 3: 4, 4: 2, 8: 4}[constants["BITS"]]))
