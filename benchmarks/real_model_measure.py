@@ -6,6 +6,7 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -200,11 +201,12 @@ def cache_size(
     last = 0 if treats_whole_prompts(cache) else PAGE_SIZE
     with noted():  # a GPU's kernels need neither run nor be compiled: no number counts
         read_prompt(decoder, cache, ids[:, : tokens - last], MEASURED_CHUNK)
-        # In the middle of every STEP lengths.
-        for start in range(tokens - last, tokens, STEP):
-            feed(decoder, cache, ids[:, start : start + STEP // 2], logits_to_keep=1)
-            over_page += filled()
-            feed(decoder, cache, ids[:, start + STEP // 2 : start + STEP], logits_to_keep=1)
+        # In the middle of every STEP lengths as pages count them, so that the mean is that of all lengths.
+        middles = {n for n in range(tokens - last + 1, tokens + 1) if n % STEP == STEP // 2}
+        for start, stop in pairwise(sorted({tokens - last, *middles, tokens})):
+            feed(decoder, cache, ids[:, start:stop], logits_to_keep=1)
+            if stop in middles:
+                over_page += filled()
     stores = [layer.store for layer in cache.paged_layers()]
     kept, exact = (
         sum(counts[layer] for layer in layers) / len(layers)

@@ -37,6 +37,15 @@ def test_a_line_of_a_case_file_is_a_recipe_of_a_cache(case, tmp_path):
     assert recipe.weights.method == "none"
 
 
+def test_the_mean_over_a_page_of_lengths_is_the_stated_one_wherever_the_text_ends():
+    tiny = tiny_model("llama", 0).config
+    schemes = [PRESETS["oscar-g128"]] * tiny.num_hidden_layers
+    layer = LayerCache(key_value_heads(tiny), head_dim(tiny), head_dim(tiny), schemes[0])
+    for length in (512, 516, 600):
+        size = cache_size(tiny, schemes, {}, length, "cpu")
+        assert size["mean_bits_per_value"] == pytest.approx(ModelCache((layer,)).bits_per_value(length), rel=0.01)
+
+
 def test_bits_over_a_page_are_those_that_are_stated_and_follow_from_those_at_its_end():
     tiny = tiny_model("llama", 0).config
     schemes = [PRESETS["oscar-g128"]] * tiny.num_hidden_layers
