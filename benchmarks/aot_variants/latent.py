@@ -44,6 +44,9 @@ def latent_variant(name: str, heads: int, rank: int, rope: int, bits: int, capab
     axes = {"dtype": name, "heads": heads, "rank": rank, "bits": bits}
     if name == "bf16" and (rank, rope) == USUAL:
         axes["usual"] = (heads, bits)
+    spills = "two programs of eight warps share the registers"
+    if many:
+        spills = "a block's sums take half of the registers"
     # A step of dequantized latents is of a part of a page.
     tokens = options["TILE"] if shape.dequantizes else PAGE_SIZE
     of_codes = bits < 16
@@ -63,5 +66,6 @@ def latent_variant(name: str, heads: int, rank: int, rope: int, bits: int, capab
         code_bytes=tokens * rank * bits // 8 * of_codes,
         # Two products of a block of heads, their scores and, of many heads, what is dequantized; small latents share
         # them among fewer codes.
-        most_per_code=(12.0 if shape.dequantizes else 6.0) if rank == USUAL[0] else 50.0,
+        most_per_code=(14.0 if shape.dequantizes else 6.0) if rank == USUAL[0] else 90.0,
+        spills=spills,
     )

@@ -11,7 +11,7 @@ from kvconvert.kernels.decode.triton.launch import MOST_SLOTS, combine_block, co
 from kvconvert.kernels.decode.triton.sums import combine_kernel
 from kvconvert.kernels.device import capability, compiles, multiprocessors, overlaps_launches
 from kvconvert.kernels.latent.triton.kernel import latent_decode_kernel
-from kvconvert.kernels.latent.triton.shape import LatentShape
+from kvconvert.kernels.latent.triton.shape import LatentShape, chunk_columns
 from kvconvert.kernels.launches import skips_launches
 from kvconvert.kernels.pages.formats import LayerFormat
 from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
@@ -61,8 +61,9 @@ def launch_options(shape: LatentShape) -> dict[str, Any]:
         return {"TILE": 64, "num_warps": 8, "num_stages": 2}
     if shape.bits == 16:
         return {"TILE": 64, "num_warps": 4, "num_stages": 2}
-    # Registers let two programs share a multiprocessor.
-    return {"TILE": 32, "num_warps": 8, "num_stages": 2, "maxnreg": 128}
+    # A warp takes eight of a chunk's channels; registers let two programs of eight share a multiprocessor.
+    warps = chunk_columns(shape) // 8
+    return {"TILE": 32, "num_warps": warps, "num_stages": 2} | ({"maxnreg": 128} if warps == 8 else {})
 
 
 def side_by_side(shape: LatentShape) -> int:
