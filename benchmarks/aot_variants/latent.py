@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+
 from aot_variants.pages import key_variant
 from aot_variants.variant import DTYPES, Variant
 from kvconvert.kernels.latent.triton.kernel import latent_decode_kernel

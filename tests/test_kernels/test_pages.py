@@ -61,9 +61,7 @@ def test_codes_packed_by_token_are_those_packed_by_channel(bits):
     # A word holds codes of channels 48 * bits / 16 apart.
     assert pages.codes.shape == (2, 2, 128, 48 * bits // 16)
     assert pages.nbytes == quantize_keys(keys, by_channel).nbytes
-    assert torch.equal(
-        dequantize_keys(pages, by_token), dequantize_keys(quantize_keys(keys, by_channel), by_channel)
-    )
+    assert torch.equal(dequantize_keys(pages, by_token), dequantize_keys(quantize_keys(keys, by_channel), by_channel))
 
 
 @pytest.mark.parametrize("more", [{"bits": 3}, {"bits": 4, "boosted": 4}], ids=str)

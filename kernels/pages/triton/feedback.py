@@ -254,7 +254,9 @@ def key_feedback_kernel(
 
 def feedback_constants(constants: dict[str, Any]) -> dict[str, Any]:
     """Compile-time arguments of `key_feedback_kernel`, from those of `key_page_kernel` for the same pages."""
-    own = {name: value for name, value in constants.items() if name not in ("CHUNK", "ROW_TILE", "MEAN_ABS", "BY_TOKEN")}
+    own = {
+        name: value for name, value in constants.items() if name not in ("CHUNK", "ROW_TILE", "MEAN_ABS", "BY_TOKEN")
+    }
     planes = constants["PAGE"] // constants["LANES"]
     lanes = min(constants["LANES"], FEEDBACK_TOKENS // planes)
     return own | {"LANE_TILE": lanes, "BLOCK": CHANNEL_BLOCK}
