@@ -45,9 +45,7 @@ def latent_variant(name: str, heads: int, rank: int, rope: int, bits: int, capab
     axes = {"dtype": name, "heads": heads, "rank": rank, "bits": bits}
     if name == "bf16" and (rank, rope) == USUAL:
         axes["usual"] = (heads, bits)
-    spills = "two programs of eight warps share the registers"
-    if many:
-        spills = "a block's sums take half of the registers"
+    spills = "the sums of a block of heads take most registers"
     # A step of dequantized latents is of a part of a page.
     tokens = options["TILE"] if shape.dequantizes else PAGE_SIZE
     of_codes = bits < 16

@@ -264,14 +264,12 @@ def chunk_words(record, k, F: tl.constexpr, AGAIN: tl.constexpr):
 
 
 @triton.jit
-def code_queries(queries, rope_queries, real, kept, F: tl.constexpr):
-    """Queries as fp16 numbers at most 1 times a power of two, as codes are multiplied with them.
-
-    Latents' are raised by what their fields lack of the highest place and written to `kept` [heads], for registers do
-    not hold them beside the sums.
+def code_queries(queries, rope_queries, real, F: tl.constexpr):
+    """Queries as fp16 numbers in the order of codes.
 
     Returns:
-        RoPE parts', one half and the other [heads, rope / 2]; each head's sum of these; what scores are divided by.
+        latents', chunks [heads, chunk_columns] raised by what their fields lack of the highest place; RoPE parts', one
+        half and the other; each head's sum of these; and what scores of all are to be multiplied with.
     """
     largest = 0.0
     for k in tl.static_range(column_tile(F) // chunk_columns(F)):
@@ -284,33 +282,30 @@ def code_queries(queries, rope_queries, real, kept, F: tl.constexpr):
     low = tl.load(rope_queries[:, None] + part, mask=known, other=0.0).to(tl.float32)
     high = tl.load(rope_queries[:, None] + F.rope // 2 + part, mask=known, other=0.0).to(tl.float32)
     unit = power_above(tl.maximum(largest, tl.max(tl.maximum(tl.abs(low), tl.abs(high)))))
+    chunks = ()
     for k in tl.static_range(column_tile(F) // chunk_columns(F)):
         for field in tl.static_range(fields(F)):
             channel, known = chunk_channel(k, field, F)
             query = tl.load(queries[:, None] + channel[None, :], mask=real[:, None] & known[None, :], other=0.0)
             raised = 2.0 ** (top_place(F.bits) - field_place(field, F.bits))
-            query = (query.to(tl.float32) * (raised / unit)).to(tl.float16)
-            tl.store(kept[:, None] + channel[None, :], query, mask=tl.broadcast_to(known[None, :], query.shape))
+            chunks = chunks + ((query.to(tl.float32) * (raised / unit)).to(tl.float16),)
     low, high = (low / unit).to(tl.float16), (high / unit).to(tl.float16)
-    tl.debug_barrier()
-    return (low, high), tl.sum(low.to(tl.float32) + high.to(tl.float32), 1), unit
+    return chunks, (low, high), tl.sum(low.to(tl.float32) + high.to(tl.float32), 1), unit
 
 
 @triton.jit
-def code_step(kept, rope_query, rope_sum, record, rope_record, hidden, factor, sums, F: tl.constexpr):
-    """Add a page's tokens that are not `hidden` [PAGE]; `kept` to `rope_sum` as of `code_queries`, sums of latents
-    chunks.
-    """
-    HEADS: tl.constexpr = F.block
+def code_step(queries, record, rope_record, hidden, factor, sums, F: tl.constexpr):
+    """Add a page's tokens that are not `hidden` [PAGE]; `queries` as of `code_queries`, sums of latents chunks."""
+    chunks, rope_query, rope_sum = queries
     token = tl.arange(0, PAGE)
-    scores = tl.zeros([HEADS, PAGE], tl.float32)
-    offset = tl.zeros([HEADS, chunk_columns(F)], tl.float32)
+    scores = tl.zeros([chunks[0].shape[0], PAGE], tl.float32)
+    offset = tl.zeros(chunks[0].shape, tl.float32)
     for k in tl.static_range(column_tile(F) // chunk_columns(F)):
         words = tl.trans(chunk_words(record, k, F, False))
         for field in tl.static_range(fields(F)):
             channel, known = chunk_channel(k, field, F)
             scale, zero_point = channel_scales(record, channel, known, F)
-            query = load(kept[:, None] + channel[None, :], known[None, :], columns(F) == column_tile(F))
+            query = chunks[k * fields(F) + field]
             lacking = 2.0 ** (field_place(field, F.bits) - top_place(F.bits))
             offset += (query * zero_point[None, :]).to(tl.float32) * lacking
             scores = product(query * scale[None, :], subnormal(words, field, F.bits, F), scores, F)
@@ -330,7 +325,7 @@ def code_step(kept, rope_query, rope_sum, record, rope_record, hidden, factor, s
         for field in tl.static_range(fields(F)):
             channel, known = chunk_channel(k, field, F)
             scale, zero_point = channel_scales(record, channel, known, F)
-            none = tl.zeros(offset.shape, tl.float32)
+            none = tl.zeros(chunks[0].shape, tl.float32)
             total = product(p, subnormal(words, field, F.bits, F), none, F)
             total *= (scale.to(tl.float32) * 2.0 ** (SUBNORMAL - WEIGHT_POWER - field_place(field, F.bits)))[None, :]
             total += sums[2][k * fields(F) + field] * kept[:, None]
@@ -451,18 +446,15 @@ def latent_decode_kernel(
             channel, known = latent_channel(tl.arange(0, fields(F) * column_tile(F)), F)
             store_sums(out + slot * F.rank, channel, known, sums[2])
         else:
-            # The place of this slot's sums, which are written last.
-            kept = (out + slot * F.rank).to(tl.pointer_type(tl.float16))
-            rope_query, rope_sum, unit = code_queries(queries, rope_queries, real, kept, F)
+            chunks, rope_query, rope_sum, unit = code_queries(queries, rope_queries, real, F)
             sums = no_chunks(F.block, F)
             for page in tl.range(begin, end):
                 record = key_base + tl.load(key_table + page) * 8
                 rope_record = value_base + tl.load(value_table + page) * 8
                 number = (page - begin) * PAGE + tl.arange(0, PAGE)
                 unseen = (number < hidden) | (number >= limit)
-                # Nothing is added, which the compiler does not know: it would take the loads out of the loop.
-                again = kept + (page >> 30) * 8
-                sums = code_step(again, rope_query, rope_sum, record, rope_record, unseen, factor * unit, sums, F)
+                given = (chunks, rope_query, rope_sum)
+                sums = code_step(given, record, rope_record, unseen, factor * unit, sums, F)
             for k in tl.static_range(column_tile(F) // chunk_columns(F)):
                 for field in tl.static_range(fields(F)):
                     channel, known = chunk_channel(k, field, F)

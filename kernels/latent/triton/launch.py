@@ -56,19 +56,18 @@ def shape_for(format: LayerFormat, heads: int, many: bool, compiled: bool = True
 
 
 def launch_options(shape: LatentShape) -> dict[str, Any]:
-    """Arguments of a launch: tokens that are read at a time, warps, stages of loads, and registers of a thread."""
+    """Arguments of a launch: tokens that are read at a time, warps, and stages of loads."""
     if shape.block == MANY_HEADS:
         return {"TILE": 64, "num_warps": 8, "num_stages": 2}
     if shape.bits == 16:
         return {"TILE": 64, "num_warps": 4, "num_stages": 2}
-    # A warp takes eight of a chunk's channels; registers let two programs of eight share a multiprocessor.
-    warps = chunk_columns(shape) // 8
-    return {"TILE": 32, "num_warps": warps, "num_stages": 2} | ({"maxnreg": 128} if warps == 8 else {})
+    # A warp takes at least eight of a chunk's channels.
+    return {"TILE": 32, "num_warps": min(4, chunk_columns(shape) // 8), "num_stages": 2}
 
 
 def side_by_side(shape: LatentShape) -> int:
-    """How many programs fit a multiprocessor: their registers and shared memory are what there is."""
-    return 1 if shape.block == MANY_HEADS else 2
+    """How many programs share a multiprocessor: registers and shared memory hold two that multiply codes."""
+    return 2 if shape.bits < 16 and not shape.dequantizes else 1
 
 
 def programs_for(device: torch.device, shape: LatentShape) -> int:
