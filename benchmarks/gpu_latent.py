@@ -3,11 +3,11 @@ PyTorch dequantizes, in the same run.
 
     python benchmarks/gpu_latent.py [--json benchmarks/results/gpu_latent.json]
 
-Takes some minutes on one GPU. Latents have 512 channels and RoPE parts 64, as in DeepSeek's models; 16 heads are those of
-DeepSeek-V2-Lite, 128 those of V3. All sides absorb W_UK into queries and W_UV into outputs, which is not timed. PyTorch
-multiplies queries with contiguous bf16 latents, takes the softmax in float32 and multiplies its weights with the
-latents. Dequantized pages are what `generate` attends to where the kernel does not serve. Times are medians of graph
-replays, with latents beyond the L2 cache in buffers that take turns.
+Takes some minutes on one GPU. Latents have 512 channels and RoPE parts 64, as in DeepSeek's models; 16 heads are those
+of DeepSeek-V2-Lite, 128 those of V3. All sides absorb W_UK into queries and W_UV into outputs, which is not timed.
+PyTorch multiplies queries with contiguous bf16 latents, takes the softmax in float32 and multiplies its weights with
+the latents. Dequantized pages are what `generate` attends to where the kernel does not serve. Times are medians of
+graph replays, with latents beyond the L2 cache in buffers that take turns.
 """
 
 from __future__ import annotations
