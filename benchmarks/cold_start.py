@@ -14,6 +14,7 @@ more than --seconds. With `--cache DIR` there is one process, with what a folder
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -114,17 +115,24 @@ def write_bundle(directory: Path, tiny: bool) -> None:
                 modules.append(ModuleCoverage(name=name, method="kept", reason="outside the decoder layers", **kind))
     generator = torch.Generator().manual_seed(0)
 
+    # Gigabytes of numbers of their own would take a minute.
+    codes = torch.randint(-(1 << 31), (1 << 31) - 1, (1 << 20,), dtype=torch.int32, generator=generator)
+    normal = torch.randn(1 << 20, generator=generator).mul_(0.02).bfloat16()
+
+    def filled(block: torch.Tensor, shape: list[int]) -> torch.Tensor:
+        return block.repeat(-(-math.prod(shape) // len(block)))[: math.prod(shape)].view(shape)
+
     def tensor(name: str) -> torch.Tensor:
         shape = infos[name].shape
         if name.endswith("qweight"):
-            return torch.randint(-(1 << 31), (1 << 31) - 1, shape, dtype=torch.int32, generator=generator)
+            return filled(codes, shape)
         if name.endswith("qzeros"):
             return torch.full(shape, -2004318072, dtype=torch.int32)
         if name.endswith("scales"):
             return torch.full(shape, SCALE, dtype=torch.float16)
         if len(shape) == 1:
             return torch.ones(shape, dtype=torch.bfloat16)
-        return torch.randn(shape, generator=generator).mul_(0.02).bfloat16()
+        return filled(normal, shape)
 
     directory.mkdir()
     files = write_weights(directory, infos, tensor)

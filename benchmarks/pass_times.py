@@ -30,8 +30,7 @@ class Pass:
 
     Attributes:
         at: seconds after the first request came.
-        seconds: the pass's own; `step_seconds` of the call, which waits for the tokens of the step before, too;
-            `cpu_seconds` of this thread within it, less where others had the processor.
+        seconds: the pass's own; `step_seconds` of the call, which waits for the tokens of the step before, too.
         prompt_tokens, rows: that it read.
         tokens_before: prompt tokens of the step before, for whose results it may have waited.
         recorded: CUDA graphs that were made, of steps or of passes.
@@ -42,7 +41,6 @@ class Pass:
     at: float
     seconds: float = 0.0
     step_seconds: float = 0.0
-    cpu_seconds: float = 0.0
     prompt_tokens: int = 0
     rows: int = 0
     tokens_before: int = 0
@@ -86,7 +84,7 @@ class PassTimes:
         self.passes.append(now := Pass(begin - self._begin, rows=before.running))
         if len(self.passes) > 1:
             now.tokens_before = self.passes[-2].prompt_tokens
-        recorded, events, begin, cpu = self._recorded(), None, time.perf_counter(), time.thread_time()
+        recorded, events, begin = self._recorded(), None, time.perf_counter()
         if self._on_gpu:
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             self._events.append(events)
@@ -95,7 +93,6 @@ class PassTimes:
         if events is not None:
             events[1].record()
         now.seconds = now.step_seconds = time.perf_counter() - begin
-        now.cpu_seconds = time.thread_time() - cpu
         now.recorded = self._recorded() - recorded
         now.prompt_tokens = self._engine.stats().prompt_tokens - before.prompt_tokens
 

@@ -165,7 +165,9 @@ class LayerStore:
             self.format = with_plan(cache.pages, self.scheme, self.plan, self.device)
         self.span_format = cache.span
         group = self.group
-        if self.pages is not None and self.pages.is_allocated_storage:
+        if self.is_allocated_storage and (self.key_pages.dtype, self.key_pages.device) == (self.dtype, self.device):
+            pass  # a cache beside this one has seen tokens already
+        elif self.pages is not None and self.pages.is_allocated_storage:
             self.key_pages, self.value_pages = self.pages.key_pages, self.pages.value_pages
         else:
             if self.page_bytes is not None:

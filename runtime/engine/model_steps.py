@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -199,6 +200,7 @@ class ModelSteps:
                 sample(logits[:width], ones, none, ones / 2, none, none, restrict=restrict)
         # Recordings have memory of their own, and passes without one are rare.
         del logits
+        gc.collect()
         torch.cuda.empty_cache()
 
     def prepare_steps(self, tokens: int, most: int, drafted: int = 0) -> None:
@@ -233,6 +235,8 @@ class ModelSteps:
                 prepare_steps(self.model, begin, longest, growing, batch=batch)
         # For what is left, so that nothing is recorded while requests wait.
         prepare_steps(self.model, ones, 1, most_room=True, batch=batch)
+        if batch is not None:
+            batch.cache.reset()
 
     def _read_prompts(self, chunk: int, tokens: int) -> Tensor:
         """Logits of a pass over the rows and prompts of `tokens` tokens together, of at most `chunk` each, which leave

@@ -218,6 +218,15 @@ def test_the_pass_that_takes_the_memory_of_the_longest_one_leaves_no_trace():
         assert not any(sequence.occupied for group in steps.cache.groups for sequence in group.sequences)
 
 
+def test_memory_for_pages_is_taken_once():
+    steps = ModelSteps(low_bit(tiny_model("llama"), "oscar-g128"), 5, 1 << 20)
+    before = [side for store in steps.cache.stores() for side in (store.key_pages, store.value_pages)]
+    steps._read_prompts(140, 300)
+    after = [side for store in steps.cache.stores() for side in (store.key_pages, store.value_pages)]
+    assert all(one is other for one, other in zip(before, after, strict=True))
+    assert all(side.numbers.capacity == steps.pages for side in after)
+
+
 def test_a_row_with_a_sequence_is_not_left_out():
     steps = ModelSteps(low_bit(tiny_model("llama"), "oscar-g128"), 5, None)
     none, prompt = torch.zeros(5, dtype=torch.int64), steps.new_prompt()

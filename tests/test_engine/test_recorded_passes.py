@@ -82,7 +82,7 @@ def test_passes_for_which_there_is_no_memory_run_without_graphs_and_shorter_ones
     assert passes.reason is None
     assert passes.recorded == 2
     assert passes.padded(8300, GPU) is None
-    assert passes.padded(3000, GPU) == 3200
+    assert passes.padded(3000, GPU) == 3328
 
 
 def test_replays_that_give_other_logits_are_not_used(caplog):
