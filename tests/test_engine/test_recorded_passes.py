@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny.models import tiny_model
 
 from kvconvert.methods import KVScheme
 from kvconvert.runtime.cache.prompt_tables import Rooms
 from kvconvert.runtime.engine.model_steps import ModelSteps
 from kvconvert.runtime.hf.captured_passes import SIZES, CapturedPasses
 from kvconvert.runtime.hf.generation import adopt
-from tests.tiny.models import tiny_model
 
 KEEP, GPU = torch.tensor([0]), torch.device("cuda")
 

@@ -72,7 +72,8 @@ def test_planned_steps_give_the_same_tokens_and_store_the_same(device, name, win
 
 
 def test_planned_steps_over_latents_give_the_same(device):
-    model = ARCHITECTURES["deepseek_v3"].build("kvconvert").to(device)
+    # There is no kernel over latents in float32.
+    model = ARCHITECTURES["deepseek_v3"].build("kvconvert").to(device, torch.float16)
     check_planned_steps(model, KVScheme.preset("latent-4bit"), {})
 
 
