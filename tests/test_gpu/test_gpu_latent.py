@@ -30,7 +30,8 @@ def read_on_a_cpu(model, ids, scheme, device):
 
 # There is no kernel for float32: every step of both layers falls back.
 @pytest.mark.parametrize(("dtype", "fallbacks", "most"), [(torch.float16, 0, 1e-2), (torch.float32, 6, 2e-3)])
-@pytest.mark.parametrize("preset", ["latent-4bit", "latent-2bit"])
+# Under the interpreter a case takes ten seconds.
+@pytest.mark.parametrize("preset", [pytest.param("latent-4bit", marks=pytest.mark.full), "latent-2bit"])
 def test_a_gpu_reads_latents_as_a_cpu_does(device, preset, dtype, fallbacks, most):
     # Without experts, which rounding would choose otherwise.
     model = ARCHITECTURES["deepseek_v3"].build("kvconvert", first_k_dense_replace=2).to(dtype)
@@ -69,6 +70,7 @@ def test_generate_reads_prompts_as_the_model_does_and_decodes_by_kernels(device)
     assert (model.prompts.packed, cache.stats().fallbacks, cache.stats().pages) == (0, 0, 4)
 
 
+@pytest.mark.full
 def test_generate_launches_what_was_rehearsed(device):
     model = ARCHITECTURES["deepseek_v3"].build("kvconvert", first_k_dense_replace=2).requires_grad_(False)
     model = model.to(device, torch.bfloat16)
