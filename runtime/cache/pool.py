@@ -187,7 +187,7 @@ class PageStorage(Generic[Pages]):
             while end < len(numbers) and low <= numbers[end] < high:
                 end += 1
             slots = [number - low for number in numbers[begin:end]]
-            consecutive = slots[-1] - slots[0] == len(slots) - 1 and slots == sorted(slots)
+            consecutive = slots == list(range(slots[0], slots[0] + len(slots)))
             where = slice(slots[0], slots[-1] + 1) if consecutive else torch.tensor(slots, device=self.device)
             slots_by_chunk.append((chunk, where))
             begin = end

@@ -50,6 +50,14 @@ def test_offsets_lead_from_any_tensor_to_the_record_of_each_page_in_every_chunk(
         assert bytes_at(base, offset, page.nbytes) == page.flatten().view(torch.uint8).numpy().tobytes()
 
 
+@pytest.mark.parametrize("order", [[2, 2, 3, 5], [0, 1, 2, 3], [4, 4], [3, 2, 1], [1, 0, 2], [0, 4, 1, 5]], ids=str)
+def test_pages_are_read_in_any_order_and_as_often_as_they_are_asked_for(order):
+    """Rows share pages of a prefix, so that a tile may hold one page twice."""
+    pool, pages = key_pool(), some_pages(6)
+    numbers = store(pool, pages)
+    assert torch.equal(pool.read([numbers[i] for i in order]).buffer, pages.buffer[order])
+
+
 def test_growing_leaves_pages_where_they_are():
     pool, base = key_pool(), torch.empty(1, dtype=torch.int16)
     numbers = store(pool, some_pages(5))
