@@ -39,7 +39,10 @@ def rehearse(
     for blocks, count in zip(layers, heads, strict=True):
         f = blocks.cache.format
         kinds[f.keys, f.values, blocks.geometry, f.key_center is None, f.key_feedback is None, count] = blocks, count
-    singles = [([0, 1, 2], [PAGE_SIZE + window + 1 for window in windows], 2)]
+    # Requests with a page to quantize on either side, as many at a time as there are rows for.
+    each = min(2, tables.rows)
+    stored = [PAGE_SIZE + window + 1 for window in (windows if each == 2 else sorted(set(windows)))]
+    singles = [(list(range(each + 1)), stored[at : at + each], each) for at in range(0, len(stored), each)]
     if any(blocks.cache.format.key_center is not None for blocks in layers):
         # What centers add to the scores is computed for a power of two of requests.
         singles += [(*singles[0][:2], 1 << power) for power in range(tables.rows.bit_length() + 1)]

@@ -243,6 +243,18 @@ def test_kernels_with_tables_in_fixed_places_do_the_same(name):
     assert not launched.keys() - rehearsed.keys()
 
 
+def test_one_request_at_a_time_launches_what_was_rehearsed():
+    torch.manual_seed(0)
+    layer = Layer(SCHEMES["value window"], kernels=True)
+    layer.tables = DecodeTables([layer.blocks], 1, 6)
+    with interpreted(), noted() as rehearsed:
+        rehearse([layer.blocks], [HEADS * GROUP], layer.tables, layer.packing)
+    with noted(makes=True) as launched:
+        for lengths in [[255, 0, 0], [1, 0, 0], [1, 0, 0], [130, 0, 0], [1, 0, 0]]:
+            assert layer.run(lengths) < 1e-3, lengths
+    assert not launched.keys() - rehearsed.keys()
+
+
 def flash(queries, keys, values, query_ends, key_ends, most_queries, most_keys, scaling, output):
     """What FlashAttention does of its arguments."""
     assert query_ends.dtype == key_ends.dtype == torch.int32
