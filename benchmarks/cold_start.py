@@ -57,9 +57,6 @@ def child(directory: str, seconds: float, rate: float, tiny: bool) -> None:
     next(engine.stream(engine.add(prompt, max_new_tokens=2, stop_token_ids=[])))
     times["first token"] = time.perf_counter() - begin
     times["in all"] = time.perf_counter() - BEGIN
-    # As `kvconvert serve` does.
-    gc.collect()
-    gc.freeze()
     report: dict[str, Any] = {"seconds": times}
     if seconds:
         arrivals, requests, now = [], [], 0.0
@@ -69,6 +66,9 @@ def child(directory: str, seconds: float, rate: float, tiny: bool) -> None:
         while len(requests) < len(arrivals):
             requests += requests_of(0, scale, vocabulary, draw=len(requests))
         engine.run()
+        # As `kvconvert serve` does; the requests to come are a client's.
+        gc.collect()
+        gc.freeze()
         served = serve(engine, requests[: len(arrivals)], arrivals)
         report["served"] = served
         report["longest over median"] = max(

@@ -121,7 +121,7 @@ class Request:
     """
 
     id: int
-    prompt: list[int]
+    prompt: tuple[int, ...]
     max_new_tokens: int
     sampling: Sampling
     stop_token_ids: frozenset[int]
@@ -278,7 +278,8 @@ def new_request(
         if prompt.ndim not in (1, 2) or (prompt.ndim == 2 and prompt.shape[0] != 1):
             raise UsageError(f"`prompt` has the shape {list(prompt.shape)}; give one sequence, [n] or [1, n].")
         prompt = prompt.flatten().tolist()
-    ids = list(prompt)
+    # No list: Python's garbage collector looks into these at every full collection, as long as somebody keeps the request.
+    ids = tuple(prompt)
     if not ids:
         raise UsageError("`prompt` has no tokens; give at least one.")
     wrong = next((id for id in ids if not isinstance(id, int) or not 0 <= id < steps.vocabulary), None)
