@@ -11,7 +11,7 @@ from kvconvert.kernels.elementwise.reference import Gate, Norm
 from kvconvert.kernels.launches.triton import kernel
 
 
-@kernel(do_not_specialize=["rows", "inner", "eps", "offset"])
+@kernel(do_not_specialize=["rows", "inner", "middle", "eps", "offset"])
 def rms_norm_kernel(
     x,
     residual,

@@ -24,6 +24,8 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD = 256
 # Channels that are stored as they are: a latent's.
 LARGEST_COPIED = 512
+# Rows beyond which there are more than multiprocessors share, so that a kernel's program takes more of them.
+MANY_ROWS = 1 << 14
 
 
 class Rotations(NamedTuple):

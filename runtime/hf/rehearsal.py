@@ -16,13 +16,14 @@ from torch import nn
 
 from kvconvert.kernels.linear import QuantizedLinear, gpu_row_counts, packed_product
 from kvconvert.kernels.linear.packed_layout import PackedWeight
+from kvconvert.kernels.rotate import MANY_ROWS
 from kvconvert.runtime.hf.captured import prepare_steps
 from kvconvert.runtime.hf.packed_experts import PackedExperts
 from kvconvert.runtime.hf.reconstruct import seal_prompt
 
 # Tokens of passes: alone, and after stored ones, such that kernels for few and for many queries are chosen. Of the last
-# ones pages become complete.
-FIRST = (1, 2, 3, 700)
+# ones pages become complete. The longest first ones are `_many_tokens`.
+FIRST = (1, 2, 3)
 LATER = (1, 2, 3, 5, 9, 17, 33, 65, 129, 257, 512)
 # Of packed ones, without stored tokens and after them.
 PACKED = (300, 2, 3, 5, 9, 16, 17, 257)
@@ -35,13 +36,18 @@ def rehearse(model: Any) -> None:
         rehearse_products(model)
         # As long prompts are read, and what cannot be packed.
         with model.prompts.layer_by_layer():
-            for first in FIRST:
+            for first in (*FIRST, _many_tokens(model)):
                 read_chunks(model, (first, *LATER))
             _read_padded(model)
         read_chunks(model, PACKED)
         if takes(model, "position_ids"):
             for tokens in ([1], [1, 260]):
                 prepare_steps(model, tokens, longest=max(tokens))
+
+
+def _many_tokens(model: Any) -> int:
+    """Tokens whose queries are so many rows that kernels of rotation for many are chosen."""
+    return max(700, 1 + MANY_ROWS // model.config.get_text_config(decoder=True).num_attention_heads)
 
 
 def read_chunks(model: Any, lengths: Sequence[int]) -> None:

@@ -13,15 +13,16 @@ from kvconvert.runtime.cache.steps import PlannedStep
 from kvconvert.runtime.engine import model_steps
 from kvconvert.runtime.engine.model_steps import rehearse_engine
 from kvconvert.runtime.hf.captured import CapturedSteps
+from kvconvert.runtime.hf.fuse import fuse
 from kvconvert.runtime.hf.rehearsal import rehearse
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 64}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 
 
-def small_model(scheme, device):
+def small_model(scheme, device, **heads):
     scheme = KVScheme.preset(scheme).with_online_rotation()
-    return packed_model(llama_8b(**SHAPE, **HEADS), [scheme], device)
+    return packed_model(llama_8b(**SHAPE, **(HEADS | heads)), [scheme], device)
 
 
 def unlisted(launched, listed):
@@ -138,6 +139,23 @@ def test_steps_are_recorded_for_all_lengths_before_the_first_request(monkeypatch
         serve(engine)
     assert len(set(keys)) > 3
     assert not set(keys) - prepared
+
+
+@pytest.mark.parametrize("scheme", ["oscar-g128", *OTHERS, pytest.param("default", marks=pytest.mark.full)])
+def test_an_engine_of_many_rows_launches_what_was_rehearsed_with_few(scheme):
+    """So that `kvconvert warm` compiles all that an Engine is made of."""
+    model = small_model(scheme, torch.device("cpu"), num_attention_heads=16, num_key_value_heads=8)
+    fuse(model)
+    with torch.no_grad(), imagined(GPU((9, 0), 132)):
+        with noted() as listed:
+            rehearse_engine(model)
+        with noted() as launched:
+            steps = model_steps.ModelSteps(model, 64, 1 << 22)
+            for width in steps._widths:
+                steps._prepare_steps(width, steps.pages * 128, steps.pages * 128)
+            steps._read_prompts(256, 1024)
+    assert len(launched) > 10
+    assert not unlisted(launched, listed)
 
 
 def test_a_step_that_nothing_fits_takes_what_was_recorded_with_the_most_room():
