@@ -15,6 +15,12 @@ BIN := $(VENV)/bin
 # Two processes of one thread each make better use of two cores than the reverse, and none of them spins while it waits.
 export OMP_WAIT_POLICY ?= PASSIVE
 
+# Tests start many processes, each of which would compile torch and transformers anew where no bytecode is written.
+ifdef PYTHONDONTWRITEBYTECODE
+unexport PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX ?= $(CURDIR)/build/pycache
+endif
+
 .PHONY: quickstart test test-full test-vllm baselines quickstart-page docs real-model lint types clean
 
 quickstart: $(VENV)/ready
