@@ -88,6 +88,7 @@ class Fuzzer:
         self.directory, self.seed = directory, seed
         names = [path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()]
         self.pristine = {name: (directory / name).read_bytes() for name in sorted(names)}
+        self.written = self.pristine
         self.manifest = json.loads(self.pristine[MANIFEST_NAME])
         self.weights = [name for name in names if name.endswith(".safetensors") and name != PLAN_NAME]
 
@@ -113,8 +114,11 @@ class Fuzzer:
         return " ".join(done)
 
     def _write(self, files: dict[str, bytes]) -> None:
+        # What is there is not written again: it is slow where the file system writes a truncated file out at once.
         for name, content in files.items():
-            (self.directory / name).write_bytes(content)
+            if self.written.get(name) != content:
+                (self.directory / name).write_bytes(content)
+        self.written = files
 
     def _manifest(self, files: dict[str, bytes], manifest: dict[str, Any], rng: random.Random) -> dict[str, Any]:
         # One field at a time: among all entries those of tensors and modules would be nearly all.

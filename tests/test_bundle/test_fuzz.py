@@ -54,9 +54,10 @@ def fuzzer(bundle):
     return made
 
 
-def test_a_thousand_hostile_bundles(fuzzer):
-    accepted = read_cases(fuzzer, range(1000))
-    assert 0 < accepted < 400  # some changes are harmless, and most are not
+@pytest.mark.parametrize("count", [400, pytest.param(1000, marks=pytest.mark.full)])
+def test_hundreds_of_hostile_bundles(fuzzer, count):
+    accepted = read_cases(fuzzer, range(count))
+    assert 0 < accepted < 0.4 * count  # some changes are harmless, and most are not
 
 
 @pytest.mark.full
