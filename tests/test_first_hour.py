@@ -131,8 +131,9 @@ print((time.process_time() - before) / before)
 
 
 def test_importing_the_runtime_takes_at_most_a_tenth_more_than_what_it_needs_of_transformers():
-    shares = [float(subprocess.check_output([sys.executable, "-c", RUNTIME], text=True)) for _ in range(2)]
-    assert min(shares) < 0.1
+    # Measured again only where it was more, which a busy machine may make it.
+    shares = (float(subprocess.check_output([sys.executable, "-c", RUNTIME], text=True)) for _ in range(2))
+    assert any(share < 0.1 for share in shares)
 
 
 def test_convert_gives_the_bytes_of_calibrate_and_export_and_leaves_nothing_else(tmp_path):

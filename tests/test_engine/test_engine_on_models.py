@@ -1,5 +1,6 @@
 """The Engine on a real model and its low-bit cache."""
 
+import functools
 import random
 
 import pytest
@@ -64,18 +65,25 @@ def test_prompts_in_chunks_give_what_generate_gives_for_the_same_chunks(scheme):
         assert request.tokens == expected[0, ids.shape[1] :].tolist()
 
 
+@functools.cache
+def tokens_alone(scheme, count):
+    """What each of some requests gives in an Engine of its own, without drafts: computed once for all soaks."""
+    model = bundle_model(scheme)
+    alone = []
+    for arguments in some_requests(count, model.config.vocab_size):
+        request = (engine := Engine(model, max_batch=1)).add(**arguments)
+        engine.run()
+        alone.append(request.tokens)
+    return alone
+
+
 @pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.full)])
 @pytest.mark.parametrize("drafts", [None, 4])
 @pytest.mark.parametrize("scheme", ["kivi", "minikv"])
 def test_a_soak_leaks_no_page_starves_none_and_changes_no_tokens(scheme, drafts, count):
     model = bundle_model(scheme)
     kinds = some_requests(min(count, 150), model.config.vocab_size)
-    alone = []
-    for arguments in kinds:
-        engine = Engine(model, max_batch=1)
-        request = engine.add(**arguments)
-        engine.run()
-        alone.append(request.tokens)
+    alone = tokens_alone(scheme, len(kinds))
     engine = Engine(model, kv_memory=MEMORY, max_batch=6, prompt_chunk=4096, prompt_lookup_num_tokens=drafts)
     empty = engine.stats().pages_free
     assert empty is not None

@@ -66,6 +66,7 @@ class Layer:
         self.tables = DecodeTables([self.blocks], REQUESTS + 2, 6 * REQUESTS) if kernels else None
         self.packing = Packing(self.blocks, flash, self.blocks.words.new_empty(1 << 19)) if kernels else None
         self.keys, self.values = ([torch.zeros(HEADS, 0, DIM) for _ in range(REQUESTS)] for _ in range(2))
+        self.pages: dict[tuple[str, int, int], torch.Tensor] = {}
 
     def run(self, lengths: list[int]) -> float:
         """One pass with so many new tokens of each request; the largest difference from the reference."""
@@ -108,19 +109,11 @@ class Layer:
         pages = self.layout.quantized(stored)
         history = self.keys[row].clone(), self.values[row].clone()
         for number in range(max(pages)):
-            part, hidden = slice(128 * number, 128 * number + 128), 0 if number else self.layout.sink_tokens
-            f, g = self.format, self.format.values
+            part = slice(128 * number, 128 * number + 128)
             if number < pages[0]:
-                center = 0.0
-                if f.key_center is not None:
-                    center = page_centers(torch.tensor([128 * number]), 128, f.key_center)
-                whole = self.keys[row][None, :, part] - center
-                page = quantize_keys(whole, f.keys, f.boosted, f.static_keys, f.key_feedback, hidden)
-                stored_keys = dequantize_keys(page, f.keys, f.boosted, f.static_keys).transpose(2, 3)
-                history[0][:, part] = (stored_keys + center)[0]
+                history[0][:, part] = self._page("keys", row, number)
             if number < pages[1]:
-                page = quantize_values(self.values[row][None, :, part], g, f.static_values, hidden)
-                history[1][:, part] = dequantize_values(page, g, f.static_values)[0]
+                history[1][:, part] = self._page("values", row, number)
         for side, whole in zip(history, (self.keys[row], self.values[row]), strict=True):
             side[:, : self.layout.sink_tokens] = whole[:, : self.layout.sink_tokens]
         self.keys[row] = torch.cat([self.keys[row], keys], 1)
@@ -129,6 +122,24 @@ class Layer:
         length = queries.shape[1]
         visible = torch.arange(stored + length) <= torch.arange(stored, stored + length).unsqueeze(1)
         return attention_reference(queries, *every, visible, DIM**-0.5).float()
+
+    def _page(self, side: str, row: int, number: int) -> torch.Tensor:
+        """A complete page of a request's keys or values [HEADS, 128, DIM] as it is stored, computed once."""
+        if (side, row, number) not in self.pages:
+            part, hidden = slice(128 * number, 128 * number + 128), 0 if number else self.layout.sink_tokens
+            f, g = self.format, self.format.values
+            if side == "keys":
+                center = 0.0
+                if f.key_center is not None:
+                    center = page_centers(torch.tensor([128 * number]), 128, f.key_center)
+                whole = self.keys[row][None, :, part] - center
+                page = quantize_keys(whole, f.keys, f.boosted, f.static_keys, f.key_feedback, hidden)
+                stored = dequantize_keys(page, f.keys, f.boosted, f.static_keys).transpose(2, 3) + center
+            else:
+                page = quantize_values(self.values[row][None, :, part], g, f.static_values, hidden)
+                stored = dequantize_values(page, g, f.static_values)
+            self.pages[side, row, number] = stored[0]
+        return self.pages[side, row, number]
 
 
 SCHEMES = {
@@ -285,6 +296,7 @@ def test_a_request_that_begins_anew_in_other_blocks_is_as_the_first_time():
     layer.table[0] = layer.table[0].flip(0).clone()
     layer.table[0, :3] = layer.table[2, :3]
     layer.keys[0], layer.values[0] = torch.zeros(2, HEADS, 0, DIM)
+    layer.pages.clear()
     assert layer.run([152, 0, 0]) < 2e-6
     for _ in range(110):
         assert layer.run([1, 1, 0]) < 2e-6
