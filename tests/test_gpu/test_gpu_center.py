@@ -38,7 +38,7 @@ CASES = (
     Case(center=300.0, position=130_000, pages=(1, 3, 2), key_dim=64, value_dim=64, value_group=64),
     # Under the interpreter, programs that take tiles of several rows, one of them without pages, and half a row's.
     Case(center=3.0, heads=4, group=8, key_dim=32, value_dim=32, value_group=32, pages=(3, 0, 5)),
-    Case(center=3.0, dtype=HALF, heads=8, group=16, key_dim=48, value_dim=32, value_group=32, pages=(5, 1, 6)),
+    Case(center=3.0, dtype=HALF, heads=8, group=16, key_dim=48, value_dim=32, value_group=32, pages=(5, 1, 2)),
 )
 
 
@@ -128,19 +128,19 @@ def test_a_cache_with_kernels_gives_what_it_gives_without(name, lengths, window,
 
 
 def test_one_flush_takes_each_layers_own_constant_part_away(device):
-    config = LlamaConfig(hidden_size=64, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2, head_dim=32)
+    config = LlamaConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, head_dim=32)
     scheme = KVScheme(key_center="calibrated", sink_tokens=2, key_bits=8)
-    schemes = [scheme, scheme, replace(scheme, key_center="none"), scheme]
+    schemes = [scheme, replace(scheme, key_center="none"), scheme]
     caches, launched = [], []
     launch = page_launch.launch_centers
     page_launch.launch_centers = lambda *given, **named: launched.append(len(given[2])) or launch(*given, **named)
     try:
         for where in (device, torch.device("cpu")):
-            cache, generator = KVCache(config, schemes, plan=center_plan(4, 2, 32)), torch.Generator().manual_seed(0)
+            cache, generator = KVCache(config, schemes, plan=center_plan(3, 1, 32)), torch.Generator().manual_seed(0)
             with dispatch.interpreted(where is device and device.type == "cpu"):
                 for start, n in ((0, 130), (130, 125), (255, 1)):
                     for layer in cache.layers:
-                        new = [torch.randn(2, 2, n, 32, generator=generator).half().to(where) for _ in range(2)]
+                        new = [torch.randn(2, 1, n, 32, generator=generator).half().to(where) for _ in range(2)]
                         layer.update(*new)
                         real = torch.ones(2, start + n, dtype=torch.bool, device=where)
                         real[1, :9] = False
@@ -149,8 +149,8 @@ def test_one_flush_takes_each_layers_own_constant_part_away(device):
             caches.append(cache)
     finally:
         page_launch.launch_centers = launch
-    # A page of the first row, of the second, and of the first again, each in all three layers.
-    assert launched == [3, 3, 3]
+    # A page of the first row, of the second, and of the first again, each in both layers that have a center.
+    assert launched == [2, 2, 2]
     for mine, theirs in zip(*(cache.layers for cache in caches), strict=True):
         assert mine.store.sequences == theirs.store.sequences
         for sequence in mine.store.sequences:
