@@ -278,7 +278,7 @@ def new_request(
         if prompt.ndim not in (1, 2) or (prompt.ndim == 2 and prompt.shape[0] != 1):
             raise UsageError(f"`prompt` has the shape {list(prompt.shape)}; give one sequence, [n] or [1, n].")
         prompt = prompt.flatten().tolist()
-    # No list: Python's garbage collector looks into these at every full collection, as long as somebody keeps the request.
+    # No list: Python's garbage collector looks into these at every full collection, as long as a request is kept.
     ids = tuple(prompt)
     if not ids:
         raise UsageError("`prompt` has no tokens; give at least one.")
