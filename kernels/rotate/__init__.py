@@ -24,8 +24,6 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD = 256
 # Channels that are stored as they are: a latent's.
 LARGEST_COPIED = 512
-# Rows beyond which there are more than multiprocessors share, so that a kernel's program takes more of them.
-MANY_ROWS = 1 << 14
 
 
 class Rotations(NamedTuple):
@@ -162,3 +160,10 @@ def rotate_and_append(
     from kvconvert.kernels.rotate.triton import launch
 
     return launch.rotate_and_append(queries, keys, values, base, base, table, first_tokens, *rotations)
+
+
+def many_rows() -> int:
+    """From how many rows on a program of the kernels takes more of them."""
+    from kvconvert.kernels.rotate.triton import launch
+
+    return 1 + launch.MANY_PROGRAMS * launch.FEW_ROWS

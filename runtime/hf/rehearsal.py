@@ -16,7 +16,7 @@ from torch import nn
 
 from kvconvert.kernels.linear import QuantizedLinear, gpu_row_counts, packed_product
 from kvconvert.kernels.linear.packed_layout import PackedWeight
-from kvconvert.kernels.rotate import MANY_ROWS
+from kvconvert.kernels.rotate import many_rows
 from kvconvert.runtime.hf.captured import prepare_steps
 from kvconvert.runtime.hf.packed_experts import PackedExperts
 from kvconvert.runtime.hf.reconstruct import seal_prompt
@@ -47,7 +47,7 @@ def rehearse(model: Any) -> None:
 
 def _many_tokens(model: Any) -> int:
     """Tokens whose queries are so many rows that kernels of rotation for many are chosen."""
-    return max(700, 1 + MANY_ROWS // model.config.get_text_config(decoder=True).num_attention_heads)
+    return max(700, -(-many_rows() // model.config.get_text_config(decoder=True).num_attention_heads))
 
 
 def read_chunks(model: Any, lengths: Sequence[int]) -> None:

@@ -81,7 +81,7 @@ def test_the_usual_variants_of_decoding_compile_as_the_table_says(tmp_path):
 @pytest.mark.full
 def test_a_covering_set_of_variants_compiles_as_the_table_says(tmp_path):
     done, fresh = compiled(tmp_path / "aot.json")
-    assert 20 < len(fresh["rows"]) <= 80
+    assert 20 < len(fresh["rows"]) <= 100
     check(done, fresh)
 
 

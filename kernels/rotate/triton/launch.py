@@ -12,13 +12,14 @@ import torch
 import triton
 
 from kvconvert.kernels.device import overlaps_launches
-from kvconvert.kernels.rotate import MANY_ROWS
 from kvconvert.kernels.rotate.matrices import hadamard_signs
 from kvconvert.kernels.rotate.triton.kernels import rotate_and_append_kernel, rotate_kernel
 
 # Rows per program: few where there are few, so that more multiprocessors share them; else what registers hold.
-FEW_PER_PROGRAM = 16
-MANY_PER_PROGRAM = {torch.float16: 64, torch.bfloat16: 64, torch.float32: 32}
+FEW_ROWS = 16
+MANY_ROWS = {torch.float16: 64, torch.bfloat16: 64, torch.float32: 32}
+# Programs of FEW_ROWS rows beyond which there are more rows than multiprocessors to share them.
+MANY_PROGRAMS = 1024
 
 
 def rotate(x: torch.Tensor, inverse: bool = False) -> torch.Tensor:
@@ -118,5 +119,5 @@ def inner_for(dim: int, dtype: torch.dtype) -> int:
 
 def _rows_per_program(rows: int, along: int, dtype: torch.dtype) -> int:
     """Rows of one program, out of `rows` in all and `along` of one stride."""
-    many = MANY_PER_PROGRAM[dtype]
-    return many if along >= many and rows > MANY_ROWS else FEW_PER_PROGRAM
+    many = MANY_ROWS[dtype]
+    return many if along >= many and rows > MANY_PROGRAMS * FEW_ROWS else FEW_ROWS
