@@ -85,6 +85,7 @@ def test_the_kernels_choose_the_reference_paths_tokens(scheme, device):
         agree(scheme, 132, 2, device, num_hidden_layers=1)
 
 
+@pytest.mark.full
 def test_heads_that_keep_different_numbers_of_tokens_choose_the_reference_paths_tokens(device):
     scheme = KVScheme(
         key_group_size=128,

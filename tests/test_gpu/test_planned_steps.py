@@ -71,6 +71,7 @@ def test_planned_steps_give_the_same_tokens_and_store_the_same(device, name, win
     check_planned_steps(model, SCHEMES[name], center_plan(2, 1, 16))
 
 
+@pytest.mark.full
 def test_planned_steps_over_latents_give_the_same(device):
     # There is no kernel over latents in float32.
     model = ARCHITECTURES["deepseek_v3"].build("kvconvert").to(device, torch.float16)
