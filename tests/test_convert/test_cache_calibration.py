@@ -186,7 +186,7 @@ def test_three_bits_calibrate_export_verify_and_generate(tmp_path, model, text):
     loaded, _ = load(tmp_path / "bundle", dtype=torch.float32)
     ids = torch.randint(1, 4096, (1, 260), generator=torch.Generator().manual_seed(0))
     coarser = [replace(planned, key_bits=2, value_bits=2) for planned in opened.manifest.schemes()]
-    caches = loaded.new_kv_cache(), KVCache(loaded.config, coarser)
+    caches = loaded.new_kv_cache(), KVCache(loaded.config, coarser, plan=loaded.kv_plan)
     errors = []
     with torch.no_grad():
         exact = loaded(ids, use_cache=False).logits[:, 256:]
