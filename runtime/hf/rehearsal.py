@@ -22,8 +22,8 @@ from kvconvert.runtime.hf.packed_experts import PackedExperts
 from kvconvert.runtime.hf.reconstruct import seal_prompt
 
 # Tokens of passes: alone, and after stored ones, such that kernels for few and for many queries are chosen. Of the last
-# ones pages become complete. The longest first ones are `_many_tokens`.
-FIRST = (1, 2, 3)
+# ones pages become complete.
+FIRST = (1, 2, 3, 700)
 LATER = (1, 2, 3, 5, 9, 17, 33, 65, 129, 257, 512)
 # Of packed ones, without stored tokens and after them.
 PACKED = (300, 2, 3, 5, 9, 16, 17, 257)
@@ -36,8 +36,9 @@ def rehearse(model: Any) -> None:
         rehearse_products(model)
         # As long prompts are read, and what cannot be packed.
         with model.prompts.layer_by_layer():
-            for first in (*FIRST, _many_tokens(model)):
+            for first in FIRST:
                 read_chunks(model, (first, *LATER))
+            read_chunks(model, (_many_tokens(model),))
             _read_padded(model)
         read_chunks(model, PACKED)
         if takes(model, "position_ids"):
@@ -46,8 +47,9 @@ def rehearse(model: Any) -> None:
 
 
 def _many_tokens(model: Any) -> int:
-    """Tokens whose queries are so many rows that kernels of rotation for many are chosen."""
-    return max(700, -(-many_rows() // model.config.get_text_config(decoder=True).num_attention_heads))
+    """Tokens whose queries are so many rows that kernels of rotation for many are chosen, as far as positions go."""
+    tokens = -(-many_rows() // model.config.get_text_config(decoder=True).num_attention_heads)
+    return min(tokens, max_positions(model) - 1)
 
 
 def read_chunks(model: Any, lengths: Sequence[int]) -> None:
