@@ -19,6 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.launches import skips_launches
+from kvconvert.models import CACHE
 from kvconvert.runtime.cache.forward_pass import Chunk
 from kvconvert.runtime.cache.group_tables import upload
 from kvconvert.runtime.cache.prompt_pass import PromptPass, unplanned
@@ -78,7 +79,7 @@ class PackedPrompts:
 
     def learn(self, model: Any, arguments: dict[str, Any]) -> None:
         """Remember the shapes of a cache's tokens after a forward pass with these arguments."""
-        cache, ids = arguments.get("past_key_values"), arguments.get("input_ids")
+        cache, ids = arguments.get(CACHE), arguments.get("input_ids")
         if not isinstance(cache, KVCache) or not isinstance(ids, Tensor) or not runs_triton(ids.device):
             return
         key = _place(model, ids, cache)
@@ -95,7 +96,7 @@ class PackedPrompts:
         Raises:
             CacheError: the attention mask differs for stored positions.
         """
-        cache, ids = arguments.get("past_key_values"), arguments.get("input_ids")
+        cache, ids = arguments.get(CACHE), arguments.get("input_ids")
         if not isinstance(cache, KVCache) or not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] < 2:
             return None
         if not self._packs or torch.is_grad_enabled() or not runs_triton(ids.device) or not is_plain(cache):
@@ -155,10 +156,10 @@ class PackedPrompts:
             if cache.key is not None:
                 logits = passes.logits(cache, read, keep)
             else:
-                options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": keep[: kept.numel()]}
+                options = {CACHE: cache, "use_cache": True, "logits_to_keep": keep[: kept.numel()]}
                 logits = self._captured.forward(input_ids=read[:1], position_ids=read[1:], **options).logits[0]
         logits = logits[: kept.numel()].unflatten(0, kept.shape)
-        return CausalLMOutputWithPast(logits=logits, past_key_values=prompt.cache)
+        return CausalLMOutputWithPast(logits=logits, **{CACHE: prompt.cache})
 
 
 def _is_known(model: Any, arguments: dict[str, Any]) -> bool:
@@ -170,7 +171,7 @@ def _is_known(model: Any, arguments: dict[str, Any]) -> bool:
         return False
     if arguments.get("use_cache") is False or arguments.get("return_dict") is False:
         return False
-    known = {"past_key_values", "input_ids", "attention_mask", "position_ids"} | HARMLESS
+    known = {CACHE, "input_ids", "attention_mask", "position_ids"} | HARMLESS
     return not any(n not in known and value is not None and value is not False for n, value in arguments.items())
 
 
