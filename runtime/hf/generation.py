@@ -55,6 +55,10 @@ class BundleModel:
         cache.model_seal = self.kv_seal
         return cache
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' `generate`, which takes a cache by both of its names, `cache` and `past_key_values`."""
+        return super().generate(*args, **_with_one_cache(self, kwargs))
+
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> bool:
         """Whether `generate` calls what `get_compiled_call` returns: where steps may be replayed as CUDA graphs."""
         if isinstance(model_kwargs.get(CACHE), KVCache):
@@ -232,20 +236,25 @@ def _with_cache(model: Any, args: tuple, kwargs: dict, position: int) -> tuple[t
     """Pass a forward pass its cache by the name that this transformers has for it; where it would create one in full
     precision, the bundle's.
     """
-    given = [kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None]
-    if len(given) > 1:
-        raise CacheError(f"{type(model).__name__} was given two caches, past_key_values and cache; pass one of them.")
-    kwargs = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
-    if len(args) > position:
-        return args, kwargs
+    kwargs = _with_one_cache(model, kwargs)
     use_cache = kwargs.get("use_cache")
     if use_cache is None:
         use_cache = _caches(model)
-    if given:
-        kwargs[CACHE] = given[0]
-    elif use_cache and not (model.training and torch.is_grad_enabled()):
+    absent = len(args) <= position and CACHE not in kwargs
+    if absent and use_cache and not (model.training and torch.is_grad_enabled()):
         kwargs[CACHE] = model.new_kv_cache()
     return args, kwargs
+
+
+def _with_one_cache(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments in which the cache, if there is one, has the name of this transformers."""
+    given = [arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None]
+    if len(given) > 1:
+        raise CacheError(f"{type(model).__name__} was given two caches, past_key_values and cache; pass one of them.")
+    named = {name: value for name, value in arguments.items() if name not in CACHE_NAMES}
+    if given:
+        named[CACHE] = given[0]
+    return named
 
 
 def _caches(model: PreTrainedModel) -> bool:
