@@ -134,6 +134,7 @@ class BundleModel:
             self.captured.prepared.add(key)
             tokens = [prompt] * rows if mask is None else mask.sum(1).clamp(min=1).tolist()
             prepare_steps(self, tokens, longest)
+        self.prompts.prepare(self, rows)
 
     def _prefill(
         self,
