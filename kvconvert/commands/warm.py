@@ -21,7 +21,8 @@ import click
 def warm(bundle: str, cache: Path | None, jobs: int | None, revision: str | None) -> None:
     """Compile the kernels that BUNDLE needs on this machine's GPU, so that its first start does not.
 
-    They go to Triton's cache, which every later process of kvconvert reads. After another version of kvconvert, Triton or Python, run it again.
+    They go to Triton's cache, which every later process of kvconvert reads. After another version of kvconvert, Triton
+    or Python, run it again.
     """
     from kvconvert.bundle.locate import check_place
     from kvconvert.commands import quiet

@@ -123,5 +123,5 @@ def test_where_there_is_no_gpu_warming_is_refused(monkeypatch):
 def test_a_gpu_that_there_are_no_kernels_for_is_refused_by_its_capability(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(device, "gpu", lambda _: GPU((7, 5), 40))
-    with pytest.raises(UsageError, match="7.5 is below 8.0"):
+    with pytest.raises(UsageError, match=r"7\.5 is below 8\.0"):
         warm("nowhere")
