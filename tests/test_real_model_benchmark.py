@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import real_model_docs as docs
-import real_model_merge as merge
 import torch
 from real_model_bench import over_a_page
 from real_model_cases import Case
@@ -16,7 +15,6 @@ from tiny.checkpoints import REFERENCE, tiny_model
 from transformers import AutoTokenizer, Gemma3TextConfig
 
 from kvconvert.cache.size import LayerCache, ModelCache
-from kvconvert.errors import UsageError
 from kvconvert.fidelity.scoring import Decoder, feed
 from kvconvert.kernels.device import GPU, imagined
 from kvconvert.kernels.launches import noted
@@ -154,21 +152,6 @@ def test_options_that_every_search_has_are_said_once():
     caches["auto:kv_bits=2"] = {}
     assert [docs._label(name, {"caches": caches}) for name in caches] == [*caches]
     assert docs._options({"caches": caches}) == ""
-
-
-def part(rows, length=64):
-    return {"settings": {"length": length}, "source": {}, "baseline": "a", "caches": rows, "bundles": {}}
-
-
-def test_rows_of_several_runs_are_one_report_if_they_were_measured_in_the_same_way():
-    first, second = part({"a": {"kl": 1, "seconds": 5}}), part({"a": {"kl": 1, "seconds": 6}, "b": {"kl": 2}})
-    found = merge.merged([first, second], ["1.json", "2.json"])
-    assert found["caches"] == {"a": {"kl": 1, "seconds": 5}, "b": {"kl": 2}}
-    assert first["caches"].keys() == {"a"}
-    with pytest.raises(UsageError, match=r"2\.json was measured otherwise than 1\.json: length"):
-        merge.merged([first, part({}, length=65)], ["1.json", "2.json"])
-    with pytest.raises(UsageError, match=r"2\.json has other figures of a "):
-        merge.merged([first, part({"a": {"kl": 2}})], ["1.json", "2.json"])
 
 
 MEASURED = {

@@ -41,7 +41,7 @@ def compile_launches(launches: Collection[Launch], architecture: int, *, jobs: i
     Raises:
         KvconvertError: a kernel cannot be compiled.
     """
-    from kvconvert.kernels.launches.processes import compile_in_processes, unready
+    from kvconvert.kernels.launches.triton_processes import compile_in_processes, unready
 
     missing = unready(launches, architecture)
     if missing:
@@ -53,14 +53,14 @@ def compile_launches(launches: Collection[Launch], architecture: int, *, jobs: i
 
 def cache_directory() -> Path:
     """Where Triton keeps compiled kernels: TRITON_CACHE_DIR, or a folder of the user's."""
-    from kvconvert.kernels.launches.processes import directory
+    from kvconvert.kernels.launches.triton_processes import directory
 
     return directory()
 
 
 def make_ready(launches: Collection[Launch], device: torch.device) -> None:
     """Compile launches for a GPU, and bring them there, so that the first of each takes no longer than others."""
-    from kvconvert.kernels.launches.processes import load
+    from kvconvert.kernels.launches.triton_processes import load
 
     major, minor = capability(device)
     with torch.cuda.device(device):

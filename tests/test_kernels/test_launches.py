@@ -52,7 +52,7 @@ from kvconvert.kernels.device import GPU, imagined
 from kvconvert.kernels.elementwise import Gate, gated
 from kvconvert.kernels.launches import compile_launches, noted
 from kvconvert.kernels.launches.triton import compiled
-from kvconvert.kernels.launches.processes import _Target
+from kvconvert.kernels.launches.triton_processes import _Target
 x = torch.empty(3, 64, dtype=torch.bfloat16)
 with imagined(GPU((9, 0), 132)), noted() as launches:
     gated(x, x, Gate("silu"))
@@ -77,7 +77,7 @@ import functools, torch, triton
 from kvconvert.kernels.device import GPU, imagined
 from kvconvert.kernels.launches import noted
 from kvconvert.kernels.launches.triton import compiled
-from kvconvert.kernels.launches.processes import _Target
+from kvconvert.kernels.launches.triton_processes import _Target
 from kvconvert.kernels.linear import QuantizedLinear
 linear, x = QuantizedLinear(256, 512), torch.empty(3, 256, dtype=torch.bfloat16)
 with imagined(GPU((9, 0), 132)), noted() as launches:

@@ -3,7 +3,7 @@
 Triton's cache tells sources, versions, architectures and options apart by itself; all that is added to it are empty
 files which say that a launch is there, so that a process need not look into every kernel to know that none is missing.
 
-    python -m kvconvert.kernels.launches.processes
+    python -m kvconvert.kernels.launches.triton_processes
 
 is one such process group: it reads a pickled `Order` from stdin and writes a line for each launch that is ready.
 """
