@@ -22,9 +22,10 @@ import readme_docs
 import real_model_docs
 import weights_docs
 from runner import RESULTS, ROOT, read
-from tables import put, table
+from tables import put
 
 from kvconvert.bundle.manifest import schema_text
+from kvconvert.tables import markdown_table as table
 
 
 @cache

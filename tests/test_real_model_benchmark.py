@@ -176,7 +176,7 @@ def test_the_source_comes_first_and_numbers_are_those_it_finds():
     report = MEASURED | {"caches": {"kivi": figures(3.0, 0.25, [True, False]), "small": figures(1.5, 0.5, [False] * 2)}}
     assert docs._table(report, "caches", "pages").splitlines() == [
         "| scheme | bits | KL WikiText-2 | KL code | perplexity WikiText-2 | JSON, 40 pairs | numbers at 16 |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "|---|---|---|---|---|---|---|",
         "| source | 16 | 0 | 0 | 20.00 | 50% | 100% |",
         "| small | 1.50 | 0.500 | 0.500 | 21.00 | 0% | 0% |",
         "| kivi | 3.00 | 0.250 | 0.250 | 21.00 | 50% | 50% |",
@@ -191,7 +191,7 @@ def test_models_are_compared_by_scheme_wherever_it_was_measured():
     divergences, found = (part.splitlines() for part in docs.comparison([first, second]).split("\n\n")[1::2])
     assert divergences == [
         "| scheme | bits | tiny | other |",
-        "| --- | --- | --- | --- |",
+        "|---|---|---|---|",
         "| source | 16 | 0 | 0 |",
         "| `auto --kv-bits 2.00` | 2.00 | 0.125 / 0.125 |  |",
         "| kivi | 3.00 to 3.10 | 0.250 / 0.250 | 0.0625 / 0.0625 |",
