@@ -25,7 +25,7 @@ from kvconvert.models.structure import LayerStructure
 
 LOSS_TOKENS = 2048  # on the reference model 1024, 2048 and 4096 tokens lead to the same KL within 2 %
 EXPERT_TOKENS = 512
-MIN_EXPERT_TOKENS = 32  # benchmarks/expert_tokens.py: with 16 tokens of its own an expert is worse, with 32 better
+MIN_EXPERT_TOKENS = 32  # benchmarks/RESULTS.md: with 16 tokens of its own an expert is worse, with 32 better
 
 
 @dataclass

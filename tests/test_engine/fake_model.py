@@ -90,9 +90,6 @@ class FakeCache:
         cache.rows = [FakeSequence()]
         return cache
 
-    def hold_drafts(self, tokens):
-        assert tokens == 1
-
     def packed(self, prompts, *, rows):
         return FakePacked([*([(self, len(self.rows))] if rows else []), *prompts])
 
