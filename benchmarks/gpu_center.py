@@ -28,7 +28,7 @@ import gpu_steps
 from gpu_steps import DIM, DTYPE, GROUP, HEADS, SCHEMES, Linears, Scheme, SteppedLayer
 from gpu_timing import buffers_beyond_cache, graph_time
 
-from kvconvert.kernels.decode.reference import attention_reference
+from kvconvert.kernels.attention.reference import attention_reference
 from kvconvert.kernels.decode.triton.center import launch_center_scores
 from kvconvert.kernels.decode.triton.launch import decode_shape
 from kvconvert.kernels.pages import PAGE_SIZE, KeyCenter, page_centers
@@ -84,7 +84,7 @@ def check() -> list[dict[str, Any]]:
             for row in range(layer.batch):
                 keys, values = gpu_steps._stored(layer, row, step)
                 keys[:, : added.shape[1]] += added
-                wanted = attention_reference(queries[row].cpu(), keys, values, None, DIM**-0.5)
+                wanted = attention_reference(queries[row].cpu(), keys, values, None, DIM**-0.5).output
                 found = output[row].double().cpu()
                 error = max(error, float((found - wanted).abs().max() / wanted.square().mean().sqrt()))
             rows.append({"case": f"{name}, step {step}", "error": error, "tolerance": 5e-2, "passed": error < 5e-2})

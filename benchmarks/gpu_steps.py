@@ -29,9 +29,9 @@ from gpu_timing import beyond_cache
 from page_writes import page_writes
 from runner import checked
 
+from kvconvert.kernels.attention.reference import attention_reference
 from kvconvert.kernels.decode import PageTables, ResidualWindows
 from kvconvert.kernels.decode.plan import Segment, SequencePlan, plan_work
-from kvconvert.kernels.decode.reference import attention_reference
 from kvconvert.kernels.decode.triton.launch import decode_attention, programs_for
 from kvconvert.kernels.linear.packed_layout import pack_weight
 from kvconvert.kernels.pages import (
@@ -250,7 +250,7 @@ def check(device: torch.device) -> list[dict[str, Any]]:
                 queries, output = layer.attend(step)
                 case, error = f"{name}, step {step}{', staggered' * staggered}", 0.0
                 for row in range(layer.batch):
-                    wanted = attention_reference(queries[row].cpu(), *_stored(layer, row, step), None, DIM**-0.5)
+                    wanted = attention_reference(queries[row].cpu(), *_stored(layer, row, step), None, DIM**-0.5).output
                     found = output[row].double().cpu()
                     error = max(error, float((found - wanted).abs().max() / wanted.square().mean().sqrt()))
                 rows.append(checked("decode step", case, error, 5e-2))

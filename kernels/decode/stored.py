@@ -108,7 +108,7 @@ class PageTile:
     Attributes:
         keys: N key pages, or full-precision keys [N, H, P, D].
         values: N value pages, or full-precision values [N, H, P, E].
-        rows: int64 [N], the batch row that each page belongs to.
+        rows: int64 [N], the batch row that each page belongs to; may be None where there is one.
         visible: bool [N, H or 1, T, P], which tokens each of the T queries may see; None when all may see all.
         positions: int64 [N], of each page's first token, where key pages lack a constant part; else None.
         hidden: (number of a page, how many of its first tokens) that no query attends to here.
@@ -116,7 +116,7 @@ class PageTile:
 
     keys: KeyPages | torch.Tensor
     values: ValuePages | torch.Tensor
-    rows: torch.Tensor
+    rows: torch.Tensor | None
     visible: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     hidden: Sequence[tuple[int, int]] = ()
@@ -127,12 +127,12 @@ class ResidualTokens:
     """Full-precision tokens of some sequences.
 
     Attributes:
-        rows: int64 [N], their batch rows.
+        rows: int64 [N], their batch rows; None where these are all rows in order.
         keys: [N, H, n, D]; values: [N, H, n, E]; n is the longest, and shorter sequences end in anything finite.
         visible: bool [N, H or 1, T, n], false where a sequence has no token; None when every query may see all n.
     """
 
-    rows: torch.Tensor
+    rows: torch.Tensor | None
     keys: torch.Tensor
     values: torch.Tensor
     visible: torch.Tensor | None = None

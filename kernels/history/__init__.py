@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvconvert.kernels import device, prompt
+from kvconvert.kernels.history.cpu import tiled_attention
 from kvconvert.kernels.history.parts import HistoryPart, PageReader
-from kvconvert.kernels.history.reference import tiled_attention
 from kvconvert.kernels.pages import LayerFormat, unsupported_dequantization
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from kvconvert.kernels import device as devices
+from kvconvert.kernels.attention.softmax import StreamingSoftmax
 from kvconvert.kernels.decode.stored import StoredTokens
 from kvconvert.kernels.history.parts import HistoryPart, Workspace
 from kvconvert.kernels.pages.formats import PAGE_SIZE, LayerFormat, TokenNorm
@@ -108,23 +109,18 @@ def latent_attention(
         float32 [Hq, T, R], sums of latents in the same coordinates.
     """
     latent_queries, rope_queries = latent_queries.float() * scaling, rope_queries.float() * scaling
-    heads, length, rank = latent_queries.shape
+    _, length, rank = latent_queries.shape
     sizes = 1, rank, rope_queries.shape[2]
     workspace = Workspace(latent_queries.device, *sizes, torch.float32, workspace_tokens)
     # The newest token that each query sees.
     newest = sum(part.tokens for part in parts) - length + torch.arange(length, device=latent_queries.device)
-    highest = latent_queries.new_full((heads, length, 1), -torch.inf)
-    total, output = torch.zeros_like(highest), torch.zeros_like(latent_queries)
-    begin = 0
+    softmax, begin = StreamingSoftmax(1), 0
     for count in workspace.tiles(parts):
         latents, rope = workspace.keys[0, :count], workspace.values[0, :count]
         scores = latent_queries @ latents.T + rope_queries @ rope.T
-        hidden = torch.arange(begin, begin + count, device=newest.device) > newest.unsqueeze(1)
-        scores = scores.masked_fill_(hidden, -torch.inf)
-        before, highest = highest, torch.maximum(highest, scores.amax(-1, keepdim=True))
-        # The first tile has a token that every query sees.
-        weights, kept = (scores - highest).exp_(), (before - highest).exp_()
-        total = total * kept + weights.sum(-1, keepdim=True)
-        output = output * kept + weights @ latents
+        if length > 1:
+            hidden = torch.arange(begin, begin + count, device=newest.device) > newest.unsqueeze(1)
+            scores = scores.masked_fill_(hidden, -torch.inf)
+        softmax.add(softmax.weights(scores[None]) @ latents)
         begin += count
-    return output / total
+    return softmax.finish()[0]

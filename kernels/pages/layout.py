@@ -211,4 +211,8 @@ def _grid(heads: torch.Tensor, offsets: tuple[int, int], rows: int, groups: int)
     for name, offset in zip(("scale", "zero_point"), offsets, strict=True):
         field = heads[..., offset : offset + rows * groups].unflatten(2, (groups, rows)).transpose(2, 3)
         found[name] = field.view(torch.float16)
-    return found if offsets[0] != offsets[1] else {"grid": found["scale"].view(torch.int16)}
+    if offsets[0] == offsets[1]:
+        return {"grid": found["scale"].view(torch.int16)}
+    strides = (*heads.stride()[:2], offsets[1] - offsets[0], rows, 1)
+    both = heads.as_strided((*heads.shape[:2], 2, groups, rows), strides, heads.storage_offset() + offsets[0])
+    return found | {"scales": both.view(torch.float16)}

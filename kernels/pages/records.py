@@ -80,6 +80,7 @@ class KeyPages(_Pages):
             `kernels/packing.py`), or the model's dtype [N, H, P, D] at 16 bits.
         scale, zero_point: float16 [N, H, D, P / group_size], group after group in memory; None at 16 bits or where
             scales are static, or in `grid`.
+        scales: both of them as one, float16 [N, H, 2, P / group_size, D]; None where they are.
         grid: int16 of that shape, scale and zero point of 8 bits (`quantizer.pack_grid`); None elsewhere.
         norm: float16 [N, H or 1, P], None without a token norm.
         high: int16 [N, H, P * bits / 16, boosted], the upper bits of boosted channels ([N, H, P / 8, boosted / 2] at
@@ -95,6 +96,7 @@ class KeyPages(_Pages):
     format: KeyFormat
     scale: torch.Tensor | None = None
     zero_point: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
     grid: torch.Tensor | None = None
     norm: torch.Tensor | None = None
     high: torch.Tensor | None = None
@@ -111,6 +113,7 @@ class ValuePages(_Pages):
             model's dtype [N, H, P, E] at 16 bits.
         scale, zero_point: float16 [N, H, P, E / group_size], group after group in memory; None at 16 bits or where
             scales are static, or in `grid`.
+        scales: both of them as one, float16 [N, H, 2, E / group_size, P]; None where they are.
         grid: int16 of that shape, as for keys.
         record: int16 [N, units], of which all others are views, see `ValueLayout`; None at 16 bits.
         format: what the bytes mean.
@@ -122,6 +125,7 @@ class ValuePages(_Pages):
     format: ValueFormat
     scale: torch.Tensor | None = None
     zero_point: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
     grid: torch.Tensor | None = None
     record: torch.Tensor | None = None
 

@@ -15,6 +15,8 @@ from kvconvert.kernels.pages import KeyFormat, KeyPages, ValueFormat, ValuePages
 # Pools grow by a sixteenth of what they hold, at least four pages: few chunks at any length, little unused room.
 SMALLEST_CHUNK = 4
 GROWTH = 16
+# Runs of pages whose views a storage remembers.
+MOST_VIEWS = 64
 # Bytes: what offsets of pages count. Records, and the pages that have none, begin at multiples of it.
 UNIT = 16
 
@@ -115,11 +117,12 @@ class PageStorage(Generic[Pages]):
         self.page_bytes = page_bytes(format, dtype)
         self._chunks: list[torch.Tensor] = []
         self._zeros = np.zeros(0, np.int64)
+        self._views: dict[tuple[int, ...], Pages] = {}
         self.follow()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has chunks of its own.
-        return self.__dict__ | {"_zeros": np.zeros(0, np.int64)}
+        return self.__dict__ | {"_zeros": np.zeros(0, np.int64), "_views": {}}
 
     @property
     def bytes_allocated(self) -> int:
@@ -135,8 +138,18 @@ class PageStorage(Generic[Pages]):
 
     def read(self, numbers: Sequence[int]) -> Pages:
         """The pages of these numbers, in order; a view where they are contiguous, else a copy."""
-        parts = [self._chunks[chunk][where] for chunk, where in self._slots(numbers)]
-        return pages_of(parts[0] if len(parts) == 1 else torch.cat(parts), self.format)
+        numbers = tuple(numbers)
+        if numbers in self._views:
+            return self._views[numbers]
+        slots = self._slots(numbers)
+        parts = [self._chunks[chunk][where] for chunk, where in slots]
+        pages = pages_of(parts[0] if len(parts) == 1 else torch.cat(parts), self.format)
+        if len(parts) == 1 and isinstance(slots[0][1], slice):
+            # A step of decoding reads what the step before it has read.
+            if len(self._views) >= MOST_VIEWS:
+                self._views.clear()
+            self._views[numbers] = pages
+        return pages
 
     def views(self, numbers: Sequence[int]) -> list[Pages]:
         """The pages of these numbers as views to read or write in place, in order: one per contiguous run."""

@@ -383,15 +383,18 @@ class LayerStore:
                 parts.append(torch.cat([buffer.tokens(0, sinks), buffer.tokens(sinks + skip, side.buffered)], 1))
         return parts[0], parts[1]
 
-    def read_pages(self, part: list[tuple[int, int]], is_key: bool) -> KeyPages | ValuePages | torch.Tensor:
-        """Pages (row, page), or the full-precision tokens [1, H, P, channels] of one not quantized on this side."""
-        storage: PageStorage = self.key_pages if is_key else self.value_pages
-        sides = [s.keys if is_key else s.values for s in (self.sequences[row] for row, _ in part)]
+    def read_pages(
+        self, part: list[tuple[int, int]], numbers: tuple[int, ...] | None, is_key: bool
+    ) -> KeyPages | ValuePages | torch.Tensor:
+        """Pages (row, page) of these numbers, or without numbers the full-precision tokens [1, H, P, channels] of the
+        only one.
+        """
+        if numbers is not None:
+            return (self.key_pages if is_key else self.value_pages).read(numbers)
         row, page = part[0]
-        if page >= len(sides[0].pages):
-            start = self.sequences[row].buffer_index(sides[0], page, self.page_size)
-            return self.buffer(row, is_key).tokens(start, start + self.page_size)[None]
-        return storage.read([side.pages[page] for side, (_, page) in zip(sides, part, strict=True)])
+        sequence = self.sequences[row]
+        start = sequence.buffer_index(sequence.keys if is_key else sequence.values, page, self.page_size)
+        return self.buffer(row, is_key).tokens(start, start + self.page_size)[None]
 
     def described_rows(self) -> torch.Tensor:
         """The layer's lines of `GroupTables.described`, as of now, counted from its origin."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kvconvert.kernels.attention.reference import attention_reference
 from kvconvert.kernels.decode import PageTables, ResidualWindows, Visibility
 from kvconvert.kernels.decode.plan import Segment, SequencePlan, plan_work
-from kvconvert.kernels.decode.reference import attention_reference
 from kvconvert.kernels.decode.triton.launch import decode_attention
 from kvconvert.kernels.pages import (
     PAGE_SIZE,
@@ -249,7 +249,7 @@ def compare(case: Case, device: torch.device, seed: int = 0) -> tuple[float, tor
         if visible is not None:
             seen = visible[row, :, : keys.shape[1]].clone()
         seen[:, : stored.hidden[row]] = False
-        want = attention_reference(queries[row], keys, values, seen, case.scaling, case.softcap, sink_logits)
+        want = attention_reference(queries[row], keys, values, seen, case.scaling, case.softcap, sink_logits).output
         got = out[row].double().cpu()
         assert got.isfinite().all()
         if keys.shape[1]:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from decode_cases import Case, compare
 
+from kvconvert.kernels.attention.reference import attention_reference
 from kvconvert.kernels.decode import PageTables, ResidualWindows, unsupported
 from kvconvert.kernels.decode.plan import Segment, SequencePlan, plan_work
-from kvconvert.kernels.decode.reference import attention_reference
 from kvconvert.kernels.decode.triton.launch import decode_attention
 from kvconvert.kernels.pages import KeyFormat, LayerFormat, ValueFormat
 from kvconvert.kernels.spans import SpanFormat, quantize_span, shift_extremes, span_keys, span_values
@@ -195,4 +195,4 @@ def test_what_it_cannot_do_is_named(keys, reason, device):
 def test_the_reference_itself_is_softmax_attention():
     keys, values = torch.randn(1, 5, 8), torch.randn(1, 5, 8)
     want = torch.softmax(keys.double() @ keys.double().transpose(1, 2), -1) @ values.double()
-    torch.testing.assert_close(attention_reference(keys, keys, values, None, 1.0), want)
+    torch.testing.assert_close(attention_reference(keys, keys, values, None, 1.0).output, want)

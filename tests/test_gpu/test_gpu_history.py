@@ -8,10 +8,10 @@ from decode_cases import Case, Stored
 
 from kvconvert.errors import UsageError
 from kvconvert.kernels import history
-from kvconvert.kernels.decode.reference import attention_reference
+from kvconvert.kernels.attention.reference import attention_reference, causal_mask
+from kvconvert.kernels.attention.softmax import merge
 from kvconvert.kernels.history import HistoryPart, history_attention
 from kvconvert.kernels.history import triton as launch
-from kvconvert.kernels.history.reference import history_reference, merge_reference
 from kvconvert.kernels.history.triton import merge_partials
 from kvconvert.kernels.pages import PAGE_SIZE, PageAddresses
 
@@ -54,15 +54,12 @@ def parts_of(stored: Stored, row: int = 0) -> list[HistoryPart]:
 
 def expected_of(stored, row, queries, keys, values, scaling, softcap=None, sink_logits=None, window=None):
     """Attention in float64 over everything dequantized to the dtype."""
-    before = stored.sequences[row][0].shape[1]
     every = [
         torch.cat([tokens.to(stored.case.dtype).to(queries.device), own], 1)
         for tokens, own in zip(stored.sequences[row], (keys, values), strict=True)
     ]
-    position = torch.arange(before + queries.shape[1], device=queries.device)
-    own = position[before:].unsqueeze(1)
-    visible = (position <= own) & (position > own - (window or len(position)))
-    return attention_reference(queries, *every, visible, scaling, softcap, sink_logits)
+    visible = causal_mask(queries.shape[1], every[0].shape[1], window, queries.device)
+    return attention_reference(queries, *every, visible, scaling, softcap, sink_logits).output
 
 
 def relative(got, expected):
@@ -93,8 +90,6 @@ def test_chunks_over_pages_and_full_precision_tokens(device, case, workspace_tok
     assert output.dtype == case.dtype
     expected = expected_of(stored, 0, *chunk, case.scaling)
     assert relative(output, expected) < TOLERANCE[case.dtype]
-    reference = history_reference(*chunk[:1], parts, *chunk[1:], case.scaling)
-    assert relative(reference, expected) < TOLERANCE[case.dtype]
 
 
 EXTRAS = [
@@ -117,15 +112,12 @@ def test_caps_sink_logits_and_windows(device, extras, workspace_tokens):
     output = history_attention(*chunk[:1], parts, *chunk[1:], case.scaling, **extras, workspace_tokens=workspace_tokens)
     expected = expected_of(stored, 0, *chunk, case.scaling, **extras)
     assert relative(output, expected) < TOLERANCE[HALF]
-    reference = history_reference(*chunk[:1], parts, *chunk[1:], case.scaling, **extras)
-    assert relative(reference, expected) < TOLERANCE[HALF]
 
 
 def test_without_a_history_a_chunk_attends_to_itself(device):
     case = Case(key_dim=64, value_dim=64, value_group=64, dtype=HALF, queries=50, pages=(0, 0, 0), residual=(0, 0, 0))
     queries, keys, values = chunk_of(case, device)
-    visible = torch.ones(50, 50, dtype=torch.bool, device=device).tril()
-    expected = attention_reference(queries, keys, values, visible, 0.2)
+    expected = attention_reference(queries, keys, values, causal_mask(50, 50, device=device), 0.2).output
     assert relative(history_attention(queries, [], keys, values, 0.2), expected) < TOLERANCE[HALF]
 
 
@@ -187,7 +179,7 @@ def test_merges_of_results_of_any_layout(device, size, dtype):
     sums[0][0, 0, :5] = sums[1][0, 0, 3:8] = float("-inf")
     first, second = first.clone(memory_format=torch.preserve_format), second.clone(memory_format=torch.preserve_format)
     first[0, 0, :5], second[0, 0, 3:8] = 0.0, 0.0  # what attention gives a query that sees nothing
-    expected, expected_sum = merge_reference(first, sums[0], second, sums[1])
+    expected, expected_sum = merge(first, sums[0], second, sums[1])
     output = torch.full((heads, group, length, size), float("nan"), device=device)
     merge_partials(first, sums[0], second, sums[1], output, sums[0])
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)

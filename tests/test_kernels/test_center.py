@@ -5,8 +5,8 @@ import torch
 from tiny.key_centers import constant_part, frequencies
 from torch import Tensor
 
+from kvconvert.kernels.attention.reference import attention_reference
 from kvconvert.kernels.decode import PageTile, paged_attention
-from kvconvert.kernels.decode.reference import attention_reference
 from kvconvert.kernels.pages import (
     KeyFormat,
     LayerFormat,
@@ -76,6 +76,6 @@ def test_attention_over_pages_equals_attention_over_whole_keys(bits, norm, boost
     for row in range(2):
         own = rows == row
         k, v = (x[own].transpose(0, 1).flatten(1, 2) for x in (whole, dequantize_values(pages[1], format.values)))
-        expected = attention_reference(queries[row], k, v, None, 0.1, softcap)
+        expected = attention_reference(queries[row], k, v, None, 0.1, softcap).output
         # float32 scores of some 30 before the softmax
         torch.testing.assert_close(got[row].double(), expected, rtol=1e-3, atol=2e-4)

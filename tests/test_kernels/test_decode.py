@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from kvconvert.kernels.attention.reference import attention_reference
 from kvconvert.kernels.decode import PageTile, ResidualTokens, SpanTokens, paged_attention, pages_per_tile
 from kvconvert.kernels.decode.cpu import TILE_BYTES
-from kvconvert.kernels.decode.reference import attention_reference
 from kvconvert.kernels.pages import (
     KeyFormat,
     LayerFormat,
@@ -85,7 +85,7 @@ def test_equals_the_reference(case, sizes):
     scaling = case[2] ** -0.5
     got = paged_attention(queries, tiles_of(pages, rows, sizes), residuals, format, scaling)
     for row, (keys, values) in enumerate(stored):
-        expected = attention_reference(queries[row], keys, values, None, scaling)
+        expected = attention_reference(queries[row], keys, values, None, scaling).output
         # float32 dot products of up to 256 terms
         torch.testing.assert_close(got[row].double(), expected, rtol=1e-4, atol=2e-5)
 
@@ -96,7 +96,7 @@ def test_softcap_and_sinks(softcap, with_sink_logits):
     sink_logits = torch.randn(12) * 3 if with_sink_logits else None
     got = paged_attention(queries, tiles_of(pages, rows, (4,)), residuals, format, 0.3, softcap, sink_logits)
     for row, (keys, values) in enumerate(stored):
-        expected = attention_reference(queries[row], keys, values, None, 0.3, softcap, sink_logits)
+        expected = attention_reference(queries[row], keys, values, None, 0.3, softcap, sink_logits).output
         torch.testing.assert_close(got[row].double(), expected, rtol=1e-4, atol=2e-5)
 
 
@@ -116,7 +116,7 @@ def test_masks_hide_tokens_in_pages_and_residual_windows():
         parts = [page_mask[i] for i in range(len(rows)) if rows[i] == row] + [
             r.visible[0] for r in masked if r.rows[0] == row
         ]
-        expected = attention_reference(queries[row], keys, values, torch.cat(parts, 2), 0.2)
+        expected = attention_reference(queries[row], keys, values, torch.cat(parts, 2), 0.2).output
         torch.testing.assert_close(got[row].double(), expected, rtol=1e-4, atol=2e-5)
 
 
@@ -135,7 +135,7 @@ def test_residual_windows_of_many_rows_in_one_batch(lengths):
         k = dequantize_keys(pages[0].select(own), format.keys).permute(1, 0, 3, 2).reshape(3, -1, 80)
         v = dequantize_values(pages[1].select(own), format.values).permute(1, 0, 2, 3).reshape(3, -1, 80)
         k, v = torch.cat([k, keys[row, :, :count]], 1), torch.cat([v, values[row, :, :count]], 1)
-        expected = attention_reference(queries[row], k, v, None, 0.2)
+        expected = attention_reference(queries[row], k, v, None, 0.2).output
         torch.testing.assert_close(got[row].double(), expected, rtol=1e-4, atol=2e-5)
 
 
@@ -174,7 +174,7 @@ def test_large_scores_do_not_overflow():
     format, pages, rows, residuals, queries, stored = build(CASES[0])
     got = paged_attention(queries * 1e3, tiles_of(pages, rows, (2, 2)), residuals, format, 1.0)
     assert torch.isfinite(got).all()
-    expected = attention_reference(queries[0] * 1e3, *stored[0], None, 1.0)
+    expected = attention_reference(queries[0] * 1e3, *stored[0], None, 1.0).output
     torch.testing.assert_close(got[0].double(), expected, rtol=1e-3, atol=1e-3)  # scores of 1e4: float32 leaves 1e-3
 
 
@@ -197,7 +197,7 @@ def test_one_side_may_be_in_full_precision(case, paged):
     else:
         values = dequantize_values(pages[1], format.values)
     flat = [x.transpose(0, 1).flatten(1, 2) for x in (keys, values)]
-    expected = attention_reference(queries[0], *flat, None, 0.2)
+    expected = attention_reference(queries[0], *flat, None, 0.2).output
     torch.testing.assert_close(got[0].double(), expected, rtol=1e-4, atol=2e-5)
 
 

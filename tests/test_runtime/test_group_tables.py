@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from kvconvert.kernels.attention.reference import attention_reference
 from kvconvert.kernels.decode.plan import plan_work
-from kvconvert.kernels.decode.reference import attention_reference
 from kvconvert.kernels.pages import dequantize_keys, dequantize_values, empty_keys, empty_values
 from kvconvert.kernels.spans import Span, span_keys, span_values
 from kvconvert.methods import KVScheme
@@ -147,7 +147,7 @@ def check(layer, queries, output, chunk, padding: torch.Tensor = PADDING) -> Non
             visible = torch.ones(1, keys.shape[1], dtype=torch.bool) if visible is None else visible.clone()
             visible[..., : sequence.hidden(0)] = False
         real = padding[row, chunk.query_positions]
-        expected = attention_reference(queries[row], keys, values, visible, 0.25)
+        expected = attention_reference(queries[row], keys, values, visible, 0.25).output
         torch.testing.assert_close(output[row, :, real].double(), expected[:, real], rtol=1e-4, atol=2e-5)
 
 
