@@ -142,15 +142,11 @@ def rotate_new_tokens(
         queries, keys, values: [B, heads, T, channels].
         rotations: which are rotated.
     """
-    parts = [
-        queries if rotations.keys else None,
-        keys if rotations.keys else None,
-        values if rotations.values else None,
-    ]
+    flags = rotations.keys, rotations.keys, rotations.values
+    parts = [x if rotated else None for x, rotated in zip((queries, keys, values), flags, strict=True)]
     given = [part for part in parts if part is not None]
-    alike = len({(part.shape[3], part.dtype) for part in given}) == 1 and all(
-        part[..., 0].numel() > 1 for part in given
-    )
+    alike = len({(part.shape[3], part.dtype) for part in given}) == 1
+    alike = alike and all(part.numel() > part.shape[3] for part in given)
     if len(given) > 1 and alike and keys.device.type == "cpu" and not device.runs_triton(keys.device):
         rotated = hadamard_transform(torch.cat(given, 1)).split([part.shape[1] for part in given], 1)
     else:
