@@ -30,7 +30,7 @@ from kvconvert.kernels.decode.plan import Segment, SequencePlan, plan_work
 from kvconvert.kernels.history import HistoryPart, PageReader
 from kvconvert.kernels.latent import latent_attention, latent_decode
 from kvconvert.kernels.latent.triton.launch import latent_shape, programs_for
-from kvconvert.kernels.pages import PAGE_SIZE, KeyFormat, LayerFormat, ValueFormat, empty_keys, empty_values
+from kvconvert.kernels.pages import PAGE_SIZE, LayerFormat, PageFormat, new_pages
 
 RANK, ROPE, RESIDUAL = 512, 64, 100
 SCALING, DTYPE = 192**-0.5, torch.bfloat16
@@ -56,14 +56,14 @@ class Layer:
     def __init__(self, case: Case):
         bits = case.bits
         self.format = LayerFormat(
-            KeyFormat(1, RANK, PAGE_SIZE, bits, PAGE_SIZE, by_token=bits < 16),
-            ValueFormat(1, ROPE, PAGE_SIZE, 16 if bits == 16 else 8, ROPE),
+            PageFormat.keys(1, RANK, PAGE_SIZE, bits, PAGE_SIZE, by_token=bits < 16),
+            PageFormat.values(1, ROPE, PAGE_SIZE, 16 if bits == 16 else 8, ROPE),
         )
         pages, device = (case.tokens - RESIDUAL) // PAGE_SIZE, torch.device("cuda")
         count = case.batch * pages
         sides = (
-            empty_keys(count, self.format.keys, DTYPE, device),
-            empty_values(count, self.format.values, DTYPE, device),
+            new_pages(count, self.format.keys, DTYPE, device),
+            new_pages(count, self.format.values, DTYPE, device),
         )
         for side in sides:
             for name, tensor in side.tensors():

@@ -22,14 +22,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.masking_utils import AttentionMaskInterface
 
 from kvconvert.fidelity.recall import Drill, NumberBook
-from kvconvert.kernels.pages import (
-    KeyFormat,
-    ValueFormat,
-    dequantize_keys,
-    dequantize_values,
-    quantize_keys,
-    quantize_values,
-)
+from kvconvert.kernels.pages import PageFormat, dequantize_keys, dequantize_values, quantize_keys, quantize_values
 from kvconvert.kernels.prompt import prompt_attention
 from kvconvert.kernels.reconstruct import repeated_attention
 from kvconvert.kernels.rotate import hadamard_transform
@@ -85,8 +78,8 @@ def quantized(keys: Tensor, values: Tensor, plain: bool) -> tuple[Tensor, Tensor
     n, dim = len(keys) // PAGE * PAGE, keys.shape[1]
     if not n:
         return keys, values
-    key_format = KeyFormat(1, dim, PAGE, 3, PAGE, "none" if plain else "per_head", clip_ratio=0.95)
-    value_format = ValueFormat(1, dim, PAGE, 2, dim, clip_ratio=0.85)
+    key_format = PageFormat.keys(1, dim, PAGE, 3, PAGE, "none" if plain else "per_head", clip_ratio=0.95)
+    value_format = PageFormat.values(1, dim, PAGE, 2, dim, clip_ratio=0.85)
     k, v = (part[:n].float().view(-1, 1, PAGE, dim) for part in (keys, values))
     k = dequantize_keys(quantize_keys(k if plain else hadamard_transform(k), key_format, hidden=SINKS), key_format)
     k = k.transpose(2, 3).reshape(n, dim)

@@ -22,7 +22,7 @@ from kvconvert.kernels.decode.stored import PageTile, ResidualTokens, SpanTokens
 from kvconvert.kernels.packing import LANE_BITS, field_bits, fields_per_lane
 from kvconvert.kernels.pages.center import projected_scores
 from kvconvert.kernels.pages.formats import ChannelScales, LayerFormat
-from kvconvert.kernels.pages.records import KeyPages, ValuePages
+from kvconvert.kernels.pages.records import PageTensors
 from kvconvert.kernels.pages.reference import key_codes
 from kvconvert.kernels.spans.reference import shift_scores, span_scores, weighted_span_values
 
@@ -120,7 +120,7 @@ def _hide(scores: torch.Tensor, visible: torch.Tensor, length: int) -> torch.Ten
     return by_query.masked_fill_(~visible.unsqueeze(2), float("-inf")).view(n, heads, rows, tokens)
 
 
-def page_scores(queries: torch.Tensor, pages: KeyPages | torch.Tensor, format: LayerFormat) -> torch.Tensor:
+def page_scores(queries: torch.Tensor, pages: PageTensors | torch.Tensor, format: LayerFormat) -> torch.Tensor:
     """Dot products of queries float32 [N or 1, H, R, D] with N pages of keys, or full-precision keys [N, H, P, D].
 
     Returns:
@@ -147,7 +147,7 @@ def page_scores(queries: torch.Tensor, pages: KeyPages | torch.Tensor, format: L
     return scores if pages.norm is None else scores.mul_(pages.norm.float().unsqueeze(2))
 
 
-def weighted_page_values(weights: torch.Tensor, pages: ValuePages | torch.Tensor, format: LayerFormat) -> torch.Tensor:
+def weighted_page_values(weights: torch.Tensor, pages: PageTensors | torch.Tensor, format: LayerFormat) -> torch.Tensor:
     """Sums of N pages of values, or of full-precision values [N, H, P, E], by weights float32 [N, H, R, P].
 
     Returns:
@@ -174,7 +174,7 @@ def weighted_page_values(weights: torch.Tensor, pages: ValuePages | torch.Tensor
     return weights @ codes.mul_(scale).add_(offset).flatten(2, 3).transpose(2, 3)
 
 
-def _scales(pages: KeyPages | ValuePages, static: ChannelScales | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _scales(pages: PageTensors, static: ChannelScales | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale and zero point of the pages' groups, or the layer's: float32 [N or 1, H, groups, 1, k]."""
     if static is not None:
         return tuple(part.float()[None, :, None, None] for part in static)

@@ -13,7 +13,7 @@ import torch
 
 from kvconvert.kernels.decode.plan import WorkPlan
 from kvconvert.kernels.pages.center import KeyCenter
-from kvconvert.kernels.pages.records import KeyPages, ValuePages
+from kvconvert.kernels.pages.records import PageTensors
 from kvconvert.kernels.spans.formats import Span, SpanFormat
 
 
@@ -114,8 +114,8 @@ class PageTile:
         hidden: (number of a page, how many of its first tokens) that no query attends to here.
     """
 
-    keys: KeyPages | torch.Tensor
-    values: ValuePages | torch.Tensor
+    keys: PageTensors | torch.Tensor
+    values: PageTensors | torch.Tensor
     rows: torch.Tensor | None
     visible: torch.Tensor | None = None
     positions: torch.Tensor | None = None

@@ -11,11 +11,9 @@ from kvconvert.errors import UsageError
 from kvconvert.kernels.pages import (
     ChannelScales,
     KeyCenter,
-    KeyFormat,
-    KeyPages,
     PageAddresses,
-    ValueFormat,
-    ValuePages,
+    PageFormat,
+    PageTensors,
     add_centers,
     dequantize_into,
 )
@@ -34,8 +32,8 @@ class PageReader:
         channels, static: as for `dequantize_keys`.
     """
 
-    read: Callable[[slice], KeyPages | ValuePages]
-    format: KeyFormat | ValueFormat
+    read: Callable[[slice], PageTensors]
+    format: PageFormat
     channels: torch.Tensor | None = None
     static: ChannelScales | None = None
 

@@ -15,7 +15,7 @@ from kvconvert.kernels.history import (
     history_attention,
     unsupported,
 )
-from kvconvert.kernels.pages import KeyFormat, PageAddresses, ValueFormat
+from kvconvert.kernels.pages import PageAddresses, PageFormat
 from kvconvert.kernels.spans import key_blocks, value_blocks
 from kvconvert.runtime.cache.forward_pass import Chunk
 from kvconvert.runtime.cache.store import LayerStore
@@ -220,7 +220,7 @@ class _Addresses:
         ]
 
     def _addresses(
-        self, keys: KeyFormat, values: ValueFormat, entries: slice, scales: int, *static: bool
+        self, keys: PageFormat, values: PageFormat, entries: slice, scales: int, *static: bool
     ) -> list[PageAddresses]:
         tables, layer = self.tables, self.layer
         shared = [tables.shared[layer][scales, 2 * side : 2 * side + 2] if static[side] else None for side in range(2)]

@@ -11,7 +11,7 @@ from kvconvert.cache.format import CacheFormat, rotations, with_plan
 from kvconvert.errors import CacheError
 from kvconvert.kernels.device import fall_back
 from kvconvert.kernels.latent import unsupported as latents_unsupported
-from kvconvert.kernels.pages import KeyPages, ValuePages, page_bytes
+from kvconvert.kernels.pages import PageTensors, page_bytes
 from kvconvert.kernels.rotate import KERNEL_DTYPES, largest_appended
 from kvconvert.kernels.select import select_tokens
 from kvconvert.kernels.spans import Span, quantize_span
@@ -175,10 +175,10 @@ class LayerStore:
                 capacity = self.page_bytes // both
                 group.key_numbers.limit(capacity)
                 group.value_numbers.limit(capacity)
-            self.key_pages: PageStorage[KeyPages] = PageStorage(
+            self.key_pages: PageStorage[PageTensors] = PageStorage(
                 self.format.keys, self.dtype, self.device, group.key_numbers
             )
-            self.value_pages: PageStorage[ValuePages] = PageStorage(
+            self.value_pages: PageStorage[PageTensors] = PageStorage(
                 self.format.values, self.dtype, self.device, group.value_numbers
             )
             if self.pages is not None:
@@ -385,7 +385,7 @@ class LayerStore:
 
     def read_pages(
         self, part: list[tuple[int, int]], numbers: tuple[int, ...] | None, is_key: bool
-    ) -> KeyPages | ValuePages | torch.Tensor:
+    ) -> PageTensors | torch.Tensor:
         """Pages (row, page) of these numbers, or without numbers the full-precision tokens [1, H, P, channels] of the
         only one.
         """

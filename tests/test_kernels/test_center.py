@@ -8,9 +8,8 @@ from torch import Tensor
 from kvconvert.kernels.attention.reference import attention_reference
 from kvconvert.kernels.decode import PageTile, paged_attention
 from kvconvert.kernels.pages import (
-    KeyFormat,
     LayerFormat,
-    ValueFormat,
+    PageFormat,
     add_centers,
     dequantize_keys,
     dequantize_values,
@@ -65,7 +64,9 @@ def test_attention_over_pages_equals_attention_over_whole_keys(bits, norm, boost
     generator = torch.Generator().manual_seed(0)
     center = center_of(300 * torch.randn(2, 64, generator=generator) / 8)
     format = LayerFormat(
-        KeyFormat(2, 64, 128, bits, 128, norm, boosted=boosted), ValueFormat(2, 64, 128, 4, 64), key_center=center
+        PageFormat.keys(2, 64, 128, bits, 128, norm, boosted=boosted),
+        PageFormat.values(2, 64, 128, 4, 64),
+        key_center=center,
     )
     keys, values = (torch.randn(4, 2, 128, 64, generator=generator) for _ in range(2))
     pages = quantize_keys(keys, format.keys), quantize_values(values, format.values)

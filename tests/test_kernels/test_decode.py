@@ -9,9 +9,8 @@ from kvconvert.kernels.attention.reference import attention_reference
 from kvconvert.kernels.decode import PageTile, ResidualTokens, SpanTokens, paged_attention, pages_per_tile
 from kvconvert.kernels.decode.cpu import TILE_BYTES
 from kvconvert.kernels.pages import (
-    KeyFormat,
     LayerFormat,
-    ValueFormat,
+    PageFormat,
     dequantize_keys,
     dequantize_values,
     quantize_keys,
@@ -41,8 +40,8 @@ def build(case, pages_per_row=(3, 1, 0), residual_per_row=(70, 0, 33), seed=0):
     heads, group, key_dim, value_dim, key_bits, value_bits, key_group, value_group, norm, length = case
     generator = torch.Generator().manual_seed(seed)
     boosted = 5 if key_bits == 2 and norm == "none" else 0
-    keys_as = KeyFormat(heads, key_dim, 128, key_bits, key_group, norm, boosted=boosted)
-    format = LayerFormat(keys_as, ValueFormat(heads, value_dim, 128, value_bits, value_group))
+    keys_as = PageFormat.keys(heads, key_dim, 128, key_bits, key_group, norm, boosted=boosted)
+    format = LayerFormat(keys_as, PageFormat.values(heads, value_dim, 128, value_bits, value_group))
     count = sum(pages_per_row)
     keys = torch.randn(count, heads, 128, key_dim, generator=generator)
     values = torch.randn(count, heads, 128, value_dim, generator=generator)
@@ -179,7 +178,7 @@ def test_large_scores_do_not_overflow():
 
 
 def test_tiles_stay_within_their_budget():
-    format = LayerFormat(KeyFormat(8, 128, 128, 2, 32), ValueFormat(8, 128, 128, 2, 32))
+    format = LayerFormat(PageFormat.keys(8, 128, 128, 2, 32), PageFormat.values(8, 128, 128, 2, 32))
     assert pages_per_tile(32, 1, format) * 8 * 128 * 128 * 4 <= TILE_BYTES
     assert pages_per_tile(32, 10**6, format) == 1
 
@@ -222,7 +221,7 @@ def test_spans_beside_residual_tokens_equal_float64_attention_over_shifted_score
     spans = [quantize_span(torch.randn(heads, n, dims[0]), torch.randn(heads, n, dims[1]), span_as) for n in (37, 1)]
     residual = ResidualTokens(torch.tensor([0]), torch.randn(1, heads, 9, dims[0]), torch.randn(1, heads, 9, dims[1]))
     queries = torch.randn(1, heads * group, length, dims[0])
-    format = LayerFormat(KeyFormat(heads, dims[0], 128, 2, 32), ValueFormat(heads, dims[1], 128, 2, 16))
+    format = LayerFormat(PageFormat.keys(heads, dims[0], 128, 2, 32), PageFormat.values(heads, dims[1], 128, 2, 16))
     all_spans = SpanTokens(0, spans, span_as)
     got = paged_attention(queries, [], [residual], format, scaling, spans=[all_spans])[0]
 

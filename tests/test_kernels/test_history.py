@@ -11,9 +11,8 @@ from kvconvert.kernels.history import HistoryPart, PageReader, history_attention
 from kvconvert.kernels.history.parts import Workspace, tile_tokens
 from kvconvert.kernels.pages import (
     PAGE_SIZE,
-    KeyFormat,
     LayerFormat,
-    ValueFormat,
+    PageFormat,
     dequantize_keys,
     dequantize_values,
     quantize_keys,
@@ -36,8 +35,8 @@ def case_of(heads, group, dim, queries, pages, residual, dtype=torch.float32, se
     def random(*shape):
         return torch.randn(shape, generator=generator).to(dtype)
 
-    key_format = KeyFormat(heads, dim, PAGE_SIZE, 2, 32, "joint", boosted=5)
-    value_format = ValueFormat(heads, dim, PAGE_SIZE, 4, dim // 2)
+    key_format = PageFormat.keys(heads, dim, PAGE_SIZE, 2, 32, "joint", boosted=5)
+    value_format = PageFormat.values(heads, dim, PAGE_SIZE, 4, dim // 2)
     stored = (
         quantize_keys(random(pages, heads, PAGE_SIZE, dim), key_format),
         quantize_values(random(pages, heads, PAGE_SIZE, dim), value_format),
@@ -118,11 +117,11 @@ def test_a_tile_is_bounded_in_bytes_and_a_power_of_two():
 
 def test_what_a_cpu_does_not_serve_is_named():
     queries = torch.zeros(1, 4, 20, 64)
-    keys, values = KeyFormat(2, 64, PAGE_SIZE, 2, 32), ValueFormat(2, 64, PAGE_SIZE, 2, 32)
+    keys, values = PageFormat.keys(2, 64, PAGE_SIZE, 2, 32), PageFormat.values(2, 64, PAGE_SIZE, 2, 32)
     assert history.unsupported(queries, LayerFormat(keys, values), torch.float32, 0.1) is None
     assert "soft caps" in history.unsupported(queries, LayerFormat(keys, values), torch.float32, 0.1, softcap=30.0)
     assert "windows" in history.unsupported(queries, LayerFormat(keys, values), torch.float32, 0.1, window=10)
-    values = ValueFormat(2, 48, PAGE_SIZE, 2, 48)
+    values = PageFormat.values(2, 48, PAGE_SIZE, 2, 48)
     assert "one head size" in history.unsupported(queries, LayerFormat(keys, values), torch.float32, 0.1)
     assert "no kernels" in history.unsupported(queries.to("meta"), LayerFormat(keys, values), torch.float32, 0.1)
 
@@ -135,7 +134,7 @@ def test_a_workspace_without_room_for_a_page_is_an_error():
 
 def test_exact_tokens_take_the_places_of_what_pages_hold_of_them():
     torch.manual_seed(0)
-    format = KeyFormat(2, 32, PAGE_SIZE, 2, 32), ValueFormat(2, 32, PAGE_SIZE, 2, 32)
+    format = PageFormat.keys(2, 32, PAGE_SIZE, 2, 32), PageFormat.values(2, 32, PAGE_SIZE, 2, 32)
     tokens = torch.randn(2, 2, 2 * PAGE_SIZE, 32)
     pages = [
         quantize(x.unflatten(1, (2, PAGE_SIZE)).transpose(0, 1), f)

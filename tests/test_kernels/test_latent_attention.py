@@ -7,8 +7,7 @@ from kvconvert.kernels.history import HistoryPart, PageReader
 from kvconvert.kernels.latent import latent_attention
 from kvconvert.kernels.pages import (
     PAGE_SIZE,
-    KeyFormat,
-    ValueFormat,
+    PageFormat,
     dequantize_keys,
     dequantize_values,
     quantize_keys,
@@ -32,7 +31,7 @@ def case_of(heads, rank, rope, queries, pages, residual, exact, bits=4, dtype=to
     def random(*shape):
         return torch.randn(shape, generator=generator).to(dtype)
 
-    formats = KeyFormat(1, rank, PAGE_SIZE, bits, 64), ValueFormat(1, rope, PAGE_SIZE, 8, rope)
+    formats = PageFormat.keys(1, rank, PAGE_SIZE, bits, 64), PageFormat.values(1, rope, PAGE_SIZE, 8, rope)
     stored = (
         quantize_keys(random(pages, 1, PAGE_SIZE, rank), formats[0]),
         quantize_values(random(pages, 1, PAGE_SIZE, rope), formats[1]),

@@ -14,7 +14,7 @@ from kvconvert.kernels.latent.triton.kernel import latent_decode_kernel
 from kvconvert.kernels.latent.triton.shape import LatentShape, chunk_columns
 from kvconvert.kernels.launches import skips_launches
 from kvconvert.kernels.pages.formats import LayerFormat
-from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
+from kvconvert.kernels.pages.layout import PageLayout
 
 # Query heads of a program: the rows of a matrix instruction, or, from so many on, those of a group of warps.
 FEW_HEADS, MANY_HEADS = 16, 64
@@ -39,7 +39,7 @@ def shape_for(format: LayerFormat, heads: int, many: bool, compiled: bool = True
     key, value = format.keys, format.values
     offsets = dict.fromkeys(("scale", "zero_point", "rope_scale", "rope_zero_point"), -1)
     if key.bits < 16:
-        latents, rope = KeyLayout.of(key), ValueLayout.of(value)
+        latents, rope = PageLayout.of(key), PageLayout.of(value)
         offsets = {"scale": latents.scale, "zero_point": latents.zero_point}
         offsets |= {"rope_scale": rope.scale, "rope_zero_point": rope.zero_point}
     return LatentShape(

@@ -15,8 +15,8 @@ import triton.language as tl
 
 from kvconvert.kernels.launches import skips_launches
 from kvconvert.kernels.launches.triton import kernel
-from kvconvert.kernels.pages.formats import KeyFormat, TokenNorm, ValueFormat
-from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
+from kvconvert.kernels.pages.formats import PageFormat, TokenNorm
+from kvconvert.kernels.pages.layout import PageLayout
 from kvconvert.kernels.pages.records import PageAddresses
 from kvconvert.kernels.pages.triton.affine import channel_parts, field_width, halves_of, in_bytes, load_grid
 from kvconvert.kernels.pages.triton.keys import JOINT, NO_NORM
@@ -110,7 +110,7 @@ def dequantize_keys_kernel(
     CHANNELS: tl.constexpr,
     PLACED: tl.constexpr,
 ):
-    """Keys of one head of a page as [tokens, HEAD_SIZE]. LANES to CHANNELS are fields of `KeyLayout` (STORED_ROWS its
+    """Keys of one head of a page as [tokens, HEAD_SIZE]. LANES to CHANNELS are fields of `PageLayout` (STORED_ROWS its
     `rows`, ROWS those of one of `channel_parts`), NORMS that of the norm that NORM says there is.
 
     Tokens begin at `places[page]` of `output` if pages are PLACED. `scales` int64 [2] leads to the layer's or span's
@@ -197,7 +197,7 @@ def dequantize_values_kernel(
     ZERO_POINT: tl.constexpr,
     PLACED: tl.constexpr,
 ):
-    """Values of one head of a page as [tokens, HEAD_SIZE]; arguments as for keys, with fields of `ValueLayout`."""
+    """Values of one head of a page as [tokens, HEAD_SIZE]; arguments as for keys, with fields of `PageLayout`."""
     HALVES: tl.constexpr = halves_of(BITS)
     PLANES: tl.constexpr = 16 // field_width(BITS)
     page, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
@@ -286,7 +286,7 @@ def dequantize_addressed(pages: PageAddresses, output: torch.Tensor, places: tor
         read_pages_kernel[programs](
             records, pages.offsets, where, output, *shape, **constants, PLACED=placed, num_warps=warps_for(constants)
         )
-    elif isinstance(f, KeyFormat):
+    elif f.is_key:
         constants = key_constants(f)
         boosted = pages.offsets if pages.boosted is None else pages.boosted
         dequantize_keys_kernel[programs](
@@ -302,9 +302,9 @@ def dequantize_addressed(pages: PageAddresses, output: torch.Tensor, places: tor
 
 
 @lru_cache(maxsize=1024)
-def key_constants(f: KeyFormat) -> dict[str, int | bool]:
+def key_constants(f: PageFormat) -> dict[str, int | bool]:
     """Compile-time arguments of `dequantize_keys_kernel`."""
-    layout = KeyLayout.of(f)
+    layout = PageLayout.of(f)
     return {
         "HEADS": f.heads,
         "HEAD_SIZE": f.head_dim,
@@ -332,9 +332,9 @@ def key_constants(f: KeyFormat) -> dict[str, int | bool]:
 
 
 @lru_cache(maxsize=1024)
-def value_constants(f: ValueFormat) -> dict[str, int | bool]:
+def value_constants(f: PageFormat) -> dict[str, int | bool]:
     """Compile-time arguments of `dequantize_values_kernel`."""
-    layout = ValueLayout.of(f)
+    layout = PageLayout.of(f)
     return {
         "HEADS": f.heads,
         "HEAD_SIZE": f.head_dim,
@@ -352,7 +352,7 @@ def value_constants(f: ValueFormat) -> dict[str, int | bool]:
     }
 
 
-def copy_constants(f: KeyFormat | ValueFormat) -> dict[str, int]:
+def copy_constants(f: PageFormat) -> dict[str, int]:
     """Compile-time arguments of `read_pages_kernel`."""
     tile = triton.next_power_of_2(f.head_dim)
     return {"HEADS": f.heads, "HEAD_SIZE": f.head_dim, "TILE": tile, "PAGE": f.page_size}
