@@ -25,9 +25,9 @@ from gpu_timing import beyond_cache, copy_bandwidth, graph_time
 from runner import machine, need_gpu, option_parser, save
 from tables import table
 
+from kvconvert.kernels.chunked_prefill import PageReader, StoredPart
 from kvconvert.kernels.decode import PageTables, ResidualWindows
 from kvconvert.kernels.decode.plan import Segment, SequencePlan, plan_work
-from kvconvert.kernels.history import HistoryPart, PageReader
 from kvconvert.kernels.latent import latent_attention, latent_decode
 from kvconvert.kernels.latent.triton.launch import latent_shape, programs_for
 from kvconvert.kernels.pages import PAGE_SIZE, LayerFormat, PageFormat, new_pages
@@ -107,7 +107,7 @@ class Layer:
             ]
             window = self.buffer[row].flatten().split([PAGE_SIZE * RANK, PAGE_SIZE * ROPE])
             exact = [part.view(1, PAGE_SIZE, -1)[:, :RESIDUAL] for part in window]
-            parts = HistoryPart(len(numbers) * PAGE_SIZE, *paged), HistoryPart(RESIDUAL, *exact)
+            parts = StoredPart(len(numbers) * PAGE_SIZE, *paged), StoredPart(RESIDUAL, *exact)
             latent_attention(*self.queries[row].unsqueeze(1).split([RANK, ROPE], -1), parts, SCALING)
 
 

@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 from aot_variants.variant import DTYPES, Variant
-from kvconvert.kernels.history.triton import merge_constants, merge_kernel, merge_warps
+from kvconvert.kernels.chunked_prefill.triton import merge_constants, merge_kernel, merge_warps
 from kvconvert.kernels.pages import PAGE_SIZE, PageFormat
 from kvconvert.kernels.pages.triton.dequantize import (
     copy_constants,

@@ -17,8 +17,8 @@ import torch
 
 from kvconvert.kernels import device as devices
 from kvconvert.kernels.attention.softmax import StreamingSoftmax
+from kvconvert.kernels.chunked_prefill.parts import StoredPart, Workspace
 from kvconvert.kernels.decode.stored import StoredTokens
-from kvconvert.kernels.history.parts import HistoryPart, Workspace
 from kvconvert.kernels.pages.formats import PAGE_SIZE, LayerFormat, TokenNorm
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
@@ -91,7 +91,7 @@ def latent_decode(
 def latent_attention(
     latent_queries: torch.Tensor,
     rope_queries: torch.Tensor,
-    parts: Sequence[HistoryPart],
+    parts: Sequence[StoredPart],
     scaling: float,
     workspace_tokens: int | None = None,
 ) -> torch.Tensor:
@@ -103,7 +103,7 @@ def latent_attention(
         parts: everything stored, oldest first, the T tokens themselves at the end, in full precision: latents
             [1, n, R] as keys and RoPE parts [1, n, r] as values.
         scaling: factor of the scores.
-        workspace_tokens: of a tile, at least a page; None for as many as fit `history.parts.WORKSPACE_BYTES`.
+        workspace_tokens: of a tile, at least a page; None for as many as fit `chunked_prefill.parts.WORKSPACE_BYTES`.
 
     Returns:
         float32 [Hq, T, R], sums of latents in the same coordinates.

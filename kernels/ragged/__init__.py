@@ -3,7 +3,8 @@
 New tokens are rotated and stored in their sequences' buffers (`append`). Then everything that a sequence has stored is
 dequantized or copied to a workspace, one sequence after another, and one launch attends to it (`attend`).
 
-`kernels/history` serves a single sequence, with a history of any length, tile by tile; `kernels/decode` few queries.
+`kernels/chunked_prefill` serves a single sequence with any number of stored tokens, tile by tile; `kernels/decode` few
+queries.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from kvconvert.kernels.blocks import BlockGeometry
+from kvconvert.kernels.chunked_prefill import PageReader
 from kvconvert.kernels.device import runs_triton
-from kvconvert.kernels.history import PageReader
 from kvconvert.kernels.pages import (
     PAGE_SIZE,
     ChannelScales,
@@ -115,7 +115,7 @@ class LayerBlocks:
         return [0, 0] if scales is None else [(part.data_ptr() - self.words.data_ptr()) // 16 for part in scales]
 
     def source(self, blocks: torch.Tensor, f: PageFormat) -> PageReader | PageAddresses:
-        """The pages of one side in these blocks, int64 [N], as `history_attention` takes them."""
+        """The pages of one side in these blocks, int64 [N], as `chunk_attention` takes them."""
         format, is_key = self.cache.format, f.is_key
         channels = format.boosted if is_key else None
         if not runs_triton(self.words.device):

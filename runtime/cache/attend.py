@@ -21,10 +21,10 @@ from kvconvert.kernels.decode import (
 from kvconvert.kernels.prompt import prompt_attention
 from kvconvert.kernels.rotate import hadamard_transform, rotate_and_append, rotate_new_tokens, unsupported_append
 from kvconvert.kernels.select import column_sums, selective_attention
+from kvconvert.runtime.cache.chunked_prefill import AttentionCall, ChunkedPrefill
 from kvconvert.runtime.cache.compress import end_forward, seal
 from kvconvert.runtime.cache.forward_pass import Chunk, ForwardPass
 from kvconvert.runtime.cache.group_tables import GroupTables, upload
-from kvconvert.runtime.cache.history import AttentionCall, RowHistory
 from kvconvert.runtime.cache.sequence import Sequence
 from kvconvert.runtime.cache.store import LayerStore
 
@@ -163,9 +163,9 @@ class LayerAttention(AttentionCall):
             if not (sequence.untouched and chunk.is_causal):
                 if selecting:
                     self._add_attention_mass(row, queries[row])
-                history = RowHistory(self, row)
-                if history.is_served(queries):
-                    history.attend(queries[row], output[row])
+                prefill = ChunkedPrefill(self, row)
+                if prefill.is_served(queries):
+                    prefill.attend(queries[row], output[row])
                 else:
                     others.append(row)
                 continue

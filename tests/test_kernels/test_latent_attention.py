@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvconvert.kernels.history import HistoryPart, PageReader
+from kvconvert.kernels.chunked_prefill import PageReader, StoredPart
 from kvconvert.kernels.latent import latent_attention
 from kvconvert.kernels.pages import (
     PAGE_SIZE,
@@ -41,8 +41,8 @@ def case_of(heads, rank, rope, queries, pages, residual, exact, bits=4, dtype=to
     ]
     window, first = ((random(1, count, rank), random(1, count, rope)) for count in (residual, exact))
     parts = [
-        HistoryPart(pages * PAGE_SIZE, *readers, exact=first if exact else None),
-        HistoryPart(residual, *window),
+        StoredPart(pages * PAGE_SIZE, *readers, exact=first if exact else None),
+        StoredPart(residual, *window),
     ]
     every = []
     for paged, own, head in zip(

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from kvconvert.errors import UsageError
-from kvconvert.kernels import history
 from kvconvert.kernels.attention.reference import attention_reference, causal_mask
 from kvconvert.kernels.attention.softmax import merge
-from kvconvert.kernels.history import HistoryPart, PageReader, history_attention
-from kvconvert.kernels.history.parts import Workspace, tile_tokens
+from kvconvert.kernels.chunked_prefill import PageReader, StoredPart, chunk_attention, unsupported
+from kvconvert.kernels.chunked_prefill.parts import Workspace, tile_tokens
 from kvconvert.kernels.pages import (
     PAGE_SIZE,
     LayerFormat,
@@ -46,7 +45,7 @@ def case_of(heads, group, dim, queries, pages, residual, dtype=torch.float32, se
         PageReader(lambda numbers, side=side: side.select(numbers), f)
         for side, f in zip(stored, (key_format, value_format), strict=True)
     ]
-    parts = [HistoryPart(residual, *full), HistoryPart(pages * PAGE_SIZE, *readers)]
+    parts = [StoredPart(residual, *full), StoredPart(pages * PAGE_SIZE, *readers)]
     chunk = random(heads, queries, dim), random(heads, queries, dim)
     paged = (
         dequantize_keys(stored[0], key_format).permute(1, 0, 3, 2),
@@ -65,7 +64,7 @@ def expected_of(queries, every, scaling, sink_logits=None):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_attention_over_everything_at_once(case, workspace_tokens):
     queries, parts, chunk, every = case_of(*case)
-    output = history_attention(queries, parts, *chunk, 0.2, workspace_tokens=workspace_tokens)
+    output = chunk_attention(queries, parts, *chunk, 0.2, workspace_tokens=workspace_tokens)
     expected = expected_of(queries, every, 0.2)
     # float32 dot products of up to 256 terms
     torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=2e-5)
@@ -74,21 +73,21 @@ def test_equals_attention_over_everything_at_once(case, workspace_tokens):
 def test_sink_logits_take_their_share():
     queries, parts, chunk, every = case_of(2, 2, 64, 20, 2, 10)
     sink_logits = torch.tensor([-3.0, 0.0, 2.0, 40.0])
-    output = history_attention(queries, parts, *chunk, 0.2, None, sink_logits, workspace_tokens=128)
+    output = chunk_attention(queries, parts, *chunk, 0.2, None, sink_logits, workspace_tokens=128)
     torch.testing.assert_close(output.double(), expected_of(queries, every, 0.2, sink_logits), rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_halves_are_computed_in_float32(dtype):
     queries, parts, chunk, every = case_of(2, 4, 64, 40, 3, 20, dtype)
-    output = history_attention(queries, parts, *chunk, 0.2, workspace_tokens=128)
+    output = chunk_attention(queries, parts, *chunk, 0.2, workspace_tokens=128)
     assert output.dtype == torch.float32
     torch.testing.assert_close(output.double(), expected_of(queries, every, 0.2), rtol=1e-4, atol=2e-5)
 
 
 def test_large_scores_neither_overflow_nor_vanish():
     queries, parts, chunk, every = case_of(2, 2, 64, 20, 2, 10)
-    output = history_attention(queries * 300, parts, *chunk, 1.0, workspace_tokens=128)
+    output = chunk_attention(queries * 300, parts, *chunk, 1.0, workspace_tokens=128)
     expected = expected_of(queries * 300, every, 1.0)
     # Scores of some thousands, in float32
     assert float((output - expected).norm() / expected.norm()) < 1e-3
@@ -118,18 +117,18 @@ def test_a_tile_is_bounded_in_bytes_and_a_power_of_two():
 def test_what_a_cpu_does_not_serve_is_named():
     queries = torch.zeros(1, 4, 20, 64)
     keys, values = PageFormat.keys(2, 64, PAGE_SIZE, 2, 32), PageFormat.values(2, 64, PAGE_SIZE, 2, 32)
-    assert history.unsupported(queries, LayerFormat(keys, values), torch.float32, 0.1) is None
-    assert "soft caps" in history.unsupported(queries, LayerFormat(keys, values), torch.float32, 0.1, softcap=30.0)
-    assert "windows" in history.unsupported(queries, LayerFormat(keys, values), torch.float32, 0.1, window=10)
+    assert unsupported(queries, LayerFormat(keys, values), torch.float32, 0.1) is None
+    assert "soft caps" in unsupported(queries, LayerFormat(keys, values), torch.float32, 0.1, softcap=30.0)
+    assert "windows" in unsupported(queries, LayerFormat(keys, values), torch.float32, 0.1, window=10)
     values = PageFormat.values(2, 48, PAGE_SIZE, 2, 48)
-    assert "one head size" in history.unsupported(queries, LayerFormat(keys, values), torch.float32, 0.1)
-    assert "no kernels" in history.unsupported(queries.to("meta"), LayerFormat(keys, values), torch.float32, 0.1)
+    assert "one head size" in unsupported(queries, LayerFormat(keys, values), torch.float32, 0.1)
+    assert "no kernels" in unsupported(queries.to("meta"), LayerFormat(keys, values), torch.float32, 0.1)
 
 
 def test_a_workspace_without_room_for_a_page_is_an_error():
     queries, parts, chunk, _ = case_of(2, 2, 64, 20, 2, 10)
     with pytest.raises(UsageError, match="no room for a page"):
-        history_attention(queries, parts, *chunk, 0.2, workspace_tokens=64)
+        chunk_attention(queries, parts, *chunk, 0.2, workspace_tokens=64)
 
 
 def test_exact_tokens_take_the_places_of_what_pages_hold_of_them():
@@ -141,7 +140,7 @@ def test_exact_tokens_take_the_places_of_what_pages_hold_of_them():
         for x, f, quantize in zip(tokens, format, (quantize_keys, quantize_values), strict=True)
     ]
     readers = [PageReader(lambda part, p=p: p.select(part), f) for p, f in zip(pages, format, strict=True)]
-    part = HistoryPart(2 * PAGE_SIZE, *readers, exact=(tokens[0, :, :5], tokens[1, :, :5]))
+    part = StoredPart(2 * PAGE_SIZE, *readers, exact=(tokens[0, :, :5], tokens[1, :, :5]))
     workspace = Workspace(torch.device("cpu"), 2, 32, 32, torch.float32, PAGE_SIZE)
     found = []
     for count in workspace.tiles([part]):

@@ -43,7 +43,7 @@ Source = torch.Tensor | PageAddresses | PageReader
 
 
 @dataclass(frozen=True)
-class HistoryPart:
+class StoredPart:
     """Consecutive tokens of one sequence.
 
     Where one side is still in full precision, the other may be in pages.
@@ -97,7 +97,7 @@ class Workspace:
             torch.empty(heads, self.capacity, dim, dtype=dtype, device=device) for dim in (key_dim, value_dim)
         )
 
-    def write(self, part: HistoryPart, start: int, count: int, at: int) -> None:
+    def write(self, part: StoredPart, start: int, count: int, at: int) -> None:
         """Put `count` tokens of a part, from its token `start` on, at token `at` of the workspace."""
         for source, room in zip(part.sides, (self.keys, self.values), strict=True):
             _write(source, start, room[:, at : at + count])
@@ -108,7 +108,7 @@ class Workspace:
             for tokens, room in zip(part.exact, (self.keys, self.values), strict=True):
                 room[:, at : at + tokens.shape[1]] = tokens
 
-    def tiles(self, parts: Sequence[HistoryPart]) -> Iterator[int]:
+    def tiles(self, parts: Sequence[StoredPart]) -> Iterator[int]:
         """Fill the workspace again and again with what the parts hold; yields the number of tokens of each tile.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Attention over a history on a CPU: torch's flash attention for CPUs, which returns its log-sum-exp."""
+"""Chunked prefill on a CPU: torch's flash attention for CPUs, which returns its log-sum-exp."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Sequence
 import torch
 
 from kvconvert.kernels.attention.softmax import merge
-from kvconvert.kernels.history.parts import HistoryPart, Workspace
+from kvconvert.kernels.chunked_prefill.parts import StoredPart, Workspace
 
 
 def tiled_attention(
     queries: torch.Tensor,
-    parts: Sequence[HistoryPart],
+    parts: Sequence[StoredPart],
     keys: torch.Tensor,
     values: torch.Tensor,
     scaling: float,
     sink_logits: torch.Tensor | None = None,
     workspace_tokens: int | None = None,
 ) -> torch.Tensor:
-    """`history_attention` of plain causal attention: float32 [Hq, T, E].
+    """`chunk_attention` of plain causal attention: float32 [Hq, T, E].
 
     Everything is computed in float32, which every processor is fast in.
     """
@@ -29,7 +29,7 @@ def tiled_attention(
         workspace = Workspace(
             queries.device, keys.shape[0], keys.shape[2], values.shape[2], torch.float32, workspace_tokens
         )
-        # Every query sees every token of the history, so that those which share a KV head are rows of one matrix.
+        # Every query sees every stored token, so that those which share a KV head are rows of one matrix.
         grouped = queries.reshape(keys.shape[0], -1, queries.shape[2])
         for tokens in workspace.tiles(parts):
             part, part_sum = _flash(grouped, workspace.keys[:, :tokens], workspace.values[:, :tokens], scaling)
