@@ -18,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvconvert.data.images import read_image
 from kvconvert.errors import KvconvertError, UsageError
+from kvconvert.models import CACHE
 from kvconvert.models.chat import ChatPrompts
 from kvconvert.models.configuration import supports_images
 from kvconvert.models.processors import tokenizer_of
@@ -299,12 +300,12 @@ class Console:
                 ids,
                 **inputs | {"attention_mask": torch.ones_like(ids)},
                 generation_config=config,
-                past_key_values=cache,
+                **{CACHE: cache},
                 streamer=printer,
                 tokenizer=self.tokenizer,  # for the stop strings of a generation config
                 **({"stopping_criteria": [Stopped(printer)]} if self.choice.stop or interruptible else {}),
             )
-        return result.sequences.cpu(), result.past_key_values, printer.text
+        return result.sequences.cpu(), result[CACHE], printer.text
 
 
 @contextmanager

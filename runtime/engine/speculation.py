@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from kvconvert.errors import UsageError
+from kvconvert.models import CACHE
 from kvconvert.runtime.engine.sampling import Sampling, sample
 
 if TYPE_CHECKING:
@@ -325,7 +326,7 @@ class DraftModel:
         read = torch.tensor([ids], device=device)
         positions = torch.arange(begin, begin + len(ids), device=device)[None]
         output = self._model(
-            input_ids=read, position_ids=positions, past_key_values=self._cache, use_cache=True, logits_to_keep=1
+            input_ids=read, position_ids=positions, use_cache=True, logits_to_keep=1, **{CACHE: self._cache}
         )
         self._logits = output.logits[:, -1]
 
