@@ -11,11 +11,9 @@ from kvconvert.kernels.chunked_prefill.triton import merge_constants, merge_kern
 from kvconvert.kernels.pages import PAGE_SIZE, PageFormat
 from kvconvert.kernels.pages.triton.dequantize import (
     copy_constants,
-    dequantize_keys_kernel,
-    dequantize_values_kernel,
-    key_constants,
+    dequantize_constants,
+    dequantize_kernel,
     read_pages_kernel,
-    value_constants,
     warps_for,
 )
 
@@ -27,10 +25,9 @@ def variants(capability: int) -> Iterator[Variant]:
             for placed in (False, True):
                 if f.bits == 16:
                     yield _variant("copy", read_pages_kernel, f, dtype, copy_constants(f), placed)
-                elif f.is_key:
-                    yield _variant("keys", dequantize_keys_kernel, f, dtype, key_constants(f), placed)
                 else:
-                    yield _variant("values", dequantize_values_kernel, f, dtype, value_constants(f), placed)
+                    name = "keys" if f.is_key else "values"
+                    yield _variant(name, dequantize_kernel, f, dtype, dequantize_constants(f), placed)
         if dtype == "fp32":
             continue
         # The first results are the dtype's, later sums float32; the last merge gives the dtype again.
