@@ -65,7 +65,7 @@ def causal_mask(
     Args:
         length, tokens: how many queries and keys.
         window: tokens that a query attends to, its own included; None for all.
-        device: of the mask.
+        device: where the mask is made.
     """
     key = torch.arange(tokens, device=device)
     query = key[tokens - length :].unsqueeze(1)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from kvconvert.kernels.chunked_prefill.triton import Backend
 
 
-# Up to so many queries of a chunk, attention over pages as they are stored is faster; measured on a CPU, estimated for
-# GPUs, where a tile's attention needs some hundred query rows to keep all multiprocessors busy.
+# For this many queries of a chunk or fewer, attention over pages as they are stored is faster: measured on a CPU,
+# estimated for GPUs, where a tile needs some hundred query rows to keep all multiprocessors busy.
 FEWEST_QUERIES = {"cpu": 32, "cuda": 256}
 # What key centers add to the scores of so few queries fits into little room, see `kernels/decode`.
 FEWEST_CENTERED = 16
@@ -40,9 +40,9 @@ def unsupported(
     """Why `chunk_attention` does not serve queries [..., T, D] over a layer; None if it does.
 
     Args:
-        queries: of one sequence or a batch.
-        format: of the layer's pages, or, with spans, of pages of these heads.
-        dtype: of stored full-precision tokens.
+        queries: those of one sequence or a batch.
+        format: the format of the layer's pages, or with spans that of pages of these heads.
+        dtype: the dtype of stored full-precision tokens.
         scaling, softcap, window: as for `chunk_attention`.
     """
     on, keys, values = queries.device, format.keys, format.values
@@ -85,7 +85,7 @@ def chunk_attention(
             for all before it.
         backend: what attends to whole tiles of stored tokens on a GPU where every query sees all of them; None for the
             fastest that is known to serve these tensors. Whatever else there is takes Triton's.
-        workspace_tokens: of a tile, at least a page; None for as many as `parts.WORKSPACE_BYTES` hold.
+        workspace_tokens: tokens of a tile, at least a page's; None for as many as `parts.WORKSPACE_BYTES` hold.
 
     Returns:
         [Hq, T, E] in the queries' dtype, or float32 on a CPU.

@@ -28,7 +28,7 @@ class PageReader:
 
     Attributes:
         read: gives the pages of a slice of page numbers, 0 being the first of the part.
-        format: of the pages.
+        format: the format of the pages.
         channels, static: as for `dequantize_keys`.
     """
 
@@ -50,9 +50,9 @@ class StoredPart:
 
     Attributes:
         tokens: n > 0.
-        keys: of D channels; values: of E channels.
+        keys, values: of D and of E channels.
         center: what pages of keys leave out, see `kernels/pages/center.py`; None for whole keys.
-        position: of the first token, where there is a center.
+        position: the position of the first token, where there is a center.
         exact: full-precision keys [H, n, D] and values [H, n, E] of its first tokens, n below a page's, which take the
             place of what pages hold of them; None where pages hold all.
     """
@@ -79,10 +79,10 @@ class Workspace:
     """Dequantized keys and values of one tile at a time.
 
     Args:
-        device: of the tokens.
+        device: the tokens' device.
         heads, key_dim, value_dim: KV heads, and their channels D and E.
-        dtype: of what the workspace holds.
-        tokens: of a tile; None for as many as `WORKSPACE_BYTES` hold, a power of two.
+        dtype: the dtype of what the workspace holds.
+        tokens: tokens of a tile; None for as many as `WORKSPACE_BYTES` hold, a power of two.
 
     Attributes:
         keys: [H, tokens, D]; values: [H, tokens, E].

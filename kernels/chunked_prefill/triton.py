@@ -119,7 +119,7 @@ def fastest_backend(length: int, queries: torch.Tensor, keys: torch.Tensor, valu
     cuDNN's attention is about an eighth faster than `kernels/prompt` on an H200, where it takes these tensors.
 
     Args:
-        length: of the chunk.
+        length: the chunk's length.
         queries: [H, G T, D]; keys: [H, n, D]; values: [H, n, E].
     """
     if length % CUDNN_QUERIES or not queries.is_cuda or capability(queries.device) < (9, 0):

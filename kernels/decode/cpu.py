@@ -56,7 +56,7 @@ def paged_attention(
         queries: [B, Hq, T, D], rotated if the keys are.
         tiles: the pages, in any order and grouping.
         residuals: the full-precision tokens, one softmax block each.
-        format: of the layer's pages.
+        format: the format of the layer's pages.
         scaling, softcap, sink_logits: as in `attention_reference`.
         spans: at most one entry per row.
 
@@ -213,8 +213,8 @@ def _unpacked(words: torch.Tensor, bits: int, in_place: bool) -> tuple[torch.Ten
     """Codes of words int16 [N, H, lanes, rows], packed along tokens of keys or channels of values, as float32.
 
     Args:
-        words: of pages.
-        bits: of a code.
+        words: the words of some pages.
+        bits: width of a code.
         in_place: leave every code where it is in its word, which saves a pass over memory: what comes back is then the
             code times a power of two that its place along the packed axis has.
 

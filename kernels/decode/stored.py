@@ -21,7 +21,7 @@ class StoredTokens(Protocol):
     """One layer's stored tokens of a batch; each form is built when a path asks for it."""
 
     def page_tables(self, programs: int) -> PageTables:
-        """Where pages and spans lie, with work for about so many programs."""
+        """Where pages and spans lie, with work for about `programs` programs."""
 
     def residual_windows(self) -> ResidualWindows:
         """Where full-precision tokens lie."""
@@ -30,7 +30,7 @@ class StoredTokens(Protocol):
         """Which tokens some of the queries see; None for all."""
 
     def page_tiles(self, num_query_heads: int, num_queries: int) -> Iterator[PageTile]:
-        """All pages, in tiles for so many query heads and queries."""
+        """All pages, in tiles for this number of query heads and queries."""
 
     def residual_tokens(self) -> Iterator[ResidualTokens]:
         """The full-precision tokens of all rows that have any, many rows at a time."""

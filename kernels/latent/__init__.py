@@ -30,8 +30,8 @@ def unsupported(format: LayerFormat, dtype: torch.dtype, on: torch.device) -> st
     """Why no kernel decodes over latents stored so; None if one does.
 
     Args:
-        format: of pages with latents as keys and RoPE parts as values.
-        dtype: of queries and of stored full-precision tokens.
+        format: the format of pages with latents as keys and RoPE parts as values.
+        dtype: the dtype of queries and of stored full-precision tokens.
         on: where they are.
     """
     reason = devices.unsupported(on)
@@ -74,7 +74,7 @@ def latent_decode(
         latent_queries: [B, Hq, R], q_nope W_UK in the coordinates in which latents are stored, channels contiguous.
         rope_queries: [B, Hq, r], of the same dtype.
         stored: latents as keys and RoPE parts as values.
-        format: of the pages.
+        format: the format of the pages.
         scaling: factor of the scores.
 
     Returns:
@@ -103,7 +103,8 @@ def latent_attention(
         parts: everything stored, oldest first, the T tokens themselves at the end, in full precision: latents
             [1, n, R] as keys and RoPE parts [1, n, r] as values.
         scaling: factor of the scores.
-        workspace_tokens: of a tile, at least a page; None for as many as fit `chunked_prefill.parts.WORKSPACE_BYTES`.
+        workspace_tokens: tokens of a tile, at least a page's; None for as many as fit
+            `chunked_prefill.parts.WORKSPACE_BYTES`.
 
     Returns:
         float32 [Hq, T, R], sums of latents in the same coordinates.

@@ -32,7 +32,7 @@ def compile_launches(launches: Collection[Launch], architecture: int, *, here: b
 
     Args:
         launches: what `noted` gave.
-        architecture: of the GPU that they are for: 90 for sm_90.
+        architecture: the GPU's that they are for: 90 for sm_90.
         here: whether they will run on this machine, whose driver some versions of Triton need to prepare launches.
         jobs: processes; None for one per CPU that may be used.
 

@@ -87,12 +87,13 @@ def quantize_at(
     """Quantize complete pages of many layers and sequences on a GPU and write them where they are to be stored.
 
     Args:
-        writes: of pages of tokens that `unsupported` accepts.
+        writes: where the pages' tokens lie, which `unsupported` accepts, and where records go.
         like: some of the tokens [H, n, channels].
         pages: some pages of the same storage, for their format and dtype.
         flag: what the kernels raise, see `raise_if_flagged`; from `new_flag`.
         channels, static: as for `quantize_keys` and `quantize_values`.
-        center: of any of the pages' layers, where `writes` has all of them, which are taken away in the tokens' place.
+        center: that of any of the pages' layers, where `writes` has all of them; they are subtracted from the tokens
+            in place.
     """
     from kvconvert.kernels.pages.triton import launch
 
@@ -119,11 +120,11 @@ def quantize_listed(
             may be changed.
         table: int64 [N, 5], see kernels/pages/triton/launch.py.
         records: int16, or of 16-bit pages the tokens' dtype, from whose address the table counts records.
-        f: of the pages.
+        f: the format of the pages.
         flag: as for `quantize_at`.
         centers: int64 [N, 3], the position of each page's first token, and zeros.
         channels, static, feedback: as for `quantize_keys` and `quantize_values`.
-        center: of the layer, taken away in the tokens' place before they are quantized; None for whole keys.
+        center: the layer's, subtracted from the tokens in place before they are quantized; None for whole keys.
     """
     from kvconvert.kernels.pages.triton import launch
 
@@ -135,9 +136,9 @@ def add_centers(tokens: torch.Tensor, position: int, page_size: int, center: Key
 
     Args:
         tokens: [H, n, D] in any float dtype, of consecutive pages.
-        position: of the first of them.
+        position: the position of the first of them.
         page_size: tokens of a page.
-        center: of the layer.
+        center: the layer's key center.
         sign: 1 or -1.
     """
     if unsupported(tokens, page_size) is None and tokens.shape[1] % page_size == 0:

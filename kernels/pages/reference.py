@@ -88,7 +88,7 @@ def quantize_keys(
         keys: what to store.
         f: how.
         channels: int64 [H, boosted], the channels to boost where the format fixes them.
-        static: of the layer, where `f.static`.
+        static: the layer's scales, where `f.static`.
         feedback: float16 [H, D, D], with which channels are rounded one after another (`pages/feedback.py`); None
             rounds each number to its nearest code.
         hidden: how many of the first page's first tokens, fewer than all, are stored elsewhere in full precision: the

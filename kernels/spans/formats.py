@@ -36,7 +36,7 @@ class SpanFormat:
 
 
 def span_lengths(tokens: int, span_tokens: int) -> tuple[int, ...]:
-    """Tokens of each span that so many tokens are divided into; a `span_tokens` of 0 divides nothing."""
+    """How many tokens each span of a prompt gets; a `span_tokens` of 0 makes it one span."""
     size = span_tokens or max(tokens, 1)
     return tuple(min(size, tokens - start) for start in range(0, tokens, size))
 

@@ -19,8 +19,8 @@ from kvconvert.kernels.pages.formats import PAGE_SIZE, LayerFormat, PageFormat
 from kvconvert.kernels.pages.layout import PageLayout
 from kvconvert.kernels.spans.formats import SpanFormat
 
-# Registers of a thread, and how many one-warp programs of so many fit a multiprocessor, whose four parts hold 16,384
-# registers each: two or three programs. Where three would spill, two are faster.
+# Registers of a thread, and how many one-warp programs with that many fit a multiprocessor, whose four parts hold
+# 16,384 registers each: two or three programs. Where three would spill, two are faster.
 FEW_REGISTERS, ALL_REGISTERS = 168, 255
 PROGRAMS_PER_MULTIPROCESSOR = {FEW_REGISTERS: 12, ALL_REGISTERS: 8}
 STAGES = 2
@@ -60,7 +60,7 @@ def centered_queries(room: int, entries: int, heads: int, group: int, queries: t
 
     Args:
         room: bytes.
-        entries: of the page tables.
+        entries: how many entries the page tables have.
         heads, group: KV heads, and query heads of each.
         queries: [..., T, D].
     """

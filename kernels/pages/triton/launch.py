@@ -134,7 +134,7 @@ def quantize_key_pages(
         launch: the pages.
         f: their format.
         channels: int64 [H, boosted], where the format fixes them.
-        static: of the layer, where `f.static`.
+        static: the layer's scales, where `f.static`.
     """
     base, stride, table, records, flag, _ = launch
     pages, tile = table.shape[0], tile_of(f.head_dim, f.bits)
@@ -290,7 +290,7 @@ def tile_of(dim: int, bits: int) -> int:
 
 
 def warps_for(elements: int) -> int:
-    """Warps of a program whose tile has so many elements."""
+    """Warps of a program whose tile has this number of elements."""
     return min(32, max(1, elements // (32 * PER_THREAD)))
 
 
