@@ -12,8 +12,7 @@ a prompt is stored. The model is random, of an 8B Llama's shape (4-bit weights i
 `at_once`: all requests come at once; without vLLM and on a GPU a second round is profiled: which share of the time some
 kernel runs. `small`: the same with --small-kv-gib. `poisson`: --rate requests a second with exponential gaps.
 `first_token`: single prompts to `generate`, each of another length up to 128, 1,000 and 8,000 tokens, then all again. A
-tenth of the requests comes before what is
-measured. Of the slowest passes it is said what else happened in them.
+tenth of the requests comes before what is measured. Of the slowest passes it is said what else happened in them.
 
 With `--beside-vllm` (DIR may be "" if this Python imports vLLM) the cases, all of them by default, go to vLLM in bf16
 and then to the Engine, on the same GPU; --rate is then 70% of the requests per second that vLLM served all at once.

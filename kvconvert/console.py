@@ -25,6 +25,7 @@ from kvconvert.models.processors import tokenizer_of
 from kvconvert.models.source import choose_device, compute_dtype
 from kvconvert.runtime import Sampling, load
 from kvconvert.runtime.engine.request import TextStream
+from kvconvert.runtime.hf.generation import BundleModel
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -186,6 +187,8 @@ class Console:
         else:
             self._begin()
             inputs = {"input_ids": self.tokenizer(prompt, return_tensors="pt").input_ids}
+        if isinstance(self.model, BundleModel):
+            self.model.prompts.prepares = False  # no other prompt follows
         self._generate(inputs, None)
 
     def _begin(self) -> list[dict[str, Any]]:

@@ -62,12 +62,13 @@ class PackedPrompts:
 
     Attributes:
         packed: passes so far.
+        prepares: whether `prepare` records anything; False spares the seconds it takes where one prompt is all.
     """
 
     def __init__(self, captured: Any):
         self._captured = captured
         self.packed = 0
-        self._packs = True
+        self.prepares = self._packs = True
         self._prepared: set[int] = set()  # numbers of logits
         # Of each layer keys [H, 0, D] and values [H, 0, E], as the model's layers have made them.
         self._tokens: dict[Hashable, list[tuple[Tensor, Tensor]]] = {}
@@ -93,7 +94,7 @@ class PackedPrompts:
         counts = [min(size, MOST_TOKENS) // rows for size in SIZES if passes.padded(size, device)]
         counts = [count for count in counts if 2 <= count <= positions]
         room = logits_room(rows)
-        if room in self._prepared or room > RECORDED_LOGITS or not counts:
+        if not self.prepares or room in self._prepared or room > RECORDED_LOGITS or not counts:
             return
         self._prepared.add(room)
         # The shortest is launched, then recorded and tested; the longest comes next, whose memory has room for all.
