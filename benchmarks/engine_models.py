@@ -16,7 +16,7 @@ from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache.attend import commit
 from kvconvert.runtime.cache.compress import end_forward
-from kvconvert.runtime.cache.forward_pass import Chunk
+from kvconvert.runtime.cache.forward_pass import PassTokens
 from kvconvert.runtime.hf.fuse import fuse
 from kvconvert.runtime.hf.generation import adopt
 
@@ -123,7 +123,7 @@ def filled(model: PreTrainedModel, batch: int, tokens: int, cache: Any = None) -
             keys, values = (torch.randn(shape, device=model.device, dtype=model.dtype) for _ in range(2))
             if isinstance(cache, KVCache):
                 layer.update(keys, values)
-                commit(layer.store, Chunk(torch.arange(start, start + shape[2], device=model.device)))
+                commit(layer.store, PassTokens(torch.arange(start, start + shape[2], device=model.device)))
                 end_forward(layer.store)
             else:
                 cache.update(keys, values, index)

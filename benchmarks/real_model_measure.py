@@ -23,7 +23,7 @@ from kvconvert.fidelity.recall import (
     passkey_right,
 )
 from kvconvert.fidelity.scoring import Decoder, compare, feed, first_page, read_prompt, treats_whole_prompts
-from kvconvert.kernels.launches import Launch, noted
+from kvconvert.kernels.launches import Launch, record_specializations
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import SEARCHED_FIELDS, KVScheme
 from kvconvert.models.configuration import head_dim, key_value_heads
@@ -38,11 +38,11 @@ PASSES = (PAGE_SIZE, PAGE_SIZE, PAGE_SIZE, 3, 45, 33, 1, 1)
 
 @torch.no_grad()
 def launches_of(decoder: Decoder, rows: Sequence[int]) -> list[Launch]:
-    """What a GPU launches while so many rows are read page by page and asked, noted and not made.
+    """What a GPU launches while so many rows are read page by page and asked, recorded and not made.
 
     Layers of `auto` may have a dozen formats with kernels of their own, which take minutes to compile one by one.
     """
-    with noted() as launches:
+    with record_specializations() as launches:
         for count in rows:
             cache = decoder.new_cache()
             for tokens in (first_page(cache), *PASSES):
@@ -199,7 +199,7 @@ def cache_size(
 
     decoder, over_page = Decoder(model, lambda: cache), torch.zeros(2, dtype=torch.float64)
     last = 0 if treats_whole_prompts(cache) else PAGE_SIZE
-    with noted():  # a GPU's kernels need neither run nor be compiled: no number counts
+    with record_specializations():  # a GPU's kernels need neither run nor be compiled: no number counts
         read_prompt(decoder, cache, ids[:, : tokens - last], MEASURED_CHUNK)
         # In the middle of every STEP lengths as pages count them, so that the mean is that of all lengths.
         middles = {n for n in range(tokens - last + 1, tokens + 1) if n % STEP == STEP // 2}

@@ -40,7 +40,7 @@ _imagined: GPU | None = None
 
 @contextmanager
 def imagined(gpu: GPU) -> Iterator[None]:
-    """Let tensors on a CPU pass for tensors on a GPU, so that launches can be noted (`kernels/launches`).
+    """Let tensors on a CPU pass for tensors on a GPU, so that launches can be recorded (`kernels/launches`).
 
     Kernels cannot run on them.
     """

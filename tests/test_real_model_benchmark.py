@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, Gemma3TextConfig
 from kvconvert.cache.size import LayerCache, ModelCache
 from kvconvert.fidelity.scoring import Decoder, feed
 from kvconvert.kernels.device import GPU, imagined
-from kvconvert.kernels.launches import noted
+from kvconvert.kernels.launches import record_specializations
 from kvconvert.methods import PRESETS
 from kvconvert.models.configuration import head_dim, key_value_heads
 from kvconvert.runtime import KVCache
@@ -81,7 +81,7 @@ def test_kernels_of_a_text_and_of_a_question_are_compiled_beforehand(changes):
     decoder = Decoder(model, lambda: KVCache(model.config, schemes))
     with imagined(GPU((9, 0), 132)):
         listed = launches_of(decoder, (2, 4))
-        with noted() as launched:
+        with record_specializations() as launched:
             for rows, passes in ((2, (144, *[128] * 4, 3)), (4, (*[128] * 5, 31, 1, 1, 1)), (4, (128, 77, 31, 1, 1))):
                 cache = decoder.new_cache()
                 for tokens in passes:

@@ -2,7 +2,7 @@
 
 Triton compiles a kernel anew for each combination of dtypes, constants, alignment of pointers, and of integers that are
 1 or divisible by 16. A `Launch` is one such combination: what the dispatch passes to a kernel, less what makes no
-difference. The list of a model's launches is made by its own dispatch, run within `noted`.
+difference. The list of a model's launches is made by its own dispatch, run within `record_specializations`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,17 @@ from tqdm import tqdm
 
 from kvconvert.errors import KvconvertError
 from kvconvert.kernels.device import capability
-from kvconvert.kernels.launches.notes import Launch, Pointer, noted, skips_launches
+from kvconvert.kernels.launches.notes import Launch, Pointer, record_specializations, skips_launches
 
-__all__ = ["Launch", "Pointer", "cache_directory", "compile_launches", "make_ready", "noted", "skips_launches"]
+__all__ = [
+    "Launch",
+    "Pointer",
+    "cache_directory",
+    "compile_launches",
+    "make_ready",
+    "record_specializations",
+    "skips_launches",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +39,7 @@ def compile_launches(launches: Collection[Launch], architecture: int, *, jobs: i
     """Compile launches into Triton's cache, in processes of their own; those that are there are passed over.
 
     Args:
-        launches: what `noted` gave.
+        launches: what `record_specializations` gave.
         architecture: the GPU's that they are for: 90 for sm_90.
         jobs: processes; None for one per CPU that may be used.
 

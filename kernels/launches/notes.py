@@ -1,4 +1,4 @@
-"""Specializations of kernels, and where they are noted."""
+"""Specializations of kernels, and where they are recorded."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Notes:
-    """What `noted` collects.
+    """What `record_specializations` collects.
 
     Attributes:
         launches: each once, in the order of the first ones.
@@ -58,18 +58,18 @@ _notes: Notes | None = None
 
 
 def notes() -> Notes | None:
-    """Where launches are to be noted; None outside of `noted`."""
+    """Where launches are to be recorded; None outside of `record_specializations`."""
     return _notes
 
 
 def skips_launches() -> bool:
-    """Whether launches are noted and not made."""
+    """Whether launches are recorded and not made."""
     return _notes is not None and not _notes.makes
 
 
 @contextmanager
-def noted(makes: bool = False) -> Iterator[dict[Launch, None]]:
-    """Within the context launches are noted: the keys of what it gives.
+def record_specializations(makes: bool = False) -> Iterator[dict[Launch, None]]:
+    """Within the context launches are recorded: the keys of what it gives.
 
     Unless `makes`, they are not made, and what they would have written keeps the values that it had.
     """

@@ -1,4 +1,4 @@
-"""Triton functions whose launches can be noted, and the compilation of what was noted."""
+"""Triton functions whose launches can be recorded, and the compilation of what was recorded."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Kernel:
 
 
 def kernel(function: Callable | None = None, *, do_not_specialize: Sequence[str] = ()) -> Any:
-    """`triton.jit` for a function that is launched, not called by others, so that its launches can be noted."""
+    """`triton.jit` for a function that is launched, not called by others, so that its launches can be recorded."""
     if function is None:
         return functools.partial(kernel, do_not_specialize=do_not_specialize)
     return Kernel(triton.jit(function, do_not_specialize=list(do_not_specialize)), do_not_specialize)
@@ -109,7 +109,7 @@ def compiled(launch: Launch) -> Any:
 
 
 def _stand_in(value: Any) -> Any:
-    """An argument that is specialized on like the one noted; a tensor without memory."""
+    """An argument that is specialized on like the one recorded; a tensor without memory."""
     if not isinstance(value, Pointer):
         return value
     if value.block is None:

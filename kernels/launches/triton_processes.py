@@ -1,4 +1,4 @@
-"""Compiling noted launches in several processes, into Triton's cache, where any later process finds them.
+"""Compiling recorded launches in several processes, into Triton's cache, where any later process finds them.
 
 Triton's cache tells sources, versions, architectures and options apart by itself; all that is added to it are empty
 files which say that a launch is there, so that a process need not look into every kernel to know that none is missing.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -17,7 +18,6 @@ from kvconvert.calibration.activations import count_routed, input_points
 from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork
 from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.calibration.weight_grid import WeightGrid
-from kvconvert.convert.aside import Aside
 from kvconvert.convert.hidden_states import HiddenPart, HiddenStates, HiddenWriter
 from kvconvert.convert.input_capture import CalibrationInputs
 from kvconvert.convert.layer_runner import LayerRunner, PackedLinear
@@ -51,7 +51,9 @@ class LayerCalibration:
         jobs: of all layers, in order.
         inputs: calibration sequences.
         ranks: the processes that share them.
-        aside: where a layer is written while the next is computed, if its input is in memory; None writes it first.
+        executor: one thread, in which a layer is written while the next is computed, if its input is in memory; None
+            writes it first.
+        running: what was given to the executor and not waited for.
     """
 
     runner: LayerRunner
@@ -59,7 +61,13 @@ class LayerCalibration:
     jobs: Sequence[LayerJob]
     inputs: CalibrationInputs
     ranks: Ranks = ALONE
-    aside: Aside | None = None
+    executor: ThreadPoolExecutor | None = None
+    running: list[Future[None]] = field(default_factory=list)
+
+    def wait(self) -> None:
+        """Return when nothing is being written any more; raises what writing has failed with."""
+        while self.running:
+            self.running.pop().result()
 
     @torch.no_grad()
     def run(self, index: int) -> None:
@@ -104,11 +112,10 @@ class LayerCalibration:
             if ranks.is_first:
                 commit = self._commit(job, work, dtypes, passes)
                 # Inputs in files wait for the layer before them, so that a resume finds one or the other.
-                if self.aside is not None and ranks.size == 1 and not self._paired and _in_memory(writer):
-                    self.aside.begin(commit)
+                self.wait()
+                if self.executor is not None and ranks.size == 1 and not self._paired and _in_memory(writer):
+                    self.running.append(self.executor.submit(commit))
                 else:
-                    if self.aside is not None:
-                        self.aside.wait()
                     commit()
             ranks.wait()
             if writer is not None and self._paired:

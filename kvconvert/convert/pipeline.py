@@ -17,6 +17,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +42,6 @@ from kvconvert.bundle.manifest import ModuleCoverage
 from kvconvert.calibration.protocol import LayerJob
 from kvconvert.calibration.ranks import Ranks, joined_ranks, local_device
 from kvconvert.calibration.simulated_attention import SIMULATED_ATTENTION
-from kvconvert.convert.aside import Aside
 from kvconvert.convert.checks import (
     check_layers_fit,
     check_packed,
@@ -231,10 +231,10 @@ def _calibrate_layers(
     if runner.adapter is not None:
         runner.begin(inputs)
     done = count - len(todo)
-    with Aside() as aside:
+    with ThreadPoolExecutor(1) as executor:
+        layers = LayerCalibration(runner, directory, jobs, inputs, ranks, executor)
         if ranks.size == 1:  # a gigabyte or two of an 8B model's
-            aside.begin(partial(source.check_finite, directory.state.kept_tensors))
-        layers = LayerCalibration(runner, directory, jobs, inputs, ranks, aside)
+            layers.running.append(executor.submit(source.check_finite, directory.state.kept_tensors))
         bar = progress_bar(todo, desc="layers", unit="layer", initial=done, total=count, shown=searches.progress)
         for index in bar:
             if runner.adapter is not None:
@@ -242,6 +242,7 @@ def _calibrate_layers(
             elif ranks.is_first:
                 directory.commit_layer(index, {}, {}, untouched_record(jobs[index]))
             release_free_memory()
+        layers.wait()
     with ranks.together():
         source.stamps.check()
     with ranks.together():

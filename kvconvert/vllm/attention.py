@@ -13,13 +13,13 @@ from kvconvert.kernels.decode.cpu import pages_per_tile
 from kvconvert.kernels.decode.stored import PageTables, PageTile, ResidualTokens, ResidualWindows, SpanTokens
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.kernels.rotate import hadamard_transform, rotate_and_append, unsupported_append
-from kvconvert.vllm.layer import AlikeLayers, LayerBlocks
+from kvconvert.vllm.layer import LayerBatch, LayerBlocks
 from kvconvert.vllm.prompts import PackedPrompts
 from kvconvert.vllm.step import Request, StepPlan
 from kvconvert.vllm.tables import DecodeTables
 
 
-def quantize_pending(layers: Iterable[AlikeLayers], plan: StepPlan) -> None:
+def quantize_pending(layers: Iterable[LayerBatch], plan: StepPlan) -> None:
     """Quantize the pages that were complete when the pass before this one ended, in all layers.
 
     Sink tokens among theirs go where they stay; until then they lie with the others.

@@ -26,7 +26,7 @@ from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.vllm.attention import LayerStep, quantize_pending
 from kvconvert.vllm.bundle import ServedBundle, layer_index, served_bundle
 from kvconvert.vllm.flash import flash_attention
-from kvconvert.vllm.layer import AlikeLayers, LayerBlocks, alike
+from kvconvert.vllm.layer import LayerBatch, LayerBlocks, alike
 from kvconvert.vllm.prompts import WORKSPACE_BYTES, PackedPrompts, Packing, divide_prompts
 from kvconvert.vllm.rehearsal import prepare, rehearse
 from kvconvert.vllm.spec import LowBitSpec
@@ -121,7 +121,7 @@ class LowBitMetadataBuilder(AttentionMetadataBuilder[LowBitMetadata]):
         self._tables: DecodeTables | None = None
         self._quantized: torch.Tensor | None = None
         self._known: list[LayerBlocks] = []
-        self._alike: list[AlikeLayers] = []
+        self._alike: list[LayerBatch] = []
         self._packing: Packing | None = None
         # Requests with one new token come first.
         self._init_reorder_batch_threshold(1)
@@ -190,7 +190,7 @@ class LowBitMetadataBuilder(AttentionMetadataBuilder[LowBitMetadata]):
             self._quantized = torch.zeros(len(memory), dtype=torch.uint8, device=memory.device)
         return self._quantized
 
-    def _layers(self) -> list[AlikeLayers]:
+    def _layers(self) -> list[LayerBatch]:
         """All layers, those whose pages are written together side by side."""
         context = self.vllm_config.compilation_config.static_forward_context
         blocks = [context[name].impl.blocks(context[name]) for name in self.layer_names]

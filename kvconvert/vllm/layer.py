@@ -133,8 +133,8 @@ class LayerBlocks:
         return pages_of(self.buffer(self.records(self.words, f)[blocks], f), f)
 
     def quantize(self, blocks: torch.Tensor, tokens: torch.Tensor, firsts: list[int], f: PageFormat) -> None:
-        """Quantize pages; arguments as for `AlikeLayers.quantize`, tokens [H, 128 N, channels]."""
-        AlikeLayers([self]).quantize(blocks, tokens.unsqueeze(0), firsts, f)
+        """Quantize pages; arguments as for `LayerBatch.quantize`, tokens [H, 128 N, channels]."""
+        LayerBatch([self]).quantize(blocks, tokens.unsqueeze(0), firsts, f)
 
     def records(self, words: torch.Tensor, f: PageFormat) -> torch.Tensor:
         """Every block's record of one side, a view int16 [..., units] of such words as the layer's."""
@@ -148,7 +148,7 @@ class LayerBlocks:
         return records.view(self.cache.dtype).unflatten(1, (f.heads, f.page_size, f.head_dim))
 
 
-class AlikeLayers:
+class LayerBatch:
     """Layers whose pages one launch writes, and whose blocks are equally far apart; any one layer alone is such.
 
     Args:
@@ -176,7 +176,7 @@ class AlikeLayers:
         split = [side.heads * side.head_dim for side in (f.keys, f.values)]
         at_once = max(1, WORKSPACE_BYTES // (len(places[0]) * cache.layout.token_bytes))
         for start in range(0, len(self.layers), at_once):
-            part = AlikeLayers(self.layers[start : start + at_once])
+            part = LayerBatch(self.layers[start : start + at_once])
             # A copy, which may be changed.
             keys, values = self.layers[0].tokens_of(part.words)[:, places[0], places[1]].split(split, -1)
             for is_key in sides:
@@ -243,7 +243,7 @@ class AlikeLayers:
         return PageWrites(starts.flatten(), strides, records, feedback, centers, np.tile(hidden, layers))
 
 
-def alike(layers: Sequence[LayerBlocks]) -> list[AlikeLayers]:
+def alike(layers: Sequence[LayerBlocks]) -> list[LayerBatch]:
     """All layers, divided into those that are alike and equally far apart in one allocation."""
     groups: dict[Hashable, list[LayerBlocks]] = {}
     for number, layer in enumerate(layers):
@@ -257,5 +257,5 @@ def alike(layers: Sequence[LayerBlocks]) -> list[AlikeLayers]:
     for group in groups.values():
         starts = [layer.words.storage_offset() for layer in group]
         even = len({after - before for before, after in pairwise(starts)}) <= 1 and starts == sorted(starts)
-        found += [AlikeLayers(group)] if even else [AlikeLayers([layer]) for layer in group]
+        found += [LayerBatch(group)] if even else [LayerBatch([layer]) for layer in group]
     return found

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvconvert.kernels.device import compiles
-from kvconvert.kernels.launches import make_ready, noted
+from kvconvert.kernels.launches import make_ready, record_specializations
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.vllm.attention import LayerStep, quantize_pending
 from kvconvert.vllm.layer import LayerBlocks, alike
@@ -63,7 +63,7 @@ def rehearse(
 
 def prepare(device: torch.device, *rehearsals: Callable[[], None]) -> None:
     """Compile what these launch, and bring it to the device; nothing is launched."""
-    with noted() as launches:
+    with record_specializations() as launches:
         for rehearsal in rehearsals:
             rehearsal()
     if compiles(device):

@@ -23,13 +23,13 @@ from kvconvert.kernels.rotate import hadamard_transform, rotate_and_append, rota
 from kvconvert.kernels.select import column_sums, selective_attention
 from kvconvert.runtime.cache.chunked_prefill import AttentionCall, ChunkedPrefill
 from kvconvert.runtime.cache.compress import end_forward, seal
-from kvconvert.runtime.cache.forward_pass import Chunk, ForwardPass
+from kvconvert.runtime.cache.forward_pass import ForwardPass, PassTokens
 from kvconvert.runtime.cache.group_tables import GroupTables, upload
 from kvconvert.runtime.cache.sequence import Sequence
 from kvconvert.runtime.cache.store import LayerStore
 
 
-def commit(store: LayerStore, chunk: Chunk, queries: torch.Tensor | None = None) -> torch.Tensor | None:
+def commit(store: LayerStore, chunk: PassTokens, queries: torch.Tensor | None = None) -> torch.Tensor | None:
     """Store the parked tokens that are not padding; later calls in the same forward pass do nothing.
 
     Args:
@@ -100,11 +100,11 @@ EVERY = slice(None)
 def store_and_attend(
     store: LayerStore,
     queries: torch.Tensor,
-    chunk: Chunk,
+    chunk: PassTokens,
     scaling: float,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
-    turn_back: bool = True,
+    unrotate_output: bool = True,
 ) -> torch.Tensor:
     """Store the parked tokens, attend from their queries [B, Hq, T, D] as `attend` does, and compress what is complete.
 
@@ -113,7 +113,7 @@ def store_and_attend(
     """
     rotated = commit(store, chunk, queries)
     queries = queries if rotated is None else rotated
-    output = attend(store, queries, chunk, scaling, softcap, sink_logits, rotated is not None, turn_back)
+    output = attend(store, queries, chunk, scaling, softcap, sink_logits, rotated is not None, unrotate_output)
     end_forward(store)
     return output
 
@@ -121,23 +121,23 @@ def store_and_attend(
 def attend(
     store: LayerStore,
     queries: torch.Tensor,
-    chunk: Chunk,
+    chunk: PassTokens,
     scaling: float,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
     rotated: bool = False,
-    turn_back: bool = True,
+    unrotate_output: bool = True,
 ) -> torch.Tensor:
     """Attention of queries [B, Hq, T, D] over everything stored: [B, Hq, T, E] in the queries' dtype.
 
     The queries are at the last T positions; outputs at padding are zeros or meaningless, as with every mask. `rotated`
-    tells that the scheme's rotation has been applied to the queries; without `turn_back` outputs stay in the
+    tells that the scheme's rotation has been applied to the queries; without `unrotate_output` outputs stay in the
     coordinates in which values are stored.
     """
     if store.rotations.keys and not rotated:
         queries = hadamard_transform(queries)
     output = LayerAttention(store, chunk, scaling, softcap, sink_logits).output(queries)
-    return hadamard_transform(output, inverse=True) if turn_back and store.rotations.values else output
+    return hadamard_transform(output, inverse=True) if unrotate_output and store.rotations.values else output
 
 
 class LayerAttention(AttentionCall):
@@ -241,7 +241,7 @@ class StoredRows:
 
     store: LayerStore
     rows: list[int]
-    chunk: Chunk
+    chunk: PassTokens
     length: int
     tables: GroupTables | None
 

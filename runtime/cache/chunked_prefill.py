@@ -17,7 +17,7 @@ from kvconvert.kernels.chunked_prefill import (
 )
 from kvconvert.kernels.pages import PageAddresses, PageFormat
 from kvconvert.kernels.spans import key_blocks, value_blocks
-from kvconvert.runtime.cache.forward_pass import Chunk
+from kvconvert.runtime.cache.forward_pass import PassTokens
 from kvconvert.runtime.cache.store import LayerStore
 
 
@@ -34,7 +34,7 @@ class AttentionCall:
     """
 
     store: LayerStore
-    chunk: Chunk
+    chunk: PassTokens
     scaling: float
     softcap: float | None = None
     sink_logits: torch.Tensor | None = None

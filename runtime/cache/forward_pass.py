@@ -48,7 +48,7 @@ def is_pure(function: MaskFunction | None) -> bool:
     return True
 
 
-class Chunk:
+class PassTokens:
     """The tokens of one forward pass: which positions they have, which are padding, which keys each query attends to.
 
     Args:
@@ -103,7 +103,7 @@ class Chunk:
             )
         self._checked = past
 
-    def same_padding(self, other: Chunk) -> bool:
+    def same_padding(self, other: PassTokens) -> bool:
         """Whether the same tokens are real in another description of the same pass."""
         if self.real is None or other.real is None:
             return self.real is other.real
@@ -319,7 +319,7 @@ class ForwardPass(Generic[Tables]):
 
     start: int
     length: int
-    chunk: Chunk | None = None
+    chunk: PassTokens | None = None
     destinations: tuple[Destination, ...] = ()
     appended: tuple[Sequence, ...] = ()
     compression: Compression | None = None

@@ -19,7 +19,7 @@ from kvconvert.errors import CacheError
 from kvconvert.kernels.decode.plan import Segment, SequencePlan, WorkPlan, most_items, plan_work
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.kernels.spans import Span
-from kvconvert.runtime.cache.forward_pass import Chunk, ForwardPass
+from kvconvert.runtime.cache.forward_pass import ForwardPass, PassTokens
 from kvconvert.runtime.cache.pool import UNIT
 from kvconvert.runtime.cache.sequence import Sequence
 from kvconvert.runtime.cache.store import Group, LayerStore
@@ -77,7 +77,7 @@ class GroupTables:
             steps included.
         plans: what each row has stored.
         steps_left: how many more single tokens may come before anything but `step` has to be written.
-        roomy: whether work gets the most room at once, so that one recording serves all steps.
+        max_capacity: whether work gets the most room at once, so that one recording serves all steps.
         asked: numbers of programs among which steps have divided their attention.
         capacity: tokens that a row's key and value buffers have room for, in every layer.
         boosted: for each layer int32 [H, n], boosted channels of a scheme that fixes them; else None.
@@ -111,7 +111,7 @@ class GroupTables:
         self._room: dict[tuple[int, int], WorkPlan] = {}
         self.capacity = [(0, 0)] * rows
         self.asked: set[int] = set()
-        self.roomy = False
+        self.max_capacity = False
         self.steps_left = 0
         self._increment = torch.zeros(3, rows, **device)
 
@@ -309,10 +309,10 @@ class GroupTables:
             reserved = [self._reserved(group, sequence) for sequence in sequences]
             self.plans = plans = [replace(p, residual=tokens) for p, tokens in zip(plans, reserved, strict=True)]
             self._work = {}
-        found = self._work.get((programs, self.roomy))
+        found = self._work.get((programs, self.max_capacity))
         if found is None:
             written = self._written_plan(plan_work(plans, programs), programs)
-            found = self._work[programs, self.roomy] = StepWork(written, plans)
+            found = self._work[programs, self.max_capacity] = StepWork(written, plans)
         return found.plan
 
     def work_key(self, group: Group, continues: bool) -> Hashable:
@@ -323,11 +323,11 @@ class GroupTables:
             group: whose tables these are.
             continues: nothing has been planned since the step before.
         """
-        if not continues or any((programs, self.roomy) not in self._work for programs in self.asked):
+        if not continues or any((programs, self.max_capacity) not in self._work for programs in self.asked):
             for programs in self.asked:
                 self.work(group, group.sequences, programs)
         shared = tuple(0 if table is None else table.data_ptr() for table in self.shared)
-        return (*((n, self._work[n, self.roomy].plan.items.data_ptr()) for n in sorted(self.asked)), shared)
+        return (*((n, self._work[n, self.max_capacity].plan.items.data_ptr()) for n in sorted(self.asked)), shared)
 
     def rooms(self, group: Group, sequences: tuple[Sequence, ...]) -> Hashable:
         """Of all that `work_key` says of a step after which the sequences are these, what differs between steps,
@@ -339,12 +339,12 @@ class GroupTables:
     def _room_of(self, plan: WorkPlan, programs: int) -> tuple[int, int, int]:
         """Programs, and the items and slots that a plan gets room for."""
         room = FEWEST_ITEMS
-        while room < max(len(plan.items), self.roomy * most_items(self.rows, programs)):
+        while room < max(len(plan.items), self.max_capacity * most_items(self.rows, programs)):
             room *= 2
-        if self.roomy and self.rows >= MANY_ROWS:
+        if self.max_capacity and self.rows >= MANY_ROWS:
             # The form for few slots serves any number, in more steps, and is the fastest for rows that have few.
             return programs, room, MOST_SLOTS[0]
-        return programs, room, next(limit for limit in MOST_SLOTS[2 * self.roomy :] if plan.most_slots <= limit)
+        return programs, room, next(limit for limit in MOST_SLOTS[2 * self.max_capacity :] if plan.most_slots <= limit)
 
     def _written_plan(self, plan: WorkPlan, programs: int) -> WorkPlan:
         """A plan in tensors that stay; items beyond it do nothing."""
@@ -408,7 +408,7 @@ class GroupTables:
         """Copy how many residual tokens rows have to all layers' lines; on the device, so that captured steps do it."""
         self.described[:, :, 7] = self.step[1]
 
-    def step_mask(self, chunk: Chunk) -> torch.Tensor | None:
+    def step_mask(self, chunk: PassTokens) -> torch.Tensor | None:
         """Which tokens a step's query attends to: uint8 [B, 1, 1, n]; None where each attends to all up to its own.
 
         For mask functions that `is_pure` accepts, and sequences from which nothing was evicted.

@@ -17,12 +17,12 @@ import torch
 from kvconvert.errors import CacheError
 from kvconvert.methods import KVScheme
 from kvconvert.runtime.cache.forward_pass import (
-    Chunk,
     Compression,
     Destination,
     Discard,
     ForwardPass,
     ModalityMask,
+    PassTokens,
     PendingPages,
     UnreadFlags,
     is_pure,
@@ -58,7 +58,7 @@ class LayerGroup(Generic[Store]):
         policy: how prompts are compressed.
         key_numbers, value_numbers: which pages are in use on each side.
         shares_pages: whether another group has pages under these numbers, too.
-        waiting: single tokens that every occupied row has got since the sequences were last looked at.
+        unapplied_tokens: single tokens that every occupied row has got since the sequences were last looked at.
         logical: positions so far, padding included.
         attended: positions whose own attention is over.
         real: bool [B, n] of the first n committed positions, after which all are real; None while all are.
@@ -102,7 +102,7 @@ class LayerGroup(Generic[Store]):
     def _clear(self) -> None:
         self.seal_at_once = self.reading_prompt = False
         self._sequences: tuple[Sequence, ...] = ()
-        self.waiting = 0
+        self.unapplied_tokens = 0
         self.tables: Any = None
         self.logical = 0
         self.attended = 0
@@ -130,16 +130,16 @@ class LayerGroup(Generic[Store]):
 
     def _settle(self) -> None:
         """Add the tokens that wait to their sequences."""
-        if not self.waiting:
+        if not self.unapplied_tokens:
             return
-        count, self.waiting = self.waiting, 0
+        count, self.unapplied_tokens = self.unapplied_tokens, 0
         runs, sinks = [(self.logical - count, count)], self.scheme.sink_tokens
         self._replace_sequences(tuple(s.extend(runs, sinks) if s.occupied else s for s in self._sequences))
 
     def drop_newest(self) -> None:
         """Forget the newest token of every occupied row, which only waits or lies in the buffers."""
-        if self.waiting:
-            self.waiting -= 1
+        if self.unapplied_tokens:
+            self.unapplied_tokens -= 1
             return
         self._replace_sequences(tuple(s.without_newest() if s.occupied else s for s in self._sequences))
 
@@ -196,7 +196,7 @@ class LayerGroup(Generic[Store]):
         self.logical += length
         return self.forward_pass
 
-    def append(self, forward_pass: ForwardPass, chunk: Chunk, check: bool = True) -> None:
+    def append(self, forward_pass: ForwardPass, chunk: PassTokens, check: bool = True) -> None:
         """Plan where the new tokens go, once per pass.
 
         Args:
@@ -358,7 +358,7 @@ class LayerGroup(Generic[Store]):
         self.touch(row)
         return replace(sequence, keys=sides[0], values=sides[1], dropped=sequence.dropped + outside)
 
-    def masks_on_device(self, chunk: Chunk) -> bool:
+    def masks_on_device(self, chunk: PassTokens) -> bool:
         """Whether `GroupTables.step_mask` serves a step."""
         if chunk.is_causal:
             return True

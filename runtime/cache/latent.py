@@ -10,7 +10,7 @@ from kvconvert.kernels.latent import latent_attention, latent_decode
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.runtime.cache.attend import StoredRows
 from kvconvert.runtime.cache.chunked_prefill import AttentionCall, ChunkedPrefill
-from kvconvert.runtime.cache.forward_pass import Chunk
+from kvconvert.runtime.cache.forward_pass import PassTokens
 from kvconvert.runtime.cache.store import LayerStore
 
 
@@ -19,7 +19,7 @@ def attend_latents(
     queries: torch.Tensor,
     up_keys: torch.Tensor,
     up_values: torch.Tensor,
-    chunk: Chunk,
+    chunk: PassTokens,
     scaling: float,
 ) -> torch.Tensor:
     """Attention over everything that a layer of latents stores, the queries' own tokens included.
@@ -66,7 +66,7 @@ def attend_latents(
 
 
 def _over_dequantized(
-    store: LayerStore, latent: torch.Tensor, rope: torch.Tensor, chunk: Chunk, scaling: float
+    store: LayerStore, latent: torch.Tensor, rope: torch.Tensor, chunk: PassTokens, scaling: float
 ) -> torch.Tensor:
     """Sums of latents, float32 [B, Hq, T, R], for queries of latents of that shape and of RoPE parts [B, Hq, T, r]."""
     length = latent.shape[2]

@@ -16,9 +16,9 @@ import torch
 from kvconvert.kernels import ragged
 from kvconvert.kernels.ragged import RaggedTables
 from kvconvert.runtime.cache.compress import compress, read_flags
-from kvconvert.runtime.cache.forward_pass import Chunk
+from kvconvert.runtime.cache.forward_pass import PassTokens
 from kvconvert.runtime.cache.group_tables import upload
-from kvconvert.runtime.cache.prompt_tables import ChunkRow, GroupWriter, Rooms
+from kvconvert.runtime.cache.prompt_tables import ChunkRow, GroupWriter, TableCapacity
 from kvconvert.runtime.cache.steps import runs_steps
 from kvconvert.runtime.cache.store import Group, LayerStore
 
@@ -28,7 +28,7 @@ MOST_TOKENS = 8192
 # Room for the keys and values of all prompts in one layer: 65,536 tokens of such a layer.
 WORKSPACE_BYTES = 256 << 20
 # All new tokens are real; positions are those of the caches.
-_CHUNK = Chunk(torch.zeros(1, dtype=torch.int64))
+_CHUNK = PassTokens(torch.zeros(1, dtype=torch.int64))
 
 
 def unplanned(groups: Sequence_[Group], length: int) -> str | None:
@@ -109,7 +109,7 @@ class PromptPass:
             for used, group in zip(self._room, groups, strict=True)
         )
 
-    def add(self, groups: list[Group], first: int, length: int, chunk: Chunk | None = None) -> PlannedChunk:
+    def add(self, groups: list[Group], first: int, length: int, chunk: PassTokens | None = None) -> PlannedChunk:
         """Plan where a chunk's tokens go in all layers; `unplanned` and `has_room` accept it.
 
         Args:
@@ -143,32 +143,33 @@ class PromptPass:
         self.chunks.append(PlannedChunk(groups, rows, sum(count for *_, count in rows)))
         return self.chunks[-1]
 
-    def write(self, rooms: Rooms | None = None) -> bool:
+    def write(self, limits: TableCapacity | None = None) -> bool:
         """Write the tables of all layers.
 
         Args:
-            rooms: of tables of fixed addresses, which recorded launches know; None for tables of their own.
+            limits: what tables of fixed addresses, which recorded launches know, have room for; None for tables of
+                their own.
 
         Returns:
-            whether they fit the rooms; if not, they are tables of their own.
+            whether they fit the limits; if not, they are tables of their own.
         """
-        if rooms is not None and self.tokens > rooms.tokens:
-            rooms = None
-        parts = self._writers(rooms)
+        if limits is not None and self.tokens > limits.tokens:
+            limits = None
+        parts = self._writers(limits)
         if not all(part.fits for part in parts):
-            rooms, parts = None, self._writers(None)
+            limits, parts = None, self._writers(None)
         store = self._like[0].stores[0]
         flat = upload(torch.from_numpy(np.concatenate([part.flat for part in parts])), store.device)
-        if rooms is not None:
-            flat = self._like[0].registry.kept((rooms, flat.shape), flat)
+        if limits is not None:
+            flat = self._like[0].registry.kept((limits, flat.shape), flat)
         self._written = parts, flat
-        return rooms is not None
+        return limits is not None
 
-    def _writers(self, rooms: Rooms | None) -> list[GroupWriter]:
+    def _writers(self, limits: TableCapacity | None) -> list[GroupWriter]:
         found = []
         for index, group in enumerate(self._like):
             parts = [ChunkRow(chunk.groups[index], *row) for chunk in self.chunks for row in chunk.rows]
-            found.append(GroupWriter(group, parts, self.tokens, rooms))
+            found.append(GroupWriter(group, parts, self.tokens, limits))
         return found
 
     def _of_layer(self, store: LayerStore) -> RaggedTables:

@@ -20,7 +20,7 @@ ROOM_PAGES = 256
 
 
 @dataclass(frozen=True)
-class _Stretch:
+class _TokenRange:
     """Consecutive tokens of one side of a sequence and where they go in the workspace, counted from its first key.
 
     Attributes:
@@ -37,7 +37,7 @@ class _Stretch:
 
 
 @dataclass(frozen=True)
-class _Laid:
+class _WorkspaceLayout:
     """A sequence in the workspace.
 
     Attributes:
@@ -45,12 +45,12 @@ class _Laid:
         tokens: in all.
     """
 
-    pages: list[_Stretch]
-    copies: list[_Stretch]
+    pages: list[_TokenRange]
+    copies: list[_TokenRange]
     tokens: int
 
 
-def lay_out(sequence: Sequence, page_size: int) -> _Laid:
+def lay_out(sequence: Sequence, page_size: int) -> _WorkspaceLayout:
     """Everything stored of a sequence from its first page on that no sliding window has left, oldest first.
 
     Sink tokens of a page are copied over what it holds of them.
@@ -62,24 +62,24 @@ def lay_out(sequence: Sequence, page_size: int) -> _Laid:
     pages, copies = [], []
     for number, side in enumerate((sequence.keys, sequence.values)):
         own = len(side.pages)
-        pages.append(_Stretch(number, 0, 0, own))
+        pages.append(_TokenRange(number, 0, 0, own))
         if own:
-            copies.append(_Stretch(number, 0, 0, sequence.hidden(0)))
+            copies.append(_TokenRange(number, 0, 0, sequence.hidden(0)))
         first = sequence.buffer_index(side, own, page_size)
-        copies.append(_Stretch(number, first, own * page_size, side.buffered - first))
-    return _Laid(pages, copies, len(sequence) - sequence.page_position(0, page_size))
+        copies.append(_TokenRange(number, first, own * page_size, side.buffered - first))
+    return _WorkspaceLayout(pages, copies, len(sequence) - sequence.page_position(0, page_size))
 
 
 @dataclass(frozen=True)
-class Rooms:
+class TableCapacity:
     """What tables of fixed addresses have room for.
 
     Attributes:
-        tokens: of the pass.
-        sequences: that have chunks in it.
-        pages: of all of them, on either side.
+        tokens: the number of tokens of the pass.
+        sequences: the number of sequences that have chunks in it.
+        pages: the number of pages of all sequences, on either side.
         copies, tiles: see `RaggedTables`.
-        capacity: tokens of the workspace.
+        workspace_tokens: tokens that the workspace has room for.
     """
 
     tokens: int
@@ -87,11 +87,11 @@ class Rooms:
     pages: int
     copies: int
     tiles: int
-    capacity: int
+    workspace_tokens: int
 
     @classmethod
-    def of(cls, tokens: int) -> Rooms:
-        """Rooms for passes of so many tokens: few sequences in short ones, and as much history for all."""
+    def of(cls, tokens: int) -> TableCapacity:
+        """The capacity for passes of this many tokens: few sequences in short ones, and as much history for all."""
         sequences = max(4, min(32, tokens // 64))
         stretches = tokens // COPIED_TOKENS + 4 * sequences
         capacity = ROOM_PAGES * PAGE_SIZE + tokens + 2 * PAGE_SIZE * sequences
@@ -124,20 +124,20 @@ class GroupWriter:
         group: of a cache whose tables' registry and layers those of all parts share.
         parts: the pass's new tokens of each sequence.
         tokens: of the pass, those of others included.
-        rooms: of the tables; None for as much as there is.
+        limits: what the tables have room for; None for as much as there is.
 
     Attributes:
-        fits: whether it all fits the rooms.
+        fits: whether it all fits the limits.
     """
 
-    def __init__(self, group: Group, parts: list[ChunkRow], tokens: int, rooms: Rooms | None):
-        self.count = tokens if rooms is None else rooms.tokens
+    def __init__(self, group: Group, parts: list[ChunkRow], tokens: int, limits: TableCapacity | None):
+        self.count = tokens if limits is None else limits.tokens
         self.group, self.stores, self.parts = group, group.stores, parts
         self.base = self.group.registry.base(self.stores[0].device)
         laid = [lay_out(part.sequence, part.group.page_size) for part in self.parts]
         # Sequences begin at multiples of 8 tokens.
         begins = np.cumsum([0, *(-(-part.tokens // 8) * 8 for part in laid)])
-        self.capacity = int(begins[-1]) if rooms is None else rooms.capacity
+        self.capacity = int(begins[-1]) if limits is None else limits.workspace_tokens
         self.fits = int(begins[-1]) <= self.capacity
         keys, values = (self._pages(laid, begins, side) for side in range(2))
         lines = {
@@ -153,16 +153,16 @@ class GroupWriter:
             "copies": self._copies(laid, begins),
             "tiles": self._tiles(laid, begins),
         }
-        if rooms is not None:
-            lines = {name: self._padded(name, line, rooms) for name, line in lines.items()}
+        if limits is not None:
+            lines = {name: self._padded(name, line, limits) for name, line in lines.items()}
         self.shapes = {name: line.shape for name, line in lines.items()}
         # Each begins at a multiple of 16 bytes, on which kernels are specialized.
         self.flat = np.concatenate([np.resize(line, _even(line.size)) for line in lines.values()])
 
-    def _padded(self, name: str, line: np.ndarray, rooms: Rooms) -> np.ndarray:
+    def _padded(self, name: str, line: np.ndarray, limits: TableCapacity) -> np.ndarray:
         """A table with entries that do nothing up to its room."""
         axis = 1 if name in ("buffers", "keys", "values") else 0
-        room = {"buffers": rooms.sequences, "copies": rooms.copies, "tiles": rooms.tiles}.get(name, rooms.pages)
+        room = {"buffers": limits.sequences, "copies": limits.copies, "tiles": limits.tiles}.get(name, limits.pages)
         if name in ("tokens", "shared"):
             return line
         self.fits &= line.shape[axis] <= room
@@ -197,7 +197,9 @@ class GroupWriter:
             )
         return tables
 
-    def _pages(self, laid: list[_Laid], begins: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _pages(
+        self, laid: list[_WorkspaceLayout], begins: np.ndarray, side: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of one side's pages of all sequences: numbers, places, and positions of their first tokens."""
         numbers: list[int] = []
         places, positions = [], []
@@ -262,7 +264,7 @@ class GroupWriter:
         table[:, 0], table[:, 1], table[:, 3] = places * dim, self.capacity * dim, PAGE_SIZE
         return table
 
-    def _copies(self, laid: list[_Laid], begins: np.ndarray) -> np.ndarray:
+    def _copies(self, laid: list[_WorkspaceLayout], begins: np.ndarray) -> np.ndarray:
         found = [np.zeros((0, COPY), np.int64)]
         for number, (part, begin) in enumerate(zip(laid, begins, strict=False)):
             for stretch in part.copies:
@@ -274,7 +276,7 @@ class GroupWriter:
                 found.append(table)
         return np.concatenate(found)
 
-    def _tiles(self, laid: list[_Laid], begins: np.ndarray) -> np.ndarray:
+    def _tiles(self, laid: list[_WorkspaceLayout], begins: np.ndarray) -> np.ndarray:
         found = []
         for own, part, begin in zip(self.parts, laid, begins, strict=False):
             start = np.arange(0, own.count, TILE_QUERIES)

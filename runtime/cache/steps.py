@@ -13,7 +13,7 @@ from kvconvert.kernels import ragged
 from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.runtime.cache.compress import compress, read_flags, seal
-from kvconvert.runtime.cache.forward_pass import Chunk, ForwardPass
+from kvconvert.runtime.cache.forward_pass import ForwardPass, PassTokens
 from kvconvert.runtime.cache.group_tables import FEWEST_ENTRIES, GroupTables
 from kvconvert.runtime.cache.pool import UNIT
 from kvconvert.runtime.cache.sequence import Sequence
@@ -162,7 +162,7 @@ def entries_needed(sequences: tuple[Sequence, ...]) -> int:
 
 
 # All new tokens are real, and layers bring their own mask functions.
-_STEP = Chunk(torch.zeros(1, dtype=torch.int64))
+_STEP = PassTokens(torch.zeros(1, dtype=torch.int64))
 
 
 class PlannedStep:
@@ -174,7 +174,8 @@ class PlannedStep:
 
     Args:
         groups: of all the cache's layers; `runs_steps` accepts each.
-        roomy: whether the division of its work gets the most room, see `GroupTables`; may be changed before it runs.
+        max_capacity: whether the division of its work gets the most room, see `GroupTables`; may be changed before it
+            runs.
 
     Attributes:
         continues: whether it is like the step before it, so that nothing is planned: every occupied row has got one
@@ -186,15 +187,15 @@ class PlannedStep:
         NumericError: an open prompt holds numbers that cannot be stored.
     """
 
-    def __init__(self, groups: list[Group], roomy: bool = False):
-        self.groups, self.roomy = groups, roomy
+    def __init__(self, groups: list[Group], max_capacity: bool = False):
+        self.groups, self.max_capacity = groups, max_capacity
         self._before: list[tuple[tuple[Sequence, ...], ForwardPass | None, int]] = []
         self.continues = all(_continues(group) for group in groups)
         if self.continues:
             self.tables = [group.tables for group in groups]
             for group, tables in zip(groups, self.tables, strict=True):
                 group.logical += 1
-                group.waiting += 1
+                group.unapplied_tokens += 1
                 tables.advance()
             return
         for group in groups:
@@ -226,12 +227,12 @@ class PlannedStep:
     @contextmanager
     def _room_for_work(self) -> Iterator[None]:
         for tables in self.tables:
-            tables.roomy = self.roomy
+            tables.max_capacity = self.max_capacity
         try:
             yield
         finally:
             for tables in self.tables:
-                tables.roomy = False
+                tables.max_capacity = False
 
     @contextmanager
     def launches(self) -> Iterator[None]:

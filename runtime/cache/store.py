@@ -17,7 +17,7 @@ from kvconvert.kernels.select import select_tokens
 from kvconvert.kernels.spans import Span, quantize_span
 from kvconvert.methods import KVScheme
 from kvconvert.runtime.cache.buffer import CPU_GROWTH, GPU_GROWTH, TokenBuffer
-from kvconvert.runtime.cache.forward_pass import Chunk, ForwardPass
+from kvconvert.runtime.cache.forward_pass import ForwardPass, PassTokens
 from kvconvert.runtime.cache.groups import LayerGroup
 from kvconvert.runtime.cache.pool import PageStorage
 from kvconvert.runtime.cache.prompts import Evict, SealSpan
@@ -117,7 +117,7 @@ class LayerStore:
     @property
     def sequences(self) -> tuple[Sequence, ...]:
         """The group's sequences, as of this layer's latest step."""
-        if self.group.waiting:
+        if self.group.unapplied_tokens:
             return self.group.sequences
         return self._sequences
 
@@ -407,7 +407,7 @@ class LayerStore:
             lines.append([*line, sequence.sink_tokens, *skips, sequence.residual])
         return torch.tensor(lines, dtype=torch.int64).to(self.device, non_blocking=True)
 
-    def stored_mask(self, chunk: Chunk, queries: slice = slice(None)) -> torch.Tensor | None:
+    def stored_mask(self, chunk: PassTokens, queries: slice = slice(None)) -> torch.Tensor | None:
         """Which stored tokens these queries of a forward pass attend to; None where each attends to all.
 
         Returns:

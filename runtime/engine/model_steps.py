@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvconvert.errors import CacheError, UnsupportedModelError, UsageError
-from kvconvert.kernels.launches import make_ready, noted
+from kvconvert.kernels.launches import make_ready, record_specializations
 from kvconvert.kernels.linear import keep_values
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.models import CACHE
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def rehearse_engine(model: PreTrainedModel) -> None:
-    """`rehearse`, and what an Engine launches beyond; within `noted`."""
+    """`rehearse`, and what an Engine launches beyond; within `record_specializations`."""
     rehearse(model)
     with shortened(model):
         try:
@@ -172,7 +172,7 @@ class ModelSteps:
         """
         if self.device.type != "cuda":
             return
-        with noted() as launches:
+        with record_specializations() as launches:
             rehearse_engine(self.model)
         make_ready(launches, self.device)
         captured = self.model.captured
@@ -214,7 +214,7 @@ class ModelSteps:
         # and free ones have none in full precision either.
         with_pages = tokens_with_pages([group.scheme for group in self.cache.groups])
         batch = ShortBatch.read(self.model, [min(with_pages, most)] * rows)
-        if batch is not None and not batch.pretends:
+        if batch is not None and not batch.takes_any_length:
             batch = None
         ones = [1] * rows
         prepare_steps(self.model, ones, 1, batch=batch)
@@ -256,7 +256,7 @@ class ModelSteps:
                 self._read_prompts(chunk, count)
 
     def rehearse(self) -> None:
-        """Run passes of every kind over the empty cache, which it has to itself; within `noted`."""
+        """Run passes of every kind over the empty cache, which it has to itself; within `record_specializations`."""
         none = torch.zeros(self.rows, dtype=torch.int64, device=self.device)
         most = self.max_positions or sum(REHEARSED_CHUNKS) + 1
         for decodes in (False, True):

@@ -11,7 +11,7 @@ import torch
 
 from kvconvert.errors import UsageError
 from kvconvert.kernels.device import gpu, imagined, unsupported
-from kvconvert.kernels.launches import cache_directory, compile_launches, noted
+from kvconvert.kernels.launches import cache_directory, compile_launches, record_specializations
 from kvconvert.runtime.engine.model_steps import rehearse_engine
 from kvconvert.runtime.hf.fuse import fuse
 from kvconvert.runtime.hf.load import load
@@ -64,7 +64,7 @@ def warm(bundle: str | Path, *, jobs: int | None = None, revision: str | None = 
     here = gpu(device)
     with shortened(model):
         fuse(model)
-    with noted() as launches, imagined(here):
+    with record_specializations() as launches, imagined(here):
         if hasattr(model, "new_kv_cache"):
             rehearse_engine(model)
         else:

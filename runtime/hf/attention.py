@@ -15,7 +15,7 @@ from kvconvert.kernels.decode import ResidualTokens, paged_attention
 from kvconvert.kernels.pages import LayerFormat, PageFormat
 from kvconvert.runtime.cache.attend import commit, store_and_attend
 from kvconvert.runtime.cache.compress import end_forward
-from kvconvert.runtime.cache.forward_pass import Chunk
+from kvconvert.runtime.cache.forward_pass import PassTokens
 from kvconvert.runtime.cache.latent import attend_latents
 from kvconvert.runtime.cache.reconstruct import score_and_attend
 from kvconvert.runtime.cache.store import LayerStore
@@ -168,7 +168,7 @@ def _over_latents(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: MaskHandle,
-    chunk: Chunk,
+    chunk: PassTokens,
     scaling: float,
 ) -> torch.Tensor:
     """Latent attention [B, T, Hq, E]: of a prompt as the model computes it, later of stored latents."""

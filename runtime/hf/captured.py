@@ -173,7 +173,7 @@ class CapturedSteps:
         positions = arguments.get("position_ids")
         if positions is None:
             positions = cache.get_seq_length() + torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        planned = PlannedStep(cache.groups, roomy=self._most_room)
+        planned = PlannedStep(cache.groups, max_capacity=self._most_room)
         try:
             if skips_launches():
                 output = self._launch(planned, cache, ids, positions)
@@ -199,10 +199,10 @@ class CapturedSteps:
     def _recorded(self, planned: PlannedStep, batch: tuple[Hashable, ...]) -> Recording | None:
         """What was recorded for a step; if nothing was, for steps with any work, and this one gets as much room."""
         found = self._recordings.get((*batch, planned.key()))
-        if found is None and not (planned.roomy or self._prepares):
-            planned.roomy = True
+        if found is None and not (planned.max_capacity or self._prepares):
+            planned.max_capacity = True
             found = self._recordings.get((*batch, planned.key()))
-            planned.roomy = found is not None
+            planned.max_capacity = found is not None
         return found
 
     def _record(self, planned: PlannedStep, cache: KVCache, ids: torch.Tensor, positions: torch.Tensor) -> ModelOutput:
@@ -328,7 +328,7 @@ def prepare_steps(
         growing: how many rows, the first ones, get longer; None for all.
         most_room: record with room for any work. Such a recording serves, less fast, all steps of the batch that none
             was made for.
-        batch: that has been read already, if `ShortBatch.pretends` takes such rows; None for one of its own.
+        batch: that has been read already, if `ShortBatch.takes_any_length` takes such rows; None for one of its own.
 
     Returns:
         how many graphs were recorded.
@@ -348,7 +348,7 @@ def prepare_steps(
         some = torch.zeros(len(tokens), 1, dtype=torch.int64, device=model.device)
         for length in lengths:
             grown = [n + (length - begin) * (growing is None or row < growing) for row, n in enumerate(tokens)]
-            batch.claim(grown, length)
+            batch.set_lengths(grown, length)
             if not captured.serves({CACHE: batch.cache, "input_ids": some}):
                 break
             if batch.work(most_room) not in batch.recorded:
@@ -357,7 +357,7 @@ def prepare_steps(
                     model(input_ids=some, position_ids=some + min(length, last), **{CACHE: batch.cache})
                 finally:
                     captured._prepares = captured._most_room = False
-                batch.claim(grown, length)
+                batch.set_lengths(grown, length)
                 batch.recorded.update({batch.work(most_room)} - {None})
             bar.update()
     return captured.recorded - before
@@ -381,19 +381,19 @@ class ShortBatch:
 
     @classmethod
     def read(cls, model: Any, tokens: Sequence_[int]) -> ShortBatch | None:
-        """Read prompts of so many tokens, but of at most a page beyond all windows; None where none can pretend."""
+        """Read prompts of these lengths, but of at most a page beyond all windows; None where lengths cannot be set."""
         cache = model.new_kv_cache()
         return None if cache.reconstructs else cls(cache, tokens, _read_short_prompt(model, cache, tokens), set())
 
     @property
-    def pretends(self) -> bool:
-        """Whether rows with pages may claim to have none: where no prompt is compressed as a whole."""
+    def takes_any_length(self) -> bool:
+        """Whether rows with pages may be given lengths without any: where no prompt is compressed as a whole."""
         return all(group.policy.flushes and not group.policy.selects for group, *_ in self.before)
 
-    def claim(self, tokens: list[int], longest: int) -> None:
-        """Let rows claim to have as many pages as so many tokens fill, or to be free, at position `longest`."""
+    def set_lengths(self, tokens: list[int], longest: int) -> None:
+        """Give rows as many pages as these numbers of tokens fill, or none, at position `longest`, for a dummy run."""
         for group, sequences, logical in self.before:
-            _pretend(group, sequences, logical, tokens, longest)
+            _set_dummy_lengths(group, sequences, logical, tokens, longest)
 
     def work(self, most_room: bool) -> Hashable:
         """What the recording of the next step depends on; None as long as no step has asked how its work is divided."""
@@ -424,7 +424,9 @@ def _read_short_prompt(model: Any, cache: Any, tokens: Sequence_[int]) -> list[t
     return [(group, group.sequences, group.logical) for group in cache.groups]
 
 
-def _pretend(group: Group, before: tuple[Sequence, ...], logical: int, tokens: list[int], longest: int) -> None:
+def _set_dummy_lengths(
+    group: Group, before: tuple[Sequence, ...], logical: int, tokens: list[int], longest: int
+) -> None:
     """Let sequences, which stood like this at position `logical`, claim to have as many pages as so many tokens fill.
 
     Their residual windows stay as they are, so that they may claim to have up to a page of tokens more.
@@ -453,7 +455,7 @@ def _pretend(group: Group, before: tuple[Sequence, ...], logical: int, tokens: l
         pretended = replace(moved, keys=sides[0], values=sides[1], positions=positions)
         # Only what a sliding window leaves.
         found.append(group.without_outsiders(row, pretended, [], []))
-    group.waiting = 0
+    group.unapplied_tokens = 0
     group.sequences = tuple(found)
     for store in group.stores:
         store.sequences = group.sequences

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationConfig, GenerationMode
 
 from kvconvert.errors import CacheError, UnsupportedModelError, UsageError
-from kvconvert.kernels.launches import make_ready, noted
+from kvconvert.kernels.launches import make_ready, record_specializations
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme
 from kvconvert.models import CACHE, CACHE_NAMES
@@ -125,7 +125,7 @@ class BundleModel:
         longest = min(longest, prompt + PREPARED_TOKENS)
         if not self.captured.has_kernels:
             self.captured.has_kernels = True
-            with noted() as launches:
+            with record_specializations() as launches:
                 rehearse(self)
             make_ready(launches, self.device)
         key = (rows, *((n // PAGE_SIZE).bit_length() for n in (prompt, longest)))

@@ -16,7 +16,7 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from kvconvert.errors import CacheError
-from kvconvert.runtime.cache.forward_pass import Chunk
+from kvconvert.runtime.cache.forward_pass import PassTokens
 from kvconvert.runtime.cache.store import LayerStore
 
 
@@ -141,7 +141,7 @@ class MaskHandle(torch.Tensor):
         """Query positions, int64 [T]."""
         return self.as_subclass(torch.Tensor)[0, 0, :, 0]
 
-    def chunk(self, device: torch.device, length: int, rows: int = 1) -> Chunk:
+    def chunk(self, device: torch.device, length: int, rows: int = 1) -> PassTokens:
         """The tokens of this forward pass, with positions on `device`; one object for all layers that share the mask.
 
         Each sequence has `rows` rows.
@@ -157,7 +157,7 @@ class MaskHandle(torch.Tensor):
             padding_mask, mask_function = self.arguments["attention_mask"], self.arguments["mask_function"]
             padding_mask = None if padding_mask is None else padding_mask.to(device).repeat_interleave(rows, 0)
             causal = mask_function is causal_mask_function
-            self.cached[key] = Chunk(positions.to(device), padding_mask, None if causal else mask_function)
+            self.cached[key] = PassTokens(positions.to(device), padding_mask, None if causal else mask_function)
         return self.cached[key]
 
     def materialise(self, allow_causal_skip: bool) -> torch.Tensor | None:

@@ -25,9 +25,9 @@ from kvconvert.errors import CacheError
 from kvconvert.kernels.pages import LayerFormat
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.runtime.cache.attend import attend, store_and_attend
-from kvconvert.runtime.cache.forward_pass import Chunk
+from kvconvert.runtime.cache.forward_pass import PassTokens
 from kvconvert.runtime.cache.prompt_pass import PlannedChunk, PromptPass, unplanned
-from kvconvert.runtime.cache.prompt_tables import Rooms
+from kvconvert.runtime.cache.prompt_tables import TableCapacity
 from kvconvert.runtime.cache.steps import PlannedStep, can_plan_steps
 from kvconvert.runtime.hf.handles import KeyHandle, MaskHandle
 from kvconvert.runtime.hf.layer import PagedLayer
@@ -86,7 +86,7 @@ class PaddedBatch:
             and on the host.
     """
 
-    chunk: Chunk
+    chunk: PassTokens
     places: Tensor
     places_on_host: Tensor
 
@@ -293,7 +293,7 @@ class PackedCache(Cache):
             try:
                 if segment is self._rows:
                     if can_plan_steps(segment.cache.groups):
-                        self._step = PlannedStep(segment.cache.groups, roomy=tokens is not None)
+                        self._step = PlannedStep(segment.cache.groups, max_capacity=tokens is not None)
                     continue
                 if not segment.cache.allocate_beside():
                     continue
@@ -308,7 +308,7 @@ class PackedCache(Cache):
                 self.fail(segment, error)
         if prompts is not None and prompts.chunks:
             complete = all(s.error is None and (s.chunk or (s is self._rows and self._step)) for s in self.segments)
-            rooms = Rooms.of(tokens) if complete and tokens is not None else None
+            rooms = TableCapacity.of(tokens) if complete and tokens is not None else None
             self.prompts, fits = prompts, prompts.write(rooms)
             if fits:
                 self.key = rooms, None if self._step is None else self._step.key()
@@ -353,7 +353,7 @@ def _alike(one: Any, other: Any) -> bool:
     return one is other or one == other
 
 
-def _chunk(mask: MaskHandle, segment: Segment, start: int, device: torch.device) -> Chunk:
+def _chunk(mask: MaskHandle, segment: Segment, start: int, device: torch.device) -> PassTokens:
     """A segment's new tokens, from position `start` on; one object for all layers that share the mask."""
     key = (segment, str(device))
     if key not in mask.cached:
@@ -361,5 +361,5 @@ def _chunk(mask: MaskHandle, segment: Segment, start: int, device: torch.device)
         positions, real = torch.arange(start, start + segment.length, device=device), None
         if segment.padded:
             real = segment.padded.chunk.real
-        mask.cached[key] = Chunk(positions, real, None if function is causal_mask_function else function)
+        mask.cached[key] = PassTokens(positions, real, None if function is causal_mask_function else function)
     return mask.cached[key]

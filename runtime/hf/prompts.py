@@ -21,7 +21,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.launches import skips_launches
 from kvconvert.models import CACHE
-from kvconvert.runtime.cache.forward_pass import Chunk
+from kvconvert.runtime.cache.forward_pass import PassTokens
 from kvconvert.runtime.cache.group_tables import upload
 from kvconvert.runtime.cache.prompt_pass import MOST_TOKENS, PromptPass, unplanned
 from kvconvert.runtime.hf.cache import KVCache
@@ -233,7 +233,7 @@ def _without_padding(cache: KVCache, mask: Tensor, start: int, length: int) -> P
     Raises:
         CacheError: the mask differs for stored positions.
     """
-    chunk, places = Chunk(torch.arange(start, start + length, device=mask.device), mask), []
+    chunk, places = PassTokens(torch.arange(start, start + length, device=mask.device), mask), []
     for group in cache.groups:
         chunk.check_past(group.real, start, group.name)
     for row, sequence in enumerate(cache.groups[0].sequences):

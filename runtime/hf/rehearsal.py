@@ -1,4 +1,4 @@
-"""What a bundle's model may launch, found by its own dispatch: passes of all kinds, whose launches are noted, not made.
+"""What a bundle's model may launch, found by its own dispatch: all kinds of passes, recorded and not launched.
 
 What kernels would compute is missing, so that all numbers are meaningless; what is stored where, and which kernel is
 chosen for it, does not depend on them.
@@ -32,7 +32,7 @@ PACKED = (300, 2, 3, 5, 9, 16, 17, 257)
 
 @torch.no_grad()
 def rehearse(model: Any) -> None:
-    """Run what `generate` may of a bundle's model, on a GPU or on a CPU that passes for one; within `noted`."""
+    """Run what `generate` may run of a bundle's model, within `record_specializations`."""
     with shortened(model):
         rehearse_products(model)
         # As long prompts are read, and what cannot be packed.
@@ -158,7 +158,7 @@ def packed_linears(model: Any) -> list[QuantizedLinear]:
 
 @torch.no_grad()
 def rehearse_products(model: Any) -> None:
-    """Run every product of each shape of packed weights that the model has, by number of rows; within `noted`."""
+    """Run every product of each shape of packed weights, by number of rows, within `record_specializations`."""
     shapes: dict[Any, tuple[PackedWeight, torch.Tensor | None]] = {}
     for module in packed_linears(model):
         if module.unsupported(model.device, model.dtype) is not None:

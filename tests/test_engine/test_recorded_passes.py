@@ -8,7 +8,7 @@ import torch
 from tiny.models import tiny_model
 
 from kvconvert.methods import KVScheme
-from kvconvert.runtime.cache.prompt_tables import Rooms
+from kvconvert.runtime.cache.prompt_tables import TableCapacity
 from kvconvert.runtime.engine.model_steps import ModelSteps
 from kvconvert.runtime.hf.captured_passes import SIZES, CapturedPasses
 from kvconvert.runtime.hf.generation import adopt
@@ -44,7 +44,7 @@ class Pass:
     """A planned pass, as a `PackedCache` describes it."""
 
     def __init__(self, size):
-        self.key = Rooms.of(size), None
+        self.key = TableCapacity.of(size), None
 
     def are_stored(self, tokens):
         return torch.ones(len(tokens), dtype=torch.bool)

@@ -89,7 +89,9 @@ def variants(capability: int) -> Iterator[Variant]:
     yield variant("counted", counted_kernel, words, counted, codes=32, most_per_code=POPULATION_COUNTS / 2)
     if capability in (89, 90):
         matrices = {"left": "*fp16", "right": "*fp16", "target": "*fp32", "count": "i32"}
-        yield variant("roomy", roomy_kernel, matrices, {"SIZE": 128}, num_warps=8, num_stages=3, tensor_cores=True)
+        yield variant(
+            "max_capacity", roomy_kernel, matrices, {"SIZE": 128}, num_warps=8, num_stages=3, tensor_cores=True
+        )
     if capability == 90:
         floats = {"source": "*fp32", "target": "*fp32"}
         yield variant("spilling", spilling_kernel, floats, {"SIZE": 4096}, max_registers=64)

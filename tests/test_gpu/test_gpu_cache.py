@@ -13,7 +13,7 @@ from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache.attend import attend, commit
 from kvconvert.runtime.cache.compress import end_forward
-from kvconvert.runtime.cache.forward_pass import Chunk, ModalityMask
+from kvconvert.runtime.cache.forward_pass import ModalityMask, PassTokens
 
 CONFIG = LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
 CONFIG.image_token_id = 1
@@ -57,7 +57,7 @@ def test_attention_over_the_cache_is_the_reference_paths(device, monkeypatch, na
             layer.store.group.modality_mask = ModalityMask(torch.arange(2 * tokens).view(2, tokens) % 9 > 4)
         layer.update(keys, values)
         columns = torch.arange(start, start + tokens, device=keys.device)
-        chunk = Chunk(columns, PADDING[:, : start + tokens].to(keys.device), mask_function)
+        chunk = PassTokens(columns, PADDING[:, : start + tokens].to(keys.device), mask_function)
         commit(layer.store, chunk)
         output = attend(layer.store, queries, chunk, 0.2)
         end_forward(layer.store)

@@ -19,7 +19,7 @@ from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache.attend import commit
 from kvconvert.runtime.cache.compress import end_forward
-from kvconvert.runtime.cache.forward_pass import Chunk
+from kvconvert.runtime.cache.forward_pass import PassTokens
 
 SMALL = {"heads": 1, "half_quantized_pages": (0, 0, 0), "residual": (3, 0, 5)}
 HALF, BRAIN = torch.float16, torch.bfloat16
@@ -144,7 +144,7 @@ def test_one_flush_takes_each_layers_own_constant_part_away(device):
                         layer.update(*new)
                         real = torch.ones(2, start + n, dtype=torch.bool, device=where)
                         real[1, :9] = False
-                        commit(layer.store, Chunk(torch.arange(start, start + n, device=where), real))
+                        commit(layer.store, PassTokens(torch.arange(start, start + n, device=where), real))
                         end_forward(layer.store)
             caches.append(cache)
     finally:

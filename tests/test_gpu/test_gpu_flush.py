@@ -11,7 +11,7 @@ from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache import compress
 from kvconvert.runtime.cache.attend import attend, commit
 from kvconvert.runtime.cache.compress import end_forward
-from kvconvert.runtime.cache.forward_pass import Chunk
+from kvconvert.runtime.cache.forward_pass import PassTokens
 
 CONFIG = LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=32)
 OSCAR = KVScheme(token_norm="joint", sink_tokens=3, key_recent_tokens=9, value_recent_tokens=9)
@@ -36,7 +36,7 @@ def fed(
         keys, values = (torch.randn(rows, 2, n, 32, generator=generator).to(where, dtype) for _ in range(2))
         layer.update(keys, values)
         mask = None if real is None else real[:, : start + n].to(where)
-        commit(layer.store, Chunk(torch.arange(start, start + n, device=where), mask, None))
+        commit(layer.store, PassTokens(torch.arange(start, start + n, device=where), mask, None))
         end_forward(layer.store)
         let_flags_arrive(where)
     return cache
@@ -97,7 +97,7 @@ def test_what_cannot_be_stored_is_named_and_the_cache_refuses_to_go_on(device):
     keys, values = torch.randn(2, 2, 10, 32).to(device), torch.randn(2, 2, 10, 32).to(device)
     values[1, 1, 0, 5] = float("inf")
     layer.update(keys.bfloat16(), values.bfloat16())
-    commit(layer.store, Chunk(torch.arange(127, 137, device=device), None, None))
+    commit(layer.store, PassTokens(torch.arange(127, 137, device=device), None, None))
     end_forward(layer.store)
     let_flags_arrive(device)
     with pytest.raises(NumericError, match="Layer 0, KV head 1: the cache cannot store"):
@@ -118,7 +118,7 @@ def test_a_fallback_names_the_layer_whose_numbers_cannot_be_stored(device):
             keys = torch.randn(1, 2, n, 12, device=device)
             keys[0, 1, -1, 3] = float("inf") if index and n == 1 else 1.0
             layer.update(keys, torch.randn(1, 2, n, 12, device=device))
-            commit(layer.store, Chunk(torch.arange(start, start + n, device=device)))
+            commit(layer.store, PassTokens(torch.arange(start, start + n, device=device)))
             if index and n == 1:
                 with pytest.raises(NumericError, match=r"^Layer 1, KV head 1: the cache cannot store"):
                     end_forward(layer.store)
@@ -158,7 +158,7 @@ def test_tokens_of_all_rows_are_stored_and_queries_rotated_in_one_launch(device,
             new = [torch.randn(3, heads, n, 32, generator=generator).bfloat16().to(device) for heads in (2, 2, 2)]
             layer.update(*new[:2])
             columns = torch.arange(start, start + n, device=device)
-            chunk = Chunk(columns, real[:, : start + n].to(device), None)
+            chunk = PassTokens(columns, real[:, : start + n].to(device), None)
             rotated = commit(layer.store, chunk, new[2] if one_launch else None)
             assert (rotated is not None) == (one_launch and n == 1)
             queries = new[2] if rotated is None else rotated

@@ -5,7 +5,7 @@ import torch
 from tiny.models import ARCHITECTURES, GREEDY, random_ids
 
 from kvconvert import KVCache
-from kvconvert.kernels.launches import noted
+from kvconvert.kernels.launches import record_specializations
 from kvconvert.methods import KVScheme
 from kvconvert.runtime.hf.generation import adopt
 from kvconvert.runtime.hf.rehearsal import rehearse
@@ -75,9 +75,9 @@ def test_generate_launches_what_was_rehearsed(device):
     model = ARCHITECTURES["deepseek_v3"].build("kvconvert", first_k_dense_replace=2).requires_grad_(False)
     model = model.to(device, torch.bfloat16)
     adopt(model, [KVScheme.preset("latent-2bit")] * 2, {})
-    with noted() as listed:
+    with record_specializations() as listed:
         rehearse(model)
-    with noted(makes=True) as launched:
+    with record_specializations(makes=True) as launched:
         model.generate(random_ids(2, 140).to(device), max_new_tokens=3, **GREEDY)
     assert any(launch.name == "latent_decode_kernel" for launch in launched)
     assert not [launch for launch in launched if launch not in listed]

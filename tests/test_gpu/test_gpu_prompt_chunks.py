@@ -11,7 +11,7 @@ from kvconvert.kernels import decode
 from kvconvert.kernels import device as dispatch
 from kvconvert.kernels.chunked_prefill import FEWEST_QUERIES
 from kvconvert.runtime.cache.chunked_prefill import AttentionCall, ChunkedPrefill
-from kvconvert.runtime.cache.forward_pass import Chunk
+from kvconvert.runtime.cache.forward_pass import PassTokens
 
 HALF = torch.float16
 FULL = pytest.mark.full
@@ -108,7 +108,7 @@ def test_what_is_not_served_has_a_reason_and_is_counted(
     monkeypatch.setattr(dispatch, "fallbacks", type(dispatch.fallbacks)())
     store, positions = layer.store, torch.arange(400, 460, device=device)
     store.fallbacks = 0
-    chunk = Chunk(positions, None, mask_function)
+    chunk = PassTokens(positions, None, mask_function)
     queries = torch.zeros(3, 4, 60, 32, dtype=HALF, device=device)
     history = ChunkedPrefill(AttentionCall(store, chunk, 0.2), row)
     for few in (1, 32):

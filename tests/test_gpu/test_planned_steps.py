@@ -14,7 +14,7 @@ from kvconvert.models import CACHE, CACHE_NAMES
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache import compress
 from kvconvert.runtime.cache.steps import PlannedStep, can_plan_steps
-from kvconvert.runtime.hf.captured import _pretend, _read_short_prompt
+from kvconvert.runtime.hf.captured import _read_short_prompt, _set_dummy_lengths
 
 SHAPE = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 SCHEMES = {
@@ -140,7 +140,7 @@ def test_a_short_cache_that_pretends_leads_to_the_recording_of_a_long_one(device
     found = []
     for cache, pretends in ((long, False), (short, True)):
         if pretends:
-            _pretend(*states[0], tokens, 1000)
+            _set_dummy_lengths(*states[0], tokens, 1000)
         step = PlannedStep(cache.groups)
         step.tables[0].asked.update((7, 64))
         found.append((step.key(), [plan.segments for plan in step.tables[0].plans]))

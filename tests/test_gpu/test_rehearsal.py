@@ -6,7 +6,7 @@ from engine_models import llama_8b, packed_model
 from tiny.models import GREEDY, random_ids
 
 from kvconvert.kernels.device import GPU, imagined
-from kvconvert.kernels.launches import noted
+from kvconvert.kernels.launches import record_specializations
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import Engine, Sampling
 from kvconvert.runtime.cache.steps import PlannedStep
@@ -36,10 +36,10 @@ OTHERS = [pytest.param(name, marks=pytest.mark.full) for name in ("kivi", "kitty
 def test_an_engine_launches_what_was_rehearsed(device, scheme):
     model = small_model(scheme, device)
     engine = Engine(model, max_batch=3, prompt_chunk=128, max_batch_tokens=256)
-    with noted() as listed:
+    with record_specializations() as listed:
         rehearse_engine(model)
     hot = Sampling(temperature=1.0, top_p=0.9, seed=3)
-    with noted(makes=True) as launched:
+    with record_specializations(makes=True) as launched:
         for number, length in enumerate((1, 130, 2)):
             sampling = Sampling() if number % 2 else hot
             engine.add(random_ids(1, length, seed=length) % 64, max_new_tokens=2, sampling=sampling, stop_token_ids=[])
@@ -55,14 +55,14 @@ def test_an_engine_launches_what_was_rehearsed(device, scheme):
 @pytest.mark.parametrize("scheme", ["oscar-g128", "kivi", "kitty", "calibquant-2bit", "minikv"])
 def test_generate_launches_what_was_rehearsed(device, scheme):
     model = small_model(scheme, device)
-    with noted() as listed:
+    with record_specializations() as listed:
         rehearse(model)
     ids, before = 1 + random_ids(2, 40).to(device) % 63, model.prompts.packed
     left = torch.ones_like(ids)
     left[0, :7] = 0
     middle = torch.ones_like(ids)
     middle[0, 7] = 0
-    with noted(makes=True) as launched:
+    with record_specializations(makes=True) as launched:
         for mask in (None, left, middle):
             model.generate(ids, attention_mask=mask, max_new_tokens=2, **GREEDY)
     assert model.prompts.packed - before >= 2 * (scheme != "minikv")
@@ -74,7 +74,7 @@ def test_a_scheme_that_reads_prompts_again_is_rehearsed(device):
     share = {"heavy_ratio": 0.5, "recent_ratio": 0.02, "selection": "reconstruction"}
     scheme = KVScheme(key_group_size=128, value_group_size=32, **share)
     model = packed_model(llama_8b(**SHAPE, **HEADS), [scheme], device)
-    with noted() as listed:
+    with record_specializations() as listed:
         rehearse(model)
     assert len(listed) > 10
     assert not model.prompts.packed
@@ -103,10 +103,10 @@ def test_while_an_engine_serves_no_kernel_is_compiled_or_read_and_no_step_record
     engine = Engine(model, kv_memory=1 << 27, max_batch=20, prompt_chunk=256)
     recorded, asked = model.captured.recorded, []
     knobs.compilation.listener = lambda **what: asked.append(what["metadata"]["name"])
-    with noted() as listed:
+    with record_specializations() as listed:
         rehearse_engine(model)
     try:
-        with noted(makes=True) as launched:
+        with record_specializations(makes=True) as launched:
             serve(engine)
     finally:
         knobs.compilation.listener = None
@@ -131,7 +131,7 @@ def test_steps_are_recorded_for_all_lengths_before_the_first_request(monkeypatch
 
     monkeypatch.setattr(CapturedSteps, "_launch", noting)
     monkeypatch.setattr(model_steps, "FEW_ROWS", 4)
-    with torch.no_grad(), imagined(GPU((9, 0), 132)), noted():
+    with torch.no_grad(), imagined(GPU((9, 0), 132)), record_specializations():
         model = small_model(scheme, torch.device("cpu"))
         engine = Engine(model, kv_memory=1 << 26, max_batch=8, prompt_chunk=256)
         model.captured.registry.least_entries.update({4: 2048, 8: 2048})
@@ -149,9 +149,9 @@ def test_an_engine_of_many_rows_launches_what_was_rehearsed_with_few(scheme):
     model = small_model(scheme, torch.device("cpu"), num_attention_heads=16, num_key_value_heads=8)
     fuse(model)
     with torch.no_grad(), imagined(GPU((9, 0), 132)):
-        with noted() as listed:
+        with record_specializations() as listed:
             rehearse_engine(model)
-        with noted() as launched:
+        with record_specializations() as launched:
             steps = model_steps.ModelSteps(model, 64, 1 << 22)
             for width in steps._widths:
                 steps._prepare_steps(width, steps.pages * 128, steps.pages * 128)
@@ -161,7 +161,7 @@ def test_an_engine_of_many_rows_launches_what_was_rehearsed_with_few(scheme):
 
 
 def test_a_step_that_nothing_fits_takes_what_was_recorded_with_the_most_room():
-    with torch.no_grad(), imagined(GPU((9, 0), 132)), noted():
+    with torch.no_grad(), imagined(GPU((9, 0), 132)), record_specializations():
         model = small_model("oscar-g128", torch.device("cpu"))
         cache, one = model.new_kv_cache(), torch.zeros(1, 1, dtype=torch.int64)
         model(torch.zeros(1, 300, dtype=torch.int64), past_key_values=cache)
@@ -169,13 +169,13 @@ def test_a_step_that_nothing_fits_takes_what_was_recorded_with_the_most_room():
         planned, captured = PlannedStep(cache.groups), model.captured
         own = planned.key()
         assert captured._recorded(planned, ()) is None
-        assert not planned.roomy
-        planned.roomy = True
+        assert not planned.max_capacity
+        planned.max_capacity = True
         captured._recordings[(planned.key(),)] = "any work"
-        planned.roomy = False
+        planned.max_capacity = False
         assert captured._recorded(planned, ()) == "any work"
-        assert planned.roomy
-        planned.roomy = False
+        assert planned.max_capacity
+        planned.max_capacity = False
         captured._recordings[(own,)] = "this work"
         assert captured._recorded(planned, ()) == "this work"
-        assert not planned.roomy
+        assert not planned.max_capacity

@@ -10,7 +10,7 @@ import torch
 from kvconvert.errors import UsageError
 from kvconvert.kernels import device
 from kvconvert.kernels.device import GPU, imagined
-from kvconvert.kernels.launches import Pointer, noted
+from kvconvert.kernels.launches import Pointer, record_specializations
 from kvconvert.kernels.linear import QuantizedLinear
 from kvconvert.runtime.engine.warm import warm
 
@@ -26,7 +26,7 @@ def run(script, cache, *arguments):
 
 def test_launches_are_noted_once_for_all_arguments_that_are_compiled_alike():
     linear = QuantizedLinear(256, 512)
-    with imagined(GPU((9, 0), 132)), noted() as launches:
+    with imagined(GPU((9, 0), 132)), record_specializations() as launches:
         for rows in range(1, 40):
             linear(torch.empty(rows, 256, dtype=torch.bfloat16))
     shapes = [dict(launch.arguments)["ROWS"] for launch in launches]
@@ -34,14 +34,14 @@ def test_launches_are_noted_once_for_all_arguments_that_are_compiled_alike():
     for launch in launches:
         assert dict(launch.arguments)["x"] == Pointer(torch.bfloat16, aligned=True)
         assert dict(launch.options)["num_warps"] == dict(launch.arguments)["WARPS"]
-    with imagined(GPU((9, 0), 1)), noted() as others:
+    with imagined(GPU((9, 0), 1)), record_specializations() as others:
         linear(torch.empty(1, 256, dtype=torch.bfloat16))
     assert not others.keys() & launches.keys()  # a GPU of one multiprocessor takes two tiles a program
 
 
 def test_a_cpu_that_passes_for_no_gpu_launches_nothing():
     linear = QuantizedLinear(256, 512)
-    with noted() as launches:
+    with record_specializations() as launches:
         linear(torch.empty(1, 256))
     assert not launches
 
@@ -50,11 +50,11 @@ COMPILE = """
 import torch, triton
 from kvconvert.kernels.device import GPU, imagined
 from kvconvert.kernels.elementwise import Gate, gated
-from kvconvert.kernels.launches import compile_launches, noted
+from kvconvert.kernels.launches import compile_launches, record_specializations
 from kvconvert.kernels.launches.triton import compiled
 from kvconvert.kernels.launches.triton_processes import _Target
 x = torch.empty(3, 64, dtype=torch.bfloat16)
-with imagined(GPU((9, 0), 132)), noted() as launches:
+with imagined(GPU((9, 0), 132)), record_specializations() as launches:
     gated(x, x, Gate("silu"))
     gated(x.half(), x.half(), Gate("silu"))
 print(compile_launches(launches, 90, jobs=2), compile_launches(launches, 90))
@@ -75,12 +75,12 @@ def test_noted_launches_are_compiled_by_other_processes_and_found_in_the_cache(t
 LAUNCH = """
 import functools, torch, triton
 from kvconvert.kernels.device import GPU, imagined
-from kvconvert.kernels.launches import noted
+from kvconvert.kernels.launches import record_specializations
 from kvconvert.kernels.launches.triton import compiled
 from kvconvert.kernels.launches.triton_processes import _Target
 from kvconvert.kernels.linear import QuantizedLinear
 linear, x = QuantizedLinear(256, 512), torch.empty(3, 256, dtype=torch.bfloat16)
-with imagined(GPU((9, 0), 132)), noted() as launches:
+with imagined(GPU((9, 0), 132)), record_specializations() as launches:
     linear(x)
 triton.runtime.driver.set_active(_Target(90))
 for launch in launches:
@@ -97,7 +97,7 @@ print(*asked)
 
 
 def test_a_kernel_that_was_made_ready_is_not_looked_for_when_it_is_launched(tmp_path):
-    assert run(LAUNCH, tmp_path) == ["few_rows_kernel"]  # for float16, which was not noted
+    assert run(LAUNCH, tmp_path) == ["few_rows_kernel"]  # for float16, which was not recorded
 
 
 KEYS = """

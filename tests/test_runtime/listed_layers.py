@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
-from kvconvert.runtime.cache.forward_pass import Chunk
+from kvconvert.runtime.cache.forward_pass import PassTokens
 from kvconvert.runtime.cache.groups import LayerGroup
 from kvconvert.runtime.cache.prompts import SealSpan
 from kvconvert.runtime.cache.sequence import Sequence
@@ -119,7 +119,7 @@ class Cache:
         latest = group.begin(tokens)
         columns = torch.arange(group.logical)
         mask = torch.stack([columns >= padding for padding in self.padding])
-        group.append(latest, Chunk(columns[latest.start :], mask))
+        group.append(latest, PassTokens(columns[latest.start :], mask))
         self.layer.append(latest)
         group.attended = group.logical
         self.layer.execute(group.plan_compression(seal=False))

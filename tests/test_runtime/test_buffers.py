@@ -11,7 +11,7 @@ from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache.attend import commit
 from kvconvert.runtime.cache.buffer import CPU_GROWTH, GPU_GROWTH, BufferGrowth, TokenBuffer, remove_tokens
-from kvconvert.runtime.cache.forward_pass import Chunk
+from kvconvert.runtime.cache.forward_pass import PassTokens
 
 SCHEME = KVScheme(sink_tokens=4, key_recent_tokens=8, value_recent_tokens=8)
 
@@ -96,7 +96,7 @@ def test_rows_get_room_for_their_real_tokens_only_and_count_them_at_once():
     store.allocate(keys, values)
     store.park(keys, values)
     real = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0]])
-    commit(store, Chunk(torch.arange(6), real))
+    commit(store, PassTokens(torch.arange(6), real))
     assert [tuple(destination) for destination in store.forward_pass.destinations] == [
         (0, [(2, 4)], 0, 0),
         (1, [(0, 2), (3, 2)], 0, 0),

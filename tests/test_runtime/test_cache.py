@@ -12,7 +12,7 @@ from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache.attend import commit
 from kvconvert.runtime.cache.compress import end_forward
-from kvconvert.runtime.cache.forward_pass import Chunk
+from kvconvert.runtime.cache.forward_pass import PassTokens
 
 OSCAR = KVScheme(rotate_keys="hadamard", rotate_values="online", token_norm="joint")
 REFERENCE_SHAPE = LlamaConfig(
@@ -29,7 +29,7 @@ def feed(
         start = layer.store.logical
         keys, values = (torch.randn(batch, heads, tokens, dim, generator=generator).to(dtype) for _ in range(2))
         layer.update(keys, values)
-        commit(layer.store, Chunk(torch.arange(start, start + tokens)))
+        commit(layer.store, PassTokens(torch.arange(start, start + tokens)))
         end_forward(layer.store)
 
 
@@ -192,7 +192,7 @@ def test_numbers_that_cannot_be_stored_name_layer_and_head(value, what, part):
         if index == 1:
             (keys if part == "keys" else values)[0, 1, 40, 3] = value
         layer.update(keys, values)
-        commit(layer.store, Chunk(torch.arange(128)))
+        commit(layer.store, PassTokens(torch.arange(128)))
         if index == 0:
             end_forward(layer.store)
         else:
@@ -207,7 +207,7 @@ def test_a_token_of_zeros_comes_back_as_zeros():
     keys[:, :, 17] = 0
     for each in cache.layers:
         each.update(keys, values)
-        commit(each.store, Chunk(torch.arange(128)))
+        commit(each.store, PassTokens(torch.arange(128)))
         end_forward(each.store)
     pages = layer.store.key_pages.read(layer.store.sequences[0].keys.pages)
     assert pages.norm[0, 0, 17] == 0

@@ -13,7 +13,7 @@ from kvconvert.runtime.cache import steps
 from kvconvert.runtime.cache.attend import attend, commit
 from kvconvert.runtime.cache.buffer import CPU_GROWTH, GPU_GROWTH
 from kvconvert.runtime.cache.compress import end_forward
-from kvconvert.runtime.cache.forward_pass import Chunk
+from kvconvert.runtime.cache.forward_pass import PassTokens
 from kvconvert.runtime.cache.group_tables import GroupTables
 from kvconvert.runtime.cache.steps import PlannedStep
 
@@ -63,7 +63,7 @@ class Stepped:
             layer.store.growth = self.growth
             keys, values = tokens_at(row + 1, length)
             layer.update(keys, values)
-            chunk = Chunk(torch.arange(length))
+            chunk = PassTokens(torch.arange(length))
             commit(layer.store, chunk)
             attend(layer.store, keys, chunk, 0.25)
             end_forward(layer.store)
@@ -228,7 +228,7 @@ def test_a_step_that_cannot_be_planned_for_all_groups_is_planned_for_none(monkey
     keys, values = tokens_at(0, 30)
     for layer in cache.layers:
         layer.update(keys, values)
-        chunk = Chunk(torch.arange(30))
+        chunk = PassTokens(torch.arange(30))
         commit(layer.store, chunk)
         attend(layer.store, keys, chunk, 0.25)
         end_forward(layer.store)

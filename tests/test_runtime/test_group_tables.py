@@ -18,7 +18,7 @@ from kvconvert.runtime.cache import group_tables as tables_module
 from kvconvert.runtime.cache.attend import attend, commit
 from kvconvert.runtime.cache.buffer import GPU_GROWTH
 from kvconvert.runtime.cache.compress import end_forward
-from kvconvert.runtime.cache.forward_pass import Chunk, ModalityMask
+from kvconvert.runtime.cache.forward_pass import ModalityMask, PassTokens
 from kvconvert.runtime.cache.group_tables import GroupTables
 from kvconvert.runtime.cache.steps import entries_needed
 from kvconvert.runtime.cache.store import LayerStore
@@ -44,7 +44,7 @@ def window(batch, head, query, key):
 
 def advance(
     layer, tokens: int, mask_function=None, padding: torch.Tensor = PADDING
-) -> tuple[torch.Tensor, torch.Tensor, Chunk]:
+) -> tuple[torch.Tensor, torch.Tensor, PassTokens]:
     """Store random tokens and attend with random queries, as a model would; queries, output and chunk."""
     generator = torch.Generator().manual_seed(layer.store.logical)
     rows = len(layer.store.rows) or 3
@@ -53,7 +53,7 @@ def advance(
     if layer.store.scheme.modality != "all":
         layer.store.group.modality_mask = ModalityMask(torch.rand(rows, tokens, generator=generator) > 0.4)
     layer.update(keys, values)
-    chunk = Chunk(torch.arange(start, start + tokens), padding[:rows, : start + tokens], mask_function)
+    chunk = PassTokens(torch.arange(start, start + tokens), padding[:rows, : start + tokens], mask_function)
     commit(layer.store, chunk)
     queries = torch.randn(rows, 4, tokens, 16, generator=generator)
     # A fresh prompt goes through torch's own attention, which wants one dtype; few float32 queries measure exactly.

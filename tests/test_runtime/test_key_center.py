@@ -22,7 +22,7 @@ from kvconvert.methods import KVScheme
 from kvconvert.runtime import Engine, KVCache
 from kvconvert.runtime.cache.attend import attend, commit
 from kvconvert.runtime.cache.compress import end_forward
-from kvconvert.runtime.cache.forward_pass import Chunk
+from kvconvert.runtime.cache.forward_pass import PassTokens
 from kvconvert.runtime.hf.generation import adopt
 
 CPU = torch.device("cpu")
@@ -134,7 +134,7 @@ def test_keys_that_are_nearly_constant_before_rope_keep_their_differences():
         store.allocate(tokens, values)
         for part in (slice(0, 299), slice(299, 300)):
             store.park(tokens[:, :, part], values[:, :, part])
-            chunk = Chunk(torch.arange(300)[part])
+            chunk = PassTokens(torch.arange(300)[part])
             commit(store, chunk)
             found = attend(store, queries[:, :, part], chunk, 0.02)
             end_forward(store)

@@ -11,13 +11,13 @@ import torch
 from kvconvert.cache.format import CacheFormat, with_plan
 from kvconvert.kernels.attention.reference import attention_reference
 from kvconvert.kernels.device import interpreted
-from kvconvert.kernels.launches import noted
+from kvconvert.kernels.launches import record_specializations
 from kvconvert.kernels.pages import dequantize_keys, dequantize_values, page_centers, quantize_keys, quantize_values
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.methods import KVScheme
 from kvconvert.vllm.attention import LayerStep, quantize_pending
 from kvconvert.vllm.blocks import BlockLayout
-from kvconvert.vllm.layer import AlikeLayers, LayerBlocks, LayerCache, alike
+from kvconvert.vllm.layer import LayerBatch, LayerBlocks, LayerCache, alike
 from kvconvert.vllm.prompts import Flash, PackedPrompts, Packing, divide_prompts
 from kvconvert.vllm.rehearsal import rehearse
 from kvconvert.vllm.step import StepPlan, plan_step
@@ -76,7 +76,7 @@ class Layer:
         totals = [stored.shape[1] + new for stored, new in zip(self.keys, lengths, strict=True)]
         plan = plan_step(self.layout, starts, totals, self.table)
         with interpreted() if self.kernels and self.device.type == "cpu" else nullcontext():
-            quantize_pending([AlikeLayers([self.blocks])], plan)
+            quantize_pending([LayerBatch([self.blocks])], plan)
             if self.tables is not None:
                 decodes = plan.decodes
                 self.tables.write(self.table, [r.row for r in decodes], [r.tokens for r in decodes])
@@ -223,7 +223,7 @@ def test_layers_in_one_allocation_are_quantized_together_as_each_alone(name):
     assert all(plan.pending)
     quantize_pending(groups, plan)
     for layer, other in zip(together, alone, strict=True):
-        quantize_pending([AlikeLayers([other.blocks])], plan)
+        quantize_pending([LayerBatch([other.blocks])], plan)
         torch.testing.assert_close(layer.blocks.words, other.blocks.words, rtol=0, atol=0)
 
 
@@ -244,9 +244,9 @@ FULL = pytest.mark.full
 def test_kernels_with_tables_in_fixed_places_do_the_same(name):
     torch.manual_seed(0)
     layer = Layer(SCHEMES[name], kernels=True)
-    with interpreted(), noted() as rehearsed:
+    with interpreted(), record_specializations() as rehearsed:
         rehearse([layer.blocks], [HEADS * GROUP], layer.tables, layer.packing)
-    with noted(makes=True) as launched:
+    with record_specializations(makes=True) as launched:
         # Products of two 16-bit parts of each float32 number.
         for lengths in [[127, 0, 0], [1, 40, 0], [1, 1, 1], [130, 0, 129], [1, 1, 1]]:
             assert layer.run(lengths) < 1e-3, lengths
@@ -258,9 +258,9 @@ def test_one_request_at_a_time_launches_what_was_rehearsed():
     torch.manual_seed(0)
     layer = Layer(SCHEMES["value window"], kernels=True)
     layer.tables = DecodeTables([layer.blocks], 1, 6)
-    with interpreted(), noted() as rehearsed:
+    with interpreted(), record_specializations() as rehearsed:
         rehearse([layer.blocks], [HEADS * GROUP], layer.tables, layer.packing)
-    with noted(makes=True) as launched:
+    with record_specializations(makes=True) as launched:
         for lengths in [[255, 0, 0], [1, 0, 0], [1, 0, 0], [130, 0, 0], [1, 0, 0]]:
             assert layer.run(lengths) < 1e-3, lengths
     assert not launched.keys() - rehearsed.keys()

@@ -14,7 +14,7 @@ from kvconvert.runtime.cache import attend as attending
 from kvconvert.runtime.cache.attend import commit
 from kvconvert.runtime.cache.chunked_prefill import ChunkedPrefill
 from kvconvert.runtime.cache.compress import end_forward, seal
-from kvconvert.runtime.cache.forward_pass import Chunk
+from kvconvert.runtime.cache.forward_pass import PassTokens
 
 CONFIG = LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
 SCHEMES = {
@@ -66,7 +66,7 @@ def outputs(
         seal(layer.store.group)
         layer.update(*new[:2])
         padding = PADDING[:rows, : start + length].to(device)
-        chunk = Chunk(torch.arange(start, start + length, device=device), padding, mask_function)
+        chunk = PassTokens(torch.arange(start, start + length, device=device), padding, mask_function)
         commit(layer.store, chunk)
         output = attending.attend(layer.store, new[2], chunk, 0.2, softcap, sink_logits)
         end_forward(layer.store)

@@ -127,10 +127,10 @@ def attention_constants(
     """Compile-time arguments of `ragged_attention_kernel`, and options of its launch."""
     size, value_size = format.keys.head_dim, format.values.head_dim
     largest = max(head_tile_of(size), head_tile_of(value_size))
-    roomy = (9, 0) <= device_capability < (12, 0)
+    max_capacity = (9, 0) <= device_capability < (12, 0)
     constants = {
         "QUERY_ROWS": TILE_QUERIES,
-        "KEY_ROWS": 64 if largest <= 128 or roomy else 32,
+        "KEY_ROWS": 64 if largest <= 128 or max_capacity else 32,
         "HEAD_SIZE": size,
         "HEAD_TILE": head_tile_of(size),
         "VALUE_SIZE": value_size,
