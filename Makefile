@@ -1,5 +1,7 @@
 # make quickstart   convert the reference model and show the result
 # make test         run the test suite (what CI runs)
+# make test-readme  run README's commands and Python lines with the newest packages that pip finds (part of make test)
+# make test-lowest  the same and the tests of the runtime, with the lowest versions that pyproject.toml allows
 # make test-full    run the slow groups too, then sweep the kernels (an hour)
 # make test-vllm    run the vLLM plugin's tests, with vLLM's build for CPUs in an environment of its own
 # make baselines    measure the figures of the slow tests anew and write tests/baselines (a quarter of an hour)
@@ -21,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(CURDIR)/build/pycache
 endif
 
-.PHONY: quickstart test test-full test-vllm baselines quickstart-page docs real-model lint types clean
+.PHONY: quickstart test test-readme test-lowest test-full test-vllm baselines quickstart-page docs real-model lint types clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/python examples/quickstart.py
@@ -32,8 +34,30 @@ quickstart-page: $(VENV)/ready
 # Where there is no GPU, Triton's interpreter stands in for one; it has to be chosen before Triton is imported.
 INTERPRET = TRITON_INTERPRET=$$($(BIN)/python -c "import torch; print(int(not torch.cuda.is_available()))")
 
-test: $(VENV)/ready
+test: $(VENV)/ready test-readme
 	$(INTERPRET) OMP_NUM_THREADS=1 $(BIN)/pytest -m "not full" -n 2 --dist loadfile
+
+# What users get: README's install, without constraints. build/lib would put files that are gone into the package.
+README_LINES = tests/test_documents_run.py -k "lines_of_a_page and README.md-False"
+
+test-readme:
+	rm -rf build/readme build/lib
+	$(PYTHON) -m venv build/readme
+	build/readme/bin/pip install --quiet --no-compile torch
+	build/readme/bin/pip install --quiet --no-compile . pytest
+	OMP_NUM_THREADS=2 build/readme/bin/pytest -m "" $(README_LINES)
+
+LOWEST = import re, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	print(*(re.sub(r">=([\w.]+)[^;]*", r"==\1", line) for line in project["dependencies"]), sep="\n")
+
+test-lowest:
+	rm -rf build/lowest build/lib
+	$(PYTHON) -m venv build/lowest
+	$(PYTHON) -c '$(LOWEST)' > build/lowest/constraints.txt
+	build/lowest/bin/pip install --quiet --no-compile --constraint build/lowest/constraints.txt torch
+	build/lowest/bin/pip install --quiet --no-compile --constraint build/lowest/constraints.txt . pytest
+	OMP_NUM_THREADS=2 build/lowest/bin/pytest -m "" $(README_LINES)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=2 build/lowest/bin/pytest -m "not full" tests/test_runtime tests/test_models/test_transformers_version.py
 
 test-full: $(VENV)/ready test
 	$(INTERPRET) OMP_NUM_THREADS=1 $(BIN)/pytest -m full -n 2 --ignore tests/test_gpu

@@ -14,7 +14,7 @@ from runner import checked
 from kvconvert.kernels.decode import PageTables, ResidualWindows
 from kvconvert.kernels.decode.plan import Segment, SequencePlan, plan_work
 from kvconvert.kernels.decode.triton.launch import decode_attention, programs_for
-from kvconvert.kernels.pages import PAGE_SIZE, KeyFormat, LayerFormat, ValueFormat, empty_keys, empty_values
+from kvconvert.kernels.pages import PAGE_SIZE, LayerFormat, PageFormat, new_pages
 from kvconvert.kernels.spans import SpanFormat
 
 HEADS, GROUP, DIM = 8, 4, 128
@@ -66,13 +66,15 @@ class Layer:
     def __init__(self, case: Case):
         static = case.span
         more = {"static": static, "scale_bits": case.scale_bits}
-        keys = KeyFormat(HEADS, DIM, PAGE_SIZE, case.bits, case.key_group, case.norm, boosted=case.boosted, **more)
-        values = ValueFormat(HEADS, DIM, PAGE_SIZE, case.bits, case.value_group, **more)
+        keys = PageFormat.keys(
+            HEADS, DIM, PAGE_SIZE, case.bits, case.key_group, case.norm, boosted=case.boosted, **more
+        )
+        values = PageFormat.values(HEADS, DIM, PAGE_SIZE, case.bits, case.value_group, **more)
         self.case, self.format = case, LayerFormat(keys, values)
         pages = (case.tokens - case.residual) // PAGE_SIZE if not case.span else case.tokens // PAGE_SIZE
         count = case.batch * pages
-        self.keys = empty_keys(count, keys, DTYPE, torch.device("cuda"))
-        self.values = empty_values(count, values, DTYPE, torch.device("cuda"))
+        self.keys = new_pages(count, keys, DTYPE, torch.device("cuda"))
+        self.values = new_pages(count, values, DTYPE, torch.device("cuda"))
         for tensors in (self.keys, self.values):
             for name, tensor in tensors.tensors():
                 fill(name, tensor)

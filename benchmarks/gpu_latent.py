@@ -24,12 +24,12 @@ from gpu_decode import fill
 from gpu_timing import beyond_cache, copy_bandwidth, graph_time
 from runner import machine, need_gpu, option_parser, save
 
+from kvconvert.kernels.chunked_prefill import PageReader, StoredPart
 from kvconvert.kernels.decode import PageTables, ResidualWindows
 from kvconvert.kernels.decode.plan import Segment, SequencePlan, plan_work
-from kvconvert.kernels.history import HistoryPart, PageReader
 from kvconvert.kernels.latent import latent_attention, latent_decode
 from kvconvert.kernels.latent.triton.launch import latent_shape, programs_for
-from kvconvert.kernels.pages import PAGE_SIZE, KeyFormat, LayerFormat, ValueFormat, empty_keys, empty_values
+from kvconvert.kernels.pages import PAGE_SIZE, LayerFormat, PageFormat, new_pages
 from kvconvert.tables import markdown_table as table
 
 RANK, ROPE, RESIDUAL = 512, 64, 100
@@ -56,14 +56,14 @@ class Layer:
     def __init__(self, case: Case):
         bits = case.bits
         self.format = LayerFormat(
-            KeyFormat(1, RANK, PAGE_SIZE, bits, PAGE_SIZE, by_token=bits < 16),
-            ValueFormat(1, ROPE, PAGE_SIZE, 16 if bits == 16 else 8, ROPE),
+            PageFormat.keys(1, RANK, PAGE_SIZE, bits, PAGE_SIZE, by_token=bits < 16),
+            PageFormat.values(1, ROPE, PAGE_SIZE, 16 if bits == 16 else 8, ROPE),
         )
         pages, device = (case.tokens - RESIDUAL) // PAGE_SIZE, torch.device("cuda")
         count = case.batch * pages
         sides = (
-            empty_keys(count, self.format.keys, DTYPE, device),
-            empty_values(count, self.format.values, DTYPE, device),
+            new_pages(count, self.format.keys, DTYPE, device),
+            new_pages(count, self.format.values, DTYPE, device),
         )
         for side in sides:
             for name, tensor in side.tensors():
@@ -107,7 +107,7 @@ class Layer:
             ]
             window = self.buffer[row].flatten().split([PAGE_SIZE * RANK, PAGE_SIZE * ROPE])
             exact = [part.view(1, PAGE_SIZE, -1)[:, :RESIDUAL] for part in window]
-            parts = HistoryPart(len(numbers) * PAGE_SIZE, *paged), HistoryPart(RESIDUAL, *exact)
+            parts = StoredPart(len(numbers) * PAGE_SIZE, *paged), StoredPart(RESIDUAL, *exact)
             latent_attention(*self.queries[row].unsqueeze(1).split([RANK, ROPE], -1), parts, SCALING)
 
 

@@ -17,10 +17,10 @@ from gpu_timing import attention_launches, beyond_cache, graph_time
 from runner import checked
 from torch import Tensor
 
-from kvconvert.kernels.decode.reference import attention_reference
+from kvconvert.kernels.attention.reference import attention_reference
 from kvconvert.kernels.prompt import prompt_attention
 from kvconvert.kernels.prompt.triton import launch as kernels
-from kvconvert.kernels.select import column_sums_reference, selective_attention
+from kvconvert.kernels.select import selective_attention
 
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -69,13 +69,10 @@ def check(device: torch.device) -> list[dict[str, Any]]:
             columns = torch.arange(tokens, device=device)
             own = columns[tokens - length :].unsqueeze(1)
             visible = (columns <= own) & (columns > own - (window or tokens))
+            exact = attention_reference(*tensors, visible, scaling, softcap, sinks)
             exact = {
-                "output": (output, attention_reference(*tensors, visible, scaling, softcap, sinks), TOLERANCE[dtype]),
-                "sums": (
-                    sums,
-                    column_sums_reference(*tensors[:2], visible, scaling, softcap, sinks),
-                    SUMS_TOLERANCE,
-                ),
+                "output": (output, exact.output, TOLERANCE[dtype]),
+                "sums": (sums, exact.mass, SUMS_TOLERANCE),
             }
             case = f"{heads}/{key_heads} heads of {size}/{value_size}, last {length} of {tokens} tokens"
             case += (

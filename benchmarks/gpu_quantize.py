@@ -23,15 +23,12 @@ from runner import checked
 
 from kvconvert.kernels.pages import (
     PAGE_SIZE,
-    KeyFormat,
-    KeyPages,
-    ValueFormat,
-    ValuePages,
+    PageFormat,
+    PageTensors,
     dequantize_keys,
     dequantize_values,
-    empty_keys,
-    empty_values,
     new_flag,
+    new_pages,
     quantize_keys,
     quantize_values,
 )
@@ -48,31 +45,34 @@ STEP_US, FLUSH_STEPS = 40.0, 128
 
 FORMATS = {
     "oscar": (
-        KeyFormat(HEADS, DIM, PAGE_SIZE, 2, 32, token_norm="joint"),
-        ValueFormat(HEADS, DIM, PAGE_SIZE, 2, 32),
+        PageFormat.keys(HEADS, DIM, PAGE_SIZE, 2, 32, token_norm="joint"),
+        PageFormat.values(HEADS, DIM, PAGE_SIZE, 2, 32),
     ),
     "oscar-g128": (
-        KeyFormat(HEADS, DIM, PAGE_SIZE, 2, 128, token_norm="joint"),
-        ValueFormat(HEADS, DIM, PAGE_SIZE, 2, 128),
+        PageFormat.keys(HEADS, DIM, PAGE_SIZE, 2, 128, token_norm="joint"),
+        PageFormat.values(HEADS, DIM, PAGE_SIZE, 2, 128),
     ),
     "kitty": (
-        KeyFormat(HEADS, DIM, PAGE_SIZE, 2, 128, boosted=DIM // 8),
-        ValueFormat(HEADS, DIM, PAGE_SIZE, 2, 128),
+        PageFormat.keys(HEADS, DIM, PAGE_SIZE, 2, 128, boosted=DIM // 8),
+        PageFormat.values(HEADS, DIM, PAGE_SIZE, 2, 128),
     ),
 }
 MORE_FORMATS = {
     "1 bit": (
-        KeyFormat(HEADS, DIM, PAGE_SIZE, 1, 128, "per_head", clip_ratio=0.5),
-        ValueFormat(HEADS, DIM, PAGE_SIZE, 1, 128),
+        PageFormat.keys(HEADS, DIM, PAGE_SIZE, 1, 128, "per_head", clip_ratio=0.5),
+        PageFormat.values(HEADS, DIM, PAGE_SIZE, 1, 128),
     ),
-    "4 bits": (KeyFormat(HEADS, DIM, PAGE_SIZE, 4, 16), ValueFormat(HEADS, DIM, PAGE_SIZE, 4, 16)),
-    "8 bits": (KeyFormat(HEADS, DIM, PAGE_SIZE, 8, 64), ValueFormat(HEADS, DIM, PAGE_SIZE, 8, 64)),
-    "head size 80": (KeyFormat(HEADS, 80, PAGE_SIZE, 2, 32, "joint"), ValueFormat(HEADS, 80, PAGE_SIZE, 2, 16)),
-    "head size 256": (KeyFormat(4, 256, PAGE_SIZE, 2, 32, "joint"), ValueFormat(4, 256, PAGE_SIZE, 2, 64)),
+    "4 bits": (PageFormat.keys(HEADS, DIM, PAGE_SIZE, 4, 16), PageFormat.values(HEADS, DIM, PAGE_SIZE, 4, 16)),
+    "8 bits": (PageFormat.keys(HEADS, DIM, PAGE_SIZE, 8, 64), PageFormat.values(HEADS, DIM, PAGE_SIZE, 8, 64)),
+    "head size 80": (
+        PageFormat.keys(HEADS, 80, PAGE_SIZE, 2, 32, "joint"),
+        PageFormat.values(HEADS, 80, PAGE_SIZE, 2, 16),
+    ),
+    "head size 256": (PageFormat.keys(4, 256, PAGE_SIZE, 2, 32, "joint"), PageFormat.values(4, 256, PAGE_SIZE, 2, 64)),
 }
 
 
-def _tokens(pages: int, f: KeyFormat | ValueFormat, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def _tokens(pages: int, f: PageFormat, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """Pages [N, H, P, D] as views of a prompt [H, N P, D], with channels and tokens of different size."""
     x = torch.randn(f.heads, pages * PAGE_SIZE, f.head_dim, device="cuda") * (1 + torch.rand(f.head_dim, device="cuda"))
     x = x * (0.5 + torch.rand(pages * PAGE_SIZE, 1, device="cuda"))
@@ -83,10 +83,9 @@ def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
-def _quantized(tokens: torch.Tensor, f: KeyFormat | ValueFormat) -> KeyPages | ValuePages:
+def _quantized(tokens: torch.Tensor, f: PageFormat) -> PageTensors:
     """Pages of tokens [N, H, P, D]."""
-    empty = empty_keys if isinstance(f, KeyFormat) else empty_values
-    pages = empty(len(tokens), f, tokens.dtype, tokens.device)
+    pages = new_pages(len(tokens), f, tokens.dtype, tokens.device)
     quantize_pages(list(tokens), [pages])
     return pages
 
@@ -127,7 +126,7 @@ def check(device: torch.device) -> list[dict[str, Any]]:
             error = _error(dequantize_values(found, g).cpu(), dequantize_values(expected, g))
             report("value_page_kernel", f"{name}, {dtype}", error, 1e-3)
     for name, (f, _) in FORMATS.items():
-        keys, matrices, pages = _tokens(2, f), _matrices(), empty_keys(2, f, torch.bfloat16, device)
+        keys, matrices, pages = _tokens(2, f), _matrices(), new_pages(2, f, torch.bfloat16, device)
         quantize_pages(list(keys), [pages], feedback=[matrices])
         expected = key_codes(quantize_keys(keys.cpu(), f, feedback=matrices.cpu()), f)
         # A sum of another order may decide between two codes, and then later ones of that token differ.
@@ -182,7 +181,7 @@ class DecodeStep:
 class Job:
     """Key and value pages of one layer, ready to be quantized in three launches."""
 
-    def __init__(self, f: KeyFormat, g: ValueFormat, pages: int, sequences: int = 1, feedback: bool = False):
+    def __init__(self, f: PageFormat, g: PageFormat, pages: int, sequences: int = 1, feedback: bool = False):
         per_sequence = pages // sequences
         self.f, self.g = f, g
         self.keys = [_tokens(per_sequence, f) for _ in range(sequences)]
@@ -191,8 +190,8 @@ class Job:
         # Of as many layers as there are sequences; launches know their addresses alone.
         self.matrices = [_matrices() for _ in range(sequences)] if feedback else None
         for tokens, records, matrices in (
-            (self.keys, empty_keys(pages, f, torch.bfloat16, cuda), self.matrices),
-            (self.values, empty_values(pages, g, torch.bfloat16, cuda), None),
+            (self.keys, new_pages(pages, f, torch.bfloat16, cuda), self.matrices),
+            (self.values, new_pages(pages, g, torch.bfloat16, cuda), None),
         ):
             each = [page for sequence in tokens for page in sequence]
             writes = page_writes(each, [records], matrices)

@@ -29,21 +29,19 @@ from gpu_timing import beyond_cache
 from page_writes import page_writes
 from runner import checked
 
+from kvconvert.kernels.attention.reference import attention_reference
 from kvconvert.kernels.decode import PageTables, ResidualWindows
 from kvconvert.kernels.decode.plan import Segment, SequencePlan, plan_work
-from kvconvert.kernels.decode.reference import attention_reference
 from kvconvert.kernels.decode.triton.launch import decode_attention, programs_for
 from kvconvert.kernels.linear.packed_layout import pack_weight
 from kvconvert.kernels.pages import (
     PAGE_SIZE,
-    KeyFormat,
     LayerFormat,
-    ValueFormat,
+    PageFormat,
     dequantize_keys,
     dequantize_values,
-    empty_keys,
-    empty_values,
     new_flag,
+    new_pages,
     quantize_keys,
     quantize_values,
 )
@@ -63,8 +61,8 @@ HEAD_START = 1 << 24
 class Scheme:
     """A preset's pages, rotation, sink tokens, and pages of values that stay in full precision behind those."""
 
-    keys: KeyFormat
-    values: ValueFormat
+    keys: PageFormat
+    values: PageFormat
     rotates: bool
     sink_tokens: int = 0
     held: int = 0
@@ -89,8 +87,8 @@ class SteppedLayer:
         self.pages = (tokens - scheme.sink_tokens) // PAGE_SIZE - scheme.held
         self.phases = [row * PAGE_SIZE // batch if staggered else 0 for row in range(batch)]
         self.stored = self.pages + scheme.held  # key pages of a row
-        self.key_pages = empty_keys(batch * self.stored, scheme.keys, DTYPE, device)
-        self.value_pages = empty_values(batch * self.pages, scheme.values, DTYPE, device)
+        self.key_pages = new_pages(batch * self.stored, scheme.keys, DTYPE, device)
+        self.value_pages = new_pages(batch * self.pages, scheme.values, DTYPE, device)
         for pages in (self.key_pages, self.value_pages):
             for name, tensor in pages.tensors():
                 fill(name, tensor)
@@ -250,7 +248,7 @@ def check(device: torch.device) -> list[dict[str, Any]]:
                 queries, output = layer.attend(step)
                 case, error = f"{name}, step {step}{', staggered' * staggered}", 0.0
                 for row in range(layer.batch):
-                    wanted = attention_reference(queries[row].cpu(), *_stored(layer, row, step), None, DIM**-0.5)
+                    wanted = attention_reference(queries[row].cpu(), *_stored(layer, row, step), None, DIM**-0.5).output
                     found = output[row].double().cpu()
                     error = max(error, float((found - wanted).abs().max() / wanted.square().mean().sqrt()))
                 rows.append(checked("decode step", case, error, 5e-2))

@@ -11,8 +11,8 @@ a prompt is stored. The model is random, of an 8B Llama's shape (4-bit weights i
 
 `at_once`: all requests come at once; without vLLM and on a GPU a second round is profiled: which share of the time some
 kernel runs. `small`: the same with --small-kv-gib. `poisson`: --rate requests a second with exponential gaps.
-`first_token`: single prompts of 128, 1,000 and 8,000 tokens to `generate`. A tenth of the requests comes before what is
-measured. Of the slowest passes it is said what else happened in them.
+`first_token`: single prompts to `generate`, each of another length up to 128, 1,000 and 8,000 tokens, then all again. A
+tenth of the requests comes before what is measured. Of the slowest passes it is said what else happened in them.
 
 With `--beside-vllm` (DIR may be "" if this Python imports vLLM) the cases, all of them by default, go to vLLM in bf16
 and then to the Engine, on the same GPU; --rate is then 70% of the requests per second that vLLM served all at once.
@@ -171,9 +171,9 @@ def vllm_cases(arguments: Any, config: Any, requests: list[dict[str, Any]], scal
         gaps = arrivals_at(arguments.rate, len(pairs), arguments.seed)
         report["poisson"] = summary(requests, gaps, *vllm.serve(pairs, gaps, SAMPLING))
     if "first_token" in arguments.cases:
-        for prompt in prompts_of(arguments.seed, scale, config.vocab_size):
-            times = [vllm.serve([(prompt, 1)], [0.0], {"temperature": 0.0})[1] for _ in range(1 + REPEATS)]
-            report[f"first_token_{len(prompt)}_ms"] = statistics.median(times[1:]) * 1e3
+        for length, prompts in prompts_of(arguments.seed, scale, config.vocab_size).items():
+            times = [vllm.serve([(prompt, 1)], [0.0], {"temperature": 0.0})[1] for prompt in prompts]
+            report[f"first_token_{length}_ms"] = statistics.median(times[1:]) * 1e3
     if "small" in arguments.cases:
         vllm.limit(int(vllm.blocks * arguments.small_kv_gib / arguments.kv_gib))
         report["small"] = summary(requests, at_once, *vllm.serve(pairs, at_once, SAMPLING))
@@ -181,16 +181,22 @@ def vllm_cases(arguments: Any, config: Any, requests: list[dict[str, Any]], scal
     return report
 
 
-def prompts_of(seed: int, scale: int, vocabulary: int) -> list[list[int]]:
-    """Prompts whose first tokens are timed."""
-    dice = random.Random(seed)
-    return [dice.choices(range(5, vocabulary), k=length // scale) for length in PROMPTS]
+def prompts_of(seed: int, scale: int, vocabulary: int) -> dict[int, list[list[int]]]:
+    """Prompts whose first tokens are timed, by the most tokens that they have; each has at least four fifths of that,
+    as the turns of a chat have other lengths every time.
+    """
+    dice, found = random.Random(seed), {}
+    for most in (length // scale for length in PROMPTS):
+        lengths = [dice.randint(most * 4 // 5, most) for _ in range(1 + REPEATS)]
+        found[most] = [dice.choices(range(5, vocabulary), k=length) for length in lengths]
+    return found
 
 
-def first_token_ms(model: PreTrainedModel, prompt: list[int]) -> float:
+def first_token_ms(model: PreTrainedModel, prompts: list[list[int]]) -> float:
     """Until `generate` returns the first token: the median after one that is not counted."""
-    ids, times = torch.tensor([prompt], device=model.device), []
-    for _ in range(1 + REPEATS):
+    times = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device=model.device)
         begin = time.perf_counter()
         model.generate(ids, max_new_tokens=1, do_sample=False).tolist()
         times.append(time.perf_counter() - begin)
@@ -295,8 +301,9 @@ def main() -> None:
         gc.unfreeze()
         gc.collect()
     if "first_token" in arguments.cases:
-        for prompt in prompts_of(arguments.seed, scale, config.vocab_size):
-            measured(f"first_token_{len(prompt)}_ms", first_token_ms(model, prompt))
+        for length, prompts in prompts_of(arguments.seed, scale, config.vocab_size).items():
+            measured(f"first_token_{length}_ms", first_token_ms(model, prompts))
+            measured(f"same_lengths_again_{length}_ms", first_token_ms(model, prompts))
     if "small" in arguments.cases:
         engine = engine_with(arguments.small_kv_gib)
         round_of(engine, at_once, every=10)

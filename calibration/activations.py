@@ -77,7 +77,7 @@ def same_arguments(one: Any, other: Any) -> bool:
         return one.shape == other.shape and torch.equal(one, other)
     if type(one) is not type(other):
         return False
-    if isinstance(one, dict):
+    if isinstance(one, Mapping):  # layers that share keys hand on one that is no dict
         return one.keys() == other.keys() and all(same_arguments(value, other[key]) for key, value in one.items())
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same_arguments, one, other))

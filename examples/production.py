@@ -30,9 +30,7 @@ def main(bundle: str, pinned: str | None = None) -> list[str]:
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # `load` has it pad on the left
     inputs = tokenizer(PROMPTS, return_tensors="pt", padding=True).to(model.device)
     cache = model.new_kv_cache(kv_memory=CACHE_BYTES)  # taken at once, never exceeded
-    ids = model.generate(
-        **inputs, past_key_values=cache, max_new_tokens=32, do_sample=False, pad_token_id=tokenizer.pad_token_id
-    )
+    ids = model.generate(**inputs, cache=cache, max_new_tokens=32, do_sample=False, pad_token_id=tokenizer.pad_token_id)
     print(cache.stats())
     return tokenizer.batch_decode(ids, skip_special_tokens=True)
 

@@ -26,7 +26,7 @@ def main(model: str, output: str, image: str, samples: int = 16) -> str:
         return_tensors="pt",
     ).to(loaded.dtype)
     cache = loaded.new_kv_cache()
-    ids = loaded.generate(**inputs, past_key_values=cache, max_new_tokens=32, do_sample=False)
+    ids = loaded.generate(**inputs, cache=cache, max_new_tokens=32, do_sample=False)
     print(cache.stats())
     return processor.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 

@@ -64,7 +64,7 @@ def quantize(
         dim: the quantized axis.
         clip_ratio: above 0 and at most 1; shrinks each group's (min, max) about its midpoint by this factor, values
             outside being clamped. A tensor [x.shape[0]], float64, has one for each entry of the first axis, unchecked.
-        scale_bits: of a scale, and of a zero point: 16, or 8, see `eight_bit_grid`.
+        scale_bits: width of a scale and of a zero point: 16, or 8, see `eight_bit_grid`.
 
     Returns:
         codes uint8 in the shape of `x`; scale and zero point fp16 in that shape with `dim` counting groups.
@@ -183,7 +183,7 @@ def dequantize(
         codes: uint8.
         scale, zero_point: fp16, the shape of `codes` with `dim` counting groups.
         group_size, dim: as given to `quantize`.
-        dtype: of the result; float16 saturates at its largest value instead of turning into infinity.
+        dtype: the result's; float16 saturates at its largest value instead of turning into infinity.
     """
     dim = dim % codes.ndim
     groups = _split(codes, group_size, dim).to(torch.float32)

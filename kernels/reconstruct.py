@@ -14,48 +14,10 @@ from __future__ import annotations
 import torch
 
 from kvconvert.kernels import device, prompt
+from kvconvert.kernels.attention.softmax import capped
 
 # At a time: what fits a processor's cache; few launches of a GPU.
 _BLOCK_SCORES = {"cpu": 1 << 21, "cuda": 1 << 27}
-
-
-def repeated_attention_reference(
-    queries: torch.Tensor,
-    repeated: tuple[torch.Tensor, torch.Tensor],
-    stored: tuple[torch.Tensor, torch.Tensor],
-    start: int,
-    part: int,
-    sink_tokens: int,
-    scaling: float,
-    softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of repeated tokens of one sequence, and the scores of the stored tokens that they repeat.
-
-    Args:
-        queries: [H, G, T, D], G query heads for each KV head.
-        repeated: keys [H, T, D] and values [H, T, E] of the repetition.
-        stored: keys [H, n, D] and values [H, n, E] of the prompt.
-        start: the token of the prompt that the first query repeats, no sink token; a part begins there.
-        part: tokens of a part, of which the last may have fewer.
-        sink_tokens: first tokens of the prompt that all queries attend to.
-        scaling, softcap: as in attention.
-
-    Returns:
-        float64 [H, G, T, E], and float64 [H, T]: the largest weight that each of the tokens start ... start + T - 1
-        receives from the queries of its part.
-    """
-    length, count = queries.shape[2], stored[0].shape[1]
-    keys, values = (torch.cat(both, 1).double().unsqueeze(1) for both in zip(stored, repeated, strict=True))
-    scores = queries.double() @ keys.transpose(2, 3) * scaling
-    if softcap:
-        scores = torch.tanh(scores / softcap) * softcap
-    query = torch.arange(length, device=queries.device)[:, None]
-    token = torch.arange(count, device=queries.device)[None, :] - start
-    same_part = (token >= 0) & (token < length) & (token // part == query // part)
-    again = (query.T // part == query // part) & (query >= query.T)
-    visible = torch.cat([same_part | (token < sink_tokens - start), again], 1)
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
-    return weights @ values, (weights[..., :count] * same_part).amax((1, 2))[:, start : start + length]
 
 
 def repeated_attention(
@@ -68,11 +30,22 @@ def repeated_attention(
     scaling: float,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`repeated_attention_reference` in the queries' dtype, all parts at a time in the Triton kernels for prompts, or
-    several by products of matrices with a softmax in float32.
+    """Attention of repeated tokens of one sequence, and the scores of the stored tokens that they repeat.
+
+    The Triton kernels for prompts take all parts at a time, products of matrices with a softmax in float32 several.
+
+    Args:
+        queries: [H, G, T, D], G query heads for each KV head.
+        repeated: keys [H, T, D] and values [H, T, E] of the repetition.
+        stored: keys [H, n, D] and values [H, n, E] of the prompt.
+        start: the token of the prompt that the first query repeats, no sink token; a part begins there.
+        part: tokens of a part, of which the last may have fewer.
+        sink_tokens: first tokens of the prompt that all queries attend to.
+        scaling, softcap: as in attention.
 
     Returns:
-        [H, G, T, E] in the queries' dtype, and float32 [H, T].
+        [H, G, T, E] in the queries' dtype, and float32 [H, T]: the largest weight that each of the tokens start ...
+        start + T - 1 receives from the queries of its part.
     """
     heads, group, length, dim = queries.shape
     reason = prompt.unsupported(queries[0], stored[0], stored[1], scaling)
@@ -133,7 +106,7 @@ def _by_products(
     mask[:, -size:] = torch.full_like(mask[:, -size:], float("-inf")).triu(1)
     mask = mask.repeat(asked.shape[1] // size, 1)
     if softcap:
-        scores = mask + torch.tanh(torch.bmm(asked, keys.transpose(1, 2)) * (scaling / softcap)) * softcap
+        scores = mask + capped(torch.bmm(asked, keys.transpose(1, 2)), scaling, softcap)
     else:
         scores = torch.baddbmm(mask, asked, keys.transpose(1, 2), alpha=scaling)
     weights = torch.softmax(scores, -1, dtype=torch.float32)

@@ -14,37 +14,6 @@ from kvconvert.kernels import device, prompt
 from kvconvert.kernels.prompt import BLOCK_SCORES, attention_and_log_sum_exp, is_fallback, weight_blocks
 
 
-def column_sums_reference(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    visible: torch.Tensor,
-    scaling: float,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The attention mass of each token: weights summed over queries and the query heads of its KV head.
-
-    MiniKV, section 3.2.
-
-    Args:
-        queries: [Hq, T, D]; keys: [H, n, D].
-        visible: bool [T, n].
-        scaling, softcap, sink_logits: as in attention.
-
-    Returns:
-        float64 [H, n].
-    """
-    heads = keys.shape[0]
-    scores = queries.double() @ keys.double().repeat_interleave(queries.shape[0] // heads, 0).transpose(1, 2) * scaling
-    if softcap:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~visible, float("-inf"))
-    if sink_logits is not None:
-        scores = torch.cat([scores, sink_logits.double().view(-1, 1, 1).expand(-1, scores.shape[1], 1)], -1)
-    weights = scores.softmax(-1).nan_to_num(0.0)[..., : keys.shape[1]]
-    return weights.unflatten(0, (heads, -1)).sum((1, 2))
-
-
 def select_tokens(scores: torch.Tensor, heavy: int, recent: int, sink_tokens: int = 0) -> torch.Tensor:
     """The tokens that each KV head keeps: int64 [H, kept], ascending.
 
@@ -97,9 +66,10 @@ def column_sums(
     window: int | None = None,
     log_sum_exp: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`column_sums_reference` in float32, block of queries by block of queries, so that memory is linear in n.
+    """The attention mass of each token (MiniKV, section 3.2), in float32.
 
-    On a GPU causal attention takes Triton kernels.
+    It is computed block of queries by block of queries, so that memory is linear in n; causal attention on a GPU takes
+    Triton kernels.
 
     Args:
         queries: [Hq, T, D]; keys: [H, n, D], the T queries belonging to the last T keys.

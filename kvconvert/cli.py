@@ -53,12 +53,7 @@ class _Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            try:
-                result = super().invoke(ctx)
-            except ImportError:
-                import kvconvert.models  # noqa: F401, says so if the names are those of another transformers
-
-                raise
+            result = super().invoke(ctx)
             # Output that waits in a buffer is part of the command, and so is its failure.
             sys.stdout.flush()
             return result
@@ -107,6 +102,8 @@ def cli(ctx: click.Context) -> None:
 
     Exit codes: 0 done, 1 failed, 2 wrong usage, 3 fidelity limit not met, 130 interrupted.
     """
+    if ctx.invoked_subcommand != "doctor":
+        import kvconvert.models  # noqa: F401, refuses a version of transformers that was not tried
     processes = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
     if processes > 1 and ctx.invoked_subcommand != "calibrate":
         if os.environ["RANK"] != "0":

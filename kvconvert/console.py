@@ -18,12 +18,14 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvconvert.data.images import read_image
 from kvconvert.errors import KvconvertError, UsageError
+from kvconvert.models import CACHE
 from kvconvert.models.chat import ChatPrompts
 from kvconvert.models.configuration import supports_images
 from kvconvert.models.processors import tokenizer_of
 from kvconvert.models.source import choose_device, compute_dtype
 from kvconvert.runtime import Sampling, load
 from kvconvert.runtime.engine.request import TextStream
+from kvconvert.runtime.hf.generation import BundleModel
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -185,6 +187,8 @@ class Console:
         else:
             self._begin()
             inputs = {"input_ids": self.tokenizer(prompt, return_tensors="pt").input_ids}
+        if isinstance(self.model, BundleModel):
+            self.model.prompts.prepares = False  # no other prompt follows
         self._generate(inputs, None)
 
     def _begin(self) -> list[dict[str, Any]]:
@@ -299,12 +303,12 @@ class Console:
                 ids,
                 **inputs | {"attention_mask": torch.ones_like(ids)},
                 generation_config=config,
-                past_key_values=cache,
+                **{CACHE: cache},
                 streamer=printer,
                 tokenizer=self.tokenizer,  # for the stop strings of a generation config
                 **({"stopping_criteria": [Stopped(printer)]} if self.choice.stop or interruptible else {}),
             )
-        return result.sequences.cpu(), result.past_key_values, printer.text
+        return result.sequences.cpu(), result[CACHE], printer.text
 
 
 @contextmanager

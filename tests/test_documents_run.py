@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from tiny.checkpoints import save_checkpoint
 
 from kvconvert.cli import cli
+from kvconvert.models import CACHE
 from kvconvert.recipes.recipe import Recipe, preset_names
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,14 +65,6 @@ def run(words):
     return result.stdout
 
 
-def namespace(folder):
-    """What the pages' Python examples take as given."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    return {"model": model, "inputs": tokenizer("Once upon a time", return_tensors="pt")}
-
-
 @pytest.mark.parametrize(
     ("page", "short"),
     [("README.md", True), *(pytest.param(page, False, marks=pytest.mark.full) for page in PAGES)],
@@ -92,12 +85,18 @@ def test_the_lines_of_a_page_run_in_their_order(page, short, tmp_path, monkeypat
         ran.append(words[1])
         run(words[1:] + (SHORTER.get(words[1], []) if short else []))
     assert {"calibrate", "export", "eval", "generate"} <= {*ran}
-    examples = blocks(page, "python")
+    examples = "".join(blocks(page, "python"))
     assert examples
-    for example in examples:
-        given = {} if "load(" in example else namespace(tmp_path / "MODEL")
-        short_example = re.sub(r"max_new_tokens=\d+", "max_new_tokens=4", example)
-        exec(compile(short_example, page, "exec"), given)
+    if short:
+        examples = re.sub(r"max_new_tokens=\d+", "max_new_tokens=4", examples)
+    capsys.readouterr()
+    given = {}
+    exec(compile(examples.replace("cache=cache", f"{CACHE}=cache"), page, "exec"), given)
+    if "KVCache" in examples:
+        stats = given["cache"].stats()
+        assert str(stats) in capsys.readouterr().out
+        assert stats.pages > 0
+        assert stats.bits_per_value < 8
 
 
 @pytest.mark.parametrize("page", DOCUMENTS)

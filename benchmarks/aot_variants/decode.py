@@ -27,7 +27,7 @@ from kvconvert.kernels.decode.triton.launch import (
 )
 from kvconvert.kernels.decode.triton.shape import DecodeShape, query_columns, query_rows
 from kvconvert.kernels.decode.triton.sums import combine_kernel
-from kvconvert.kernels.pages import PAGE_SIZE, KeyFormat, LayerFormat, ValueFormat
+from kvconvert.kernels.pages import PAGE_SIZE, LayerFormat, PageFormat
 from kvconvert.kernels.spans import SpanFormat
 from kvconvert.methods import KVScheme
 
@@ -93,7 +93,7 @@ class Pages:
         if self.span:
             span = SpanFormat(self.key_bits, self.value_bits)
             return Layer(self.name, _unused_pages(*head), details, span)
-        keys = KeyFormat(
+        keys = PageFormat.keys(
             HEADS,
             key_dim,
             PAGE_SIZE,
@@ -106,7 +106,7 @@ class Pages:
             scale_bits=self.scale_bits,
         )
         group = min(self.value_group or value_dim, value_dim)
-        values = ValueFormat(
+        values = PageFormat.values(
             HEADS, value_dim, PAGE_SIZE, self.value_bits, group, static=static, scale_bits=self.scale_bits
         )
         half_quantized = HALF_QUANTIZED.index(self.half_quantized)
@@ -124,8 +124,8 @@ def preset_layer(name: str, head: tuple[int, int]) -> Layer:
 
 def _unused_pages(key_dim: int, value_dim: int) -> LayerFormat:
     """Pages of a layer that stores spans: only its heads are looked at."""
-    keys = KeyFormat(HEADS, key_dim, PAGE_SIZE, 2, PAGE_SIZE)
-    return LayerFormat(keys, ValueFormat(HEADS, value_dim, PAGE_SIZE, 2, value_dim))
+    keys = PageFormat.keys(HEADS, key_dim, PAGE_SIZE, 2, PAGE_SIZE)
+    return LayerFormat(keys, PageFormat.values(HEADS, value_dim, PAGE_SIZE, 2, value_dim))
 
 
 # Thread instructions per code of the presets' usual variants, measured plus a tenth.

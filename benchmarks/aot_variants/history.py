@@ -7,15 +7,13 @@ from itertools import product
 from typing import Any
 
 from aot_variants.variant import DTYPES, Variant
-from kvconvert.kernels.history.triton import merge_constants, merge_kernel, merge_warps
-from kvconvert.kernels.pages import PAGE_SIZE, KeyFormat, ValueFormat
+from kvconvert.kernels.chunked_prefill.triton import merge_constants, merge_kernel, merge_warps
+from kvconvert.kernels.pages import PAGE_SIZE, PageFormat
 from kvconvert.kernels.pages.triton.dequantize import (
     copy_constants,
-    dequantize_keys_kernel,
-    dequantize_values_kernel,
-    key_constants,
+    dequantize_constants,
+    dequantize_kernel,
     read_pages_kernel,
-    value_constants,
     warps_for,
 )
 
@@ -27,10 +25,9 @@ def variants(capability: int) -> Iterator[Variant]:
             for placed in (False, True):
                 if f.bits == 16:
                     yield _variant("copy", read_pages_kernel, f, dtype, copy_constants(f), placed)
-                elif isinstance(f, KeyFormat):
-                    yield _variant("keys", dequantize_keys_kernel, f, dtype, key_constants(f), placed)
                 else:
-                    yield _variant("values", dequantize_values_kernel, f, dtype, value_constants(f), placed)
+                    name = "keys" if f.is_key else "values"
+                    yield _variant(name, dequantize_kernel, f, dtype, dequantize_constants(f), placed)
         if dtype == "fp32":
             continue
         # The first results are the dtype's, later sums float32; the last merge gives the dtype again.
@@ -47,30 +44,28 @@ def variants(capability: int) -> Iterator[Variant]:
             )
 
 
-def _formats(dim: int) -> Iterator[KeyFormat | ValueFormat]:
+def _formats(dim: int) -> Iterator[PageFormat]:
     for bits, group in product((1, 2, 3, 4, 8), (16, 32, 128)):
-        yield KeyFormat(8, dim, PAGE_SIZE, bits, group)
+        yield PageFormat.keys(8, dim, PAGE_SIZE, bits, group)
     for bits, group in product((1, 2, 3, 4, 8), sorted({g for g in (16, 32, 128) if dim % g == 0} | {dim})):
-        yield ValueFormat(8, dim, PAGE_SIZE, bits, group)
+        yield PageFormat.values(8, dim, PAGE_SIZE, bits, group)
     for norm, group in product(("joint", "per_head"), (32, 128)):
-        yield KeyFormat(8, dim, PAGE_SIZE, 2, group, norm)
+        yield PageFormat.keys(8, dim, PAGE_SIZE, 2, group, norm)
     for bits, part, fixed in product((1, 2), (8, 4), (False, True)):
-        yield KeyFormat(8, dim, PAGE_SIZE, bits, 128, boosted=dim // part, fixed_channels=fixed)
+        yield PageFormat.keys(8, dim, PAGE_SIZE, bits, 128, boosted=dim // part, fixed_channels=fixed)
     for bits in (1, 2, 3, 4, 8):
-        yield KeyFormat(8, dim, PAGE_SIZE, bits, PAGE_SIZE, static=True)
-        yield ValueFormat(8, dim, PAGE_SIZE, bits, dim, static=True)
+        yield PageFormat.keys(8, dim, PAGE_SIZE, bits, PAGE_SIZE, static=True)
+        yield PageFormat.values(8, dim, PAGE_SIZE, bits, dim, static=True)
     for bits in (1, 2, 3, 4):
-        yield KeyFormat(8, dim, PAGE_SIZE, bits, 128, scale_bits=8)
-        yield ValueFormat(8, dim, PAGE_SIZE, bits, dim, scale_bits=8)
-    yield KeyFormat(8, dim, PAGE_SIZE, 16, PAGE_SIZE)
+        yield PageFormat.keys(8, dim, PAGE_SIZE, bits, 128, scale_bits=8)
+        yield PageFormat.values(8, dim, PAGE_SIZE, bits, dim, scale_bits=8)
+    yield PageFormat.keys(8, dim, PAGE_SIZE, 16, PAGE_SIZE)
 
 
-def _variant(
-    kernel: str, function: Any, f: KeyFormat | ValueFormat, dtype: str, constants: dict[str, Any], placed: bool
-) -> Variant:
+def _variant(kernel: str, function: Any, f: PageFormat, dtype: str, constants: dict[str, Any], placed: bool) -> Variant:
     about = {"bits": f.bits, "group": f.group_size, "static": f.static, "placed": placed}
     about |= {"bytes": True} if f.scale_bits == 8 else {}
-    if isinstance(f, KeyFormat) and f.bits < 16:
+    if f.is_key and f.bits < 16:
         about |= {"norm": f.token_norm, "boosted": f.boosted * 100 // f.head_dim, "fixed": f.fixed_channels}
     return Variant.of(
         "-".join([kernel, dtype, str(f.head_dim), *(f"{name}_{value}" for name, value in about.items())]),

@@ -10,7 +10,7 @@ from aot_variants.pages import key_variant
 from aot_variants.variant import DTYPES, Variant
 from kvconvert.kernels.latent.triton.kernel import latent_decode_kernel
 from kvconvert.kernels.latent.triton.launch import MANY_HEADS, launch_options, shape_for
-from kvconvert.kernels.pages import PAGE_SIZE, KeyFormat, LayerFormat, ValueFormat
+from kvconvert.kernels.pages import PAGE_SIZE, LayerFormat, PageFormat
 
 USUAL = (512, 64)
 SHAPES = (USUAL, (256, 32), (320, 64), (128, 16), (48, 16))
@@ -31,14 +31,14 @@ def variants(capability: int) -> Iterator[Variant]:
                     yield latent_variant(DTYPES[dtype], heads, rank, rope, bits, capability)
 
 
-def latent_format(rank: int, bits: int) -> KeyFormat:
+def latent_format(rank: int, bits: int) -> PageFormat:
     """Latents as pages hold them."""
-    return KeyFormat(1, rank, PAGE_SIZE, bits, PAGE_SIZE, by_token=bits < 16)
+    return PageFormat.keys(1, rank, PAGE_SIZE, bits, PAGE_SIZE, by_token=bits < 16)
 
 
 def latent_variant(name: str, heads: int, rank: int, rope: int, bits: int, capability: int) -> Variant:
     """The decode kernel."""
-    parts = ValueFormat(1, rope, PAGE_SIZE, 16 if bits == 16 else 8, rope)
+    parts = PageFormat.values(1, rope, PAGE_SIZE, 16 if bits == 16 else 8, rope)
     many = heads >= MANY_HEADS and capability >= 90
     shape = shape_for(LayerFormat(latent_format(rank, bits), parts), heads, many)
     options = launch_options(shape)

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from aot_variants.variant import Variant
-from kvconvert.kernels.pages import PAGE_SIZE, KeyFormat, ValueFormat
+from kvconvert.kernels.pages import PAGE_SIZE, PageFormat
 from kvconvert.kernels.pages.triton.feedback import feedback_constants, feedback_warps, key_feedback_kernel
 from kvconvert.kernels.pages.triton.keys import joint_norm_kernel, key_page_kernel
 from kvconvert.kernels.pages.triton.launch import (
@@ -28,21 +28,22 @@ def variants(capability: int) -> Iterator[Variant]:
     """Specialisations that the dispatch chooses for the usual models: 8 KV heads, pages of the usual size."""
     for dtype, dim in (*product(("bf16",), (64, 80, 128, 256)), ("fp16", 128), ("fp32", 128)):
         for bits, group in product((1, 2, 3, 4, 8), (16, 32, 128)):
-            yield key_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, bits, group))
+            yield key_variant(dtype, PageFormat.keys(8, dim, PAGE_SIZE, bits, group))
         for bits, group in product((1, 2, 3, 4, 8), sorted({g for g in (16, 32, 128) if dim % g == 0} | {dim})):
-            yield _value_variant(dtype, ValueFormat(8, dim, PAGE_SIZE, bits, group))
+            yield _value_variant(dtype, PageFormat.values(8, dim, PAGE_SIZE, bits, group))
         for bits in (1, 2, 3, 4):
-            yield key_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, bits, 128, scale_bits=8))
-            yield _value_variant(dtype, ValueFormat(8, dim, PAGE_SIZE, bits, dim, scale_bits=8))
+            yield key_variant(dtype, PageFormat.keys(8, dim, PAGE_SIZE, bits, 128, scale_bits=8))
+            yield _value_variant(dtype, PageFormat.values(8, dim, PAGE_SIZE, bits, dim, scale_bits=8))
         for group, norm in product((32, 128), ("joint", "per_head")):
-            yield key_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, 2, group, token_norm=norm))
+            yield key_variant(dtype, PageFormat.keys(8, dim, PAGE_SIZE, 2, group, token_norm=norm))
         for bits, boosted, select in product((1, 2), (dim // 8, dim // 4), ("dynamic", "calibrated")):
             yield key_variant(
-                dtype, KeyFormat(8, dim, PAGE_SIZE, bits, 128, boosted=boosted, fixed_channels=select == "calibrated")
+                dtype,
+                PageFormat.keys(8, dim, PAGE_SIZE, bits, 128, boosted=boosted, fixed_channels=select == "calibrated"),
             )
         for bits, partial in product((1, 2, 3, 4, 8), (False, True)):
-            yield key_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, bits, 128, static=True), partial)
-            yield _value_variant(dtype, ValueFormat(8, dim, PAGE_SIZE, bits, dim, static=True), partial)
+            yield key_variant(dtype, PageFormat.keys(8, dim, PAGE_SIZE, bits, 128, static=True), partial)
+            yield _value_variant(dtype, PageFormat.values(8, dim, PAGE_SIZE, bits, dim, static=True), partial)
         yield from _feedback_variants(dtype, dim)
         tile, name = tile_of(dim, 2), f"{dtype}-{dim}"
         shape = {"HEADS": 8, "HEAD_SIZE": dim, "TILE": tile}
@@ -59,7 +60,7 @@ def variants(capability: int) -> Iterator[Variant]:
             yield _variant(f"scale-{name}-{bits}", channel_scale_kernel, dtype, constants, 4)
 
 
-def key_variant(dtype: str, f: KeyFormat, partial: bool = False) -> Variant:
+def key_variant(dtype: str, f: PageFormat, partial: bool = False) -> Variant:
     """Key pages of a format; `partial` ones may have fewer tokens."""
     constants = key_constants(f, partial)
     select = f"{'calibrated' if f.fixed_channels else 'dynamic'}{f.boosted}" if f.boosted else ""
@@ -70,23 +71,25 @@ def key_variant(dtype: str, f: KeyFormat, partial: bool = False) -> Variant:
     return variant
 
 
-def _kind(f: KeyFormat | ValueFormat) -> str:
+def _kind(f: PageFormat) -> str:
     return "-static" if f.static else "-bytes" if f.scale_bits == 8 else ""
 
 
 def _feedback_variants(dtype: str, dim: int) -> Iterator[Variant]:
     for bits, norm in product((1, 2, 3, 4, 8), ("none", "joint", "per_head")):
-        yield _feedback_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, bits, 32 if norm == "none" else 128, norm))
+        yield _feedback_variant(dtype, PageFormat.keys(8, dim, PAGE_SIZE, bits, 32 if norm == "none" else 128, norm))
     for bits, select in product((1, 2), ("dynamic", "calibrated")):
         fixed = select == "calibrated"
-        yield _feedback_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, bits, 128, boosted=dim // 8, fixed_channels=fixed))
+        yield _feedback_variant(
+            dtype, PageFormat.keys(8, dim, PAGE_SIZE, bits, 128, boosted=dim // 8, fixed_channels=fixed)
+        )
     for bits in (1, 2, 3, 4, 8):
-        yield _feedback_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, bits, 128, static=True), partial=True)
+        yield _feedback_variant(dtype, PageFormat.keys(8, dim, PAGE_SIZE, bits, 128, static=True), partial=True)
     for bits in (1, 2, 3, 4):
-        yield _feedback_variant(dtype, KeyFormat(8, dim, PAGE_SIZE, bits, 128, scale_bits=8))
+        yield _feedback_variant(dtype, PageFormat.keys(8, dim, PAGE_SIZE, bits, 128, scale_bits=8))
 
 
-def _feedback_variant(dtype: str, f: KeyFormat, partial: bool = False) -> Variant:
+def _feedback_variant(dtype: str, f: PageFormat, partial: bool = False) -> Variant:
     constants = feedback_constants(key_constants(f, partial))
     select = f"{'calibrated' if f.fixed_channels else 'dynamic'}{f.boosted}" if f.boosted else ""
     name = f"feedback-{dtype}-{f.head_dim}-{f.bits}-{f.group_size}-{f.token_norm}{select}{_kind(f)}"
@@ -97,7 +100,7 @@ def _feedback_variant(dtype: str, f: KeyFormat, partial: bool = False) -> Varian
     return replace(variant, spills="a token's channels fill the registers", most_local=most_local)
 
 
-def _value_variant(dtype: str, f: ValueFormat, partial: bool = False) -> Variant:
+def _value_variant(dtype: str, f: PageFormat, partial: bool = False) -> Variant:
     constants = value_constants(f, partial)
     name = f"values-{dtype}-{f.head_dim}-{f.bits}-{f.group_size}{_kind(f)}{'-partial' * partial}"
     return _variant(name, value_page_kernel, dtype, constants, value_warps(constants))

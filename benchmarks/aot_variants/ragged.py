@@ -6,14 +6,9 @@ from collections.abc import Iterator
 from itertools import product
 
 from aot_variants.variant import DTYPES, Variant
-from kvconvert.kernels.pages import PAGE_SIZE, KeyFormat, LayerFormat, ValueFormat
+from kvconvert.kernels.pages import PAGE_SIZE, LayerFormat, PageFormat
 from kvconvert.kernels.ragged.triton.kernels import append_kernel, copy_kernel, ragged_attention_kernel
-from kvconvert.kernels.ragged.triton.launch import (
-    append_constants,
-    attention_constants,
-    copy_constants,
-    copy_warps,
-)
+from kvconvert.kernels.ragged.triton.launch import append_constants, attention_constants, copy_constants, copy_warps
 
 TABLES = dict.fromkeys(("buffers", "tokens", "copies", "tiles"), "*i64")
 
@@ -25,7 +20,9 @@ def variants(capability: int) -> Iterator[Variant]:
     ):
         if name == "fp32":
             continue
-        f = LayerFormat(KeyFormat(8, dim, PAGE_SIZE, 2, 128), ValueFormat(8, value_dim, PAGE_SIZE, 2, value_dim))
+        f = LayerFormat(
+            PageFormat.keys(8, dim, PAGE_SIZE, 2, 128), PageFormat.values(8, value_dim, PAGE_SIZE, 2, value_dim)
+        )
         types, axes = TABLES | {"base": f"*{name}"}, {"dtype": name, "head_size": dim}
         for rotations in product((False, True), repeat=2):
             yield Variant.of(

@@ -26,10 +26,10 @@ def locate(
         block_table: int32 [rows, entries].
         rows: int64 [B, 6] of each sequence: its tokens, the new one included, 0 for none; pages quantized on both
             sides; half-quantized ones; all of these; where they begin in the tables; its row of the block table.
-        most_pages: of a sequence.
-        geometry: of the blocks.
+        most_pages: pages that a sequence has at most.
+        geometry: how blocks are divided.
         head_sizes: KV heads, and channels of their keys and values.
-        dtype: of full-precision tokens.
+        dtype: the dtype of full-precision tokens.
         found: int64 tensors for as many sequences, see there; what a sequence without tokens gets is block 0.
     """
     from kvconvert.kernels.blocks import triton
@@ -52,7 +52,7 @@ def copy_tokens(
         records: int64 [n], offset of each token's record.
         places: int64 [n, 2], each token's place in the workspace, and 1 for its keys alone, 2 for its values alone, 3
             for both.
-        words: of the layer's blocks, any dtype.
+        words: the layer's blocks in any dtype.
         keys, values: [H, W, D] and [H, W, E], channels side by side.
         to_blocks: from the workspace.
     """

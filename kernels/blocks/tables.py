@@ -18,9 +18,9 @@ class BlockGeometry:
         first_page: entry of a sequence's page 0 in its row of the block table.
         stride: distance between the entries of a page's tokens while it is in full precision.
         tokens_per_block: full-precision tokens that a block holds.
-        sink_tokens: of a sequence, which have blocks of their own.
-        block_units, token_units: of a block and of a token.
-        key_units: of a page's keys, behind which its values lie.
+        sink_tokens: sink tokens of a sequence, which have blocks of their own.
+        block_units, token_units: the size of a block and of a token.
+        key_units: the size of a page's keys, behind which its values lie.
     """
 
     first_page: int

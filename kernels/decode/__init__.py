@@ -38,8 +38,8 @@ def unsupported(queries: torch.Tensor, format: LayerFormat, dtype: torch.dtype) 
 
     Args:
         queries: as for `decode_attention`.
-        format: of the layer's pages, or, with spans, of pages of these heads.
-        dtype: of stored full-precision tokens.
+        format: the format of the layer's pages, or with spans that of pages of these heads.
+        dtype: the dtype of stored full-precision tokens.
     """
     reason = device.unsupported(queries.device)
     if reason is not None:
@@ -81,8 +81,8 @@ def decode_attention(
     Args:
         queries: [B, Hq, T, D], rotated if the keys are.
         stored: what they attend to.
-        format: of the layer's pages.
-        dtype: of stored full-precision tokens.
+        format: the format of the layer's pages.
+        dtype: the dtype of stored full-precision tokens.
         scaling: factor of the dot products, usually 1 / sqrt(D).
         span: the format of spans where the layer stores these instead of pages.
         half_quantized: 1 where pages may have their values still in full precision, 2 where their keys, 0 where both

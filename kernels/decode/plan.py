@@ -100,7 +100,7 @@ class WorkPlan:
 
 
 def most_items(sequences: int, programs: int) -> int:
-    """How many items so many sequences with residual tokens are divided into at most; arguments as for `plan_work`."""
+    """The most items that sequences with residual tokens are divided into; arguments as for `plan_work`."""
     if sequences > WAVES and WAVES * sequences > programs:
         # As many items as programs would leave one wave nearly empty, and some sequences half as much as others.
         programs *= WAVES
@@ -191,7 +191,7 @@ def plan_rows(starts: np.ndarray, pages: np.ndarray, residual: np.ndarray, hidde
 
 
 def _with_slots(items: np.ndarray, counts: Sequence[int] | np.ndarray) -> WorkPlan:
-    """The plan of items, so many of each sequence."""
+    """The plan of items, given how many each sequence has."""
     present = items[:, [1, 3, 5]] < items[:, [2, 4, 6]]
     numbers = present.cumsum().reshape(present.shape)
     items[:, 7:10] = np.where(present, numbers - 1, -1)

@@ -13,7 +13,7 @@ import torch
 
 from kvconvert.kernels.decode.plan import WorkPlan
 from kvconvert.kernels.pages.center import KeyCenter
-from kvconvert.kernels.pages.records import KeyPages, ValuePages
+from kvconvert.kernels.pages.records import PageTensors
 from kvconvert.kernels.spans.formats import Span, SpanFormat
 
 
@@ -21,7 +21,7 @@ class StoredTokens(Protocol):
     """One layer's stored tokens of a batch; each form is built when a path asks for it."""
 
     def page_tables(self, programs: int) -> PageTables:
-        """Where pages and spans lie, with work for about so many programs."""
+        """Where pages and spans lie, with work for about `programs` programs."""
 
     def residual_windows(self) -> ResidualWindows:
         """Where full-precision tokens lie."""
@@ -30,7 +30,7 @@ class StoredTokens(Protocol):
         """Which tokens some of the queries see; None for all."""
 
     def page_tiles(self, num_query_heads: int, num_queries: int) -> Iterator[PageTile]:
-        """All pages, in tiles for so many query heads and queries."""
+        """All pages, in tiles for this number of query heads and queries."""
 
     def residual_tokens(self) -> Iterator[ResidualTokens]:
         """The full-precision tokens of all rows that have any, many rows at a time."""
@@ -108,15 +108,15 @@ class PageTile:
     Attributes:
         keys: N key pages, or full-precision keys [N, H, P, D].
         values: N value pages, or full-precision values [N, H, P, E].
-        rows: int64 [N], the batch row that each page belongs to.
+        rows: int64 [N], the batch row that each page belongs to; may be None where there is one.
         visible: bool [N, H or 1, T, P], which tokens each of the T queries may see; None when all may see all.
         positions: int64 [N], of each page's first token, where key pages lack a constant part; else None.
         hidden: (number of a page, how many of its first tokens) that no query attends to here.
     """
 
-    keys: KeyPages | torch.Tensor
-    values: ValuePages | torch.Tensor
-    rows: torch.Tensor
+    keys: PageTensors | torch.Tensor
+    values: PageTensors | torch.Tensor
+    rows: torch.Tensor | None
     visible: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     hidden: Sequence[tuple[int, int]] = ()
@@ -127,12 +127,12 @@ class ResidualTokens:
     """Full-precision tokens of some sequences.
 
     Attributes:
-        rows: int64 [N], their batch rows.
+        rows: int64 [N], their batch rows; None where these are all rows in order.
         keys: [N, H, n, D]; values: [N, H, n, E]; n is the longest, and shorter sequences end in anything finite.
         visible: bool [N, H or 1, T, n], false where a sequence has no token; None when every query may see all n.
     """
 
-    rows: torch.Tensor
+    rows: torch.Tensor | None
     keys: torch.Tensor
     values: torch.Tensor
     visible: torch.Tensor | None = None

@@ -18,7 +18,7 @@ class Gate:
 
     Attributes:
         activation: "silu" is x sigmoid(alpha x).
-        alpha: of "silu".
+        alpha: the factor in the sigmoid of "silu".
         limit: gate is first clamped from above, up from both sides; infinity for neither.
         offset: added to up.
     """

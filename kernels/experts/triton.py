@@ -308,7 +308,7 @@ def expert_products(x: Tensor, weight: PackedWeight, bias: Tensor | None, routin
         x: [rows, in] of fp16 or bf16; the row of pair p is p // divisor.
         weight: all experts' behind each other, each of the same number of outputs, a multiple of 32.
         bias: [experts * outputs], or None.
-        routing: of `route`.
+        routing: what `route` returned.
         divisor: see `x`.
     """
     rows, experts = checked(x, weight), routing.experts

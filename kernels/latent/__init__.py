@@ -16,8 +16,9 @@ from collections.abc import Sequence
 import torch
 
 from kvconvert.kernels import device as devices
+from kvconvert.kernels.attention.softmax import StreamingSoftmax
+from kvconvert.kernels.chunked_prefill.parts import StoredPart, Workspace
 from kvconvert.kernels.decode.stored import StoredTokens
-from kvconvert.kernels.history.parts import HistoryPart, Workspace
 from kvconvert.kernels.pages.formats import PAGE_SIZE, LayerFormat, TokenNorm
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
@@ -29,8 +30,8 @@ def unsupported(format: LayerFormat, dtype: torch.dtype, on: torch.device) -> st
     """Why no kernel decodes over latents stored so; None if one does.
 
     Args:
-        format: of pages with latents as keys and RoPE parts as values.
-        dtype: of queries and of stored full-precision tokens.
+        format: the format of pages with latents as keys and RoPE parts as values.
+        dtype: the dtype of queries and of stored full-precision tokens.
         on: where they are.
     """
     reason = devices.unsupported(on)
@@ -73,7 +74,7 @@ def latent_decode(
         latent_queries: [B, Hq, R], q_nope W_UK in the coordinates in which latents are stored, channels contiguous.
         rope_queries: [B, Hq, r], of the same dtype.
         stored: latents as keys and RoPE parts as values.
-        format: of the pages.
+        format: the format of the pages.
         scaling: factor of the scores.
 
     Returns:
@@ -90,7 +91,7 @@ def latent_decode(
 def latent_attention(
     latent_queries: torch.Tensor,
     rope_queries: torch.Tensor,
-    parts: Sequence[HistoryPart],
+    parts: Sequence[StoredPart],
     scaling: float,
     workspace_tokens: int | None = None,
 ) -> torch.Tensor:
@@ -102,29 +103,25 @@ def latent_attention(
         parts: everything stored, oldest first, the T tokens themselves at the end, in full precision: latents
             [1, n, R] as keys and RoPE parts [1, n, r] as values.
         scaling: factor of the scores.
-        workspace_tokens: of a tile, at least a page; None for as many as fit `history.parts.WORKSPACE_BYTES`.
+        workspace_tokens: tokens of a tile, at least a page's; None for as many as fit
+            `chunked_prefill.parts.WORKSPACE_BYTES`.
 
     Returns:
         float32 [Hq, T, R], sums of latents in the same coordinates.
     """
     latent_queries, rope_queries = latent_queries.float() * scaling, rope_queries.float() * scaling
-    heads, length, rank = latent_queries.shape
+    _, length, rank = latent_queries.shape
     sizes = 1, rank, rope_queries.shape[2]
     workspace = Workspace(latent_queries.device, *sizes, torch.float32, workspace_tokens)
     # The newest token that each query sees.
     newest = sum(part.tokens for part in parts) - length + torch.arange(length, device=latent_queries.device)
-    highest = latent_queries.new_full((heads, length, 1), -torch.inf)
-    total, output = torch.zeros_like(highest), torch.zeros_like(latent_queries)
-    begin = 0
+    softmax, begin = StreamingSoftmax(1), 0
     for count in workspace.tiles(parts):
         latents, rope = workspace.keys[0, :count], workspace.values[0, :count]
         scores = latent_queries @ latents.T + rope_queries @ rope.T
-        hidden = torch.arange(begin, begin + count, device=newest.device) > newest.unsqueeze(1)
-        scores = scores.masked_fill_(hidden, -torch.inf)
-        before, highest = highest, torch.maximum(highest, scores.amax(-1, keepdim=True))
-        # The first tile has a token that every query sees.
-        weights, kept = (scores - highest).exp_(), (before - highest).exp_()
-        total = total * kept + weights.sum(-1, keepdim=True)
-        output = output * kept + weights @ latents
+        if length > 1:
+            hidden = torch.arange(begin, begin + count, device=newest.device) > newest.unsqueeze(1)
+            scores = scores.masked_fill_(hidden, -torch.inf)
+        softmax.add(softmax.weights(scores[None]) @ latents)
         begin += count
-    return output / total
+    return softmax.finish()[0]

@@ -32,7 +32,7 @@ def compile_launches(launches: Collection[Launch], architecture: int, *, jobs: i
 
     Args:
         launches: what `noted` gave.
-        architecture: of the GPU that they are for: 90 for sm_90.
+        architecture: the GPU's that they are for: 90 for sm_90.
         jobs: processes; None for one per CPU that may be used.
 
     Returns:

@@ -15,9 +15,9 @@ class Pointer:
     """A tensor as a kernel's specialization knows it.
 
     Attributes:
-        dtype: of its elements.
+        dtype: the dtype of its elements.
         aligned: whether it begins at a multiple of 16 bytes.
-        block: of a tensor descriptor, the shape of its tiles; None for a tensor.
+        block: the shape of a tensor descriptor's tiles; None for a tensor.
     """
 
     dtype: torch.dtype
@@ -30,9 +30,9 @@ class Launch:
     """A specialization of a kernel.
 
     Attributes:
-        module, name: of the kernel.
+        module, name: the kernel's module and name.
         arguments: by name; a `Pointer` for a tensor, and for a number one that is specialized on alike.
-        options: of the launch, such as num_warps.
+        options: options of the launch, such as num_warps.
     """
 
     module: str

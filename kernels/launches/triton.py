@@ -24,7 +24,7 @@ class Kernel:
 
     Attributes:
         function: what `triton.jit` made.
-        arg_names: of its arguments, constants included.
+        arg_names: the names of its arguments, constants included.
     """
 
     def __init__(self, function: Any, unspecialized: Sequence[str]):

@@ -94,7 +94,7 @@ def keep_values(linears: Iterable[QuantizedLinear], dtype: torch.dtype) -> int:
 
     Args:
         linears: those without a Triton kernel for activations of `dtype` are passed over.
-        dtype: of activations.
+        dtype: the dtype of activations.
 
     Returns:
         the bytes that this takes: two for each weight.
@@ -115,7 +115,7 @@ def keep_values(linears: Iterable[QuantizedLinear], dtype: torch.dtype) -> int:
 
 
 def gpu_path(rows: int, inputs: int, outputs: int) -> Path:
-    """Which of the Triton kernels a product of so many rows and a weight of this size takes."""
+    """Which of the Triton kernels a product of this number of rows and a weight of this size takes."""
     size = next(least for least in GPU_FEW_ROWS if inputs * outputs >= least)
     if rows <= GPU_FEW_ROWS[size]:
         return "few rows"
@@ -162,7 +162,7 @@ class QuantizedLinear(nn.Module):
         group_size: inputs that share one scale and zero.
         bias: whether there is one.
         device: where the buffers are made, "meta" included.
-        bits: of a weight: 2, 3, 4 or 8.
+        bits: width of a weight: 2, 3, 4 or 8.
     """
 
     qweight: Tensor | None
@@ -228,7 +228,7 @@ class QuantizedLinear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
     def path(self, rows: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Path:
-        """Which path a call with so many rows of this dtype takes on a device."""
+        """Which path a call with this number of rows and this dtype takes on a device."""
         device = torch.device(device)
         if device.type == "cuda" and not torch.cuda.is_available():
             return "reference"

@@ -24,7 +24,7 @@ from kvconvert.kernels.linear.awq_format import (
     unpack_channels,
 )
 
-# Up to so many rows a product with an unquantized weight reads it about once, which 16 bits make faster, not slower.
+# Up to this many rows a product with an unquantized weight reads it about once, which 16 bits make faster, not slower.
 # Measured on an AVX2 processor: with 2 rows both take the same time, with 64 the product in bfloat16 six times as long.
 FEW_ROWS = 2
 # Measured on an AVX2 processor: for large weights torch's int4 product costs as much as dequantizing between 48
@@ -42,7 +42,7 @@ _BYTE_CHANNELS = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def takes_int4pack(rows: int, dtype: torch.dtype, out_features: int, group_size: int, bits: int = 4) -> bool:
-    """Whether torch's int4 product is meant for so many rows of this dtype, and can have the weight."""
+    """Whether torch's int4 product is meant for this number of rows and dtype, and can have the weight."""
     fits = bits <= 4 and out_features % 16 == 0 and group_size in INT4PACK_GROUP_SIZES
     return dtype == torch.bfloat16 and rows <= INT4PACK_ROWS and fits and int4pack_block() is not None
 
@@ -160,7 +160,7 @@ def _planes_product(rows: Tensor, weight: AwqWeight, tile_weights: int) -> Tenso
 
 
 def _channels_at_once(in_features: int, weights: int) -> int:
-    """Output channels of which about so many weights are dequantized at a time."""
+    """Output channels that are dequantized at a time, for about this number of weights."""
     return max(TILE_CHANNELS, weights // in_features // TILE_CHANNELS * TILE_CHANNELS)
 
 

@@ -36,7 +36,7 @@ TILE = 32
 # Most inputs of a k block.
 LONGEST_K_BLOCK = {2: 256, 3: 256, 4: 128, 8: 128}
 PARTS = {2: 4, 3: 8, 4: 2, 8: 1}
-# An operand of a matrix product has at least so many inputs.
+# The fewest inputs of an operand of a matrix product.
 LEAST_PART = 16
 # Codes repacked at a time, which bounds the memory that repacking needs beside the weight.
 CHUNK_CODES = 1 << 24
@@ -192,5 +192,5 @@ def _codes_in(lanes: Tensor, bits: int) -> Tensor:
 
 
 def _padded(table: Tensor, rows: int) -> Tensor:
-    """Zeros appended to [n, outputs], up to so many rows and to whole tiles."""
+    """[n, outputs] padded with zeros to this number of rows and to whole tiles."""
     return torch.nn.functional.pad(table, (0, -table.shape[1] % TILE, 0, rows - len(table)))

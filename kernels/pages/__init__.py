@@ -20,23 +20,14 @@ import torch
 
 from kvconvert.kernels import device
 from kvconvert.kernels.pages.center import KeyCenter, add_centers_reference, key_center, page_centers
-from kvconvert.kernels.pages.formats import (
-    PAGE_SIZE,
-    ChannelScales,
-    KeyFormat,
-    LayerFormat,
-    TokenNorm,
-    ValueFormat,
-)
+from kvconvert.kernels.pages.formats import PAGE_SIZE, ChannelScales, LayerFormat, PageFormat, TokenNorm
 from kvconvert.kernels.pages.layout import ALIGNMENT
 from kvconvert.kernels.pages.records import (
-    KeyPages,
     PageAddresses,
+    PageTensors,
     PageWrites,
-    ValuePages,
-    empty_keys,
     empty_pages,
-    empty_values,
+    new_pages,
     page_bytes,
     pages_of,
 )
@@ -58,7 +49,7 @@ REFERENCE_PAGES = 32
 _HALF_RANGE = (torch.finfo(torch.float16).min, torch.finfo(torch.float16).max)
 
 
-def unsupported(tokens: torch.Tensor, page_size: int = PAGE_SIZE, plain_keys: KeyFormat | None = None) -> str | None:
+def unsupported(tokens: torch.Tensor, page_size: int = PAGE_SIZE, plain_keys: PageFormat | None = None) -> str | None:
     """Why the Triton kernels cannot quantize pages, or a span, of such tokens [..., channels]; None if they can.
 
     Args:
@@ -87,7 +78,7 @@ def unsupported(tokens: torch.Tensor, page_size: int = PAGE_SIZE, plain_keys: Ke
 def quantize_at(
     writes: PageWrites,
     like: torch.Tensor,
-    pages: KeyPages | ValuePages,
+    pages: PageTensors,
     flag: torch.Tensor,
     channels: torch.Tensor | None = None,
     static: ChannelScales | None = None,
@@ -96,12 +87,13 @@ def quantize_at(
     """Quantize complete pages of many layers and sequences on a GPU and write them where they are to be stored.
 
     Args:
-        writes: of pages of tokens that `unsupported` accepts.
+        writes: where the pages' tokens lie, which `unsupported` accepts, and where records go.
         like: some of the tokens [H, n, channels].
         pages: some pages of the same storage, for their format and dtype.
         flag: what the kernels raise, see `raise_if_flagged`; from `new_flag`.
         channels, static: as for `quantize_keys` and `quantize_values`.
-        center: of any of the pages' layers, where `writes` has all of them, which are taken away in the tokens' place.
+        center: that of any of the pages' layers, where `writes` has all of them; they are subtracted from the tokens
+            in place.
     """
     from kvconvert.kernels.pages.triton import launch
 
@@ -112,7 +104,7 @@ def quantize_listed(
     tokens: torch.Tensor,
     table: torch.Tensor,
     records: torch.Tensor,
-    f: KeyFormat | ValueFormat,
+    f: PageFormat,
     flag: torch.Tensor,
     *,
     centers: torch.Tensor,
@@ -128,11 +120,11 @@ def quantize_listed(
             may be changed.
         table: int64 [N, 5], see kernels/pages/triton/launch.py.
         records: int16, or of 16-bit pages the tokens' dtype, from whose address the table counts records.
-        f: of the pages.
+        f: the format of the pages.
         flag: as for `quantize_at`.
         centers: int64 [N, 3], the position of each page's first token, and zeros.
         channels, static, feedback: as for `quantize_keys` and `quantize_values`.
-        center: of the layer, taken away in the tokens' place before they are quantized; None for whole keys.
+        center: the layer's, subtracted from the tokens in place before they are quantized; None for whole keys.
     """
     from kvconvert.kernels.pages.triton import launch
 
@@ -144,9 +136,9 @@ def add_centers(tokens: torch.Tensor, position: int, page_size: int, center: Key
 
     Args:
         tokens: [H, n, D] in any float dtype, of consecutive pages.
-        position: of the first of them.
+        position: the position of the first of them.
         page_size: tokens of a page.
-        center: of the layer.
+        center: the layer's key center.
         sign: 1 or -1.
     """
     if unsupported(tokens, page_size) is None and tokens.shape[1] % page_size == 0:
@@ -159,7 +151,7 @@ def add_centers(tokens: torch.Tensor, position: int, page_size: int, center: Key
 
 def quantize_by_reference(
     tokens: Sequence[torch.Tensor],
-    pages: Sequence[KeyPages] | Sequence[ValuePages],
+    pages: Sequence[PageTensors],
     channels: torch.Tensor | None = None,
     static: ChannelScales | None = None,
     feedback: torch.Tensor | None = None,
@@ -182,7 +174,7 @@ def quantize_by_reference(
         every = part.unflatten(1, (-1, f.page_size)).transpose(0, 1)
         for number, some in enumerate(every.split(REFERENCE_PAGES)):
             first = 0 if number else count
-            if isinstance(f, KeyFormat):
+            if f.is_key:
                 quantized = quantize_keys(some, f, channels, static, feedback, first)
             else:
                 quantized = quantize_values(some, f, static, first)
@@ -190,7 +182,7 @@ def quantize_by_reference(
                 next(rooms).copy_(record)
 
 
-def unsupported_dequantization(f: KeyFormat | ValueFormat, dtype: torch.dtype, on: torch.device) -> str | None:
+def unsupported_dequantization(f: PageFormat, dtype: torch.dtype, on: torch.device) -> str | None:
     """Why the Triton kernels cannot dequantize pages of a format to a dtype; None if they can."""
     reason = device.unsupported(on)
     if reason is not None:
@@ -206,7 +198,7 @@ def unsupported_dequantization(f: KeyFormat | ValueFormat, dtype: torch.dtype, o
 
 def dequantize_into(
     output: torch.Tensor,
-    pages: KeyPages | ValuePages | PageAddresses,
+    pages: PageTensors | PageAddresses,
     channels: torch.Tensor | None = None,
     static: ChannelScales | None = None,
 ) -> None:
@@ -228,7 +220,7 @@ def dequantize_into(
     size = pages.format.page_size
     for start in range(0, len(pages), REFERENCE_PAGES):
         part = pages.select(slice(start, start + REFERENCE_PAGES))
-        if isinstance(part, KeyPages):
+        if part.format.is_key:
             tokens = dequantize_keys(part, part.format, channels, static).permute(1, 0, 3, 2)
         else:
             tokens = dequantize_values(part, part.format, static).transpose(0, 1)

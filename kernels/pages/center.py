@@ -109,7 +109,7 @@ def center_scores(queries: Tensor, starts: Tensor, count: int, center: KeyCenter
         queries: float32 [N or 1, H, R, D], in the coordinates of stored keys.
         starts: [N], the position of each page's first token.
         count: tokens of a page.
-        center: of the layer.
+        center: the layer's key center.
 
     Returns:
         float32 [N, H, R, count].

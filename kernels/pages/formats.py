@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 
@@ -35,27 +35,33 @@ class ChannelScales(NamedTuple):
 
 
 @dataclass(frozen=True)
-class KeyFormat:
-    """The meaning of one layer's key-page bytes.
+class PageFormat:
+    """The meaning of the bytes of one layer's pages of keys or of values.
+
+    Keys are quantized per channel over groups of tokens and packed along the tokens, values per token over groups of
+    channels and packed along the channels.
 
     Attributes:
-        heads, head_dim: KV heads and channels of the layer's keys.
+        is_key: whether pages hold keys.
+        heads, head_dim: KV heads and channels of the layer's keys or values.
         page_size: tokens per page.
         bits: 1, 2, 3, 4, 8, or 16 for unquantized.
-        group_size: tokens per group; divides `page_size`.
+        group_size: tokens per group of keys, which divide `page_size`; channels per group of values, which divide
+            `head_dim`.
         token_norm: what keys are divided by before quantization.
         token_norm_measure: root mean square ("l2") or mean magnitude.
         clip_ratio: factor applied to each group's (min, max) about its midpoint.
-        boosted: channels per head that get twice the bits (Kitty), which 3 bits do not have.
+        boosted: channels per head that get twice the bits (Kitty), which 3 bits do not have; of keys.
         fixed_channels: the boosted channels are the layer's own, given to `quantize_keys`; otherwise each page ranks
             channels by mean magnitude and stores their indices.
         static: the layer's `ChannelScales` describe every page, which holds none of its own. `clip_ratio` then has no
-            part in quantization, `group_size` is `page_size`, and there is no norm and no boost.
-        scale_bits: of a scale and of a zero point: 16, or 8 of codes of at most 4 bits (`quantizer.pack_grid`).
+            part in quantization, a group is the whole page or head, and there is no norm and no boost.
+        scale_bits: width of a scale and of a zero point: 16, or 8 with codes of at most 4 bits (`quantizer.pack_grid`).
         by_token: codes of a token share words, as the decode kernel over latents reads them; otherwise those of a
-            channel do. Codes of 2 and 4 bits, without boost and error feedback.
+            channel do. Keys of 2 and 4 bits, without boost and error feedback.
     """
 
+    is_key: bool
     heads: int
     head_dim: int
     page_size: int
@@ -73,25 +79,15 @@ class KeyFormat:
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_norm", TokenNorm(self.token_norm))  # its name is taken, too
 
+    @classmethod
+    def keys(cls, *shape: Any, **options: Any) -> Self:
+        """The format of keys: heads, head_dim, page_size, bits, group_size, and further attributes by name."""
+        return cls(True, *shape, **options)
 
-@dataclass(frozen=True)
-class ValueFormat:
-    """The meaning of one layer's value-page bytes.
-
-    Attributes:
-        heads, head_dim: KV heads and channels of the layer's values.
-        page_size, bits, clip_ratio, static, scale_bits: as for keys.
-        group_size: channels per group; divides `head_dim`, and is `head_dim` where scales are static.
-    """
-
-    heads: int
-    head_dim: int
-    page_size: int
-    bits: int
-    group_size: int
-    clip_ratio: float = 1.0
-    static: bool = False
-    scale_bits: int = 16
+    @classmethod
+    def values(cls, *shape: Any, **options: Any) -> Self:
+        """The format of values; arguments as for keys."""
+        return cls(False, *shape, **options)
 
 
 @dataclass(frozen=True)
@@ -107,8 +103,8 @@ class LayerFormat:
         key_center: what pages of keys leave out and attention adds (`pages/center.py`); None for whole keys.
     """
 
-    keys: KeyFormat
-    values: ValueFormat
+    keys: PageFormat
+    values: PageFormat
     boosted: torch.Tensor | None = None
     static_keys: ChannelScales | None = None
     static_values: ChannelScales | None = None

@@ -22,7 +22,7 @@ import torch
 
 from kvconvert.errors import UsageError
 from kvconvert.kernels.packing import CODE_BITS, field_bits, packed_rows
-from kvconvert.kernels.pages.formats import KeyFormat, TokenNorm, ValueFormat
+from kvconvert.kernels.pages.formats import PageFormat, TokenNorm
 
 # Units of 2 bytes: what one 16-byte load reads.
 ALIGNMENT = 8
@@ -44,21 +44,22 @@ def _offsets(sizes: dict[str, int], scale_bits: int) -> tuple[dict[str, int], in
 
 
 @dataclass(frozen=True)
-class KeyLayout:
-    """The record of a key page; offsets and sizes in units of 2 bytes.
+class PageLayout:
+    """The record of a page; offsets and sizes in units of 2 bytes, offsets -1 of parts that pages lack.
 
     Attributes:
         heads: H.
-        lanes, rows: codes of one head are int16 [lanes, rows]: [P * bits / 16, D], [P / 8, D / 2] at 1 bit, [P / 8,
-            3 D / 2] at 3 bits; [P, D * bits / 16] where codes of a token share words.
+        lanes, rows: codes of one head are int16 [lanes, rows]; of keys [P * bits / 16, D], [P / 8, D / 2] at 1 bit,
+            [P / 8, 3 D / 2] at 3 bits, and [P, D * bits / 16] where codes of a token share words; of values with E in
+            the place of P and P in that of D.
         high_rows: the upper bits of boosted channels are int16 [lanes, high_rows]: as many rows as boosted channels, at
             1 bit half as many, rounded up.
-        groups: scale and zero point of one head are float16 [groups, D], or both int16 [groups, D]; 0 where pages have
-            none.
-        codes, high, scale, zero_point, norm, channels: offsets within a head's part, -1 of what pages have not. `norm`
-            float16 [P] is there with norms per head, `channels` uint8 [boosted] where they are stored.
+        groups, grid_rows: scale and zero point of one head are float16 [groups, grid_rows], or both int16 [groups,
+            grid_rows]; grid_rows is D of keys, P of values, and groups is 0 where pages have none.
+        codes, high, scale, zero_point, norm, channels: offsets within a head's part. `norm` float16 [P] is there with
+            norms per head, `channels` uint8 [boosted] where they are stored.
         head_stride: from one head's part to the next.
-        joint_norm: offset of the joint norm float16 [P] within the record, or -1.
+        joint_norm: offset of the joint norm float16 [P] within the record.
         record: size of the record.
     """
 
@@ -67,6 +68,7 @@ class KeyLayout:
     rows: int
     high_rows: int
     groups: int
+    grid_rows: int
     codes: int
     high: int
     scale: int
@@ -79,7 +81,7 @@ class KeyLayout:
 
     @staticmethod
     @lru_cache
-    def of(f: KeyFormat) -> KeyLayout:
+    def of(f: PageFormat) -> PageLayout:
         """The layout of a format of 8 bits or fewer.
 
         Raises:
@@ -91,8 +93,9 @@ class KeyLayout:
                 f"Boosted channels have twice the bits, and codes of {2 * f.bits} bits cannot be stored; boost keys of "
                 "1, 2 or 4 bits."
             )
-        rows, high_rows = packed_rows(f.head_dim, f.bits), packed_rows(f.boosted, f.bits)
-        lanes = f.page_size * field_bits(f.bits) // 16
+        packed, grid_rows = (f.page_size, f.head_dim) if f.is_key else (f.head_dim, f.page_size)
+        rows, high_rows = packed_rows(grid_rows, f.bits), packed_rows(f.boosted, f.bits)
+        lanes = packed * field_bits(f.bits) // 16
         if f.by_token:
             if f.bits not in (2, 4) or f.boosted:
                 raise UsageError(
@@ -100,35 +103,36 @@ class KeyLayout:
                     "bits and boost no channel."
                 )
             lanes, rows = f.page_size, f.head_dim * f.bits // 16
-        groups = 0 if f.static else f.page_size // f.group_size
+        groups = 0 if f.static else packed // f.group_size
         sizes = {
             "codes": rows * lanes,
             "high": high_rows * lanes,
-            "scale": f.head_dim * groups,
-            "zero_point": f.head_dim * groups if f.scale_bits == 16 else 0,
+            "scale": grid_rows * groups,
+            "zero_point": grid_rows * groups if f.scale_bits == 16 else 0,
             "norm": f.page_size if f.token_norm is TokenNorm.PER_HEAD else 0,
             "channels": 0 if f.fixed_channels else -(-f.boosted // 2),
         }
         offsets, head_stride = _offsets(sizes, f.scale_bits)
         joint_norm = f.heads * head_stride if f.token_norm is TokenNorm.JOINT else -1
-        return KeyLayout(
+        return PageLayout(
             heads=f.heads,
             lanes=lanes,
             rows=rows,
             high_rows=high_rows,
             groups=groups,
+            grid_rows=grid_rows,
             **offsets,
             head_stride=head_stride,
             joint_norm=joint_norm,
             record=f.heads * head_stride + (_align(f.page_size) if f.token_norm is TokenNorm.JOINT else 0),
         )
 
-    def fields(self, record: torch.Tensor, f: KeyFormat) -> dict[str, torch.Tensor]:
-        """The fields that the format has, views of records int16 [N, record] in the shapes that `KeyPages` states."""
-        heads = _heads(record, self.heads, self.head_stride)
+    def fields(self, record: torch.Tensor, f: PageFormat) -> dict[str, torch.Tensor]:
+        """The fields that the format has, views of records int16 [N, record] in the shapes of `PageTensors`."""
+        heads = record[:, : self.heads * self.head_stride].unflatten(1, (self.heads, self.head_stride))
         found = {"codes": heads[..., : self.rows * self.lanes].unflatten(2, (self.lanes, self.rows))}
         if self.groups:
-            found |= _grid(heads, (self.scale, self.zero_point), f.head_dim, self.groups)
+            found |= self._grid(heads)
         if f.token_norm is TokenNorm.PER_HEAD:
             found["norm"] = heads[..., self.norm : self.norm + f.page_size].view(torch.float16)
         elif f.token_norm is TokenNorm.JOINT:
@@ -141,74 +145,13 @@ class KeyLayout:
                 found["channels"] = heads[..., self.channels :].view(torch.uint8)[..., : f.boosted]
         return found
 
-
-@dataclass(frozen=True)
-class ValueLayout:
-    """The record of a value page; offsets and sizes in units of 2 bytes.
-
-    Attributes:
-        heads: H.
-        lanes, rows: codes of one head are int16 [lanes, rows]: [E * bits / 16, P], [E / 8, P / 2] at 1 bit, [E / 8,
-            3 P / 2] at 3 bits.
-        groups: scale and zero point of one head are float16 [groups, P], or both int16 [groups, P]; 0 where pages have
-            none.
-        codes, scale, zero_point: offsets within a head's part, -1 of what pages have not.
-        head_stride: from one head's part to the next.
-        record: size of the record.
-    """
-
-    heads: int
-    lanes: int
-    rows: int
-    groups: int
-    codes: int
-    scale: int
-    zero_point: int
-    head_stride: int
-    record: int
-
-    @staticmethod
-    @lru_cache
-    def of(f: ValueFormat) -> ValueLayout:
-        """The layout of a format of 8 bits or fewer.
-
-        Raises:
-            UsageError: another number of bits.
-        """
-        rows, lanes = packed_rows(f.page_size, f.bits), f.head_dim * field_bits(f.bits) // 16
-        groups = 0 if f.static else f.head_dim // f.group_size
-        scales = f.page_size * groups
-        sizes = {"codes": rows * lanes, "scale": scales, "zero_point": scales if f.scale_bits == 16 else 0}
-        offsets, head_stride = _offsets(sizes, f.scale_bits)
-        return ValueLayout(
-            heads=f.heads,
-            lanes=lanes,
-            rows=rows,
-            groups=groups,
-            **offsets,
-            head_stride=head_stride,
-            record=f.heads * head_stride,
-        )
-
-    def fields(self, record: torch.Tensor, f: ValueFormat) -> dict[str, torch.Tensor]:
-        """The fields that the format has, views of records int16 [N, record] in the shapes that `ValuePages` states."""
-        heads = _heads(record, self.heads, self.head_stride)
-        found = {"codes": heads[..., : self.rows * self.lanes].unflatten(2, (self.lanes, self.rows))}
-        if self.groups:
-            found |= _grid(heads, (self.scale, self.zero_point), f.page_size, self.groups)
-        return found
-
-
-def _heads(record: torch.Tensor, heads: int, stride: int) -> torch.Tensor:
-    """Every head's part: int16 [N, heads, stride]."""
-    return record[:, : heads * stride].unflatten(1, (heads, stride))
-
-
-def _grid(heads: torch.Tensor, offsets: tuple[int, int], rows: int, groups: int) -> dict[str, torch.Tensor]:
-    """Scale and zero point, float16 [N, heads, rows, groups], which lie group after group at offsets of each head's
-    part; where they lie at one, both as int16."""
-    found = {}
-    for name, offset in zip(("scale", "zero_point"), offsets, strict=True):
-        field = heads[..., offset : offset + rows * groups].unflatten(2, (groups, rows)).transpose(2, 3)
-        found[name] = field.view(torch.float16)
-    return found if offsets[0] != offsets[1] else {"grid": found["scale"].view(torch.int16)}
+    def _grid(self, heads: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Scale and zero point of every head's part int16 [N, heads, head_stride], which lie group after group."""
+        strides = (*heads.stride()[:2], self.zero_point - self.scale, self.grid_rows, 1)
+        shape, start = (*heads.shape[:2], 2, self.groups, self.grid_rows), heads.storage_offset() + self.scale
+        both = heads.as_strided(shape, strides, start)
+        if self.scale == self.zero_point:
+            return {"grid": both[:, :, 0].transpose(2, 3)}
+        both = both.view(torch.float16)
+        scale, zero_point = both.transpose(3, 4).unbind(2)
+        return {"scale": scale, "zero_point": zero_point, "scales": both}

@@ -4,32 +4,83 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from kvconvert.kernels.pages.formats import KeyFormat, ValueFormat
-from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
+from kvconvert.kernels.pages.formats import PageFormat
+from kvconvert.kernels.pages.layout import PageLayout
 from kvconvert.kernels.quantizer import pack_grid, unpack_grid
 
+# What a page stores, by the names of `PageTensors`.
+FIELDS = ("codes", "scale", "zero_point", "grid", "norm", "high", "channels")
 
-class _Pages:
-    """Tensors whose first dimension counts pages; absent parts are None."""
 
-    _fields: ClassVar[tuple[str, ...]] = ()
+class PageWrites(NamedTuple):
+    """Where complete pages' tokens lie and where their records go, each int64 [N], unless said, for N pages.
+
+    Attributes:
+        tokens: byte addresses of each page's first token, at multiples of 16; tokens of a head lie side by side.
+        head_strides: elements from head to head.
+        records: byte addresses of the records.
+        feedback: byte addresses of float16 [H, D, D] for the error feedback of each page's layer, at multiples of 16;
+            None rounds to nearest.
+        centers: [N, 3], the position of each page's first token and the addresses of matrix and frequencies of its
+            layer's `KeyCenter`; None for whole keys.
+        hidden: how many of each page's first tokens are stored elsewhere, see `quantize_keys`; None for none.
+    """
+
+    tokens: np.ndarray
+    head_strides: np.ndarray
+    records: np.ndarray
+    feedback: np.ndarray | None = None
+    centers: np.ndarray | None = None
+    hidden: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class PageTensors:
+    """N pages of H heads, P tokens and D channels of keys, or E of values, as tensors; absent parts are None.
+
+    Attributes:
+        codes: int16 of keys [N, H, P * bits / 16, D] ([N, H, P / 8, D / 2] at 1 bit, [N, H, P / 8, 3 D / 2] at 3, see
+            `kernels/packing.py`), of values with E in the place of P and P in that of D; or the model's dtype [N, H, P,
+            D or E] at 16 bits.
+        format: what the bytes mean.
+        scale, zero_point: float16 of keys [N, H, D, P / group_size], of values [N, H, P, E / group_size], group after
+            group in memory; None at 16 bits or where scales are static, or in `grid`.
+        scales: both of them as one, float16 [N, H, 2, groups, D or P]; None where they are.
+        grid: int16 of the shape of a scale, scale and zero point of 8 bits (`quantizer.pack_grid`); None elsewhere.
+        norm: float16 [N, H or 1, P], None without a token norm.
+        high: int16 [N, H, P * bits / 16, boosted], the upper bits of boosted channels ([N, H, P / 8, boosted / 2] at
+            1 bit, boosted rounded up to an even number), None without boost.
+        channels: uint8 [N, H, boosted], which channels those are, ascending; None where they are fixed per layer.
+        record: int16 [N, units], of which all others are views, see `PageLayout`; None at 16 bits.
+    """
+
+    codes: torch.Tensor
+    format: PageFormat
+    scale: torch.Tensor | None = None
+    zero_point: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
+    grid: torch.Tensor | None = None
+    norm: torch.Tensor | None = None
+    high: torch.Tensor | None = None
+    channels: torch.Tensor | None = None
+    record: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return self.codes.shape[0]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that this format has, with their names."""
-        for name in self._fields:
+        for name in FIELDS:
             tensor = getattr(self, name)
             if tensor is not None:
                 yield name, tensor
 
-    def select(self, index: slice | torch.Tensor) -> Self:
+    def select(self, index: slice | torch.Tensor) -> PageTensors:
         """Some of the pages: views for a slice, a copy for an index tensor."""
         return pages_of(self.buffer[index], self.format)
 
@@ -49,83 +100,6 @@ class _Pages:
         return self.buffer.nbytes
 
 
-class PageWrites(NamedTuple):
-    """Where complete pages' tokens lie and where their records go, each int64 [N], unless said, for N pages.
-
-    Attributes:
-        tokens: byte addresses of each page's first token, at multiples of 16; tokens of a head lie side by side.
-        head_strides: elements from head to head.
-        records: byte addresses of the records.
-        feedback: byte addresses of float16 [H, D, D] for the error feedback of each page's layer, at multiples of 16;
-            None rounds to nearest.
-        centers: [N, 3], the position of each page's first token and the addresses of matrix and frequencies of its
-            layer's `KeyCenter`; None for whole keys.
-        hidden: of each page, how many of its first tokens are stored elsewhere, see `quantize_keys`; None for none.
-    """
-
-    tokens: np.ndarray
-    head_strides: np.ndarray
-    records: np.ndarray
-    feedback: np.ndarray | None = None
-    centers: np.ndarray | None = None
-    hidden: np.ndarray | None = None
-
-
-@dataclass(frozen=True)
-class KeyPages(_Pages):
-    """N key pages of H heads, D channels, P tokens.
-
-    Attributes:
-        codes: int16 [N, H, P * bits / 16, D] ([N, H, P / 8, D / 2] at 1 bit, [N, H, P / 8, 3 D / 2] at 3, see
-            `kernels/packing.py`), or the model's dtype [N, H, P, D] at 16 bits.
-        scale, zero_point: float16 [N, H, D, P / group_size], group after group in memory; None at 16 bits or where
-            scales are static, or in `grid`.
-        grid: int16 of that shape, scale and zero point of 8 bits (`quantizer.pack_grid`); None elsewhere.
-        norm: float16 [N, H or 1, P], None without a token norm.
-        high: int16 [N, H, P * bits / 16, boosted], the upper bits of boosted channels ([N, H, P / 8, boosted / 2] at
-            1 bit, boosted rounded up to an even number), None without boost.
-        channels: uint8 [N, H, boosted], which channels those are, ascending; None where they are fixed per layer.
-        record: int16 [N, units], of which all others are views, see `KeyLayout`; None at 16 bits.
-        format: what the bytes mean.
-    """
-
-    _fields = ("codes", "scale", "zero_point", "grid", "norm", "high", "channels")
-
-    codes: torch.Tensor
-    format: KeyFormat
-    scale: torch.Tensor | None = None
-    zero_point: torch.Tensor | None = None
-    grid: torch.Tensor | None = None
-    norm: torch.Tensor | None = None
-    high: torch.Tensor | None = None
-    channels: torch.Tensor | None = None
-    record: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class ValuePages(_Pages):
-    """N value pages of H heads, P tokens, E channels.
-
-    Attributes:
-        codes: int16 [N, H, E * bits / 16, P] ([N, H, E / 8, P / 2] at 1 bit, [N, H, E / 8, 3 P / 2] at 3), or the
-            model's dtype [N, H, P, E] at 16 bits.
-        scale, zero_point: float16 [N, H, P, E / group_size], group after group in memory; None at 16 bits or where
-            scales are static, or in `grid`.
-        grid: int16 of that shape, as for keys.
-        record: int16 [N, units], of which all others are views, see `ValueLayout`; None at 16 bits.
-        format: what the bytes mean.
-    """
-
-    _fields = ("codes", "scale", "zero_point", "grid")
-
-    codes: torch.Tensor
-    format: ValueFormat
-    scale: torch.Tensor | None = None
-    zero_point: torch.Tensor | None = None
-    grid: torch.Tensor | None = None
-    record: torch.Tensor | None = None
-
-
 @dataclass(frozen=True)
 class PageAddresses:
     """Key or value pages, or span blocks, anywhere on a device, as kernels address them.
@@ -139,7 +113,7 @@ class PageAddresses:
         boosted: integers [H, n], contiguous, the boosted key channels where the format fixes them.
     """
 
-    format: KeyFormat | ValueFormat
+    format: PageFormat
     base: torch.Tensor
     offsets: torch.Tensor
     scales: torch.Tensor | None = None
@@ -153,44 +127,40 @@ class PageAddresses:
         return replace(self, offsets=self.offsets[index])
 
 
-def pages_of(buffer: torch.Tensor, f: KeyFormat | ValueFormat) -> KeyPages | ValuePages:
+def pages_of(buffer: torch.Tensor, f: PageFormat) -> PageTensors:
     """The pages that a buffer holds, as views: records int16 [N, units], or the codes of 16-bit pages."""
-    kind, layout = (KeyPages, KeyLayout) if isinstance(f, KeyFormat) else (ValuePages, ValueLayout)
-    return kind(buffer, f) if f.bits == 16 else kind(format=f, record=buffer, **layout.of(f).fields(buffer, f))
+    return (
+        PageTensors(buffer, f)
+        if f.bits == 16
+        else PageTensors(format=f, record=buffer, **PageLayout.of(f).fields(buffer, f))
+    )
 
 
-def page_bytes(f: KeyFormat | ValueFormat, dtype: torch.dtype) -> int:
+def page_bytes(f: PageFormat, dtype: torch.dtype) -> int:
     """Bytes of one page, the padding of its record included; `dtype` is the model's, used by 16-bit codes."""
     if f.bits == 16:
         return f.heads * f.page_size * f.head_dim * dtype.itemsize
-    return 2 * (KeyLayout if isinstance(f, KeyFormat) else ValueLayout).of(f).record
+    return 2 * PageLayout.of(f).record
 
 
-def empty_pages(count: int, f: KeyFormat | ValueFormat, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def empty_pages(count: int, f: PageFormat, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Uninitialised room for `count` pages, as `pages_of` takes it; `dtype` is the model's, used by 16-bit codes."""
     if f.bits == 16:
         return torch.empty(count, f.heads, f.page_size, f.head_dim, dtype=dtype, device=device)
-    layout = KeyLayout.of(f) if isinstance(f, KeyFormat) else ValueLayout.of(f)
-    return torch.empty(count, layout.record, dtype=torch.int16, device=device)
+    return torch.empty(count, PageLayout.of(f).record, dtype=torch.int16, device=device)
 
 
-def empty_keys(count: int, f: KeyFormat, dtype: torch.dtype, device: torch.device) -> KeyPages:
-    """Uninitialised room for `count` key pages in one buffer, see `empty_pages`."""
+def new_pages(count: int, f: PageFormat, dtype: torch.dtype, device: torch.device) -> PageTensors:
+    """Uninitialised room for `count` pages in one buffer, see `empty_pages`."""
     return pages_of(empty_pages(count, f, dtype, device), f)
 
 
-def empty_values(count: int, f: ValueFormat, dtype: torch.dtype, device: torch.device) -> ValuePages:
-    """Uninitialised room for `count` value pages in one buffer, see `empty_pages`."""
-    return pages_of(empty_pages(count, f, dtype, device), f)
-
-
-def record_of(f: KeyFormat | ValueFormat, **tensors: torch.Tensor | None) -> KeyPages | ValuePages:
+def record_of(f: PageFormat, **tensors: torch.Tensor | None) -> PageTensors:
     """Pages whose tensors were computed one by one, in records of their own; padding is zero."""
-    layout = KeyLayout.of(f) if isinstance(f, KeyFormat) else ValueLayout.of(f)
     codes = tensors["codes"]
     if f.scale_bits == 8:
         tensors["grid"] = pack_grid(tensors["scale"], tensors["zero_point"])
-    pages = pages_of(codes.new_zeros(len(codes), layout.record), f)
+    pages = pages_of(codes.new_zeros(len(codes), PageLayout.of(f).record), f)
     for name, target in pages.tensors():
         target.copy_(tensors[name])
     return pages

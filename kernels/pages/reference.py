@@ -9,8 +9,8 @@ import torch
 from kvconvert.errors import NumericError
 from kvconvert.kernels.packing import pack_codes, unpack_codes
 from kvconvert.kernels.pages.feedback import round_with_feedback
-from kvconvert.kernels.pages.formats import ChannelScales, KeyFormat, TokenNorm, ValueFormat
-from kvconvert.kernels.pages.records import KeyPages, ValuePages, record_of
+from kvconvert.kernels.pages.formats import ChannelScales, PageFormat, TokenNorm
+from kvconvert.kernels.pages.records import PageTensors, record_of
 from kvconvert.kernels.quantizer import dequantize, quantize, quantize_static
 
 FIRST = slice(0, 1)
@@ -35,7 +35,7 @@ def token_norms(keys: torch.Tensor, scope: TokenNorm | str, measure: Literal["l2
     return norms
 
 
-def normalised_keys(keys: torch.Tensor, f: KeyFormat) -> torch.Tensor:
+def normalised_keys(keys: torch.Tensor, f: PageFormat) -> torch.Tensor:
     """Keys [N, H, P, D] divided by their token norms where the format has them, without the norms' rounding to float16.
 
     Tokens of norm zero are zeros.
@@ -74,21 +74,21 @@ def shown_tokens(tokens: torch.Tensor, hidden: int, firsts: slice = FIRST) -> to
 
 def quantize_keys(
     keys: torch.Tensor,
-    f: KeyFormat,
+    f: PageFormat,
     channels: torch.Tensor | None = None,
     static: ChannelScales | None = None,
     feedback: torch.Tensor | None = None,
     hidden: int = 0,
     firsts: slice = FIRST,
     clip_ratios: torch.Tensor | None = None,
-) -> KeyPages:
+) -> PageTensors:
     """Quantize whole pages of keys [N, H, P, D], any float dtype, after RoPE and the scheme's rotation.
 
     Args:
         keys: what to store.
         f: how.
         channels: int64 [H, boosted], the channels to boost where the format fixes them.
-        static: of the layer, where `f.static`.
+        static: the layer's scales, where `f.static`.
         feedback: float16 [H, D, D], with which channels are rounded one after another (`pages/feedback.py`); None
             rounds each number to its nearest code.
         hidden: how many of the first page's first tokens, fewer than all, are stored elsewhere in full precision: the
@@ -105,7 +105,7 @@ def quantize_keys(
     """
     keys = shown_tokens(keys, hidden, firsts)
     if f.bits == 16:
-        return KeyPages(keys.contiguous(), f)
+        return PageTensors(keys.contiguous(), f)
     if f.static:
         codes = quantize_static(keys, f.bits, static.scale.unsqueeze(1), static.zero_point.unsqueeze(1))
         if feedback is not None:
@@ -155,16 +155,16 @@ def quantize_keys(
 
 def quantize_values(
     values: torch.Tensor,
-    f: ValueFormat,
+    f: PageFormat,
     static: ChannelScales | None = None,
     hidden: int = 0,
     firsts: slice = FIRST,
     clip_ratios: torch.Tensor | None = None,
-) -> ValuePages:
+) -> PageTensors:
     """Quantize whole pages of values [N, H, P, E], any float dtype. Other arguments and NumericError as for keys."""
     values = shown_tokens(values, hidden, firsts)
     if f.bits == 16:
-        return ValuePages(values.contiguous(), f)
+        return PageTensors(values.contiguous(), f)
     if f.static:
         codes = quantize_static(values, f.bits, static.scale.unsqueeze(1), static.zero_point.unsqueeze(1))
         return record_of(f, codes=pack_codes(codes.transpose(2, 3), f.bits, dim=2, across=3))
@@ -174,12 +174,12 @@ def quantize_values(
     return record_of(f, codes=codes, scale=quantized.scale, zero_point=quantized.zero_point)
 
 
-def _packed(codes: torch.Tensor, f: KeyFormat) -> torch.Tensor:
+def _packed(codes: torch.Tensor, f: PageFormat) -> torch.Tensor:
     """Words of codes uint8 [N, H, P, D], along the axis that the format packs."""
     return pack_codes(codes, f.bits, dim=3, across=2) if f.by_token else pack_codes(codes, f.bits, dim=2, across=3)
 
 
-def key_codes(pages: KeyPages, f: KeyFormat, channels: torch.Tensor | None = None) -> torch.Tensor:
+def key_codes(pages: PageTensors, f: PageFormat, channels: torch.Tensor | None = None) -> torch.Tensor:
     """Unpacked codes, uint8 [N, H, D, P], boosted channels with their upper bits."""
     if f.by_token:
         return unpack_codes(pages.codes, f.bits, 3, f.head_dim, across=2).transpose(2, 3)
@@ -191,12 +191,12 @@ def key_codes(pages: KeyPages, f: KeyFormat, channels: torch.Tensor | None = Non
     return codes.scatter_add(3, chosen.unsqueeze(2).expand_as(high), high).transpose(2, 3)
 
 
-def value_codes(pages: ValuePages, f: ValueFormat) -> torch.Tensor:
+def value_codes(pages: PageTensors, f: PageFormat) -> torch.Tensor:
     """Unpacked codes, uint8 [N, H, P, E]."""
     return unpack_codes(pages.codes, f.bits, 2, f.head_dim, across=3).transpose(2, 3)
 
 
-def key_scales(pages: KeyPages, static: ChannelScales | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def key_scales(pages: PageTensors, static: ChannelScales | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale and zero point of the pages' groups, float16 [N or 1, H, D, groups]; those of the
     layer make one group of a page.
     """
@@ -206,7 +206,7 @@ def key_scales(pages: KeyPages, static: ChannelScales | None = None) -> tuple[to
 
 
 def dequantize_keys(
-    pages: KeyPages, f: KeyFormat, channels: torch.Tensor | None = None, static: ChannelScales | None = None
+    pages: PageTensors, f: PageFormat, channels: torch.Tensor | None = None, static: ChannelScales | None = None
 ) -> torch.Tensor:
     """Dequantized keys, float32 [N, H, D, P], token norms applied."""
     if f.bits == 16:
@@ -215,7 +215,7 @@ def dequantize_keys(
     return keys if pages.norm is None else keys * pages.norm.float().unsqueeze(2)
 
 
-def dequantize_values(pages: ValuePages, f: ValueFormat, static: ChannelScales | None = None) -> torch.Tensor:
+def dequantize_values(pages: PageTensors, f: PageFormat, static: ChannelScales | None = None) -> torch.Tensor:
     """Dequantized values, float32 [N, H, P, E]."""
     if f.bits == 16:
         return pages.codes.float()

@@ -1,8 +1,8 @@
 """Causal attention of a prompt over itself and what is in full precision before it.
 
 The T queries belong to the last T of n tokens, so a prompt may come in chunks. `attention_reference` of
-`kernels/decode/reference.py` is the oracle. On a GPU Triton kernels serve prompts, and their log-sum-exp is reused for
-the attention mass of tokens (`kernels/select.py`); elsewhere `blockwise_attention` does.
+`kernels/attention/reference.py` is the oracle. On a GPU Triton kernels serve prompts, and their log-sum-exp is reused
+for the attention mass of tokens (`kernels/select.py`); elsewhere `blockwise_attention` does.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from kvconvert.kernels import device
+from kvconvert.kernels.attention.softmax import capped
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256
@@ -153,9 +154,7 @@ def weight_blocks(
         seen = (
             slice(0, n) if visible else slice(max(0, n - length + start + 1 - (window or n)), n - length + block.stop)
         )
-        scores = grouped[:, :, block] @ keys[:, None, seen].transpose(2, 3) * scaling
-        if softcap:
-            scores = torch.tanh(scores / softcap) * softcap
+        scores = capped(grouped[:, :, block] @ keys[:, None, seen].transpose(2, 3), scaling, softcap)
         if visible is None:
             own = torch.arange(n - length + start, n - length + block.stop, device=keys.device).unsqueeze(1)
             columns = torch.arange(seen.start, seen.stop, device=keys.device)

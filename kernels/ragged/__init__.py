@@ -3,7 +3,8 @@
 New tokens are rotated and stored in their sequences' buffers (`append`). Then everything that a sequence has stored is
 dequantized or copied to a workspace, one sequence after another, and one launch attends to it (`attend`).
 
-`kernels/history` serves a single sequence, with a history of any length, tile by tile; `kernels/decode` few queries.
+`kernels/chunked_prefill` serves a single sequence with any number of stored tokens, tile by tile; `kernels/decode` few
+queries.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ def unsupported(format: LayerFormat, dtype: torch.dtype, device: torch.device) -
     """Why `append` and `attend` do not serve a layer's tokens; None if they do.
 
     Args:
-        format: of the layer's pages.
-        dtype, device: of stored full-precision tokens, and of queries.
+        format: the format of the layer's pages.
+        dtype, device: those of stored full-precision tokens and of queries.
     """
     keys, values = format.keys, format.values
     reasons = [unsupported_dequantization(side, dtype, device) for side in (keys, values)]
@@ -47,8 +48,8 @@ def append(
     Args:
         queries: [Hq, N, D]; rotated as the keys are.
         keys, values: [H, N, D] and [H, N, E].
-        tables: of the pass.
-        format: of the layer's pages.
+        tables: the tables of the pass.
+        format: the format of the layer's pages.
         rotations: which are rotated.
 
     Returns:
@@ -75,8 +76,8 @@ def attend(
 
     Args:
         queries: [Hq, N, D], rotated if the keys are.
-        tables: of the pass.
-        format: of the layer's pages.
+        tables: the tables of the pass.
+        format: the format of the layer's pages.
         scaling, softcap, sink_logits: as for `prompt_attention`.
         window: tokens that a query sees, its own included, each sequence's being consecutive; None for all before it.
         workspace: keys [H, capacity, D] and values [H, capacity, E] of a workspace that may hold some tokens already;
@@ -97,8 +98,8 @@ def fill_workspace(tables: RaggedTables, format: LayerFormat, keys: torch.Tensor
     """Put everything that the sequences have stored where `tables` say, as `attend` does before it attends.
 
     Args:
-        tables: of the pass.
-        format: of the layer's pages.
+        tables: the tables of the pass.
+        format: the format of the layer's pages.
         keys, values: the workspace, as for `attend`.
     """
     from kvconvert.kernels.ragged.triton import launch

@@ -24,7 +24,7 @@ class TokensInBlocks:
     """Full-precision tokens that `kernels/blocks` copies to the workspace.
 
     Attributes:
-        words: of a layer's blocks.
+        words: the layer's blocks.
         records, places: as for `copy_tokens`.
     """
 

@@ -131,6 +131,30 @@ def hadamard_transform(x: Tensor, inverse: bool = False) -> Tensor:
     return factored_transform(x, factors, inverse) if factors else hadamard_reference(x, inverse)
 
 
+def rotate_new_tokens(
+    queries: Tensor | None, keys: Tensor, values: Tensor, rotations: Rotations
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """New keys and values, and with the keys their queries if given, rotated as the scheme rotates them.
+
+    On a CPU in one product where that gives the same numbers: a product of a single row rounds in an order of its own.
+
+    Args:
+        queries, keys, values: [B, heads, T, channels].
+        rotations: which are rotated.
+    """
+    flags = rotations.keys, rotations.keys, rotations.values
+    parts = [x if rotated else None for x, rotated in zip((queries, keys, values), flags, strict=True)]
+    given = [part for part in parts if part is not None]
+    alike = len({(part.shape[3], part.dtype) for part in given}) == 1
+    alike = alike and all(part.numel() > part.shape[3] for part in given)
+    if len(given) > 1 and alike and keys.device.type == "cpu" and not device.runs_triton(keys.device):
+        rotated = hadamard_transform(torch.cat(given, 1)).split([part.shape[1] for part in given], 1)
+    else:
+        rotated = [hadamard_transform(part) for part in given]
+    found = iter(rotated)
+    return tuple(x if part is None else next(found) for x, part in zip((queries, keys, values), parts, strict=True))
+
+
 def rotate_and_append(
     queries: Tensor,
     keys: Tensor,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvconvert.kernels.pages.formats import PAGE_SIZE, KeyFormat, ValueFormat
+from kvconvert.kernels.pages.formats import PAGE_SIZE, PageFormat
 
 
 @dataclass(frozen=True)
@@ -36,19 +36,19 @@ class SpanFormat:
 
 
 def span_lengths(tokens: int, span_tokens: int) -> tuple[int, ...]:
-    """Tokens of each span that so many tokens are divided into; a `span_tokens` of 0 divides nothing."""
+    """How many tokens each span of a prompt gets; a `span_tokens` of 0 makes it one span."""
     size = span_tokens or max(tokens, 1)
     return tuple(min(size, tokens - start) for start in range(0, tokens, size))
 
 
-def key_blocks(heads: int, head_dim: int, bits: int) -> KeyFormat:
+def key_blocks(heads: int, head_dim: int, bits: int) -> PageFormat:
     """The codes of a span's keys, block by block, as static pages."""
-    return KeyFormat(heads, head_dim, PAGE_SIZE, bits, PAGE_SIZE, static=True)
+    return PageFormat.keys(heads, head_dim, PAGE_SIZE, bits, PAGE_SIZE, static=True)
 
 
-def value_blocks(heads: int, head_dim: int, bits: int) -> ValueFormat:
+def value_blocks(heads: int, head_dim: int, bits: int) -> PageFormat:
     """The same of its values."""
-    return ValueFormat(heads, head_dim, PAGE_SIZE, bits, head_dim, static=True)
+    return PageFormat.values(heads, head_dim, PAGE_SIZE, bits, head_dim, static=True)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from kvconvert.kernels.launches.triton import kernel
 from kvconvert.kernels.pages.formats import PAGE_SIZE, ChannelScales
-from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
+from kvconvert.kernels.pages.layout import PageLayout
 from kvconvert.kernels.pages.triton.affine import affine_grid, flag_if, storable
 from kvconvert.kernels.pages.triton.feedback import PageFeedback
 from kvconvert.kernels.pages.triton.launch import (
@@ -146,7 +146,7 @@ def _span_codes(
     table = torch.zeros(blocks, 5, dtype=torch.int64)
     table[:, 0], table[:, 1], table[:, 3] = first * x.stride(1), x.stride(0), (tokens - first).clamp(max=PAGE_SIZE)
     f = (key_blocks if is_key else value_blocks)(heads, dim, bits)
-    layout = KeyLayout.of(f) if is_key else ValueLayout.of(f)
+    layout = PageLayout.of(f)
     table[:, 2] = torch.arange(blocks) * layout.record
     table = table.to(x.device, non_blocking=True)
     codes = torch.empty(blocks, heads, layout.lanes, layout.rows, dtype=torch.int16, device=x.device)

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.generation import BaseStreamer
 
+from kvconvert.models import CACHE
 from kvconvert.models.processors import load_tokenizer
 from kvconvert.models.source import open_source
 from kvconvert.runtime import KVCache, load
@@ -142,7 +143,7 @@ class Contender:
             streamer=streamer,
             return_dict_in_generate=True,
             **options,
-        ).past_key_values
+        )[CACHE]
 
 
 def bytes_per_token(cache: Cache, tokens: int) -> float:

@@ -10,15 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from kvconvert.errors import RecipeError
-from kvconvert.kernels.pages import (
-    ChannelScales,
-    KeyCenter,
-    KeyFormat,
-    LayerFormat,
-    TokenNorm,
-    ValueFormat,
-    key_center,
-)
+from kvconvert.kernels.pages import ChannelScales, KeyCenter, LayerFormat, PageFormat, TokenNorm, key_center
 from kvconvert.kernels.quantizer import affine_grid
 from kvconvert.kernels.rotate import NO_ROTATION, Rotations
 from kvconvert.kernels.spans import SpanFormat
@@ -98,7 +90,7 @@ class CacheFormat:
                     f"model has {dim}."
                 )
         (key, value), static = scheme.sides, scheme.is_static
-        keys = KeyFormat(
+        keys = PageFormat.keys(
             heads=heads,
             head_dim=key_dim,
             page_size=scheme.page_size,
@@ -114,7 +106,7 @@ class CacheFormat:
             by_token=latent and key.bits in (2, 4),
         )
         whole_head = static or not value.quantized
-        values = ValueFormat(
+        values = PageFormat.values(
             heads=heads,
             head_dim=value_dim,
             page_size=scheme.page_size,
@@ -145,7 +137,7 @@ class CacheFormat:
             modality=scheme.prompt.modality,
         )
 
-    def side(self, name: Side) -> tuple[KeyFormat | ValueFormat, CacheSide]:
+    def side(self, name: Side) -> tuple[PageFormat, CacheSide]:
         """The format of keys' or values' pages, and what else there is to say of that side."""
         return (self.pages.keys, self.keys) if name == "key" else (self.pages.values, self.values)
 
@@ -188,7 +180,7 @@ def _planned(
     return tensor
 
 
-def _key_center(f: KeyFormat, scheme: KVScheme, plan: Mapping[str, torch.Tensor], device: torch.device) -> KeyCenter:
+def _key_center(f: PageFormat, scheme: KVScheme, plan: Mapping[str, torch.Tensor], device: torch.device) -> KeyCenter:
     """The center of a layer whose pages hold keys without it."""
     shapes = {"key_mean": (f.heads, f.head_dim), "rope_frequencies": (f.head_dim // 2,)}
     shapes["rope_pairs"] = (f.head_dim // 2, 2)
@@ -197,14 +189,14 @@ def _key_center(f: KeyFormat, scheme: KVScheme, plan: Mapping[str, torch.Tensor]
     return key_center(*tensors, rotations(scheme).keys)
 
 
-def _key_feedback(f: KeyFormat, plan: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
+def _key_feedback(f: PageFormat, plan: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
     """The matrices float16 [H, D, D] of a layer that rounds its keys with error feedback."""
     setting, instead = "key_rounding = 'error_feedback'", 'key_rounding = "nearest"'
     feedback = _planned(plan, "key_feedback", (f.heads, f.head_dim, f.head_dim), setting, instead)
     return feedback.to(device, torch.float16).contiguous()
 
 
-def _fixed_channels(f: KeyFormat, plan: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor | None:
+def _fixed_channels(f: PageFormat, plan: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor | None:
     """The boosted channels int64 [H, n] of a layer that fixes them; None for other layers."""
     if not f.boosted or not f.fixed_channels:
         return None
@@ -214,7 +206,7 @@ def _fixed_channels(f: KeyFormat, plan: Mapping[str, torch.Tensor], device: torc
 
 
 def _static_scales(
-    side: Side, f: KeyFormat | ValueFormat, plan: Mapping[str, torch.Tensor], device: torch.device
+    side: Side, f: PageFormat, plan: Mapping[str, torch.Tensor], device: torch.device
 ) -> ChannelScales | None:
     """The scales that static pages of one side need; None for other pages."""
     if not f.static:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from kvconvert.io.progress import progress_bar
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.kernels.quantizer import all_finite
 from kvconvert.methods import KVScheme
+from kvconvert.models import CACHE
 from kvconvert.runtime import KVCache, seal_prompt
 
 UNCOMPRESSED_CHUNK = 2048  # tokens per pass of a prompt that is compressed as a whole
@@ -207,9 +209,10 @@ class Reader:
 
 def feed(decoder: Decoder, cache: Cache, ids: torch.Tensor, **kwargs):
     """One forward pass over ids [B, n] that extends `cache`."""
-    return decoder.model(
-        input_ids=ids.to(decoder.model.device), past_key_values=cache, use_cache=True, return_dict=True, **kwargs
-    )
+    with cache.receiving("The model") if isinstance(cache, KVCache) else nullcontext():
+        return decoder.model(
+            input_ids=ids.to(decoder.model.device), use_cache=True, return_dict=True, **{CACHE: cache}, **kwargs
+        )
 
 
 def seal(decoder: Decoder, cache: Cache, ids: torch.Tensor) -> None:

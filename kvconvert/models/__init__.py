@@ -1,18 +1,18 @@
 """Facts about models: where they lie, checkpoints, names of tensors and modules, layer types, processors.
 
-Importing this package refuses a transformers that is too old or too new, before anything is imported from it.
+Importing this package refuses a version of transformers that was not tried, before anything is imported from it.
 """
 
 import re
-from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
 from kvconvert.errors import CheckpointError, UsageError
 from kvconvert.io.hub import ask_hub, is_hub_id, missing_below
 
-# The oldest version that is supported, and the first that is not; as in pyproject.toml.
-OLDEST, TOO_NEW = (5, 23), (6, 0)
+# The versions of transformers that kvconvert was tried with, of which pyproject.toml has the first and the last. Others
+# may hand the cache over in another way, and then generate without it.
+TRIED = ("5.23", "5.24")
 
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "README.md", "LICENSE*"]
 _GGUF = ".gguf"
@@ -20,15 +20,23 @@ SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
-def _check_transformers() -> None:
-    with suppress(metadata.PackageNotFoundError):
+def _transformers_version() -> str:
+    """The installed version of transformers, checked against those that were tried (UsageError)."""
+    try:
         version = metadata.version("transformers")
-        if not OLDEST <= tuple(map(int, re.findall(r"\d+", version)[:2])) < TOO_NEW:
-            needed = f"transformers>={'.'.join(map(str, OLDEST))},<{TOO_NEW[0]}"
-            raise UsageError(f"transformers is {version}, and kvconvert needs another; run pip install '{needed}'.")
+    except metadata.PackageNotFoundError:
+        return TRIED[-1]  # importing it says so
+    if re.match(r"\d+\.\d+", version)[0] not in TRIED or "dev" in version:
+        raise UsageError(
+            f"transformers is {version}, and kvconvert was tried with {' and '.join(TRIED)} only; run pip install "
+            f"'transformers=={TRIED[-1]}.*'."
+        )
+    return version
 
 
-_check_transformers()
+# The names under which models and `generate` take a cache and return it: transformers 5.24 renamed it.
+CACHE_NAMES = ("past_key_values", "cache")
+CACHE = CACHE_NAMES[not _transformers_version().startswith("5.23")]
 
 
 def check_model(model: str, was_fetched: bool = False) -> None:

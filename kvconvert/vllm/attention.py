@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from kvconvert.kernels.chunked_prefill import StoredPart, chunk_attention
 from kvconvert.kernels.decode import decode_attention
 from kvconvert.kernels.decode.cpu import pages_per_tile
 from kvconvert.kernels.decode.stored import PageTables, PageTile, ResidualTokens, ResidualWindows, SpanTokens
-from kvconvert.kernels.history import HistoryPart, history_attention
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.kernels.rotate import hadamard_transform, rotate_and_append, unsupported_append
 from kvconvert.vllm.layer import AlikeLayers, LayerBlocks
@@ -91,7 +91,7 @@ class LayerStep:
         """Attention [Hq, T, E] of a chunk, queries [Hq, T, D], keys [H, T, D] and values [H, T, E]."""
         plan, begin = self.plan, self._exact_from(request)
         stored = self.blocks.read(*plan.places(request, begin, request.stored))
-        attended = history_attention(queries, self._history(request, *stored), keys, values, self.scaling)
+        attended = chunk_attention(queries, self._history(request, *stored), keys, values, self.scaling)
         every = [torch.cat(side, 1) for side in zip(stored, (keys, values), strict=True)]
         sinks = min(self.plan.layout.sink_tokens, request.tokens)
         if sinks and not max(plan.layout.quantized(request.stored)):
@@ -115,7 +115,7 @@ class LayerStep:
         """Position of the first token that is stored in full precision on either side, sink tokens aside."""
         return min(self.plan.layout.quantized(request.stored)) * PAGE_SIZE
 
-    def _history(self, request: Request, keys: torch.Tensor, values: torch.Tensor) -> list[HistoryPart]:
+    def _history(self, request: Request, keys: torch.Tensor, values: torch.Tensor) -> list[StoredPart]:
         """What is stored before a chunk; keys [H, n, D] and values [H, n, E] are its full-precision tokens."""
         plan, center = self.plan, self.blocks.cache.format.key_center
         quantized = plan.layout.quantized(request.stored)
@@ -130,9 +130,9 @@ class LayerStep:
             for exact, count, f in zip((keys, values), quantized, formats, strict=True)
         ]
         found = [
-            HistoryPart(both * PAGE_SIZE, *whole, center, 0, first),
-            HistoryPart(half, *mixed, center, both * PAGE_SIZE, None if both else first),
-            HistoryPart(keys.shape[1] - half, keys[:, half:], values[:, half:]),
+            StoredPart(both * PAGE_SIZE, *whole, center, 0, first),
+            StoredPart(half, *mixed, center, both * PAGE_SIZE, None if both else first),
+            StoredPart(keys.shape[1] - half, keys[:, half:], values[:, half:]),
         ]
         return [part for part in found if part.tokens]
 

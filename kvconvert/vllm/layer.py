@@ -11,18 +11,16 @@ import numpy as np
 import torch
 
 from kvconvert.kernels.blocks import BlockGeometry
+from kvconvert.kernels.chunked_prefill import PageReader
 from kvconvert.kernels.device import runs_triton
-from kvconvert.kernels.history import PageReader
 from kvconvert.kernels.pages import (
     PAGE_SIZE,
     ChannelScales,
-    KeyFormat,
-    KeyPages,
     LayerFormat,
     PageAddresses,
+    PageFormat,
+    PageTensors,
     PageWrites,
-    ValueFormat,
-    ValuePages,
     add_centers,
     quantize_at,
     quantize_by_reference,
@@ -116,9 +114,9 @@ class LayerBlocks:
     def _distances(self, scales: ChannelScales | None) -> list[int]:
         return [0, 0] if scales is None else [(part.data_ptr() - self.words.data_ptr()) // 16 for part in scales]
 
-    def source(self, blocks: torch.Tensor, f: KeyFormat | ValueFormat) -> PageReader | PageAddresses:
-        """The pages of one side in these blocks, int64 [N], as `history_attention` takes them."""
-        format, is_key = self.cache.format, isinstance(f, KeyFormat)
+    def source(self, blocks: torch.Tensor, f: PageFormat) -> PageReader | PageAddresses:
+        """The pages of one side in these blocks, int64 [N], as `chunk_attention` takes them."""
+        format, is_key = self.cache.format, f.is_key
         channels = format.boosted if is_key else None
         if not runs_triton(self.words.device):
             static = format.static_keys if is_key else format.static_values
@@ -130,22 +128,20 @@ class LayerBlocks:
             scales = self.static_scales[0, :2] if is_key else self.static_scales[0, 2:]
         return PageAddresses(f, self.words, offsets, scales, channels)
 
-    def pages(self, blocks: torch.Tensor, f: KeyFormat | ValueFormat) -> KeyPages | ValuePages:
+    def pages(self, blocks: torch.Tensor, f: PageFormat) -> PageTensors:
         """A copy of the pages of one side in these blocks, int64 [N]."""
         return pages_of(self.buffer(self.records(self.words, f)[blocks], f), f)
 
-    def quantize(
-        self, blocks: torch.Tensor, tokens: torch.Tensor, firsts: list[int], f: KeyFormat | ValueFormat
-    ) -> None:
+    def quantize(self, blocks: torch.Tensor, tokens: torch.Tensor, firsts: list[int], f: PageFormat) -> None:
         """Quantize pages; arguments as for `AlikeLayers.quantize`, tokens [H, 128 N, channels]."""
         AlikeLayers([self]).quantize(blocks, tokens.unsqueeze(0), firsts, f)
 
-    def records(self, words: torch.Tensor, f: KeyFormat | ValueFormat) -> torch.Tensor:
+    def records(self, words: torch.Tensor, f: PageFormat) -> torch.Tensor:
         """Every block's record of one side, a view int16 [..., units] of such words as the layer's."""
         keys, values = self.cache.layout.key_bytes // 2, self.cache.layout.value_bytes // 2
-        return words[..., :keys] if isinstance(f, KeyFormat) else words[..., keys : keys + values]
+        return words[..., :keys] if f.is_key else words[..., keys : keys + values]
 
-    def buffer(self, records: torch.Tensor, f: KeyFormat | ValueFormat) -> torch.Tensor:
+    def buffer(self, records: torch.Tensor, f: PageFormat) -> torch.Tensor:
         """Records int16 [N, units] as `pages_of` takes them."""
         if f.bits < 16:
             return records
@@ -192,9 +188,7 @@ class AlikeLayers:
         tokens = self.layers[0].tokens_of(self.words)
         tokens[:, *target] = tokens[:, *origin]
 
-    def quantize(
-        self, blocks: torch.Tensor, tokens: torch.Tensor, firsts: list[int], f: KeyFormat | ValueFormat
-    ) -> None:
+    def quantize(self, blocks: torch.Tensor, tokens: torch.Tensor, firsts: list[int], f: PageFormat) -> None:
         """Quantize pages.
 
         Args:
@@ -204,7 +198,7 @@ class AlikeLayers:
             firsts: position of each page's first token.
             f: of the side, in all layers.
         """
-        first, is_key = self.layers[0], isinstance(f, KeyFormat)
+        first, is_key = self.layers[0], f.is_key
         format, hidden = first.cache.format, [0 if n else first.cache.layout.sink_tokens for n in firsts]
         channels, static = (format.boosted, format.static_keys) if is_key else (None, format.static_values)
         records = first.records(self.words, f)
@@ -228,7 +222,7 @@ class AlikeLayers:
     def _writes(
         self,
         tokens: torch.Tensor,
-        pages: KeyPages | ValuePages,
+        pages: PageTensors,
         firsts: list[int],
         hidden: list[int],
         is_key: bool,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kvconvert.kernels.blocks import BlockGeometry, copy_tokens
-from kvconvert.kernels.pages import PAGE_SIZE, KeyFormat, PageAddresses, ValueFormat, quantize_listed
+from kvconvert.kernels.pages import PAGE_SIZE, PageAddresses, PageFormat, quantize_listed
 from kvconvert.kernels.ragged import TILE_QUERIES, RaggedTables, TokensInBlocks, append, attend, fill_workspace
 from kvconvert.vllm.layer import LayerBlocks
 from kvconvert.vllm.step import Request, StepPlan, upload
@@ -257,10 +257,10 @@ class PackedPrompts:
         )  # fmt: skip
         self._quantize(blocks, f.values, packing.values, static=f.static_values)
 
-    def _quantize(self, blocks: LayerBlocks, f: KeyFormat | ValueFormat, tokens: torch.Tensor, **extras: Any) -> None:
+    def _quantize(self, blocks: LayerBlocks, f: PageFormat, tokens: torch.Tensor, **extras: Any) -> None:
         """Quantize what the pass has completed of one side, from the workspace, whose tokens may change."""
         words = blocks.words if f.bits < 16 else blocks.words.view(blocks.cache.dtype)
-        table = self._settled(blocks, isinstance(f, KeyFormat), words.itemsize)
+        table = self._settled(blocks, f.is_key, words.itemsize)
         if len(table):
             centers = self._on_device["settled_centers"]
             quantize_listed(tokens, table, words, f, blocks.flag, centers=centers, **extras)

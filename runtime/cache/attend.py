@@ -19,12 +19,13 @@ from kvconvert.kernels.decode import (
     pages_per_tile,
 )
 from kvconvert.kernels.prompt import prompt_attention
-from kvconvert.kernels.rotate import hadamard_transform, rotate_and_append, unsupported_append
+from kvconvert.kernels.rotate import hadamard_transform, rotate_and_append, rotate_new_tokens, unsupported_append
 from kvconvert.kernels.select import column_sums, selective_attention
+from kvconvert.runtime.cache.chunked_prefill import AttentionCall, ChunkedPrefill
 from kvconvert.runtime.cache.compress import end_forward, seal
 from kvconvert.runtime.cache.forward_pass import Chunk, ForwardPass
 from kvconvert.runtime.cache.group_tables import GroupTables, upload
-from kvconvert.runtime.cache.history import AttentionCall, RowHistory
+from kvconvert.runtime.cache.sequence import Sequence
 from kvconvert.runtime.cache.store import LayerStore
 
 
@@ -34,11 +35,11 @@ def commit(store: LayerStore, chunk: Chunk, queries: torch.Tensor | None = None)
     Args:
         store: where tokens are parked.
         chunk: of the forward pass.
-        queries: [B, Hq, T, D] of the same pass, to be rotated along with the keys where one kernel does both. Those of
-            latents come later, and are None.
+        queries: [B, Hq, T, D] of the same pass, to be rotated along with the keys. Those of latents come later, and
+            are None.
 
     Returns:
-        The rotated queries if they were, for `attend(..., rotated=True)`; else None.
+        The queries in the coordinates of stored keys, for `attend(..., rotated=True)`; None if nothing was stored.
 
     Raises:
         CacheError: the attention mask differs for stored positions, or the scheme compresses one modality and no mask
@@ -70,17 +71,14 @@ def commit(store: LayerStore, chunk: Chunk, queries: torch.Tensor | None = None)
     if in_one_launch:
         table, first_tokens = _append_table(store, latest)
         return rotate_and_append(queries, keys, values, store.origin, table, first_tokens, store.rotations)
-    if store.rotations.keys:
-        keys = hadamard_transform(keys)
-    if store.rotations.values:
-        values = hadamard_transform(values)
+    queries, keys, values = rotate_new_tokens(queries, keys, values, store.rotations)
     for row, runs, *starts in latest.destinations:
         tensors = store.rows[row]
         for buffer, at, tokens in zip((tensors.keys, tensors.values), starts, (keys, values), strict=True):
             for first, count in runs:
                 buffer.tensor[:, at : at + count] = tokens[row, :, first : first + count].detach()
                 at += count
-    return None
+    return queries
 
 
 def _append_table(store: LayerStore, latest: ForwardPass) -> tuple[torch.Tensor, torch.Tensor]:
@@ -163,9 +161,9 @@ class LayerAttention(AttentionCall):
             if not (sequence.untouched and chunk.is_causal):
                 if selecting:
                     self._add_attention_mass(row, queries[row])
-                history = RowHistory(self, row)
-                if history.is_served(queries):
-                    history.attend(queries[row], output[row])
+                prefill = ChunkedPrefill(self, row)
+                if prefill.is_served(queries):
+                    prefill.attend(queries[row], output[row])
                 else:
                     others.append(row)
                 continue
@@ -297,7 +295,8 @@ class StoredRows:
                 heads = max(x.shape[0] for x in seen)
                 visible = torch.stack([x.expand(heads, -1, -1) for x in seen])
             keys, values = (_stacked(list(side)) for side in zip(*map(store.residual, rows), strict=True))
-            yield ResidualTokens(torch.tensor(rows, device=store.device), keys, values, visible)
+            every = len(rows) == len(store.rows)
+            yield ResidualTokens(None if every else torch.tensor(rows, device=store.device), keys, values, visible)
 
     def spans(self) -> Iterator[SpanTokens]:
         """The spans of each row that has any."""
@@ -315,7 +314,34 @@ class StoredRows:
     def page_tiles(self, num_query_heads: int, num_queries: int) -> Iterator[PageTile]:
         """Pages of all rows: first those quantized on both sides, then those quantized on one."""
         store, chunk = self.store, self.chunk
-        step = pages_per_tile(num_query_heads, num_queries, store.format)
+        for part in self._page_parts(pages_per_tile(num_query_heads, num_queries, store.format)):
+            visible = None
+            # Pages are older than every query, so only windows and other special masks can hide them.
+            if not chunk.is_causal:
+                seen = [
+                    chunk.visible(row, chunk.query_positions, store.page_positions(row, page))
+                    for row, page in part.pages
+                ]
+                # Tokens that survived an eviction have positions per KV head, those of later pages do not.
+                heads = max(x.shape[0] for x in seen)
+                visible = torch.stack([x.expand(heads, -1, -1) for x in seen])
+            keys, values = (
+                store.read_pages(part.pages, part.keys, True),
+                store.read_pages(part.pages, part.values, False),
+            )
+            positions = None if store.format.key_center is None else part.positions
+            yield PageTile(keys, values, part.rows, visible, positions, part.hidden)
+
+    def _page_parts(self, step: int) -> list[PagePart]:
+        """All pages, `step` at a time; planned by the first of the group's layers that asks for it."""
+        store, latest = self.store, self.store.forward_pass
+        known = latest.page_parts
+        if known is None or known[0] is not store.sequences or known[1:3] != (step, self.rows):
+            known = latest.page_parts = (store.sequences, step, self.rows, self._planned_parts(step))
+        return known[3]
+
+    def _planned_parts(self, step: int) -> list[PagePart]:
+        store = self.store
         both: list[tuple[int, int]] = []
         half_quantized: list[tuple[int, int]] = []
         for row in self.rows:
@@ -323,24 +349,43 @@ class StoredRows:
             shared = min(len(sequence.keys.pages), len(sequence.values.pages))
             both += [(row, page) for page in range(shared)]
             half_quantized += [(row, page) for page in range(shared, sequence.pages)]
-        for part in [both[i : i + step] for i in range(0, len(both), step)] + [[entry] for entry in half_quantized]:
-            visible = None
-            # Pages are older than every query, so only windows and other special masks can hide them.
-            if not chunk.is_causal:
-                seen = [
-                    chunk.visible(row, chunk.query_positions, store.page_positions(row, page)) for row, page in part
-                ]
-                # Tokens that survived an eviction have positions per KV head, those of later pages do not.
-                heads = max(x.shape[0] for x in seen)
-                visible = torch.stack([x.expand(heads, -1, -1) for x in seen])
-            keys, values = store.read_pages(part, True), store.read_pages(part, False)
-            positions = None
-            if store.format.key_center is not None:
-                positions = [store.sequences[row].page_position(page, store.page_size) for row, page in part]
-                positions = torch.tensor(positions, device=store.device)
-            rows = torch.tensor([row for row, _ in part], device=store.device)
-            hidden = [(i, n) for i, (row, page) in enumerate(part) if (n := store.sequences[row].hidden(page))]
-            yield PageTile(keys, values, rows, visible, positions, hidden)
+        parts = [both[i : i + step] for i in range(0, len(both), step)] + [[entry] for entry in half_quantized]
+        return [PagePart.of(part, store.sequences, store.page_size, store.device) for part in parts]
+
+
+@dataclass(frozen=True)
+class PagePart:
+    """Some pages that are attended to at once, the same in all layers of a group.
+
+    Attributes:
+        pages: (row, page), 0 being a row's first one that is not dropped.
+        keys, values: their numbers; None of pages that are not quantized on this side.
+        rows: int64 [N]; None where there is one row.
+        positions: int64 [N], of each page's first token among its sequence's.
+        hidden: as for `PageTile`.
+    """
+
+    pages: list[tuple[int, int]]
+    keys: tuple[int, ...] | None
+    values: tuple[int, ...] | None
+    rows: torch.Tensor | None
+    positions: torch.Tensor
+    hidden: list[tuple[int, int]]
+
+    @classmethod
+    def of(
+        cls, pages: list[tuple[int, int]], sequences: tuple[Sequence, ...], page_size: int, device: torch.device
+    ) -> PagePart:
+        """Pages that are quantized on both sides, or one that is quantized on one side."""
+        numbers = []
+        for is_key in (True, False):
+            sides = [(s.keys if is_key else s.values, page) for s, page in ((sequences[row], p) for row, p in pages)]
+            is_paged = sides[0][1] < len(sides[0][0].pages)
+            numbers.append(tuple(side.pages[page] for side, page in sides) if is_paged else None)
+        rows = torch.tensor([row for row, _ in pages], device=device) if len(sequences) > 1 else None
+        positions = torch.tensor([sequences[row].page_position(page, page_size) for row, page in pages], device=device)
+        hidden = [(i, n) for i, (row, page) in enumerate(pages) if (n := sequences[row].hidden(page))]
+        return cls(pages, *numbers, rows, positions, hidden)
 
 
 def _stacked(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -311,6 +311,8 @@ class ForwardPass(Generic[Tables]):
         step_tables: those that kernels of a planned step or another pass of single tokens follow, once a layer has
             asked for them.
         chunk_tables: those of pages and spans that kernels of other passes follow, once a layer has asked for them.
+        page_parts: how paths without kernels divide the pages, for which sequences, pages of a part, and rows, once a
+            layer has asked for it.
         step_mask: which stored tokens the queries of such a pass attend to (`GroupTables.step_mask`), once a
             layer has asked for it.
     """
@@ -325,4 +327,5 @@ class ForwardPass(Generic[Tables]):
     all_allocated: bool = False
     step_tables: Tables | None = None
     chunk_tables: Tables | None = None
+    page_parts: tuple[tuple[Sequence, ...], int, list[int], list[Any]] | None = None
     step_mask: torch.Tensor | None = None

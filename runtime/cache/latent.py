@@ -9,8 +9,8 @@ from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.latent import latent_attention, latent_decode
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.runtime.cache.attend import StoredRows
+from kvconvert.runtime.cache.chunked_prefill import AttentionCall, ChunkedPrefill
 from kvconvert.runtime.cache.forward_pass import Chunk
-from kvconvert.runtime.cache.history import AttentionCall, RowHistory
 from kvconvert.runtime.cache.store import LayerStore
 
 
@@ -80,6 +80,6 @@ def _over_dequantized(
         at = slice(None)
         if own < length:
             at = positions.slice(len(positions) - own, len(positions), latent.device) - first
-        parts = RowHistory(AttentionCall(store, chunk, scaling), row).parts(0, addressed=False)
+        parts = ChunkedPrefill(AttentionCall(store, chunk, scaling), row).parts(0, addressed=False)
         attended[row, :, at] = latent_attention(latent[row][:, at], rope[row][:, at], parts, scaling)
     return attended

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 
 from kvconvert.errors import CacheError
-from kvconvert.kernels.pages import KeyFormat, KeyPages, ValueFormat, ValuePages, empty_pages, page_bytes, pages_of
+from kvconvert.kernels.pages import PageFormat, PageTensors, empty_pages, page_bytes, pages_of
 
 # Pools grow by a sixteenth of what they hold, at least four pages: few chunks at any length, little unused room.
 SMALLEST_CHUNK = 4
 GROWTH = 16
+# Runs of pages whose views a storage remembers.
+MOST_VIEWS = 64
 # Bytes: what offsets of pages count. Records, and the pages that have none, begin at multiples of it.
 UNIT = 16
-
-Pages = TypeVar("Pages", KeyPages, ValuePages)
 
 
 class PageNumbers:
@@ -98,7 +98,7 @@ class PageNumbers:
                 self._free.append(number)
 
 
-class PageStorage(Generic[Pages]):
+class PageStorage:
     """One layer's pages of one side, addressed by number.
 
     It follows the numbers chunk by chunk and never moves a page, so growing copies nothing and addresses stay valid.
@@ -110,16 +110,17 @@ class PageStorage(Generic[Pages]):
         numbers: which pages there are.
     """
 
-    def __init__(self, format: KeyFormat | ValueFormat, dtype: torch.dtype, device: torch.device, numbers: PageNumbers):
+    def __init__(self, format: PageFormat, dtype: torch.dtype, device: torch.device, numbers: PageNumbers):
         self.format, self.dtype, self.device, self.numbers = format, dtype, device, numbers
         self.page_bytes = page_bytes(format, dtype)
         self._chunks: list[torch.Tensor] = []
         self._zeros = np.zeros(0, np.int64)
+        self._views: dict[tuple[int, ...], PageTensors] = {}
         self.follow()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has chunks of its own.
-        return self.__dict__ | {"_zeros": np.zeros(0, np.int64)}
+        return self.__dict__ | {"_zeros": np.zeros(0, np.int64), "_views": {}}
 
     @property
     def bytes_allocated(self) -> int:
@@ -133,12 +134,22 @@ class PageStorage(Generic[Pages]):
             stop = starts[chunk + 1] if chunk + 1 < len(starts) else len(self.numbers)
             self._chunks.append(empty_pages(stop - starts[chunk], self.format, self.dtype, self.device))
 
-    def read(self, numbers: Sequence[int]) -> Pages:
+    def read(self, numbers: Sequence[int]) -> PageTensors:
         """The pages of these numbers, in order; a view where they are contiguous, else a copy."""
-        parts = [self._chunks[chunk][where] for chunk, where in self._slots(numbers)]
-        return pages_of(parts[0] if len(parts) == 1 else torch.cat(parts), self.format)
+        numbers = tuple(numbers)
+        if numbers in self._views:
+            return self._views[numbers]
+        slots = self._slots(numbers)
+        parts = [self._chunks[chunk][where] for chunk, where in slots]
+        pages = pages_of(parts[0] if len(parts) == 1 else torch.cat(parts), self.format)
+        if len(parts) == 1 and isinstance(slots[0][1], slice):
+            # A step of decoding reads what the step before it has read.
+            if len(self._views) >= MOST_VIEWS:
+                self._views.clear()
+            self._views[numbers] = pages
+        return pages
 
-    def views(self, numbers: Sequence[int]) -> list[Pages]:
+    def views(self, numbers: Sequence[int]) -> list[PageTensors]:
         """The pages of these numbers as views to read or write in place, in order: one per contiguous run."""
         self.follow()
         views = []

@@ -11,7 +11,7 @@ from kvconvert.cache.format import CacheFormat, rotations, with_plan
 from kvconvert.errors import CacheError
 from kvconvert.kernels.device import fall_back
 from kvconvert.kernels.latent import unsupported as latents_unsupported
-from kvconvert.kernels.pages import KeyPages, ValuePages, page_bytes
+from kvconvert.kernels.pages import PageTensors, page_bytes
 from kvconvert.kernels.rotate import KERNEL_DTYPES, largest_appended
 from kvconvert.kernels.select import select_tokens
 from kvconvert.kernels.spans import Span, quantize_span
@@ -175,10 +175,10 @@ class LayerStore:
                 capacity = self.page_bytes // both
                 group.key_numbers.limit(capacity)
                 group.value_numbers.limit(capacity)
-            self.key_pages: PageStorage[KeyPages] = PageStorage(
+            self.key_pages: PageStorage[PageTensors] = PageStorage(
                 self.format.keys, self.dtype, self.device, group.key_numbers
             )
-            self.value_pages: PageStorage[ValuePages] = PageStorage(
+            self.value_pages: PageStorage[PageTensors] = PageStorage(
                 self.format.values, self.dtype, self.device, group.value_numbers
             )
             if self.pages is not None:
@@ -383,15 +383,18 @@ class LayerStore:
                 parts.append(torch.cat([buffer.tokens(0, sinks), buffer.tokens(sinks + skip, side.buffered)], 1))
         return parts[0], parts[1]
 
-    def read_pages(self, part: list[tuple[int, int]], is_key: bool) -> KeyPages | ValuePages | torch.Tensor:
-        """Pages (row, page), or the full-precision tokens [1, H, P, channels] of one not quantized on this side."""
-        storage: PageStorage = self.key_pages if is_key else self.value_pages
-        sides = [s.keys if is_key else s.values for s in (self.sequences[row] for row, _ in part)]
+    def read_pages(
+        self, part: list[tuple[int, int]], numbers: tuple[int, ...] | None, is_key: bool
+    ) -> PageTensors | torch.Tensor:
+        """Pages (row, page) of these numbers, or without numbers the full-precision tokens [1, H, P, channels] of the
+        only one.
+        """
+        if numbers is not None:
+            return (self.key_pages if is_key else self.value_pages).read(numbers)
         row, page = part[0]
-        if page >= len(sides[0].pages):
-            start = self.sequences[row].buffer_index(sides[0], page, self.page_size)
-            return self.buffer(row, is_key).tokens(start, start + self.page_size)[None]
-        return storage.read([side.pages[page] for side, (_, page) in zip(sides, part, strict=True)])
+        sequence = self.sequences[row]
+        start = sequence.buffer_index(sequence.keys if is_key else sequence.values, page, self.page_size)
+        return self.buffer(row, is_key).tokens(start, start + self.page_size)[None]
 
     def described_rows(self) -> torch.Tensor:
         """The layer's lines of `GroupTables.described`, as of now, counted from its origin."""

@@ -17,6 +17,7 @@ from kvconvert.errors import CacheError, UnsupportedModelError, UsageError
 from kvconvert.kernels.launches import make_ready, noted
 from kvconvert.kernels.linear import keep_values
 from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.models import CACHE
 from kvconvert.models.configuration import is_latent
 from kvconvert.runtime.cache.compress import raise_found
 from kvconvert.runtime.cache.group_tables import upload
@@ -403,6 +404,6 @@ class ModelSteps:
 
     def _logits(self, ids: Tensor, positions: Tensor, cache: Any, **options: Any) -> Tensor:
         output = self.model(
-            input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, return_dict=True, **options
+            input_ids=ids, position_ids=positions, use_cache=True, return_dict=True, **{CACHE: cache}, **options
         )
         return output.logits

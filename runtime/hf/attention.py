@@ -12,7 +12,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 
 from kvconvert.errors import CacheError, UnsupportedModelError
 from kvconvert.kernels.decode import ResidualTokens, paged_attention
-from kvconvert.kernels.pages import KeyFormat, LayerFormat, ValueFormat
+from kvconvert.kernels.pages import LayerFormat, PageFormat
 from kvconvert.runtime.cache.attend import commit, store_and_attend
 from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import Chunk
@@ -229,7 +229,7 @@ def _without_cache(
     visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask >= 0
     visible = visible.expand(batch, 1, length, key.shape[2])
     heads, e = key.shape[1], value.shape[-1]
-    no_pages = LayerFormat(KeyFormat(heads, dim, 128, 16, 128), ValueFormat(heads, e, 128, 16, e))
+    no_pages = LayerFormat(PageFormat.keys(heads, dim, 128, 16, 128), PageFormat.values(heads, e, 128, 16, e))
     tokens = ResidualTokens(torch.arange(batch, device=key.device), key, value, visible)
     output = paged_attention(query, [], [tokens], no_pages, scaling, softcap, sink_logits)
     return output.to(query.dtype).transpose(1, 2).contiguous()

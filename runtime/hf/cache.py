@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from collections.abc import Sequence as Sequence_
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from kvconvert.runtime.hf.fingerprint import fingerprint_of
 from kvconvert.runtime.hf.layer import HeadwiseLayer, HybridLayer, LatentLayer, PagedLayer
 from kvconvert.runtime.hf.packed import PackedCache
 from kvconvert.runtime.hf.stats import CacheStats
+
+LOST = "the low-bit KV cache: something between kvconvert and the model replaced it."
 
 
 class KVCache(Cache):
@@ -229,6 +232,21 @@ class KVCache(Cache):
         """
         for group in self.groups:
             group.resize_rows(count)
+
+    @contextmanager
+    def receiving(self, reader: str) -> Iterator[None]:
+        """Check that a forward pass within the context brings tokens here, unless it reads a prompt again.
+
+        Args:
+            reader: who runs it, for the message.
+
+        Raises:
+            CacheError: no token was stored: the model used another cache, or none.
+        """
+        before = self.get_seq_length()
+        yield
+        if self.get_seq_length() == before and all(group.repetition is None for group in self.groups):
+            raise CacheError(f"{reader} read tokens, and none of them reached {LOST}")
 
     def beside(self) -> KVCache:
         """An empty cache whose pages lie in the same storage, for a prompt that will join this cache."""

@@ -31,6 +31,7 @@ from transformers.utils import ModelOutput
 
 from kvconvert.kernels.launches import skips_launches
 from kvconvert.methods import KVScheme
+from kvconvert.models import CACHE
 from kvconvert.runtime.cache.groups import FREE
 from kvconvert.runtime.cache.sequence import Sequence, Side
 from kvconvert.runtime.cache.steps import PlannedStep, TableRegistry, can_plan_steps, entries_needed
@@ -122,7 +123,7 @@ class CapturedSteps:
 
     def serves(self, arguments: dict[str, Any]) -> bool:
         """Whether a forward pass with these arguments is a step that can be planned and recorded."""
-        cache, ids = arguments.get("past_key_values"), arguments.get("input_ids")
+        cache, ids = arguments.get(CACHE), arguments.get("input_ids")
         if self.reason is not None or not isinstance(cache, KVCache) or not isinstance(ids, torch.Tensor):
             return False
         if not (ids.is_cuda or skips_launches()) or ids.dim() != 2 or not cache.replays:
@@ -158,7 +159,7 @@ class CapturedSteps:
             return "some layers keep transformers' own states, or other tokens in each KV head"
         if not can_plan_steps(cache.groups):
             return "the kernels do not serve its layers, or these lie on several devices"
-        known = {"past_key_values", "input_ids", "attention_mask", "position_ids"} | HARMLESS
+        known = {CACHE, "input_ids", "attention_mask", "position_ids"} | HARMLESS
         others = [n for n, value in arguments.items() if n not in known and value is not None and value is not False]
         if others:
             return f"the model was given {', '.join(sorted(others))}"
@@ -168,7 +169,7 @@ class CapturedSteps:
 
     def step(self, arguments: dict[str, Any]) -> ModelOutput:
         """A forward pass that `serves` accepts; errors are those of `PlannedStep`."""
-        cache, ids = arguments["past_key_values"], arguments["input_ids"]
+        cache, ids = arguments[CACHE], arguments["input_ids"]
         positions = arguments.get("position_ids")
         if positions is None:
             positions = cache.get_seq_length() + torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
@@ -224,7 +225,7 @@ class CapturedSteps:
                 recorded.logits = logits.copy_(recorded.logits)
             self.pool = self.pool or graph.pool()
             # A recording keeps no cache alive.
-            recorded.past_key_values = None
+            recorded[CACHE] = None
             recording = Recording(graph, *static, recorded)
             if batch not in self._tested and not self._holds_elsewhere(planned, cache, recording, ids, positions):
                 self.reason = "its forward pass depends on positions that are counted on the host"
@@ -251,7 +252,7 @@ class CapturedSteps:
     def _launch(self, planned: PlannedStep, cache: KVCache, ids: torch.Tensor, positions: torch.Tensor) -> ModelOutput:
         """The model's forward pass over a planned step."""
         with planned.launches():
-            return self.forward(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+            return self.forward(input_ids=ids, position_ids=positions, use_cache=True, **{CACHE: cache})
 
     def _holds_elsewhere(
         self,
@@ -295,7 +296,7 @@ def _finite(logits: torch.Tensor) -> torch.Tensor:
 def _copied(output: ModelOutput, cache: KVCache) -> ModelOutput:
     """An output with copies of its tensors, which later replays do not overwrite, and the cache that was used."""
     parts = {name: part.clone() if isinstance(part, torch.Tensor) else part for name, part in output.items()}
-    return type(output)(**parts | {"past_key_values": cache})
+    return type(output)(**parts | {CACHE: cache})
 
 
 # Lengths at which steps are recorded grow by this factor; room for work doubles, and not at the same lengths for all.
@@ -348,12 +349,12 @@ def prepare_steps(
         for length in lengths:
             grown = [n + (length - begin) * (growing is None or row < growing) for row, n in enumerate(tokens)]
             batch.claim(grown, length)
-            if not captured.serves({"past_key_values": batch.cache, "input_ids": some}):
+            if not captured.serves({CACHE: batch.cache, "input_ids": some}):
                 break
             if batch.work(most_room) not in batch.recorded:
                 try:
                     captured._prepares, captured._most_room = True, most_room
-                    model(input_ids=some, position_ids=some + min(length, last), past_key_values=batch.cache)
+                    model(input_ids=some, position_ids=some + min(length, last), **{CACHE: batch.cache})
                 finally:
                     captured._prepares = captured._most_room = False
                 batch.claim(grown, length)
@@ -419,7 +420,7 @@ def _read_short_prompt(model: Any, cache: Any, tokens: Sequence_[int]) -> list[t
     mask = (torch.arange(width, device=model.device) >= first[:, None]).long()
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     cache.expect_whole_prompt()
-    model(input_ids=torch.zeros_like(mask), attention_mask=mask, position_ids=positions, past_key_values=cache)
+    model(input_ids=torch.zeros_like(mask), attention_mask=mask, position_ids=positions, **{CACHE: cache})
     return [(group, group.sequences, group.logical) for group in cache.groups]
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kvconvert.kernels.launches import skips_launches
+from kvconvert.models import CACHE
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ class CapturedPasses:
         return logits
 
     def _launch(self, cache: Any, read: Tensor, keep: Tensor) -> Tensor:
-        options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": keep}
+        options = {CACHE: cache, "use_cache": True, "logits_to_keep": keep}
         with cache.launches():
             return self._captured.forward(input_ids=read[:1], position_ids=read[1:], **options).logits[0]
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from kvconvert.kernels.elementwise import add_rms_norm, unsupported
 from kvconvert.kernels.linear import QuantizedLinear, share_input
+from kvconvert.models import CACHE
 from kvconvert.runtime.hf.fused_modules import fuse_gated_mlp, fuse_norm, fuse_rotary, norm_ahead, norm_kind
 from kvconvert.runtime.hf.packed_experts import PackedExperts
 
@@ -157,7 +158,7 @@ def _agrees(layer: nn.Module, dtype: torch.dtype) -> bool:
         return False
     attention, weight = layer.self_attn, layer.input_layernorm.weight
     x = torch.randn(1, 2, len(weight), generator=torch.Generator().manual_seed(0)).to(weight.device, dtype)
-    arguments = {name: object() for name in ("attention_mask", "position_ids", "past_key_values")}
+    arguments = {name: object() for name in ("attention_mask", "position_ids", CACHE)}
     arguments |= {"use_cache": True, "position_embeddings": (object(), object())}
     stand_in = layer._modules["self_attn"] = _NoAttention()
     follower, layer.follower = layer.follower, (None,)

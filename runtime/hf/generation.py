@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,12 +14,13 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.generation import GenerationConfig, GenerationMode
 
-from kvconvert.errors import UnsupportedModelError, UsageError
+from kvconvert.errors import CacheError, UnsupportedModelError, UsageError
 from kvconvert.kernels.launches import make_ready, noted
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme
+from kvconvert.models import CACHE, CACHE_NAMES
 from kvconvert.runtime.hf.attention import NAME
-from kvconvert.runtime.hf.cache import KVCache
+from kvconvert.runtime.hf.cache import LOST, KVCache
 from kvconvert.runtime.hf.cache_layers import CacheLayers
 from kvconvert.runtime.hf.captured import CapturedSteps, prepare_steps
 from kvconvert.runtime.hf.prompts import PackedPrompts
@@ -26,6 +29,8 @@ from kvconvert.runtime.hf.rehearsal import rehearse
 
 # Generated tokens whose steps are recorded before a prompt is read.
 PREPARED_TOKENS = 2048
+
+logger = logging.getLogger(__name__)
 
 
 class BundleModel:
@@ -50,9 +55,13 @@ class BundleModel:
         cache.model_seal = self.kv_seal
         return cache
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' `generate`, which takes a cache by both of its names, `cache` and `past_key_values`."""
+        return super().generate(*args, **_with_one_cache(self, kwargs))
+
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> bool:
         """Whether `generate` calls what `get_compiled_call` returns: where steps may be replayed as CUDA graphs."""
-        if isinstance(model_kwargs.get("past_key_values"), KVCache):
+        if isinstance(model_kwargs.get(CACHE), KVCache):
             return self.device.type == "cuda" and not generation_config.disable_compile
         return super()._valid_auto_compile_criteria(model_kwargs, generation_config)
 
@@ -81,25 +90,19 @@ class BundleModel:
                 'or pass "dynamic" for a full-precision cache.'
             )
         _refuse_attentions(generation_config.output_attentions)
-        if isinstance(model_kwargs.get("past_key_values"), KVCache):
-            model_kwargs["past_key_values"].replays = not generation_config.disable_compile
-        if generation_config.use_cache is False and _caches(self):
-            # Recomputing everything at each step is slow but correct, and what the user asked for.
-            return super()._prepare_cache_for_generation(
-                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-            )
-        if (
-            implementation is None
-            and model_kwargs.get("past_key_values") is None
-            and generation_config.use_cache is not False
-        ):
+        if isinstance(model_kwargs.get(CACHE), KVCache):
+            model_kwargs[CACHE].replays = not generation_config.disable_compile
+        if generation_config.use_cache is False:
+            # Slow but correct. `adopt` has overruled what the files say, so that this is the caller's wish.
+            logger.warning("use_cache=False: every token is computed from the whole text again, without the KV cache.")
+        elif implementation is None and model_kwargs.get(CACHE) is None:
             cache = self.new_kv_cache()
             cache.replays = not generation_config.disable_compile
             if generation_config.is_assistant:
                 cache.activate_past_recording()
             elif generation_config.prefill_chunk_size is None:
                 cache.expect_whole_prompt()
-            model_kwargs["past_key_values"] = cache
+            model_kwargs[CACHE] = cache
             if cache.replays and generation_mode != GenerationMode.ASSISTED_GENERATION:
                 self._prepare_steps(model_kwargs, max_cache_length)
             return None
@@ -131,6 +134,7 @@ class BundleModel:
             self.captured.prepared.add(key)
             tokens = [prompt] * rows if mask is None else mask.sum(1).clamp(min=1).tolist()
             prepare_steps(self, tokens, longest)
+        self.prompts.prepare(self, rows)
 
     def _prefill(
         self,
@@ -141,10 +145,13 @@ class BundleModel:
         **kwargs: Any,
     ) -> Any:
         """The prompt's forward passes; where it is read in chunks, only here is it known which is the last."""
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE)
         if isinstance(cache, KVCache) and (generation_config.prefill_chunk_size is not None or cache.reconstructs):
             cache.begin_prompt()
         output = super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+        wanted = generation_config.use_cache is not False and generation_config.cache_implementation is None
+        if wanted and not isinstance(cache, KVCache) and not getattr(cache, "_is_user_defined", False):
+            raise CacheError(f"generate read the prompt into a {type(cache).__name__} and not into {LOST}")
         # The caller may have read the first parts, too.
         if isinstance(cache, KVCache) and any(group.reading_prompt for group in cache.groups):
             seal_prompt(self, cache, input_ids)
@@ -183,10 +190,14 @@ def adopt(model: PreTrainedModel, schemes: Sequence[KVScheme | None], plan: Mapp
     members = {"__module__": base.__module__, "__doc__": base.__doc__, "forward": _replaying(base.forward)}
     model.__class__ = type(base.__name__, (BundleModel, base), members)
     model.set_attn_implementation(NAME)
+    # Trainers turn the cache off and save it so.
+    for config in (model.config, model.config.get_text_config(decoder=True), model.generation_config):
+        if getattr(config, "use_cache", None) is False:
+            config.use_cache = True
     parameters = list(inspect.signature(base.forward).parameters)[1:]
-    position = parameters.index("past_key_values") if "past_key_values" in parameters else None
+    position = parameters.index(CACHE) if CACHE in parameters else None
     if position is not None:
-        model.register_forward_pre_hook(functools.partial(_cache_by_default, position=position), with_kwargs=True)
+        model.register_forward_pre_hook(functools.partial(_with_cache, position=position), with_kwargs=True)
     if any(scheme is not None and scheme.modality != "all" for scheme in schemes):
         watch_inputs(model)
 
@@ -213,23 +224,38 @@ def _replaying(forward: Callable[..., Any]) -> Callable[..., Any]:
         prompt = self.prompts.plan(self, arguments)
         if prompt is not None:
             return self.prompts.read(prompt)
-        output = forward(self, *args, **kwargs)
+        cache = arguments.get(CACHE)
+        with cache.receiving(type(self).__name__) if isinstance(cache, KVCache) else nullcontext():
+            output = forward(self, *args, **kwargs)
         self.prompts.learn(self, arguments)
         return output
 
     return replaying
 
 
-def _cache_by_default(model: Any, args: tuple, kwargs: dict, position: int) -> tuple[tuple, dict] | None:
-    """Pass the bundle's cache to a forward pass that would create a full-precision one."""
-    if len(args) > position or kwargs.get("past_key_values") is not None:
-        return None
+def _with_cache(model: Any, args: tuple, kwargs: dict, position: int) -> tuple[tuple, dict] | None:
+    """Pass a forward pass its cache by the name that this transformers has for it; where it would create one in full
+    precision, the bundle's.
+    """
+    kwargs = _with_one_cache(model, kwargs)
     use_cache = kwargs.get("use_cache")
     if use_cache is None:
         use_cache = _caches(model)
-    if not use_cache or (model.training and torch.is_grad_enabled()):
-        return None
-    return args, kwargs | {"past_key_values": model.new_kv_cache()}
+    absent = len(args) <= position and CACHE not in kwargs
+    if absent and use_cache and not (model.training and torch.is_grad_enabled()):
+        kwargs[CACHE] = model.new_kv_cache()
+    return args, kwargs
+
+
+def _with_one_cache(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments in which the cache, if there is one, has the name of this transformers."""
+    given = [arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None]
+    if len(given) > 1:
+        raise CacheError(f"{type(model).__name__} was given two caches, past_key_values and cache; pass one of them.")
+    named = {name: value for name, value in arguments.items() if name not in CACHE_NAMES}
+    if given:
+        named[CACHE] = given[0]
+    return named
 
 
 def _caches(model: PreTrainedModel) -> bool:
@@ -244,25 +270,23 @@ def watch_inputs(model: PreTrainedModel) -> RemovableHandle:
     """Tell a `KVCache` that is passed to this model which tokens of each forward pass are visual, or audio.
 
     For a cache made by hand; models loaded from a bundle are watched already. Pass the module whose `forward` takes
-    `input_ids` and `past_key_values` (of Qwen-Omni models the thinker). The hook's handle is returned; `.remove()` it
+    `input_ids` and a cache (of Qwen-Omni models the thinker). The hook's handle is returned; `.remove()` it
     to stop.
 
     Raises:
         UnsupportedModelError: the model's forward takes no such arguments.
     """
     parameters = list(inspect.signature(type(model).forward).parameters)[1:]
-    missing = {"input_ids", "past_key_values"} - {*parameters}
+    missing = [name for name in ("input_ids", CACHE) if name not in parameters]
     if missing:
         raise UnsupportedModelError(
-            f"{type(model).__name__}.forward takes no {' and no '.join(sorted(missing))}, so its visual tokens "
+            f"{type(model).__name__}.forward takes no {' and no '.join(missing)}, so its visual tokens "
             "cannot be found; watch the module that takes both, or call KVCache.set_modality_mask before each prompt."
         )
-    positions = {name: parameters.index(name) for name in ("input_ids", "past_key_values")}
 
     def set_masks(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
-        ids, cache = (
-            args[position] if position < len(args) else kwargs.get(name) for name, position in positions.items()
-        )
+        given = dict(zip(parameters, args, strict=False)) | kwargs
+        ids, cache = given.get("input_ids"), next((given[n] for n in CACHE_NAMES if given.get(n) is not None), None)
         for modality, placeholders in getattr(cache, "placeholders", {}).items():
             chosen = None if ids is None else sum(ids == placeholder for placeholder in placeholders).bool()
             cache.set_modality_mask(chosen, modality)

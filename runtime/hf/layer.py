@@ -69,6 +69,7 @@ class PagedLayer(CacheLayerMixin):
                 batch size changed.
         """
         store = self.store
+        kwargs.pop("kwargs", None)  # transformers 5.24 hands on those of its attention functions, for paged caches
         if args or kwargs:
             raise CacheError(
                 f"Layer {store.index} passes {[*kwargs] or args} to the cache, which kvconvert does not support."

@@ -15,16 +15,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.launches import skips_launches
+from kvconvert.models import CACHE
 from kvconvert.runtime.cache.forward_pass import Chunk
 from kvconvert.runtime.cache.group_tables import upload
-from kvconvert.runtime.cache.prompt_pass import PromptPass, unplanned
+from kvconvert.runtime.cache.prompt_pass import MOST_TOKENS, PromptPass, unplanned
 from kvconvert.runtime.hf.cache import KVCache
-from kvconvert.runtime.hf.captured import HARMLESS, is_plain
+from kvconvert.runtime.hf.captured import DELAY, HARMLESS, is_plain
+from kvconvert.runtime.hf.captured_passes import SIZES
 from kvconvert.runtime.hf.packed import PackedCache, PaddedBatch
+from kvconvert.runtime.hf.rehearsal import max_positions
 
 # Logits of so many tokens at most are part of a recorded pass.
 RECORDED_LOGITS = 64
@@ -58,12 +62,14 @@ class PackedPrompts:
 
     Attributes:
         packed: passes so far.
+        prepares: whether `prepare` records anything; False spares the seconds it takes where one prompt is all.
     """
 
     def __init__(self, captured: Any):
         self._captured = captured
         self.packed = 0
-        self._packs = True
+        self.prepares = self._packs = True
+        self._prepared: set[int] = set()  # numbers of logits
         # Of each layer keys [H, 0, D] and values [H, 0, E], as the model's layers have made them.
         self._tokens: dict[Hashable, list[tuple[Tensor, Tensor]]] = {}
 
@@ -76,9 +82,37 @@ class PackedPrompts:
         finally:
             self._packs = before
 
+    @torch.no_grad()
+    def prepare(self, model: Any, rows: int) -> None:
+        """Record passes over prompts of all lengths, for batches of as many rows, if that was not done yet, so that a
+        length costs the same whether it has come before or not.
+
+        The model's steps have been recorded, and its kernels are on the GPU.
+        """
+        device, positions = model.device, max_positions(model)
+        passes = self._captured.passes
+        counts = [min(size, MOST_TOKENS) // rows for size in SIZES if passes.padded(size, device)]
+        counts = [count for count in counts if 2 <= count <= positions]
+        room = logits_room(rows)
+        if not self.prepares or room in self._prepared or room > RECORDED_LOGITS or not counts:
+            return
+        self._prepared.add(room)
+        # The shortest is launched, then recorded and tested; the longest comes next, whose memory has room for all.
+        counts = [*2 * counts[:1], *counts[:0:-1]]
+        bar = tqdm(total=len(counts), desc="Preparing prompts", delay=DELAY, leave=False, disable=None)
+        with passes.preparing(), bar:
+            for count in counts:
+                ids = torch.zeros(rows, count, dtype=torch.int64, device=device)
+                arguments = {CACHE: model.new_kv_cache(), "input_ids": ids, "logits_to_keep": 1}
+                prompt = self.plan(model, arguments)
+                if prompt is None:
+                    return
+                self.read(prompt)
+                bar.update()
+
     def learn(self, model: Any, arguments: dict[str, Any]) -> None:
         """Remember the shapes of a cache's tokens after a forward pass with these arguments."""
-        cache, ids = arguments.get("past_key_values"), arguments.get("input_ids")
+        cache, ids = arguments.get(CACHE), arguments.get("input_ids")
         if not isinstance(cache, KVCache) or not isinstance(ids, Tensor) or not runs_triton(ids.device):
             return
         key = _place(model, ids, cache)
@@ -95,7 +129,7 @@ class PackedPrompts:
         Raises:
             CacheError: the attention mask differs for stored positions.
         """
-        cache, ids = arguments.get("past_key_values"), arguments.get("input_ids")
+        cache, ids = arguments.get(CACHE), arguments.get("input_ids")
         if not isinstance(cache, KVCache) or not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] < 2:
             return None
         if not self._packs or torch.is_grad_enabled() or not runs_triton(ids.device) or not is_plain(cache):
@@ -146,7 +180,7 @@ class PackedPrompts:
             numbers = torch.zeros_like(numbers).index_put_((places,), numbers[: len(places)])
             read = read[:, padded.places]
         kept = numbers.view(rows, length)[:, slice(None) if prompt.kept is None else prompt.kept]
-        room = 1 << (kept.numel() - 1).bit_length()
+        room = logits_room(kept.numel())
         keep = upload(torch.nn.functional.pad(kept.flatten(), (0, room - kept.numel())), read.device)
         records = prompt.cache.replays and room <= RECORDED_LOGITS
         size = passes.padded(read.shape[1], read.device) if records else None
@@ -155,10 +189,15 @@ class PackedPrompts:
             if cache.key is not None:
                 logits = passes.logits(cache, read, keep)
             else:
-                options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": keep[: kept.numel()]}
+                options = {CACHE: cache, "use_cache": True, "logits_to_keep": keep[: kept.numel()]}
                 logits = self._captured.forward(input_ids=read[:1], position_ids=read[1:], **options).logits[0]
         logits = logits[: kept.numel()].unflatten(0, kept.shape)
-        return CausalLMOutputWithPast(logits=logits, past_key_values=prompt.cache)
+        return CausalLMOutputWithPast(logits=logits, **{CACHE: prompt.cache})
+
+
+def logits_room(count: int) -> int:
+    """To how many logits those of a pass are padded."""
+    return 1 << (count - 1).bit_length()
 
 
 def _is_known(model: Any, arguments: dict[str, Any]) -> bool:
@@ -170,7 +209,7 @@ def _is_known(model: Any, arguments: dict[str, Any]) -> bool:
         return False
     if arguments.get("use_cache") is False or arguments.get("return_dict") is False:
         return False
-    known = {"past_key_values", "input_ids", "attention_mask", "position_ids"} | HARMLESS
+    known = {CACHE, "input_ids", "attention_mask", "position_ids"} | HARMLESS
     return not any(n not in known and value is not None and value is not False for n, value in arguments.items())
 
 

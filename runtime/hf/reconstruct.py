@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvconvert.errors import UsageError
+from kvconvert.models import CACHE
 from kvconvert.runtime.cache.reconstruct import PART, share_budget
 from kvconvert.runtime.hf.cache import KVCache
 
@@ -59,9 +60,9 @@ def score_prompt(model: PreTrainedModel, cache: KVCache, input_ids: torch.Tensor
             model(
                 input_ids=input_ids[:, start:stop].to(model.device),
                 position_ids=(own + size.minimum(room)).to(model.device),
-                past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=1,
+                **{CACHE: cache},
             )
     finally:
         for group in cache.groups:

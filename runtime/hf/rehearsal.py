@@ -17,6 +17,7 @@ from torch import nn
 from kvconvert.kernels.linear import QuantizedLinear, gpu_row_counts, packed_product
 from kvconvert.kernels.linear.packed_layout import PackedWeight
 from kvconvert.kernels.rotate import many_rows
+from kvconvert.models import CACHE
 from kvconvert.runtime.hf.captured import prepare_steps
 from kvconvert.runtime.hf.packed_experts import PackedExperts
 from kvconvert.runtime.hf.reconstruct import seal_prompt
@@ -63,20 +64,20 @@ def read_chunks(model: Any, lengths: Sequence[int]) -> None:
         ids = torch.zeros(1, length, dtype=torch.int64, device=model.device)
         if takes(model, "position_ids"):
             options["position_ids"] = torch.arange(begin, begin + length, device=model.device)[None]
-        model(input_ids=ids, past_key_values=cache, **options)
+        model(input_ids=ids, **{CACHE: cache}, **options)
         begin += length
     seal_prompt(model, cache, torch.zeros(1, begin, dtype=torch.int64))
     one = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     if "position_ids" in options:
         options["position_ids"] = one + begin
-    model(input_ids=one, past_key_values=cache, **options)
+    model(input_ids=one, **{CACHE: cache}, **options)
 
 
 def _read_padded(model: Any) -> None:
     """Read a batch with padding."""
     mask = torch.ones(2, min(300, max_positions(model)), dtype=torch.int64, device=model.device)
     mask[0, :7] = 0
-    model(input_ids=torch.zeros_like(mask), attention_mask=mask, past_key_values=model.new_kv_cache())
+    model(input_ids=torch.zeros_like(mask), attention_mask=mask, **{CACHE: model.new_kv_cache()})
 
 
 def takes(model: Any, argument: str) -> bool:

@@ -14,7 +14,7 @@ import torch
 from kvconvert.bundle.manifest import FORMAT_VERSION, schema_text
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight
-from kvconvert.kernels.pages import KeyFormat, ValueFormat
+from kvconvert.kernels.pages import PageFormat
 from kvconvert.kernels.pages.reference import dequantize_keys, dequantize_values, quantize_keys, quantize_values
 from kvconvert.kernels.rotate.matrices import hadamard_matrix
 from kvconvert.runtime.hf.bundle_quantizer import check_fits
@@ -103,7 +103,7 @@ def test_the_example_makes_the_pages_of_the_reference(golden, example, layer):
     turned = keys @ hadamard_matrix(channels).float() if scheme.rotate_keys == "hadamard" else keys
     assert plan.rotation in (None, f"sylvester({channels})")
     boosted = bundle.plan.get(f"layers.{layer}.boosted_channels")
-    form = KeyFormat(
+    form = PageFormat.keys(
         heads,
         channels,
         128,
@@ -122,6 +122,6 @@ def test_the_example_makes_the_pages_of_the_reference(golden, example, layer):
     found = example.page_of_keys(keys.numpy(), fields, (none if fixed is None else fixed).numpy())
     # A quotient on the border of two codes may be rounded either way.
     assert np.isclose(found, expected.numpy(), atol=1e-5).mean() > 0.999
-    values = ValueFormat(heads, channels, 128, scheme.value_bits, plan.value_group_size, scheme.value_clip_ratio)
+    values = PageFormat.values(heads, channels, 128, scheme.value_bits, plan.value_group_size, scheme.value_clip_ratio)
     expected = dequantize_values(quantize_values(keys[None], values), values)[0]
     assert np.isclose(example.page_of_values(keys.numpy(), fields), expected.numpy(), atol=1e-5).mean() > 0.999

@@ -22,7 +22,7 @@ from kvconvert.calibration.clip_ratios import (
 )
 from kvconvert.calibration.protocol import CalibrationPass
 from kvconvert.errors import NumericError
-from kvconvert.kernels.pages import KeyFormat
+from kvconvert.kernels.pages import PageFormat
 from kvconvert.kernels.quantizer import dequantize, quantize
 from kvconvert.kernels.rotate import Rotations, hadamard_matrix
 
@@ -277,7 +277,7 @@ def test_boosted_channels_and_norms_enter_the_search():
     sample = random_sample(tokens=300)
     cache = cache_format(dim=16)
     plain = key_clip_ratio_errors(sample, cache, (1.0,))
-    keys = KeyFormat(2, 16, 128, 2, 32, boosted=16)
+    keys = PageFormat.keys(2, 16, 128, 2, 32, boosted=16)
     boosted = key_clip_ratio_errors(sample, replace(cache, pages=replace(cache.pages, keys=keys)), (1.0,))
     assert float(boosted) < 0.1 * float(plain)
 

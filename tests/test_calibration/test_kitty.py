@@ -7,7 +7,7 @@ import torch
 from sample_layers import layer_work, run_passes
 
 from kvconvert.calibration.kitty import ChannelStatistics, KittyPass, choose_channels
-from kvconvert.kernels.pages import KeyFormat, LayerFormat, ValueFormat, dequantize_keys, quantize_keys
+from kvconvert.kernels.pages import LayerFormat, PageFormat, dequantize_keys, quantize_keys
 from kvconvert.kernels.rotate import Rotations, hadamard_matrix
 from kvconvert.methods.kitty import Kitty
 
@@ -70,7 +70,7 @@ def test_a_large_channel_that_no_query_reads_is_not_sensitive_and_boosting_by_se
     assert int(found["key_mean_abs"].argmax()) == 0
     chosen = choose_channels(found["key_sensitivity"], 1)
     assert chosen.tolist() == [[1]]
-    f = KeyFormat(1, 8, 128, 2, 128, boosted=1, fixed_channels=True)
+    f = PageFormat.keys(1, 8, 128, 2, 128, boosted=1, fixed_channels=True)
 
     def score_error(channels):
         read = dequantize_keys(quantize_keys(keys, f, channels), f, channels).transpose(2, 3)
@@ -84,8 +84,8 @@ def test_a_large_channel_that_no_query_reads_is_not_sensitive_and_boosting_by_se
 @pytest.mark.parametrize("norm", ["none", "joint", "per_head"])
 def test_the_pass_measures_keys_as_the_quantizer_sees_them(select, norm):
     work, seen = layer_work(length=20)
-    keys = KeyFormat(2, 8, 16, 2, 16, token_norm=norm, boosted=3)
-    pages = LayerFormat(keys, ValueFormat(2, 8, 16, 2, 8))
+    keys = PageFormat.keys(2, 8, 16, 2, 16, token_norm=norm, boosted=3)
+    pages = LayerFormat(keys, PageFormat.values(2, 8, 16, 2, 8))
     work.cache = replace(work.cache, pages=pages, rotations=Rotations(keys=True), sink_tokens=2)
     calibration = KittyPass(select)
     result = run_passes([calibration], work)

@@ -14,7 +14,8 @@ from kvconvert.calibration.minikv import (
     spend_by_marginal_loss,
 )
 from kvconvert.errors import NumericError
-from kvconvert.kernels.select import column_sums_reference, select_tokens
+from kvconvert.kernels.attention.reference import attention_reference
+from kvconvert.kernels.select import select_tokens
 from kvconvert.methods.minikv import MiniKV
 
 
@@ -30,9 +31,8 @@ def test_curves_are_what_attention_masked_to_the_kept_tokens_loses(sinks, recent
     found = eviction_loss(sample, recent_ratio, sinks, points)
     lost, error, size = torch.zeros(3, points, dtype=torch.float64)
     for s in range(2):
-        received = column_sums_reference(
-            sample.queries[s, :, :prompt], sample.keys[s, :, :prompt], sample.visible[:prompt, :prompt], sample.scaling
-        )
+        queries, keys = sample.queries[s, :, :prompt], sample.keys[s, :, :prompt]
+        received = attention_reference(queries, keys, None, sample.visible[:prompt, :prompt], sample.scaling).mass
         for i in range(points):
             heavy, recent = round(i / (points - 1) * prompt), round(recent_ratio * prompt)
             kept = select_tokens(received, heavy, recent, min(sinks, prompt - recent))

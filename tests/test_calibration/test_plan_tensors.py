@@ -17,7 +17,7 @@ from kvconvert.calibration.minikv import MiniKVPass
 from kvconvert.calibration.oscar import OscarPass
 from kvconvert.calibration.protocol import CalibrationPass
 from kvconvert.calibration.static_scales import StaticScalesPass
-from kvconvert.kernels.pages import KeyFormat, LayerFormat, ValueFormat
+from kvconvert.kernels.pages import LayerFormat, PageFormat
 from kvconvert.kernels.spans import SpanFormat
 from kvconvert.methods import KVCalibration, KVScheme
 from kvconvert.methods.calibquant import CalibQuant
@@ -29,8 +29,8 @@ from kvconvert.methods.minikv import MiniKV
 from kvconvert.methods.oscar import Oscar
 from kvconvert.methods.static_scales import StaticScales
 
-BOOSTED = LayerFormat(KeyFormat(2, 8, 128, 2, 32, boosted=2), ValueFormat(2, 8, 128, 2, 8))
-STATIC = LayerFormat(KeyFormat(2, 8, 128, 8, 128, static=True), ValueFormat(2, 8, 128, 8, 8, static=True))
+BOOSTED = LayerFormat(PageFormat.keys(2, 8, 128, 2, 32, boosted=2), PageFormat.values(2, 8, 128, 2, 8))
+STATIC = LayerFormat(PageFormat.keys(2, 8, 128, 8, 128, static=True), PageFormat.values(2, 8, 128, 8, 8, static=True))
 
 
 def sampled(make):

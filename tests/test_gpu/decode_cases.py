@@ -6,21 +6,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kvconvert.kernels.attention.reference import attention_reference
 from kvconvert.kernels.decode import PageTables, ResidualWindows, Visibility
 from kvconvert.kernels.decode.plan import Segment, SequencePlan, plan_work
-from kvconvert.kernels.decode.reference import attention_reference
 from kvconvert.kernels.decode.triton.launch import decode_attention
 from kvconvert.kernels.pages import (
     PAGE_SIZE,
     ChannelScales,
     KeyCenter,
-    KeyFormat,
     LayerFormat,
-    ValueFormat,
+    PageFormat,
     dequantize_keys,
     dequantize_values,
-    empty_keys,
-    empty_values,
+    new_pages,
     page_centers,
     quantize_keys,
     quantize_values,
@@ -83,12 +81,12 @@ class Stored:
             return torch.randn(*size, generator=generator)
 
         c = case
-        keys = KeyFormat(
+        keys = PageFormat.keys(
             c.heads, c.key_dim, PAGE_SIZE, c.key_bits, PAGE_SIZE if c.static else c.key_group, c.norm,
             boosted=c.boosted, fixed_channels=c.fixed_channels, static=c.static and c.key_bits < 16,
             scale_bits=c.scale_bits,
         )  # fmt: skip
-        values = ValueFormat(
+        values = PageFormat.values(
             c.heads, c.value_dim, PAGE_SIZE, c.value_bits, c.value_dim if c.static else c.value_group,
             static=c.static and c.value_bits < 16, scale_bits=c.scale_bits,
         )  # fmt: skip
@@ -161,8 +159,8 @@ class Stored:
             for side, buffer in enumerate(buffers):
                 self.rows[row, 2 * side] = (buffer.data_ptr() - self.base.data_ptr()) // (8 * buffer.element_size())
                 self.rows[row, 2 * side + 1] = buffer.stride(0) // 8
-        self.key_pool, self.keys = self._pool(key_pages, empty_keys, keys)
-        self.value_pool, self.values = self._pool(value_pages, empty_values, values)
+        self.key_pool, self.keys = self._pool(key_pages, keys)
+        self.value_pool, self.values = self._pool(value_pages, values)
         sequences = []
         for (pages, half_quantized, residual, first), hidden in zip(plans, self.hidden, strict=True):
             segments = (Segment(first, first + pages, pages * PAGE_SIZE, hidden=hidden),) if pages else ()
@@ -180,10 +178,10 @@ class Stored:
             )
         self.plan = plan_work(sequences, c.programs)
 
-    def _pool(self, pages, empty, f):
+    def _pool(self, pages, f):
         """Pages in a shuffled order, so that the tables matter."""
         count = len(pages)
-        room = empty(count + 1, f, self.case.dtype, self.device)
+        room = new_pages(count + 1, f, self.case.dtype, self.device)
         order = torch.randperm(count, generator=torch.Generator().manual_seed(1)).tolist()
         for page, place in zip(pages, order, strict=True):
             if page is None:
@@ -249,7 +247,7 @@ def compare(case: Case, device: torch.device, seed: int = 0) -> tuple[float, tor
         if visible is not None:
             seen = visible[row, :, : keys.shape[1]].clone()
         seen[:, : stored.hidden[row]] = False
-        want = attention_reference(queries[row], keys, values, seen, case.scaling, case.softcap, sink_logits)
+        want = attention_reference(queries[row], keys, values, seen, case.scaling, case.softcap, sink_logits).output
         got = out[row].double().cpu()
         assert got.isfinite().all()
         if keys.shape[1]:

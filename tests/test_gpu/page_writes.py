@@ -3,12 +3,12 @@
 import numpy as np
 import torch
 
-from kvconvert.kernels.pages import KeyPages, PageWrites, ValuePages, new_flag, quantize_at, raise_if_flagged
+from kvconvert.kernels.pages import PageTensors, PageWrites, new_flag, quantize_at, raise_if_flagged
 
 
 def page_writes(
     tokens: list[torch.Tensor],
-    pages: list[KeyPages] | list[ValuePages],
+    pages: list[PageTensors] | list[PageTensors],
     feedback: list[torch.Tensor] | None = None,
     hidden: list[int] | None = None,
 ) -> PageWrites:
@@ -33,7 +33,7 @@ def page_writes(
 
 def quantize_pages(
     tokens: list[torch.Tensor],
-    pages: list[KeyPages] | list[ValuePages],
+    pages: list[PageTensors] | list[PageTensors],
     channels: torch.Tensor | None = None,
     static: tuple[torch.Tensor, torch.Tensor] | None = None,
     feedback: list[torch.Tensor] | None = None,

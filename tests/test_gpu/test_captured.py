@@ -13,6 +13,7 @@ from tiny.models import ARCHITECTURES, GREEDY, random_ids, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvconvert.methods import KVScheme
+from kvconvert.models import CACHE
 from kvconvert.runtime import Engine
 from kvconvert.runtime.hf.captured import prepare_steps
 from kvconvert.runtime.hf.generation import adopt
@@ -210,10 +211,10 @@ def test_a_forward_pass_that_counts_positions_on_the_host_runs_layer_by_layer(ca
     model = bundle_like("llama", "oscar")
     inner = model.captured.forward
 
-    def counting(past_key_values=None, **arguments):
-        output = inner(past_key_values=past_key_values, **arguments)
+    def counting(**arguments):
+        output = inner(**arguments)
         output.logits = output.logits + 10 * torch.nn.functional.one_hot(
-            torch.tensor(past_key_values.get_seq_length() % 100, device="cuda"), output.logits.shape[-1]
+            torch.tensor(arguments[CACHE].get_seq_length() % 100, device="cuda"), output.logits.shape[-1]
         )
         return output
 

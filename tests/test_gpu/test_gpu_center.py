@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 from kvconvert.kernels import decode
 from kvconvert.kernels import device as dispatch
-from kvconvert.kernels.history import FEWEST_QUERIES
+from kvconvert.kernels.chunked_prefill import FEWEST_QUERIES
 from kvconvert.kernels.pages import add_centers, page_centers
 from kvconvert.kernels.pages.triton import launch as page_launch
 from kvconvert.methods import KVScheme

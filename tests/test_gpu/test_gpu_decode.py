@@ -6,11 +6,11 @@ import pytest
 import torch
 from decode_cases import Case, compare
 
+from kvconvert.kernels.attention.reference import attention_reference
 from kvconvert.kernels.decode import PageTables, ResidualWindows, unsupported
 from kvconvert.kernels.decode.plan import Segment, SequencePlan, plan_work
-from kvconvert.kernels.decode.reference import attention_reference
 from kvconvert.kernels.decode.triton.launch import decode_attention
-from kvconvert.kernels.pages import KeyFormat, LayerFormat, ValueFormat
+from kvconvert.kernels.pages import LayerFormat, PageFormat
 from kvconvert.kernels.spans import SpanFormat, quantize_span, shift_extremes, span_keys, span_values
 
 # Largest error of an output number relative to the outputs' RMS. Weights are rounded to fp16 before they meet values
@@ -146,7 +146,8 @@ def test_spans_of_several_prompts_are_shifted_together(bits, tau, heads, device)
         plan_work(sequences, 3).to(device), torch.tensor(shared, device=device),
     )  # fmt: skip
     format = LayerFormat(
-        KeyFormat(heads, dim, 128, bits, 128, static=True), ValueFormat(heads, dim, 128, bits, dim, static=True)
+        PageFormat.keys(heads, dim, 128, bits, 128, static=True),
+        PageFormat.values(heads, dim, 128, bits, dim, static=True),
     )
     counter = torch.zeros((), dtype=torch.int64, device=device)
     out = decode_attention(
@@ -173,18 +174,18 @@ def test_no_token_at_all_gives_zeros(device):
     assert not out[0].any()
 
 
-USUAL = KeyFormat(2, 64, 128, 2, 128)
+USUAL = PageFormat.keys(2, 64, 128, 2, 128)
 
 
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        (KeyFormat(2, 288, 128, 2, 128), "288 channels"),
-        (KeyFormat(2, 64, 128, 1, 128, boosted=8), "boosted channels of 1-bit keys"),
+        (PageFormat.keys(2, 288, 128, 2, 128), "288 channels"),
+        (PageFormat.keys(2, 64, 128, 1, 128, boosted=8), "boosted channels of 1-bit keys"),
     ],
 )
 def test_what_it_cannot_do_is_named(keys, reason, device):
-    format = LayerFormat(keys, ValueFormat(2, 64, 128, 2, 64))
+    format = LayerFormat(keys, PageFormat.values(2, 64, 128, 2, 64))
     queries = torch.zeros(1, 8, 1, keys.head_dim, device=device, dtype=torch.float16)
     assert reason in unsupported(queries, format, torch.float16)
     assert "queries are torch.float16" in unsupported(queries, replace(format, keys=USUAL), torch.bfloat16)
@@ -195,4 +196,4 @@ def test_what_it_cannot_do_is_named(keys, reason, device):
 def test_the_reference_itself_is_softmax_attention():
     keys, values = torch.randn(1, 5, 8), torch.randn(1, 5, 8)
     want = torch.softmax(keys.double() @ keys.double().transpose(1, 2), -1) @ values.double()
-    torch.testing.assert_close(attention_reference(keys, keys, values, None, 1.0), want)
+    torch.testing.assert_close(attention_reference(keys, keys, values, None, 1.0).output, want)

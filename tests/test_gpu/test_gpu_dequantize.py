@@ -6,10 +6,8 @@ from decode_cases import Case, Stored
 
 from kvconvert.kernels.pages import (
     PAGE_SIZE,
-    KeyFormat,
-    KeyPages,
     PageAddresses,
-    ValueFormat,
+    PageFormat,
     dequantize_into,
     dequantize_keys,
     dequantize_values,
@@ -86,7 +84,7 @@ def test_pages_out_of_order_give_the_references_numbers(device, case):
 
 @pytest.mark.parametrize(("bits", "dim"), [(4, 512), (2, 48), (2, 320)])
 def test_codes_packed_by_token(device, bits, dim):
-    f = KeyFormat(1, dim, PAGE_SIZE, bits, PAGE_SIZE, by_token=True)
+    f = PageFormat.keys(1, dim, PAGE_SIZE, bits, PAGE_SIZE, by_token=True)
     pages = quantize_keys(torch.randn(3, 1, PAGE_SIZE, dim), f)
     record = pages.record.to(device)
     output = torch.empty(1, 3 * PAGE_SIZE, dim, device=device)
@@ -98,8 +96,8 @@ def test_codes_packed_by_token(device, bits, dim):
 def test_pages_of_other_sizes(device, page_size):
     keys, values = torch.randn(3, 2, page_size, 64), torch.randn(3, 2, page_size, 64)
     for tokens, f, quantize, dequantize in (
-        (keys, KeyFormat(2, 64, page_size, 2, 16, "joint", boosted=8), quantize_keys, dequantize_keys),
-        (values, ValueFormat(2, 64, page_size, 1, 32), quantize_values, dequantize_values),
+        (keys, PageFormat.keys(2, 64, page_size, 2, 16, "joint", boosted=8), quantize_keys, dequantize_keys),
+        (values, PageFormat.values(2, 64, page_size, 1, 32), quantize_values, dequantize_values),
     ):
         pages = quantize(tokens, f)
         record = pages.record.to(device)
@@ -107,7 +105,7 @@ def test_pages_of_other_sizes(device, page_size):
         output = torch.empty(2, 3 * page_size, 64, device=device)
         dequantize_into(output, PageAddresses(f, record, offsets))
         expected = dequantize(pages, f)
-        expected = expected.permute(1, 0, 3, 2) if isinstance(pages, KeyPages) else expected.transpose(0, 1)
+        expected = expected.permute(1, 0, 3, 2) if pages.format.is_key else expected.transpose(0, 1)
         assert torch.equal(output.cpu(), expected.flatten(1, 2))
 
 
@@ -116,13 +114,13 @@ def test_blocks_of_spans_stop_at_the_last_token(device, bits, tokens):
     f = SpanFormat(bits, bits)
     span = quantize_span(torch.randn(2, tokens, 64, device=device), torch.randn(2, tokens, 48, device=device), f)
     for codes, scale, zero_point, dim, f_of, expected in (
-        (span.key_codes, span.key_scale, span.key_zero_point, 64, KeyFormat, span_keys(span, f)),
-        (span.value_codes, span.value_scale, span.value_zero_point, 48, ValueFormat, span_values(span, f)),
+        (span.key_codes, span.key_scale, span.key_zero_point, 64, PageFormat, span_keys(span, f)),
+        (span.value_codes, span.value_scale, span.value_zero_point, 48, PageFormat, span_values(span, f)),
     ):
         start = codes.data_ptr()
         offsets = torch.arange(len(codes), device=device) * (codes.stride(0) // 8)
         scales = torch.tensor([(part.data_ptr() - start) // 16 for part in (scale, zero_point)], device=device)
-        group = PAGE_SIZE if f_of is KeyFormat else dim
+        group = PAGE_SIZE if f_of is PageFormat else dim
         output = torch.empty(2, tokens, dim, device=device)
         dequantize_into(
             output, PageAddresses(f_of(2, dim, PAGE_SIZE, bits, group, static=True), codes, offsets, scales)
@@ -131,7 +129,7 @@ def test_blocks_of_spans_stop_at_the_last_token(device, bits, tokens):
 
 
 def test_pages_given_as_tensors_take_the_reference_and_fill_what_room_there_is():
-    f = KeyFormat(2, 64, PAGE_SIZE, 2, 32, "joint")
+    f = PageFormat.keys(2, 64, PAGE_SIZE, 2, 32, "joint")
     pages = quantize_keys(torch.randn(40, 2, PAGE_SIZE, 64), f)
     output = torch.full((2, 40 * PAGE_SIZE - 5, 64), float("nan"), dtype=torch.bfloat16)
     dequantize_into(output, pages)
@@ -140,7 +138,7 @@ def test_pages_given_as_tensors_take_the_reference_and_fill_what_room_there_is()
 
 
 def test_float16_saturates(device):
-    f = KeyFormat(1, 16, PAGE_SIZE, 8, 128, "joint")
+    f = PageFormat.keys(1, 16, PAGE_SIZE, 8, 128, "joint")
     keys = torch.full((1, 1, PAGE_SIZE, 16), 65504.0, dtype=torch.float16)
     keys[:, :, ::2] = 60000.0
     pages = quantize_keys(keys, f)
@@ -156,9 +154,9 @@ def test_float16_saturates(device):
 
 
 def test_what_is_not_served_is_named(device):
-    f = KeyFormat(2, 64, PAGE_SIZE, 2, 32)
+    f = PageFormat.keys(2, 64, PAGE_SIZE, 2, 32)
     assert unsupported_dequantization(f, torch.bfloat16, device) is None
     assert "float64" in unsupported_dequantization(f, torch.float64, device)
-    assert "multiples" in unsupported_dequantization(KeyFormat(2, 12, PAGE_SIZE, 2, 32), torch.float16, device)
-    assert "multiples" in unsupported_dequantization(KeyFormat(2, 264, PAGE_SIZE, 2, 32), torch.float16, device)
-    assert "48" in unsupported_dequantization(KeyFormat(2, 64, 48, 2, 16), torch.float16, device)
+    assert "multiples" in unsupported_dequantization(PageFormat.keys(2, 12, PAGE_SIZE, 2, 32), torch.float16, device)
+    assert "multiples" in unsupported_dequantization(PageFormat.keys(2, 264, PAGE_SIZE, 2, 32), torch.float16, device)
+    assert "48" in unsupported_dequantization(PageFormat.keys(2, 64, 48, 2, 16), torch.float16, device)

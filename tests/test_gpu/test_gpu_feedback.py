@@ -9,14 +9,14 @@ import torch
 from page_writes import quantize_pages
 
 from kvconvert.calibration.error_feedback import feedback_matrices
-from kvconvert.kernels.pages import ChannelScales, KeyFormat, KeyPages, empty_keys, quantize_keys
+from kvconvert.kernels.pages import ChannelScales, PageFormat, PageTensors, new_pages, quantize_keys
 from kvconvert.kernels.pages.reference import key_codes
 from kvconvert.kernels.spans import SpanFormat, quantize_span, span_keys
 from kvconvert.kernels.spans.reference import quantize_span_reference
 
 
-def key_format(bits=2, dim=16, page=32, group=16, **more) -> KeyFormat:
-    return KeyFormat(2, dim, page, bits, group, **more)
+def key_format(bits=2, dim=16, page=32, group=16, **more) -> PageFormat:
+    return PageFormat.keys(2, dim, page, bits, group, **more)
 
 
 def feedback(dim: int, device, seed: int = 0) -> torch.Tensor:
@@ -24,23 +24,23 @@ def feedback(dim: int, device, seed: int = 0) -> torch.Tensor:
     return feedback_matrices(few @ few.transpose(1, 2))[0].half().to(device)
 
 
-def random_keys(pages: int, f: KeyFormat, device, dtype=torch.bfloat16) -> torch.Tensor:
+def random_keys(pages: int, f: PageFormat, device, dtype=torch.bfloat16) -> torch.Tensor:
     torch.manual_seed(f.head_dim)
     x = torch.randn(pages, f.heads, f.page_size, f.head_dim) * (1 + torch.rand(f.head_dim))
     return x.to(device, dtype)
 
 
-def noise(count: int, f: KeyFormat, device) -> KeyPages:
-    pages = empty_keys(count, f, torch.bfloat16, device)
+def noise(count: int, f: PageFormat, device) -> PageTensors:
+    pages = new_pages(count, f, torch.bfloat16, device)
     pages.buffer.random_(-(2**15), 2**15 - 1)
     return pages
 
 
-def on_cpu(pages: KeyPages) -> KeyPages:
-    return KeyPages(format=pages.format, **{name: tensor.cpu() for name, tensor in pages.tensors()})
+def on_cpu(pages: PageTensors) -> PageTensors:
+    return PageTensors(format=pages.format, **{name: tensor.cpu() for name, tensor in pages.tensors()})
 
 
-def assert_same(found: KeyPages, expected: KeyPages, f: KeyFormat, fixed=None) -> None:
+def assert_same(found: PageTensors, expected: PageTensors, f: PageFormat, fixed=None) -> None:
     found = on_cpu(found)
     for name, tensor in expected.tensors():
         if name not in ("codes", "high") and f.token_norm == "none":

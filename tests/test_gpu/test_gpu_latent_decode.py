@@ -10,9 +10,8 @@ from kvconvert.kernels.decode.plan import Segment, SequencePlan, plan_work
 from kvconvert.kernels.latent import latent_decode, unsupported
 from kvconvert.kernels.pages import (
     PAGE_SIZE,
-    KeyFormat,
     LayerFormat,
-    ValueFormat,
+    PageFormat,
     dequantize_keys,
     dequantize_values,
     quantize_keys,
@@ -40,8 +39,8 @@ class Stored:
 
 def format_of(bits, rank, rope):
     return LayerFormat(
-        KeyFormat(1, rank, PAGE_SIZE, bits, PAGE_SIZE, by_token=bits in (2, 4)),
-        ValueFormat(1, rope, PAGE_SIZE, 16 if bits == 16 else 8, rope),
+        PageFormat.keys(1, rank, PAGE_SIZE, bits, PAGE_SIZE, by_token=bits in (2, 4)),
+        PageFormat.values(1, rope, PAGE_SIZE, 16 if bits == 16 else 8, rope),
     )
 
 

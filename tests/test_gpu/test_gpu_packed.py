@@ -7,7 +7,7 @@ from tiny.models import ARCHITECTURES, random_ids, tiny_model
 from tiny.prompt_chunks import SCHEMES
 
 from kvconvert.errors import NumericError
-from kvconvert.kernels.history import FEWEST_QUERIES
+from kvconvert.kernels.chunked_prefill import FEWEST_QUERIES
 from kvconvert.methods import KVScheme
 from kvconvert.runtime.cache import prompt_pass
 from kvconvert.runtime.engine.model_steps import ModelSteps, PromptChunk

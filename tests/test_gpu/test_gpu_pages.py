@@ -13,13 +13,10 @@ from page_writes import page_writes, quantize_pages
 from kvconvert.errors import NumericError
 from kvconvert.kernels.pages import (
     ChannelScales,
-    KeyFormat,
-    KeyPages,
-    ValueFormat,
-    ValuePages,
-    empty_keys,
-    empty_values,
+    PageFormat,
+    PageTensors,
     new_flag,
+    new_pages,
     quantize_at,
     quantize_keys,
     quantize_values,
@@ -30,12 +27,12 @@ from kvconvert.kernels.pages.reference import key_codes, shown_tokens, value_cod
 from kvconvert.kernels.quantizer import GroupRangeError
 
 
-def key_format(bits=2, heads=2, dim=64, group=32, page=128, **more) -> KeyFormat:
-    return KeyFormat(heads, dim, page, bits, group, **more)
+def key_format(bits=2, heads=2, dim=64, group=32, page=128, **more) -> PageFormat:
+    return PageFormat.keys(heads, dim, page, bits, group, **more)
 
 
-def value_format(bits=2, heads=2, dim=64, group=32, page=128, **more) -> ValueFormat:
-    return ValueFormat(heads, dim, page, bits, group, **more)
+def value_format(bits=2, heads=2, dim=64, group=32, page=128, **more) -> PageFormat:
+    return PageFormat.values(heads, dim, page, bits, group, **more)
 
 
 def random_tokens(pages: int, f, device, dtype=torch.bfloat16) -> torch.Tensor:
@@ -58,10 +55,9 @@ def poison(buffer: torch.Tensor) -> None:
         buffer.fill_(torch.nan)
 
 
-def quantized(tokens: torch.Tensor, f, channels=None, static=None, **more) -> KeyPages | ValuePages:
+def quantized(tokens: torch.Tensor, f, channels=None, static=None, **more) -> PageTensors:
     """Pages of tokens [N, H, P, channels], in records that held noise."""
-    empty = empty_keys if isinstance(f, KeyFormat) else empty_values
-    pages = empty(len(tokens), f, tokens.dtype, tokens.device)
+    pages = new_pages(len(tokens), f, tokens.dtype, tokens.device)
     poison(pages.buffer)
     quantize_pages(list(tokens), [pages], channels, static, **more)
     return pages
@@ -73,7 +69,7 @@ def near_a_border(x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor
 
 
 def assert_same_keys(
-    found: KeyPages, keys: torch.Tensor, f: KeyFormat, channels=None, static=None, hidden: int = 0
+    found: PageTensors, keys: torch.Tensor, f: PageFormat, channels=None, static=None, hidden: int = 0
 ) -> None:
     """Everything but norms exactly; these to one unit in the last place, and the rest by the norms found.
 
@@ -101,7 +97,7 @@ def assert_same_keys(
             assert name == "grid" or apart.max() <= 1, name
             assert (apart > 0).sum() <= 1 + apart.numel() // 1000, name
             rounded = rounded | (apart > 0)
-    found = KeyPages(format=f, **fields)
+    found = PageTensors(format=f, **fields)
     different = key_codes(found, f, channels) != key_codes(expected, f, channels)
     if rounded.any():
         different &= ~rounded.repeat_interleave(f.group_size, 3)
@@ -303,8 +299,8 @@ def test_pages_of_sequences_with_their_own_buffers(device):
     buffers = [torch.randn(2, n, 16, device=device, dtype=torch.bfloat16) for n in (80, 49, 32)]
     tokens = [buffers[b][:, start : start + n] for b, start, n in ((0, 2, 64), (1, 17, 32), (2, 0, 32))]
     slots = [4, 0, 2, 1]
-    for layout, empty in ((f, empty_keys), (g, empty_values)):
-        pool = empty(5, layout, torch.bfloat16, device)
+    for layout in (f, g):
+        pool = new_pages(5, layout, torch.bfloat16, device)
         poison(pool.buffer)
         before = pool.buffer.clone()
         quantize_pages(tokens, [pool.select(slice(slot, slot + 1)) for slot in slots])
@@ -341,7 +337,7 @@ def test_bad_values_are_named_once(device, static):
     scales = ChannelScales(*torch.ones(2, 2, 16, device=device, dtype=torch.float16)) if static else None
     values = torch.randn(3, 2, 32, 16, device=device)
     values[1, 1, 31, 15] = torch.nan
-    flag, pages = new_flag(values.device), empty_values(3, f, values.dtype, values.device)
+    flag, pages = new_flag(values.device), new_pages(3, f, values.dtype, values.device)
     quantize_at(page_writes(list(values), [pages]), values[0], pages, flag, static=scales)
     with pytest.raises(GroupRangeError) as raised:
         raise_if_flagged(flag, 2)

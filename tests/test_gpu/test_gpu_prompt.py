@@ -2,14 +2,15 @@
 
 import pytest
 import torch
+from tiny.attention import repeated_by_reference
 
 from kvconvert.errors import UsageError
 from kvconvert.kernels import device as gpu_device
-from kvconvert.kernels.decode.reference import attention_reference
+from kvconvert.kernels.attention.reference import attention_reference
 from kvconvert.kernels.prompt import prompt_attention, unsupported
 from kvconvert.kernels.prompt.triton import launch as kernels
-from kvconvert.kernels.reconstruct import repeated_attention, repeated_attention_reference
-from kvconvert.kernels.select import column_sums, column_sums_reference, selective_attention
+from kvconvert.kernels.reconstruct import repeated_attention
+from kvconvert.kernels.select import column_sums, selective_attention
 
 # Relative errors of the whole output: weights and outputs are rounded to the dtype once each.
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -36,11 +37,11 @@ def check(tensors, scaling=0.2, softcap=None, sink_logits=None, window=None, til
     output, log_sum_exp = kernels.attention(*tensors, scaling, softcap, sink_logits, window=window, tiling=tilings[0])
     assert output.dtype == queries.dtype
     assert (
-        relative(output, attention_reference(*tensors, visible, scaling, softcap, sink_logits))
+        relative(output, attention_reference(*tensors, visible, scaling, softcap, sink_logits).output)
         < TOLERANCE[queries.dtype]
     )
     sums = kernels.column_sums(queries, keys, log_sum_exp, scaling, softcap, window, tilings[1])
-    expected = column_sums_reference(queries, keys, visible, scaling, softcap, sink_logits)
+    expected = attention_reference(queries, keys, None, visible, scaling, softcap, sink_logits).mass
     assert sums.dtype == torch.float32
     assert relative(sums, expected) < tolerance
 
@@ -154,9 +155,10 @@ def test_what_the_kernels_cannot_do_runs_on_the_reference_path_with_one_warning(
         output, mass = selective_attention(queries, keys, values, 0.2)
     visible = causal(20, 33, None, queries.device)
     torch.testing.assert_close(
-        output.double(), attention_reference(queries, keys, values, visible, 0.2), rtol=1e-3, atol=1e-3
+        output.double(), attention_reference(queries, keys, values, visible, 0.2).output, rtol=1e-3, atol=1e-3
     )
-    torch.testing.assert_close(mass.double(), column_sums_reference(queries, keys, visible, 0.2), rtol=1e-3, atol=1e-3)
+    exact = attention_reference(queries, keys, values, visible, 0.2)
+    torch.testing.assert_close(mass.double(), exact.mass, rtol=1e-3, atol=1e-3)
     assert len([r for r in caplog.records if "float32 is neither" in r.message]) == 2  # one of each operation
     assert sum(gpu_device.fallbacks.values()) == 4
 
@@ -165,7 +167,7 @@ def test_plain_prompts_that_the_kernels_cannot_serve_get_right_answers_too(devic
     queries, keys, values = (x.float() for x in inputs(device, 4, 2, 33, 33, 64, 64, torch.float16))
     visible = causal(33, 33, None, queries.device)
     output = prompt_attention(queries, keys, values, 0.2)
-    expected = attention_reference(queries, keys, values, visible, 0.2)
+    expected = attention_reference(queries, keys, values, visible, 0.2).output
     torch.testing.assert_close(output.double(), expected, rtol=1e-3, atol=1e-3)
 
 
@@ -228,7 +230,7 @@ def test_keys_that_lie_before_the_queries(device, length, tokens, first_query, w
             queries, keys, values, 0.2, window=window, tiling=tiling, first_query=first_query
         )
         seen = visible.any(1)
-        expected = attention_reference(queries, keys, values, visible, 0.2)
+        expected = attention_reference(queries, keys, values, visible, 0.2).output
         scores = (queries.double() @ keys.double().repeat_interleave(2, 0).transpose(1, 2) * 0.2).masked_fill(
             ~visible, float("-inf")
         )
@@ -246,7 +248,7 @@ def test_a_repeated_prompt_is_attended_to_and_scored(device, length, start, sink
     queries = queries.unflatten(0, (2, 3))
     arguments = queries, [part.flip(1)[:, :length] for part in (keys, values)], (keys, values), start, 64, sinks, 0.2
     output, scores = repeated_attention(*arguments, softcap)
-    expected = repeated_attention_reference(*arguments, softcap)
+    expected = repeated_by_reference(*arguments, softcap)
     assert (output.dtype, scores.dtype) == (dtype, torch.float32)
     assert relative(output, expected[0]) < TOLERANCE[dtype]
     assert relative(scores, expected[1]) < 1e-5

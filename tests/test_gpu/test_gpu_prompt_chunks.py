@@ -9,9 +9,9 @@ from tiny.prompt_chunks import SCHEMES, WINDOW, counted, error, layer_of, output
 
 from kvconvert.kernels import decode
 from kvconvert.kernels import device as dispatch
-from kvconvert.kernels.history import FEWEST_QUERIES
+from kvconvert.kernels.chunked_prefill import FEWEST_QUERIES
+from kvconvert.runtime.cache.chunked_prefill import AttentionCall, ChunkedPrefill
 from kvconvert.runtime.cache.forward_pass import Chunk
-from kvconvert.runtime.cache.history import AttentionCall, RowHistory
 
 HALF = torch.float16
 FULL = pytest.mark.full
@@ -32,7 +32,7 @@ def compare(monkeypatch, device, layer, lengths=(290, 70), first_interpreted=Tru
 
     with dispatch.interpreted(False), monkeypatch.context() as patch:
         patch.setattr(decode, "unsupported", lambda *given: "the reference is wanted")
-        patch.setattr(RowHistory, "is_served", lambda *given: False)
+        patch.setattr(ChunkedPrefill, "is_served", lambda *given: False)
         other = copy.deepcopy(layer)
         expected = read(other)
     # What the kernels make of a first prompt is tested elsewhere.
@@ -102,7 +102,7 @@ def test_what_is_not_served_has_a_reason_and_is_counted(
 ):
     layer = layer_of(SCHEMES[name], sliding_window)
     with dispatch.interpreted(False), monkeypatch.context() as patch:
-        patch.setattr(RowHistory, "is_served", lambda *given: False)
+        patch.setattr(ChunkedPrefill, "is_served", lambda *given: False)
         patch.setattr(decode, "unsupported", lambda *given: "the reference is wanted")
         outputs(layer, (400, 60), device, HALF, None if name in ("spans", "eviction") else mask_function)
     monkeypatch.setattr(dispatch, "fallbacks", type(dispatch.fallbacks)())
@@ -110,7 +110,7 @@ def test_what_is_not_served_has_a_reason_and_is_counted(
     store.fallbacks = 0
     chunk = Chunk(positions, None, mask_function)
     queries = torch.zeros(3, 4, 60, 32, dtype=HALF, device=device)
-    history = RowHistory(AttentionCall(store, chunk, 0.2), row)
+    history = ChunkedPrefill(AttentionCall(store, chunk, 0.2), row)
     for few in (1, 32):
         assert not history.is_served(queries[:, :, :few])
     assert store.fallbacks == 0

@@ -4,9 +4,9 @@ import pytest
 import torch
 from decode_cases import Case, Stored
 
+from kvconvert.kernels.attention.reference import attention_reference, causal_mask
 from kvconvert.kernels.pages import PAGE_SIZE, PageAddresses
 from kvconvert.kernels.ragged import COPIED_TOKENS, TILE_QUERIES, RaggedTables, append, attend, unsupported
-from kvconvert.kernels.ragged.reference import ragged_reference
 from kvconvert.kernels.rotate import NO_ROTATION, Rotations, hadamard_transform
 
 FULL = pytest.mark.full
@@ -124,7 +124,11 @@ def run(passed: Pass, rotations: Rotations = NO_ROTATION, **extras) -> float:
     asked = passed.queries.cpu()[:, : sum(passed.lengths)]
     if rotations.keys:
         asked = hadamard_transform(asked.float())
-    expected = ragged_reference(asked, passed.sequences(rotations), passed.lengths, case.scaling, **extras)
+    window, expected = extras.pop("window", None), []
+    for own, stored in zip(asked.split(list(passed.lengths), 1), passed.sequences(rotations), strict=True):
+        visible = causal_mask(own.shape[1], stored[0].shape[1], window)
+        expected.append(attention_reference(own, *stored, visible, case.scaling, **extras).output.transpose(0, 1))
+    expected = torch.cat(expected)
     return float((output.cpu().double() - expected).norm() / expected.norm())
 
 

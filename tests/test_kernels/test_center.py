@@ -5,12 +5,11 @@ import torch
 from tiny.key_centers import constant_part, frequencies
 from torch import Tensor
 
+from kvconvert.kernels.attention.reference import attention_reference
 from kvconvert.kernels.decode import PageTile, paged_attention
-from kvconvert.kernels.decode.reference import attention_reference
 from kvconvert.kernels.pages import (
-    KeyFormat,
     LayerFormat,
-    ValueFormat,
+    PageFormat,
     add_centers,
     dequantize_keys,
     dequantize_values,
@@ -65,7 +64,9 @@ def test_attention_over_pages_equals_attention_over_whole_keys(bits, norm, boost
     generator = torch.Generator().manual_seed(0)
     center = center_of(300 * torch.randn(2, 64, generator=generator) / 8)
     format = LayerFormat(
-        KeyFormat(2, 64, 128, bits, 128, norm, boosted=boosted), ValueFormat(2, 64, 128, 4, 64), key_center=center
+        PageFormat.keys(2, 64, 128, bits, 128, norm, boosted=boosted),
+        PageFormat.values(2, 64, 128, 4, 64),
+        key_center=center,
     )
     keys, values = (torch.randn(4, 2, 128, 64, generator=generator) for _ in range(2))
     pages = quantize_keys(keys, format.keys), quantize_values(values, format.values)
@@ -76,6 +77,6 @@ def test_attention_over_pages_equals_attention_over_whole_keys(bits, norm, boost
     for row in range(2):
         own = rows == row
         k, v = (x[own].transpose(0, 1).flatten(1, 2) for x in (whole, dequantize_values(pages[1], format.values)))
-        expected = attention_reference(queries[row], k, v, None, 0.1, softcap)
+        expected = attention_reference(queries[row], k, v, None, 0.1, softcap).output
         # float32 scores of some 30 before the softmax
         torch.testing.assert_close(got[row].double(), expected, rtol=1e-3, atol=2e-4)

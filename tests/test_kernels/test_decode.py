@@ -5,13 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from kvconvert.kernels.attention.reference import attention_reference
 from kvconvert.kernels.decode import PageTile, ResidualTokens, SpanTokens, paged_attention, pages_per_tile
 from kvconvert.kernels.decode.cpu import TILE_BYTES
-from kvconvert.kernels.decode.reference import attention_reference
 from kvconvert.kernels.pages import (
-    KeyFormat,
     LayerFormat,
-    ValueFormat,
+    PageFormat,
     dequantize_keys,
     dequantize_values,
     quantize_keys,
@@ -41,8 +40,8 @@ def build(case, pages_per_row=(3, 1, 0), residual_per_row=(70, 0, 33), seed=0):
     heads, group, key_dim, value_dim, key_bits, value_bits, key_group, value_group, norm, length = case
     generator = torch.Generator().manual_seed(seed)
     boosted = 5 if key_bits == 2 and norm == "none" else 0
-    keys_as = KeyFormat(heads, key_dim, 128, key_bits, key_group, norm, boosted=boosted)
-    format = LayerFormat(keys_as, ValueFormat(heads, value_dim, 128, value_bits, value_group))
+    keys_as = PageFormat.keys(heads, key_dim, 128, key_bits, key_group, norm, boosted=boosted)
+    format = LayerFormat(keys_as, PageFormat.values(heads, value_dim, 128, value_bits, value_group))
     count = sum(pages_per_row)
     keys = torch.randn(count, heads, 128, key_dim, generator=generator)
     values = torch.randn(count, heads, 128, value_dim, generator=generator)
@@ -85,7 +84,7 @@ def test_equals_the_reference(case, sizes):
     scaling = case[2] ** -0.5
     got = paged_attention(queries, tiles_of(pages, rows, sizes), residuals, format, scaling)
     for row, (keys, values) in enumerate(stored):
-        expected = attention_reference(queries[row], keys, values, None, scaling)
+        expected = attention_reference(queries[row], keys, values, None, scaling).output
         # float32 dot products of up to 256 terms
         torch.testing.assert_close(got[row].double(), expected, rtol=1e-4, atol=2e-5)
 
@@ -96,7 +95,7 @@ def test_softcap_and_sinks(softcap, with_sink_logits):
     sink_logits = torch.randn(12) * 3 if with_sink_logits else None
     got = paged_attention(queries, tiles_of(pages, rows, (4,)), residuals, format, 0.3, softcap, sink_logits)
     for row, (keys, values) in enumerate(stored):
-        expected = attention_reference(queries[row], keys, values, None, 0.3, softcap, sink_logits)
+        expected = attention_reference(queries[row], keys, values, None, 0.3, softcap, sink_logits).output
         torch.testing.assert_close(got[row].double(), expected, rtol=1e-4, atol=2e-5)
 
 
@@ -116,7 +115,7 @@ def test_masks_hide_tokens_in_pages_and_residual_windows():
         parts = [page_mask[i] for i in range(len(rows)) if rows[i] == row] + [
             r.visible[0] for r in masked if r.rows[0] == row
         ]
-        expected = attention_reference(queries[row], keys, values, torch.cat(parts, 2), 0.2)
+        expected = attention_reference(queries[row], keys, values, torch.cat(parts, 2), 0.2).output
         torch.testing.assert_close(got[row].double(), expected, rtol=1e-4, atol=2e-5)
 
 
@@ -135,7 +134,7 @@ def test_residual_windows_of_many_rows_in_one_batch(lengths):
         k = dequantize_keys(pages[0].select(own), format.keys).permute(1, 0, 3, 2).reshape(3, -1, 80)
         v = dequantize_values(pages[1].select(own), format.values).permute(1, 0, 2, 3).reshape(3, -1, 80)
         k, v = torch.cat([k, keys[row, :, :count]], 1), torch.cat([v, values[row, :, :count]], 1)
-        expected = attention_reference(queries[row], k, v, None, 0.2)
+        expected = attention_reference(queries[row], k, v, None, 0.2).output
         torch.testing.assert_close(got[row].double(), expected, rtol=1e-4, atol=2e-5)
 
 
@@ -174,12 +173,12 @@ def test_large_scores_do_not_overflow():
     format, pages, rows, residuals, queries, stored = build(CASES[0])
     got = paged_attention(queries * 1e3, tiles_of(pages, rows, (2, 2)), residuals, format, 1.0)
     assert torch.isfinite(got).all()
-    expected = attention_reference(queries[0] * 1e3, *stored[0], None, 1.0)
+    expected = attention_reference(queries[0] * 1e3, *stored[0], None, 1.0).output
     torch.testing.assert_close(got[0].double(), expected, rtol=1e-3, atol=1e-3)  # scores of 1e4: float32 leaves 1e-3
 
 
 def test_tiles_stay_within_their_budget():
-    format = LayerFormat(KeyFormat(8, 128, 128, 2, 32), ValueFormat(8, 128, 128, 2, 32))
+    format = LayerFormat(PageFormat.keys(8, 128, 128, 2, 32), PageFormat.values(8, 128, 128, 2, 32))
     assert pages_per_tile(32, 1, format) * 8 * 128 * 128 * 4 <= TILE_BYTES
     assert pages_per_tile(32, 10**6, format) == 1
 
@@ -197,7 +196,7 @@ def test_one_side_may_be_in_full_precision(case, paged):
     else:
         values = dequantize_values(pages[1], format.values)
     flat = [x.transpose(0, 1).flatten(1, 2) for x in (keys, values)]
-    expected = attention_reference(queries[0], *flat, None, 0.2)
+    expected = attention_reference(queries[0], *flat, None, 0.2).output
     torch.testing.assert_close(got[0].double(), expected, rtol=1e-4, atol=2e-5)
 
 
@@ -222,7 +221,7 @@ def test_spans_beside_residual_tokens_equal_float64_attention_over_shifted_score
     spans = [quantize_span(torch.randn(heads, n, dims[0]), torch.randn(heads, n, dims[1]), span_as) for n in (37, 1)]
     residual = ResidualTokens(torch.tensor([0]), torch.randn(1, heads, 9, dims[0]), torch.randn(1, heads, 9, dims[1]))
     queries = torch.randn(1, heads * group, length, dims[0])
-    format = LayerFormat(KeyFormat(heads, dims[0], 128, 2, 32), ValueFormat(heads, dims[1], 128, 2, 16))
+    format = LayerFormat(PageFormat.keys(heads, dims[0], 128, 2, 32), PageFormat.values(heads, dims[1], 128, 2, 16))
     all_spans = SpanTokens(0, spans, span_as)
     got = paged_attention(queries, [], [residual], format, scaling, spans=[all_spans])[0]
 

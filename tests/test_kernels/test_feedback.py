@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvconvert.calibration.error_feedback import feedback_matrices
-from kvconvert.kernels.pages import ChannelScales, KeyFormat, dequantize_keys, normalised_keys, quantize_keys
+from kvconvert.kernels.pages import ChannelScales, PageFormat, dequantize_keys, normalised_keys, quantize_keys
 from kvconvert.kernels.pages.feedback import round_with_feedback, round_with_feedback_reference
 from kvconvert.kernels.pages.reference import key_codes
 from kvconvert.kernels.quantizer import quantize
@@ -72,7 +72,7 @@ def test_blocks_of_channels_give_the_codes_of_one_channel_after_another(dim, gro
 
 def test_the_error_that_queries_see_falls_and_the_plain_error_rises():
     h, x = moments(2, 64), random_keys(4, 2, 128, 64)
-    f, seen, plain = KeyFormat(2, 64, 128, 2, 128), [], []
+    f, seen, plain = PageFormat.keys(2, 64, 128, 2, 128), [], []
     for matrices in (None, feedback(2, 64)):
         d = dequantize_keys(quantize_keys(x, f, feedback=matrices), f).transpose(2, 3).double() - x
         seen.append(float(torch.einsum("nhpd,hde,nhpe->", d, h, d)))
@@ -82,11 +82,11 @@ def test_the_error_that_queries_see_falls_and_the_plain_error_rises():
 
 
 FORMATS = {
-    "joint": KeyFormat(2, 24, 128, 2, 32, token_norm="joint", clip_ratio=0.85),
-    "per head, 1 bit": KeyFormat(2, 24, 128, 1, 128, token_norm="per_head"),
-    "boosted": KeyFormat(2, 24, 128, 2, 128, boosted=5),
-    "boosted, 1 bit, fixed": KeyFormat(2, 24, 128, 1, 128, boosted=5, fixed_channels=True),
-    "static": KeyFormat(2, 24, 128, 4, 128, static=True),
+    "joint": PageFormat.keys(2, 24, 128, 2, 32, token_norm="joint", clip_ratio=0.85),
+    "per head, 1 bit": PageFormat.keys(2, 24, 128, 1, 128, token_norm="per_head"),
+    "boosted": PageFormat.keys(2, 24, 128, 2, 128, boosted=5),
+    "boosted, 1 bit, fixed": PageFormat.keys(2, 24, 128, 1, 128, boosted=5, fixed_channels=True),
+    "static": PageFormat.keys(2, 24, 128, 4, 128, static=True),
 }
 
 
@@ -114,7 +114,7 @@ def test_only_the_codes_of_a_page_change(f):
 
 
 def test_uncorrelated_queries_leave_rounding_as_it_is():
-    x, f = random_keys(2, 2, 128, 24), KeyFormat(2, 24, 128, 2, 32)
+    x, f = random_keys(2, 2, 128, 24), PageFormat.keys(2, 24, 128, 2, 32)
     identity = feedback_matrices(torch.diag_embed(torch.rand(2, 24)))[0].half()
     assert torch.equal(quantize_keys(x, f, feedback=identity).codes, quantize_keys(x, f).codes)
 

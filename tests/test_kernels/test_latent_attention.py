@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from kvconvert.kernels.history import HistoryPart, PageReader
+from kvconvert.kernels.chunked_prefill import PageReader, StoredPart
 from kvconvert.kernels.latent import latent_attention
 from kvconvert.kernels.pages import (
     PAGE_SIZE,
-    KeyFormat,
-    ValueFormat,
+    PageFormat,
     dequantize_keys,
     dequantize_values,
     quantize_keys,
@@ -32,7 +31,7 @@ def case_of(heads, rank, rope, queries, pages, residual, exact, bits=4, dtype=to
     def random(*shape):
         return torch.randn(shape, generator=generator).to(dtype)
 
-    formats = KeyFormat(1, rank, PAGE_SIZE, bits, 64), ValueFormat(1, rope, PAGE_SIZE, 8, rope)
+    formats = PageFormat.keys(1, rank, PAGE_SIZE, bits, 64), PageFormat.values(1, rope, PAGE_SIZE, 8, rope)
     stored = (
         quantize_keys(random(pages, 1, PAGE_SIZE, rank), formats[0]),
         quantize_values(random(pages, 1, PAGE_SIZE, rope), formats[1]),
@@ -42,8 +41,8 @@ def case_of(heads, rank, rope, queries, pages, residual, exact, bits=4, dtype=to
     ]
     window, first = ((random(1, count, rank), random(1, count, rope)) for count in (residual, exact))
     parts = [
-        HistoryPart(pages * PAGE_SIZE, *readers, exact=first if exact else None),
-        HistoryPart(residual, *window),
+        StoredPart(pages * PAGE_SIZE, *readers, exact=first if exact else None),
+        StoredPart(residual, *window),
     ]
     every = []
     for paged, own, head in zip(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvconvert.kernels.pages import KeyFormat, dequantize_keys, quantize_keys
+from kvconvert.kernels.pages import PageFormat, dequantize_keys, quantize_keys
 from kvconvert.kernels.quantizer import dequantize, quantize
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.kernels.spans import shift_extremes
@@ -59,7 +59,7 @@ def stages(x: torch.Tensor) -> dict[str, float]:
         ("rotation", True, "none"),
         ("rotation + norm", True, "joint"),
     ):
-        format = KeyFormat(heads, dim, 128, 2, 32, token_norm=norm)
+        format = PageFormat.keys(heads, dim, 128, 2, 32, token_norm=norm)
         stored = hadamard_transform(x) if rotate else x
         pages = stored[0].unflatten(1, (-1, 128)).transpose(0, 1)
         read = dequantize_keys(quantize_keys(pages, format), format).transpose(2, 3).transpose(0, 1).flatten(1, 2)[None]
@@ -87,7 +87,7 @@ def test_norm_alone_hurts_with_outlier_channels():
     x[..., 5] = torch.where(small, 0.1, 10.0)
     x[:, :, small] = 0.1
     # The damage is in the channels that are not outliers: their range grows with the small tokens' scaled-up entries.
-    format = {norm: KeyFormat(4, 64, 128, 2, 32, token_norm=norm) for norm in ("none", "joint")}
+    format = {norm: PageFormat.keys(4, 64, 128, 2, 32, token_norm=norm) for norm in ("none", "joint")}
     pages = x[0].unflatten(1, (-1, 128)).transpose(0, 1)
     others = [c for c in range(64) if c != 5]
     error = {}
@@ -105,7 +105,7 @@ def test_boosting_by_magnitude_beats_random_channels():
     exact = queries @ pages.transpose(2, 3)
 
     def error(select: str, channels: torch.Tensor | None = None) -> float:
-        f = KeyFormat(4, 64, 128, 2, 128, boosted=8, fixed_channels=select == "calibrated")
+        f = PageFormat.keys(4, 64, 128, 2, 128, boosted=8, fixed_channels=select == "calibrated")
         return float(
             (queries @ dequantize_keys(quantize_keys(pages, f, channels), f, channels) - exact).square().mean()
         )

@@ -5,25 +5,23 @@ import torch
 
 from kvconvert.errors import NumericError, UsageError
 from kvconvert.kernels.pages import (
-    KeyFormat,
-    ValueFormat,
+    PageFormat,
     dequantize_keys,
     dequantize_values,
-    empty_keys,
-    empty_values,
+    new_pages,
     quantize_keys,
     quantize_values,
 )
-from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
+from kvconvert.kernels.pages.layout import PageLayout
 from kvconvert.kernels.pages.reference import rank_channels, token_norms
 
 
-def key_format(bits=2, heads=2, dim=64, group=32, **more) -> KeyFormat:
-    return KeyFormat(heads, dim, 128, bits, group, **more)
+def key_format(bits=2, heads=2, dim=64, group=32, **more) -> PageFormat:
+    return PageFormat.keys(heads, dim, 128, bits, group, **more)
 
 
-def value_format(bits=2, heads=2, dim=64, group=32, **more) -> ValueFormat:
-    return ValueFormat(heads, dim, 128, bits, group, **more)
+def value_format(bits=2, heads=2, dim=64, group=32, **more) -> PageFormat:
+    return PageFormat.values(heads, dim, 128, bits, group, **more)
 
 
 def by_hand(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
@@ -67,7 +65,7 @@ def test_codes_packed_by_token_are_those_packed_by_channel(bits):
 @pytest.mark.parametrize("more", [{"bits": 3}, {"bits": 4, "boosted": 4}], ids=str)
 def test_what_is_not_packed_by_token_is_said(more):
     with pytest.raises(UsageError, match="not packed by token"):
-        KeyLayout.of(key_format(dim=48, by_token=True, **more))
+        PageLayout.of(key_format(dim=48, by_token=True, **more))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -112,8 +110,8 @@ def test_stored_tensors_are_those_that_empty_pages_make_room_for(norm, boosted, 
     values = quantize_values(torch.randn(5, 3, 128, 48), values_as)
     device = torch.device("cpu")
     for pages, room in (
-        (keys, empty_keys(5, keys_as, torch.float32, device)),
-        (values, empty_values(5, values_as, torch.float32, device)),
+        (keys, new_pages(5, keys_as, torch.float32, device)),
+        (values, new_pages(5, values_as, torch.float32, device)),
     ):
         assert [(n, t.shape, t.dtype) for n, t in pages.tensors()] == [(n, t.shape, t.dtype) for n, t in room.tensors()]
         assert pages.nbytes == room.nbytes
@@ -123,28 +121,28 @@ def test_stored_tensors_are_those_that_empty_pages_make_room_for(norm, boosted, 
 def test_two_bit_pages_cost_what_the_layout_promises():
     meta = torch.device("meta")
     codes = 2 * 128 * 64 * 2 // 8
-    assert empty_keys(1, key_format(group=128, token_norm="joint"), torch.bfloat16, meta).nbytes == codes + 512 + 256
-    assert empty_values(1, value_format(group=64), torch.bfloat16, meta).nbytes == codes + 2 * 128 * 4
+    assert new_pages(1, key_format(group=128, token_norm="joint"), torch.bfloat16, meta).nbytes == codes + 512 + 256
+    assert new_pages(1, value_format(group=64), torch.bfloat16, meta).nbytes == codes + 2 * 128 * 4
     boosted = key_format(group=128, boosted=16)
-    assert empty_keys(1, boosted, torch.bfloat16, meta).nbytes == codes + 512 + 2 * (16 * 32 + 16)
+    assert new_pages(1, boosted, torch.bfloat16, meta).nbytes == codes + 512 + 2 * (16 * 32 + 16)
 
 
 def test_three_bit_pages_cost_half_as_much_again_as_two_bit_codes():
     meta = torch.device("meta")
     codes = 2 * 128 * 64 * 3 // 8
-    assert empty_keys(1, key_format(3, group=128, token_norm="joint"), torch.bfloat16, meta).nbytes == codes + 512 + 256
-    assert empty_values(1, value_format(3, group=64), torch.bfloat16, meta).nbytes == codes + 2 * 128 * 4
+    assert new_pages(1, key_format(3, group=128, token_norm="joint"), torch.bfloat16, meta).nbytes == codes + 512 + 256
+    assert new_pages(1, value_format(3, group=64), torch.bfloat16, meta).nbytes == codes + 2 * 128 * 4
 
 
 def test_three_bit_channels_have_no_double():
     with pytest.raises(UsageError, match="6 bits cannot be stored; boost keys of 1, 2 or 4 bits"):
-        empty_keys(1, key_format(3, boosted=8), torch.bfloat16, torch.device("meta"))
+        new_pages(1, key_format(3, boosted=8), torch.bfloat16, torch.device("meta"))
 
 
 def test_padding_counts_as_bytes():
     # 12 float16 scales and zero_points are padded to 16, 3 channels to 16 bytes
     odd = key_format(heads=3, dim=12, group=128, boosted=3)
-    assert empty_keys(1, odd, torch.bfloat16, torch.device("meta")).nbytes == 3 * (12 * 32 + 3 * 32 + 2 * 32 + 16)
+    assert new_pages(1, odd, torch.bfloat16, torch.device("meta")).nbytes == 3 * (12 * 32 + 3 * 32 + 2 * 32 + 16)
 
 
 @pytest.mark.parametrize("norm", ["none", "joint", "per_head"])
@@ -157,8 +155,8 @@ def test_padding_counts_as_bytes():
 )
 def test_key_fields_lie_where_the_layout_says_and_nowhere_twice(bits, norm, boosted, select):
     f = key_format(bits, heads=3, dim=20, token_norm=norm, boosted=boosted, fixed_channels=select == "calibrated")
-    layout = KeyLayout.of(f)
-    pages = empty_keys(2, f, torch.float32, torch.device("cpu"))
+    layout = PageLayout.of(f)
+    pages = new_pages(2, f, torch.float32, torch.device("cpu"))
     rows, high_rows = {1: 10, 3: 30}.get(bits, 20), (3 if boosted else 0) if bits == 1 else boosted
     assert (layout.rows, layout.high_rows, layout.lanes) == (rows, high_rows, 16 if bits == 3 else 8 * max(bits, 2))
     assert pages.codes.shape == (2, 3, layout.lanes, rows)
@@ -177,8 +175,8 @@ def test_key_fields_lie_where_the_layout_says_and_nowhere_twice(bits, norm, boos
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
 def test_value_fields_lie_where_the_layout_says_and_nowhere_twice(bits):
     f = value_format(bits, heads=3, dim=40, group=40)
-    layout = ValueLayout.of(f)
-    pages = empty_values(2, f, torch.float32, torch.device("cpu"))
+    layout = PageLayout.of(f)
+    pages = new_pages(2, f, torch.float32, torch.device("cpu"))
     rows = {1: 64, 3: 192}.get(bits, 128)
     assert pages.codes.shape == (2, 3, 40 * bits * 128 // 16 // rows, rows)
     heads = [page * layout.record + head * layout.head_stride for page in range(2) for head in range(3)]
@@ -225,7 +223,7 @@ def test_key_lanes_hold_tokens_of_one_channel_and_value_lanes_channels_of_one_to
 
 
 def test_sixteen_bit_pages_are_one_tensor_without_a_record():
-    pages = empty_keys(3, key_format(16), torch.bfloat16, torch.device("cpu"))
+    pages = new_pages(3, key_format(16), torch.bfloat16, torch.device("cpu"))
     assert pages.record is None
     assert pages.buffer is pages.codes
     assert (pages.codes.shape, pages.codes.dtype) == ((3, 2, 128, 64), torch.bfloat16)

@@ -3,14 +3,9 @@
 import pytest
 import torch
 
-from kvconvert.kernels.decode.reference import attention_reference
+from kvconvert.kernels.attention.reference import attention_reference, causal_mask
 from kvconvert.kernels.prompt import BLOCK_SCORES, blockwise_attention, prompt_attention
-from kvconvert.kernels.select import column_sums_reference, selective_attention
-
-
-def causal(length, tokens, window=None):
-    own, columns = torch.arange(tokens - length, tokens).unsqueeze(1), torch.arange(tokens)
-    return (columns <= own) & (columns > own - (window or tokens))
+from kvconvert.kernels.select import selective_attention
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -18,7 +13,9 @@ def causal(length, tokens, window=None):
 def test_prompts_attend_causally_to_themselves(dtype, length):
     queries, keys, values = torch.randn(6, length, 80), torch.randn(2, length, 80), torch.randn(2, length, 80)
     got = prompt_attention(queries.to(dtype), keys.to(dtype), values.to(dtype), 0.1)
-    expected = attention_reference(queries.to(dtype), keys.to(dtype), values.to(dtype), causal(length, length), 0.1)
+    expected = attention_reference(
+        queries.to(dtype), keys.to(dtype), values.to(dtype), causal_mask(length, length), 0.1
+    ).output
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
     torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
 
@@ -37,9 +34,9 @@ def test_chunks_caps_sink_logits_and_windows_give_the_references_output_and_sums
     chosen, mass = selective_attention(queries, keys, values, 0.25, **extras)
     torch.testing.assert_close(chosen, output, rtol=1e-4, atol=1e-5)
     extras = dict(extras)
-    visible = causal(length, tokens, extras.pop("window", None))
-    expected = attention_reference(queries, keys, values, visible, 0.25, **extras)
+    visible = causal_mask(length, tokens, extras.pop("window", None))
+    expected = attention_reference(queries, keys, values, visible, 0.25, **extras).output
     torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-5)
-    sums = column_sums_reference(queries, keys, visible, 0.25, **extras)
+    sums = attention_reference(queries, keys, None, visible, 0.25, **extras).mass
     torch.testing.assert_close(mass.double(), sums, rtol=1e-4, atol=1e-5)
     assert mass.dtype == torch.float32

@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
+from tiny.attention import repeated_by_reference
 
 from kvconvert.kernels import reconstruct
-from kvconvert.kernels.reconstruct import repeated_attention, repeated_attention_reference, share_pages
+from kvconvert.kernels.reconstruct import repeated_attention, share_pages
 
 
 @pytest.mark.parametrize("length", [1, 64, 130, 192])
@@ -17,7 +18,7 @@ def test_parts_at_a_time_equal_one_masked_softmax(length, start, sinks, softcap,
     queries = torch.randn(2, 3, length, 16)
     repeated, stored = ([torch.randn(2, n, 16) for _ in range(2)] for n in (length, start + length + 9))
     arguments = queries, repeated, stored, start, 64, sinks, 0.7, softcap
-    expected = repeated_attention_reference(*arguments)
+    expected = repeated_by_reference(*arguments)
     for scores in (1, 1 << 30):  # a part at a time, and all of them
         monkeypatch.setitem(reconstruct._BLOCK_SCORES, "cpu", scores)
         for found, wanted in zip(repeated_attention(*arguments), expected, strict=True):
@@ -30,10 +31,10 @@ def test_a_token_scores_what_its_own_part_pays_it_at_most():
     eye = 30 * torch.eye(4)
     queries = eye[[0, 0, 2, 2]].view(1, 1, 4, 4)  # the first part asks for token 0, the second for token 2
     nothing = torch.zeros(1, 4, 4)
-    _, scores = repeated_attention_reference(queries, (nothing, nothing), (eye[None], nothing), 0, 2, 0, 1.0)
+    _, scores = repeated_by_reference(queries, (nothing, nothing), (eye[None], nothing), 0, 2, 0, 1.0)
     assert scores[0].tolist() == pytest.approx([1, 0, 1, 0])
     # Asked for in the other part, neither is seen.
-    _, scores = repeated_attention_reference(queries.flip(2), (nothing, nothing), (eye[None], nothing), 0, 2, 0, 1.0)
+    _, scores = repeated_by_reference(queries.flip(2), (nothing, nothing), (eye[None], nothing), 0, 2, 0, 1.0)
     assert scores[0].tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, 1 / 3], abs=0.01)
 
 

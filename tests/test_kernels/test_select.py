@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kvconvert.kernels.select import blockwise_column_sums, column_sums_reference, select_tokens
+from kvconvert.kernels.attention.reference import attention_reference
+from kvconvert.kernels.select import blockwise_column_sums, select_tokens
 
 
 def by_loops(queries, keys, visible, scaling):
@@ -27,7 +28,9 @@ def test_the_reference_sums_the_weights_of_each_token():
     visible = torch.arange(7)[None] <= torch.arange(5)[:, None] + 2
     expected = by_loops(queries, keys, visible, 0.3)
     # float32 scores in the loops' exponentials
-    torch.testing.assert_close(column_sums_reference(queries, keys, visible, 0.3), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        attention_reference(queries, keys, None, visible, 0.3).mass, expected, rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("block", [1 << 22, 700, 1])
@@ -39,11 +42,11 @@ def test_blocks_give_the_same_sums(block, length, tokens, extras):
     causal = torch.arange(tokens)[None] <= torch.arange(length)[:, None] + tokens - length
     got = blockwise_column_sums(queries, keys, None, 0.25, **extras, block_scores=block)
     torch.testing.assert_close(
-        got.double(), column_sums_reference(queries, keys, causal, 0.25, **extras), rtol=1e-4, atol=1e-5
+        got.double(), attention_reference(queries, keys, None, causal, 0.25, **extras).mass, rtol=1e-4, atol=1e-5
     )
     window = causal & (torch.arange(tokens)[None] > torch.arange(length)[:, None] + tokens - length - 9)
     masked = blockwise_column_sums(queries, keys, lambda q, k: window[q, k], 0.25, **extras, block_scores=block)
-    expected = column_sums_reference(queries, keys, window, 0.25, **extras)
+    expected = attention_reference(queries, keys, None, window, 0.25, **extras).mass
     torch.testing.assert_close(masked.double(), expected, rtol=1e-4, atol=1e-5)
 
 

@@ -4,17 +4,15 @@ import pytest
 import torch
 
 from kvconvert.errors import NumericError
+from kvconvert.kernels.attention.reference import attention_reference
 from kvconvert.kernels.decode import PageTile, ResidualTokens, paged_attention
-from kvconvert.kernels.decode.reference import attention_reference
 from kvconvert.kernels.pages import (
     ChannelScales,
-    KeyFormat,
     LayerFormat,
-    ValueFormat,
+    PageFormat,
     dequantize_keys,
     dequantize_values,
-    empty_keys,
-    empty_values,
+    new_pages,
     quantize_keys,
     quantize_values,
 )
@@ -67,8 +65,8 @@ def test_pages_come_back_as_the_formula_says(bits, dim, dtype):
     keys, values = (torch.randn(3, 2, 128, dim).to(dtype) * torch.linspace(0.1, 5, dim) for _ in range(2))
     values[..., 7] = 1.5
     key_scales, value_scales = scales_for(keys.float(), bits[0], 0.7), scales_for(values.float(), bits[1])
-    keys_as = KeyFormat(2, dim, 128, bits[0], 128, static=True)
-    values_as = ValueFormat(2, dim, 128, bits[1], dim, static=True)
+    keys_as = PageFormat.keys(2, dim, 128, bits[0], 128, static=True)
+    values_as = PageFormat.values(2, dim, 128, bits[1], dim, static=True)
     got_keys = dequantize_keys(quantize_keys(keys, keys_as, static=key_scales), keys_as, static=key_scales)
     got_values = dequantize_values(quantize_values(values, values_as, value_scales), values_as, value_scales)
     # float32 against float64: a value on the edge between two codes may fall either way, so nearly all rather than all
@@ -78,14 +76,17 @@ def test_pages_come_back_as_the_formula_says(bits, dim, dtype):
 
 
 def test_static_pages_hold_codes_alone():
-    keys_as, values_as = KeyFormat(2, 64, 128, 8, 128, static=True), ValueFormat(2, 48, 128, 4, 48, static=True)
+    keys_as, values_as = (
+        PageFormat.keys(2, 64, 128, 8, 128, static=True),
+        PageFormat.values(2, 48, 128, 4, 48, static=True),
+    )
     keys, values = torch.randn(5, 2, 128, 64), torch.randn(5, 2, 128, 48)
     device = torch.device("cpu")
     for pages, room, size in (
-        (quantize_keys(keys, keys_as, static=scales_for(keys, 8)), empty_keys(5, keys_as, torch.float32, device), 64),
+        (quantize_keys(keys, keys_as, static=scales_for(keys, 8)), new_pages(5, keys_as, torch.float32, device), 64),
         (
             quantize_values(values, values_as, scales_for(values, 4)),
-            empty_values(5, values_as, torch.float32, device),
+            new_pages(5, values_as, torch.float32, device),
             24,
         ),
     ):
@@ -99,7 +100,7 @@ def test_what_is_no_number_is_an_error_that_knows_the_head(number):
     scales = scales_for(keys, 8)
     keys[1, 2, 5, 3] = number
     with pytest.raises(NumericError, match="NaN or infinity") as caught:
-        quantize_keys(keys, KeyFormat(3, 16, 128, 8, 128, static=True), static=scales)
+        quantize_keys(keys, PageFormat.keys(3, 16, 128, 8, 128, static=True), static=scales)
     assert caught.value.index[:2] == (1, 2)
 
 
@@ -111,8 +112,8 @@ def test_attention_equals_float64_attention_over_the_dequantized_tokens(bits, le
     keys, values = torch.randn(4, heads, 128, key_dim), torch.randn(4, heads, 128, value_dim) + 1
     static = [None if b == 16 else scales_for(x, b) for x, b in zip((keys, values), bits, strict=True)]
     format = LayerFormat(
-        KeyFormat(heads, key_dim, 128, bits[0], 128, static=bits[0] < 16),
-        ValueFormat(heads, value_dim, 128, bits[1], value_dim, static=bits[1] < 16),
+        PageFormat.keys(heads, key_dim, 128, bits[0], 128, static=bits[0] < 16),
+        PageFormat.values(heads, value_dim, 128, bits[1], value_dim, static=bits[1] < 16),
         static_keys=static[0],
         static_values=static[1],
     )
@@ -131,6 +132,6 @@ def test_attention_equals_float64_attention_over_the_dequantized_tokens(bits, le
         k, v = (x[rows == row].transpose(0, 1).flatten(1, 2) for x in (stored_keys, stored_values))
         if row == 0:
             k, v = torch.cat([k, residual.keys[0]], 1), torch.cat([v, residual.values[0]], 1)
-        expected = attention_reference(queries[row], k, v, None, 0.3)
+        expected = attention_reference(queries[row], k, v, None, 0.3).output
         # float32 dot products
         torch.testing.assert_close(got[row].double(), expected, rtol=1e-4, atol=2e-5)

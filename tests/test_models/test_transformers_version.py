@@ -1,5 +1,6 @@
-"""A transformers that is too old or too new is one sentence, before anything is imported from it."""
+"""A transformers that was not tried is refused in one sentence, before anything is imported from it."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -7,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvconvert.models import OLDEST, TOO_NEW
+from kvconvert.models import TRIED
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "format-1"
-NEEDED = "run pip install 'transformers>=5.23,<6'"
+SAID = "kvconvert was tried with 5.23 and 5.24 only; run pip install 'transformers==5.24.*'."
 
 
 def run(code, version, folder):
@@ -23,25 +24,31 @@ def run(code, version, folder):
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("version", ["4.57.6", "5.20.0", "6.0.0"])
+@pytest.mark.parametrize("version", ["4.57.6", "5.22.2", "5.25.0", "5.24.0.dev0", "5.240.0", "6.0.0"])
 def test_load_refuses_it(version, tmp_path):
     found = run("from kvconvert import load", version, tmp_path)
-    assert found.stderr.splitlines()[-1] == (
-        f"kvconvert.errors.UsageError: transformers is {version}, and kvconvert needs another; {NEEDED}."
-    )
+    assert found.stderr.splitlines()[-1] == f"kvconvert.errors.UsageError: transformers is {version}, and {SAID}"
 
 
-@pytest.mark.parametrize("command", ["calibrate m -o w", f"eval {GOLDEN}", f"generate {GOLDEN} --prompt x"])
+@pytest.mark.parametrize(
+    "command", ["calibrate m -o w", f"verify {GOLDEN}", "recipes", f"serve {GOLDEN}", f"generate {GOLDEN} --prompt x"]
+)
 def test_a_command_says_one_sentence(command, tmp_path):
     code = f"sys.argv = ['kvconvert', *{command.split()!r}]; from kvconvert.cli import main; main()"
-    found = run(code, "5.20.0", tmp_path)
-    assert (found.returncode, found.stderr) == (
-        2,
-        f"Error: transformers is 5.20.0, and kvconvert needs another; {NEEDED}.\n",
-    )
+    found = run(code, "5.25.0", tmp_path)
+    assert (found.returncode, found.stderr) == (2, f"Error: transformers is 5.25.0, and {SAID}\n")
+
+
+def test_doctor_says_which_versions_are_needed(tmp_path):
+    code = "from kvconvert.commands.doctor import check_package, requirements; print(check_package("
+    code += "next(r for r in requirements() if r.name == 'transformers')).problem)"
+    said = run(code, "5.25.0", tmp_path).stdout
+    assert said.startswith("transformers is 5.25.0, and kvconvert needs <5.25,>=5.23; install it with")
 
 
 def test_the_range_is_that_of_the_package():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    low, high = (".".join(map(str, bound)).removesuffix(".0") for bound in (OLDEST, TOO_NEW))
-    assert f"transformers>={low},<{high}" in project["dependencies"]
+    major, minor = map(int, TRIED[-1].split("."))
+    assert f"transformers>={TRIED[0]},<{major}.{minor + 1}" in project["dependencies"]
+    pinned = re.search(r"^transformers==(.*)$", Path(__file__).parents[2].joinpath("constraints.txt").read_text(), re.M)
+    assert pinned[1].startswith(TRIED[-1])

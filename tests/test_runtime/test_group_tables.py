@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from kvconvert.kernels.attention.reference import attention_reference
 from kvconvert.kernels.decode.plan import plan_work
-from kvconvert.kernels.decode.reference import attention_reference
-from kvconvert.kernels.pages import dequantize_keys, dequantize_values, empty_keys, empty_values
+from kvconvert.kernels.pages import dequantize_keys, dequantize_values, new_pages
 from kvconvert.kernels.spans import Span, span_keys, span_values
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
@@ -75,11 +75,11 @@ def tables_of(store: LayerStore) -> GroupTables:
     return tables
 
 
-def page(tables, offset: int, empty, f, dtype):
+def page(tables, offset: int, f, dtype):
     """One page's dequantized tokens [H, P, channels]."""
-    room = empty(1, f, dtype, torch.device("cpu"))
+    room = new_pages(1, f, dtype, torch.device("cpu"))
     room.buffer.copy_(raw(tables.base, 16 * offset, room.buffer.numel(), room.buffer.dtype).view(room.buffer.shape))
-    return dequantize_keys(room, f)[0].transpose(1, 2) if empty is empty_keys else dequantize_values(room, f)[0]
+    return dequantize_keys(room, f)[0].transpose(1, 2) if f.is_key else dequantize_values(room, f)[0]
 
 
 def followed(layer, row: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,22 +92,22 @@ def followed(layer, row: int) -> tuple[torch.Tensor, torch.Tensor]:
     pages = [entry for part in plan.segments if part not in spans for entry in range(part.begin, part.end)]
     half = list(range(plan.half_quantized_begin, plan.half_quantized_begin + plan.half_quantized))
     sides, residuals = [], []
-    for offsets, address, stride, skip, empty, f in (
-        (keys, key_address, key_stride, skips[0], empty_keys, layer.store.format.keys),
-        (values, value_address, value_stride, skips[1], empty_values, layer.store.format.values),
+    for offsets, address, stride, skip, f in (
+        (keys, key_address, key_stride, skips[0], layer.store.format.keys),
+        (values, value_address, value_stride, skips[1], layer.store.format.values),
     ):
         unit, tokens = 8 * layer.store.dtype.itemsize, sink_tokens + skip + count
         heads = [
             raw(tables.base, (address + head * stride) * unit, tokens * 16, layer.store.dtype) for head in range(2)
         ]
         buffer = torch.stack(heads).view(2, -1, 16).float()
-        parts = [page(tables, offsets[entry], empty, f, layer.store.dtype) for entry in pages]
+        parts = [page(tables, offsets[entry], f, layer.store.dtype) for entry in pages]
         if skip:
             assert [offsets[entry] for entry in half] == [0] * len(half)
             begin = (sink_tokens + skip) % 128
             parts.append(buffer[:, begin : begin + 128 * len(half)])
         else:
-            parts += [page(tables, offsets[entry], empty, f, layer.store.dtype) for entry in half]
+            parts += [page(tables, offsets[entry], f, layer.store.dtype) for entry in half]
         sides.append(parts)
         residuals.append(torch.cat([buffer[:, :sink_tokens], buffer[:, sink_tokens + skip : skip + count]], 1))
     assert (plan.half_quantized_token, plan.residual_token) == (
@@ -147,7 +147,7 @@ def check(layer, queries, output, chunk, padding: torch.Tensor = PADDING) -> Non
             visible = torch.ones(1, keys.shape[1], dtype=torch.bool) if visible is None else visible.clone()
             visible[..., : sequence.hidden(0)] = False
         real = padding[row, chunk.query_positions]
-        expected = attention_reference(queries[row], keys, values, visible, 0.25)
+        expected = attention_reference(queries[row], keys, values, visible, 0.25).output
         torch.testing.assert_close(output[row, :, real].double(), expected[:, real], rtol=1e-4, atol=2e-5)
 
 

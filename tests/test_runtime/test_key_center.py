@@ -9,7 +9,7 @@ from tiny.models import ARCHITECTURES, GREEDY, random_ids, tiny_model
 from tiny.prompt_chunks import CONFIG, PADDING, WINDOW, error, outputs, window
 from transformers import DynamicCache
 
-from kvconvert.kernels.decode.reference import attention_reference
+from kvconvert.kernels.attention.reference import attention_reference
 from kvconvert.kernels.pages import (
     dequantize_keys,
     dequantize_values,
@@ -67,7 +67,7 @@ def by_hand(layer, lengths, sliding_window=None, softcap=None, rows=3) -> list[t
                 # The mask counts columns, padding included.
                 columns = PADDING[row, : start + length].nonzero().flatten()
                 visible &= columns > columns[total - own :].unsqueeze(1) - sliding_window
-            attended = attention_reference(new[2][row][:, real], keys, values, visible, 0.2, softcap)
+            attended = attention_reference(new[2][row][:, real], keys, values, visible, 0.2, softcap).output
             outputs.append(attended.transpose(0, 1))
             for side, recent in enumerate((scheme.key_recent_tokens, scheme.value_recent_tokens)):
                 while done[row][side] + 128 + recent <= total:
@@ -127,7 +127,7 @@ def test_keys_that_are_nearly_constant_before_rope_keep_their_differences():
     tokens = constant_part(20 * PLAN["layers.0.key_mean"], torch.arange(300))[None].float()
     tokens = tokens + 0.5 * torch.randn(tokens.shape, generator=generator)
     queries, values = (torch.randn(1, heads, 300, 32, generator=generator) for heads in (4, 2))
-    expected = attention_reference(queries[0, :, -1:], tokens[0], values[0], None, 0.02)
+    expected = attention_reference(queries[0, :, -1:], tokens[0], values[0], None, 0.02).output
     plan = PLAN | {"layers.0.key_mean": 20 * PLAN["layers.0.key_mean"]}
     for scheme in (SCHEMES["rotated"], replace(SCHEMES["rotated"], key_center="none")):
         store = KVCache(CONFIG, replace(scheme, value_bits=16), plan=plan).layers[0].store

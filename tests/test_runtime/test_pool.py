@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from kvconvert.errors import CacheError
-from kvconvert.kernels.pages import KeyFormat, ValueFormat, dequantize_keys, quantize_keys
+from kvconvert.kernels.pages import PageFormat, dequantize_keys, quantize_keys
 from kvconvert.runtime.cache.pool import PageNumbers, PageStorage
 
 CPU = torch.device("cpu")
-FORMAT = KeyFormat(2, 16, 128, 2, 32, token_norm="joint")
+FORMAT = PageFormat.keys(2, 16, 128, 2, 32, token_norm="joint")
 
 
 def key_pool(f=FORMAT, dtype=torch.bfloat16, capacity=None) -> PageStorage:
@@ -39,7 +39,7 @@ def bytes_at(base: torch.Tensor, offset: int, count: int) -> bytes:
 
 @pytest.mark.parametrize("bits", [2, 16])
 def test_offsets_lead_from_any_tensor_to_the_record_of_each_page_in_every_chunk(bits):
-    f = KeyFormat(2, 16, 128, bits, 32)
+    f = PageFormat.keys(2, 16, 128, bits, 32)
     pool, base = key_pool(f), torch.empty(64, dtype=torch.int16)
     pages = some_pages(23, f)
     numbers = [number for part in (3, 6, 14) for number in store(pool, pages.select(slice(0, part)))]
@@ -128,7 +128,7 @@ def test_the_smallest_of_several_capacities_holds():
 
 
 def test_a_page_costs_its_record():
-    f = ValueFormat(3, 24, 128, 1, 24)
+    f = PageFormat.values(3, 24, 128, 1, 24)
     numbers = PageNumbers()
     numbers.limit(7)
     pool = PageStorage(f, torch.float32, CPU, numbers)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvconvert.cache.format import CacheFormat, with_plan
-from kvconvert.kernels.decode.reference import attention_reference
+from kvconvert.kernels.attention.reference import attention_reference
 from kvconvert.kernels.device import interpreted
 from kvconvert.kernels.launches import noted
 from kvconvert.kernels.pages import dequantize_keys, dequantize_values, page_centers, quantize_keys, quantize_values
@@ -121,7 +121,7 @@ class Layer:
         every = [torch.cat(side, 1) for side in zip(history, (keys, values), strict=True)]
         length = queries.shape[1]
         visible = torch.arange(stored + length) <= torch.arange(stored, stored + length).unsqueeze(1)
-        return attention_reference(queries, *every, visible, DIM**-0.5).float()
+        return attention_reference(queries, *every, visible, DIM**-0.5).output.float()
 
     def _page(self, side: str, row: int, number: int) -> torch.Tensor:
         """A complete page of a request's keys or values [HEADS, 128, DIM] as it is stored, computed once."""
@@ -275,7 +275,7 @@ def flash(queries, keys, values, query_ends, key_ends, most_queries, most_keys, 
     parts = (x.split(lengths) for x, lengths in ((queries, own[0]), (keys, own[1]), (values, own[1])))
     for part, result in zip(zip(*parts, strict=True), output.split(own[0]), strict=True):
         visible = torch.arange(len(part[1])) <= torch.arange(len(part[1]))[-len(part[0]) :, None]
-        attended = attention_reference(*(x.transpose(0, 1) for x in part), visible, scaling)
+        attended = attention_reference(*(x.transpose(0, 1) for x in part), visible, scaling).output
         result.copy_(attended.transpose(0, 1))
 
 

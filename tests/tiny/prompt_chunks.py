@@ -12,9 +12,9 @@ from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache import attend as attending
 from kvconvert.runtime.cache.attend import commit
+from kvconvert.runtime.cache.chunked_prefill import ChunkedPrefill
 from kvconvert.runtime.cache.compress import end_forward, seal
 from kvconvert.runtime.cache.forward_pass import Chunk
-from kvconvert.runtime.cache.history import RowHistory
 
 CONFIG = LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
 SCHEMES = {
@@ -77,13 +77,13 @@ def outputs(
 def counted(monkeypatch) -> list[int]:
     """The rows whose chunks will be attended to over a dequantized history, as they come."""
     rows: list[int] = []
-    attend = RowHistory.attend
+    attend = ChunkedPrefill.attend
 
     def counting(history, *arguments):
         rows.append(history.row)
         attend(history, *arguments)
 
-    monkeypatch.setattr(RowHistory, "attend", counting)
+    monkeypatch.setattr(ChunkedPrefill, "attend", counting)
     return rows
 
 
@@ -92,7 +92,7 @@ def both_paths(monkeypatch, layer, *arguments, **options) -> tuple[list[torch.Te
     other = copy.deepcopy(layer)
     got = outputs(layer, *arguments, **options)
     with monkeypatch.context() as patch:
-        patch.setattr(RowHistory, "is_served", lambda *given: False)
+        patch.setattr(ChunkedPrefill, "is_served", lambda *given: False)
         expected = outputs(other, *arguments, **options)
     return got, expected
 

@@ -229,8 +229,8 @@ def launch_center_scores(
         queries: [B, Hq, T, D].
         tables: with a center.
         scaling: factor of the dot products.
-        blocks: of queries.
-        shape: of the decode kernel.
+        blocks: how many blocks of queries there are.
+        shape: the shape of the decode kernel.
         dependent: whether that kernel waits on the device, and may be launched while this one is at work.
     """
     center, device, batch = tables.center, queries.device, len(tables.key_rows)
@@ -273,7 +273,7 @@ def center_constants(shape: DecodeShape, major: int) -> dict[str, int]:
     at a time, as registers and shared memory allow them.
 
     Args:
-        shape: of the decode kernel.
+        shape: the shape of the decode kernel.
         major: the GPU's compute capability; from 9 on operands stay in shared memory.
     """
     rows, tokens, channels = 64 if major >= 9 else 32, PAGE_SIZE, min(64, block_of(shape.key_dim))

@@ -15,12 +15,12 @@ from kvconvert.kernels.decode.triton.shape import DecodeShape, block_of, query_c
 from kvconvert.kernels.decode.triton.sums import combine_kernel
 from kvconvert.kernels.device import compiles, multiprocessors, overlaps_launches
 from kvconvert.kernels.launches import skips_launches
-from kvconvert.kernels.pages.formats import PAGE_SIZE, KeyFormat, LayerFormat, ValueFormat
-from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
+from kvconvert.kernels.pages.formats import PAGE_SIZE, LayerFormat, PageFormat
+from kvconvert.kernels.pages.layout import PageLayout
 from kvconvert.kernels.spans.formats import SpanFormat
 
-# Registers of a thread, and how many one-warp programs of so many fit a multiprocessor, whose four parts hold 16,384
-# registers each: two or three programs. Where three would spill, two are faster.
+# Registers of a thread, and how many one-warp programs with that many fit a multiprocessor, whose four parts hold
+# 16,384 registers each: two or three programs. Where three would spill, two are faster.
 FEW_REGISTERS, ALL_REGISTERS = 168, 255
 PROGRAMS_PER_MULTIPROCESSOR = {FEW_REGISTERS: 12, ALL_REGISTERS: 8}
 STAGES = 2
@@ -60,7 +60,7 @@ def centered_queries(room: int, entries: int, heads: int, group: int, queries: t
 
     Args:
         room: bytes.
-        entries: of the page tables.
+        entries: how many entries the page tables have.
         heads, group: KV heads, and query heads of each.
         queries: [..., T, D].
     """
@@ -120,11 +120,11 @@ def decode_shape(
 
 
 @lru_cache(maxsize=1024)
-def _key_fields(f: KeyFormat) -> dict[str, int]:
+def _key_fields(f: PageFormat) -> dict[str, int]:
     if f.bits == 16:
         none = dict.fromkeys(("key_high", "key_scale", "key_zero_point", "key_norm", "key_channels", "joint_norm"), -1)
         return none | {"key_groups": 0, "key_head": 0, "boosted": 0, "boost_rows": 0, "boost_stored": False, "norm": 0}
-    layout = KeyLayout.of(f)
+    layout = PageLayout.of(f)
     return {
         "key_groups": layout.groups,
         "boosted": f.boosted,
@@ -142,10 +142,10 @@ def _key_fields(f: KeyFormat) -> dict[str, int]:
 
 
 @lru_cache(maxsize=1024)
-def _value_fields(f: ValueFormat) -> dict[str, int]:
+def _value_fields(f: PageFormat) -> dict[str, int]:
     if f.bits == 16:
         return {"value_groups": 0, "value_scale": -1, "value_zero_point": -1, "value_head": 0}
-    layout = ValueLayout.of(f)
+    layout = PageLayout.of(f)
     return {
         "value_groups": layout.groups,
         "value_scale": layout.scale,

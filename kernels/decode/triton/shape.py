@@ -11,10 +11,10 @@ from kvconvert.kernels.pages.formats import PAGE_SIZE
 
 @dataclass(frozen=True)
 class DecodeShape:
-    """The constants of one specialisation. Offsets are in units of 2 bytes, -1 for what a page has not.
+    """The constants of one specialisation. Offsets are in units of 2 bytes, -1 for what a page lacks.
 
     Attributes:
-        key_bits, value_bits: of codes; 16 for pages of the model's dtype.
+        key_bits, value_bits: width of codes; 16 for pages of the model's dtype.
         key_dim, value_dim: D and E.
         key_groups, value_groups: scales per key channel of a page and per value token; 0 where many pages share one
             set of scales (static pages, spans), which then are per channel for values too.

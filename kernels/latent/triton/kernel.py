@@ -2,7 +2,7 @@
 
 A program serves a block of heads for one work item (`kernels/decode/plan.py`); heads are the rows of both products.
 What codes cost on their way to the tensor cores decides its forms. Words hold codes of one token, of channels that lie
-`columns` apart (`KeyFormat.by_token`), and one field of them is a tile of latents in the layout of its words:
+`columns` apart (`PageFormat.by_token`), and one field of them is a tile of latents in the layout of its words:
 
     scores [heads, tokens]   = (queries * scale) codes^T  + queries . zero_point
     sums   [heads, channels] = (weights codes) * scale    + sum of weights * zero_point

@@ -14,9 +14,9 @@ from kvconvert.kernels.latent.triton.kernel import latent_decode_kernel
 from kvconvert.kernels.latent.triton.shape import LatentShape, chunk_columns
 from kvconvert.kernels.launches import skips_launches
 from kvconvert.kernels.pages.formats import LayerFormat
-from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
+from kvconvert.kernels.pages.layout import PageLayout
 
-# Query heads of a program: the rows of a matrix instruction, or, from so many on, those of a group of warps.
+# Query heads of a program: the rows of a matrix instruction, or, from this many on, those of a group of warps.
 FEW_HEADS, MANY_HEADS = 16, 64
 # Words of a token that are read at a time: as many as registers hold.
 CHUNK = 64
@@ -26,7 +26,7 @@ def latent_shape(format: LayerFormat, heads: int, device: torch.device) -> Laten
     """The specialisation for a layer whose keys are latents and whose values are RoPE parts.
 
     Args:
-        format: of its pages.
+        format: the format of its pages.
         heads: query heads.
         device: where it is launched. Before Hopper shared memory does not hold queries of many heads.
     """
@@ -39,7 +39,7 @@ def shape_for(format: LayerFormat, heads: int, many: bool, compiled: bool = True
     key, value = format.keys, format.values
     offsets = dict.fromkeys(("scale", "zero_point", "rope_scale", "rope_zero_point"), -1)
     if key.bits < 16:
-        latents, rope = KeyLayout.of(key), ValueLayout.of(value)
+        latents, rope = PageLayout.of(key), PageLayout.of(value)
         offsets = {"scale": latents.scale, "zero_point": latents.zero_point}
         offsets |= {"rope_scale": rope.scale, "rope_zero_point": rope.zero_point}
     return LatentShape(
@@ -87,7 +87,7 @@ def latent_decode(
 
     Args:
         queries: [B, Hq, R] in the coordinates of stored latents; rope_queries: [B, Hq, r], of the same dtype.
-        tables, windows: of latents as keys and RoPE parts as values.
+        tables, windows: where latents lie as keys and RoPE parts as values.
         shape: `latent_shape` of their format.
         scaling: factor of the scores.
 

@@ -14,12 +14,12 @@ class LatentShape:
     """The constants of one specialisation. Offsets are in units of 2 bytes within a page's record.
 
     Attributes:
-        bits: of a latent's codes; 16 for latents and RoPE parts of the model's dtype.
+        bits: width of a latent's codes; 16 for latents and RoPE parts of the model's dtype.
         rank, rope: channels of a latent and of a RoPE part.
         heads: query heads; block: those of one program.
         dequantizes: whether codes are dequantized to the queries' dtype, or multiplied as they are.
         chunk: words of a token that are read at a time, at most, where codes are multiplied as they are.
-        scale, zero_point: of latents; rope_scale, rope_zero_point: of RoPE parts.
+        scale, zero_point: those of latents; rope_scale, rope_zero_point: those of RoPE parts.
         compiled: False under the interpreter.
     """
 

@@ -305,12 +305,12 @@ def few_rows(x: Tensor, weight: PackedWeight, shape: FewRowsShape | None = None,
 
 
 def few_rows_shapes(k_block: int) -> dict[tuple[int, int, int], FewRowsShape]:
-    """All shapes for k blocks of so many inputs."""
+    """All shapes for k blocks of this number of inputs."""
     return WIDE_FEW_ROWS_SHAPES if k_block > 128 else FEW_ROWS_SHAPES
 
 
 def few_rows_shape(rows: int, tiles: int, weight: PackedWeight, multiprocessors: int) -> FewRowsShape:
-    """What measured best on an H200 for so many rows of so many tiles of a weight; benchmarks/KERNELS.md."""
+    """What measured best on an H200 for these numbers of rows and tiles of a weight; benchmarks/KERNELS.md."""
     rows, k_blocks = min(rows, 32), weight.lanes.shape[1]
     return next(
         shape

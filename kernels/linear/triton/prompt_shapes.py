@@ -31,7 +31,7 @@ LEAST_SPLIT_INPUTS = 512
 
 
 def prompt_shape(rows: int, device_capability: tuple[int, int], k_block: int) -> PromptShape:
-    """What measured best on an H200 for so many rows without splits: benchmarks/gpu_linear.py; for experts."""
+    """What measured best on an H200 for this number of rows without splits: benchmarks/gpu_linear.py; for experts."""
     shapes = prompt_shapes(device_capability, k_block)[1:]
     return shapes[-1] if rows > 128 else shapes[0]
 
@@ -47,18 +47,18 @@ def split_shape(
     k_block: int = 128,
     bits: int = 4,
 ) -> PromptShape:
-    """The shape and the splits of the inputs that should take least time for so many rows of a weight.
+    """The shape and the splits of the inputs that should take least time for this number of rows.
 
     A weight of few outputs makes too few programs for a GPU: its inputs are then split among as many programs as run at
     a time. Splits are whole groups, all but the last of one length and none empty. Of two shapes the one is taken whose
     waves of programs take less time, partial sums included; these are at most 17 MB on 132 multiprocessors.
 
     Args:
-        rows: of the activations, at least 1.
-        tiles: of 32 outputs.
-        groups, group_size: of the inputs.
-        multiprocessors, device_capability: of the GPU.
-        k_block, bits: of the layout; groups are no shorter than k blocks.
+        rows: rows of the activations, at least 1.
+        tiles: tiles of 32 outputs.
+        groups, group_size: the groups of the inputs and the size of one.
+        multiprocessors, device_capability: the GPU's.
+        k_block, bits: the layout's; groups are no shorter than k blocks.
     """
     short, middle, *longer = prompt_shapes(device_capability, k_block)
     if rows <= middle.rows:
@@ -82,7 +82,7 @@ def split_shape(
 
 
 def prompt_shapes(device_capability: tuple[int, int], k_block: int) -> tuple[PromptShape, ...]:
-    """All shapes that run on a GPU with k blocks of so many inputs, from few rows to many, apart from splits."""
+    """All shapes that run on a GPU with k blocks of this size, from few rows to many, apart from splits."""
     large = _takes_long(device_capability)
     if k_block > STEP_INPUTS:
         return (SHORT, WIDE_MIDDLE, WIDE_LONG) if large else (SHORT, WIDE_SMALL)

@@ -89,7 +89,7 @@ def fields(
     """Codes of a part in int16, of the first class from bit 0 and of the second from bit `second_bit`.
 
     Args:
-        lanes: of one k block; at 3 bits its first matrix.
+        lanes: the lanes of one k block; at 3 bits its first matrix.
         second_lanes, third_lanes: the others at 3 bits, `lanes` again elsewhere.
         PART: which part.
         EXPONENT: "none"; "bf16" for 128 + c and 2^(7 - BITS) + c; "fp16" for 1024 + c and 1024 + 2^BITS c.

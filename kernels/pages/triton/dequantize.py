@@ -15,10 +15,10 @@ import triton.language as tl
 
 from kvconvert.kernels.launches import skips_launches
 from kvconvert.kernels.launches.triton import kernel
-from kvconvert.kernels.pages.formats import KeyFormat, TokenNorm, ValueFormat
-from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
+from kvconvert.kernels.pages.formats import PageFormat, TokenNorm
+from kvconvert.kernels.pages.layout import PageLayout
 from kvconvert.kernels.pages.records import PageAddresses
-from kvconvert.kernels.pages.triton.affine import channel_parts, field_width, halves_of, in_bytes, load_grid
+from kvconvert.kernels.pages.triton.affine import channel_parts, field_width, in_bytes, load_grid
 from kvconvert.kernels.pages.triton.keys import JOINT, NO_NORM
 
 # Tile elements per thread.
@@ -76,7 +76,7 @@ def _start(places, page, PAGE: tl.constexpr, PLACED: tl.constexpr):
 
 
 @kernel(do_not_specialize=["offsets", "places", "scales", "boosted", "head_stride", "token_stride", "tokens"])
-def dequantize_keys_kernel(
+def dequantize_kernel(
     records,
     offsets,
     places,
@@ -86,6 +86,7 @@ def dequantize_keys_kernel(
     head_stride,
     token_stride,
     tokens,
+    IS_KEY: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     PAGE: tl.constexpr,
@@ -98,6 +99,7 @@ def dequantize_keys_kernel(
     NORM: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     LANES: tl.constexpr,
+    LANE_TILE: tl.constexpr,
     STORED_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     ROW_TILE: tl.constexpr,
@@ -110,14 +112,14 @@ def dequantize_keys_kernel(
     CHANNELS: tl.constexpr,
     PLACED: tl.constexpr,
 ):
-    """Keys of one head of a page as [tokens, HEAD_SIZE]. LANES to CHANNELS are fields of `KeyLayout` (STORED_ROWS its
-    `rows`, ROWS those of one of `channel_parts`), NORMS that of the norm that NORM says there is.
+    """Keys or values of one head of a page as [tokens, HEAD_SIZE]. LANES to CHANNELS are fields of `PageLayout`
+    (STORED_ROWS its `rows`, ROWS those of one of `channel_parts`), NORMS that of the norm that NORM says there is.
 
     Tokens begin at `places[page]` of `output` if pages are PLACED. `scales` int64 [2] leads to the layer's or span's
     scale and zero point; `boosted` [HEADS, BOOSTED] are the channels where these are FIXED.
     """
     HALVES: tl.constexpr = channel_parts(BITS, BY_TOKEN)
-    PLANES: tl.constexpr = PAGE // LANES
+    PLANES: tl.constexpr = (PAGE if IS_KEY else HEAD_SIZE) // LANES
     page, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     start = _start(places, page, PAGE, PLACED)
     if start < 0:
@@ -125,8 +127,13 @@ def dequantize_keys_kernel(
     record = records + tl.load(offsets + page) * 8
     part = record + head * HEAD_STRIDE
     target = output + (head * head_stride.to(tl.int64) + start.to(tl.int64) * token_stride) * 8
-    lane, row = tl.arange(0, LANES)[:, None], tl.arange(0, ROW_TILE)[None, :]
-    real = row < ROWS
+    # Lanes lie along the tokens of keys and the channels of values; tiles are [tokens, channels].
+    if IS_KEY:
+        lane, row = tl.arange(0, LANE_TILE)[:, None], tl.arange(0, ROW_TILE)[None, :]
+        real = row < ROWS
+    else:
+        lane, row = tl.arange(0, LANE_TILE)[None, :], tl.arange(0, ROW_TILE)[:, None]
+        real = lane < LANES
     row_words = part + lane * STORED_ROWS + row
     words = tl.load(row_words, mask=real, other=0)
     lowest = _lowest_bits(words, row_words, ROWS, BITS, real)
@@ -137,7 +144,7 @@ def dequantize_keys_kernel(
         scale_row, zero_point_row = part + SCALE, part + ZERO_POINT
     norms = _halves(record + NORMS if NORM == JOINT else part + NORMS)
     for half in tl.static_range(HALVES):
-        channel = half * ROWS + row
+        across = half * ROWS + row
         if BITS == 3 and half == 1:
             words = tl.load(row_words + ROWS, mask=real, other=0)
         if BOOSTED > 0:
@@ -148,7 +155,7 @@ def dequantize_keys_kernel(
             else:
                 stored = (part + CHANNELS).to(tl.pointer_type(tl.uint8))
                 listed = tl.load(stored + number, mask=number < BOOSTED, other=0).to(tl.int32)
-            found = (listed == channel) & (number < BOOSTED)
+            found = (listed == across) & (number < BOOSTED)
             has_more = tl.max(found.to(tl.int32), 0)[None, :] > 0
             which = tl.sum(tl.where(found, number, 0), 0)[None, :]
             upper = which // HIGH_ROWS
@@ -156,82 +163,24 @@ def dequantize_keys_kernel(
                 part + HIGH + lane * HIGH_ROWS + which - upper * HIGH_ROWS, mask=has_more & real, other=0
             )
         for plane in tl.static_range(PLANES):
-            token = plane * LANES + lane
+            along = plane * LANES + lane
             code = _codes(words, lowest, plane, half, BITS)
             if BOOSTED > 0:
                 code += _fields(high_words, plane * field_width(BITS) + upper * BITS, BITS) << BITS
-            if GROUP % LANES == 0:
-                place = plane * LANES // GROUP * HEAD_SIZE + channel
+            if IS_KEY:
+                token, channel = along, across
             else:
-                place = token // GROUP * HEAD_SIZE + channel
+                token, channel = across, along
+            if STATIC:
+                place = channel
+            elif LANES == LANE_TILE and GROUP % LANES == 0:
+                place = plane * LANES // GROUP * (HEAD_SIZE if IS_KEY else PAGE) + across
+            else:
+                place = along // GROUP * (HEAD_SIZE if IS_KEY else PAGE) + across
             scale, zero_point = load_grid(scale_row + place, zero_point_row + place, real, in_bytes(SCALE, ZERO_POINT))
             x = code.to(tl.float32) * scale + zero_point
             if NORM != NO_NORM:
                 x = x * tl.load(norms + token).to(tl.float32)
-            inside = real & (token < tokens - start)
-            tl.store(target + token * (token_stride * 8) + channel, _rounded(x, output.dtype.element_ty), mask=inside)
-
-
-@kernel(do_not_specialize=["offsets", "places", "scales", "head_stride", "token_stride", "tokens"])
-def dequantize_values_kernel(
-    records,
-    offsets,
-    places,
-    scales,
-    output,
-    head_stride,
-    token_stride,
-    tokens,
-    HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    PAGE: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    STATIC: tl.constexpr,
-    LANES: tl.constexpr,
-    LANE_TILE: tl.constexpr,
-    STORED_ROWS: tl.constexpr,
-    ROWS: tl.constexpr,
-    HEAD_STRIDE: tl.constexpr,
-    SCALE: tl.constexpr,
-    ZERO_POINT: tl.constexpr,
-    PLACED: tl.constexpr,
-):
-    """Values of one head of a page as [tokens, HEAD_SIZE]; arguments as for keys, with fields of `ValueLayout`."""
-    HALVES: tl.constexpr = halves_of(BITS)
-    PLANES: tl.constexpr = 16 // field_width(BITS)
-    page, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
-    start = _start(places, page, PAGE, PLACED)
-    if start < 0:
-        return
-    part = records + tl.load(offsets + page) * 8 + head * HEAD_STRIDE
-    target = output + (head * head_stride.to(tl.int64) + start.to(tl.int64) * token_stride) * 8
-    row, lane = tl.arange(0, ROWS)[:, None], tl.arange(0, LANE_TILE)[None, :]
-    real = lane < LANES
-    row_words = part + lane * STORED_ROWS + row
-    words = tl.load(row_words, mask=real, other=0)
-    lowest = _lowest_bits(words, row_words, ROWS, BITS, real)
-    if STATIC:
-        scale_base = records + tl.load(scales) * 8 + head * HEAD_SIZE
-        zero_point_base = records + tl.load(scales + 1) * 8 + head * HEAD_SIZE
-    else:
-        scale_base, zero_point_base = part + SCALE, part + ZERO_POINT
-    for half in tl.static_range(HALVES):
-        token = half * ROWS + row
-        if BITS == 3 and half == 1:
-            words = tl.load(row_words + ROWS, mask=real, other=0)
-        for plane in tl.static_range(PLANES):
-            channel = plane * LANES + lane
-            if STATIC:
-                place = channel
-            elif LANES == LANE_TILE and GROUP % LANES == 0:
-                place = plane * LANES // GROUP * PAGE + token
-            else:
-                place = channel // GROUP * PAGE + token
-            scale, zero_point = load_grid(
-                scale_base + place, zero_point_base + place, real, in_bytes(SCALE, ZERO_POINT)
-            )
-            x = _codes(words, lowest, plane, half, BITS).to(tl.float32) * scale + zero_point
             inside = real & (token < tokens - start)
             tl.store(target + token * (token_stride * 8) + channel, _rounded(x, output.dtype.element_ty), mask=inside)
 
@@ -286,31 +235,27 @@ def dequantize_addressed(pages: PageAddresses, output: torch.Tensor, places: tor
         read_pages_kernel[programs](
             records, pages.offsets, where, output, *shape, **constants, PLACED=placed, num_warps=warps_for(constants)
         )
-    elif isinstance(f, KeyFormat):
-        constants = key_constants(f)
-        boosted = pages.offsets if pages.boosted is None else pages.boosted
-        dequantize_keys_kernel[programs](
-            records, pages.offsets, where, scales, boosted, output, *shape,
-            **constants, PLACED=placed, num_warps=warps_for(constants), enable_fp_fusion=False,
-        )  # fmt: skip
     else:
-        constants = value_constants(f)
-        dequantize_values_kernel[programs](
-            records, pages.offsets, where, scales, output, *shape,
+        constants = dequantize_constants(f)
+        boosted = pages.offsets if pages.boosted is None else pages.boosted
+        dequantize_kernel[programs](
+            records, pages.offsets, where, scales, boosted, output, *shape,
             **constants, PLACED=placed, num_warps=warps_for(constants), enable_fp_fusion=False,
         )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
-def key_constants(f: KeyFormat) -> dict[str, int | bool]:
-    """Compile-time arguments of `dequantize_keys_kernel`."""
-    layout = KeyLayout.of(f)
+def dequantize_constants(f: PageFormat) -> dict[str, int | bool]:
+    """Compile-time arguments of `dequantize_kernel`."""
+    layout = PageLayout.of(f)
+    rows = layout.grid_rows // channel_parts(f.bits, f.by_token)
     return {
+        "IS_KEY": f.is_key,
         "HEADS": f.heads,
         "HEAD_SIZE": f.head_dim,
         "PAGE": f.page_size,
         "BITS": f.bits,
-        "GROUP": f.page_size if f.static else f.group_size,
+        "GROUP": f.group_size,
         "STATIC": f.static,
         "BOOSTED": f.boosted,
         "BOOST_TILE": triton.next_power_of_2(max(f.boosted, 1)),
@@ -318,9 +263,10 @@ def key_constants(f: KeyFormat) -> dict[str, int | bool]:
         "NORM": f.token_norm.mode,
         "BY_TOKEN": f.by_token,
         "LANES": layout.lanes,
+        "LANE_TILE": triton.next_power_of_2(layout.lanes),
         "STORED_ROWS": layout.rows,
-        "ROWS": f.head_dim // channel_parts(f.bits, f.by_token),
-        "ROW_TILE": triton.next_power_of_2(f.head_dim // channel_parts(f.bits, f.by_token)),
+        "ROWS": rows,
+        "ROW_TILE": triton.next_power_of_2(rows),
         "HIGH_ROWS": max(layout.high_rows, 1),
         "HEAD_STRIDE": layout.head_stride,
         "HIGH": layout.high,
@@ -331,28 +277,7 @@ def key_constants(f: KeyFormat) -> dict[str, int | bool]:
     }
 
 
-@lru_cache(maxsize=1024)
-def value_constants(f: ValueFormat) -> dict[str, int | bool]:
-    """Compile-time arguments of `dequantize_values_kernel`."""
-    layout = ValueLayout.of(f)
-    return {
-        "HEADS": f.heads,
-        "HEAD_SIZE": f.head_dim,
-        "PAGE": f.page_size,
-        "BITS": f.bits,
-        "GROUP": f.group_size,
-        "STATIC": f.static,
-        "LANES": layout.lanes,
-        "LANE_TILE": triton.next_power_of_2(layout.lanes),
-        "STORED_ROWS": layout.rows,
-        "ROWS": f.page_size // halves_of(f.bits),
-        "HEAD_STRIDE": layout.head_stride,
-        "SCALE": layout.scale,
-        "ZERO_POINT": layout.zero_point,
-    }
-
-
-def copy_constants(f: KeyFormat | ValueFormat) -> dict[str, int]:
+def copy_constants(f: PageFormat) -> dict[str, int]:
     """Compile-time arguments of `read_pages_kernel`."""
     tile = triton.next_power_of_2(f.head_dim)
     return {"HEADS": f.heads, "HEAD_SIZE": f.head_dim, "TILE": tile, "PAGE": f.page_size}
@@ -360,10 +285,5 @@ def copy_constants(f: KeyFormat | ValueFormat) -> dict[str, int]:
 
 def warps_for(constants: dict[str, int | bool]) -> int:
     """Warps of a program, by the size of the tile that it loads."""
-    if "ROW_TILE" in constants:
-        elements = constants["LANES"] * constants["ROW_TILE"]
-    elif "LANE_TILE" in constants:
-        elements = constants["ROWS"] * constants["LANE_TILE"]
-    else:
-        elements = constants["PAGE"] * constants["TILE"]
-    return min(8, max(1, elements // (32 * PER_THREAD)))
+    rows, columns = ("LANE_TILE", "ROW_TILE") if "LANE_TILE" in constants else ("PAGE", "TILE")
+    return min(8, max(1, constants[rows] * constants[columns] // (32 * PER_THREAD)))

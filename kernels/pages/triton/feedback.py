@@ -272,7 +272,7 @@ def launch_feedback(feedback: PageFeedback, pages: int, arguments: dict[str, Any
     """Write the codes of key pages anew, with error feedback.
 
     Args:
-        feedback: of the pages.
+        feedback: the pages' matrices.
         pages: how many.
         arguments: the other arguments that the kernel shares with `key_page_kernel`, by name.
         constants: those of `key_page_kernel`.

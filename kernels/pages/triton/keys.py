@@ -250,7 +250,7 @@ def key_page_kernel(
 ):
     """ROW_TILE channels (pairs at 1 and 3 bits, all that share words if BY_TOKEN) of one head's part of a key page.
 
-    HEAD_STRIDE to JOINT_NORM are fields of `KeyLayout`, whose `rows` are STORED_ROWS. What ranks channels or takes
+    HEAD_STRIDE to JOINT_NORM are fields of `PageLayout`, whose `rows` are STORED_ROWS. What ranks channels or takes
     norms of one head sees all of it.
     """
     # Two channels share a field of single bits: number i its lower bit, number i + half its upper one. By token, a

@@ -21,9 +21,9 @@ import triton
 
 from kvconvert.kernels.packing import field_bits
 from kvconvert.kernels.pages.center import KeyCenter
-from kvconvert.kernels.pages.formats import ChannelScales, KeyFormat, TokenNorm, ValueFormat
-from kvconvert.kernels.pages.layout import KeyLayout, ValueLayout
-from kvconvert.kernels.pages.records import KeyPages, PageWrites, ValuePages
+from kvconvert.kernels.pages.formats import ChannelScales, PageFormat, TokenNorm
+from kvconvert.kernels.pages.layout import PageLayout
+from kvconvert.kernels.pages.records import PageTensors, PageWrites
 from kvconvert.kernels.pages.triton.affine import channel_parts, halves_of
 from kvconvert.kernels.pages.triton.center import launch_centers, uploaded
 from kvconvert.kernels.pages.triton.feedback import PageFeedback, launch_feedback
@@ -62,7 +62,7 @@ class PageLaunch(NamedTuple):
     feedback: PageFeedback | None = None
 
 
-def page_launch(writes: PageWrites, like: torch.Tensor, pages: KeyPages | ValuePages, flag: torch.Tensor) -> PageLaunch:
+def page_launch(writes: PageWrites, like: torch.Tensor, pages: PageTensors, flag: torch.Tensor) -> PageLaunch:
     """The tables of a launch on the device; arguments as for `quantize_at` of kernels/pages/__init__.py."""
     records = pages.buffer
     table = np.empty((len(writes.tokens), 5), dtype=np.int64)
@@ -82,7 +82,7 @@ def page_launch(writes: PageWrites, like: torch.Tensor, pages: KeyPages | ValueP
 def quantize_at(
     writes: PageWrites,
     like: torch.Tensor,
-    pages: KeyPages | ValuePages,
+    pages: PageTensors,
     flag: torch.Tensor,
     channels: torch.Tensor | None,
     static: ChannelScales | None,
@@ -90,7 +90,7 @@ def quantize_at(
 ) -> None:
     """`quantize_at` of kernels/pages/__init__.py."""
     f, launch = pages.format, page_launch(writes, like, pages, flag)
-    if isinstance(f, ValueFormat):
+    if not f.is_key:
         quantize_value_pages(launch, f, static)
         return
     if writes.centers is not None:
@@ -106,7 +106,7 @@ def quantize_listed(
     tokens: torch.Tensor,
     table: torch.Tensor,
     records: torch.Tensor,
-    f: KeyFormat | ValueFormat,
+    f: PageFormat,
     flag: torch.Tensor,
     centers: torch.Tensor,
     channels: torch.Tensor | None,
@@ -117,7 +117,7 @@ def quantize_listed(
     """`quantize_listed` of kernels/pages/__init__.py."""
     matrices = None if feedback is None else PageFeedback(feedback, torch.zeros_like(table[:, 0]))
     launch = PageLaunch(tokens, tokens.stride(1), table, records, flag, matrices)
-    if isinstance(f, ValueFormat):
+    if not f.is_key:
         quantize_value_pages(launch, f, static)
         return
     if center is not None:
@@ -126,7 +126,7 @@ def quantize_listed(
 
 
 def quantize_key_pages(
-    launch: PageLaunch, f: KeyFormat, channels: torch.Tensor | None = None, static: ChannelScales | None = None
+    launch: PageLaunch, f: PageFormat, channels: torch.Tensor | None = None, static: ChannelScales | None = None
 ) -> None:
     """Write full key pages into their records; `quantize_keys` in kernels/pages/reference.py says what.
 
@@ -134,14 +134,14 @@ def quantize_key_pages(
         launch: the pages.
         f: their format.
         channels: int64 [H, boosted], where the format fixes them.
-        static: of the layer, where `f.static`.
+        static: the layer's scales, where `f.static`.
     """
     base, stride, table, records, flag, _ = launch
     pages, tile = table.shape[0], tile_of(f.head_dim, f.bits)
     if f.bits == 16:
         _copy_pages(launch, f)
         return
-    layout = KeyLayout.of(f)
+    layout = PageLayout.of(f)
     mean_abs = f.token_norm_measure == "mean_abs"
     if f.token_norm is TokenNorm.JOINT:
         tokens = min(NORM_TOKENS, f.page_size)
@@ -152,7 +152,7 @@ def quantize_key_pages(
     launch_keys(launch, f, channels, static, partial=False)
 
 
-def _copy_pages(launch: PageLaunch, f: KeyFormat | ValueFormat) -> None:
+def _copy_pages(launch: PageLaunch, f: PageFormat) -> None:
     tile = tile_of(f.head_dim, f.bits)
     copy_page_kernel[(launch.table.shape[0] * f.heads,)](
         launch.base, launch.records, launch.table, launch.token_stride, f.heads, f.head_dim, tile, f.page_size,
@@ -162,7 +162,7 @@ def _copy_pages(launch: PageLaunch, f: KeyFormat | ValueFormat) -> None:
 
 def launch_keys(
     launch: PageLaunch,
-    f: KeyFormat,
+    f: PageFormat,
     channels: torch.Tensor | None,
     static: ChannelScales | None,
     partial: bool,
@@ -191,9 +191,9 @@ def launch_keys(
 
 
 @lru_cache(maxsize=1024)
-def key_constants(f: KeyFormat, partial: bool) -> dict[str, Any]:
+def key_constants(f: PageFormat, partial: bool) -> dict[str, Any]:
     """Compile-time arguments of `key_page_kernel`."""
-    layout, tile = KeyLayout.of(f), tile_of(f.head_dim, f.bits)
+    layout, tile = PageLayout.of(f), tile_of(f.head_dim, f.bits)
     whole, most = tile // halves_of(f.bits), KEY_ROWS
     if f.by_token:
         most = KEY_ROWS // channel_parts(f.bits, True)
@@ -229,7 +229,7 @@ def key_constants(f: KeyFormat, partial: bool) -> dict[str, Any]:
     }
 
 
-def quantize_value_pages(launch: PageLaunch, f: ValueFormat, static: ChannelScales | None = None) -> None:
+def quantize_value_pages(launch: PageLaunch, f: PageFormat, static: ChannelScales | None = None) -> None:
     """Write full value pages into their records; arguments as for `quantize_key_pages`."""
     if f.bits == 16:
         _copy_pages(launch, f)
@@ -237,7 +237,7 @@ def quantize_value_pages(launch: PageLaunch, f: ValueFormat, static: ChannelScal
         launch_values(launch, f, static, partial=False)
 
 
-def launch_values(launch: PageLaunch, f: ValueFormat, static: ChannelScales | None, partial: bool) -> None:
+def launch_values(launch: PageLaunch, f: PageFormat, static: ChannelScales | None, partial: bool) -> None:
     """Write value pages of 8 bits or fewer; `partial` pages may have fewer tokens."""
     constants, records = value_constants(f, partial), launch.records
     blocks = f.page_size // halves_of(f.bits) // constants["TOKENS"]
@@ -257,9 +257,9 @@ def launch_values(launch: PageLaunch, f: ValueFormat, static: ChannelScales | No
 
 
 @lru_cache(maxsize=1024)
-def value_constants(f: ValueFormat, partial: bool) -> dict[str, Any]:
+def value_constants(f: PageFormat, partial: bool) -> dict[str, Any]:
     """Compile-time arguments of `value_page_kernel`."""
-    layout = ValueLayout.of(f)
+    layout = PageLayout.of(f)
     return {
         "HEADS": f.heads,
         "HEAD_SIZE": f.head_dim,
@@ -290,7 +290,7 @@ def tile_of(dim: int, bits: int) -> int:
 
 
 def warps_for(elements: int) -> int:
-    """Warps of a program whose tile has so many elements."""
+    """Warps of a program whose tile has this number of elements."""
     return min(32, max(1, elements // (32 * PER_THREAD)))
 
 

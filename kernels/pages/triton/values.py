@@ -146,7 +146,7 @@ def value_page_kernel(
     SCALE: tl.constexpr,
     ZERO_POINT: tl.constexpr,
 ):
-    """TOKENS rows of one head's part of a value page. HEAD_STRIDE to ZERO_POINT are fields of `ValueLayout`,
+    """TOKENS rows of one head's part of a value page. HEAD_STRIDE to ZERO_POINT are fields of `PageLayout`,
     whose `rows` are STORED_ROWS.
     """
     # Two tokens share a field of single bits: number i its lower bit, number i + half its upper one.

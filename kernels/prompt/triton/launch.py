@@ -165,7 +165,7 @@ def column_sums(
     Args:
         queries, keys, scaling, softcap, window, tiling: as in `attention`.
         log_sum_exp: float32 [Hq, T], what `attention` returned for the same arguments and the layer's sink_logits.
-        maxima: of all those weights the largest instead of the sum.
+        maxima: return the largest of these weights instead of their sum.
 
     Returns:
         float32 [H, n].
@@ -256,7 +256,7 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _tiles(tensor: torch.Tensor, rows: int, tiling: Tiling) -> torch.Tensor | TensorDescriptor:
-    """What a kernel reads tiles of so many rows from."""
+    """What a kernel reads tiles of `rows` rows from."""
     if not tiling.descriptors:
         return tensor
     return TensorDescriptor(tensor, tensor.shape, tensor.stride(), [1, rows, tile_of(tensor.shape[2])])

@@ -7,12 +7,12 @@ import torch
 from decode_cases import Case, Stored
 
 from kvconvert.errors import UsageError
-from kvconvert.kernels import history
-from kvconvert.kernels.decode.reference import attention_reference
-from kvconvert.kernels.history import HistoryPart, history_attention
-from kvconvert.kernels.history import triton as launch
-from kvconvert.kernels.history.reference import history_reference, merge_reference
-from kvconvert.kernels.history.triton import merge_partials
+from kvconvert.kernels import chunked_prefill
+from kvconvert.kernels.attention.reference import attention_reference, causal_mask
+from kvconvert.kernels.attention.softmax import merge
+from kvconvert.kernels.chunked_prefill import StoredPart, chunk_attention
+from kvconvert.kernels.chunked_prefill import triton as launch
+from kvconvert.kernels.chunked_prefill.triton import merge_partials
 from kvconvert.kernels.pages import PAGE_SIZE, PageAddresses
 
 # Chunks of prompts over every kind of history are in the default run: tests/test_gpu/test_gpu_prompt_chunks.py.
@@ -31,7 +31,7 @@ def chunk_of(case: Case, device: torch.device, seed: int = 5) -> list[torch.Tens
     return [torch.randn(h, case.queries, dim, generator=generator).to(device, case.dtype) for h, dim in shapes]
 
 
-def parts_of(stored: Stored, row: int = 0) -> list[HistoryPart]:
+def parts_of(stored: Stored, row: int = 0) -> list[StoredPart]:
     """What row `row` has stored: pages, half-quantized pages, full-precision tokens."""
     case, tables = stored.case, stored.tables()
     counts = [p + h for p, h in zip(case.pages, case.half_quantized_pages, strict=True)]
@@ -49,20 +49,17 @@ def parts_of(stored: Stored, row: int = 0) -> list[HistoryPart]:
         tail = buffer[:, sinks + rest : rest + residual]
         sides.append((every.select(slice(0, pages)), middle, buffer[:, :sinks], tail))
     tokens = (pages * PAGE_SIZE, half * PAGE_SIZE, sinks, residual - sinks)
-    return [HistoryPart(n, k, v) for n, k, v in zip(tokens, *sides, strict=True) if n]
+    return [StoredPart(n, k, v) for n, k, v in zip(tokens, *sides, strict=True) if n]
 
 
 def expected_of(stored, row, queries, keys, values, scaling, softcap=None, sink_logits=None, window=None):
     """Attention in float64 over everything dequantized to the dtype."""
-    before = stored.sequences[row][0].shape[1]
     every = [
         torch.cat([tokens.to(stored.case.dtype).to(queries.device), own], 1)
         for tokens, own in zip(stored.sequences[row], (keys, values), strict=True)
     ]
-    position = torch.arange(before + queries.shape[1], device=queries.device)
-    own = position[before:].unsqueeze(1)
-    visible = (position <= own) & (position > own - (window or len(position)))
-    return attention_reference(queries, *every, visible, scaling, softcap, sink_logits)
+    visible = causal_mask(queries.shape[1], every[0].shape[1], window, queries.device)
+    return attention_reference(queries, *every, visible, scaling, softcap, sink_logits).output
 
 
 def relative(got, expected):
@@ -89,12 +86,10 @@ CASES = [
 def test_chunks_over_pages_and_full_precision_tokens(device, case, workspace_tokens):
     stored, chunk = Stored(case, device), chunk_of(case, device)
     parts = parts_of(stored)
-    output = history_attention(*chunk[:1], parts, *chunk[1:], case.scaling, workspace_tokens=workspace_tokens)
+    output = chunk_attention(*chunk[:1], parts, *chunk[1:], case.scaling, workspace_tokens=workspace_tokens)
     assert output.dtype == case.dtype
     expected = expected_of(stored, 0, *chunk, case.scaling)
     assert relative(output, expected) < TOLERANCE[case.dtype]
-    reference = history_reference(*chunk[:1], parts, *chunk[1:], case.scaling)
-    assert relative(reference, expected) < TOLERANCE[case.dtype]
 
 
 EXTRAS = [
@@ -114,19 +109,16 @@ def test_caps_sink_logits_and_windows(device, extras, workspace_tokens):
     stored, chunk = Stored(case, device), chunk_of(case, device)
     extras = extras | ({"sink_logits": torch.linspace(-2, 4, 4).to(device)} if "sink_logits" in extras else {})
     parts = parts_of(stored)
-    output = history_attention(*chunk[:1], parts, *chunk[1:], case.scaling, **extras, workspace_tokens=workspace_tokens)
+    output = chunk_attention(*chunk[:1], parts, *chunk[1:], case.scaling, **extras, workspace_tokens=workspace_tokens)
     expected = expected_of(stored, 0, *chunk, case.scaling, **extras)
     assert relative(output, expected) < TOLERANCE[HALF]
-    reference = history_reference(*chunk[:1], parts, *chunk[1:], case.scaling, **extras)
-    assert relative(reference, expected) < TOLERANCE[HALF]
 
 
 def test_without_a_history_a_chunk_attends_to_itself(device):
     case = Case(key_dim=64, value_dim=64, value_group=64, dtype=HALF, queries=50, pages=(0, 0, 0), residual=(0, 0, 0))
     queries, keys, values = chunk_of(case, device)
-    visible = torch.ones(50, 50, dtype=torch.bool, device=device).tril()
-    expected = attention_reference(queries, keys, values, visible, 0.2)
-    assert relative(history_attention(queries, [], keys, values, 0.2), expected) < TOLERANCE[HALF]
+    expected = attention_reference(queries, keys, values, causal_mask(50, 50, device=device), 0.2).output
+    assert relative(chunk_attention(queries, [], keys, values, 0.2), expected) < TOLERANCE[HALF]
 
 
 @pytest.mark.parametrize("backend", ["flash", "cudnn"])
@@ -146,11 +138,11 @@ def test_torchs_operators_serve_whole_tiles(device, backend, monkeypatch):
     stored, (queries, keys, values) = Stored(case, device), chunk_of(case, device)
     arguments = (queries, parts_of(stored), keys, values, case.scaling)
     expected = expected_of(stored, 0, queries, keys, values, case.scaling)
-    output = history_attention(*arguments, backend=backend, workspace_tokens=256)
+    output = chunk_attention(*arguments, backend=backend, workspace_tokens=256)
     assert relative(output, expected) < TOLERANCE[HALF]
     assert tiles == ([(backend, 256)] * 2 if device.type == "cpu" else [])
     if backend == "flash":  # Under a soft cap all of it takes the kernels that know one.
-        capped = history_attention(*arguments, 3.0, backend=backend, workspace_tokens=256)
+        capped = chunk_attention(*arguments, 3.0, backend=backend, workspace_tokens=256)
         assert relative(capped, expected_of(stored, 0, queries, keys, values, case.scaling, 3.0)) < TOLERANCE[HALF]
         assert len(tiles) == 2 * (device.type == "cpu")
 
@@ -172,7 +164,7 @@ def test_every_number_is_written_and_nothing_else_is_read(device, monkeypatch):
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
     for workspace_tokens in (128, 1024):
-        output = history_attention(queries, parts, keys, values, case.scaling, workspace_tokens=workspace_tokens)
+        output = chunk_attention(queries, parts, keys, values, case.scaling, workspace_tokens=workspace_tokens)
         assert relative(output, expected) < TOLERANCE[HALF]
 
 
@@ -187,7 +179,7 @@ def test_merges_of_results_of_any_layout(device, size, dtype):
     sums[0][0, 0, :5] = sums[1][0, 0, 3:8] = float("-inf")
     first, second = first.clone(memory_format=torch.preserve_format), second.clone(memory_format=torch.preserve_format)
     first[0, 0, :5], second[0, 0, 3:8] = 0.0, 0.0  # what attention gives a query that sees nothing
-    expected, expected_sum = merge_reference(first, sums[0], second, sums[1])
+    expected, expected_sum = merge(first, sums[0], second, sums[1])
     output = torch.full((heads, group, length, size), float("nan"), device=device)
     merge_partials(first, sums[0], second, sums[1], output, sums[0])
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
@@ -210,7 +202,7 @@ def test_the_memory_of_a_call_does_not_grow_with_the_history(device, monkeypatch
         largest.append(0)
         with monkeypatch.context() as patch:
             patch.setattr(torch, "empty", counted)
-            history_attention(queries, parts, keys, values, case.scaling, workspace_tokens=512)
+            chunk_attention(queries, parts, keys, values, case.scaling, workspace_tokens=512)
     # Workspace and float32 sums once; of every tile's attention the log-sum-exp is new.
     workspace = 2 * 512 * 64 * 2
     assert workspace <= largest[0] <= largest[1] <= workspace + 20 * 64 * 4 + 8 * 20 * 4
@@ -220,13 +212,13 @@ def test_a_workspace_without_room_for_a_page_is_an_error(device):
     case = Case(key_dim=64, value_dim=64, value_group=64, dtype=HALF, queries=20)
     stored, (queries, keys, values) = Stored(case, device), chunk_of(case, device)
     with pytest.raises(UsageError, match="no room for a page"):
-        history_attention(queries, parts_of(stored), keys, values, 0.1, workspace_tokens=100)
+        chunk_attention(queries, parts_of(stored), keys, values, 0.1, workspace_tokens=100)
 
 
 def test_what_is_not_served_is_named(device):
     stored = Stored(Case(dtype=HALF), device)
     queries = torch.zeros(2, 8, 20, 128, dtype=HALF, device=device)
-    assert history.unsupported(queries, stored.format, HALF, 0.1, 30.0, 100) is None
-    assert "float32" in history.unsupported(queries.float(), stored.format, torch.float32, 0.1)
-    assert "differ in dtype" in history.unsupported(queries, stored.format, torch.bfloat16, 0.1)
-    assert "positive" in history.unsupported(queries, stored.format, HALF, -0.1)
+    assert chunked_prefill.unsupported(queries, stored.format, HALF, 0.1, 30.0, 100) is None
+    assert "float32" in chunked_prefill.unsupported(queries.float(), stored.format, torch.float32, 0.1)
+    assert "differ in dtype" in chunked_prefill.unsupported(queries, stored.format, torch.bfloat16, 0.1)
+    assert "positive" in chunked_prefill.unsupported(queries, stored.format, HALF, -0.1)

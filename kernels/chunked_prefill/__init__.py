@@ -1,9 +1,9 @@
 """Causal attention of a prompt chunk over itself and everything stored before it.
 
-A history is dequantized once for all queries of the chunk, tile by tile into a workspace of bounded size. Attention
-over each tile comes with its log-sum-exp, by which the results are merged in float32. The backend of this attention is
-`kernels/prompt` or one of torch's operators on a GPU, and torch's flash attention on a CPU. Few queries are better off
-with `kernels/decode`, which dequantizes nothing.
+What is stored is dequantized once for all queries of the chunk, tile by tile into a workspace of bounded size.
+Attention over each tile comes with its log-sum-exp, by which the results are merged in float32. The backend of this
+attention is `kernels/prompt` or one of torch's operators on a GPU, and torch's flash attention on a CPU. Few queries
+are better off with `kernels/decode`, which dequantizes nothing.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvconvert.kernels import device, prompt
-from kvconvert.kernels.history.parts import HistoryPart, PageReader
-from kvconvert.kernels.history.reference import tiled_attention
+from kvconvert.kernels.chunked_prefill.cpu import tiled_attention
+from kvconvert.kernels.chunked_prefill.parts import PageReader, StoredPart
 from kvconvert.kernels.pages import LayerFormat, unsupported_dequantization
 
 if TYPE_CHECKING:
-    from kvconvert.kernels.history.triton import Backend
+    from kvconvert.kernels.chunked_prefill.triton import Backend
 
 
-# Up to so many queries of a chunk, attention over pages as they are stored is faster; measured on a CPU, estimated for
-# GPUs, where a tile's attention needs some hundred query rows to keep all multiprocessors busy.
+# For this many queries of a chunk or fewer, attention over pages as they are stored is faster: measured on a CPU,
+# estimated for GPUs, where a tile needs some hundred query rows to keep all multiprocessors busy.
 FEWEST_QUERIES = {"cpu": 32, "cuda": 256}
 # What key centers add to the scores of so few queries fits into little room, see `kernels/decode`.
 FEWEST_CENTERED = 16
@@ -37,13 +37,13 @@ def unsupported(
     softcap: float | None = None,
     window: int | None = None,
 ) -> str | None:
-    """Why `history_attention` does not serve queries [..., T, D] over a layer; None if it does.
+    """Why `chunk_attention` does not serve queries [..., T, D] over a layer; None if it does.
 
     Args:
-        queries: of one sequence or a batch.
-        format: of the layer's pages, or, with spans, of pages of these heads.
-        dtype: of stored full-precision tokens.
-        scaling, softcap, window: as for `history_attention`.
+        queries: those of one sequence or a batch.
+        format: the format of the layer's pages, or with spans that of pages of these heads.
+        dtype: the dtype of stored full-precision tokens.
+        scaling, softcap, window: as for `chunk_attention`.
     """
     on, keys, values = queries.device, format.keys, format.values
     if on.type == "cpu" and not device.runs_triton(on):
@@ -59,9 +59,9 @@ def unsupported(
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def history_attention(
+def chunk_attention(
     queries: torch.Tensor,
-    parts: Sequence[HistoryPart],
+    parts: Sequence[StoredPart],
     keys: torch.Tensor,
     values: torch.Tensor,
     scaling: float,
@@ -72,27 +72,27 @@ def history_attention(
     backend: Backend | None = None,
     workspace_tokens: int | None = None,
 ) -> torch.Tensor:
-    """Attention of a chunk's queries over the history and, causally, over the chunk's own tokens.
+    """Attention of a chunk's queries over stored tokens and, causally, over the chunk's own.
 
     Args:
         queries: [Hq, T, D], rotated if the keys are; `unsupported` accepts them.
-        parts: the history, oldest first: on a GPU addresses of pages, on a CPU readers, and full-precision tokens.
+        parts: stored tokens, oldest first: on a GPU addresses of pages, on a CPU readers, and full-precision tokens.
         keys: [H, T, D]; values: [H, T, E]: the chunk itself.
         scaling: factor of the dot products, usually 1 / sqrt(D).
         softcap: logits become softcap * tanh(logits / softcap) (Gemma 2).
         sink_logits: [Hq] logits of a virtual token with no value (gpt-oss).
-        window: tokens that a query sees, its own included, all tokens of history and chunk being consecutive; None for
-            all before it.
-        backend: what attends to whole tiles of a history on a GPU where every query sees all of it; None for the
+        window: tokens that a query sees, its own included, all stored tokens and the chunk's being consecutive; None
+            for all before it.
+        backend: what attends to whole tiles of stored tokens on a GPU where every query sees all of them; None for the
             fastest that is known to serve these tensors. Whatever else there is takes Triton's.
-        workspace_tokens: of a tile, at least a page; None for as many as `parts.WORKSPACE_BYTES` hold.
+        workspace_tokens: tokens of a tile, at least a page's; None for as many as `parts.WORKSPACE_BYTES` hold.
 
     Returns:
         [Hq, T, E] in the queries' dtype, or float32 on a CPU.
     """
     if queries.device.type == "cpu" and not device.runs_triton(queries.device):
         return tiled_attention(queries, parts, keys, values, scaling, sink_logits, workspace_tokens)
-    from kvconvert.kernels.history import triton as launch
+    from kvconvert.kernels.chunked_prefill import triton as launch
 
     return launch.tiled_attention(
         queries,

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import torch
 
 from kvconvert.kernels import device
-from kvconvert.kernels.history import (
+from kvconvert.kernels.chunked_prefill import (
     FEWEST_CENTERED,
     FEWEST_QUERIES,
-    HistoryPart,
     PageReader,
-    history_attention,
+    StoredPart,
+    chunk_attention,
     unsupported,
 )
-from kvconvert.kernels.pages import KeyFormat, PageAddresses, ValueFormat
+from kvconvert.kernels.pages import PageAddresses, PageFormat
 from kvconvert.kernels.spans import key_blocks, value_blocks
 from kvconvert.runtime.cache.forward_pass import Chunk
 from kvconvert.runtime.cache.store import LayerStore
@@ -40,7 +40,7 @@ class AttentionCall:
     sink_logits: torch.Tensor | None = None
 
 
-class RowHistory:
+class ChunkedPrefill:
     """What one row stores, attended to by many queries at once.
 
     Args:
@@ -124,7 +124,7 @@ class RowHistory:
         tensors = self.store.rows[self.row]
         keys = tensors.keys.tokens(sequence.keys.buffered - own, sequence.keys.buffered)
         values = tensors.values.tokens(sequence.values.buffered - own, sequence.values.buffered)
-        attended = history_attention(
+        attended = chunk_attention(
             queries[:, at],
             self.parts(own),
             keys,
@@ -136,7 +136,7 @@ class RowHistory:
         )
         output[:, at] = attended.to(output.dtype)
 
-    def parts(self, own: int, addressed: bool | None = None) -> list[HistoryPart]:
+    def parts(self, own: int, addressed: bool | None = None) -> list[StoredPart]:
         """Everything stored before the row's newest `own` tokens, in the order of positions; spans come last.
 
         Pages come by their `addressed` places, by default where kernels run, or are read as tensors.
@@ -161,10 +161,10 @@ class RowHistory:
             hidden = sequence.hidden(page)
             exact.append((*(buffer.tokens(0, hidden) for buffer in buffers),) if hidden else None)
         found = [
-            HistoryPart(both * size, *source.pages(0, both), center, sequence.page_position(0, size), exact[0]),
-            HistoryPart((pages - both) * size, *half_quantized, center, sequence.page_position(both, size), exact[1]),
-            HistoryPart(residual[0].shape[1], *residual),
-            *(HistoryPart(tokens, *sides) for tokens, sides in source.spans()),
+            StoredPart(both * size, *source.pages(0, both), center, sequence.page_position(0, size), exact[0]),
+            StoredPart((pages - both) * size, *half_quantized, center, sequence.page_position(both, size), exact[1]),
+            StoredPart(residual[0].shape[1], *residual),
+            *(StoredPart(tokens, *sides) for tokens, sides in source.spans()),
         ]
         return [part for part in found if part.tokens]
 
@@ -187,7 +187,7 @@ class _Readers:
         ]
 
     def spans(self) -> list:
-        """None: `RowHistory.is_served` refuses rows with spans on these devices."""
+        """None: `ChunkedPrefill.is_served` refuses rows with spans on these devices."""
         return []
 
 
@@ -220,7 +220,7 @@ class _Addresses:
         ]
 
     def _addresses(
-        self, keys: KeyFormat, values: ValueFormat, entries: slice, scales: int, *static: bool
+        self, keys: PageFormat, values: PageFormat, entries: slice, scales: int, *static: bool
     ) -> list[PageAddresses]:
         tables, layer = self.tables, self.layer
         shared = [tables.shared[layer][scales, 2 * side : 2 * side + 2] if static[side] else None for side in range(2)]

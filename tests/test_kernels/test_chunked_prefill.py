@@ -4,16 +4,14 @@ import pytest
 import torch
 
 from kvconvert.errors import UsageError
-from kvconvert.kernels import history
-from kvconvert.kernels.decode.reference import attention_reference
-from kvconvert.kernels.history import HistoryPart, PageReader, history_attention
-from kvconvert.kernels.history.parts import Workspace, tile_tokens
-from kvconvert.kernels.history.reference import history_reference, merge_reference
+from kvconvert.kernels.attention.reference import attention_reference, causal_mask
+from kvconvert.kernels.attention.softmax import merge
+from kvconvert.kernels.chunked_prefill import PageReader, StoredPart, chunk_attention, unsupported
+from kvconvert.kernels.chunked_prefill.parts import Workspace, tile_tokens
 from kvconvert.kernels.pages import (
     PAGE_SIZE,
-    KeyFormat,
     LayerFormat,
-    ValueFormat,
+    PageFormat,
     dequantize_keys,
     dequantize_values,
     quantize_keys,
@@ -36,8 +34,8 @@ def case_of(heads, group, dim, queries, pages, residual, dtype=torch.float32, se
     def random(*shape):
         return torch.randn(shape, generator=generator).to(dtype)
 
-    key_format = KeyFormat(heads, dim, PAGE_SIZE, 2, 32, "joint", boosted=5)
-    value_format = ValueFormat(heads, dim, PAGE_SIZE, 4, dim // 2)
+    key_format = PageFormat.keys(heads, dim, PAGE_SIZE, 2, 32, "joint", boosted=5)
+    value_format = PageFormat.values(heads, dim, PAGE_SIZE, 4, dim // 2)
     stored = (
         quantize_keys(random(pages, heads, PAGE_SIZE, dim), key_format),
         quantize_values(random(pages, heads, PAGE_SIZE, dim), value_format),
@@ -47,7 +45,7 @@ def case_of(heads, group, dim, queries, pages, residual, dtype=torch.float32, se
         PageReader(lambda numbers, side=side: side.select(numbers), f)
         for side, f in zip(stored, (key_format, value_format), strict=True)
     ]
-    parts = [HistoryPart(residual, *full), HistoryPart(pages * PAGE_SIZE, *readers)]
+    parts = [StoredPart(residual, *full), StoredPart(pages * PAGE_SIZE, *readers)]
     chunk = random(heads, queries, dim), random(heads, queries, dim)
     paged = (
         dequantize_keys(stored[0], key_format).permute(1, 0, 3, 2),
@@ -58,40 +56,38 @@ def case_of(heads, group, dim, queries, pages, residual, dtype=torch.float32, se
 
 
 def expected_of(queries, every, scaling, sink_logits=None):
-    length, tokens = queries.shape[1], every[0].shape[1]
-    visible = torch.ones(length, tokens, dtype=torch.bool).tril(tokens - length)
-    return attention_reference(queries, *every, visible, scaling, None, sink_logits)
+    visible = causal_mask(queries.shape[1], every[0].shape[1])
+    return attention_reference(queries, *every, visible, scaling, None, sink_logits).output
 
 
 @pytest.mark.parametrize("workspace_tokens", [128, 256, None])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_attention_over_everything_at_once(case, workspace_tokens):
     queries, parts, chunk, every = case_of(*case)
-    output = history_attention(queries, parts, *chunk, 0.2, workspace_tokens=workspace_tokens)
+    output = chunk_attention(queries, parts, *chunk, 0.2, workspace_tokens=workspace_tokens)
     expected = expected_of(queries, every, 0.2)
     # float32 dot products of up to 256 terms
     torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=2e-5)
-    torch.testing.assert_close(history_reference(queries, parts, *chunk, 0.2), expected)
 
 
 def test_sink_logits_take_their_share():
     queries, parts, chunk, every = case_of(2, 2, 64, 20, 2, 10)
     sink_logits = torch.tensor([-3.0, 0.0, 2.0, 40.0])
-    output = history_attention(queries, parts, *chunk, 0.2, None, sink_logits, workspace_tokens=128)
+    output = chunk_attention(queries, parts, *chunk, 0.2, None, sink_logits, workspace_tokens=128)
     torch.testing.assert_close(output.double(), expected_of(queries, every, 0.2, sink_logits), rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_halves_are_computed_in_float32(dtype):
     queries, parts, chunk, every = case_of(2, 4, 64, 40, 3, 20, dtype)
-    output = history_attention(queries, parts, *chunk, 0.2, workspace_tokens=128)
+    output = chunk_attention(queries, parts, *chunk, 0.2, workspace_tokens=128)
     assert output.dtype == torch.float32
     torch.testing.assert_close(output.double(), expected_of(queries, every, 0.2), rtol=1e-4, atol=2e-5)
 
 
 def test_large_scores_neither_overflow_nor_vanish():
     queries, parts, chunk, every = case_of(2, 2, 64, 20, 2, 10)
-    output = history_attention(queries * 300, parts, *chunk, 1.0, workspace_tokens=128)
+    output = chunk_attention(queries * 300, parts, *chunk, 1.0, workspace_tokens=128)
     expected = expected_of(queries * 300, every, 1.0)
     # Scores of some thousands, in float32
     assert float((output - expected).norm() / expected.norm()) < 1e-3
@@ -106,7 +102,7 @@ def test_merging_is_attention_over_both_sets():
     for part in (slice(0, 15), slice(15, 40)):
         weights = scores[..., part].softmax(-1).nan_to_num(0.0)
         halves += [weights @ values[:, part], scores[..., part].logsumexp(-1)]
-    output, log_sum_exp = merge_reference(*halves)
+    output, log_sum_exp = merge(*halves)
     torch.testing.assert_close(output.double(), scores.softmax(-1).nan_to_num(0.0) @ values, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(log_sum_exp.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-6)
 
@@ -120,31 +116,31 @@ def test_a_tile_is_bounded_in_bytes_and_a_power_of_two():
 
 def test_what_a_cpu_does_not_serve_is_named():
     queries = torch.zeros(1, 4, 20, 64)
-    keys, values = KeyFormat(2, 64, PAGE_SIZE, 2, 32), ValueFormat(2, 64, PAGE_SIZE, 2, 32)
-    assert history.unsupported(queries, LayerFormat(keys, values), torch.float32, 0.1) is None
-    assert "soft caps" in history.unsupported(queries, LayerFormat(keys, values), torch.float32, 0.1, softcap=30.0)
-    assert "windows" in history.unsupported(queries, LayerFormat(keys, values), torch.float32, 0.1, window=10)
-    values = ValueFormat(2, 48, PAGE_SIZE, 2, 48)
-    assert "one head size" in history.unsupported(queries, LayerFormat(keys, values), torch.float32, 0.1)
-    assert "no kernels" in history.unsupported(queries.to("meta"), LayerFormat(keys, values), torch.float32, 0.1)
+    keys, values = PageFormat.keys(2, 64, PAGE_SIZE, 2, 32), PageFormat.values(2, 64, PAGE_SIZE, 2, 32)
+    assert unsupported(queries, LayerFormat(keys, values), torch.float32, 0.1) is None
+    assert "soft caps" in unsupported(queries, LayerFormat(keys, values), torch.float32, 0.1, softcap=30.0)
+    assert "windows" in unsupported(queries, LayerFormat(keys, values), torch.float32, 0.1, window=10)
+    values = PageFormat.values(2, 48, PAGE_SIZE, 2, 48)
+    assert "one head size" in unsupported(queries, LayerFormat(keys, values), torch.float32, 0.1)
+    assert "no kernels" in unsupported(queries.to("meta"), LayerFormat(keys, values), torch.float32, 0.1)
 
 
 def test_a_workspace_without_room_for_a_page_is_an_error():
     queries, parts, chunk, _ = case_of(2, 2, 64, 20, 2, 10)
     with pytest.raises(UsageError, match="no room for a page"):
-        history_attention(queries, parts, *chunk, 0.2, workspace_tokens=64)
+        chunk_attention(queries, parts, *chunk, 0.2, workspace_tokens=64)
 
 
 def test_exact_tokens_take_the_places_of_what_pages_hold_of_them():
     torch.manual_seed(0)
-    format = KeyFormat(2, 32, PAGE_SIZE, 2, 32), ValueFormat(2, 32, PAGE_SIZE, 2, 32)
+    format = PageFormat.keys(2, 32, PAGE_SIZE, 2, 32), PageFormat.values(2, 32, PAGE_SIZE, 2, 32)
     tokens = torch.randn(2, 2, 2 * PAGE_SIZE, 32)
     pages = [
         quantize(x.unflatten(1, (2, PAGE_SIZE)).transpose(0, 1), f)
         for x, f, quantize in zip(tokens, format, (quantize_keys, quantize_values), strict=True)
     ]
     readers = [PageReader(lambda part, p=p: p.select(part), f) for p, f in zip(pages, format, strict=True)]
-    part = HistoryPart(2 * PAGE_SIZE, *readers, exact=(tokens[0, :, :5], tokens[1, :, :5]))
+    part = StoredPart(2 * PAGE_SIZE, *readers, exact=(tokens[0, :, :5], tokens[1, :, :5]))
     workspace = Workspace(torch.device("cpu"), 2, 32, 32, torch.float32, PAGE_SIZE)
     found = []
     for count in workspace.tiles([part]):

@@ -1,4 +1,4 @@
-"""Attention over a history on a GPU: tiles of dequantized tokens, a backend's attention, merged by log-sum-exp."""
+"""Chunked prefill on a GPU: tiles of dequantized tokens, a backend's attention, merged by log-sum-exp."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kvconvert.kernels.chunked_prefill.parts import StoredPart, Workspace
 from kvconvert.kernels.device import capability
-from kvconvert.kernels.history.parts import HistoryPart, Workspace
 from kvconvert.kernels.launches.triton import kernel
 from kvconvert.kernels.prompt.triton.launch import attention
 
@@ -81,7 +81,7 @@ def merge_partials(
     output: torch.Tensor,
     output_sum: torch.Tensor,
 ) -> None:
-    """`merge_reference` into `output` and `output_sum`, which may be those of either part.
+    """`merge` of `kernels/attention/softmax.py` into `output` and `output_sum`, which may be those of either part.
 
     Args:
         first, second, output: [H, G, T, E] of any float dtype, rows of contiguous channels at multiples of 8 elements.
@@ -114,12 +114,12 @@ Partial = tuple[torch.Tensor, torch.Tensor]
 
 
 def fastest_backend(length: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Backend:
-    """What attends to whole tiles of a history that every query sees.
+    """What attends to whole tiles of stored tokens that every query sees.
 
     cuDNN's attention is about an eighth faster than `kernels/prompt` on an H200, where it takes these tensors.
 
     Args:
-        length: of the chunk.
+        length: the chunk's length.
         queries: [H, G T, D]; keys: [H, n, D]; values: [H, n, E].
     """
     if length % CUDNN_QUERIES or not queries.is_cuda or capability(queries.device) < (9, 0):
@@ -131,7 +131,7 @@ def fastest_backend(length: int, queries: torch.Tensor, keys: torch.Tensor, valu
 
 def tiled_attention(
     queries: torch.Tensor,
-    parts: Sequence[HistoryPart],
+    parts: Sequence[StoredPart],
     keys: torch.Tensor,
     values: torch.Tensor,
     scaling: float,
@@ -142,10 +142,10 @@ def tiled_attention(
     backend: Backend | None = None,
     workspace_tokens: int | None = None,
 ) -> torch.Tensor:
-    """`history_attention` of arguments that `unsupported` accepts.
+    """`chunk_attention` of arguments that `unsupported` accepts.
 
-    The chunk itself, with what is left of the history if both fit the workspace, is attended to by `kernels/prompt`, as
-    is everything under a softcap or a window, and what fills no whole tile.
+    The chunk itself, with what is left of the stored tokens if both fit the workspace, is attended to by
+    `kernels/prompt`, as is everything under a softcap or a window, and what fills no whole tile.
     """
     (heads, length, _), value_dim = keys.shape, values.shape[2]
     before = sum(part.tokens for part in parts)
@@ -180,7 +180,7 @@ def tiled_attention(
     for tokens in workspace.tiles(parts) if parts else ():
         joins = begin + tokens == before and tokens + length <= workspace.capacity
         if joins:
-            workspace.write(HistoryPart(length, keys, values), 0, length, tokens)
+            workspace.write(StoredPart(length, keys, values), 0, length, tokens)
         tile = tuple(side[:, : tokens + joins * length] for side in (workspace.keys, workspace.values))
         if joins or backend == "triton" or tokens < workspace.capacity:
             part = attend(tile, begin, last=joins)

@@ -11,11 +11,9 @@ from kvconvert.errors import UsageError
 from kvconvert.kernels.pages import (
     ChannelScales,
     KeyCenter,
-    KeyFormat,
-    KeyPages,
     PageAddresses,
-    ValueFormat,
-    ValuePages,
+    PageFormat,
+    PageTensors,
     add_centers,
     dequantize_into,
 )
@@ -30,12 +28,12 @@ class PageReader:
 
     Attributes:
         read: gives the pages of a slice of page numbers, 0 being the first of the part.
-        format: of the pages.
+        format: the format of the pages.
         channels, static: as for `dequantize_keys`.
     """
 
-    read: Callable[[slice], KeyPages | ValuePages]
-    format: KeyFormat | ValueFormat
+    read: Callable[[slice], PageTensors]
+    format: PageFormat
     channels: torch.Tensor | None = None
     static: ChannelScales | None = None
 
@@ -45,16 +43,16 @@ Source = torch.Tensor | PageAddresses | PageReader
 
 
 @dataclass(frozen=True)
-class HistoryPart:
+class StoredPart:
     """Consecutive tokens of one sequence.
 
     Where one side is still in full precision, the other may be in pages.
 
     Attributes:
         tokens: n > 0.
-        keys: of D channels; values: of E channels.
+        keys, values: of D and of E channels.
         center: what pages of keys leave out, see `kernels/pages/center.py`; None for whole keys.
-        position: of the first token, where there is a center.
+        position: the position of the first token, where there is a center.
         exact: full-precision keys [H, n, D] and values [H, n, E] of its first tokens, n below a page's, which take the
             place of what pages hold of them; None where pages hold all.
     """
@@ -81,10 +79,10 @@ class Workspace:
     """Dequantized keys and values of one tile at a time.
 
     Args:
-        device: of the tokens.
+        device: the tokens' device.
         heads, key_dim, value_dim: KV heads, and their channels D and E.
-        dtype: of what the workspace holds.
-        tokens: of a tile; None for as many as `WORKSPACE_BYTES` hold, a power of two.
+        dtype: the dtype of what the workspace holds.
+        tokens: tokens of a tile; None for as many as `WORKSPACE_BYTES` hold, a power of two.
 
     Attributes:
         keys: [H, tokens, D]; values: [H, tokens, E].
@@ -99,7 +97,7 @@ class Workspace:
             torch.empty(heads, self.capacity, dim, dtype=dtype, device=device) for dim in (key_dim, value_dim)
         )
 
-    def write(self, part: HistoryPart, start: int, count: int, at: int) -> None:
+    def write(self, part: StoredPart, start: int, count: int, at: int) -> None:
         """Put `count` tokens of a part, from its token `start` on, at token `at` of the workspace."""
         for source, room in zip(part.sides, (self.keys, self.values), strict=True):
             _write(source, start, room[:, at : at + count])
@@ -110,7 +108,7 @@ class Workspace:
             for tokens, room in zip(part.exact, (self.keys, self.values), strict=True):
                 room[:, at : at + tokens.shape[1]] = tokens
 
-    def tiles(self, parts: Sequence[HistoryPart]) -> Iterator[int]:
+    def tiles(self, parts: Sequence[StoredPart]) -> Iterator[int]:
         """Fill the workspace again and again with what the parts hold; yields the number of tokens of each tile.
 
         Raises:

@@ -1,0 +1,102 @@
+"""No answer without the bundle's cache: whatever model, files, or host do, it is used, or there is an error."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from click.testing import CliRunner
+from tiny.checkpoints import save_checkpoint
+from tiny.models import GREEDY, random_ids
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.models.llama.modeling_llama import LlamaModel
+
+from kvconvert import KVCache, calibrate, export, load
+from kvconvert.cli import cli
+from kvconvert.errors import CacheError
+from kvconvert.fidelity.scoring import feed
+from kvconvert.models import CACHE, CACHE_NAMES
+
+NONE_ARRIVED = "read tokens, and none of them reached the low-bit KV cache"
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    """Of a model whose trainer has left `use_cache` off in both files."""
+    root = tmp_path_factory.mktemp("arrives")
+    save_checkpoint(root / "model", max_position_embeddings=512, use_cache=False)
+    settings = {"use_cache": False, "bos_token_id": 0, "eos_token_id": 0}
+    (root / "model" / "generation_config.json").write_text(json.dumps(settings))
+    calibrate(root / "model", root / "work", recipe="kv-only", samples=1, seq_len=32, progress=False)
+    return export(root / "work", root / "bundle", progress=False)
+
+
+@pytest.fixture
+def replaced(monkeypatch):
+    """The language model of every Llama reads into a cache of its own, as one would that takes it by another name."""
+    read = LlamaModel.forward
+
+    def forward(self, *args, **kwargs):
+        return read(self, *args, **kwargs | {CACHE: DynamicCache(config=self.config)})
+
+    monkeypatch.setattr(LlamaModel, "forward", forward)
+
+
+def test_a_cache_has_both_names(bundle):
+    model, _ = load(bundle)
+    ids = random_ids(1, 140)
+    expected = model.generate(ids, max_new_tokens=3, **GREEDY)
+    for name in CACHE_NAMES:
+        cache = model.new_kv_cache()
+        assert torch.equal(model.generate(ids, max_new_tokens=3, **{name: cache}, **GREEDY), expected)
+        assert cache.stats().tokens == 142
+        assert model(ids, **{name: model.new_kv_cache()})[CACHE].stats().tokens == 140
+    two = dict(zip(CACHE_NAMES, (model.new_kv_cache(), DynamicCache()), strict=True))
+    for call in (model, model.generate):
+        with pytest.raises(CacheError, match="was given two caches, past_key_values and cache; pass one"):
+            call(ids, **two)
+
+
+def test_files_that_turn_the_cache_off_are_overruled(bundle, caplog):
+    model, _ = load(bundle)
+    ids = random_ids(1, 140)
+    with_cache = model.generate(ids, max_new_tokens=3, return_dict_in_generate=True, **GREEDY)
+    assert isinstance(with_cache[CACHE], KVCache)
+    assert with_cache[CACHE].stats().pages > 0
+    assert isinstance(model(ids)[CACHE], KVCache)
+    assert not caplog.records
+    without = model.generate(ids, max_new_tokens=3, use_cache=False, return_dict_in_generate=True, **GREEDY)
+    assert without.get(CACHE) is None
+    assert "without the KV cache" in caplog.text
+
+
+@pytest.mark.usefixtures("replaced")
+def test_a_model_that_reads_into_another_cache_is_an_error(bundle):
+    model, _ = load(bundle)
+    ids = random_ids(1, 140)
+    for read in (lambda: model.generate(ids, max_new_tokens=3, **GREEDY), lambda: model(ids, use_cache=True)):
+        with pytest.raises(CacheError, match=NONE_ARRIVED):
+            read()
+    answer = CliRunner().invoke(cli, ["generate", str(bundle), "--prompt", "It was a dark night"])
+    assert answer.exit_code == 1
+    assert NONE_ARRIVED in answer.stderr
+
+
+@pytest.mark.usefixtures("replaced")
+def test_a_source_that_reads_into_another_cache_is_not_scored(bundle):
+    source = AutoModelForCausalLM.from_pretrained(bundle.parent / "model", attn_implementation="kvconvert")
+    with pytest.raises(CacheError, match=NONE_ARRIVED):
+        feed(SimpleNamespace(model=source), KVCache(source.config, "kivi"), random_ids(1, 140))
+
+
+def test_a_host_that_replaces_the_cache_before_the_model_is_called_is_an_error(bundle, monkeypatch):
+    model, _ = load(bundle)
+    prepare = type(model)._prepare_cache_for_generation
+
+    def replacing(self, generation_config, model_kwargs, *args):
+        prepare(self, generation_config, model_kwargs, *args)
+        model_kwargs[CACHE] = DynamicCache(config=self.config)
+
+    monkeypatch.setattr(type(model), "_prepare_cache_for_generation", replacing)
+    with pytest.raises(CacheError, match="into a DynamicCache and not into the low-bit KV cache"):
+        model.generate(random_ids(1, 140), max_new_tokens=3, **GREEDY)
