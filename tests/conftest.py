@@ -76,6 +76,14 @@ class Baseline:
         assert dict(measured) == expected, f"{case}: if the change is wanted, run `make baselines`"
 
 
+@pytest.fixture(scope="session")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny Llama (`model`), `recipe.toml`, its calibration (`work`) and `bundle`, only to be read."""
+    from tiny.llama import write_tiny_bundle
+
+    return write_tiny_bundle(tmp_path_factory.mktemp("converted")).parent
+
+
 @pytest.fixture(scope="module")
 def baseline(request: pytest.FixtureRequest) -> Baseline:
     """The stored figures of the test file that asks: tests/baselines/presets.json for test_presets.py."""

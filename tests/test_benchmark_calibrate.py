@@ -7,7 +7,6 @@ import calibrate
 import processes
 import pytest
 import torch
-import weights_docs
 from click.testing import CliRunner
 from tiny.checkpoints import save_checkpoint, save_text
 from transformers import AutoModelForCausalLM
@@ -74,16 +73,3 @@ def case(seconds, kl, **more):
     mean = sum(kl) / len(kl)
     quality = {"kl": {"mean": mean, "low": mean, "high": mean}, "perplexity": 20.0, "kl_by_segment": kl}
     return {"rounds": rounds, "quality": quality}
-
-
-def test_the_page_holds_medians_and_the_difference_of_each_pair():
-    peer = case((20.0, 80.0, 40.0), [0.30, 0.30], versions={"llmcompressor": "1.2"})
-    cases = {"kvconvert:awq": case((10.0, 20.0, 90.0), [0.10, 0.10]), "llm-compressor:gptq": peer}
-    settings = {"samples": 4, "length": 32, "calibration": "text", "bits": 4, "group_size": 32, "peer_batch": 1}
-    settings |= {"peer_dtype": "auto", "segments": 2, "scored_per_segment": 1024, "text": "wikitext2-test"}
-    text = weights_docs.beside_peers({"tiny": {"settings": settings, "cases": cases, "source_perplexity": 19.0}})
-    assert "| kvconvert AWQ | 20.0 | 40.0 | 2.00 | 0.1000 (0.1000 to 0.1000) | 20.00 |" in text
-    # Of each round's quotient, 2, 4 and 0.44, the median.
-    assert "llm-compressor's GPTQ: 2.00 times as fast, 2.00 times by processor time, 1.00 times the memory" in text
-    assert "KL -0.2000 (-0.2000 to -0.2000)" in text
-    assert "llm-compressor 1.2" in text

@@ -3,14 +3,11 @@
 import json
 import re
 from pathlib import Path
-from xml.etree import ElementTree
 
 import gpu_docs
 import methods_docs
 import multimodal
 import pytest
-import readme_docs
-import tables
 from tiny.models import ARCHITECTURES
 
 import docs
@@ -24,15 +21,6 @@ BARS = ROOT / "benchmarks" / "KERNELS.md"
 def test_a_page_is_up_to_date_with_results_and_code(name):
     message = "run `make docs` and read whether the text beside the table still fits"
     assert (ROOT / name).read_text(encoding="utf-8") == docs.MAKERS[name](), message
-
-
-def test_a_table_is_put_between_the_comments_that_name_it():
-    begin, end = "<!-- a: written by `make docs` -->", "<!-- end of a -->"
-    page = tables.put(f"before\n{begin}\nold\n{end}\nafter", "a", "new")
-    assert page == f"before\n{begin}\nnew\n{end}\nafter"
-    assert tables.put(page, "a", "new") == page
-    with pytest.raises(ValueError, match="no place for the table 'b'"):
-        tables.put(page, "b", "new")
 
 
 def test_no_table_that_a_page_holds_is_written_by_hand():
@@ -56,47 +44,6 @@ def test_every_architecture_of_the_matrix_has_a_row():
     for entry in results["models"].values():
         assert entry["weights"].get("refused", "") in text
     assert f"{len(results['models'])} architectures" in (ROOT / "README.md").read_text(encoding="utf8")
-
-
-def measured(perplexity, hits, bits=4.0):
-    text = {"kl": 0.25, "perplexity": perplexity, "source_perplexity": 20.0}
-    return {
-        "protocol": "pages",
-        "size": {"mean_bits_per_value": bits},
-        "texts": {"wikitext2-test": text},
-        "found": {"64": hits},
-    }
-
-
-def test_readme_shows_the_default_and_its_bundle_once_they_are_measured():
-    searched, default = measured(21.0, [True, True], 2.62), measured(22.0, [True, False])
-    report = {
-        "settings": {"model": "tiny", "texts": ["wikitext2-test"], "length": 128},
-        "source": {"found": {"64": [True, True]}},
-        "caches": {"auto:kv_bits=2.62,context=64": searched, "failed": {"failure": "no"}},
-        "bundles": {},
-    }
-    engine = {"machine": {"gpu": "GPU"}, "rows": {"engine": {"bf16": {"tokens_per_second": 1.0, "batch": 1}}}}
-    engine["rows"]["engine"]["2 bits"] = {"tokens_per_second": 2.0, "batch": 3, "ratio": 2.0}
-    themes = readme_docs.LIGHT, readme_docs.DARK
-    before = [ElementTree.fromstring(readme_docs.picture(report, engine, colors)) for colors in themes]
-    report["caches"]["default"], report["bundles"]["default"] = default, measured(24.0, [False, False])
-    assert readme_docs.costs([report]).splitlines()[2:] == [
-        "| tiny | source | 16 | 0 | 20.00 | 100% |",
-        "|  | `default` | 4.00 | 0.250 | 22.00 | 50% |",
-        "|  | `auto --kv-bits 2.62` | 2.62 | 0.250 | 21.00 | 100% |",
-        "|  | `default`, 4-bit weights | 4.00 | 0.250 | 24.00 | 0% |",
-    ]
-    after = ElementTree.fromstring(readme_docs.picture(report, engine, readme_docs.LIGHT))
-    light, dark, changed = (["".join(element.itertext()) for element in tree] for tree in (*before, after))
-    assert light == dark
-    assert {
-        "100% retrieved, source 100%",
-        "6.1x smaller KV cache",
-        "auto --kv-bits 2.62, 128 tokens, all included",
-    } <= {*light}
-    assert {"50% retrieved, source 100%", "default, 128 tokens, all included"} <= {*changed}
-    assert [light.count(model) for model in ("tiny", "8B shape with random weights, 4-bit")] == [2, 1]  # of 3 panels
 
 
 def test_a_missed_bar_leads_to_its_analysis():

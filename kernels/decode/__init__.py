@@ -69,7 +69,6 @@ def decode_attention(
     span: SpanFormat | None = None,
     half_quantized: int = 0,
     hides: bool = False,
-    causal: bool = False,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
     clamped_rows: torch.Tensor | None = None,
@@ -88,8 +87,6 @@ def decode_attention(
         half_quantized: 1 where pages may have their values still in full precision, 2 where their keys, 0 where both
             sides are quantized together.
         hides: whether the first page of a sequence may have sink tokens, which are hidden there.
-        causal: whether the queries are of the newest tokens, in the residual windows, and each sees all tokens up to
-            its own; `stored` is then not asked for a mask. For kernels alone.
         softcap, sink_logits: as in `attention_reference`; sink_logits [Hq].
         clamped_rows: as in `SpanTokens`.
         output: [B, Hq, T, E] in the queries' dtype, channels side by side, where kernels put the result; made if not
@@ -118,7 +115,7 @@ def decode_attention(
         at_once = min(QUERIES_AT_ONCE, room)
     for start in range(0, queries.shape[2], at_once):
         part = queries[:, :, start : start + at_once]
-        visibility = None if causal else stored.visibility(slice(start, start + at_once))
+        visibility = stored.visibility(slice(start, start + at_once))
         programs = launch.programs_for(queries.device, format, span, group, part.shape[2])
         launch.decode_attention(
             part,
@@ -132,7 +129,6 @@ def decode_attention(
             softcap=softcap,
             sink_logits=sink_logits,
             visibility=visibility,
-            newest=queries.shape[2] - start if causal else None,
             clamped_rows=clamped_rows,
             output=output[:, :, start : start + at_once],
         )

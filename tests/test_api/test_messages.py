@@ -2,11 +2,11 @@
 
 import ast
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from tiny.llama import write_recipe, write_tiny_llama
 
 from kvconvert import calibrate, export
 from kvconvert.cli import cli
@@ -16,13 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A tiny model, a recipe, its finished calibration and its bundle."""
-    folder = tmp_path_factory.mktemp("messages")
-    write_tiny_llama(folder / "model", tied=True)
-    recipe = write_recipe(folder / "recipe.toml", method="none")
-    calibrate(folder / "model", folder / "work", recipe=recipe, samples=2, seq_len=16, progress=False)
-    export(folder / "work", folder / "bundle", progress=False)
+def folder(converted, tmp_path_factory):
+    """A copy of a tiny model, a recipe, its finished calibration and its bundle."""
+    folder = shutil.copytree(converted, tmp_path_factory.mktemp("messages"), dirs_exist_ok=True)
     (folder / "file").write_text("text")
     return folder
 

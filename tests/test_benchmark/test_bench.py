@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny.llama import write_tiny_bundle
 from transformers import DynamicCache, LlamaConfig, StaticCache
 
 from kvconvert import KVCache, bench
@@ -23,17 +22,9 @@ MODULE = sys.modules["kvconvert.benchmark.bench"]
 NUMBERS = 2 * 2 * 16  # of a token: keys and values of two layers with one head of 16
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A tiny model and its bundle."""
-    folder = tmp_path_factory.mktemp("bench")
-    write_tiny_bundle(folder)
-    return folder
-
-
-def job(folder, cases, model="bundle", **changed):
-    directory = folder / ("bundle" if model == "bundle" else "model")
-    values = {"model": model, "directory": str(directory), "tokenizer": str(folder / "bundle"), "device": "cpu"}
+def job(converted, cases, model="bundle", **changed):
+    directory = converted / ("bundle" if model == "bundle" else "model")
+    values = {"model": model, "directory": str(directory), "tokenizer": str(converted / "bundle"), "device": "cpu"}
     return values | {"dtype": None, "cases": cases, "new_tokens": 3} | changed
 
 
@@ -45,10 +36,10 @@ def answers(job):
 
 
 @pytest.mark.full
-def test_bundle_and_source_are_measured_in_every_case(folder, capfd):
+def test_bundle_and_source_are_measured_in_every_case(converted, capfd):
     report = bench(
-        folder / "bundle",
-        folder / "model",
+        converted / "bundle",
+        converted / "model",
         contexts=[300, 20],
         batches=[2, 1],
         new_tokens=4,
@@ -75,8 +66,8 @@ def test_bundle_and_source_are_measured_in_every_case(folder, capfd):
     assert "8 cases" in capfd.readouterr().err  # no bar where nobody looks
 
 
-def test_times_begin_with_the_call_and_count_tokens_after_the_first(folder, monkeypatch):
-    own = Contender("source", folder / "model", folder / "bundle", "cpu", "float32")
+def test_times_begin_with_the_call_and_count_tokens_after_the_first(converted, monkeypatch):
+    own = Contender("source", converted / "model", converted / "bundle", "cpu", "float32")
     clock = iter([100.0, 100.5, 103.0, 104.0, 105.0, 106.0])
 
     def generate(ids, max_new_tokens, streamer, **options):
@@ -96,8 +87,8 @@ def test_times_begin_with_the_call_and_count_tokens_after_the_first(folder, monk
     assert measured.dtype == "float32"
 
 
-def test_the_streamer_hears_the_prompt_and_each_token_of_generate(folder):
-    own = Contender("bundle", folder / "bundle", folder / "bundle", "cpu", None)
+def test_the_streamer_hears_the_prompt_and_each_token_of_generate(converted):
+    own = Contender("bundle", converted / "bundle", converted / "bundle", "cpu", None)
     times = TokenTimes()
     cache = own._generate(own._prompts(2, 20), 5, streamer=times)
     assert times.calls == 1 + 5
@@ -105,8 +96,8 @@ def test_the_streamer_hears_the_prompt_and_each_token_of_generate(folder):
     assert cache.get_seq_length() == 20 + 4
 
 
-def test_long_prompts_are_read_in_chunks(folder, monkeypatch):
-    own = Contender("source", folder / "model", folder / "bundle", "cpu", None)
+def test_long_prompts_are_read_in_chunks(converted, monkeypatch):
+    own = Contender("source", converted / "model", converted / "bundle", "cpu", None)
     monkeypatch.setattr(contender, "ONE_PASS", 100)
     monkeypatch.setattr(contender, "PROMPT_CHUNK", 64)
     lengths = []
@@ -118,14 +109,14 @@ def test_long_prompts_are_read_in_chunks(folder, monkeypatch):
     assert lengths == [100, 1, 64, 64, 12, 1]
 
 
-def test_rows_of_a_batch_are_different_prose_of_any_length(folder):
-    own = Contender("source", folder / "model", folder / "bundle", "cpu", None)
+def test_rows_of_a_batch_are_different_prose_of_any_length(converted):
+    own = Contender("source", converted / "model", converted / "bundle", "cpu", None)
     prompts = own._prompts(4, len(own.text_ids) + 5)
     assert len({tuple(row) for row in prompts.tolist()}) == 4
     assert prompts[0, -5:].tolist() == own.text_ids[:5]
 
 
-def test_what_fails_is_an_answer_and_the_other_cases_go_on(folder, monkeypatch):
+def test_what_fails_is_an_answer_and_the_other_cases_go_on(converted, monkeypatch):
     measure = Contender.measure
 
     def fails_at_two(self, batch, context, new_tokens):
@@ -137,14 +128,14 @@ def test_what_fails_is_an_answer_and_the_other_cases_go_on(folder, monkeypatch):
 
     monkeypatch.setattr(Contender, "measure", fails_at_two)
     first, second, third = (
-        answer["measured"] for answer in answers(job(folder, [[1, 8], [2, 8], [3, 8]], model="source"))
+        answer["measured"] for answer in answers(job(converted, [[1, 8], [2, 8], [3, 8]], model="source"))
     )
     assert first["failure"] is None
     assert second["failure"] == "out of memory"
     assert third["failure"] == "ValueError: first line"
 
 
-def test_a_model_that_cannot_be_loaded_fails_in_every_case_or_says_why_it_is_refused(folder, monkeypatch):
+def test_a_model_that_cannot_be_loaded_fails_in_every_case_or_says_why_it_is_refused(converted, monkeypatch):
     def no_memory(*arguments):
         raise MemoryError
 
@@ -152,9 +143,11 @@ def test_a_model_that_cannot_be_loaded_fails_in_every_case_or_says_why_it_is_ref
         raise BundleError("The bundle is spoilt.")
 
     monkeypatch.setattr(worker, "Contender", no_memory)
-    assert [answer["measured"]["failure"] for answer in answers(job(folder, [[1, 8], [2, 8]]))] == ["out of memory"] * 2
+    assert [answer["measured"]["failure"] for answer in answers(job(converted, [[1, 8], [2, 8]]))] == [
+        "out of memory"
+    ] * 2
     monkeypatch.setattr(worker, "Contender", refuse)
-    assert answers(job(folder, [[1, 8]])) == [{"error": "BundleError", "message": "The bundle is spoilt."}]
+    assert answers(job(converted, [[1, 8]])) == [{"error": "BundleError", "message": "The bundle is spoilt."}]
 
 
 @pytest.mark.parametrize(
@@ -164,19 +157,19 @@ def test_a_model_that_cannot_be_loaded_fails_in_every_case_or_says_why_it_is_ref
         ("import sys; sys.stdin.read(); sys.exit(7)", "exit code 7"),
     ],
 )
-def test_a_process_that_dies_leaves_its_cases_unmeasured(folder, monkeypatch, program, said):
+def test_a_process_that_dies_leaves_its_cases_unmeasured(converted, monkeypatch, program, said):
     monkeypatch.setattr(MODULE, "WORKER", (sys.executable, "-c", program))
-    measured = list(MODULE._run(job(folder, [[1, 8], [2, 8]])))
+    measured = list(MODULE._run(job(converted, [[1, 8], [2, 8]])))
     assert [(m.batch, said in m.failure) for m in measured] == [(1, True), (2, True)]
     with pytest.raises(KvconvertError, match=f"Nothing of .* could be measured: .*{said}"):
-        bench(folder / "bundle", device="cpu", progress=False)
+        bench(converted / "bundle", device="cpu", progress=False)
 
 
-def test_a_refusal_of_the_other_process_is_raised_in_this_one(folder, monkeypatch):
+def test_a_refusal_of_the_other_process_is_raised_in_this_one(converted, monkeypatch):
     answer = json.dumps({"error": "BundleError", "message": "The bundle is spoilt."})
     monkeypatch.setattr(MODULE, "WORKER", (sys.executable, "-c", f"import sys; sys.stdin.read(); print({answer!r})"))
     with pytest.raises(BundleError, match="spoilt"):
-        bench(folder / "bundle", device="cpu", progress=False)
+        bench(converted / "bundle", device="cpu", progress=False)
 
 
 def test_without_contexts_the_default_fits_the_models_positions():
@@ -197,17 +190,17 @@ def test_without_contexts_the_default_fits_the_models_positions():
         ({"contexts": [500]}, "512 positions; lower `contexts`"),
     ],
 )
-def test_arguments_that_cannot_be_used_are_refused(folder, arguments, said):
+def test_arguments_that_cannot_be_used_are_refused(converted, arguments, said):
     with pytest.raises(UsageError, match=said):
-        bench(folder / "bundle", **arguments)
+        bench(converted / "bundle", **arguments)
 
 
-def test_what_is_no_bundle_or_no_source_is_refused_before_anything_is_measured(folder, monkeypatch):
+def test_what_is_no_bundle_or_no_source_is_refused_before_anything_is_measured(converted, monkeypatch):
     monkeypatch.setattr(MODULE, "_run", None)
     with pytest.raises(BundleError):
-        bench(folder / "model")
+        bench(converted / "model")
     with pytest.raises(CheckpointError):
-        bench(folder / "bundle", folder / "gone")
+        bench(converted / "bundle", converted / "gone")
 
 
 def test_bytes_per_token_are_those_of_the_tensors():

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -288,6 +289,14 @@ def test_options_that_do_not_exist_are_wrong_usage(tmp_path):
     assert kvconvert("verify", tmp_path, "--surprise").exit_code == 2
     assert kvconvert("calibrate", tmp_path).exit_code == 2
     assert kvconvert("eval", tmp_path, "--tokens", "0").exit_code == 2
+    for arguments in (
+        ["serve", tmp_path, "--prompt-lookup-num-tokens", "4"],
+        ["serve", tmp_path, "--assistant-model", tmp_path],
+        ["export", tmp_path, "-o", tmp_path / "bundle", "--gpu", "sm_90"],
+    ):
+        result = kvconvert(*arguments)
+        assert result.exit_code == 2
+        assert re.search(f"No such option:? '?{arguments[-2]}", result.stderr)
 
 
 def test_an_interrupted_command_says_so_and_fails(folder, tmp_path, monkeypatch):

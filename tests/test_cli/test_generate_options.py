@@ -3,7 +3,6 @@
 import pytest
 import torch
 from click.testing import CliRunner
-from tiny.llama import write_tiny_bundle
 
 from kvconvert.cli import cli
 from kvconvert.console import Choice, Console
@@ -15,9 +14,9 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory):
+def bundle(converted):
     torch.set_num_threads(1)
-    return write_tiny_bundle(tmp_path_factory.mktemp("options"))
+    return converted / "bundle"
 
 
 def run(bundle, *options, stdin=""):

@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import pytest
-from tiny.llama import write_tiny_bundle
 
 from kvconvert.runtime import Engine, load
 
@@ -24,8 +23,8 @@ def test_every_method_is_described():
     assert not [name for name in methods if f"`{name}(" not in PAGE]
 
 
-def test_the_example_runs(tmp_path, capsys):
-    bundle = write_tiny_bundle(tmp_path)
+def test_the_example_runs(converted, capsys):
+    bundle = converted / "bundle"
     (example,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     model, tokenizer = load(bundle)
     names: dict[str, object] = {"model": model, "tokenizer": tokenizer}

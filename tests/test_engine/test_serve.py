@@ -7,7 +7,6 @@ import openai
 import pytest
 import torch
 from serving import NAME, serving
-from tiny.llama import write_tiny_bundle
 from transformers import GenerationConfig
 
 from kvconvert import load
@@ -23,8 +22,8 @@ TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content":
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory):
-    model, tokenizer = load(write_tiny_bundle(tmp_path_factory.mktemp("serve")), dtype=torch.float32)
+def loaded(converted):
+    model, tokenizer = load(converted / "bundle", dtype=torch.float32)
     tokenizer.chat_template = TEMPLATE
     return model, tokenizer
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from tiny.llama import write_tiny_bundle
 
 from kvconvert.cli import cli
 from kvconvert.serve.requests import Chat, Completion
@@ -24,8 +23,8 @@ LONG = {"prompt": "Once upon a time", "max_tokens": 150, "temperature": 0, "igno
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory):
-    return write_tiny_bundle(tmp_path_factory.mktemp("serve"))
+def bundle(converted):
+    return converted / "bundle"
 
 
 @contextlib.contextmanager

@@ -276,7 +276,9 @@ def test_what_is_no_bundle_is_said_to_be_none(tmp_path, source):
 
 
 @pytest.mark.parametrize("name", ["missing", "./missing/bundle", "../bundle", "/missing", "work/bundle/", "a/b/c"])
-def test_what_is_neither_a_directory_nor_a_repository_never_reaches_the_hub(name, monkeypatch):
+def test_what_is_neither_a_directory_nor_a_repository_never_reaches_the_hub(name, tmp_path, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")  # no name is one of a folder here
     for function in ("snapshot_download", "hf_hub_download"):
         monkeypatch.setattr(huggingface_hub, function, lambda *_, **__: pytest.fail("asked the Hub"))
     with pytest.raises(BundleError, match=f"^{re.escape(name)} is not a kvconvert bundle: there is no such directory"):

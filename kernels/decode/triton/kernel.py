@@ -28,7 +28,6 @@ from kvconvert.kernels.decode.triton.scores import (
     extremes_reduced,
     finish_scores,
     hide,
-    hide_later,
     product_factor,
     residual_finish,
     shaped_scores,
@@ -157,7 +156,6 @@ def extremes_kernel(
 @kernel(
     do_not_specialize=[
         "clamped_rows",
-        "newest",
         "query_row",
         "mask_row",
         "mask_head",
@@ -186,7 +184,6 @@ def decode_kernel(
     center_mean,
     item_rows,
     clamped_rows,
-    newest,
     query_row,
     query_head,
     query_token,
@@ -249,8 +246,6 @@ def decode_kernel(
             # Full-precision tokens are no part of a span, so that nothing shifts their scores.
             x = residual_finish(x, residual_factor, softcap, F)
             x = tl.where(known[:, None, None], x, float("-inf"))
-            if F.causal:
-                x = hide_later(x, token, tl.load(described + 7).to(tl.int32) - newest, block, F)
             if F.masked:
                 x = hide(x, token[:, None], 0, stop, residual_mask, mask_query, F)
             p, maximum, alpha = softmax_step(x, maximum, F)

@@ -80,7 +80,6 @@ def decode_shape(
     half_quantized: int = 0,
     hides: bool = False,
     masked: bool = False,
-    causal: bool = False,
     softcap: bool = False,
     tau: bool = False,
     placed: bool = False,
@@ -107,7 +106,6 @@ def decode_shape(
         split_query=dtype == torch.float32,
         half_quantized=half_quantized,
         masked=masked,
-        causal=causal,
         ragged=hides or span is not None,
         softcap=softcap,
         tau=tau,
@@ -167,7 +165,6 @@ def decode_attention(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
     visibility: Visibility | None = None,
-    newest: int | None = None,
     clamped_rows: torch.Tensor | None = None,
     output: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -186,8 +183,6 @@ def decode_attention(
         hides: whether pages, or half-quantized ones, may have hidden tokens, see `kernels/decode/plan.py`.
         softcap, sink_logits: as in `attention_reference`; sink_logits [Hq].
         visibility: which tokens are seen; None for all.
-        newest: tokens of the residual windows from the first query's own on, where each query sees the tokens up to its
-            own; None where all see all.
         clamped_rows: as in `SpanTokens`.
         output: where the result goes; made if not given.
 
@@ -209,7 +204,6 @@ def decode_attention(
         half_quantized=half_quantized,
         hides=hides,
         masked=visibility is not None,
-        causal=newest is not None,
         softcap=bool(softcap),
         tau=shift,
         placed=windows.places is not None,
@@ -267,7 +261,6 @@ def decode_attention(
         center_mean=mean,
         item_rows=plan.item_rows,
         clamped_rows=counter,
-        newest=newest or 0,
         mask_row=mask_row,
         mask_head=mask_head,
         mask_query=mask_query,

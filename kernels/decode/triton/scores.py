@@ -74,13 +74,6 @@ def hide(x, token, first, limit, mask, mask_query, F: tl.constexpr):
 
 
 @triton.jit
-def hide_later(x, token, own, block, F: tl.constexpr):
-    """Scores [M, rows, P] with minus infinity for tokens [M] after each query's own, which is `own` for the first."""
-    query = block * F.queries + tl.arange(0, query_rows(F)) % F.queries
-    return tl.where((token[:, None] <= own + query[None, :])[:, :, None], x, float("-inf"))
-
-
-@triton.jit
 def softmax_step(x, maximum, F: tl.constexpr):
     """Weights of scores [M, rows, P], the new maximum [rows], and the factor for what was summed before."""
     highest = tl.maximum(maximum, tl.max(tl.max(x, 2), 0))

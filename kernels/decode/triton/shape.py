@@ -25,9 +25,9 @@ class DecodeShape:
         split_query: whether a second column holds what rounding to fp16 leaves of a scaled query.
         half_quantized: 0 where keys and values are quantized together, 1 where values stay longer in full precision, 2
             where keys do.
-        masked, causal, ragged, softcap, tau, centered: which of these apply; causal: queries are of the newest tokens,
-            each of which sees the residual window up to its own; ragged: the last page of an item may be incomplete, or
-            first tokens of its first one hidden; centered: pages of keys lack a constant part, whose scores are added.
+        masked, ragged, softcap, tau, centered: which of these apply; ragged: the last page of an item may be
+            incomplete, or first tokens of its first one hidden; centered: pages of keys lack a constant part, whose
+            scores are added.
         placed: whether a table says where each full-precision token is, instead of one beside the other.
         tile: full-precision tokens per step.
         key_scale to key_channels, value_scale, value_zero_point: offsets within a head's part of a page's record, which
@@ -51,7 +51,6 @@ class DecodeShape:
     split_query: bool
     half_quantized: int
     masked: bool
-    causal: bool
     ragged: bool
     softcap: bool
     tau: bool
