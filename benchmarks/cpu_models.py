@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from engine_models import dense_model, filled, llama_1b
 from runner import option_parser, save
-from tables import table
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from kvconvert.kernels.linear import QuantizedLinear
@@ -37,6 +36,7 @@ from kvconvert.kernels.linear.awq_format import quantize_weight
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.hf.bundle_quantizer import BundleConfig, place_dense_linears
+from kvconvert.tables import markdown_table as table
 
 SCHEME = "oscar-g128"
 PROMPT, PILOT = 2048, 64

@@ -14,33 +14,24 @@ from typing import Any
 
 import fidelity
 import gpu_docs
-import interop
-import latent
 import methods_docs
 import multimodal
 import papers
 import papers_docs
 import readme_docs
 import real_model_docs
-import recurrent_state
 import weights_docs
 from runner import RESULTS, ROOT, read
-from tables import put, table
+from tables import put
 
 from kvconvert.bundle.manifest import schema_text
+from kvconvert.tables import markdown_table as table
 
 
 @cache
 def results(name: str) -> Any:
     """One file of results."""
     return read(RESULTS / f"{name}.json")
-
-
-def expert_tokens(found: dict[str, dict[str, float]]) -> str:
-    """Error with an expert's own tokens over that with the layer's."""
-    counts = list(next(iter(found.values())))
-    rows = [(f"groups of {size}", *(f"{value:.2f}" for value in row.values())) for size, row in found.items()]
-    return table(("own tokens", *counts), rows)
 
 
 def memory(found: dict[str, Any]) -> str:
@@ -80,7 +71,6 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/models.md": {
         "architectures": matrix,
-        "expert tokens": of(expert_tokens, "expert_tokens"),
         "images": of(multimodal.summary, "multimodal"),
     },
     "docs/performance.md": {
@@ -92,14 +82,9 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/bundle.md": {"plan tensors": methods_docs.plan_tensors, "scheme fields": methods_docs.scheme_fields},
     "benchmarks/RESULTS.md": {
         "real models": lambda: real_model_docs.sections(real_model_docs.reports()),
-        "smollm2": of(real_model_docs.markdown, "real_model"),
-        "reference model": of(real_model_docs.markdown, "real_model_reference"),
         "fidelity": of(fidelity.tables, "fidelity"),
         "images": of(multimodal.tables, "multimodal"),
-        "latents": of(latent.report, "latent"),
-        "states": of(recurrent_state.report, "recurrent_state"),
         "memory": of(memory, "memory"),
-        "other programs": of(interop.tables, "interop"),
     },
     "benchmarks/WEIGHTS.md": {
         "methods": of(weights_docs.methods, "weights"),

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from runner import RESULTS, ROOT, option_parser, save
-from tables import signed, table
+from tables import signed
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
@@ -36,6 +36,7 @@ from kvconvert.methods import KVScheme
 from kvconvert.models.adapters import require_adapter
 from kvconvert.models.structure import LayerStructure
 from kvconvert.runtime import KVCache
+from kvconvert.tables import markdown_table as table
 
 MODEL = ROOT / "examples" / "reference-lm"
 OUTPUT = RESULTS / "fidelity.json"

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tables import table
-
 from kvconvert.kernels.linear import gpu_path
 from kvconvert.kernels.linear.packed_layout import TILE
 from kvconvert.kernels.linear.triton.prompt_shapes import split_shape
+from kvconvert.tables import markdown_table as table
 
 Row = dict[str, Any]
 # Cases of the table for users.

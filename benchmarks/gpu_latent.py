@@ -23,7 +23,6 @@ import torch
 from gpu_decode import fill
 from gpu_timing import beyond_cache, copy_bandwidth, graph_time
 from runner import machine, need_gpu, option_parser, save
-from tables import table
 
 from kvconvert.kernels.chunked_prefill import PageReader, StoredPart
 from kvconvert.kernels.decode import PageTables, ResidualWindows
@@ -31,6 +30,7 @@ from kvconvert.kernels.decode.plan import Segment, SequencePlan, plan_work
 from kvconvert.kernels.latent import latent_attention, latent_decode
 from kvconvert.kernels.latent.triton.launch import latent_shape, programs_for
 from kvconvert.kernels.pages import PAGE_SIZE, LayerFormat, PageFormat, new_pages
+from kvconvert.tables import markdown_table as table
 
 RANK, ROPE, RESIDUAL = 512, 64, 100
 SCALING, DTYPE = 192**-0.5, torch.bfloat16

@@ -4,11 +4,10 @@
         [--length 128] [--device cpu] [--json FILE]
 
 SHAPE is 0.5b, 1.5b or 8b. A sharded bfloat16 checkpoint of that shape
-with LAYERS decoder layers is written to a temporary directory; `kvconvert plan --no-probe`, `kvconvert calibrate` and
-`kvconvert export` then run as processes of their own. What is recorded is the largest anonymous resident memory
-(RssAnon of /proc/PID/status, looked at every 10 ms), which is what cannot be taken back under pressure, and the
-processor and wall time of each. With --probe, `kvconvert plan` also runs as users run it, and what it says of memory,
-disk and time is recorded beside what then happened.
+with LAYERS decoder layers is written to a temporary directory; `kvconvert calibrate` and `kvconvert export` then run
+as processes of their own. What is recorded is the largest anonymous resident memory (RssAnon of /proc/PID/status,
+looked at every 10 ms), which is what cannot be taken back under pressure, and the processor and wall time of each. With
+--probe, `kvconvert plan` runs before, and what it says of memory, disk and time is recorded beside what then happened.
 """
 
 from __future__ import annotations
@@ -101,19 +100,17 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, Any]:
             Path(recipe).write_text(RECIPES[args.recipe])
         options = ["--recipe", recipe, "--samples", str(args.samples), "--seq-len", str(args.length)]
         options += ["--device", args.device]
-        formula = planned(str(model), *options, "--no-probe")
         probed = planned(str(model), *options) if args.probe else None
         command = [sys.executable, "-m", "kvconvert"]
         calibrated, _ = run([*command, "calibrate", str(model), "-o", str(work), *options])
         exported, _ = run([*command, "export", str(work), "-o", str(bundle)])
         manifest = json.loads((bundle / "kvconvert.json").read_text())
     found = {"shape": name, "layers": int(layers), "recipe": args.recipe, "samples": args.samples}
-    found |= {"length": args.length, "device": args.device, "planned_bytes": formula["memory"]["calibrate"]}
-    found |= {"calibrate": calibrated, "export": exported}
+    found |= {"length": args.length, "device": args.device, "calibrate": calibrated, "export": exported}
     if probed is not None:
         found["plan"] = {
-            "memory": {"formula": formula["memory"], "probe": probed["memory"]},
-            "bundle_bytes": {"plan": formula["disk"]["bundle"], "bundle": manifest["weights"]["bytes"]},
+            "memory": probed["memory"],
+            "bundle_bytes": {"plan": probed["disk"]["bundle"], "bundle": manifest["weights"]["bytes"]},
             "seconds": {"plan": probed["seconds"], "real": calibrated["wall_s"] + exported["wall_s"]},
         }
     return found
@@ -135,7 +132,6 @@ def main() -> None:
         key = ("shape", "layers", "recipe", "samples", "length", "device")
         results = [old for old in results if any(old.get(part) != found[part] for part in key)] + [found]
         peaks = {step: found[step]["peak_anonymous_bytes"] / 1e9 for step in ("calibrate", "export")}
-        peaks = {"planned": found["planned_bytes"] / 1e9} | peaks
         print(case, args.recipe, *(f"{step} {peak:.2f} GB" for step, peak in peaks.items()), flush=True)
         if args.probe:
             print(json.dumps(found["plan"]), flush=True)

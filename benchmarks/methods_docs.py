@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tables import table
-
 from kvconvert.methods.scheme import (
     FIELDS,
     PAPER_PRESETS,
@@ -17,6 +15,7 @@ from kvconvert.methods.scheme import (
     KVScheme,
     preset_calibration,
 )
+from kvconvert.tables import markdown_table as table
 
 FEATURES = {
     "kv_sharing": "layers that share keys and values",

@@ -26,7 +26,6 @@ from multimodal_measure import (
     Reader,
 )
 from runner import RESULTS, ROOT, option_parser, read, save
-from tables import table
 from transformers import AutoModelForImageTextToText, AutoProcessor, DynamicCache
 
 from kvconvert.calibration.attention_sample import AttentionSample
@@ -39,6 +38,7 @@ from kvconvert.kernels.spans import SpanFormat
 from kvconvert.methods import PRESETS, KVScheme
 from kvconvert.runtime import KVCache, load
 from kvconvert.runtime.hf.attention import NAME
+from kvconvert.tables import markdown_table as table
 
 MODEL = ROOT / "examples" / "reference-vlm"
 OUTPUT = RESULTS / "multimodal.json"

@@ -21,11 +21,11 @@ import numpy as np
 import onnxruntime
 import torch
 from runner import option_parser, save
-from tables import table
 from transformers import PreTrainedTokenizerBase
 
 from kvconvert import load
 from kvconvert.onnx.export import export_onnx
+from kvconvert.tables import markdown_table as table
 
 GRAPHS = {
     "ONNX Runtime, float32 cache": {"kv_cache": "float"},

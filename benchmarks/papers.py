@@ -168,7 +168,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
         Row("uniform", Case("minikv-plain", _EXACT)),
         *(
             Row(name, Case("minikv-plain", _EXACT | {"allocation": name}), "uniform")
-            for name in ("pyramid", "var_prop", "var_inv", "calibrated")
+            for name in ("pyramid", "calibrated")
         ),
     ),
     "weights": (

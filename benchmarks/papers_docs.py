@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tables import table
 
 from kvconvert.fidelity.bootstrap import bootstrap_mean
+from kvconvert.tables import markdown_table as table
 
 TITLES = {
     "pages": "Page methods: the paper's preset, then ours, which is calibrated",

@@ -11,7 +11,8 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from real_model_docs import TEXTS, longest_length, mean_bits, model_name, percent
-from tables import table
+
+from kvconvert.tables import markdown_table as table
 
 TEXT = "wikitext2-test"
 # The first of these that was measured is the picture's cache; the table has all.

@@ -12,8 +12,7 @@ Tables of caches have weights in full precision; bundles are calibrated with wha
 samples included. Segments are evenly spaced over each text and read page by page from
 token 160 on; caches that compress whole prompts read half of each segment, or --sealed-prompt tokens, as a sealed
 prompt and are scored on the rest, and the baseline beside them. Every row is written when it is there. Rows that the
-output holds already, measured in the same way, are kept; `benchmarks/real_model_merge.py` puts rows of several outputs
-together.
+output holds already, measured in the same way, are kept.
 
 --beside NAME,... (or `all`) searches `auto` at the measured bits of each of these caches, in one search. For one read
 page by page they are the mean over the last 128 lengths, for how full the last page is differs with the number of sink

@@ -12,9 +12,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tables import difference, signed, table
+from tables import difference, signed
 
 from kvconvert.fidelity.bootstrap import Interval
+from kvconvert.tables import markdown_table as table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -1,19 +1,13 @@
-"""Markdown of results: tables, and the places in a page where they stand."""
+"""Markdown of results: the places in a page where tables stand, and figures with their intervals."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from kvconvert.fidelity.bootstrap import Interval, bootstrap_mean
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table; cells are written as they are."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
 
 
 def put(page: str, name: str, text: str) -> str:

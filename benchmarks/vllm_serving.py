@@ -16,7 +16,7 @@ requests and a prompt of 9,000 tokens come before all, and before the mixed load
 says so, and the next one runs. --seconds is the time of each contender, its start included. With --tiny a small model
 serves lengths divided by 8 on a CPU, which does everything and measures nothing.
 
-vllm_profile.py tells single steps from each other, vllm_answers.py compares answers with the runtime's. Compiled code
+vllm_answers.py compares answers with the runtime's. Compiled code
 stays in ~/.cache/vllm/torch_compile_cache (VLLM_CACHE_ROOT) and ~/.triton/cache: a second start on the same machine is
 faster.
 """

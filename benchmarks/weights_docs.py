@@ -5,7 +5,9 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from tables import difference, signed, table, within
+from tables import difference, signed, within
+
+from kvconvert.tables import markdown_table as table
 
 SAME = ("bits", "group_size", "samples", "length", "texts")  # in cases whose methods are compared
 NAMES = {"rtn": "rounding", "awq": "AWQ", "gptq": "GPTQ", "awq+gptq": "AWQ + GPTQ"}

@@ -1,12 +1,9 @@
 """MiniKV (arXiv 2411.18077), section 3.1.3: how many heavy hitters each layer keeps.
 
-Two measurements say how much eviction costs a layer. The variance of the attention mass is the paper's (var_prop,
-var_inv): with the attention mass c_j = sum_i w_ij of token j under causal attention over a sequence, summed over the
-query heads of a KV head and divided by its mean over tokens, it is the variance over j, averaged over KV heads and
-sequences. The loss curves are ours: of each sequence the first half is the prompt; each KV head keeps its sink tokens,
-its newest tokens and, of the others, a share f of the prompt, the heavy hitters, which have the largest attention mass
-within it, as the runtime does; then, for the queries q after the prompt, o_f(q) being the heads' outputs over the kept
-tokens,
+Loss curves say how much eviction costs a layer. Of each sequence the first half is the prompt; each KV head keeps its
+sink tokens, its newest tokens and, of the others, a share f of the prompt, the heavy hitters, which have the largest
+attention mass within it (the column sums of causal attention over the query heads of the KV head), as the runtime does;
+then, for the queries q after the prompt, o_f(q) being the heads' outputs over the kept tokens,
 
     lost_attention(f) = mean over q of the attention weight on tokens that are not kept
     lost_output(f)    = mean over q of || (o_f(q) - o(q)) W_O^T ||^2, relative to that of || o(q) W_O^T ||^2
@@ -40,20 +37,10 @@ from kvconvert.calibration.protocol import (
 )
 from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.kernels.select import column_sums
-from kvconvert.methods import KVCalibration, clamp_ratios, proportional_ratios, pyramid_ratios
+from kvconvert.methods import KVCalibration, clamp_ratios, pyramid_ratios
 
 CURVE_POINTS = 33  # ratios of heavy hitters 0, 1/32 ... 1
-Allocation = Literal["uniform", "pyramid", "var_prop", "var_inv", "calibrated"]
-
-
-def attention_variance(sample: AttentionSample) -> float:
-    """Variance over tokens of their attention mass, scaled to mean 1; averaged over KV heads and sequences."""
-    variances = []
-    for sequence in range(len(sample.queries)):
-        mass = _attention_mass(sample, sequence, sample.num_tokens).double()
-        mass = mass / mass.mean(1, keepdim=True)
-        variances.append(mass.var(1, correction=0).mean())
-    return float(torch.stack(variances).mean())
+Allocation = Literal["uniform", "pyramid", "calibrated"]
 
 
 @dataclass(frozen=True)
@@ -126,8 +113,7 @@ def allocate(
     allocation: Allocation,
     heavy_ratio: float,
     recent_ratio: float,
-    variances: Sequence[float],
-    curves: Sequence[Tensor],
+    curves: Sequence[Tensor | None],
     pyramid_depth: float = 7.0,
 ) -> list[float]:
     """Ratio of heavy hitters of each layer, with mean `heavy_ratio` as far as recent windows leave room for it.
@@ -135,19 +121,12 @@ def allocate(
     Args:
         allocation: how to spread.
         heavy_ratio, recent_ratio: nominal shares of the prompt.
-        variances: `attention_variance` of each layer; read by var_prop and var_inv.
-        curves: `EvictionLoss.output` of each layer; read by calibrated.
+        curves: `EvictionLoss.output` of each layer; for calibrated alone.
         pyramid_depth: see `KVScheme`.
     """
-    layers = len(variances)
+    layers = len(curves)
     if allocation == "pyramid":
         ratios = pyramid_ratios(heavy_ratio, layers, pyramid_depth)
-    elif allocation == "var_prop":
-        ratios = proportional_ratios(heavy_ratio, list(variances))
-    elif allocation == "var_inv":
-        # A layer without any variance would take everything; it counts as a millionth of the largest.
-        floor = 1e-6 * max(variances)
-        ratios = proportional_ratios(heavy_ratio, [1 / max(v, floor) if floor else 1.0 for v in variances])
     elif allocation == "calibrated":
         ratios = spend_by_marginal_loss(curves, heavy_ratio * layers, max(0.0, 1 - recent_ratio))
     else:
@@ -229,7 +208,6 @@ class MiniKVPass(CalibrationPass):
             nominal.heavy_ratio,
             nominal.recent_ratio,
             # A pyramid is a formula, which needs no measurement and may have none.
-            [float(layer.plan.get("attention_variance", 0.0)) for layer in spread.values()],
             [layer.plan.get("lost_output") for layer in spread.values()],
             nominal.pyramid_depth,
         )
@@ -241,11 +219,10 @@ class MiniKVPass(CalibrationPass):
         }
 
     def solve(self, work: LayerWork) -> None:
-        """Measure the variance and the curves."""
+        """Measure the curves."""
         sample = self.sampler.sample
         loss = eviction_loss(sample, self.recent_ratio, work.cache.sink_tokens, ranks=work.ranks)
         self._plan = {
-            "attention_variance": torch.tensor([attention_variance(sample)]),
             "lost_attention": loss.attention.float(),
             "lost_output": loss.output.float(),
         }

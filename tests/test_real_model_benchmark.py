@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import real_model_docs as docs
-import real_model_merge as merge
 import torch
 from real_model_bench import over_a_page
 from real_model_cases import Case
@@ -16,7 +15,6 @@ from tiny.checkpoints import REFERENCE, tiny_model
 from transformers import AutoTokenizer, Gemma3TextConfig
 
 from kvconvert.cache.size import LayerCache, ModelCache
-from kvconvert.errors import UsageError
 from kvconvert.fidelity.scoring import Decoder, feed
 from kvconvert.kernels.device import GPU, imagined
 from kvconvert.kernels.launches import noted
@@ -156,21 +154,6 @@ def test_options_that_every_search_has_are_said_once():
     assert docs._options({"caches": caches}) == ""
 
 
-def part(rows, length=64):
-    return {"settings": {"length": length}, "source": {}, "baseline": "a", "caches": rows, "bundles": {}}
-
-
-def test_rows_of_several_runs_are_one_report_if_they_were_measured_in_the_same_way():
-    first, second = part({"a": {"kl": 1, "seconds": 5}}), part({"a": {"kl": 1, "seconds": 6}, "b": {"kl": 2}})
-    found = merge.merged([first, second], ["1.json", "2.json"])
-    assert found["caches"] == {"a": {"kl": 1, "seconds": 5}, "b": {"kl": 2}}
-    assert first["caches"].keys() == {"a"}
-    with pytest.raises(UsageError, match=r"2\.json was measured otherwise than 1\.json: length"):
-        merge.merged([first, part({}, length=65)], ["1.json", "2.json"])
-    with pytest.raises(UsageError, match=r"2\.json has other figures of a "):
-        merge.merged([first, part({"a": {"kl": 2}})], ["1.json", "2.json"])
-
-
 MEASURED = {
     "settings": {"model": "tiny", "texts": ["wikitext2-test", "python", "books-val"], "recall": [16], "json": [40]},
     "source": {"found": {"16": [True, True], "32": [False, False]}, "json": {"40": [True, False]}},
@@ -193,7 +176,7 @@ def test_the_source_comes_first_and_numbers_are_those_it_finds():
     report = MEASURED | {"caches": {"kivi": figures(3.0, 0.25, [True, False]), "small": figures(1.5, 0.5, [False] * 2)}}
     assert docs._table(report, "caches", "pages").splitlines() == [
         "| scheme | bits | KL WikiText-2 | KL code | perplexity WikiText-2 | JSON, 40 pairs | numbers at 16 |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "|---|---|---|---|---|---|---|",
         "| source | 16 | 0 | 0 | 20.00 | 50% | 100% |",
         "| small | 1.50 | 0.500 | 0.500 | 21.00 | 0% | 0% |",
         "| kivi | 3.00 | 0.250 | 0.250 | 21.00 | 50% | 50% |",
@@ -208,7 +191,7 @@ def test_models_are_compared_by_scheme_wherever_it_was_measured():
     divergences, found = (part.splitlines() for part in docs.comparison([first, second]).split("\n\n")[1::2])
     assert divergences == [
         "| scheme | bits | tiny | other |",
-        "| --- | --- | --- | --- |",
+        "|---|---|---|---|",
         "| source | 16 | 0 | 0 |",
         "| `auto --kv-bits 2.00` | 2.00 | 0.125 / 0.125 |  |",
         "| kivi | 3.00 to 3.10 | 0.250 / 0.250 | 0.0625 / 0.0625 |",

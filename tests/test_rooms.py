@@ -34,6 +34,7 @@ ALLOWED = {
         "kvconvert.io",
         "kvconvert.methods",
         "kvconvert.errors",
+        "kvconvert.tables",
     ),
     # Sources may hold weights in the layout of bundles.
     "kvconvert/models": (

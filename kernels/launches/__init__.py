@@ -27,13 +27,12 @@ logger = logging.getLogger(__name__)
 DELAY = 1.0
 
 
-def compile_launches(launches: Collection[Launch], architecture: int, *, here: bool, jobs: int | None = None) -> int:
+def compile_launches(launches: Collection[Launch], architecture: int, *, jobs: int | None = None) -> int:
     """Compile launches into Triton's cache, in processes of their own; those that are there are passed over.
 
     Args:
         launches: what `noted` gave.
         architecture: the GPU's that they are for: 90 for sm_90.
-        here: whether they will run on this machine, whose driver some versions of Triton need to prepare launches.
         jobs: processes; None for one per CPU that may be used.
 
     Returns:
@@ -42,31 +41,31 @@ def compile_launches(launches: Collection[Launch], architecture: int, *, here: b
     Raises:
         KvconvertError: a kernel cannot be compiled.
     """
-    from kvconvert.kernels.launches.triton_ahead import compile_ahead, unready
+    from kvconvert.kernels.launches.triton_processes import compile_in_processes, unready
 
-    missing = unready(launches, architecture, here)
+    missing = unready(launches, architecture)
     if missing:
         jobs = jobs or len(os.sched_getaffinity(0))
         with tqdm(total=len(missing), desc="Compiling kernels", delay=DELAY, leave=False, disable=None) as bar:
-            compile_ahead(missing, architecture, here, jobs, bar.update)
+            compile_in_processes(missing, architecture, jobs, bar.update)
     return len(missing)
 
 
 def cache_directory() -> Path:
     """Where Triton keeps compiled kernels: TRITON_CACHE_DIR, or a folder of the user's."""
-    from kvconvert.kernels.launches.triton_ahead import directory
+    from kvconvert.kernels.launches.triton_processes import directory
 
     return directory()
 
 
 def make_ready(launches: Collection[Launch], device: torch.device) -> None:
     """Compile launches for a GPU, and bring them there, so that the first of each takes no longer than others."""
-    from kvconvert.kernels.launches.triton_ahead import load
+    from kvconvert.kernels.launches.triton_processes import load
 
     major, minor = capability(device)
     with torch.cuda.device(device):
         try:
-            compile_launches(launches, 10 * major + minor, here=True)
+            compile_launches(launches, 10 * major + minor)
         except KvconvertError as error:
             logger.warning("%s This process goes on by itself.", error)
         load(launches)

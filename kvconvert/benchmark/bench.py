@@ -27,6 +27,7 @@ from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.io.progress import progress_bar
 from kvconvert.models.source import DTYPES, choose_device, open_source
+from kvconvert.tables import text_table
 from kvconvert.version import __version__
 
 WORKER = (sys.executable, "-m", "kvconvert.benchmark.worker")
@@ -208,15 +209,13 @@ HEADER = (
 
 def table(report: BenchReport) -> str:
     """Rows of aligned columns, and what has to be known about them."""
-    rows = [HEADER, *(_row(report, measurement) for measurement in report.measurements)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    rows = [_row(report, measurement) for measurement in report.measurements]
     failures = [
         f"{m.model}, {m.batch} x {m.context}: not measured ({m.failure})" for m in report.measurements if m.failure
     ]
     where = f"{report.device}; {report.new_tokens} new tokens per sequence, greedy"
     against = [] if report.against is None else [f"source: {report.against}; speed-up over its fastest row"]
-    return "\n".join([*lines, "", where, *against, *failures, *report.notes])
+    return "\n".join([text_table(HEADER, rows), "", where, *against, *failures, *report.notes])
 
 
 def _row(report: BenchReport, m: Measurement) -> tuple[str, ...]:

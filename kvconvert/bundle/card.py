@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kvconvert.bundle.describe import Description, describe, printable_manifest
 from kvconvert.bundle.manifest import Manifest, figure
 from kvconvert.methods import awq
+from kvconvert.tables import markdown_table
 
 CARD_NAME = "README.md"
 FIDELITY = "## Fidelity"
@@ -159,20 +160,15 @@ def _usage(manifest: Manifest) -> list[str]:
 
 def _coverage(found: Description) -> list[str]:
     rows = [(_code(name), *map(_plain, others)) for name, *others in found.modules.rows]
-    return ["## Coverage", "", f"{found.weights}.", "", *_table(found.modules.header, rows), ""]
+    return ["## Coverage", "", f"{found.weights}.", "", markdown_table(found.modules.header, rows), ""]
 
 
 def _kv_plan(found: Description) -> list[str]:
     rows = [(layers, _plain(", ".join(clauses))) for layers, clauses in found.layers]
-    lines = ["## Key-value cache", "", f"Size: {found.cache}.", "", *_table(("layers", "plan"), rows), ""]
+    lines = ["## Key-value cache", "", f"Size: {found.cache}.", "", markdown_table(("layers", "plan"), rows), ""]
     for sentence in found.cautions:
         lines += [f"> {sentence}", ""]
     return lines
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A Markdown table; cells are Markdown."""
-    return [f"| {' | '.join(header)} |", f"{'|---' * len(header)}|", *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 def fidelity_section(manifest: Manifest) -> list[str]:
@@ -195,7 +191,7 @@ def fidelity_section(manifest: Manifest) -> list[str]:
         *([f"**{_plain(fit)}**", ""] if isinstance(fit, str) else []),
         f"Measured on exactly these files{_circumstances(report)}.{outcome if bounds else ''}",
         "",
-        *_table(("figure", "value"), rows),
+        markdown_table(("figure", "value"), rows),
         "",
     ]
 

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from kvconvert.bundle.describe import Table, describe, index_range
+from kvconvert.bundle.describe import describe, index_range
 from kvconvert.bundle.manifest import LayerPlan, Manifest, figure
+from kvconvert.tables import text_table
 
 FULL_BITS = 16
 BLOCK, PLAIN_BLOCK = "\u2588", "#"
@@ -26,12 +27,12 @@ def manifest_text(manifest: Manifest, unicode: bool = False, windows: Sequence[i
         windows: see `kvconvert.bundle.describe.kv_size`.
     """
     found = describe(manifest, windows)
-    lines = [_facts(found.facts), "", f"Weights: {found.weights}", _table(found.modules)]
+    lines = [_facts(found.facts), "", f"Weights: {found.weights}", text_table(found.modules.header, found.modules.rows)]
     if found.widths is not None:
         line, table = found.widths
         lines += ["", f"Widths: {line}"]
         lines.append("KL of the whole model, in 1/1000 nats per token, with these weights alone rounded to nearest:")
-        lines.append(_table(table))
+        lines.append(text_table(table.header, table.rows))
     lines += ["", f"Key-value cache: {found.cache}"]
     if found.size is not None:
         lines += ["", plan_picture(found.manifest.layers, unicode), ""]
@@ -44,7 +45,7 @@ def manifest_text(manifest: Manifest, unicode: bool = False, windows: Sequence[i
         lines.append(
             "KL of the whole model, in 1/1000 nats per token, with one layer's keys or values alone stored so:"
         )
-        lines.append(_table(table))
+        lines.append(text_table(table.header, table.rows))
     lines += ["", f"Fidelity: {_fidelity_line(found.manifest)}"]
     return "\n".join(lines)
 
@@ -79,20 +80,6 @@ def _fidelity_line(manifest: Manifest) -> str:
     said += manifest.fidelity.missed or ["all limits of the recipe met"]
     said += [fit] if isinstance(fit, str) else []
     return "; ".join(said)
-
-
-def text_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    """Columns padded to their widest cell."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (header, *rows)
-    ]
-    return "\n".join(lines)
-
-
-def _table(table: Table) -> str:
-    return text_table(table.header, table.rows)
 
 
 def plan_picture(layers: Iterable[LayerPlan], unicode: bool) -> str:

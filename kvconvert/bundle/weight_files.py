@@ -17,6 +17,7 @@ from kvconvert.errors import BundleError
 from kvconvert.io.records import TensorInfo
 from kvconvert.io.tensorfile import mismatch, nbytes, read_header, tensor_info
 from kvconvert.methods import PLAN_TENSORS
+from kvconvert.methods.scheme import FORMER_PLAN_TENSORS
 
 INDEX_NAME = "model.safetensors.index.json"
 _WEIGHT_FILE = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
@@ -128,7 +129,7 @@ def read_plan(directory: Path, manifest: Manifest) -> dict[str, Tensor]:
         match = re.fullmatch(r"layers\.(\d+)\.(\w+)", name)
         if match is None or int(match[1]) >= len(manifest.layers):
             raise mismatch(PLAN_NAME, f"tensor {name}", f"a name layers.0 to layers.{len(manifest.layers) - 1}", name)
-        if match[2] not in PLAN_TENSORS:
+        if match[2] not in (*PLAN_TENSORS, *FORMER_PLAN_TENSORS):
             raise mismatch(PLAN_NAME, f"tensor {name}", f"one of {', '.join(PLAN_TENSORS)}", match[2])
         if tensor.is_floating_point() and not is_finite(tensor):
             raise mismatch(PLAN_NAME, f"tensor {name}", "finite values", "NaN or infinity")

@@ -23,13 +23,6 @@ from kvconvert.commands import check_device
     metavar="D",
     help="cpu or cuda, where [limits] are measured; a GPU by default if there is one.",
 )
-@click.option(
-    "--gpu",
-    "gpus",
-    metavar="SM",
-    multiple=True,
-    help="Compile its kernels for sm_90, say; as `kvconvert warm`.",
-)
 @click.option("--base-model", metavar="ID", help="Id on the Hub of a source that was a local directory.")
 @click.option(
     "--license", metavar="L", help="License, by the Hub's identifier; by default the one on the source's card."
@@ -66,7 +59,6 @@ def export(
     bundle: Path,
     force: bool,
     device: str | None,
-    gpus: tuple[str, ...],
     format_: str,
     kv_cache: Literal["plan", "float"] | None,
     int8_activations: bool,
@@ -78,8 +70,6 @@ def export(
         given = next((name for name, value in stated.items() if value is not None), None)
         if given is not None:
             raise click.UsageError(f"--{given.replace('_', '-')} is for the card of a bundle; leave it out.")
-        if gpus:
-            raise click.UsageError("--gpu is for the kernels of a bundle; leave it out.")
     from kvconvert.bundle.locate import check_output
     from kvconvert.convert.work_files import check_begun
 
@@ -102,12 +92,6 @@ def export(
     from kvconvert.convert.export import export as run
 
     run(work, bundle, force=force, device=device, **stated)
-    if gpus:
-        from kvconvert.commands.warm import told
-        from kvconvert.runtime.engine.warm import warm
-
-        for line in told(warm(bundle, gpus)):
-            click.echo(line)
     click.echo(exported(bundle))
 
 

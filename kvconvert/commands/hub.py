@@ -58,7 +58,7 @@ def list_bundles() -> None:
     if not found:
         click.echo("No bundle is in the Hub's cache; kvconvert pull USER/NAME fetches one.")
         return
-    from kvconvert.bundle.text import text_table
+    from kvconvert.tables import text_table
 
     rows = [(b.repository, ", ".join(commit[:7] for commit in b.commits), f"{b.size:,}", b.modified) for b in found]
     click.echo(text_table(("bundle", "commits", "bytes", "modified"), rows))

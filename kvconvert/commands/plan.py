@@ -50,7 +50,7 @@ class ByteSize(click.ParamType):
 @click.option("--kv-bits", metavar="B", type=float, help="Recipe auto: as calibrate.")
 @click.option("--kv-bytes-per-token", metavar="N", type=float, help="Recipe auto: as calibrate.")
 @click.option("--auto-tokens", metavar="N", type=int, help="Recipe auto: as calibrate.")
-@click.option("--no-probe", is_flag=True, help="Compute nothing of the model: no time, and memory by formula.")
+@click.option("--no-probe", is_flag=True, help="Calibrate no layer: no time, and a lower bound of memory.")
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON, in bytes and seconds.")
 def plan(
     model: str,
@@ -70,8 +70,8 @@ def plan(
 ) -> None:
     """Show what converting MODEL takes and what will fit, before anything runs.
 
-    Sizes follow from the headers of MODEL's files and its configuration. For the time, and the memory of any recipe,
-    one layer is calibrated on few sequences and thrown away; --no-probe leaves that out.
+    Sizes follow from the headers of MODEL's files and its configuration. For time and memory one layer is calibrated on
+    few sequences and thrown away; --no-probe leaves that out.
     """
     from kvconvert.data.sources import check_sources
     from kvconvert.models import check_model

@@ -7,7 +7,6 @@ import ipaddress
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -43,25 +42,6 @@ _COUNT = click.IntRange(min=1)
 @click.option("--keep-weights", is_flag=True, help="On a GPU, in 16 bits, too: faster prompts, 2 bytes per weight.")
 @click.option(
     "--max-waiting", metavar="N", type=click.IntRange(min=0), default=256, show_default=True, help="Before others: 429."
-)
-@click.option(
-    "--prompt-lookup-num-tokens",
-    metavar="N",
-    type=click.IntRange(1, 64),
-    help="Draft so many tokens that followed the same words before, and check them in one pass; slow on a GPU.",
-)
-@click.option(
-    "--assistant-model",
-    metavar="BUNDLE",
-    help="Draft with this bundle's model, which has the same tokenizer; slow on a GPU.",
-)
-@click.option(
-    "--num-assistant-tokens",
-    metavar="N",
-    type=click.IntRange(1, 64),
-    default=5,
-    show_default=True,
-    help="Tokens of its drafts.",
 )
 @click.option(
     "--max-tokens",
@@ -110,9 +90,6 @@ def serve(
     prefix_caching: bool | None,
     keep_weights: bool,
     max_waiting: int,
-    prompt_lookup_num_tokens: int | None,
-    assistant_model: str | None,
-    num_assistant_tokens: int,
     max_tokens: int,
     max_prompt_tokens: int | None,
     max_body: int,
@@ -130,8 +107,6 @@ def serve(
     from kvconvert.bundle.locate import check_place
 
     check_place(bundle)
-    if assistant_model is not None:
-        check_place(assistant_model)
     try:
         from kvconvert.serve.server import Server, bind
     except ModuleNotFoundError as error:
@@ -156,11 +131,8 @@ def serve(
     place = choose_device(device)
     stated = None if dtype is None else compute_dtype(dtype, place, None)
 
-    def loaded(name: str) -> tuple[Any, Any]:
-        model, processor = load(name, dtype=stated or ("auto" if place.type == "cuda" else None))
-        return model.to(place), processor  # type: ignore[arg-type]
-
-    model, processor = loaded(bundle)
+    model, processor = load(bundle, dtype=stated or ("auto" if place.type == "cuda" else None))
+    model = model.to(place)  # type: ignore[arg-type]
     name = name or (Path(bundle).resolve().name if os.path.exists(bundle) else bundle)
     engine = Engine(
         model,
@@ -170,9 +142,6 @@ def serve(
         prompt_chunk=prompt_chunk,
         max_batch_tokens=max_batch_tokens,
         max_waiting=max_waiting,
-        prompt_lookup_num_tokens=prompt_lookup_num_tokens,
-        assistant_model=None if assistant_model is None else loaded(assistant_model)[0],
-        num_assistant_tokens=num_assistant_tokens,
         prefix_caching=prefix_caching,
         keep_weights=keep_weights,
     )

@@ -18,7 +18,6 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.text import text_table
 from kvconvert.errors import UsageError
 from kvconvert.fidelity.evaluate import decoder_of
 from kvconvert.fidelity.scoring import Decoder, batches, feed, read_prompt
@@ -27,6 +26,7 @@ from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.models.processors import tokenizer_of
 from kvconvert.models.source import choose_device, compute_dtype, open_source
 from kvconvert.runtime import load
+from kvconvert.tables import text_table
 
 try:
     from lm_eval import evaluator, simple_evaluate

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from kvconvert.bundle.text import text_table
 from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.fidelity.images import ImageFigures
 from kvconvert.fidelity.recall import FreeRunningResult, PasskeyResult
 from kvconvert.fidelity.scoring import Comparison
 from kvconvert.fidelity.verdict import ProbeResult, abilities, losses
 from kvconvert.io.records import DataInfo
+from kvconvert.tables import text_table
 
 PARTS = {
     "perplexity": "perplexity per token of held-out text",

@@ -1,6 +1,6 @@
 """The methods, one file per paper: fields with their rules, presets, plan tensors, and their description; no torch."""
 
-from kvconvert.methods.minikv import clamp_ratios, proportional_ratios, pyramid_ratios, spread_ratios
+from kvconvert.methods.minikv import clamp_ratios, pyramid_ratios, spread_ratios
 from kvconvert.methods.part import LayerShape
 from kvconvert.methods.scheme import (
     FIELDS,

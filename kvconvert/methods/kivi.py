@@ -19,7 +19,7 @@ BITS = (1, 2, 3, 4, 8, 16)
 GROUP_SIZES = (16, 32, 64, 128)
 PAGE_SIZES = (128,)
 
-# Of latent attention (MLA), whose latents are stored as keys and RoPE parts as values (benchmarks/latent.py).
+# Of latent attention (MLA), whose latents are stored as keys and RoPE parts as values (benchmarks/RESULTS.md).
 _LATENT = {"key_group_size": 128, "value_bits": 8, "value_group_size": 64, "sink_tokens": PRESET_SINKS}
 
 _Bits = Annotated[int, AfterValidator(one_of(BITS))]

@@ -14,7 +14,7 @@ from kvconvert.methods.part import PRESET_SINKS, STRICT, LayerShape, Part, optio
 _SHARE = "it is a share of the prompt, 0 to 1"
 _MINIKV = {"key_group_size": 16, "value_group_size": 16, "heavy_ratio": 0.25, "recent_ratio": 0.25}
 _PAPER = {"minikv": _MINIKV, "minikv-pyramid": _MINIKV | {"allocation": "pyramid"}}
-# Allocations that are formulas; the others follow from what calibration measures.
+# Allocations that are formulas; the other one follows from what calibration measures.
 FORMULAS = ("uniform", "pyramid")
 
 
@@ -29,17 +29,16 @@ class MiniKV(Part):
     # Pages of 128 tokens leave up to 127 of those that are kept in full precision, and the paper's prefill up to 15.
     paper_presets = {f"{name}-plain": fields for name, fields in _PAPER.items()}
     plan_tensors = {
-        "attention_variance": "float32 [1]: variance over tokens of the attention mass that they receive",
         "lost_attention": "float32 [n]: attention weight lost when a share i / (n - 1) of the prompt is kept",
         "lost_output": "float32 [n]: squared error of the attention output, relative to its square",
     }
-    from_calibration = ("allocation", ("var_prop", "var_inv", "calibrated"), None)
+    from_calibration = ("allocation", ("calibrated",), None)
 
     heavy_ratio: float | None = option(
         None, _SHARE, "share of a sequence's unpadded prompt that each KV head keeps as heavy hitters", ge=0, le=1
     )
     recent_ratio: float | None = option(None, _SHARE, "share that it keeps as its newest tokens", ge=0, le=1)
-    allocation: Literal["uniform", "pyramid", "var_prop", "var_inv", "calibrated"] = option(
+    allocation: Literal["uniform", "pyramid", "calibrated"] = option(
         "uniform", "", "how heavy_ratio, the mean over layers, is spread over them"
     )
     pyramid_depth: float = option(
@@ -143,12 +142,6 @@ def pyramid_ratios(ratio: float, num_layers: int, depth: float) -> list[float]:
         return [ratio]
     top, bottom = 2 * ratio - ratio / depth, ratio / depth
     return [top + (bottom - top) * i / (num_layers - 1) for i in range(num_layers)]
-
-
-def proportional_ratios(ratio: float, weights: list[float]) -> list[float]:
-    """Heavy ratios with mean `ratio`, in proportion to non-negative `weights`; uniform when these are all zero."""
-    total = sum(weights)
-    return [ratio * len(weights) * w / total for w in weights] if total > 0 else [ratio] * len(weights)
 
 
 def clamp_ratios(ratios: list[float], recent_ratio: float) -> list[float]:

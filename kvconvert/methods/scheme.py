@@ -328,6 +328,8 @@ UNQUANTIZED = KVScheme(key_bits=16, value_bits=16)
 _RENAMED = {f"{name}-paper": f"{name}-plain" for name in MiniKV.presets}
 # Every tensor that some method may leave in the KV plan of a layer, with its meaning.
 PLAN_TENSORS: dict[str, str] = {name: meaning for part in PARTS for name, meaning in part.plan_tensors.items()}
+# In plans of earlier versions; nothing reads them.
+FORMER_PLAN_TENSORS = ("attention_variance",)
 # Fields that calibration chooses unless a recipe states them.
 SEARCHED_FIELDS: tuple[str, ...] = tuple(field for part in PARTS for field in part.searched_fields)
 

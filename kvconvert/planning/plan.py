@@ -16,7 +16,7 @@ from kvconvert.calibration.protocol import LayerJob
 from kvconvert.convert.checks import check_purpose, check_recipe
 from kvconvert.convert.host_memory import anonymous_bytes
 from kvconvert.convert.layer_runner import LayerRunner
-from kvconvert.convert.passes import layer_jobs, make_passes
+from kvconvert.convert.passes import layer_jobs
 from kvconvert.convert.pipeline import kept_tensors, make_runner, with_group_size
 from kvconvert.data.samples import TEXT_LENGTH
 from kvconvert.errors import UsageError
@@ -25,7 +25,7 @@ from kvconvert.methods.minikv import FORMULAS, spread_ratios
 from kvconvert.models.configuration import model_cache
 from kvconvert.models.processors import load_tokenizer
 from kvconvert.models.source import SourceModel, choose_device, open_source
-from kvconvert.planning.host import LIBRARY_BYTES, LayerMemory, LayerSizes, kept_bytes, layer_memory
+from kvconvert.planning.layers import LayerSizes, kept_bytes
 from kvconvert.planning.probe import Probe, run_probe
 from kvconvert.recipes.recipe import Recipe
 
@@ -42,15 +42,14 @@ class Memory:
     Attributes:
         calibrate, export: anonymous host memory.
         device: the GPU's memory while calibrating; None on a CPU.
-        source: "probe" where one layer was calibrated and watched, else "formula".
-        layer: of the layer that takes most, by the formula; None for a model whose layers are not computed.
+        source: "probe" where the largest layer was calibrated and watched; "headers" where nothing was, and what
+            calibration takes is at least its weights.
     """
 
     calibrate: int
     export: int
     device: int | None
     source: str
-    layer: LayerMemory | None
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,7 @@ def plan(
         context: tokens of a sequence; None takes 4,096, or the model's positions if fewer.
         batch: sequences served at once.
         samples, seq_len, device, data, seed: of `calibrate`.
-        probe: calibrate one layer on few sequences, for the time and, for any recipe, the host memory.
+        probe: calibrate one layer on few sequences, for the time and the memory; without, a lower bound of memory.
         progress: show messages on stderr.
 
     Raises:
@@ -173,7 +172,7 @@ def plan(
     layers = _layers(runner, recipe)
     largest = max(range(len(layers)), key=lambda index: layers[index].parameters, default=None)
     probed: Probe | None = None
-    if probe and largest is not None and make_passes(jobs[largest]):
+    if probe and largest is not None:
         request = {
             "model": str(model),
             "recipe": recipe.to_dict(),
@@ -195,7 +194,7 @@ def plan(
         length=length,
         device=device,
         batch=batch,
-        memory=_memory(runner, recipe, jobs, layers, probed, own, samples, length, target.type),
+        memory=_memory(runner, layers, probed, own, (samples, length), target.type),
         disk=disk,
         cache=_cache(planned, context),
         gpu_memory=gpu_memory,
@@ -228,44 +227,25 @@ def _layers(runner: LayerRunner, recipe: Recipe) -> list[LayerSizes]:
 
 def _memory(
     runner: LayerRunner,
-    recipe: Recipe,
-    jobs: list[LayerJob],
     layers: list[LayerSizes],
     probed: Probe | None,
     own: int,
-    samples: int,
-    length: int,
+    samples: tuple[int, int],
     device: str,
 ) -> Memory:
-    peaks = []
-    for index, sizes in enumerate(layers):
-        passes = make_passes(jobs[index])
-        sampled = any(made.reads_sample for made in passes)
-        batch = runner.batch_size(length)
-        peaks.append(layer_memory(sizes, recipe.weights, samples, length, batch, bool(passes), sampled, device))
-    worst = max(peaks, key=lambda peak: peak.peak, default=None)
-    needed = 0 if worst is None else worst.peak
-    if device == "cuda":
-        # On the host: one parameter in float32 on its way to the GPU, and the packed weights.
-        largest = max(
-            (4 * outputs * inputs for sizes in layers for outputs, inputs in sizes.linears.values()), default=0
-        )
-        host = own + largest + max((sizes.stored_bytes for sizes in layers), default=0)
-    else:
-        host = own + needed + LIBRARY_BYTES
-    measured = None if probed is None else probed.peak_anonymous_bytes
-    on_device = None if device != "cuda" else needed
-    if probed is not None and probed.peak_device_bytes is not None:
-        on_device = probed.peak_device_bytes
-    shape = (samples, length, runner.config.hidden_size)
+    largest = max((sizes.layer_bytes for sizes in layers), default=0)
+    host, on_device = (own, largest) if device == "cuda" else (own + largest, None)
+    measured = None
+    if probed is not None:
+        measured, on_device = probed.peak_anonymous_bytes, probed.peak_device_bytes
+    shape = (*samples, runner.config.hidden_size)
     if on_device is not None and runner.has_room(shape):
         on_device += 2 * 4 * math.prod(shape)  # the inputs of two layers, of which the probe has a few sequences
     return Memory(
         calibrate=host if measured is None else measured,
         export=own,
         device=on_device,
-        source="formula" if measured is None else "probe",
-        layer=worst,
+        source="headers" if measured is None else "probe",
     )
 
 

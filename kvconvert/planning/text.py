@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from kvconvert.bundle.text import text_table
 from kvconvert.planning.plan import Plan
-
-_STEPS = {
-    "forward": "running one batch through the largest layer",
-    "search": "searching its weights",
-    "sample": "evaluating its attention",
-    "pack": "packing its weights",
-}
+from kvconvert.tables import text_table
 
 
 def plan_text(plan: Plan) -> str:
     """Tables of what converting and serving take, with what each figure rests on."""
     memory, disk, cache = plan.memory, plan.disk, plan.cache
-    basis = {"probe": "measured on one layer", "formula": "computed"}[memory.source]
-    where = "" if memory.layer is None or memory.source == "probe" else f", while {_STEPS[memory.layer.step()]}"
-    rows = [("host memory, calibrate", size(memory.calibrate), f"anonymous, {basis}{where}")]
+    least, basis = {
+        "probe": ("", "measured on one layer"),
+        "headers": ("at least ", "the largest layer's weights; a probe measures the rest"),
+    }[memory.source]
+    rows = [("host memory, calibrate", f"{least}{size(memory.calibrate)}", f"anonymous, {basis}")]
     if memory.device is not None:
-        basis = "measured on one layer" if plan.seconds is not None else "computed"
-        rows.append(("GPU memory, calibrate", size(memory.device), basis))
+        rows.append(("GPU memory, calibrate", f"{least}{size(memory.device)}", basis))
     rows += [
         ("host memory, export", size(memory.export), "anonymous; does not grow with the model"),
         ("disk, working directory", size(disk.work), f"{size(disk.work_peak)} while it runs"),

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from kvconvert.bundle.text import text_table
 from kvconvert.cache.size import LayerCache, ModelCache
 from kvconvert.methods import (
     FIELDS,
@@ -23,6 +22,7 @@ from kvconvert.methods import (
 from kvconvert.methods.auto import CHOSEN_FIELDS, DEFAULT_CONTEXT
 from kvconvert.methods.awq import WeightsRecipe, describe
 from kvconvert.recipes.recipe import LayerOverride, Recipe, preset_names
+from kvconvert.tables import text_table
 
 HEADS, HEAD_DIM = 8, 128  # of the layer for which sizes are stated
 LATENTS = (1, 512, 64)  # one head, channels of a latent and of its RoPE part, as in DeepSeek's models

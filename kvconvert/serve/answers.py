@@ -70,17 +70,12 @@ class Generation:
         firsts = self.requests[:: len(self.requests) // prompts]
         read = sum(len(request.prompt) for request in firsts)
         generated = sum(len(request.tokens) for request in self.requests)
-        usage: dict[str, Any] = {
+        return {
             "prompt_tokens": read,
             "completion_tokens": generated,
             "total_tokens": read + generated,
             "prompt_tokens_details": {"cached_tokens": sum(request.cached_tokens for request in firsts)},
         }
-        drafted, taken = (sum(getattr(r, name) for r in self.requests) for name in ("drafted", "accepted"))
-        if drafted:
-            details = {"accepted_prediction_tokens": taken, "rejected_prediction_tokens": drafted - taken}
-            usage["completion_tokens_details"] = details
-        return usage
 
     def _report(self, place: int, event: Event) -> None:
         self._loop.call_soon_threadsafe(self._events.put_nowait, (place, event, time.perf_counter()))

@@ -65,10 +65,6 @@ class Metrics:
         cached = "Prompt tokens taken from stored prefixes instead of being read."
         add("counter", "cached_tokens_total", cached, {"": stats.cached_tokens})
         add("counter", "generated_tokens_total", "Tokens generated.", {"": stats.generated_tokens})
-        drafts = {"": stats.drafted_tokens}
-        add("counter", "drafted_tokens_total", "Tokens of drafts that were checked.", drafts)
-        accepted = {"": stats.accepted_tokens}
-        add("counter", "accepted_tokens_total", "Tokens of drafts that were generated.", accepted)
         add("counter", "steps_total", "Steps of the engine.", {"": stats.steps})
         add("counter", "step_seconds_total", "Seconds spent in steps.", {"": stats.seconds})
         add("gauge", "pages_reserved", "Cache pages of a layer set aside for requests.", {"": stats.pages_reserved})

@@ -146,8 +146,6 @@ class LayerAttention(AttentionCall):
     def output(self, queries: torch.Tensor) -> torch.Tensor:
         """[B, Hq, T, E], in the coordinates in which values are stored, for queries in those of keys."""
         store, chunk, length = self.store, self.chunk, queries.shape[2]
-        if length > 1 and store.forward_pass.step_tables is not None:
-            return self._over_stored_rows(list(range(len(queries))), queries).to(queries.dtype)
         selects = store.group.policy.sums_attention
         if length == 1:
             for row, sequence in enumerate(store.sequences if selects else ()):
@@ -196,7 +194,6 @@ class LayerAttention(AttentionCall):
         store = self.store
         tables = store.group.registry.step_tables(store)
         key_window, value_window = (side.recent_tokens for side in store.scheme.sides)
-        causal = tables is not None and queries.shape[2] > 1 and self.chunk.is_causal
         return decode_attention(
             queries,
             StoredRows(store, rows, self.chunk, queries.shape[2], tables),
@@ -206,7 +203,6 @@ class LayerAttention(AttentionCall):
             span=store.span_format,
             half_quantized=0 if key_window == value_window else 1 if key_window < value_window else 2,
             hides=store.scheme.sink_tokens > 0,
-            causal=causal,
             softcap=self.softcap,
             sink_logits=self.sink_logits,
             clamped_rows=store.clamped_rows if tables is None else tables.clamped_rows[store.group.stores.index(store)],

@@ -156,35 +156,6 @@ def crop(group: Group, tokens_to_remove: int) -> None:
     group.record_past = recording
 
 
-def keep_newest(group: Group, kept: list[int], tokens: int) -> None:
-    """Of the newest `tokens` tokens of each row keep so many, the first ones, and compress what is complete.
-
-    They have been stored by a pass with `record_past`, which ends here. Those that stay are moved up to the position of
-    the next pass, as every row's newest token is.
-
-    Raises:
-        CacheError: the pages have a fixed capacity and no room left.
-        NumericError: a page holds numbers that cannot be stored.
-    """
-    found = list(group.sequences)
-    for row, (sequence, count) in enumerate(zip(group.sequences, kept, strict=True)):
-        by = tokens - count
-        if not by or not sequence.occupied:
-            continue
-        found[row] = sequence.crop(group.logical - by).shift(by)
-        if group.sliding_window:
-            # Tables have the positions of tokens that leave a window.
-            group.touch(row)
-            for store in group.stores:
-                if store.rows[row].kept is not None:
-                    store.rows[row].kept = store.rows[row].kept + by
-    group.sequences = tuple(found)
-    for store in group.stores:
-        store.sequences = group.sequences
-    group.record_past = False
-    compress(group, seal=False)
-
-
 def _check_crop(group: Group, row: int, sequence: Sequence, length: int) -> None:
     removed = len(sequence) - sequence.before(length)
     free = 0 if sequence.untouched else sequence.sink_tokens

@@ -78,7 +78,7 @@ class GroupTables:
         plans: what each row has stored.
         steps_left: how many more single tokens may come before anything but `step` has to be written.
         roomy: whether work gets the most room at once, so that one recording serves all steps.
-        tokens: that a step has of each row, 1 unless drafts are checked.
+        asked: numbers of programs among which steps have divided their attention.
         capacity: tokens that a row's key and value buffers have room for, in every layer.
         boosted: for each layer int32 [H, n], boosted channels of a scheme that fixes them; else None.
         centers: of each layer's keys, None where pages hold whole keys.
@@ -110,19 +110,13 @@ class GroupTables:
         self._checked: tuple[Sequence, ...] | None = None
         self._room: dict[tuple[int, int], WorkPlan] = {}
         self.capacity = [(0, 0)] * rows
-        self.tokens = 1
-        self._asked: dict[int, set[int]] = {}
+        self.asked: set[int] = set()
         self.roomy = False
         self.steps_left = 0
         self._increment = torch.zeros(3, rows, **device)
 
     def __deepcopy__(self, memo: dict) -> GroupTables:
         return self
-
-    @property
-    def asked(self) -> set[int]:
-        """Numbers of programs among which steps of so many tokens have divided their attention."""
-        return self._asked.setdefault(self.tokens, set())
 
     def belongs_to(self, group: Group) -> bool:
         """Whether the tables are a group's."""
@@ -335,13 +329,12 @@ class GroupTables:
         shared = tuple(0 if table is None else table.data_ptr() for table in self.shared)
         return (*((n, self._work[n, self.roomy].plan.items.data_ptr()) for n in sorted(self.asked)), shared)
 
-    def rooms(self, group: Group, sequences: tuple[Sequence, ...], tokens: int) -> Hashable:
-        """Of all that `work_key` says of a step of so many tokens after which the sequences are these, what differs
-        between steps, without writing anything; None before a step has asked how its work is divided.
+    def rooms(self, group: Group, sequences: tuple[Sequence, ...]) -> Hashable:
+        """Of all that `work_key` says of a step after which the sequences are these, what differs between steps,
+        without writing anything; None before a step has asked how its work is divided.
         """
         plans = [self._plan(group, row, sequence, 0) for row, sequence in enumerate(sequences)]
-        asked = sorted(self._asked.get(tokens, ()))
-        return tuple(self._room_of(plan_work(plans, programs), programs) for programs in asked) or None
+        return tuple(self._room_of(plan_work(plans, programs), programs) for programs in sorted(self.asked)) or None
 
     def _room_of(self, plan: WorkPlan, programs: int) -> tuple[int, int, int]:
         """Programs, and the items and slots that a plan gets room for."""
@@ -370,7 +363,6 @@ class GroupTables:
 
     def write_step(self, group: Group, forward_pass: ForwardPass) -> None:
         """Write where the new tokens of a step go."""
-        self.tokens = forward_pass.length
         first = [-1] * self.rows
         for destination in forward_pass.destinations:
             first[destination.row] = destination.first_key
@@ -378,8 +370,7 @@ class GroupTables:
         self.step.copy_(upload([first, residual, [forward_pass.start] * self.rows], self.device))
         self._increment[:2] = upload([int(index >= 0) for index in first], self.device)
         self._increment[2] = 1
-        # How many of several tokens stay is not known yet.
-        self.steps_left = self._count_steps(group) if self.tokens == 1 else 0
+        self.steps_left = self._count_steps(group)
         for row, sequence in enumerate(group.sequences):
             if sequence.occupied and first[row] < 0:
                 # Its tokens do not follow one another any more.
@@ -418,17 +409,16 @@ class GroupTables:
         self.described[:, :, 7] = self.step[1]
 
     def step_mask(self, chunk: Chunk) -> torch.Tensor | None:
-        """Which tokens a step's queries attend to: uint8 [B, 1, T, n]; None where each attends to all up to its own.
+        """Which tokens a step's query attends to: uint8 [B, 1, 1, n]; None where each attends to all up to its own.
 
         For mask functions that `is_pure` accepts, and sequences from which nothing was evicted.
         """
         if chunk.is_causal:
             return None
         batch = torch.arange(self.rows, device=self.device).view(-1, 1, 1)
-        new = torch.arange(self.tokens, device=self.device).view(1, -1, 1)
         head = torch.zeros((), dtype=torch.int64, device=self.device)
-        seen = chunk.mask_function(batch, head, self.step[2].view(-1, 1, 1) + new, self.positions.unsqueeze(1))
-        return seen.expand(self.rows, self.tokens, self.positions.shape[1]).to(torch.uint8).unsqueeze(1)
+        seen = chunk.mask_function(batch, head, self.step[2].view(-1, 1, 1), self.positions.unsqueeze(1))
+        return seen.expand(self.rows, 1, self.positions.shape[1]).to(torch.uint8).unsqueeze(1)
 
 
 def upload(data: torch.Tensor | list, device: torch.device) -> torch.Tensor:

@@ -358,16 +358,6 @@ class LayerGroup(Generic[Store]):
         self.touch(row)
         return replace(sequence, keys=sides[0], values=sides[1], dropped=sequence.dropped + outside)
 
-    def tokens_until_page(self, row: int) -> int | None:
-        """Tokens, at least 1, until a row's next page is complete and leaves the buffers; None if none ever does."""
-        if not self.policy.flushes:
-            return None
-        size, sequence, left = self.page_size, self.sequences[row], []
-        for side, stored in zip((sequence.keys, sequence.values), self.scheme.sides, strict=True):
-            after = side.buffered - sequence.buffer_index(side, len(side.pages), size)
-            left.append(size + stored.recent_tokens - after)
-        return max(1, min(left))
-
     def masks_on_device(self, chunk: Chunk) -> bool:
         """Whether `GroupTables.step_mask` serves a step."""
         if chunk.is_causal:

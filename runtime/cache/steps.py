@@ -96,14 +96,14 @@ class TableRegistry:
         """
         group, latest = store.group, store.forward_pass
         if latest.length > 1:
-            return latest.step_tables
+            return None
         if latest.step_tables is None and latest.all_allocated and follows_tables(store) and runs_steps(group):
             latest.step_tables = self.prepare_step(group, latest)
             latest.step_tables.spread_step()
         return latest.step_tables
 
     def prepare_step(self, group: Group, latest: ForwardPass) -> GroupTables:
-        """Make room for a step's tokens in all layers, and write where these go and what is stored."""
+        """Make room for a step's token in all layers, and write where it goes and what is stored."""
         tables = self.tables(group, entries_needed(group.sequences))
         known = tables.belongs_to(group) and group.changed is not None
         for destination in latest.destinations:
@@ -166,7 +166,7 @@ _STEP = Chunk(torch.zeros(1, dtype=torch.int64))
 
 
 class PlannedStep:
-    """A pass of one new token in every occupied row of a cache, or of as many in each while drafts are held.
+    """A pass of one new token in every occupied row of a cache.
 
     Planning stores nothing yet: `launches()` is the context in which a model runs its layers, which then launch
     kernels over the tables and do no bookkeeping. It may be entered any number of times, or replaced by the replay of a
@@ -175,7 +175,6 @@ class PlannedStep:
     Args:
         groups: of all the cache's layers; `runs_steps` accepts each.
         roomy: whether the division of its work gets the most room, see `GroupTables`; may be changed before it runs.
-        tokens: of each row; of several, `keep_newest` says how many stay.
 
     Attributes:
         continues: whether it is like the step before it, so that nothing is planned: every occupied row has got one
@@ -187,10 +186,10 @@ class PlannedStep:
         NumericError: an open prompt holds numbers that cannot be stored.
     """
 
-    def __init__(self, groups: list[Group], roomy: bool = False, tokens: int = 1):
-        self.groups, self.roomy, self._tokens = groups, roomy, tokens
+    def __init__(self, groups: list[Group], roomy: bool = False):
+        self.groups, self.roomy = groups, roomy
         self._before: list[tuple[tuple[Sequence, ...], ForwardPass | None, int]] = []
-        self.continues = tokens == 1 and all(_continues(group) for group in groups)
+        self.continues = all(_continues(group) for group in groups)
         if self.continues:
             self.tables = [group.tables for group in groups]
             for group, tables in zip(groups, self.tables, strict=True):
@@ -207,7 +206,7 @@ class PlannedStep:
         try:
             for group in groups:
                 before = (group.sequences, group.forward_pass, group.passes)
-                latest = group.begin(tokens)
+                latest = group.begin(1)
                 self._before.append(before)
                 group.append(latest, _STEP, check=False)
                 self.tables.append(group.registry.prepare_step(group, latest))
@@ -242,8 +241,8 @@ class PlannedStep:
         try:
             for group, tables in zip(self.groups, self.tables, strict=True):
                 tables.spread_step()
-                first, count = group.logical - self._tokens, self._tokens
-                group.rehearsal = ForwardPass(first, count, _STEP, appended=group.sequences, step_tables=tables)
+                appended = group.sequences
+                group.rehearsal = ForwardPass(group.logical - 1, 1, _STEP, appended=appended, step_tables=tables)
             with self._room_for_work():
                 yield
         finally:
@@ -256,7 +255,7 @@ class PlannedStep:
         """Undo the plan of a pass whose kernels did not run: its tokens were never stored."""
         begun = self.groups if self.continues else self.groups[: len(self._before)]
         for index, group in enumerate(begun):
-            group.logical -= self._tokens
+            group.logical -= 1
             if self.continues:
                 # Sequences may have been asked for since, and know of the token then.
                 group.drop_newest()

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -17,7 +17,6 @@ from kvconvert.runtime.engine.prefixes import Prefixes, no_prefixes
 from kvconvert.runtime.engine.request import EngineStats, Event, FinishReason, Request, UnreadStep, new_request
 from kvconvert.runtime.engine.sampling import Sampling
 from kvconvert.runtime.engine.scheduler import RowState, Scheduler
-from kvconvert.runtime.engine.speculation import Draft, Speculation, StepTimes, accepted, worthwhile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -31,7 +30,7 @@ class Engine:
 
     Requests wait in a queue until a row of the batch and pages for all their tokens are free, first come, first served.
     Each step is one pass of the model: it reads a chunk of each of the oldest unread prompts, as many as fit, and
-    decodes one token of every running request, or where drafts are checked as many as are accepted and one more.
+    decodes one token of every running request.
 
     `add`, `Request.cancel` and `stats` may be called from any thread, while another one steps. `step` and what calls it
     (`run`, `stream`) may be called from several threads, too; steps then follow one another.
@@ -49,10 +48,9 @@ class Engine:
             from there. Kept pages take what room requests leave in `kv_memory`; without that, at most that of 131,072
             tokens. None does so where it is possible: where no layer compresses prompts as a whole (spans, eviction)
             and `prompt_chunk` is a multiple of 128.
-        prompt_lookup_num_tokens, max_matching_ngram_size, assistant_model, num_assistant_tokens: how tokens are drafted
-            that one pass checks together, see `Speculation`; they are not by default.
         keep_weights: keep packed weights in 16 bits, too, so that no pass over a long prompt dequantizes them: two
             bytes more for each weight, on a GPU, as long as the model stays there. Results do not depend on it.
+        prompt_lookup_num_tokens, assistant_model: refused; `model.generate` takes them.
 
     Raises:
         UsageError: an argument that cannot be used.
@@ -70,12 +68,19 @@ class Engine:
         max_batch_tokens: int = 8192,
         max_waiting: int | None = None,
         prefix_caching: bool | None = None,
-        prompt_lookup_num_tokens: int | None = None,
-        max_matching_ngram_size: int = 8,
-        assistant_model: PreTrainedModel | None = None,
-        num_assistant_tokens: int = 5,
         keep_weights: bool = False,
+        prompt_lookup_num_tokens: Any = None,
+        assistant_model: Any = None,
     ):
+        for name, value in (
+            ("prompt_lookup_num_tokens", prompt_lookup_num_tokens),
+            ("assistant_model", assistant_model),
+        ):
+            if value is not None:
+                raise UsageError(
+                    f"An Engine decodes one token of a request at a time and takes no `{name}`; leave it out, or call "
+                    "`model.generate` with it."
+                )
         for name, value, least in (("max_batch", max_batch, 1), ("prompt_chunk", prompt_chunk, 1)):
             if value < least:
                 raise UsageError(f"`{name}` is {value}; it has to be at least {least}.")
@@ -86,14 +91,11 @@ class Engine:
             )
         if max_waiting is not None and max_waiting < 0:
             raise UsageError(f"`max_waiting` is {max_waiting}; it has to be at least 0, or None.")
-        self._speculation = Speculation(
-            prompt_lookup_num_tokens, max_matching_ngram_size, assistant_model, num_assistant_tokens
-        )
         self._tokenizer, self._prompt_chunk, self._max_batch_tokens = tokenizer, prompt_chunk, max_batch_tokens
         self._steps = ModelSteps(model, max_batch, kv_memory)
         if keep_weights:
             self._steps.keep_weights()
-        self._steps.prepare(prompt_chunk, self._speculation.drafted, max_batch_tokens)
+        self._steps.prepare(prompt_chunk, max_batch_tokens)
         self._rows = RowState(max_batch, self._steps.device)
         self._scheduler = Scheduler(max_batch, self._steps.pages, max_waiting)
         # Of the scheduler, the requests' fields and the counts; never held for long.
@@ -107,9 +109,7 @@ class Engine:
         keeps = prefix_caching is not False and unsupported is None
         self._prefixes = Prefixes(self._steps, self._scheduler, lock, prompt_chunk) if keeps else None
         self._unread: deque[UnreadStep] = deque()
-        self._times = StepTimes()
-        self._steady = False  # whether the step before was a plain one, so that the next one takes what plain ones take
-        counted = ("prompt", "cached", "generated", "drafted", "accepted", "steps")
+        counted = ("prompt", "cached", "generated", "steps")
         self._counts = dict.fromkeys(("finished", "cancelled", "failed", "refused", *counted), 0)
         self._seconds = 0.0
         self._next_id = 0
@@ -144,7 +144,6 @@ class Engine:
                 self._steps, self._tokenizer, prompt, max_new_tokens, sampling or Sampling(), stop_token_ids, stop
             )
             request.on_event, request.on_cancel = on_event, self._cancel
-            request.drafter = self._speculation.drafter(request.sampling, len(request.prompt))
             with self._lock:
                 request.id, self._next_id = self._next_id, self._next_id + 1
                 self._scheduler.enqueue(request)
@@ -163,10 +162,9 @@ class Engine:
         return self._steps.room(prompt_tokens)
 
     def step(self) -> list[Event]:
-        """Read chunks of prompts, decode one or, with drafts, several tokens of every running request, and return what
-        came of it.
+        """Read chunks of prompts, decode one token of every running request, and return what came of it.
 
-        On a GPU tokens are returned by the step after the one that has computed them, but for steps that check drafts.
+        On a GPU tokens are returned by the step after the one that has computed them.
         """
         try:
             with self._stepping:
@@ -239,8 +237,6 @@ class Engine:
                 prompt_tokens=counts["prompt"],
                 generated_tokens=counts["generated"],
                 cached_tokens=counts["cached"],
-                drafted_tokens=counts["drafted"],
-                accepted_tokens=counts["accepted"],
                 seconds=self._seconds,
             )
 
@@ -249,30 +245,12 @@ class Engine:
         return bool(scheduler.waiting or scheduler.prompts or scheduler.running or self._unread)
 
     def _step(self) -> list[Event]:
-        begun, steady, self._steady = time.perf_counter(), self._steady, False
         self._admit()
         ready = self._resume() if self._prefixes else None
         with self._lock:
             reading = self._scheduler.next_chunks(self._prompt_chunk, self._max_batch_tokens, ready)
             running = dict(self._scheduler.running)
         events: list[Event] = []
-        plain = bool(running) and not reading
-        # A pass that reads prompts has work for a GPU without drafts, which would fill but a small part of it.
-        if plain and self._speculation.drafted:
-            length, drafts = self._drafts(running)
-            if length and self._unread:
-                # It is worth waiting for the newest tokens.
-                while self._unread:
-                    events += self._collect(self._unread.popleft())
-                with self._lock:
-                    running = dict(self._scheduler.running)
-                begun, plain = time.perf_counter(), False
-                length, drafts = self._drafts(running)
-            if length:
-                events += self._check(running, drafts, length)
-                if self._speculation.assistant_model is None:
-                    self._times.checked(length, len(running), time.perf_counter() - begun)
-                return events
         launched = bool(reading or running)
         if launched:
             try:
@@ -283,13 +261,8 @@ class Engine:
                 raise
             if error is not None:
                 raise error
-        # A draft model goes on from tokens that are known.
-        lag = self._steps.lag if launched and self._speculation.assistant_model is None else 0
-        while len(self._unread) > lag:
+        while len(self._unread) > (self._steps.lag if launched else 0):
             events += self._collect(self._unread.popleft())
-        self._steady = plain
-        if plain and steady:
-            self._times.plain(time.perf_counter() - begun)
         return events
 
     def _admit(self) -> None:
@@ -342,8 +315,6 @@ class Engine:
                 self._end(request, "error")
         given, joined = {} if None in failures else dict(running), {}
         for chunk, request in chunks.items():
-            if request.drafter is not None:
-                request.drafter.read(request.prompt, chunk.positions.stop)
             if chunk in failures:
                 continue
             request.prompt_read += len(chunk.ids)
@@ -368,61 +339,6 @@ class Engine:
             if request.launched == request.max_new_tokens:
                 self._free(request)
         return next(iter(failures.values()), None)
-
-    def _drafts(self, running: dict[int, Request]) -> tuple[int, dict[int, Draft]]:
-        """How many tokens of drafts are worth checking, and what may follow the newest known token of each running
-        request: no more than is checked before its next page is written. A request whose draft fails ends.
-        """
-        most, found, looks_up = self._speculation.drafted, {}, self._speculation.assistant_model is None
-        if looks_up and not self._times.known:
-            return 0, found
-        for row, request in running.items():
-            until_page = self._steps.cache.tokens_until_page(row)
-            room = most if until_page is None else min(most, until_page - 1)
-            try:
-                found[row] = request.draft(room, self._steps.vocabulary)
-            except BaseException:
-                self._end(request, "error")
-                raise
-        if not any(draft.tokens for draft in found.values()):
-            return 0, found
-        length = worthwhile(list(found.values()), self._steps.draft_lengths(most), self._times)
-        if not length:
-            self._times.declined()
-        return length, found
-
-    def _check(self, running: dict[int, Request], found: dict[int, Draft], length: int) -> list[Event]:
-        """One pass over the newest token of every running request and `length` drafts; hand out what was accepted."""
-        steps, rows, kept = self._steps, self._rows, [1] * self._steps.rows
-        count, drafts = 1 + length, {row: draft.tokens[:length] for row, draft in found.items()}
-        ids = [[0] * count for _ in kept]
-        for row, request in running.items():
-            known = [request.tokens[-1], *drafts[row]]
-            ids[row][: len(known)] = known
-        try:
-            rows.prepare(running)
-            logits = steps.check(*rows.drafted(ids, steps.max_positions))
-            numbers = steps.fetch(rows.choose_after(logits).flatten())()
-            chosen = {row: numbers[row * count : row * count + 1 + len(drafts[row])] for row in running}
-            for row in running:
-                kept[row] += accepted(chosen[row], drafts[row])
-            # Pages that are complete now are written here.
-            steps.keep(kept)
-        except BaseException:
-            for request in running.values():
-                self._end(request, "error")
-            raise
-        events = []
-        with self._lock:
-            for row, request in running.items():
-                event = request.take(chosen[row][: kept[row]], drafted=len(drafts[row]))
-                request.launched = len(request.tokens)
-                self._counts["drafted"] += len(drafts[row])
-                self._counts["accepted"] += len(event.tokens) - 1
-                events.append(event)
-        rows.renew(running)
-        self._hand_out(events)
-        return events
 
     def _collect(self, unread: UnreadStep) -> list[Event]:
         """Read the tokens of a step and hand them out."""
@@ -449,7 +365,7 @@ class Engine:
         with self._lock:
             for row, request in unread.rows.items():
                 if not request.finished:
-                    events.append(request.take(tokens[row : row + 1]))
+                    events.append(request.take(tokens[row]))
         self._hand_out(events)
         if failed is not None:
             raise failed

@@ -51,8 +51,6 @@ FEW_ROWS = 16
 
 # Tokens of the passes of a rehearsal, beside decoding rows and without them.
 REHEARSED_CHUNKS = (300, 1, 2, 3, 5, 9, 17, 257)
-# Tokens of drafts that are checked in a rehearsal.
-REHEARSED_DRAFTS = (1, 2, 4, 8, 16)
 
 
 def unsupported(model: PreTrainedModel) -> str | None:
@@ -164,18 +162,14 @@ class ModelSteps:
                 "`keep_weights` is not possible: the model has no packed weights that a GPU's kernels read."
             )
 
-    def prepare(self, chunk: int, drafted: int = 0, most_tokens: int = 0) -> None:
+    def prepare(self, chunk: int, most_tokens: int = 0) -> None:
         """Have all kernels compiled that any pass launches, record decoding steps for rows of any lengths that the
         pages have room for, and run the longest pass, for which libraries are loaded and memory is taken.
 
         Args:
             chunk: tokens of a prompt in one pass.
-            drafted: tokens of a draft; steps that check so many are recorded, too.
             most_tokens: of all prompts in one pass; fewer than `chunk` for those of one.
         """
-        if drafted:
-            # Drafts are checked for all rows, between steps.
-            self._widths = [self.rows]
         if self.device.type != "cuda":
             return
         with noted() as launches:
@@ -190,7 +184,7 @@ class ModelSteps:
         entry_bytes = 8 * (2 * len(self.cache.layers) + PAGE_SIZE) * self.rows
         for width in self._widths:
             captured.registry.least_entries[width] = min(most // PAGE_SIZE + 4, MOST_TABLE_BYTES // entry_bytes)
-        self.prepare_steps(tokens, most, drafted)
+        self.prepare_steps(tokens, most)
         chunk, most_tokens = max(1, min(chunk, most // 2)), max(1, min(max(chunk, most_tokens), tokens // 2))
         logits = self._read_prompts(chunk, most_tokens)
         self._record_passes(chunk, most_tokens)
@@ -204,23 +198,18 @@ class ModelSteps:
         gc.collect()
         torch.cuda.empty_cache()
 
-    def prepare_steps(self, tokens: int, most: int, drafted: int = 0) -> None:
+    def prepare_steps(self, tokens: int, most: int) -> None:
         """Record decoding steps for as many tokens as the pages hold, of which a row has at most so many.
 
         Args:
             tokens: of all rows.
             most: of one row.
-            drafted: as for `prepare`.
         """
         for width in self._widths:
             self._prepare_steps(width, tokens, most)
-        batch, ones = ShortBatch.read(self.model, [1] * self.rows) if drafted else None, [1] * self.rows
-        for length in self.draft_lengths(drafted) if drafted else ():
-            # One recording serves rows of any lengths.
-            prepare_steps(self.model, ones, 1, step_tokens=1 + length, batch=batch)
 
     def _prepare_steps(self, rows: int, tokens: int, most: int) -> None:
-        """`prepare_steps` for single tokens of so many rows."""
+        """`prepare_steps` for so many rows."""
         # Work is divided by how much of it there is, and by how much of it is one row's; rows without pages get none,
         # and free ones have none in full precision either.
         with_pages = tokens_with_pages([group.scheme for group in self.cache.groups])
@@ -283,19 +272,6 @@ class ModelSteps:
                 begin += length
             self.discard(first)
             self.discard(second)
-        self._rehearse_drafts()
-
-    def _rehearse_drafts(self) -> None:
-        """Check drafts of as many tokens as kernels tell apart."""
-        prompt = self.new_prompt()
-        none = torch.zeros(self.rows, dtype=torch.int64, device=self.device)
-        self.forward(none, none, False, [PromptChunk(0, prompt, [0], 0, last=True)])
-        self.join(0, prompt)
-        for count in REHEARSED_DRAFTS:
-            several = none[:, None].expand(-1, 1 + count)
-            self.check(several, several)
-            self.keep([1] * self.rows)
-        self.leave(0)
 
     def stop_token_ids(self) -> frozenset[int]:
         """The end-of-sequence tokens of the model's generation config."""
@@ -363,7 +339,6 @@ class ModelSteps:
             all rows with a sequence are among them. And what a prompt's cache, or under None that of the rows, failed
             with while the others went on.
         """
-        self.cache.hold_drafts(1)
         if not chunks:
             count = self._resize(next(width for width in self._widths if max(self._taken, default=0) < width))
             return self._logits(ids[:count, None], positions[:count, None], self.cache)[:, -1], {}
@@ -404,40 +379,6 @@ class ModelSteps:
                 except Exception as error:
                     failures[chunk] = error
         return logits, failures
-
-    def draft_lengths(self, most: int) -> list[int]:
-        """How many tokens of each row's draft a pass may check: on a GPU such numbers as are recorded.
-
-        Args:
-            most: tokens of a draft.
-        """
-        if self.device.type != "cuda":
-            return list(range(1, 1 + most))
-        # The kernels take tokens, of which one is no draft, in powers of two.
-        powers = [1 << bits for bits in range(1, most.bit_length() + 1)]
-        return [most, *(power - 1 for power in powers if 3 * power <= 2 * (1 + most))]
-
-    @torch.no_grad()
-    def check(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """One pass over the newest token of every row and drafts of those that follow; `keep` ends it.
-
-        Args:
-            ids, positions: int64 [rows, T]; rows that have fewer drafts, or none, end in anything.
-
-        Returns:
-            logits [rows, T, V] after each token, meaningless in rows without a sequence.
-        """
-        self._resize(self.rows)
-        self.cache.hold_drafts(ids.shape[1])
-        return self._logits(ids, positions, self.cache)
-
-    def keep(self, counts: list[int]) -> None:
-        """Of the tokens of the last pass store so many of each row: the newest one and the drafts that were accepted.
-
-        Raises:
-            KvconvertError: those of `KVCache.keep_newest`.
-        """
-        self.cache.keep_newest(counts)
 
     def fetch(self, tokens: Tensor) -> Callable[[], list[int]]:
         """Begin to copy tokens to the host; the result waits for them."""

@@ -12,7 +12,6 @@ from torch import Tensor
 from kvconvert.errors import UsageError
 from kvconvert.runtime.engine.model_steps import ModelSteps
 from kvconvert.runtime.engine.sampling import Sampling
-from kvconvert.runtime.engine.speculation import Draft, Drafter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -115,7 +114,6 @@ class Request:
         tokens: generated so far.
         text: the same as text, up to a stop string; "" without a tokenizer.
         cached_tokens: of the prompt, taken from stored prefixes instead of being read.
-        drafted, accepted: tokens of drafts that were checked, and those of them that were generated.
         finish_reason: "stop" (a stop token or stop string), "length" (max_new_tokens), "cancelled", "error" (the model
             failed while it was served), or None while the request goes on.
     """
@@ -128,8 +126,6 @@ class Request:
     state: State = "waiting"
     tokens: list[int] = field(default_factory=list)
     text: str = ""
-    drafted: int = 0
-    accepted: int = 0
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
     # The engine's bookkeeping.
@@ -139,8 +135,6 @@ class Request:
     prompt_cache: Any = field(default=None, repr=False)
     launched: int = field(default=0, repr=False)  # tokens chosen on the device, of which the newest may not be read yet
     text_stream: TextStream | None = field(default=None, repr=False)
-    drafter: Drafter | None = field(default=None, repr=False)
-    known: list[int] = field(default_factory=list, repr=False)  # prompt and tokens, as drafts were asked for last
     on_event: Callable[[Event], None] | None = field(default=None, repr=False)
     on_cancel: Callable[[Request], None] | None = field(default=None, repr=False)
 
@@ -154,46 +148,18 @@ class Request:
         if self.on_cancel is not None:
             self.on_cancel(self)
 
-    def draft(self, most: int, vocabulary: int) -> Draft:
-        """What may follow the newest token that is known.
-
-        Args:
-            most: tokens.
-            vocabulary: ids from there on are none of the model's.
-        """
-        most = min(most, self.max_new_tokens - len(self.tokens) - 1)
-        if most < 1 or self.drafter is None:
-            return Draft([], [])
-        self.known = self.known or list(self.prompt)
-        self.known += self.tokens[len(self.known) - len(self.prompt) :]
-        draft = self.drafter.propose(self.known, most)
-        unknown = next((number for number, token in enumerate(draft.tokens) if token >= vocabulary), most)
-        return Draft(draft.tokens[:unknown], draft.chances[:unknown])
-
-    def take(self, tokens: Sequence[int], drafted: int = 0) -> Event:
-        """Append generated tokens, up to the one that ends the request: a token, after others of so many drafts."""
-        text, used, reason = "", 0, None
-        while used < len(tokens) and reason is None:
-            piece, reason = self.accept(tokens[used])
-            text, used = text + piece, used + 1
-        self.drafted += drafted
-        self.accepted += used - 1
-        if drafted and self.drafter is not None:
-            self.drafter.learn(drafted, used - 1)
-        return Event(self, tuple(tokens[:used]), text, reason)
-
-    def accept(self, token: int) -> tuple[str, FinishReason | None]:
-        """Append a generated token; the text that became certain, and why the request ends with it, if it does."""
+    def take(self, token: int) -> Event:
+        """Append a generated token: the text that became certain, and why the request ends with it, if it does."""
         self.tokens.append(token)
         if token in self.stop_token_ids:
-            return self._flushed(), "stop"
+            return Event(self, (token,), self._flushed(), "stop")
         piece, stopped = self.text_stream.push(token) if self.text_stream else ("", False)
         self.text += piece
         if stopped:
-            return piece, "stop"
+            return Event(self, (token,), piece, "stop")
         if len(self.tokens) == self.max_new_tokens:
-            return piece + self._flushed(), "length"
-        return piece, None
+            return Event(self, (token,), piece + self._flushed(), "length")
+        return Event(self, (token,), piece, None)
 
     def _flushed(self) -> str:
         piece = self.text_stream.finish() if self.text_stream else ""
@@ -231,7 +197,6 @@ class EngineStats:
         prefixes_evicted: stored prefixes dropped so far to make room.
         prompt_tokens, generated_tokens: read and generated so far.
         cached_tokens: of prompts, taken from stored prefixes so far, and not counted as read.
-        drafted_tokens, accepted_tokens: of drafts that were checked so far, and those of them that were generated.
         steps: so far.
         seconds: spent in them.
     """
@@ -249,8 +214,6 @@ class EngineStats:
     prompt_tokens: int
     generated_tokens: int
     cached_tokens: int
-    drafted_tokens: int
-    accepted_tokens: int
     steps: int
     seconds: float
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from kvconvert.errors import QueueFullError, UsageError
-from kvconvert.runtime.cache.group_tables import upload
 from kvconvert.runtime.engine.request import Request
 from kvconvert.runtime.engine.sampling import Sampling, sample
 
@@ -204,33 +203,3 @@ class RowState:
             chosen = sample(logits, temperature, top_k, top_p, seeds, counters, restrict=restrict)
         self.ids[:count] = chosen
         return chosen
-
-    def drafted(self, ids: list[list[int]], most: int | None) -> tuple[Tensor, Tensor]:
-        """What a pass reads that checks drafts: `ids` [rows, T] and their positions, int64 each.
-
-        Args:
-            ids: the newest token of every row and what may follow.
-            most: positions of the model, which drafts that are none do not exceed; None without a limit.
-        """
-        read = upload(ids, self.ids.device)
-        positions = self.positions[:, None] + torch.arange(read.shape[1], device=read.device)
-        return read, positions if most is None else positions.clamp(max=most - 1)
-
-    def choose_after(self, logits: Tensor) -> Tensor:
-        """The tokens after each one of such a pass, from logits [rows, T, V], int64 [rows, T]."""
-        if all(sampling.greedy for sampling in self._sampling):
-            return logits.argmax(-1)
-        count = logits.shape[1]
-        _, counters, top_k, seeds = self._integers.repeat_interleave(count, 1)
-        temperature, top_p = self._floats.repeat_interleave(count, 1)
-        counters = counters + torch.arange(count, device=counters.device).repeat(len(logits))
-        restrict = any(sampling.restricts for sampling in self._sampling)
-        chosen = sample(logits.flatten(0, 1), temperature, top_k, top_p, seeds, counters, restrict=restrict)
-        return chosen.view(-1, count)
-
-    def renew(self, running: dict[int, Request]) -> None:
-        """Let `ids` be the newest tokens of running requests, as the host knows them."""
-        newest = [0] * len(self.ids)
-        for row, request in running.items():
-            newest[row] = request.tokens[-1]
-        self.ids.copy_(upload(newest, self.ids.device))

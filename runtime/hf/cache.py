@@ -20,7 +20,7 @@ from kvconvert.models.configuration import (
     has_pages,
 )
 from kvconvert.runtime.cache import session
-from kvconvert.runtime.cache.compress import keep_newest, read_flags, seal
+from kvconvert.runtime.cache.compress import read_flags, seal
 from kvconvert.runtime.cache.forward_pass import ModalityMask
 from kvconvert.runtime.cache.groups import LayerGroup, geometry
 from kvconvert.runtime.cache.sequence import Sequence
@@ -59,7 +59,6 @@ class KVCache(Cache):
         reconstructs: whether prompts have to be read again before they are sealed.
         replays: whether steps of a bundle's model over this cache may be replayed as CUDA graphs; every call of
             `generate` says it anew.
-        step_tokens: that such a step brings of each row, see `hold_drafts`.
         is_replaced: the model has another cache of this kind made where transformers drops this one, see `__bool__`.
         placeholders: ids of the tokens of each modality that a scheme compresses.
         model_seal: of the manifest of the bundle whose model made this cache, "" for other models.
@@ -120,7 +119,6 @@ class KVCache(Cache):
         super().__init__(layers=layers)
         self.groups = list(groups.values())
         self.replays = True
-        self.step_tokens = 1
         self.is_replaced = False
         self.model_seal = ""
         self.share_tables(TableRegistry() if beside is None else beside.groups[0].registry)
@@ -188,34 +186,6 @@ class KVCache(Cache):
             return
         for group in self.groups:
             group.seal_at_once = not group.keep_for_sharing
-
-    def tokens_until_page(self, row: int) -> int | None:
-        """New tokens of a row until its next page is complete, at least 1; None for schemes that write no page after
-        the prompt.
-        """
-        left = [group.tokens_until_page(row) for group in self.groups]
-        return min((count for count in left if count is not None), default=None)
-
-    def hold_drafts(self, tokens: int) -> None:
-        """Let the next passes bring so many tokens of every row: drafts, of which `keep_newest` says how many stay.
-
-        Until then all are in full precision. Passes whose rows keep no more tokens than `tokens_until_page` write the
-        pages that passes of single tokens would, at the same times. With 1, passes decode as they do without drafts.
-        """
-        self.step_tokens = tokens
-        for group in self.groups:
-            group.record_past = tokens > 1
-
-    def keep_newest(self, kept: list[int]) -> None:
-        """Of the tokens that the last pass brought, keep the first so many of each row.
-
-        Raises:
-            CacheError: the pages have a fixed capacity and no room left.
-            NumericError: a page holds numbers that cannot be stored.
-        """
-        tokens, self.step_tokens = self.step_tokens, 1
-        for group in self.groups:
-            keep_newest(group, kept, tokens)
 
     def share_tables(self, registry: TableRegistry) -> None:
         """Use the tables of a registry, which captured steps know by address."""

@@ -1,5 +1,4 @@
-"""Decoding steps as CUDA graphs: a model's passes over a token of each row, or over a token and drafts of those that
-follow, are recorded once and replayed.
+"""Decoding steps as CUDA graphs: a model's passes over a token of each row are recorded once and replayed.
 
 A step is planned on the host for whole groups of layers (`runtime/cache/steps.py`), which writes the few numbers that
 change into tables of fixed addresses; then one graph launches everything that the model's forward pass would. Graphs
@@ -57,7 +56,7 @@ class Recording:
 
     Attributes:
         graph: of its launches.
-        ids, positions: what it reads: int64 [B, T], and positions of the shape that the model was given.
+        ids, positions: what it reads: int64 [B, 1], and positions of the shape that the model was given.
         output: what it writes, the model's own output; tensors are overwritten by every replay.
     """
 
@@ -67,7 +66,7 @@ class Recording:
     output: ModelOutput
 
     def replay(self, ids: torch.Tensor, positions: torch.Tensor) -> ModelOutput:
-        """Run the step for other tokens ids [B, T] and positions; the output is overwritten by the next replay."""
+        """Run the step for other tokens ids [B, 1] and positions; the output is overwritten by the next replay."""
         self.ids.copy_(ids)
         self.positions.copy_(positions)
         self.graph.replay()
@@ -104,7 +103,7 @@ class CapturedSteps:
         self._recordings: dict[Hashable, Recording] = {}
         self.pool: Any = None
         self._logits = torch.empty(0, 0)  # [N, V], written by the replay of any recording
-        # While steps are prepared, and whether those of single tokens get the most room for their work.
+        # While steps are prepared, and whether they get the most room for their work.
         self._prepares = self._most_room = False
         self._trusts_masks = False
         self._told: set[str] = set()
@@ -129,7 +128,7 @@ class CapturedSteps:
             return False
         if not (ids.is_cuda or skips_launches()) or ids.dim() != 2 or not cache.replays:
             return False
-        if ids.shape[1] != cache.step_tokens:
+        if ids.shape[1] != 1:
             return False
         if (
             torch.is_grad_enabled()
@@ -149,9 +148,8 @@ class CapturedSteps:
         if mask is None or self._trusts_masks:
             return True
         # In a user's own loop: masked new tokens, and masks that have to be refused, are left to the eager path.
-        length = cache.get_seq_length() + cache.step_tokens
-        whole = isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] == length
-        return whole and bool((mask[:, -cache.step_tokens :] != 0).all())
+        whole = isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] == cache.get_seq_length() + 1
+        return whole and bool((mask[:, -1:] != 0).all())
 
     def _unsupported(self, cache: KVCache, arguments: dict[str, Any]) -> str | None:
         """Why a decoding step cannot be planned; None if it can."""
@@ -175,8 +173,7 @@ class CapturedSteps:
         positions = arguments.get("position_ids")
         if positions is None:
             positions = cache.get_seq_length() + torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        # Drafts are checked for many lengths of what is stored, and in few sizes.
-        planned = PlannedStep(cache.groups, roomy=self._most_room or ids.shape[1] > 1, tokens=ids.shape[1])
+        planned = PlannedStep(cache.groups, roomy=self._most_room)
         try:
             if skips_launches():
                 output = self._launch(planned, cache, ids, positions)
@@ -314,7 +311,6 @@ def prepare_steps(
     tokens: Sequence_[int],
     longest: int,
     growing: int | None = None,
-    step_tokens: int = 1,
     *,
     most_room: bool = False,
     batch: ShortBatch | None = None,
@@ -330,7 +326,6 @@ def prepare_steps(
             no longer.
         longest: tokens of the longest row in the end.
         growing: how many rows, the first ones, get longer; None for all.
-        step_tokens: of each row in a step.
         most_room: record with room for any work. Such a recording serves, less fast, all steps of the batch that none
             was made for.
         batch: that has been read already, if `ShortBatch.pretends` takes such rows; None for one of its own.
@@ -350,21 +345,20 @@ def prepare_steps(
         if batch is None:
             return 0
         bar.update()
-        some = torch.zeros(len(tokens), step_tokens, dtype=torch.int64, device=model.device)
-        batch.cache.hold_drafts(step_tokens)
+        some = torch.zeros(len(tokens), 1, dtype=torch.int64, device=model.device)
         for length in lengths:
             grown = [n + (length - begin) * (growing is None or row < growing) for row, n in enumerate(tokens)]
             batch.claim(grown, length)
             if not captured.serves({CACHE: batch.cache, "input_ids": some}):
                 break
-            if batch.work(step_tokens, most_room) not in batch.recorded:
+            if batch.work(most_room) not in batch.recorded:
                 try:
                     captured._prepares, captured._most_room = True, most_room
                     model(input_ids=some, position_ids=some + min(length, last), **{CACHE: batch.cache})
                 finally:
                     captured._prepares = captured._most_room = False
                 batch.claim(grown, length)
-                batch.recorded.update({batch.work(step_tokens, most_room)} - {None})
+                batch.recorded.update({batch.work(most_room)} - {None})
             bar.update()
     return captured.recorded - before
 
@@ -401,15 +395,15 @@ class ShortBatch:
         for group, sequences, logical in self.before:
             _pretend(group, sequences, logical, tokens, longest)
 
-    def work(self, step_tokens: int, most_room: bool) -> Hashable:
+    def work(self, most_room: bool) -> Hashable:
         """What the recording of the next step depends on; None as long as no step has asked how its work is divided."""
         found: list[Hashable] = []
         for group, *_ in self.before:
-            run = [(group.logical, step_tokens)]
+            run = [(group.logical, 1)]
             after = tuple(s.extend(run, group.scheme.sink_tokens) if s.occupied else s for s in group.sequences)
             tables = group.registry.tables(group, entries_needed(after))
-            found.append((id(tables), tables.rooms(group, after, step_tokens)))
-        return None if None in (rooms for _, rooms in found) else (tuple(found), step_tokens, most_room)
+            found.append((id(tables), tables.rooms(group, after)))
+        return None if None in (rooms for _, rooms in found) else (tuple(found), most_room)
 
 
 def tokens_with_pages(schemes: Sequence_[KVScheme]) -> int:

@@ -146,7 +146,7 @@ def fuse_rotary(module: nn.Module) -> bool:
 
     Its forward is copied with another global of the name `apply_rotary_pos_emb`, for this instance only.
     """
-    forward = type(module).forward
+    forward = inspect.unwrap(type(module).forward)  # from what renames arguments for a while
     own = getattr(forward, "__globals__", {}).get(ROTARY)
     if not isinstance(forward, types.FunctionType) or ROTARY not in forward.__code__.co_names or own is None:
         return False

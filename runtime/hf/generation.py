@@ -277,18 +277,16 @@ def watch_inputs(model: PreTrainedModel) -> RemovableHandle:
         UnsupportedModelError: the model's forward takes no such arguments.
     """
     parameters = list(inspect.signature(type(model).forward).parameters)[1:]
-    missing = {"input_ids", CACHE} - {*parameters}
+    missing = [name for name in ("input_ids", CACHE) if name not in parameters]
     if missing:
         raise UnsupportedModelError(
-            f"{type(model).__name__}.forward takes no {' and no '.join(sorted(missing))}, so its visual tokens "
+            f"{type(model).__name__}.forward takes no {' and no '.join(missing)}, so its visual tokens "
             "cannot be found; watch the module that takes both, or call KVCache.set_modality_mask before each prompt."
         )
-    positions = {name: parameters.index(name) for name in ("input_ids", CACHE)}
 
     def set_masks(module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
-        ids, cache = (
-            args[position] if position < len(args) else kwargs.get(name) for name, position in positions.items()
-        )
+        given = dict(zip(parameters, args, strict=False)) | kwargs
+        ids, cache = given.get("input_ids"), next((given[n] for n in CACHE_NAMES if given.get(n) is not None), None)
         for modality, placeholders in getattr(cache, "placeholders", {}).items():
             chosen = None if ids is None else sum(ids == placeholder for placeholder in placeholders).bool()
             cache.set_modality_mask(chosen, modality)

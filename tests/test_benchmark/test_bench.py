@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from kvconvert.benchmark import BenchReport, Measurement, contender, worker
 from kvconvert.benchmark.bench import HEADER, table
 from kvconvert.benchmark.contender import Contender, PeakMemory, TokenTimes, bytes_per_token, resident_bytes
 from kvconvert.errors import BundleError, CheckpointError, KvconvertError, UsageError
+from kvconvert.models import CACHE
 
 MODULE = sys.modules["kvconvert.benchmark.bench"]
 NUMBERS = 2 * 2 * 16  # of a token: keys and values of two layers with one head of 16
@@ -86,7 +86,7 @@ def test_times_begin_with_the_call_and_count_tokens_after_the_first(folder, monk
             for _ in range(max_new_tokens):
                 streamer.put(ids[:, 0])
             streamer.end()
-        return SimpleNamespace(past_key_values=DynamicCache())
+        return {CACHE: DynamicCache()}
 
     monkeypatch.setattr(own.model, "generate", generate)
     monkeypatch.setattr(contender.time, "perf_counter", lambda: next(clock))

@@ -81,6 +81,15 @@ def test_a_plan_tensor_of_no_layer_is_refused(bundle, name):
     assert name in refusal(bundle)
 
 
+def test_what_an_earlier_version_measured_for_allocations_by_variance_is_read(bundle):
+    name = "layers.1.attention_variance"
+    replace_tensors(bundle / PLAN_NAME, **{name.replace(".", "__"): torch.ones(1)})
+    fields = json.loads((bundle / MANIFEST_NAME).read_text())
+    recipe = {"kv": {"heavy_ratio": 0.2, "recent_ratio": 0.2, "allocation": "var_prop"}}
+    reseal(bundle, plan=fields["plan"] | {name: {"dtype": "F32", "shape": [1]}}, recipe=fields["recipe"] | recipe)
+    assert name in open_bundle(bundle).plan
+
+
 def test_a_plan_tensor_of_another_shape_is_refused(bundle):
     replace_tensors(bundle / PLAN_NAME, layers__1__key_mean_abs=torch.ones(2, 15))
     reseal(bundle)
@@ -185,5 +194,5 @@ def test_the_bundle_package_imports_nothing_that_production_does_without():
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             for name in names:
                 assert name.split(".")[0] in allowed | sys.stdlib_module_names, (path.name, name)
-                rooms = ("bundle", "cache", "io", "errors", "methods")
+                rooms = ("bundle", "cache", "io", "errors", "methods", "tables")
                 assert not name.startswith("kvconvert.") or name.split(".")[1] in rooms, (path.name, name)

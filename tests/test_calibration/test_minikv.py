@@ -10,7 +10,6 @@ from kvconvert.calibration.attention_sample import AttentionSampler
 from kvconvert.calibration.minikv import (
     MiniKVPass,
     allocate,
-    attention_variance,
     eviction_loss,
     spend_by_marginal_loss,
 )
@@ -23,16 +22,6 @@ from kvconvert.methods.minikv import MiniKV
 def weights_of(sample, sequence, head):
     scores = sample.queries[sequence, head].double() @ sample.keys[sequence, head // 2].double().T * sample.scaling
     return scores.masked_fill(~sample.visible, float("-inf")).softmax(-1)
-
-
-def test_variance_is_that_of_column_sums_with_mean_one():
-    sample = random_sample(tokens=20)
-    expected = []
-    for s in range(2):
-        for h in range(2):
-            sums = weights_of(sample, s, 2 * h).sum(0) + weights_of(sample, s, 2 * h + 1).sum(0)
-            expected.append((sums / sums.mean() - 1).square().mean())
-    assert attention_variance(sample) == pytest.approx(float(torch.stack(expected).mean()), rel=1e-5)
 
 
 @pytest.mark.parametrize(("sinks", "recent_ratio"), [(0, 0.0), (0, 0.25), (3, 0.2), (30, 0.5), (0, 1.0)])
@@ -120,27 +109,14 @@ def test_equal_layers_share_alike_and_a_limit_holds():
     assert spend_by_marginal_loss([CURVES["steep"]] * 2, 1.0, 0.0) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("allocation", ["uniform", "pyramid", "var_prop", "var_inv", "calibrated"])
+@pytest.mark.parametrize("allocation", ["uniform", "pyramid", "calibrated"])
 @pytest.mark.parametrize(
     ("heavy", "recent"), [(0.25, 0.25), (0.0, 0.25), (0.25, 0.0), (0.7, 0.25), (1.0, 0.0), (0.5, 1.0)]
 )
 def test_budgets_keep_their_mean_as_far_as_recent_windows_leave_room(allocation, heavy, recent):
-    variances = [1.0, 30.0, 2.0, 0.5]
-    ratios = allocate(allocation, heavy, recent, variances, [*CURVES.values(), CURVES["flat"]])
+    ratios = allocate(allocation, heavy, recent, [*CURVES.values(), CURVES["flat"]])
     assert sum(ratios) / 4 == pytest.approx(min(heavy, 1 - recent))
     assert all(-1e-12 <= ratio <= 1 - recent + 1e-12 for ratio in ratios)
-
-
-def test_variance_gives_in_proportion_or_in_inverse_proportion():
-    assert allocate("var_prop", 0.1, 0.1, [1.0, 3.0], []) == pytest.approx([0.05, 0.15])
-    assert allocate("var_inv", 0.1, 0.1, [1.0, 3.0], []) == pytest.approx([0.15, 0.05])
-    assert allocate("var_inv", 0.1, 0.1, [0.0, 3.0], []) == pytest.approx([0.2, 0.0], abs=1e-6)
-    for allocation in ("var_prop", "var_inv"):
-        assert allocate(allocation, 0.1, 0.1, [0.0, 0.0], []) == pytest.approx([0.1, 0.1])
-
-
-def test_clamped_layers_pass_their_excess_on_in_proportion():
-    assert allocate("var_prop", 0.5, 0.25, [10.0, 1.0, 2.0], []) == pytest.approx([0.75, 0.25, 0.5])
 
 
 def test_the_pass_writes_its_measurements():
@@ -151,7 +127,6 @@ def test_the_pass_writes_its_measurements():
     curves = eviction_loss(sampler.sample, 0.25, 2)
     torch.testing.assert_close(result.plan["lost_attention"], curves.attention.float())
     torch.testing.assert_close(result.plan["lost_output"], curves.output.float())
-    assert result.plan["attention_variance"].item() == pytest.approx(attention_variance(sampler.sample))
     assert result.plan.keys() == {*MiniKV.plan_tensors}
 
 

@@ -13,6 +13,7 @@ from tiny.llama import write_recipe, write_tiny_llama
 
 from kvconvert.cli import cli
 from kvconvert.convert.work_files import read_sealed, sealed_json
+from kvconvert.models import CACHE
 
 
 def kvconvert(*arguments, stdin=""):
@@ -122,7 +123,7 @@ def test_a_second_turn_continues_the_cache_of_the_first(folder, monkeypatch):
     generate = console.model.generate
 
     def spy(ids, **options):
-        cache = options["past_key_values"]
+        cache = options[CACHE]
         seen.append((ids.shape[1], None if cache is None else cache.get_seq_length()))
         return generate(ids, **options)
 

@@ -18,6 +18,7 @@ from kvconvert.errors import UsageError
 from kvconvert.fidelity.images import image_figures
 from kvconvert.fidelity.scoring import Decoder
 from kvconvert.methods import KVScheme
+from kvconvert.models import CACHE
 from kvconvert.models.processors import load_processor
 from kvconvert.recipes.recipe import Limits
 from kvconvert.runtime import KVCache, load
@@ -67,7 +68,7 @@ class Seen:
         generate = self.console.model.generate
 
         def spy(ids, **inputs):
-            cached = inputs["past_key_values"]
+            cached = inputs[CACHE]
             self.calls.append(inputs | {"ids": ids, "cached": 0 if cached is None else cached.get_seq_length()})
             return generate(ids, **inputs)
 

@@ -126,13 +126,11 @@ def test_one_pair_of_taus_for_all_layers_or_one_for_each(tmp_path, model, text):
     assert all("tau_grid" not in name for name in given.layer_plan(0))
 
 
-@pytest.mark.parametrize("allocation", ["pyramid", "var_prop", "var_inv", "calibrated"])
+@pytest.mark.parametrize("allocation", ["pyramid", "calibrated"])
 def test_budgets_are_spread_by_what_was_measured_and_arrive_resolved(tmp_path, model, text, allocation):
     kv = replace(PRESETS["minikv"], heavy_ratio=0.3, recent_ratio=0.2, allocation=allocation)
     work = run(model, tmp_path / "work", text, kv, calibration=KVCalibration(calibrate_clip_ratios=False))
-    expected = allocate(
-        allocation, 0.3, 0.2, [float(v) for v in plan(work, "attention_variance")], plan(work, "lost_output")
-    )
+    expected = allocate(allocation, 0.3, 0.2, plan(work, "lost_output"))
     assert [s.heavy_ratio for s in schemes(work)] == pytest.approx(expected)
     assert sum(expected) == pytest.approx(0.9)
     assert {s.allocation for s in schemes(work)} == {"uniform"}
@@ -261,7 +259,7 @@ def test_recipes_that_do_not_fit_the_model_are_refused_before_any_work(tmp_path,
             {"boost_fraction": 0.25, "boost_select": "calibrated"},
             "boost_select = 'calibrated' follows from calibration",
         ),
-        ({"heavy_ratio": 0.2, "recent_ratio": 0.2, "allocation": "var_prop"}, "allocation = 'var_prop' follows from"),
+        ({"heavy_ratio": 0.2, "recent_ratio": 0.2, "allocation": "calibrated"}, "allocation = 'calibrated' follows"),
     ],
 )
 def test_what_only_calibration_can_say_is_refused_without_an_adapter(tmp_path, text, change, said):

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import torch
 
+from kvconvert.models import CACHE
+
 VOCABULARY = 97
 END = 0
 PAGE = 128
@@ -89,9 +91,6 @@ class FakeCache:
         cache = FakeCache(self.pool)
         cache.rows = [FakeSequence()]
         return cache
-
-    def hold_drafts(self, tokens):
-        assert tokens == 1
 
     def packed(self, prompts, *, rows):
         return FakePacked([*([(self, len(self.rows))] if rows else []), *prompts])
@@ -186,7 +185,8 @@ class FakeModel:
         self.pool = FakePool(kv_memory)
         return FakeCache(self.pool)
 
-    def forward(self, input_ids, position_ids, past_key_values, use_cache, return_dict, logits_to_keep=0):
+    def forward(self, input_ids, position_ids, use_cache, return_dict, logits_to_keep=0, **given):
+        past_key_values = given[CACHE]
         self.before_pass()
         assert input_ids.shape == position_ids.shape
         if not isinstance(past_key_values, FakePacked):

@@ -255,6 +255,12 @@ def test_arguments_that_make_no_engine_are_refused(arguments):
         Engine(FakeModel(), **arguments)
 
 
+@pytest.mark.parametrize("name", ["prompt_lookup_num_tokens", "assistant_model"])
+def test_drafts_are_refused_by_name(name):
+    with pytest.raises(UsageError, match=f"takes no `{name}`"):
+        Engine(FakeModel(), **{name: 4})
+
+
 def test_a_cache_without_room_for_a_page_and_a_model_without_a_plan_are_refused():
     with pytest.raises(UsageError, match="not enough for one page"):
         Engine(FakeModel(), kv_memory=0)

@@ -298,24 +298,6 @@ def continued(prompt, new):
     return sequence[len(prompt) :]
 
 
-@pytest.mark.parametrize("scheme", ["kitty", "oscar-g128"])
-def test_drafts_after_a_hit_are_checked_as_after_a_miss(scheme):
-    model, common = llama(scheme), (ids_of(12) * 30)[:300]
-    prompts = [common + ids_of(9, seed) + common[:40] for seed in (1, 2)]
-    lookup = {"prompt_lookup_num_tokens": 4}
-    plain, engine = engine_of(model, prefix_caching=False, **lookup), engine_of(model, **lookup)
-    for number, prompt in enumerate(prompts):
-        found = [e.add(prompt, max_new_tokens=150, stop_token_ids=[]) for e in (plain, engine)]
-        plain.run()
-        engine.run()
-        assert found[0].tokens == found[1].tokens
-        assert found[1].cached_tokens == 256 * number
-    assert engine.stats().drafted_tokens > 0
-    assert engine.stats().pages_reserved == 0
-    engine._prefixes.clear()
-    assert of_pages(engine) == {0}
-
-
 def test_sink_tokens_are_copied_once_for_all_chunks_of_a_prompt():
     engine = engine_of(llama("kivi", KVScheme(sink_tokens=3, value_recent_tokens=128)))
     engine.add(ids_of(400), max_new_tokens=2)

@@ -1,4 +1,4 @@
-"""Many requests through one Engine, with cancellations, stored prefixes and drafts: each gets what it gets alone."""
+"""Many requests through one Engine, with cancellations and stored prefixes: each gets what it gets alone."""
 
 import argparse
 import inspect
@@ -66,9 +66,7 @@ def test_requests_of_all_kinds_get_what_they_get_alone_and_leave_nothing(scheme,
     dice = random.Random(count)
     model, tokenizer = trained(scheme)
     prompts = prompts_of(tokenizer, dice, 12 + count // 20)
-    drafts = {"prompt_lookup_num_tokens": 6, "max_matching_ngram_size": 3}
-    engine = Engine(model, kv_memory=MEMORY, max_batch=ROWS, prompt_chunk=CHUNK, **drafts)
-    engine._times.checked = lambda *_: None  # it depends on the machine
+    engine = Engine(model, kv_memory=MEMORY, max_batch=ROWS, prompt_chunk=CHUNK)
     before, requests = addresses(engine), []
     while len(requests) < count or engine.stats().waiting or engine.stats().running:
         # Bursts, and pauses in which the engine runs empty.
@@ -85,7 +83,6 @@ def test_requests_of_all_kinds_get_what_they_get_alone_and_leave_nothing(scheme,
     stats = engine.stats()
     assert stats.finished + stats.cancelled == len(requests)
     assert stats.cancelled > count // 50
-    assert stats.accepted_tokens > count
     assert stats.cached_tokens > 30 * count
     assert stats.prefixes_evicted > 0
     # Nothing is left but the prefixes, in every layer.

@@ -13,6 +13,7 @@ from kvconvert.fidelity.recall import PasskeyResult
 from kvconvert.fidelity.scoring import Decoder, generate_greedily
 from kvconvert.fidelity.verdict import PILOT, ProbeResult, abilities, losses, measure_probes, verdict
 from kvconvert.methods import KVScheme
+from kvconvert.models import CACHE
 from kvconvert.runtime import KVCache
 
 CHAT = (
@@ -109,7 +110,8 @@ class Knowing:
     def __init__(self, prompts, share):
         self.prompts, self.share, self.passes = prompts, share, []
 
-    def __call__(self, input_ids, past_key_values, **kwargs):
+    def __call__(self, input_ids, **kwargs):
+        past_key_values = kwargs[CACHE]
         past_key_values += input_ids[0].tolist()
         self.passes.append(input_ids.shape[1])
         prompt = next(p for p in self.prompts if p.ids[: len(past_key_values)] == past_key_values)

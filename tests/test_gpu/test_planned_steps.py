@@ -10,6 +10,7 @@ from tiny.models import ARCHITECTURES, GREEDY, random_ids, tiny_model
 
 from kvconvert.kernels import device as dispatch
 from kvconvert.methods import KVScheme
+from kvconvert.models import CACHE, CACHE_NAMES
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache import compress
 from kvconvert.runtime.cache.steps import PlannedStep, can_plan_steps
@@ -32,14 +33,15 @@ def steps_of(model, plan: bool):
     """
     forward, steps = model.forward, []
 
-    def planned(input_ids=None, past_key_values=None, attention_mask=None, position_ids=None, **kwargs):
-        arguments = {"input_ids": input_ids, "past_key_values": past_key_values, "position_ids": position_ids}
+    def planned(input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        cache = next(kwargs.pop(name) for name in CACHE_NAMES if name in kwargs)
+        arguments = {"input_ids": input_ids, CACHE: cache, "position_ids": position_ids}
         if input_ids.shape[1] > 1:
             with dispatch.interpreted(False):
                 return forward(**arguments, attention_mask=attention_mask, **kwargs)
-        if not plan or not can_plan_steps(past_key_values.groups):
+        if not plan or not can_plan_steps(cache.groups):
             return forward(**arguments, attention_mask=attention_mask, **kwargs)
-        step = PlannedStep(past_key_values.groups)
+        step = PlannedStep(cache.groups)
         counts = [tables.clamped_rows.clone() for tables in step.tables]
         for _ in range(2 if len(steps) == 1 else 1):
             for tables, count in zip(step.tables, counts, strict=True):

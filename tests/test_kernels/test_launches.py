@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvconvert.errors import UsageError
+from kvconvert.kernels import device
 from kvconvert.kernels.device import GPU, imagined
 from kvconvert.kernels.launches import Pointer, noted
 from kvconvert.kernels.linear import QuantizedLinear
@@ -51,12 +52,12 @@ from kvconvert.kernels.device import GPU, imagined
 from kvconvert.kernels.elementwise import Gate, gated
 from kvconvert.kernels.launches import compile_launches, noted
 from kvconvert.kernels.launches.triton import compiled
-from kvconvert.kernels.launches.triton_ahead import _Target
+from kvconvert.kernels.launches.triton_processes import _Target
 x = torch.empty(3, 64, dtype=torch.bfloat16)
 with imagined(GPU((9, 0), 132)), noted() as launches:
     gated(x, x, Gate("silu"))
     gated(x.half(), x.half(), Gate("silu"))
-print(compile_launches(launches, 90, here=False, jobs=2), compile_launches(launches, 90, here=False))
+print(compile_launches(launches, 90, jobs=2), compile_launches(launches, 90))
 hits = []
 triton.knobs.compilation.listener = lambda **what: hits.append(what["cache_hit"])
 triton.runtime.driver.set_active(_Target(90))
@@ -76,7 +77,7 @@ import functools, torch, triton
 from kvconvert.kernels.device import GPU, imagined
 from kvconvert.kernels.launches import noted
 from kvconvert.kernels.launches.triton import compiled
-from kvconvert.kernels.launches.triton_ahead import _Target
+from kvconvert.kernels.launches.triton_processes import _Target
 from kvconvert.kernels.linear import QuantizedLinear
 linear, x = QuantizedLinear(256, 512), torch.empty(3, 256, dtype=torch.bfloat16)
 with imagined(GPU((9, 0), 132)), noted() as launches:
@@ -113,7 +114,14 @@ def test_keys_of_the_cache_do_not_depend_on_which_kernel_was_launched_first(tmp_
     assert run(KEYS, tmp_path, "forth") == run(KEYS, tmp_path, "back")
 
 
-@pytest.mark.parametrize("gpu", ["sm_75", "h100", "sm_87"])
-def test_a_gpu_that_there_are_no_kernels_for_is_refused_by_name(gpu):
-    with pytest.raises(UsageError, match=gpu):
-        warm("nowhere", [gpu])
+def test_where_there_is_no_gpu_warming_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError, match="no GPU here"):
+        warm("nowhere")
+
+
+def test_a_gpu_that_there_are_no_kernels_for_is_refused_by_its_capability(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(device, "gpu", lambda _: GPU((7, 5), 40))
+    with pytest.raises(UsageError, match=r"7\.5 is below 8\.0"):
+        warm("nowhere")

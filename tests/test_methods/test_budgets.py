@@ -1,4 +1,4 @@
-"""MiniKV's budgets: pyramids, proportional ratios, and what happens where a layer is full."""
+"""MiniKV's budgets: pyramids, and what happens where a layer is full."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from kvconvert.errors import RecipeError
-from kvconvert.methods import KVScheme, clamp_ratios, proportional_ratios, pyramid_ratios, spread_ratios
+from kvconvert.methods import KVScheme, clamp_ratios, pyramid_ratios, spread_ratios
 
 
 def test_pyramids_follow_the_papers_formula_and_keep_the_mean():
@@ -33,11 +33,6 @@ def test_excess_goes_to_the_layers_that_have_room_in_proportion(ratios, recent, 
     got = clamp_ratios(ratios, recent)
     assert got == pytest.approx(expected)
     assert sum(got) == pytest.approx(min(sum(ratios), (1 - recent) * len(ratios)))
-
-
-def test_proportional_ratios_have_the_nominal_mean():
-    assert proportional_ratios(0.2, [1.0, 3.0]) == pytest.approx([0.1, 0.3])
-    assert proportional_ratios(0.2, [0.0, 0.0]) == [0.2, 0.2]
 
 
 def test_a_pyramid_is_spread_over_the_layers_that_have_it():

@@ -149,8 +149,10 @@ def test_the_tensors_that_a_scheme_cannot_do_without():
 def test_what_only_calibration_can_decide():
     assert KVScheme().needs_calibration() is None
     assert KVScheme(boost_fraction=0.5, boost_select="calibrated").needs_calibration() == "boost_select"
-    assert replace(KVScheme.preset("minikv"), allocation="var_inv").needs_calibration() == "allocation"
+    assert replace(KVScheme.preset("minikv"), allocation="calibrated").needs_calibration() == "allocation"
     assert KVScheme.preset("minikv-pyramid").needs_calibration() is None
+    with pytest.raises(RecipeError, match=r"allocation.*uniform.*calibrated"):
+        KVScheme.from_dict(KVScheme.preset("minikv").to_dict() | {"allocation": "var_prop"})
     assert KVScheme(static_scales="calibrated", key_bits=8, value_bits=8).needs_calibration() == "static_scales"
 
 

@@ -307,9 +307,9 @@ def test_few_tokens_are_compressed_at_the_end_of_a_pass_and_store_what_many_do(s
         cache = KVCache(model.config, scheme)
         flushed = []
 
-        def update(*given, after=cache.layers[1].update, first=cache.layers[0].store, flushed=flushed):
+        def update(*given, after=cache.layers[1].update, first=cache.layers[0].store, flushed=flushed, **named):
             flushed.append(first.flushes)
-            return after(*given)
+            return after(*given, **named)
 
         cache.layers[1].update = update
         model(ids, past_key_values=cache)

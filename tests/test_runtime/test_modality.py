@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from kvconvert.errors import CacheError, RecipeError, UnsupportedModelError
 from kvconvert.methods import KVScheme
+from kvconvert.models import CACHE
 from kvconvert.runtime import KVCache, watch_inputs
 from kvconvert.runtime.cache import attend as attend_module
 from kvconvert.runtime.cache.attend import attend
@@ -400,7 +401,7 @@ def test_ids_of_images_and_videos_are_found_also_in_nested_configs():
 
 
 def test_a_module_without_ids_or_cache_cannot_be_watched(llava):
-    with pytest.raises(UnsupportedModelError, match="takes no input_ids and no past_key_values"):
+    with pytest.raises(UnsupportedModelError, match=f"takes no input_ids and no {CACHE}"):
         watch_inputs(llava.model.vision_tower)
 
 

@@ -294,7 +294,10 @@ def test_eviction_lowers_memory_and_the_prefills_peak(llama):
     everything, half = KVCache(llama.config, EVICT), KVCache(llama.config, EVICT)
     peak = []
     update = half.layers[1].update
-    half.layers[1].update = lambda *given: (peak.append(half.layers[0].store.bytes_allocated()), update(*given))[1]
+    half.layers[1].update = lambda *given, **named: (
+        peak.append(half.layers[0].store.bytes_allocated()),
+        update(*given, **named),
+    )[1]
     half.expect_whole_prompt()
     llama(ids, past_key_values=half)
     llama(ids, past_key_values=everything)

@@ -3,7 +3,7 @@
 Triton's cache tells sources, versions, architectures and options apart by itself; all that is added to it are empty
 files which say that a launch is there, so that a process need not look into every kernel to know that none is missing.
 
-    python -m kvconvert.kernels.launches.triton_ahead
+    python -m kvconvert.kernels.launches.triton_processes
 
 is one such process group: it reads a pickled `Order` from stdin and writes a line for each launch that is ready.
 """
@@ -41,23 +41,19 @@ class Order:
         launches: see `Launch`.
         capability: of the GPU that they are for, 90 for sm_90.
         jobs: processes.
-        here: whether they will run on this machine, so that what Triton needs to launch them is made, too.
     """
 
     launches: tuple[Launch, ...]
     capability: int
     jobs: int
-    here: bool
 
 
-def unready(launches: Iterable[Launch], capability: int, here: bool) -> list[Launch]:
+def unready(launches: Iterable[Launch], capability: int) -> list[Launch]:
     """Those of the launches that Triton's cache is not known to hold; arguments as in `Order`."""
-    return [launch for launch in launches if not _marker(launch, capability, here).exists()]
+    return [launch for launch in launches if not _marker(launch, capability).exists()]
 
 
-def compile_ahead(
-    launches: Sequence[Launch], capability: int, here: bool, jobs: int, on_ready: Callable[[], Any]
-) -> None:
+def compile_in_processes(launches: Sequence[Launch], capability: int, jobs: int, on_ready: Callable[[], Any]) -> None:
     """Compile launches, calling `on_ready` after each; other arguments as in `Order`.
 
     Raises:
@@ -75,7 +71,7 @@ def compile_ahead(
         assert worker.stdout is not None
         try:
             with worker.stdin as order:
-                pickle.dump(Order(tuple(launches), capability, jobs, here), order)
+                pickle.dump(Order(tuple(launches), capability, jobs), order)
             failed = None
             for line in worker.stdout:
                 if line.decode().strip() == READY:
@@ -104,13 +100,13 @@ def load(launches: Iterable[Launch]) -> None:
         compiled(launch).run  # noqa: B018, loads what it gives
 
 
-def _marker(launch: Launch, capability: int, here: bool) -> Path:
-    text = repr((triton.__version__, kernel_of(launch).key, launch, capability, here, sys.implementation.cache_tag))
+def _marker(launch: Launch, capability: int) -> Path:
+    text = repr((triton.__version__, kernel_of(launch).key, launch, capability, sys.implementation.cache_tag))
     return directory() / "kvconvert" / hashlib.sha256(text.encode()).hexdigest()
 
 
 class _Target:
-    """What Triton asks of a driver in order to compile: for a GPU that need not be there."""
+    """What Triton asks of a driver in order to compile; processes that only compile need none of the GPU's memory."""
 
     def __init__(self, capability: int):
         self.capability = capability
@@ -134,13 +130,13 @@ def _compile(index: int) -> str:
     try:
         driver.set_active(_Target(_order.capability))
         kernel = compiled(launch)
-        if _order.here and torch.cuda.is_available():
+        if torch.cuda.is_available():
             # Some versions compile C code for every signature.
             driver.set_active(driver.default)
             driver.default.launcher_cls(kernel.src, kernel.metadata)
     except Exception as error:  # compilers fail in many ways; the process that asked says which it was
         return f"{launch.name}: {' '.join(str(error).split())[-300:] or type(error).__name__}"
-    marker = _marker(launch, _order.capability, _order.here)
+    marker = _marker(launch, _order.capability)
     marker.parent.mkdir(parents=True, exist_ok=True)
     marker.touch()
     return READY
