@@ -80,14 +80,14 @@ class PageFormat:
         object.__setattr__(self, "token_norm", TokenNorm(self.token_norm))  # its name is taken, too
 
     @classmethod
-    def keys(cls, *shape: Any, **options: Any) -> Self:
-        """The format of keys: heads, head_dim, page_size, bits, group_size, and further attributes by name."""
-        return cls(True, *shape, **options)
+    def keys(cls, *attributes: Any, **named: Any) -> Self:
+        """The format of keys; other attributes in their order or by name."""
+        return cls(True, *attributes, **named)
 
     @classmethod
-    def values(cls, *shape: Any, **options: Any) -> Self:
-        """The format of values; arguments as for keys."""
-        return cls(False, *shape, **options)
+    def values(cls, heads: int, head_dim: int, page_size: int, bits: int, group_size: int, **named: Any) -> Self:
+        """The format of values; attributes that they share with keys by name."""
+        return cls(False, heads, head_dim, page_size, bits, group_size, **named)
 
 
 @dataclass(frozen=True)

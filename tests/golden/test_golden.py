@@ -122,6 +122,8 @@ def test_the_example_makes_the_pages_of_the_reference(golden, example, layer):
     found = example.page_of_keys(keys.numpy(), fields, (none if fixed is None else fixed).numpy())
     # A quotient on the border of two codes may be rounded either way.
     assert np.isclose(found, expected.numpy(), atol=1e-5).mean() > 0.999
-    values = PageFormat.values(heads, channels, 128, scheme.value_bits, plan.value_group_size, scheme.value_clip_ratio)
+    values = PageFormat.values(
+        heads, channels, 128, scheme.value_bits, plan.value_group_size, clip_ratio=scheme.value_clip_ratio
+    )
     expected = dequantize_values(quantize_values(keys[None], values), values)[0]
     assert np.isclose(example.page_of_values(keys.numpy(), fields), expected.numpy(), atol=1e-5).mean() > 0.999

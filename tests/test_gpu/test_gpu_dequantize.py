@@ -15,7 +15,7 @@ from kvconvert.kernels.pages import (
     quantize_values,
     unsupported_dequantization,
 )
-from kvconvert.kernels.spans import SpanFormat, quantize_span, span_keys, span_values
+from kvconvert.kernels.spans import SpanFormat, key_blocks, quantize_span, span_keys, span_values, value_blocks
 
 # Chunks of prompts over every kind of history are in the default run: tests/test_gpu/test_gpu_prompt_chunks.py.
 pytestmark = pytest.mark.full
@@ -113,18 +113,16 @@ def test_pages_of_other_sizes(device, page_size):
 def test_blocks_of_spans_stop_at_the_last_token(device, bits, tokens):
     f = SpanFormat(bits, bits)
     span = quantize_span(torch.randn(2, tokens, 64, device=device), torch.randn(2, tokens, 48, device=device), f)
-    for codes, scale, zero_point, dim, f_of, expected in (
-        (span.key_codes, span.key_scale, span.key_zero_point, 64, PageFormat, span_keys(span, f)),
-        (span.value_codes, span.value_scale, span.value_zero_point, 48, PageFormat, span_values(span, f)),
+    keys, values = key_blocks(2, 64, bits), value_blocks(2, 48, bits)
+    for codes, scale, zero_point, blocks, expected in (
+        (span.key_codes, span.key_scale, span.key_zero_point, keys, span_keys(span, f)),
+        (span.value_codes, span.value_scale, span.value_zero_point, values, span_values(span, f)),
     ):
         start = codes.data_ptr()
         offsets = torch.arange(len(codes), device=device) * (codes.stride(0) // 8)
         scales = torch.tensor([(part.data_ptr() - start) // 16 for part in (scale, zero_point)], device=device)
-        group = PAGE_SIZE if f_of is PageFormat else dim
-        output = torch.empty(2, tokens, dim, device=device)
-        dequantize_into(
-            output, PageAddresses(f_of(2, dim, PAGE_SIZE, bits, group, static=True), codes, offsets, scales)
-        )
+        output = torch.empty(2, tokens, blocks.head_dim, device=device)
+        dequantize_into(output, PageAddresses(blocks, codes, offsets, scales))
         assert torch.equal(output, expected)
 
 

@@ -2,7 +2,14 @@ import pytest
 import torch
 
 from kvconvert.errors import UsageError
-from kvconvert.kernels.rotate import hadamard_kind, hadamard_matrix, hadamard_reference, hadamard_transform
+from kvconvert.kernels.rotate import (
+    Rotations,
+    hadamard_kind,
+    hadamard_matrix,
+    hadamard_reference,
+    hadamard_transform,
+    rotate_new_tokens,
+)
 
 KINDS = {
     1: "sylvester(1)",
@@ -98,3 +105,22 @@ def test_sizes_without_a_rotation_are_refused() -> None:
     for d in (0, -4, 7, 75):
         with pytest.raises(UsageError):
             hadamard_matrix(d)
+
+
+@pytest.mark.parametrize("rotations", [(True, True), (True, False), (False, True), (False, False)], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "length", "dims"), [((4, 2), 1, (64, 64)), ((3, 1), 1, (64, 64)), ((4, 2), 5, (64, 48))]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_new_tokens_get_the_numbers_that_each_tensor_gets_alone(rotations, heads, length, dims, dtype) -> None:
+    """Also where one product serves all, and a tensor of a single row, whose product alone rounds otherwise."""
+    torch.manual_seed(0)
+    (query_heads, key_heads), (key_dim, value_dim) = heads, dims
+    shapes = (query_heads, key_dim), (key_heads, key_dim), (key_heads, value_dim)
+    tensors = [torch.randn(1, count, length, dim, dtype=dtype) for count, dim in shapes]
+    keys, values = rotations
+    for found, x, rotated in zip(
+        rotate_new_tokens(*tensors, Rotations(*rotations)), tensors, (keys, keys, values), strict=True
+    ):
+        assert torch.equal(found, hadamard_transform(x) if rotated else x)
+    assert rotate_new_tokens(None, *tensors[1:], Rotations(*rotations))[0] is None

@@ -1,5 +1,6 @@
 """Pages of a pool: numbers, references, views and addresses."""
 
+import copy
 import ctypes
 
 import pytest
@@ -134,3 +135,14 @@ def test_a_page_costs_its_record():
     pool = PageStorage(f, torch.float32, CPU, numbers)
     assert pool.page_bytes == 3 * (64 * 3 + 128 * 2) * 2
     assert pool.bytes_allocated == 7 * pool.page_bytes
+
+
+def test_pages_side_by_side_are_views_of_what_is_written_later_also_in_a_copy_of_the_pool():
+    pool, pages = key_pool(), some_pages(4)
+    numbers = store(pool, pages)
+    assert pool.read(numbers) is pool.read(numbers)
+    other = copy.deepcopy(pool)
+    for view in pool.views(numbers):
+        view.buffer.zero_()
+    assert not pool.read(numbers).buffer.any()
+    assert torch.equal(other.read(numbers).buffer, pages.buffer)
