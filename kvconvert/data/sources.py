@@ -1,5 +1,5 @@
-"""What a SOURCE of calibration data names (local files of one kind, source code, or a Hub data set), and its rows, read
-as a stream through `datasets` where it is no plain text.
+"""What a SOURCE of calibration data names (local files of one kind, source code, or a Hub data set), and its rows: JSON
+is read line by line, other tables and Hub data sets as a stream through `datasets`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvconvert.data.json_rows import JsonRows
 from kvconvert.errors import DataError, UsageError, first_line, listed
 from kvconvert.io.hub import missing_below
 
@@ -199,6 +200,13 @@ def read_text(file: Path) -> str:
 
 
 TEXT_COLUMNS = ("text", "content", "document", "article", "passage", "body", "raw_content", "markdown", "code")
+IMAGE_COLUMNS = ("image", "images", "image_path", "file_name", "image_file", "picture", "photo", "img", "jpg", "png")
+CAPTION_COLUMNS = ("caption", "captions", "text", "description", "content")
+QUESTION_COLUMNS, ANSWER_COLUMNS = ("question", "query", "prompt", "instruction"), ("answer", "answers", "response")
+KNOWN_COLUMNS = frozenset(
+    {"messages", *TEXT_COLUMNS, *IMAGE_COLUMNS, *CAPTION_COLUMNS, *QUESTION_COLUMNS, *ANSWER_COLUMNS}
+)
+MOST_COLUMNS = 100
 SHUFFLE_BUFFER = 1_000
 
 
@@ -213,11 +221,11 @@ def holds_conversations(source: str | None) -> bool:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of local files that are no plain text, or of a Hub data set, read as a stream through `datasets`.
+    """Rows of local files that are no plain text, or of a Hub data set.
 
     Attributes:
         place: name of the source in error messages.
-        columns: their names.
+        columns: their names; of very many only those that are `KNOWN_COLUMNS`, or wanted.
         wanted: the column that the SOURCE names, or None.
         folder: to which paths in the rows of local files refer.
     """
@@ -232,6 +240,11 @@ class Table:
     @classmethod
     def open(cls, source: str, files: list[Path] | None) -> Table:
         """Open a SOURCE: local files, or the id of a Hub data set where there are none (DataError)."""
+        column = named_column(source)[1]
+        if files and LOADERS[files[0].suffix] == "json":
+            rows = JsonRows(files)
+            names = dict.fromkeys(name for row in itertools.islice(rows, SHUFFLE_BUFFER) for name in row)
+            return cls(source, source, _known(names, column), column, files[0].parent, rows)
         import datasets
 
         hub = None if files else HubSource.parse(source)
@@ -248,20 +261,35 @@ class Table:
                     stream = stream.cast_column(name, encoded)
                 elif isinstance(feature, datasets.List) and isinstance(feature.feature, datasets.Image):
                     stream = stream.cast_column(name, datasets.List(encoded))
-            columns = list(stream.features) if stream.features is not None else list(next(iter(stream), {}))
+            names = list(stream.features) if stream.features is not None else list(next(iter(stream), {}))
+            wanted = hub.column if hub else column
+            columns = _known(names, wanted)
+            if columns != names:
+                stream = stream.select_columns(columns)
         place, folder = (source, files[0].parent) if hub is None else (hub.name, None)
-        return cls(source, place, columns, hub.column if hub else named_column(source)[1], folder, stream)
+        return cls(source, place, columns, wanted, folder, stream)
 
     def first(self, count: int) -> list[dict[str, Any]]:
         """The first rows."""
         with _readable(self.source, self.folder is not None):
-            return list(itertools.islice(self._stream, count))
+            return list(itertools.islice(self._rows(), count))
 
     def shuffled(self, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
         """Each row after its name for error messages, in an order given by the seed."""
         with _readable(self.source, self.folder is not None):
-            for index, row in enumerate(_shuffled(self._stream, seed)):
+            for index, row in enumerate(_shuffled(self._rows(), seed)):
                 yield f"{self.place}, shuffled row {index}", row
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        return ({name: row.get(name) for name in self.columns} for row in self._stream)
+
+
+def _known(names: Iterable[str], wanted: str | None) -> list[str]:
+    """The columns of a table that are read: a buffer of rows with thousands would fill the memory."""
+    found = list(names)
+    if len(found) <= MOST_COLUMNS:
+        return found
+    return [name for name in found if name in KNOWN_COLUMNS or name == wanted] or found[:MOST_COLUMNS]
 
 
 @contextmanager
