@@ -41,8 +41,8 @@ OWN_VERSION = "kvconvert: import kvconvert.runtime before from_pretrained"
 _UNSEALED = "0" * 64
 MAX_LAYERS, MAX_CANDIDATES = 1024, 256
 _Bits = Annotated[int, Field(ge=1, le=16)]
-_Heads = Annotated[int, Field(ge=1, le=2**16)]  # and channels of a head
-_Index = Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
+Heads = Annotated[int, Field(ge=1, le=2**16)]  # and channels of a head
+LayerIndex = Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
 _Divergences = Annotated[dict[Name, Number], Field(max_length=MAX_CANDIDATES)]
 _Version = Annotated[int, Field(ge=0, le=FORMAT_VERSION)]
 
@@ -96,12 +96,12 @@ class LayerPlan(Record):
         statistics: what calibration measured for this layer (plain numbers and strings).
     """
 
-    index: _Index
+    index: LayerIndex
     kv: dict[str, Any] | None
-    head_dim: _Heads | None = None
-    value_head_dim: _Heads | None = None
-    num_key_value_heads: _Heads | None = None
-    value_group_size: _Heads | None = None
+    head_dim: Heads | None = None
+    value_head_dim: Heads | None = None
+    num_key_value_heads: Heads | None = None
+    value_group_size: Heads | None = None
     rotation: Name | None = None
     reason: Text = ""
     statistics: dict[str, Any] = Field(default_factory=dict)
@@ -184,7 +184,7 @@ class LayerAllocation(Record):
         treatments: by candidate for keys, the fields of the treatment that was measured to suit it best.
     """
 
-    index: _Index
+    index: LayerIndex
     keys: Name
     values: Name
     kl: _Divergences
@@ -232,7 +232,7 @@ class WeightUnit(Record):
         kl: by width, mean KL divergence of the whole model in nats per token with these weights alone rounded so.
     """
 
-    layer: _Index
+    layer: LayerIndex
     linears: list[Name] = Field(fail_fast=True)
     bits: _Bits
     kl: dict[Annotated[str, Field(pattern=r"^[0-9]{1,2}$")], Number]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,7 +166,7 @@ def _export(
     stated: SourceInfo,
 ) -> Path:
     # A Hub id may have moved on since; the directory that was calibrated is then still in the Hub's cache.
-    location = store.state.directory if Path(store.state.directory).exists() else store.state.model
+    location = store.state.directory if os.path.exists(store.state.directory) else store.state.model
     source = open_source(location, was_fetched=store.state.source.revision is not None)
     recipe = Recipe.from_dict(store.state.recipe)
     contents = _Contents.gather(store, source)

@@ -47,7 +47,7 @@ from typing import Any, TypedDict
 
 from pydantic import Field, ValidationError
 
-from kvconvert.errors import RecipeError, UsageError, did_you_mean
+from kvconvert.errors import RecipeError, UsageError, did_you_mean, first_line
 from kvconvert.methods import PRESETS, KVCalibration, KVScheme, check_layers, preset_calibration, refuse_renamed
 from kvconvert.methods.auto import CHOSEN_FIELDS, AutoSearch
 from kvconvert.methods.awq import WeightsRecipe
@@ -278,6 +278,8 @@ class Recipe(Table):
             )
         except KeyError as error:
             raise RecipeError(f"The recorded recipe lacks its part {error}; calibrate again.") from error
+        except (TypeError, AttributeError, ValidationError) as error:
+            raise RecipeError(f"The recorded recipe is damaged ({first_line(error)}); calibrate again.") from error
 
     def to_dict(self) -> dict[str, Any]:
         """The whole recipe as plain values, for the working directory and the manifest."""

@@ -190,7 +190,10 @@ def memory(manifest: Manifest, config: PretrainedConfig, contexts: Sequence[int]
     """Sizes by the layout of pages and spans: sink tokens, full-precision windows and sliding windows included."""
     _windows(config, len(manifest.layers))  # refuses a configuration of another number of layers
     schemes = spread_ratios(manifest.schemes())
-    cache = model_cache(config, schemes)
+    try:
+        cache = model_cache(config, schemes)
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        raise NotDrawnError("config.json does not give the sizes of keys and values.") from error
     for layer, scheme in zip(cache.layers, schemes, strict=True):
         if scheme is not None and scheme.only_tokens():
             raise NotDrawnError(f"only {scheme.only_tokens()} tokens are compressed, and prompts differ in these.")
