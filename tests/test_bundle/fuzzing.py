@@ -54,6 +54,7 @@ ODD: list[Any] = [
         {"auto_map": {"AutoModel": "e.M"}},
     ),
 ]
+NUMBERS = [0, -1, 2**64, 10**400, -(10**400), 1e308, True]
 CASE_SECONDS = 5  # of processor time
 # Names that transformers reads where they merely lie in the directory.
 LOADED = (
@@ -88,6 +89,16 @@ def mutated(value: Any, rng: random.Random) -> Any:
     else:
         container.insert(key, copy.deepcopy(container[key]))
     return value
+
+
+def _renumbered(value: Any, number: Any, rng: random.Random) -> Any:
+    """A copy of a JSON value with another number in place of most, and names of numbers that are none."""
+    if isinstance(value, dict):
+        named = {"x" if rng.random() < 0.1 else key: _renumbered(entry, number, rng) for key, entry in value.items()}
+        return named or {"x": number}
+    if isinstance(value, list):
+        return [_renumbered(entry, number, rng) for entry in value]
+    return number if isinstance(value, int | float) and rng.random() < 0.7 else value
 
 
 def _places(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any, int]]:
@@ -173,6 +184,9 @@ class Fuzzer:
         if field is None:
             return manifest
         value = copy.deepcopy(self.measured[field])
+        if rng.random() < 0.5:
+            key = rng.choice([*value])
+            return manifest | {field: value | {key: _renumbered(value[key], rng.choice(NUMBERS), rng)}}
         for _ in range(rng.choice([0, 1, 1, 2])):
             if isinstance(value, dict):
                 value = mutated(value, rng)
