@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from pydantic import ValidationError
@@ -20,6 +20,7 @@ from kvconvert.bundle.manifest import Allocation, WeightAllocation
 from kvconvert.errors import UsageError, first_line
 
 NAME, WEIGHTS_NAME = "allocation", "weights"
+_Found = TypeVar("_Found", Allocation, WeightAllocation)
 
 
 class Measurements(Protocol):
@@ -40,19 +41,22 @@ def read_allocation(store: Measurements) -> Allocation | None:
     Raises:
         UsageError: the file is damaged.
     """
-    values = store.measurement(NAME)
-    try:
-        return None if values is None else Allocation.model_validate(values)
-    except ValidationError as error:
-        raise UsageError(
-            f"The allocation in {store.path} cannot be read ({first_line(error)}); calibrate again with `restart=True`."
-        ) from error
+    return _read(store, NAME, Allocation)
 
 
 def read_weight_allocation(store: Measurements) -> WeightAllocation | None:
-    """The outcome of a finished search of widths; None where it has not finished."""
-    values = store.measurement(WEIGHTS_NAME)
-    return None if values is None else WeightAllocation.model_validate(values)
+    """The outcome of a finished search of widths; None where it has not finished. Raises as `read_allocation` does."""
+    return _read(store, WEIGHTS_NAME, WeightAllocation)
+
+
+def _read(store: Measurements, name: str, record: type[_Found]) -> _Found | None:
+    values = store.measurement(name)
+    try:
+        return None if values is None else record.model_validate(values)
+    except ValidationError as error:
+        raise UsageError(
+            f"The {name} in {store.path} cannot be read ({first_line(error)}); calibrate again with `restart=True`."
+        ) from error
 
 
 class Option(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Any
 from kvconvert.bundle.manifest import Allocation, LayerPlan, Manifest, ModuleCoverage, WeightAllocation, figure
 from kvconvert.cache.size import LayerCache, ModelCache
 from kvconvert.errors import printable
+from kvconvert.io.records import Record
 from kvconvert.methods import spread_ratios
 from kvconvert.methods.auto import DEFAULT_CONTEXT
 
@@ -217,13 +218,16 @@ def printable_manifest(manifest: Manifest) -> Manifest:
     """A manifest to be shown: nothing in its texts begins a new line or speaks to the terminal."""
 
     def clean(value: Any) -> Any:
+        if isinstance(value, Record):  # its limits are those of what was read, and escapes are longer
+            return value.model_copy(update={name: clean(getattr(value, name)) for name in type(value).model_fields})
         if isinstance(value, dict):
             return {clean(key): clean(entry) for key, entry in value.items()}
         if isinstance(value, list):
             return [clean(entry) for entry in value]
         return printable(value) if isinstance(value, str) else value
 
-    return Manifest.model_validate(clean(manifest.model_dump(mode="json")))
+    cleaned: Manifest = clean(manifest)
+    return cleaned
 
 
 def _allocation_line(found: Allocation) -> str:

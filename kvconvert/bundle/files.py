@@ -9,12 +9,9 @@ for nothing and is accepted.
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 import os
 import re
 import stat
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
@@ -22,49 +19,67 @@ from typing import Any
 
 from kvconvert.bundle.locate import FORMER_PLAN_NAME, MANIFEST_NAME, PLAN_NAME
 from kvconvert.bundle.manifest import Manifest
-from kvconvert.errors import BundleError
+from kvconvert.errors import BundleError, printable
+from kvconvert.io.json_text import parse_json
 from kvconvert.io.records import FileInfo
 from kvconvert.io.tensorfile import mismatch
 
-# Files of these kinds are read by model and tokenizer loaders when they merely lie in the directory, so an unlisted one
-# could replace what was verified.
-_LOADED_SUFFIXES = {
-    ".json",
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".pkl",
-    ".pickle",
-    ".ckpt",
-    ".py",
-    ".jinja",
-    ".model",
-    ".tiktoken",
-    ".gguf",
-    ".h5",
-    ".msgpack",
+# Files of these kinds run code when they are loaded; a bundle holds none, listed or not.
+_CODE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".py", ".pyc", ".so"}
+# Of these, loaders take what merely lies in the directory, whatever its name.
+_LOADED_SUFFIXES = _CODE_SUFFIXES | {
+    *(".json", ".safetensors", ".jinja", ".model", ".tiktoken", ".gguf", ".h5", ".msgpack"),
 }
-# Of these, the ones that run code when they are loaded; a bundle holds none, listed or not.
-_CODE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".py"}
-_LOADED_NAMES = {"vocab.txt", "merges.txt"}
+# All that loaders do not look for, and that a bundle may therefore hold without a hash.
+_FOR_PEOPLE = {".md", ".txt", ".html", ".pdf", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp"}
+_VOCABULARY_TEXT = re.compile(r"(vocab|merges|dict).*\.txt", re.IGNORECASE | re.DOTALL)
+_LICENSE = re.compile(r"(LICEN[SC]E|NOTICE|USE_POLICY|COPYING).*", re.IGNORECASE | re.DOTALL)
 # Files that make loaders take weights, or a whole model, from elsewhere.
 _REDIRECTIONS = {"adapter_config.json", "audio_tokenizer_config.json"}
 
 
+def is_for_people(name: str) -> bool:
+    """Whether no loader reads a file of this name: a card, a report, a picture, a license, notes."""
+    path = PurePosixPath(name)
+    if _LICENSE.fullmatch(path.name):
+        return path.suffix.lower() not in _LOADED_SUFFIXES
+    return path.suffix.lower() in _FOR_PEOPLE and not _VOCABULARY_TEXT.fullmatch(path.name)
+
+
+def may_be_loaded(name: str) -> bool:
+    """Whether a bundle may hold a file only if it is listed with its hash; programs' own (.git, .cache) are not."""
+    return not is_for_people(name) and not _is_hidden(name)
+
+
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith(".") for part in name.split("/"))
+
+
+def own_files(manifest: Manifest) -> set[str]:
+    """Names of all files of a bundle; informative ones may be absent."""
+    return {*manifest.files, *manifest.informative, MANIFEST_NAME}
+
+
 def check_names(directory: Path, manifest: Manifest) -> None:
-    """That of the files in the manifest, looking at none of them."""
-    for name in (*manifest.files, *manifest.informative):
-        _check_name(name)
-        if Path(name).suffix in _CODE_SUFFIXES:
+    """What the manifest says of its files, looking at none of them (BundleError)."""
+    for name in own_files(manifest) - {MANIFEST_NAME}:
+        if PurePosixPath(name).suffix.lower() in _CODE_SUFFIXES:
             raise BundleError(
                 f"{MANIFEST_NAME} lists {name}: expected safetensors, JSON and text only, found a file that loading "
                 "could execute; do not use this bundle."
             )
-        if Path(name).name in _REDIRECTIONS:
+        if PurePosixPath(name).name.lower() in _REDIRECTIONS:
             raise BundleError(
                 f"{MANIFEST_NAME} lists {name}: expected a bundle's own files, found one that names a model elsewhere; "
                 "do not use this bundle."
+            )
+    if MANIFEST_NAME in (*manifest.files, *manifest.informative):
+        raise mismatch(MANIFEST_NAME, "files", "other files than itself", repr(MANIFEST_NAME))
+    for name in manifest.informative:
+        if not is_for_people(name):
+            raise BundleError(
+                f"{MANIFEST_NAME} lists {name} as informative: expected a file that loaders never read, such as "
+                "README.md or LICENSE, found one that they might; do not use this bundle."
             )
     if FORMER_PLAN_NAME in manifest.files:
         raise BundleError(
@@ -76,113 +91,131 @@ def check_names(directory: Path, manifest: Manifest) -> None:
             raise mismatch(MANIFEST_NAME, "files", f"an entry for {required}", "none")
 
 
-def check_files(directory: Path, manifest: Manifest, full: bool) -> None:
-    """Listed files, see `check_file`, and none beside them that loaders might read or run (BundleError)."""
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        # Hashes are computed side by side; what is wrong with the first of several files is raised.
-        for _ in pool.map(lambda item: check_file(directory, item[0], item[1], full), manifest.files.items()):
-            pass
-    for folder, folders, names in os.walk(directory):
-        # Programs' own folders (.git, .cache) are no part of the bundle; links to folders are not followed.
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(names):
-            if Path(folder) != directory and Path(name).suffix in _CODE_SUFFIXES:
-                raise BundleError(
-                    f"{Path(folder, name).relative_to(directory)} lies in the bundle {directory}, and loading could "
-                    "execute it; remove it."
-                )
-    known = own_files(manifest)
-    for path in sorted(
-        [*directory.iterdir(), *directory.glob("additional_chat_templates/*"), *directory.glob("kvconvert/*")]
-    ):
-        name = path.relative_to(directory).as_posix()
-        if name not in known and may_be_loaded(name):
+_Stamp = tuple[int, ...]
+
+
+class BundleFiles:
+    """The files that lie in a bundle's directory, and what they were when they were verified.
+
+    Links are refused, wherever they lead: nothing outside of the directory is read, hashed or uploaded. Those of the
+    Hub's cache are allowed, from snapshots/COMMIT to files in the folder `blobs` beside `snapshots`.
+
+    Args:
+        directory: of the bundle; a path that leads to it may have links.
+
+    Raises:
+        BundleError: there is a link, or something that is neither a file nor a directory.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        root = Path(os.path.realpath(directory))
+        self._blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else None
+        self.names: list[str] = []
+        self._stamps: dict[str, _Stamp] = {}
+        folders = [""]
+        while folders:
+            folder = folders.pop()
+            if not _is_hidden(folder):
+                self._stamps[folder] = _stamp(os.stat(directory / folder))
+            with os.scandir(directory / folder) as entries:
+                for entry in entries:
+                    name = f"{folder}/{entry.name}".lstrip("/")
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(name)
+                        continue
+                    self._check_kind(entry, name)
+                    self.names.append(name)
+        self.names.sort()
+
+    def _check_kind(self, entry: os.DirEntry[str], name: str) -> None:
+        if entry.is_file(follow_symlinks=False):
+            return
+        if not entry.is_symlink():
+            raise mismatch(name, "the file", "a regular file", "something else")
+        # Unlike Path.resolve, realpath gives an answer for links that lead in a circle: a path that is still a link.
+        target = Path(os.path.realpath(entry.path))
+        if self._blobs is None or target.parent != self._blobs or not stat.S_ISREG(os.lstat(target).st_mode):
             raise BundleError(
-                f"{name} lies in the bundle {directory} but is not listed in {MANIFEST_NAME}, and loaders might read "
-                "it; remove it."
+                f"{printable(name)} of the bundle {self.directory} is a symbolic link, which could lead to files that "
+                "are none of the bundle's; remove it, or put what you meant in its place."
             )
 
+    def check_listed(self, manifest: Manifest, full: bool) -> None:
+        """See `check_file`."""
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            # Hashes are computed side by side; what is wrong with the first of several files is raised.
+            for _ in pool.map(lambda item: self.check_file(item[0], item[1], full), manifest.files.items()):
+                pass
 
-def own_files(manifest: Manifest) -> set[str]:
-    """Names of all files of a bundle; informative ones may be absent."""
-    return {*manifest.files, *manifest.informative, MANIFEST_NAME}
+    def check_others(self, manifest: Manifest) -> None:
+        """Refuse (BundleError) files beside the listed ones that loaders might read or run."""
+        known = own_files(manifest)
+        for name in self.names:
+            if name not in known and may_be_loaded(name):
+                raise BundleError(
+                    f"{printable(name)} lies in the bundle {self.directory} but is not listed in {MANIFEST_NAME}, and "
+                    "loaders might read it; remove it."
+                )
+
+    def check_file(self, name: str, info: FileInfo, full: bool) -> None:
+        """Refuse (BundleError) a file of another size than listed or, with `full`, of other contents."""
+        if not os.path.lexists(self.directory / name):
+            raise mismatch(name, "the file", "present", "no such file")
+        with (self.directory / name).open("rb") as stream:
+            before = os.fstat(stream.fileno())
+            if before.st_size != info.size:
+                raise mismatch(name, "size", f"{info.size} bytes", f"{before.st_size} bytes")
+            if full:
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+                if digest != info.sha256:
+                    raise mismatch(name, "sha256", info.sha256, digest)
+        self._stamps[name] = _stamp(before)
+
+    def read(self, name: str) -> bytes:
+        """The content of a file of at most `MAX_JSON` bytes (BundleError)."""
+        path = self.directory / name
+        self._stamps[name] = _stamp(path.stat())
+        _check_length(path)
+        return path.read_bytes()
+
+    def check_unchanged(self) -> None:
+        """Refuse (BundleError) a bundle that is not what was verified: a file or a folder of it changed since.
+
+        Compared are the file itself, its size and the times of its last changes, of which a program can set one but not
+        the other; nothing is read again. What a program changes within one tick of the system's clock (some
+        milliseconds) after a file was verified, and then leaves alone, may pass.
+        """
+        for name, before in self._stamps.items():
+            try:
+                same = _stamp(os.stat(self.directory / name)) == before
+            except OSError:
+                same = False
+            if not same:
+                raise BundleError(
+                    f"{printable(name) or 'A file'} of the bundle {self.directory} changed after it was verified; load "
+                    "it again when nothing writes there."
+                )
 
 
-def may_be_loaded(name: str) -> bool:
-    """Whether loaders might read a file for its name alone, so that a bundle may hold it only if it is listed."""
-    return Path(name).suffix in _LOADED_SUFFIXES or name in _LOADED_NAMES
-
-
-def _check_name(name: str) -> None:
-    parts = name.split("/")
-    unsafe = any(part in ("", ".", "..") for part in parts) or not re.fullmatch(r"[\w.+@ -]+(/[\w.+@ -]+)*", name)
-    if unsafe or name == MANIFEST_NAME:
-        raise BundleError(
-            f"{MANIFEST_NAME} lists the file name {name!r}: expected a plain relative name inside the bundle, found "
-            "one that is not; do not use this bundle."
-        )
-
-
-def check_regular(path: Path, name: str) -> None:
-    """Refuse (BundleError) what is not a regular file; links within the Hub's own cache are followed."""
-    if not os.path.lexists(path):
-        raise mismatch(name, "the file", "present", "no such file")
-    mode = path.stat().st_mode if _is_hub_blob(path) else path.lstat().st_mode
-    if stat.S_ISLNK(mode):
-        raise BundleError(
-            f"{name} does not fit the bundle: the file should be a regular file, found a symbolic link; copy the "
-            "bundle with links followed (cp -rL)."
-        )
-    if not stat.S_ISREG(mode):
-        raise mismatch(name, "the file", "a regular file", "something else")
-
-
-def _is_hub_blob(path: Path) -> bool:
-    """Whether a link is one of the Hub's cache: from snapshots/{commit} to blobs of the same repository."""
-    if not path.is_symlink():
-        return False
-    # Unlike Path.resolve, realpath gives an answer for links that lead in a circle: a path that is still a link.
-    target = Path(os.path.realpath(path))
-    parents = Path(os.path.realpath(path.parent)).parents
-    snapshots = next((parent for parent in parents if parent.name == "snapshots"), None)
-    return snapshots is not None and target.parent == snapshots.parent / "blobs" and not target.is_symlink()
-
-
-def check_file(directory: Path, name: str, info: FileInfo, full: bool) -> None:
-    """Refuse (BundleError) a file of another size than listed or, with `full`, of other contents."""
-    path = directory / name
-    for part in [*path.relative_to(directory).parents][:-1]:
-        if (directory / part).is_symlink():
-            raise mismatch(name, "its directory", "a directory", "a symbolic link")
-    check_regular(path, name)
-    size = path.stat().st_size
-    if size != info.size:
-        raise mismatch(name, "size", f"{info.size} bytes", f"{size} bytes")
-    if full:
-        with path.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        if digest != info.sha256:
-            raise mismatch(name, "sha256", info.sha256, digest)
+def _stamp(status: os.stat_result) -> _Stamp:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 # Larger files are refused before they are read.
 MAX_JSON = 256_000_000
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Args:
-        path: of the file; messages call it by its name.
-
-    Raises:
-        BundleError: the file is too large, no JSON, or no object, or a name occurs twice in one of its objects: of two
-            values programs take the first or the last.
-    """
+def _check_length(path: Path) -> None:
     size = path.stat().st_size
     if size > MAX_JSON:
         raise mismatch(path.name, "its length", f"at most {MAX_JSON} bytes", f"{size} bytes")
-    return parse_object(path.name, path.read_bytes())
+
+
+def read_object(path: Path, bounded: bool = False) -> dict[str, Any]:
+    """The JSON object in a file, in which no name occurs twice; `bounded` as for `parse_json` (BundleError)."""
+    _check_length(path)
+    return parse_object(path.name, path.read_bytes(), bounded)
 
 
 def read_settings(path: Path) -> Any:
@@ -191,37 +224,18 @@ def read_settings(path: Path) -> Any:
     Raises:
         BundleError: the file is too large or no JSON.
     """
-    size = path.stat().st_size
-    if size > MAX_JSON:
-        raise mismatch(path.name, "its length", f"at most {MAX_JSON} bytes", f"{size} bytes")
+    _check_length(path)
     try:
-        return json.loads(path.read_bytes().decode("utf-8"))
-    except (ValueError, RecursionError) as error:
+        return parse_json(path.read_bytes())
+    except ValueError as error:
         raise mismatch(path.name, "its content", "valid JSON", error) from error
 
 
-def parse_object(file: str, content: bytes, finite: bool = False) -> dict[str, Any]:
-    """The JSON object in a file's bytes; see `read_object`.
-
-    `finite` refuses NaN, infinity and numbers beyond float64, too; configs of some models hold infinities.
-    """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            repeated = Counter(name for name, _ in pairs).most_common(1)[0][0]
-            raise mismatch(file, f"the name {repeated[:80]!r}", "given once", "given more than once")
-        return found
-
-    def number(text: str) -> float:
-        value = float(text)
-        if finite and not math.isfinite(value):
-            raise mismatch(file, "its numbers", "finite", text[:80])
-        return value
-
+def parse_object(file: str, content: bytes, bounded: bool = False) -> dict[str, Any]:
+    """The JSON object in a file's bytes; see `read_object`. Configs of some models hold infinities."""
     try:
-        value = json.loads(content.decode("utf-8"), object_pairs_hook=unique, parse_float=number, parse_constant=number)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(content, unique=True, bounded=bounded)
+    except ValueError as error:
         raise mismatch(file, "its content", "valid JSON", error) from error
     if not isinstance(value, dict):
         raise mismatch(file, "its content", "a JSON object", type(value).__name__)
@@ -274,7 +288,7 @@ _VOCABULARIES = re.compile(r"(tokenizer|vocab.*|added_tokens|tekken|model\.safet
 
 def is_settings(name: str) -> bool:
     """Whether a file of a bundle, by its name there, is JSON that loaders follow."""
-    return name.endswith(".json") and _VOCABULARIES.fullmatch(PurePosixPath(name).name) is None
+    return name.lower().endswith(".json") and _VOCABULARIES.fullmatch(PurePosixPath(name).name) is None
 
 
 def unsafe_settings(value: Any, at: str = "") -> Iterator[tuple[str, str, Any]]:

@@ -42,13 +42,14 @@ def upload(bundle: Bundle, repository: str, *, private: bool = False, revision: 
 
     check_can_push(repository)
     api = HfApi(library_name="kvconvert")
-    names = {name for name in own_files(bundle.manifest) if (bundle.directory / name).is_file()}
+    names = own_files(bundle.manifest) & {*bundle.files.names}
     present = ask_hub(repository, lambda: _prepare(api, repository, private, revision), revision=revision)
     foreign = sorted(name for name in present if name not in names and may_be_loaded(name))
     if foreign and MANIFEST_NAME not in present:
         raise UsageError(
             f"{repository} on the Hub holds {foreign[0]} and is no bundle, so nothing was pushed; give another name."
         )
+    bundle.files.check_unchanged()
     commit = ask_hub(
         repository,
         lambda: api.upload_folder(

@@ -8,14 +8,30 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_left
 from collections.abc import Collection
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from kvconvert.bundle.locate import PLAN_NAME
-from kvconvert.io.records import DataInfo, FileInfo, Record, Sha256, SourceInfo, TensorInfo
+from kvconvert.io.records import (
+    Count,
+    DataInfo,
+    FileInfo,
+    FileName,
+    FirstFaults,
+    Name,
+    Number,
+    Record,
+    Sha256,
+    Size,
+    SourceInfo,
+    TensorInfo,
+    Text,
+)
 from kvconvert.methods import KVScheme, LayerShape, awq, layer_conventions
+from kvconvert.methods.auto import LONGEST_CONTEXT
 from kvconvert.methods.awq import AWQ_BITS, QuantizedBy, StoredMethod
 
 FORMAT_VERSION = 1  # format 0 differs in this number alone
@@ -23,6 +39,12 @@ FORMAT_VERSION = 1  # format 0 differs in this number alone
 # it does not know, and would then generate with its ordinary cache; an unknown version it refuses, and shows it.
 OWN_VERSION = "kvconvert: import kvconvert.runtime before from_pretrained"
 _UNSEALED = "0" * 64
+MAX_LAYERS, MAX_CANDIDATES = 1024, 256
+_Bits = Annotated[int, Field(ge=1, le=16)]
+Heads = Annotated[int, Field(ge=1, le=2**16)]  # and channels of a head
+LayerIndex = Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
+_Divergences = Annotated[dict[Name, Number], Field(max_length=MAX_CANDIDATES)]
+_Version = Annotated[int, Field(ge=0, le=FORMAT_VERSION)]
 
 
 class ModuleCoverage(Record):
@@ -39,15 +61,15 @@ class ModuleCoverage(Record):
         reason: why a module was kept, or which AWQ scaling pairs were skipped and why.
     """
 
-    name: str
-    stored_name: str = ""
-    kind: str = "linear"
+    name: Name
+    stored_name: Name = ""
+    kind: Name = "linear"
     method: Literal[QuantizedBy, "kept"]
-    bits: int | None = None
-    group_size: int | None = None
-    in_features: int | None = None
-    out_features: int | None = None
-    reason: str = ""
+    bits: _Bits | None = None
+    group_size: Count | None = None
+    in_features: Count | None = None
+    out_features: Count | None = None
+    reason: Text = ""
 
     @property
     def prefix(self) -> str:
@@ -74,14 +96,14 @@ class LayerPlan(Record):
         statistics: what calibration measured for this layer (plain numbers and strings).
     """
 
-    index: int
+    index: LayerIndex
     kv: dict[str, Any] | None
-    head_dim: int | None = None
-    value_head_dim: int | None = None
-    num_key_value_heads: int | None = None
-    value_group_size: int | None = None
-    rotation: str | None = None
-    reason: str = ""
+    head_dim: Heads | None = None
+    value_head_dim: Heads | None = None
+    num_key_value_heads: Heads | None = None
+    value_group_size: Heads | None = None
+    rotation: Name | None = None
+    reason: Text = ""
     statistics: dict[str, Any] = Field(default_factory=dict)
 
     @model_serializer(mode="wrap")
@@ -116,14 +138,14 @@ class WeightsInfo(Record):
     """
 
     method: StoredMethod
-    bits: int | None = None
-    group_size: int | None = None
-    bytes: int
-    parameters: int
-    bits_per_weight: float
-    quantized_bytes: int = 0
-    quantized_parameters: int = 0
-    quantized_bits_per_weight: float | None = None
+    bits: _Bits | None = None
+    group_size: Count | None = None
+    bytes: Count
+    parameters: Count
+    bits_per_weight: Size
+    quantized_bytes: Count = 0
+    quantized_parameters: Count = 0
+    quantized_bits_per_weight: Size | None = None
 
 
 class Fidelity(Record):
@@ -138,8 +160,8 @@ class Fidelity(Record):
 
     measured_on: Sha256
     report: dict[str, Any]
-    limits: dict[str, float]
-    missed: list[str] = Field(default_factory=list)
+    limits: dict[Name, Number]
+    missed: list[Text] = Field(default_factory=list, fail_fast=True)
 
 
 def figure(report: dict[str, Any], name: str) -> Any:
@@ -162,12 +184,12 @@ class LayerAllocation(Record):
         treatments: by candidate for keys, the fields of the treatment that was measured to suit it best.
     """
 
-    index: int
-    keys: str
-    values: str
-    kl: dict[str, float]
-    clip_ratios: dict[str, float]
-    treatments: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    index: LayerIndex
+    keys: Name
+    values: Name
+    kl: _Divergences
+    clip_ratios: _Divergences
+    treatments: dict[Name, dict[str, Any]] = Field(default_factory=dict, max_length=MAX_CANDIDATES)
 
 
 class Allocation(Record):
@@ -187,17 +209,17 @@ class Allocation(Record):
         dtype: in which.
     """
 
-    context: int
-    budget_bytes_per_token: float
-    bytes_per_token: float
-    bits_per_value: float
-    candidates: dict[str, dict[str, Any]]
-    layers: list[LayerAllocation]
-    predicted_kl: float
-    measured_kl: float
-    plans: int
+    context: Annotated[int, Field(ge=1, le=LONGEST_CONTEXT)]
+    budget_bytes_per_token: Size
+    bytes_per_token: Size
+    bits_per_value: Size
+    candidates: dict[Name, dict[str, Any]] = Field(max_length=MAX_CANDIDATES)
+    layers: list[LayerAllocation] = Field(max_length=MAX_LAYERS, fail_fast=True)
+    predicted_kl: Number
+    measured_kl: Number
+    plans: Count
     data: DataInfo
-    dtype: str
+    dtype: Name
 
 
 class WeightUnit(Record):
@@ -210,10 +232,10 @@ class WeightUnit(Record):
         kl: by width, mean KL divergence of the whole model in nats per token with these weights alone rounded so.
     """
 
-    layer: int
-    linears: list[str]
-    bits: int
-    kl: dict[str, float]
+    layer: LayerIndex
+    linears: list[Name] = Field(fail_fast=True)
+    bits: _Bits
+    kl: dict[Annotated[str, Field(pattern=r"^[0-9]{1,2}$")], Number]
 
 
 class WeightAllocation(Record):
@@ -231,14 +253,14 @@ class WeightAllocation(Record):
         dtype: in which.
     """
 
-    budget_bits_per_weight: float
-    bits_per_weight: float
-    units: list[WeightUnit]
-    predicted_kl: float
-    measured_kl: float
-    allocations: int
+    budget_bits_per_weight: Size
+    bits_per_weight: Size
+    units: list[WeightUnit] = Field(fail_fast=True)
+    predicted_kl: Number
+    measured_kl: Number
+    allocations: Count
     data: DataInfo
-    dtype: str
+    dtype: Name
 
 
 class Manifest(Record):
@@ -263,24 +285,24 @@ class Manifest(Record):
         manifest_sha256: see the module's docstring.
     """
 
-    format_version: int
-    kvconvert_version: str
-    versions: dict[str, str]
+    format_version: _Version
+    kvconvert_version: Name
+    versions: dict[Name, Name]
     source: SourceInfo
     recipe: dict[str, Any]
     data: DataInfo | None
-    transforms: list[str]
+    transforms: list[Name] = Field(max_length=MAX_LAYERS)
     conventions: dict[str, Any]
-    layers: list[LayerPlan]
-    modules: list[ModuleCoverage]
+    layers: list[LayerPlan] = Field(max_length=MAX_LAYERS, fail_fast=True)
+    modules: list[ModuleCoverage] = Field(fail_fast=True)
     weights: WeightsInfo
-    tensors: dict[str, TensorInfo]
-    plan: dict[str, TensorInfo]
+    tensors: Annotated[dict[Name, TensorInfo], FirstFaults]
+    plan: Annotated[dict[Name, TensorInfo], FirstFaults]
     allocation: Allocation | None = None
     weight_allocation: WeightAllocation | None = None
     fidelity: Fidelity | None = None
-    files: dict[str, FileInfo]
-    informative: list[str] = Field(default_factory=list)
+    files: Annotated[dict[FileName, FileInfo], FirstFaults]
+    informative: list[FileName] = Field(default_factory=list, fail_fast=True)
     manifest_sha256: Sha256 = _UNSEALED
 
     def schemes(self) -> list[KVScheme | None]:
@@ -347,20 +369,25 @@ def _unconverted(modules: list[ModuleCoverage]) -> list[str]:
 
     Engines compare with the checkpoint's names or with the loaded model's; where these differ, both are listed.
     """
-    quantized = [module for module in modules if module.method != "kept"]
-    around = {name for module in quantized for full in (module.prefix, module.name) for name in _ancestors(full)}
+    quantized = sorted(
+        full.split(".") for module in modules if module.method != "kept" for full in (module.prefix, module.name)
+    )
     found: dict[str, None] = {}
     for module in modules:
         if module.kind == "linear" and module.method == "kept":
             for full in (module.prefix, module.name):
-                found[next((name for name in _ancestors(full) if name not in around), full)] = None
+                parts = full.split(".")
+                at = bisect_left(quantized, parts)
+                # In this order the names that share most with one are beside it.
+                shared = max((_modules_around(parts, name) for name in quantized[max(0, at - 1) : at + 1]), default=0)
+                found[".".join(parts[: shared + 1])] = None
     return list(found)
 
 
-def _ancestors(name: str) -> list[str]:
-    """The modules around one, outermost first."""
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts))]
+def _modules_around(first: list[str], second: list[str]) -> int:
+    """How many modules lie around both of two, from the outermost on."""
+    most = min(len(first), len(second) - 1)
+    return next((depth for depth in range(most) if first[depth] != second[depth]), most)
 
 
 def sealed(fields: dict[str, Any]) -> bytes:
@@ -390,11 +417,6 @@ def manifest_schema() -> dict[str, Any]:
     # Descriptions would be the docstrings of Python classes, whose attribute lists say nothing to a validator.
     for record in (found, *found.get("$defs", {}).values()):
         record["description"] = record.get("description", "").split("\n")[0]
-    for key in ("config_sha256", "sha256", "measured_on", "manifest_sha256"):
-        for record in (found, *found["$defs"].values()):
-            if key in record.get("properties", {}):
-                record["properties"][key]["pattern"] = "^[0-9a-f]{64}$"
-    found["properties"]["format_version"] |= {"minimum": 0, "maximum": FORMAT_VERSION}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found}
 
 

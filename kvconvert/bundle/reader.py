@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from safetensors import SafetensorError
 from torch import Tensor
 
 from kvconvert.bundle.files import (
-    MAX_JSON,
-    check_file,
-    check_files,
+    BundleFiles,
     check_names,
-    check_regular,
     is_settings,
     parse_object,
     read_object,
@@ -38,6 +36,7 @@ from kvconvert.bundle.weight_files import (
 from kvconvert.errors import BundleError, RecipeError
 from kvconvert.io.records import TensorInfo
 from kvconvert.io.tensorfile import DTYPES, mismatch
+from kvconvert.methods import spread_ratios
 from kvconvert.methods.awq import AWQ_BITS, BITS
 
 
@@ -131,6 +130,7 @@ def check_layers(manifest: Manifest, config: dict[str, Any]) -> None:
         raise mismatch(MANIFEST_NAME, "layers", f"{depth} (config.json's num_hidden_layers)", len(manifest.layers))
     try:
         schemes = manifest.schemes()
+        spread_ratios(schemes)
     except (RecipeError, TypeError) as error:
         raise mismatch(MANIFEST_NAME, "layers: kv", "a KV scheme", error) from error
     for number, (layer, scheme) in enumerate(zip(manifest.layers, schemes, strict=True)):
@@ -156,6 +156,7 @@ class Bundle:
         plan: tensors of `kvconvert/plan.safetensors`, named `layers.{i}.{what}`.
         weight_files: the file of each weight tensor.
         checks: one line per kind of check that was made, with counts.
+        files: what was verified; `files.check_unchanged` says whether it is still there.
     """
 
     directory: Path
@@ -164,6 +165,7 @@ class Bundle:
     plan: dict[str, Tensor]
     weight_files: dict[str, Path]
     checks: tuple[str, ...]
+    files: BundleFiles
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Bundle:
         return self  # nothing in it is ever changed, and configurations that refer to it are copied
@@ -172,12 +174,12 @@ class Bundle:
 def open_bundle(path: str | Path, verify: Literal["full", "headers", "plan"] = "full") -> Bundle:
     """Open a bundle after validating it.
 
-    Checked: the manifest's version, schema and seal; names, kinds, sizes and, with "full", SHA-256 of every
-    load-critical file; no loadable file beside them; safetensors headers; the index; every tensor's presence, type and
-    shape against the manifest; coverage and packing of quantized modules; scales and KV-plan tensors finite, scales
-    positive, and, with "full", all other floating-point tensors finite; agreement of config.json; settings that would
-    run code or fetch something absent. Whether the model that transformers builds fits the tensors is checked where one
-    is built (`runtime/hf/bundle_quantizer.py`).
+    Checked: no link in the directory; the manifest's version, schema and seal; names, sizes and, with "full", SHA-256
+    of every load-critical file; no loadable file beside them; safetensors headers; the index; every tensor's presence,
+    type and shape against the manifest; coverage and packing of quantized modules; scales and KV-plan tensors finite,
+    scales positive, and, with "full", all other floating-point tensors finite; agreement of config.json; settings that
+    would run code or fetch something absent. Whether the model that transformers builds fits the tensors is checked
+    where one is built (`runtime/hf/bundle_quantizer.py`).
 
     Args:
         path: the bundle's directory.
@@ -192,12 +194,15 @@ def open_bundle(path: str | Path, verify: Literal["full", "headers", "plan"] = "
     directory = Path(path)
     checks: list[str] = []
     try:
-        manifest = _read_manifest(directory)
+        manifest_path(directory)
+        files = BundleFiles(directory)
+        manifest = _read_manifest(files)
         checks.append(f"manifest: format {manifest.format_version}, schema and seal")
         check_names(directory, manifest)
+        files.check_others(manifest)
         if verify == "plan":
-            return _described(directory, manifest, checks)
-        check_files(directory, manifest, full=verify == "full")
+            return _described(files, manifest, checks)
+        files.check_listed(manifest, full=verify == "full")
         total = sum(info.size for info in manifest.files.values())
         how = "sizes and SHA-256" if verify == "full" else "sizes (not SHA-256)"
         checks.append(f"files: {how} of {len(manifest.files)} files, {total:,} bytes")
@@ -220,32 +225,32 @@ def open_bundle(path: str | Path, verify: Literal["full", "headers", "plan"] = "
                     raise mismatch(weight_files[name].name, f"tensor {name}", "finite values", "NaN or infinity")
             checks.append(f"numbers: {len(kept)} floating-point tensors, all finite")
         plan = read_plan(directory, manifest)
+        files.check_unchanged()
     except (OSError, SafetensorError) as error:
         raise BundleError(
             f"The bundle {directory} cannot be read ({error}); check the path and its permissions."
         ) from error
-    return Bundle(directory, manifest, config, plan, weight_files, tuple(checks))
+    return Bundle(directory, manifest, config, plan, weight_files, tuple(checks), files)
 
 
-def _described(directory: Path, manifest: Manifest, checks: list[str]) -> Bundle:
+def _described(files: BundleFiles, manifest: Manifest, checks: list[str]) -> Bundle:
     """What can be said of a bundle without its weights."""
+    directory = files.directory
     for name in ("config.json", PLAN_NAME):
-        check_file(directory, name, manifest.files[name], full=True)
+        files.check_file(name, manifest.files[name], full=True)
     check_plan_header(directory, manifest)
     check_modules(manifest)
     config = check_config(directory, manifest, ["config.json"])
     check_layers(manifest, config)
     checks.append(f"KV plan: {len(manifest.layers)} layers; weights were not looked at")
-    return Bundle(directory, manifest, config, read_plan(directory, manifest), {}, tuple(checks))
+    plan = read_plan(directory, manifest)
+    files.check_unchanged()
+    return Bundle(directory, manifest, config, plan, {}, tuple(checks), files)
 
 
-def _read_manifest(directory: Path) -> Manifest:
-    path = manifest_path(directory)
-    check_regular(path, MANIFEST_NAME)
-    if path.stat().st_size > MAX_JSON:
-        raise mismatch(MANIFEST_NAME, "its length", f"at most {MAX_JSON} bytes", f"{path.stat().st_size} bytes")
-    content = path.read_bytes()
-    fields = parse_object(MANIFEST_NAME, content, finite=True)
+def _read_manifest(files: BundleFiles) -> Manifest:
+    content = files.read(MANIFEST_NAME)
+    fields = parse_object(MANIFEST_NAME, content, bounded=True)
     version = fields.get("format_version")
     if type(version) is not int or version < 0:
         raise mismatch(MANIFEST_NAME, "format_version", FORMAT_VERSION, repr(version))
@@ -259,10 +264,18 @@ def _read_manifest(directory: Path) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "its content"
-        raise mismatch(MANIFEST_NAME, field, first["msg"], repr(first["input"])[:80]) from error
+        raise mismatch(MANIFEST_NAME, field, _expected(first), repr(first["input"])[:80]) from error
     seal = unseal(content, manifest.manifest_sha256)
     if seal != manifest.manifest_sha256:
         raise mismatch(MANIFEST_NAME, "manifest_sha256", seal, manifest.manifest_sha256)
     if manifest.fidelity is not None and manifest.fidelity.measured_on != manifest.files_digest():
         raise mismatch(MANIFEST_NAME, "fidelity.measured_on", manifest.files_digest(), manifest.fidelity.measured_on)
     return manifest
+
+
+def _expected(found: ErrorDetails) -> str:
+    """What pydantic says that a field should be, to stand behind "should be"."""
+    named = {"extra_forbidden": "absent", "missing": "present"}
+    what, _, rest = found["msg"].partition(" should ")
+    said = rest.removeprefix("be ") if rest.startswith("be ") else f"a {what.lower()} that should {rest}"
+    return named.get(found["type"]) or (said if rest else found["msg"])

@@ -20,7 +20,7 @@ from kvconvert.methods import PLAN_TENSORS
 from kvconvert.methods.scheme import FORMER_PLAN_TENSORS
 
 INDEX_NAME = "model.safetensors.index.json"
-_WEIGHT_FILE = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
+_WEIGHT_FILE = re.compile(r"model(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors")
 
 
 def check_tensors(directory: Path, manifest: Manifest) -> dict[str, Path]:
@@ -126,7 +126,7 @@ def read_plan(directory: Path, manifest: Manifest) -> dict[str, Tensor]:
     """
     plan: dict[str, Tensor] = {}
     for name, tensor in read_tensors(dict.fromkeys(manifest.plan, directory / PLAN_NAME), list(manifest.plan)):
-        match = re.fullmatch(r"layers\.(\d+)\.(\w+)", name)
+        match = re.fullmatch(r"layers\.([0-9]{1,4})\.(\w+)", name)
         if match is None or int(match[1]) >= len(manifest.layers):
             raise mismatch(PLAN_NAME, f"tensor {name}", f"a name layers.0 to layers.{len(manifest.layers) - 1}", name)
         if match[2] not in (*PLAN_TENSORS, *FORMER_PLAN_TENSORS):

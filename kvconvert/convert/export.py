@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +42,7 @@ from kvconvert.errors import BundleError, CheckpointError, FidelityError, UsageE
 from kvconvert.io.checksums import known_sha256
 from kvconvert.io.disk import check_writable, make_directory
 from kvconvert.io.hub import is_hub_id
+from kvconvert.io.json_text import parse_json
 from kvconvert.io.progress import progress_bar
 from kvconvert.io.records import FileInfo, SourceInfo, TensorInfo
 from kvconvert.io.tensorfile import nbytes, tensor_info, write_tensors
@@ -165,7 +166,7 @@ def _export(
     stated: SourceInfo,
 ) -> Path:
     # A Hub id may have moved on since; the directory that was calibrated is then still in the Hub's cache.
-    location = store.state.directory if Path(store.state.directory).exists() else store.state.model
+    location = store.state.directory if os.path.exists(store.state.directory) else store.state.model
     source = open_source(location, was_fetched=store.state.source.revision is not None)
     recipe = Recipe.from_dict(store.state.recipe)
     contents = _Contents.gather(store, source)
@@ -173,7 +174,7 @@ def _export(
     with replacing(output, force) as directory:
         files = _write_files(directory, store, source, contents, max_shard_bytes, progress)
         manifest = _manifest(store, recipe, contents, stated)
-        config = json.loads((source.directory / "config.json").read_text(encoding="utf-8"))
+        config = _settings(source.directory / "config.json")
         for dropped in ("quantization_config", "compression_config"):  # weights are stored in another form from here on
             config.pop(dropped, None)
         config = safe_settings(config)  # without those that point to code, which a bundle never carries or runs
@@ -313,9 +314,9 @@ def _write_files(
 
 def copy_files(source: Path, directory: Path, patterns: tuple[str, ...]) -> dict[str, FileInfo]:
     """Copy files, following links; returns size and hash by their names relative to the directory."""
-    names = sorted(
-        {path.relative_to(source).as_posix() for pattern in patterns for path in source.glob(pattern) if path.is_file()}
-    )
+    found = {path for pattern in patterns for path in source.glob(pattern) if path.is_file()}
+    # Some systems leave hidden files of the same names beside others.
+    names = sorted(path.relative_to(source).as_posix() for path in found if not path.name.startswith("."))
     return {name: _copied(source / name, directory / name) for name in names}
 
 
@@ -329,7 +330,7 @@ def _copied(source: Path, target: Path) -> FileInfo:
 
 def _settings(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_bytes())
     except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); fetch it again.") from error
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.io import disk
+from kvconvert.io.json_text import parse_json
 
 LOCK_NAME = "lock"
 STATE_NAME = "state.json"
@@ -40,6 +41,8 @@ def work_lock(work: Path, shared: bool = False) -> Iterator[None]:
     try:
         descriptor = disk.open_lock_file(file)
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise UsageError(f"{file} is a link, which leads out of the working directory; remove it.") from error
         if not shared or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
         # Whoever may not write here may still read, and hold the lock if there is one.
@@ -110,7 +113,7 @@ def read_sealed(file: Path) -> dict[str, Any]:
         OSError: there is no such file, or it cannot be read.
         ValueError: it is not what was written.
     """
-    values = json.loads(file.read_text(encoding="utf-8"))
+    values = parse_json(file.read_bytes())
     if not isinstance(values, dict) or values.pop(_CHECKSUM, None) != _checksum(values):
         raise ValueError("its content does not fit its checksum")
     return values

@@ -6,19 +6,15 @@ import hashlib
 import json
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
 
-from kvconvert.bundle.manifest import ModuleCoverage
-from kvconvert.io.records import DataInfo, SourceInfo
+from kvconvert.bundle.manifest import MAX_LAYERS, Heads, LayerIndex, ModuleCoverage
+from kvconvert.io.records import DataInfo, Record, SourceInfo, Text
 
 WORK_FORMAT = 1
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class WorkState(_Record):
+class WorkState(Record):
     """What a calibration was started from.
 
     Attributes:
@@ -47,7 +43,7 @@ class WorkState(_Record):
     data: DataInfo
     seed: int
     device: str
-    num_layers: int
+    num_layers: int = Field(ge=0, le=MAX_LAYERS)
     adapter: str | None
     kept_tensors: list[str]
     kept_modules: list[ModuleCoverage]
@@ -79,7 +75,7 @@ class WorkState(_Record):
         return self.model_copy(update={"fingerprint": hashlib.sha256(text.encode()).hexdigest()})
 
 
-class LayerRecord(_Record):
+class LayerRecord(Record):
     """What happened to one decoder layer.
 
     Attributes:
@@ -94,14 +90,14 @@ class LayerRecord(_Record):
         files: SHA-256 of the layer's files of tensors by suffix, filled in by `WorkDir.commit_layer`.
     """
 
-    index: int
+    index: LayerIndex
     modules: list[ModuleCoverage]
     scheme: dict[str, Any] | None
-    head_dim: int | None = None
-    value_head_dim: int | None = None
-    num_key_value_heads: int | None = None
-    value_group_size: int | None = None
+    head_dim: Heads | None = None
+    value_head_dim: Heads | None = None
+    num_key_value_heads: Heads | None = None
+    value_group_size: Heads | None = None
     rotation: str | None = None
-    reason: str = ""
-    statistics: dict[str, Any] = {}
-    files: dict[str, str] = {}
+    reason: Text = ""
+    statistics: dict[str, Any] = Field(default_factory=dict)
+    files: dict[str, str] = Field(default_factory=dict)

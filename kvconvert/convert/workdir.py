@@ -48,6 +48,7 @@ from kvconvert.convert.work_records import WORK_FORMAT, LayerRecord, WorkState
 from kvconvert.errors import CheckpointError, UsageError, first_line
 from kvconvert.io import disk
 from kvconvert.io.checksums import known_sha256, remember
+from kvconvert.io.json_text import parse_json
 from kvconvert.io.records import TensorInfo
 from kvconvert.io.tensorfile import Mapped, read_header, replace_tensors
 
@@ -387,7 +388,7 @@ def _changes(previous: WorkState, state: WorkState) -> str:
 def _read_state(path: Path) -> WorkState:
     file = path / STATE_NAME
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = parse_json(file.read_bytes())
         if isinstance(values, dict) and values.get("format") != WORK_FORMAT:
             raise UsageError(
                 f"{path} was written by another version of kvconvert (working format {values.get('format')}, this is "

@@ -18,7 +18,7 @@ from __future__ import annotations
 import base64
 import io
 import itertools
-import json
+import os
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvconvert.data.drawings import Drawing, draw
+from kvconvert.data.sources import ANSWER_COLUMNS, CAPTION_COLUMNS, IMAGE_COLUMNS, QUESTION_COLUMNS
 from kvconvert.errors import DataError, first_line
+from kvconvert.io.json_text import parse_json
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -34,9 +36,6 @@ if TYPE_CHECKING:
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 LISTS = ("captions.jsonl", "metadata.jsonl")
 _TABLES = (".jsonl", ".parquet")
-IMAGE_COLUMNS = ("image", "images", "image_path", "file_name", "image_file", "picture", "photo", "img", "jpg", "png")
-CAPTION_COLUMNS = ("caption", "captions", "text", "description", "content")
-QUESTION_COLUMNS, ANSWER_COLUMNS = ("question", "query", "prompt", "instruction"), ("answer", "answers", "response")
 
 # Bundles are measured on drawings of another seed than those that calibrate by default.
 EVALUATION_SEED = 500_000
@@ -109,9 +108,9 @@ def read_image(value: Any, folder: Path | None, place: str) -> Image:
             raise DataError(f"{place}: the image {name} is on the network; fetch it and give its path.")
         else:
             name = name.removeprefix("file://")
-            path = Path(name).expanduser()
+            path = Path(os.path.expanduser(name))
             path = path if folder is None else folder / path
-            if not path.is_file():
+            if not os.path.isfile(path):
                 raise DataError(f"{place}: there is no image {path}; check the path.")
             value, place = path, f"{place}: {path}" if str(path) not in place else place
     if isinstance(value, bytes):
@@ -145,7 +144,7 @@ def _from_hub(url: str, place: str) -> Image:
 
 def is_image_directory(source: str) -> bool:
     """Whether a SOURCE is a directory of images; one with tables in it, which may name images, is not."""
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if not path.is_dir() or any(file.suffix in _TABLES and file.name not in LISTS for file in path.rglob("*")):
         return False
     return any(_images_in(path))
@@ -178,7 +177,7 @@ def directory_documents(source: str, seed: int) -> Iterator[Document]:
     Raises:
         DataError: an image without caption, a list without the columns it needs, a listed image that is missing.
     """
-    directory = Path(source).expanduser()
+    directory = Path(os.path.expanduser(source))
     lists = sorted(file for name in LISTS for file in directory.rglob(name))
     entries = [entry for file in lists for entry in _listed(file)]
     if not lists:
@@ -203,10 +202,12 @@ def _listed(file: Path) -> list[tuple[Path, str]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-            columns = list(row)
-        except (ValueError, TypeError) as error:
+            row = parse_json(line)
+        except ValueError as error:
             raise DataError(f"{file}, line {number} is not a JSON object ({error}); correct it.") from error
+        if not isinstance(row, dict):
+            raise DataError(f"{file}, line {number} is not a JSON object ({type(row).__name__}); correct it.")
+        columns = list(row)
         name, caption = image_column(columns), text_column(columns)
         if name is None or caption is None:
             raise DataError(
@@ -214,7 +215,7 @@ def _listed(file: Path) -> list[tuple[Path, str]]:
                 f"{', '.join(columns)}); name the image in file_name and its caption in caption."
             )
         path = file.parent / str(row[name])
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise DataError(f"{file}, line {number} names the image {row[name]}, which does not exist; check the path.")
         entries.append((path, _text(row[caption])))
     return entries
@@ -232,7 +233,8 @@ def text_column(columns: Iterable[str]) -> str | None:
 
 def has_image_parts(value: Any) -> bool:
     """Whether `messages` have a part that is an image."""
-    return any(_is_image(part) for message in value or () for part in _parts(message))
+    messages = value if isinstance(value, list) else []
+    return any(_is_image(part) for message in messages if isinstance(message, Mapping) for part in _parts(message))
 
 
 def row_document(row: Mapping[str, Any], wanted: str | None, folder: Path | None, place: str) -> Document | None:
@@ -270,6 +272,8 @@ def row_document(row: Mapping[str, Any], wanted: str | None, folder: Path | None
 def _conversation(messages: Any, images: list[Image], folder: Path | None, place: str) -> Document:
     """Messages with their images gathered; parts without a source of their own take those of the row in order."""
     rest, gathered, rendered = iter(images), [], []
+    if not isinstance(messages, list) or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+        raise DataError(f"{place}: messages are no list of objects with a role; correct the row.")
     for message in messages:
         parts = []
         for part in _parts(message):
@@ -294,7 +298,7 @@ def _parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     content = message.get("content")
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
-    return [part for part in content or () if isinstance(part, Mapping)]
+    return [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
 
 
 def _is_image(part: Mapping[str, Any]) -> bool:

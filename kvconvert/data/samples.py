@@ -35,7 +35,7 @@ from kvconvert.data.mixture import load_mixture, unlike_the_model
 from kvconvert.data.sources import Sources, Table, is_plain_text, local_files, source_name, weighted_sources
 from kvconvert.data.text import EMBEDDED, TokenData
 from kvconvert.errors import CheckpointError, DataError, UsageError
-from kvconvert.io.records import DataInfo
+from kvconvert.io.records import DataInfo, shortened
 from kvconvert.io.tensorfile import Mapped
 from kvconvert.models.configuration import supports_images
 from kvconvert.models.processors import ImagePrompts, has_processor, load_processor, load_tokenizer
@@ -105,7 +105,12 @@ def load_image_samples(
         images += count
     ids = torch.stack(rows)
     info = DataInfo(
-        source=name, samples=samples, length=length, seed=seed, images=images, sha256=_fingerprint(ids, extras)
+        source=shortened(name),
+        samples=samples,
+        length=length,
+        seed=seed,
+        images=images,
+        sha256=_fingerprint(ids, extras),
     )
     return TokenData(ids, info, tuple(extras), packer.prompts.visual(ids))
 

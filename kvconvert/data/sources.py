@@ -1,10 +1,11 @@
-"""What a SOURCE of calibration data names (local files of one kind, source code, or a Hub data set), and its rows, read
-as a stream through `datasets` where it is no plain text.
+"""What a SOURCE of calibration data names (local files of one kind, source code, or a Hub data set), and its rows: JSON
+is read line by line, other tables and Hub data sets as a stream through `datasets`.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvconvert.data.json_rows import JsonRows
 from kvconvert.errors import DataError, UsageError, first_line, listed
 from kvconvert.io.hub import missing_below
 
@@ -76,7 +78,7 @@ def weighted_sources(data: Sources) -> list[WeightedSource]:
         raise UsageError("`data` is an empty list; name a source, or leave it out.")
     found = []
     for text in given:
-        match = None if Path(text).expanduser().exists() else _WEIGHTED.fullmatch(text)
+        match = None if _exists(text) else _WEIGHTED.fullmatch(text)
         source, weight = (text, 1.0) if match is None else (match[1], float(match[2]))
         if not weight:
             raise UsageError(f"`data` gives {source} the weight 0; leave it out, or give it a positive one.")
@@ -89,14 +91,19 @@ def source_name(source: str | None, default: str) -> str:
     if source is None:
         return f"kvconvert:{default}"
     place, column = named_column(source)
-    path = Path(place).expanduser()
-    return path.resolve().name + (f"::{column}" if column else "") if path.exists() else source
+    path = Path(os.path.expanduser(place))
+    return path.resolve().name + (f"::{column}" if column else "") if _exists(place) else source
+
+
+def _exists(path: str) -> bool:
+    """Whether there is something at a path; no text is too odd to ask."""
+    return os.path.exists(os.path.expanduser(path))
 
 
 def named_column(source: str) -> tuple[str, str | None]:
     """A local path and the column that `path::column` names; any other SOURCE as it is, and None."""
     place, _, column = source.rpartition("::")
-    if place and column and not Path(source).expanduser().exists() and Path(place).expanduser().exists():
+    if place and column and not _exists(source) and _exists(place):
         return place, column
     return source, None
 
@@ -108,14 +115,14 @@ def local_files(source: str) -> list[Path] | None:
             "The data source is empty text; name a file, a directory or a Hub data set id, or leave it out."
         )
     source, column = named_column(source)
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     files = _files(path)
     if files is not None and column is not None and is_plain_text(files):
         raise DataError(f"Data source {source} is plain text, which has no column {column!r}; leave it out.")
     if files is not None:
         return files
     head = source.partition(":")[0]
-    if Path(head).expanduser().exists():
+    if _exists(head):
         raise DataError(
             f"Data source {source} adds :config:split:column to a local path; only Hub data sets take that, and a "
             "column of local files is named as in file.jsonl::column."
@@ -136,7 +143,7 @@ def check_sources(data: Sources) -> None:
     Commands ask this before they import torch.
     """
     for source in weighted_sources(data):
-        if source.source is None or Path(named_column(source.source)[0]).expanduser().exists():
+        if source.source is None or _exists(named_column(source.source)[0]):
             continue
         if local_files(source.source) is None:
             HubSource.parse(source.source)
@@ -144,13 +151,13 @@ def check_sources(data: Sources) -> None:
 
 def _files(path: Path) -> list[Path] | None:
     """The data files at a path, all of one kind, sorted; None if there is nothing."""
-    if path.is_file():
+    if os.path.isfile(path):  # which takes any name, however long
         if path.suffix not in SUFFIXES:
             raise DataError(f"Data file {path} is not of a known kind; convert it to {listed(_DATA_SUFFIXES, 'or')}.")
         if path.stat().st_size == 0:
             raise DataError(f"Data file {path} is empty; give a file with text.")
         return [path]
-    if path.is_dir():
+    if os.path.isdir(path):
         found = [p for p in sorted(path.rglob("*")) if p.suffix in SUFFIXES and p.is_file()]
         files = [p for p in found if not any(part.startswith(".") for part in p.relative_to(path).parts)]
         if any(p.suffix in {*_DATA_SUFFIXES, *CODE} - {*BESIDE_DATA} for p in files):
@@ -199,6 +206,13 @@ def read_text(file: Path) -> str:
 
 
 TEXT_COLUMNS = ("text", "content", "document", "article", "passage", "body", "raw_content", "markdown", "code")
+IMAGE_COLUMNS = ("image", "images", "image_path", "file_name", "image_file", "picture", "photo", "img", "jpg", "png")
+CAPTION_COLUMNS = ("caption", "captions", "text", "description", "content")
+QUESTION_COLUMNS, ANSWER_COLUMNS = ("question", "query", "prompt", "instruction"), ("answer", "answers", "response")
+KNOWN_COLUMNS = frozenset(
+    {"messages", *TEXT_COLUMNS, *IMAGE_COLUMNS, *CAPTION_COLUMNS, *QUESTION_COLUMNS, *ANSWER_COLUMNS}
+)
+MOST_COLUMNS = 100
 SHUFFLE_BUFFER = 1_000
 
 
@@ -213,11 +227,11 @@ def holds_conversations(source: str | None) -> bool:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of local files that are no plain text, or of a Hub data set, read as a stream through `datasets`.
+    """Rows of local files that are no plain text, or of a Hub data set.
 
     Attributes:
         place: name of the source in error messages.
-        columns: their names.
+        columns: their names; of very many only those that are `KNOWN_COLUMNS`, or wanted.
         wanted: the column that the SOURCE names, or None.
         folder: to which paths in the rows of local files refer.
     """
@@ -232,6 +246,11 @@ class Table:
     @classmethod
     def open(cls, source: str, files: list[Path] | None) -> Table:
         """Open a SOURCE: local files, or the id of a Hub data set where there are none (DataError)."""
+        column = named_column(source)[1]
+        if files and LOADERS[files[0].suffix] == "json":
+            rows = JsonRows(files)
+            names = dict.fromkeys(name for row in itertools.islice(rows, SHUFFLE_BUFFER) for name in row)
+            return cls(source, source, _known(names, column), column, files[0].parent, rows)
         import datasets
 
         hub = None if files else HubSource.parse(source)
@@ -248,20 +267,35 @@ class Table:
                     stream = stream.cast_column(name, encoded)
                 elif isinstance(feature, datasets.List) and isinstance(feature.feature, datasets.Image):
                     stream = stream.cast_column(name, datasets.List(encoded))
-            columns = list(stream.features) if stream.features is not None else list(next(iter(stream), {}))
+            names = list(stream.features) if stream.features is not None else list(next(iter(stream), {}))
+            wanted = hub.column if hub else column
+            columns = _known(names, wanted)
+            if columns != names:
+                stream = stream.select_columns(columns)
         place, folder = (source, files[0].parent) if hub is None else (hub.name, None)
-        return cls(source, place, columns, hub.column if hub else named_column(source)[1], folder, stream)
+        return cls(source, place, columns, wanted, folder, stream)
 
     def first(self, count: int) -> list[dict[str, Any]]:
         """The first rows."""
         with _readable(self.source, self.folder is not None):
-            return list(itertools.islice(self._stream, count))
+            return list(itertools.islice(self._rows(), count))
 
     def shuffled(self, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
         """Each row after its name for error messages, in an order given by the seed."""
         with _readable(self.source, self.folder is not None):
-            for index, row in enumerate(_shuffled(self._stream, seed)):
+            for index, row in enumerate(_shuffled(self._rows(), seed)):
                 yield f"{self.place}, shuffled row {index}", row
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        return ({name: row.get(name) for name in self.columns} for row in self._stream)
+
+
+def _known(names: Iterable[str], wanted: str | None) -> list[str]:
+    """The columns of a table that are read: a buffer of rows with thousands would fill the memory."""
+    found = list(names)
+    if len(found) <= MOST_COLUMNS:
+        return found
+    return [name for name in found if name in KNOWN_COLUMNS or name == wanted] or found[:MOST_COLUMNS]
 
 
 @contextmanager

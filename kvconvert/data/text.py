@@ -32,7 +32,7 @@ import torch
 
 from kvconvert.data.sources import Table, is_plain_text, local_files, read_text, source_name, text_column_of
 from kvconvert.errors import DataError, UsageError
-from kvconvert.io.records import DataInfo
+from kvconvert.io.records import DataInfo, shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -209,7 +209,9 @@ def _windows(available: int, samples: int, seed: int, whole: bool) -> list[int]:
 def token_data(ids: torch.Tensor, name: str, seed: int) -> TokenData:
     """Samples [samples, length] of text with their fingerprint."""
     digest = hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest()
-    return TokenData(ids, DataInfo(source=name, samples=len(ids), length=ids.shape[1], seed=seed, sha256=digest))
+    return TokenData(
+        ids, DataInfo(source=shortened(name), samples=len(ids), length=ids.shape[1], seed=seed, sha256=digest)
+    )
 
 
 def spaced_samples(source: str, tokenizer: PreTrainedTokenizerBase, samples: int, length: int) -> torch.Tensor:

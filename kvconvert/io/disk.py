@@ -58,7 +58,8 @@ class OutputFile:
         self.path, self.expected_size, self.size = path, size, 0
         self._digest = hashlib.sha256() if hashed else None
         with _operation("create", path, size):
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            # A link to somewhere else is not written through: everything here is named by kvconvert itself.
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
 
     def write(self, data: bytes | memoryview) -> None:
         """Append all of `data`."""
@@ -169,7 +170,7 @@ def copy_file(source: Path, target: Path) -> OutputFile:
 def open_lock_file(path: Path) -> int:
     """A descriptor of an empty file to lock, which is made if it is not there."""
     with _operation("create", path):
-        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def make_directory(path: Path) -> list[Path]:

@@ -2,9 +2,41 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from collections.abc import Callable
+from itertools import islice
+from typing import Annotated, Any
 
-Sha256 = str
+from pydantic import BaseModel, ConfigDict, Field, WrapValidator
+
+MAX_TEXT = 1000  # characters of a sentence or a name in a record
+# Integers up to here are exact in every language's JSON.
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Number = Annotated[float, Field(ge=-1e18, le=1e18, allow_inf_nan=False)]
+Size = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]
+Text = Annotated[str, Field(max_length=MAX_TEXT)]
+Name = Annotated[str, Field(max_length=255)]  # of a module, a tensor, a candidate
+# Parts begin with no dot, so that no name leads out of the directory, and none is hidden.
+FileName = Annotated[str, Field(max_length=255, pattern=r"^[\w+@-][\w.+@ -]*(/[\w+@-][\w.+@ -]*)*$")]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+_AT_ONCE = 1000
+
+
+def _first_faults(values: Any, validate: Callable[[Any], Any]) -> Any:
+    if not isinstance(values, dict):
+        return validate(values)
+    entries, found = iter(values.items()), {}
+    while part := dict(islice(entries, _AT_ONCE)):
+        found |= validate(part)
+    return found
+
+
+# Of a dictionary that may be long: pydantic would keep an error for every entry, and only the first is shown.
+FirstFaults = WrapValidator(_first_faults)
+
+
+def shortened(text: str) -> str:
+    """A text that a record can hold."""
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 3]}..."
 
 
 class Record(BaseModel):
@@ -16,14 +48,14 @@ class Record(BaseModel):
 class TensorInfo(Record):
     """Type and shape of a stored tensor: `dtype` in safetensors' words ("F16", "BF16", "I32", ...)."""
 
-    dtype: str
-    shape: list[int]
+    dtype: Annotated[str, Field(max_length=16)]
+    shape: list[Annotated[int, Field(ge=0, le=2**56)]] = Field(max_length=16)
 
 
 class FileInfo(Record):
     """Size in bytes and SHA-256 of a file that loading depends on."""
 
-    size: int = Field(ge=0)
+    size: Count
     sha256: Sha256
 
 
@@ -42,15 +74,15 @@ class SourceInfo(Record):
         stored_as: the form in which its weights were stored, where they were quantized already ("mxfp4 experts").
     """
 
-    id: str
-    revision: str | None = None
-    licence: str | None = None
-    licence_name: str | None = None
-    licence_link: str | None = None
-    language: list[str] = Field(default_factory=list)
+    id: Text
+    revision: Name | None = None
+    licence: Text | None = None
+    licence_name: Text | None = None
+    licence_link: Text | None = None
+    language: list[Name] = Field(default_factory=list, max_length=MAX_TEXT)
     config_sha256: Sha256
-    weights_sha256: dict[str, Sha256]
-    stored_as: str | None = None
+    weights_sha256: Annotated[dict[Name, Sha256], FirstFaults]
+    stored_as: Text | None = None
 
 
 class DataInfo(Record):
@@ -65,9 +97,9 @@ class DataInfo(Record):
             (pixel values, token types, ...) in order of their names: the name and the values as float32.
     """
 
-    source: str
-    samples: int
-    length: int
-    seed: int
-    images: int = 0
+    source: Text
+    samples: Count
+    length: Count
+    seed: Annotated[int, Field(ge=-(2**64), le=2**64)]
+    images: Count = 0
     sha256: Sha256

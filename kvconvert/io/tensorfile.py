@@ -27,6 +27,7 @@ from torch import Tensor
 from kvconvert.errors import BundleError, KvconvertError, printable
 from kvconvert.io import disk
 from kvconvert.io.disk import OutputFile, new_file, replacement
+from kvconvert.io.json_text import parse_json
 from kvconvert.io.records import FileInfo, TensorInfo
 
 # A header larger than this is refused before it is read: the limit that the format's own reader has.
@@ -118,17 +119,11 @@ def read_header(path: Path, refuse: Refusal = mismatch, any_dtype: bool = False)
 
 
 def _parse(file: str, text: bytes, refuse: Refusal) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        entries = dict(pairs)
-        if len(entries) != len(pairs):
-            raise refuse(file, "its header", "names that occur once", "a repeated name")
-        return entries
-
     if not text.startswith(b"{"):
         raise refuse(file, "its header", "JSON that starts with {", repr(text[:1]))
     try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
+        header = parse_json(text, unique=True)
+    except ValueError as error:
         raise refuse(file, "its header", "valid JSON", error) from error
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):

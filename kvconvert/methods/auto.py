@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 DEFAULT_CONTEXT = 4096
+LONGEST_CONTEXT = 2**24
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class AutoSearch(BaseModel):
 
     kv_bits: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     kv_bytes_per_token: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    context: int | None = Field(default=None, ge=1)
+    context: int | None = Field(default=None, ge=1, le=LONGEST_CONTEXT)
     tokens: int | None = Field(default=None, ge=256)
     repairs: int = Field(default=24, ge=0)
     windows: list[Annotated[int, Field(ge=0)]] = Field(default=[0, 16], min_length=1)

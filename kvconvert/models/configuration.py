@@ -30,13 +30,13 @@ from transformers.models.auto.modeling_auto import (
 
 from kvconvert.cache.size import FULL_PRECISION, LayerCache, ModelCache
 from kvconvert.errors import BundleError, UnsupportedModelError
-from kvconvert.io.tensorfile import mismatch
+from kvconvert.io.tensorfile import Refusal, mismatch
 from kvconvert.methods import UNQUANTIZED, KVScheme
 
 # Every layer has a tensor, so a config with more layers than the bundle has tensors is wrong. Small models leave out
 # towers that their config describes.
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth", "encoder_layers", "decoder_layers")
-_SPARE_LAYERS = 1000
+MOST_SPARE_LAYERS = 1000
 _MAX_LABELS = 1_000_000
 _CLASSES = {
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -192,7 +192,11 @@ def stored_shape(config: PretrainedConfig) -> tuple[int, int, int]:
 
 def sliding_windows(config: PretrainedConfig) -> list[int | None]:
     """The sliding window of each decoder layer in tokens, or None."""
-    return [arguments.get("sliding_window") for arguments in layer_types_of(config)[1]]
+    windows = [arguments.get("sliding_window") for arguments in layer_types_of(config)[1]]
+    for window in windows:
+        if window is not None and (type(window) is not int or not 0 < window < 2**31):
+            raise mismatch("config.json", "the sliding window of a layer", "a number of tokens", repr(window)[:80])
+    return windows
 
 
 def model_cache(
@@ -230,20 +234,26 @@ def read_config(directory: Path, contents: Mapping[str, Any], tensors: int) -> P
     Raises:
         BundleError: its config.json makes no configuration.
     """
-    _check_counts(contents, tensors)
+    check_counts(contents, tensors)
     try:
         return AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # classes of configs validate with exceptions of many kinds
         raise no_model(error) from error
 
 
-def _check_counts(contents: Mapping[str, Any], tensors: int) -> None:
-    """Refuse counts for which building a model would take for ever."""
-    limit = max(_SPARE_LAYERS, tensors)
+def check_counts(contents: Any, tensors: int, refuse: Refusal = mismatch) -> None:
+    """Refuse counts for which building a model, or just its configuration, would take for ever.
+
+    Args:
+        contents: of a config.json.
+        tensors: how many the model has.
+        refuse: makes the error; the one for a bundle's file by default.
+    """
+    limit = max(MOST_SPARE_LAYERS, tensors)
     for path, key, value in _integers(contents):
         most = limit if key in _LAYERS else _MAX_LABELS if key == "num_labels" else None
         if most is not None and value > most:
-            raise mismatch("config.json", path, f"at most {most}", value)
+            raise refuse("config.json", path, f"at most {most}", value)
 
 
 def _integers(value: object, path: str = "") -> list[tuple[str, str, int]]:

@@ -8,7 +8,6 @@ Pickled weights are refused, not converted: loading one runs whatever code it ca
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
@@ -25,11 +24,13 @@ from transformers import AutoConfig, PretrainedConfig
 
 from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError, first_line
 from kvconvert.io.checksums import FileStamps, begin, sha256
+from kvconvert.io.json_text import parse_json
 from kvconvert.io.progress import WITHOUT_RATE, progress_bar
-from kvconvert.io.records import SourceInfo, TensorInfo
+from kvconvert.io.records import MAX_TEXT, SourceInfo, TensorInfo, shortened
 from kvconvert.kernels.linear.awq_format import AwqWeight
 from kvconvert.kernels.quantizer import all_finite
 from kvconvert.models import locate_model
+from kvconvert.models.configuration import check_counts
 from kvconvert.models.formats import Encoded, Packing, find_format
 from kvconvert.models.formats.gguf import find_gguf, open_gguf
 from kvconvert.models.weight_files import TensorNames, read_weight_header, tensor_files, weight_files
@@ -244,7 +245,7 @@ def open_source(model: str, *, was_fetched: bool = False) -> SourceModel:
     headers = {file: read_weight_header(directory / file) for file in files}
     weight_map = tensor_files(directory, headers)
     stored = {name: headers[file][name] for name, file in weight_map.items()}
-    config = _load_config(directory)
+    config = _load_config(directory, len(stored))
     form, encoded, stored_as, unused = None, {}, None, set()
     quantization = getattr(config, "quantization_config", None)
     if quantization:
@@ -311,24 +312,29 @@ def _read_safetensors(file: Path, names: list[str]) -> dict[str, Tensor]:
         raise CheckpointError(f"{file} cannot be read ({error}); fetch the file again.") from error
 
 
-def _load_config(directory: Path) -> PretrainedConfig:
+def _load_config(directory: Path, tensors: int) -> PretrainedConfig:
+    path = directory / "config.json"
     try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except (OSError, json.JSONDecodeError) as error:
+        contents = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({first_line(error)}); fetch it again.") from error
+    check_counts(contents, tensors, _wrong_count)
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:  # classes of configs validate with exceptions of many kinds
+        if isinstance(error, ValueError) and not isinstance(error, StrictDataclassError):
+            raise UnsupportedModelError(
+                f"transformers cannot read {path} without running the model's own code, which kvconvert never does "
+                f"({first_line(error)})."
+            ) from error
         raise CheckpointError(
-            f"{directory / 'config.json'} cannot be read ({first_line(error)}); fetch it again."
+            f"transformers does not accept {path} ({first_line(error.__cause__ or error)}); correct it, or fetch it "
+            "again."
         ) from error
-    except (StrictDataclassError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"transformers does not accept {directory / 'config.json'} ({first_line(error.__cause__ or error)}); "
-            "correct it, or fetch it again."
-        ) from error
-    except ValueError as error:
-        raise UnsupportedModelError(
-            f"transformers cannot read {directory / 'config.json'} without running the model's own code, which "
-            f"kvconvert never does ({first_line(error)})."
-        ) from error
-    return config
+
+
+def _wrong_count(file: str, field: str, expected: object, found: object) -> CheckpointError:
+    return CheckpointError(f"{file} says that {field} is {found}, and it should be {expected}; fetch the model again.")
 
 
 def float_dtype(source: SourceModel) -> torch.dtype:
@@ -351,10 +357,10 @@ def card_facts(directory: Path) -> dict[str, Any]:
     front = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
     if front is None:
         return {}
-    licence = re.search(r"^license:\s*[\"']?([\w.-]+)", front[1], re.MULTILINE)
+    licence = re.search(r"^license:\s*[\"']?([\w.-]{1,100})", front[1], re.MULTILINE)
     try:
         stated = yaml.safe_load(front[1])
-    except yaml.YAMLError:  # a card is for people; its line about the license is read all the same
+    except (yaml.YAMLError, ValueError, RecursionError):  # a card is for people; its license is read all the same
         stated = None
     stated = stated if isinstance(stated, dict) else {}
     named = {key: stated.get(f"license_{key}") for key in ("name", "link")}
@@ -363,9 +369,9 @@ def card_facts(directory: Path) -> dict[str, Any]:
     codes = ["no" if code is False else code for code in (language if isinstance(language, list) else [language])]
     return {
         "licence": licence[1] if licence else None,
-        "licence_name": named["name"] if isinstance(named["name"], str) else None,
-        "licence_link": named["link"] if isinstance(named["link"], str) else None,
-        "language": [code for code in codes if isinstance(code, str)],
+        "licence_name": shortened(named["name"]) if isinstance(named["name"], str) else None,
+        "licence_link": shortened(named["link"]) if isinstance(named["link"], str) else None,
+        "language": [code for code in codes if isinstance(code, str) and len(code) < 40][:MAX_TEXT],
     }
 
 

@@ -47,7 +47,7 @@ from typing import Any, TypedDict
 
 from pydantic import Field, ValidationError
 
-from kvconvert.errors import RecipeError, UsageError, did_you_mean
+from kvconvert.errors import RecipeError, UsageError, did_you_mean, first_line
 from kvconvert.methods import PRESETS, KVCalibration, KVScheme, check_layers, preset_calibration, refuse_renamed
 from kvconvert.methods.auto import CHOSEN_FIELDS, AutoSearch
 from kvconvert.methods.awq import WeightsRecipe
@@ -209,7 +209,10 @@ class Recipe(Table):
     def _parse(cls, text: str, where: str, name: str, changes: Mapping[str, Any]) -> Recipe:
         try:
             tables = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # numbers of thousands of digits, and deep nesting, are no TOML error
             raise RecipeError(f"The recipe {where} is not valid TOML: {error}.") from error
         for table, keys in tables.items():
             if table not in TABLES:
@@ -278,6 +281,8 @@ class Recipe(Table):
             )
         except KeyError as error:
             raise RecipeError(f"The recorded recipe lacks its part {error}; calibrate again.") from error
+        except (TypeError, AttributeError, ValidationError) as error:
+            raise RecipeError(f"The recorded recipe is damaged ({first_line(error)}); calibrate again.") from error
 
     def to_dict(self) -> dict[str, Any]:
         """The whole recipe as plain values, for the working directory and the manifest."""

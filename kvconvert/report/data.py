@@ -23,7 +23,7 @@ from kvconvert.models.configuration import model_cache, sliding_windows
 CONTEXTS = tuple(1024 * 2**i for i in range(8))  # 1,024 to 131,072
 BUDGETS = 16  # points of a frontier
 # Beyond these a picture says nothing, and a manifest that claims so much is no reason to compute for hours.
-MOST_LAYERS, MOST_CANDIDATES, LONGEST_CONTEXT, WIDEST_LAYER = 512, 64, 2**24, 2**20
+MOST_LAYERS, MOST_CANDIDATES, WIDEST_LAYER = 512, 64, 2**20
 
 
 class NotDrawnError(Exception):
@@ -93,8 +93,6 @@ def frontier(manifest: Manifest, config: PretrainedConfig) -> Frontier:
     """Optimal allocations over a range of budgets, from the divergences in the manifest and the layout of pages."""
     found = manifest.allocation
     table = sensitivity(found)
-    if not 0 < found.context <= LONGEST_CONTEXT:
-        raise NotDrawnError(f"the allocation's context of {found.context:,} tokens is none that a cache has.")
     windows = _windows(config, len(manifest.layers))
     layers, plain_bytes, size, predicted = [], 0, 0, 0.0
     for own in found.layers:
@@ -192,7 +190,10 @@ def memory(manifest: Manifest, config: PretrainedConfig, contexts: Sequence[int]
     """Sizes by the layout of pages and spans: sink tokens, full-precision windows and sliding windows included."""
     _windows(config, len(manifest.layers))  # refuses a configuration of another number of layers
     schemes = spread_ratios(manifest.schemes())
-    cache = model_cache(config, schemes)
+    try:
+        cache = model_cache(config, schemes)
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        raise NotDrawnError("config.json does not give the sizes of keys and values.") from error
     for layer, scheme in zip(cache.layers, schemes, strict=True):
         if scheme is not None and scheme.only_tokens():
             raise NotDrawnError(f"only {scheme.only_tokens()} tokens are compressed, and prompts differ in these.")

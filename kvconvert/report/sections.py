@@ -32,7 +32,7 @@ def read_fidelity(path: Path, manifest: Manifest) -> dict[str, Any]:
         UsageError: it cannot be read, or is of another bundle.
     """
     try:
-        report = read_object(path)
+        report = read_object(path, bounded=True)
     except OSError as error:
         raise UsageError(f"`fidelity` {path} cannot be read ({error.strerror}); check its path.") from error
     except BundleError as error:

@@ -34,8 +34,9 @@ def bind(host: str, port: int) -> socket.socket:
         except BaseException:
             bound.close()
             raise
-    except OSError as error:
-        message = f"{host}:{port} cannot be served ({error.strerror}); choose another `host` or `port`."
+    except (OSError, UnicodeError) as error:  # labels of a name that are empty or too long are no OSError
+        reason = getattr(error, "strerror", None) or "it is no name of a host"
+        message = f"{host}:{port} cannot be served ({reason}); choose another `host` or `port`."
         raise UsageError(message) from error
     return bound
 

@@ -69,9 +69,7 @@ class SavedAsBundle:
             return None
         bundle = open_bundle(self.bundle_directory)
         with replacing(target, force=True) as directory:
-            for name in sorted(own_files(bundle.manifest)):
-                if not (bundle.directory / name).is_file():
-                    continue
+            for name in sorted(own_files(bundle.manifest) & {*bundle.files.names}):
                 copied = copy_file(bundle.directory / name, directory / name)
                 if name in bundle.manifest.files and copied != bundle.manifest.files[name]:
                     raise BundleError(f"{name} of {bundle.directory} changed while it was copied; save again.")
@@ -234,6 +232,7 @@ class BundleQuantizer(HfQuantizer):
         if bundle is None or not directory.samefile(bundle.directory):
             bundle = open_bundle(directory, verify=self.quantization_config.verify)
         compare_shapes(bundle, model)
+        self.files = bundle.files
         self.directory = bundle.directory.absolute()
         self.schemes, self.plan = bundle.manifest.schemes(), bundle.plan
         self.seal = bundle.manifest.manifest_sha256
@@ -243,6 +242,7 @@ class BundleQuantizer(HfQuantizer):
         place_packed_linears(model, bundle)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        self.files.check_unchanged()
         place_dense_linears(model)
         fuse_on_gpus(model)
         save_as_bundle(model, self.directory)

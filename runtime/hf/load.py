@@ -75,6 +75,7 @@ def load(
     _require_complete(bundle, found["missing_keys"])
     processes = supports_images(config) and has_processor(directory)
     processor = load_processor(directory) if processes else load_tokenizer(directory)
+    verified.files.check_unchanged()  # since then, transformers has opened the files again
     # New tokens follow the last column.
     tokenizer_of(processor).padding_side = "left"
     return model, processor

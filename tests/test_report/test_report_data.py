@@ -116,12 +116,11 @@ def test_the_frontier_has_no_plan_below_it():
     "changes",
     [
         {"bits_per_value": 1.0},
-        {"context": 2**40},
         {"candidates": {"K2g128s8": {"key_bits": "many"}}},
         {"layers": [LayerAllocation(index=99, keys="K16", values="V16", kl={"K16": 1.0}, clip_ratios={})]},
         {"layers": [LayerAllocation(index=0, keys="K16", values="V16", kl={"K2g128s8": 1.0}, clip_ratios={})]},
     ],
-    ids=["size", "context", "candidate", "layer", "choice"],
+    ids=["size", "candidate", "layer", "choice"],
 )
 def test_an_allocation_that_contradicts_itself_gives_no_frontier(changes):
     with pytest.raises(NotDrawnError):

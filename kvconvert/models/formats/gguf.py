@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -24,11 +25,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
-from kvconvert.errors import CheckpointError, UnsupportedModelError, UsageError, first_line
+from kvconvert.errors import CheckpointError, UnsupportedModelError, UsageError, first_line, printable
 from kvconvert.io.records import TensorInfo
 from kvconvert.io.tensorfile import DTYPE_NAMES
-from kvconvert.models.configuration import model_class
+from kvconvert.models.configuration import MOST_SPARE_LAYERS, model_class
 from kvconvert.models.formats.format import Encoded
+from kvconvert.models.formats.gguf_header import check_header
 
 SUFFIX = ".gguf"
 # Factors of llama3's scaled RoPE, which transformers keeps in the configuration and does not read from a GGUF file.
@@ -72,9 +74,9 @@ def find_gguf(model: Path) -> Path | None:
     Raises:
         CheckpointError: a directory with several.
     """
-    if model.suffix == SUFFIX and model.is_file():
+    if model.suffix == SUFFIX and os.path.isfile(model):
         return model
-    if not model.is_dir() or any(model.glob("*.safetensors")):
+    if not os.path.isdir(model) or any(model.glob("*.safetensors")):
         return None
     found = sorted(model.glob(f"*{SUFFIX}"))
     if len(found) > 1:
@@ -101,11 +103,15 @@ def open_gguf(file: Path) -> GgufFile:
             f"Reading {file} needs the package gguf; run pip install '.[gguf]' in a clone of kvconvert."
         ) from error
     try:
+        check_header(file)
         reader = gguf.GGUFReader(file)
-    except (OSError, ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, IndexError, KeyError, OverflowError, TypeError) as error:
         raise CheckpointError(f"{file} is no GGUF file, or damaged ({first_line(error)}); fetch it again.") from error
     stored = {tensor.name: tensor for tensor in reader.tensors}
-    architecture = str((conversion.read_field(reader, "general.architecture") or ["unknown"])[0])
+    architecture = _field(reader, conversion, "general.architecture", "unknown")
+    blocks = _field(reader, conversion, f"{architecture}.block_count", "0")
+    if blocks.isdecimal() and int(blocks) > max(MOST_SPARE_LAYERS, len(stored)):
+        raise CheckpointError(f"{file} claims {blocks} blocks and has {len(stored)} tensors; fetch it again.")
     beside = [path for pattern in _BESIDE for path in file.parent.glob(pattern) if path.is_file()]
     if _ROPE_FACTORS in stored and not any(path.name == "config.json" for path in beside):
         raise UnsupportedModelError(
@@ -126,7 +132,7 @@ def open_gguf(file: Path) -> GgufFile:
         config.to_json_file(directory / "config.json", use_diff=False)
         processor = conversion.TENSOR_PROCESSORS.get(architecture, conversion.TensorProcessor)(config=config.to_dict())
         names = conversion.get_gguf_hf_weights_map(model, processor)
-    except (OSError, ValueError, KeyError, TypeError, NotImplementedError, AttributeError) as error:
+    except Exception as error:  # any value of the metadata may be missing, or be none that its reader expects
         raise UnsupportedModelError(
             f"transformers cannot read {file}, a GGUF file of architecture {architecture} ({first_line(error)}); "
             "convert the safetensors checkpoint that it was made from."
@@ -150,6 +156,15 @@ def open_gguf(file: Path) -> GgufFile:
     kinds = sorted({tensor.tensor_type.name for tensor in stored.values()})
     stored_as = f"GGUF ({', '.join(kinds)})"
     return GgufFile(directory, config, dict.fromkeys(stored, file.name), encoded, stored_as, read, temporary)
+
+
+def _field(reader: Any, conversion: Any, name: str, default: str) -> str:
+    """The first value of the metadata under a name, as text that fits in a message."""
+    try:
+        found = conversion.read_field(reader, name)
+    except (IndexError, ValueError, TypeError, AttributeError):  # of another type than its reader expects
+        found = []
+    return printable(str(found[0]))[:80] if found else default
 
 
 def _config(file: Path, directory: Path, dtype: torch.dtype) -> PretrainedConfig:
@@ -181,7 +196,7 @@ def _write_tokenizer(file: Path, directory: Path, config: PretrainedConfig) -> N
     settings = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
     for name in ("name_or_path", "gguf_file"):
         settings.pop(name, None)
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", "utf-8")
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if getattr(tokenizer, name, None) is not None:
             setattr(config, name, getattr(tokenizer, name))

@@ -1,0 +1,71 @@
+"""JSON from files that anybody may have written: parsed without surprises, or refused in a few words."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from typing import Any
+
+MAX_DEPTH = 100  # of lists and objects in each other: what reads the value afterwards may call itself for each level
+MAX_INTEGER = 2**64
+
+
+def parse_json(content: bytes | str, *, unique: bool = False, bounded: bool = False) -> Any:
+    """The value of a JSON text.
+
+    Args:
+        content: UTF-8, or text.
+        unique: refuse a name that occurs twice in one object: of two values programs take the first or the last.
+        bounded: refuse numbers that are not finite, or integers beyond 64 bits.
+
+    Raises:
+        ValueError: the text is no JSON, nested too deeply, or refused as above; its message completes "found ...".
+    """
+
+    def pairs(entries: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(entries)
+        if len(found) != len(entries):
+            repeated = Counter(name for name, _ in entries).most_common(1)[0][0]
+            raise ValueError(f"the name {repeated[:80]!r} more than once in one object")
+        return found
+
+    def number(text: str) -> float:
+        value = float(text)
+        if not math.isfinite(value):
+            raise ValueError(f"a number that is not finite ({text[:80]})")
+        return value
+
+    def integer(text: str) -> int:
+        if len(text) > 21 or abs(int(text)) > MAX_INTEGER:
+            raise ValueError(f"an integer beyond 64 bits ({text[:40]})")
+        return int(text)
+
+    hooks: dict[str, Any] = {"object_pairs_hook": pairs} if unique else {}
+    if bounded:
+        hooks |= {"parse_float": number, "parse_constant": number, "parse_int": integer}
+    try:
+        value = json.loads(content.decode("utf-8") if isinstance(content, bytes) else content, **hooks)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    if _is_deeper(value, MAX_DEPTH):
+        raise ValueError(_TOO_DEEP)
+    return value
+
+
+_TOO_DEEP = f"more than {MAX_DEPTH} lists and objects in each other"
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects are nested in more than so many levels; looks at one level after another."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(levels):
+        level = [
+            entry
+            for container in level
+            for entry in (container.values() if isinstance(container, dict) else container)
+            if isinstance(entry, dict | list)
+        ]
+        if not level:
+            return False
+    return True

@@ -1,0 +1,83 @@
+"""The header of a GGUF file, walked before the package `gguf` reads it: that trusts every count and every length."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from pathlib import Path
+
+_STRING, _ARRAY = 8, 9
+_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a number, by its type
+# Of all lists together, such as tokens and merges: the reader makes an array of each entry.
+MAX_ENTRIES = 2**22
+_MAX_DIMENSIONS = 8
+
+
+def check_header(file: Path) -> None:
+    """Refuse a file whose header claims what the file cannot hold.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: with the reason in a few words.
+    """
+    with file.open("rb") as stream:
+        if stream.read(4) != b"GGUF":
+            raise ValueError("it does not begin with GGUF")
+        with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            _Walk(content).check()
+
+
+class _Walk:
+    def __init__(self, content: mmap.mmap) -> None:
+        self._content, self._at, self._order, self._entries = content, 4, "<", 0
+
+    def check(self) -> None:
+        if self._number("I") & 0xFFFF == 0:  # the version, in the other order of bytes
+            self._order = ">"
+        tensors, fields = self._number("Q"), self._number("Q")
+        for _ in range(fields):
+            self._text()
+            self._value(self._number("I"))
+        for _ in range(tensors):
+            self._text()
+            dimensions = self._number("I")
+            if dimensions > _MAX_DIMENSIONS:
+                raise ValueError(f"a tensor has {dimensions} dimensions")
+            size = math.prod(self._number("Q") for _ in range(dimensions))
+            if size > 8 * len(self._content):  # no type has less than a bit
+                raise ValueError(f"a tensor has {size} numbers, more than the file can hold")
+            self._skip(4 + 8)
+
+    def _value(self, kind: int) -> None:
+        if kind == _STRING:
+            self._text()
+        elif kind == _ARRAY:
+            inner, count = self._number("I"), self._number("Q")
+            self._entries += count
+            if self._entries > MAX_ENTRIES:
+                raise ValueError(f"its lists have more than {MAX_ENTRIES} entries")
+            if inner == _STRING:
+                for _ in range(count):
+                    self._text()
+            elif inner in _SIZES:
+                self._skip(count * _SIZES[inner])
+            else:
+                raise ValueError(f"a list has entries of type {inner}")
+        elif kind in _SIZES:
+            self._skip(_SIZES[kind])
+        else:
+            raise ValueError(f"a value is of type {kind}")
+
+    def _text(self) -> None:
+        self._skip(self._number("Q"))
+
+    def _number(self, kind: str) -> int:
+        start = self._at
+        self._skip(struct.calcsize(self._order + kind))
+        return int(struct.unpack_from(self._order + kind, self._content, start)[0])
+
+    def _skip(self, count: int) -> None:
+        if count > len(self._content) - self._at:
+            raise ValueError("it ends within its header")
+        self._at += count
