@@ -17,7 +17,7 @@ from torch import Tensor
 from kvconvert.errors import QueueFullError, UsageError
 from kvconvert.runtime.cache.group_tables import upload
 from kvconvert.runtime.engine.request import Request
-from kvconvert.runtime.engine.sampling import Sampling, sample
+from kvconvert.runtime.engine.sampling import HOTTEST, Sampling, sample
 
 
 class Scheduler:
@@ -173,7 +173,7 @@ class RowState:
         sampling = self._sampling[row] = request.sampling
         self._host_integers[2, row] = sampling.top_k
         self._host_integers[3, row] = sampling.seed or 0
-        self._host_floats[:, row] = sampling.temperature, sampling.top_p
+        self._host_floats[:, row] = min(sampling.temperature, HOTTEST), sampling.top_p
         self._host_integers[1, row] = 0
 
     def leave(self, row: int) -> None:
