@@ -7,10 +7,11 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
@@ -21,12 +22,13 @@ from kvconvert.serve.metrics import Metrics
 from kvconvert.serve.refusal import Refusal
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Generation:
     """The choices of one HTTP request, each a request of the engine.
 
-    `add` is called by one thread; the rest is for the event loop in which the object was made.
+    `add` is called by one thread at a time; the rest is for the event loop in which the object was made.
 
     Attributes:
         requests: in the order of the choices.
@@ -36,18 +38,44 @@ class Generation:
         self.requests: list[Request] = []
         self._engine, self._loop = engine, asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Event, float]] = asyncio.Queue()
-        self._cancelled = False
+        self._over = self._loop.create_future()
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether what has not ended is wanted no more."""
+        return self._over.done()
+
+    async def unless_over(self, work: Coroutine[Any, Any, T], gone: asyncio.Task[None] | None = None) -> T:
+        """The result of some work, which is cancelled if these choices are, or if the client is gone.
+
+        Raises:
+            ClientDisconnect: the client is gone.
+            Refusal: the choices were cancelled.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            ends = [task, self._over] if gone is None else [task, self._over, gone]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+        finally:
+            task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        if gone is not None and gone.done():
+            raise ClientDisconnect
+        raise _ending()
 
     def add(self, prompt: list[int], **options: Any) -> None:
         """Queue one more choice; arguments and errors are those of `Engine.add`."""
         report = partial(self._report, len(self.requests))
         self.requests.append(self._engine.add(prompt, on_event=report, **options))
-        if self._cancelled:  # while it was being added
+        if self.cancelled:  # while it was being added
             self.requests[-1].cancel()
 
     def cancel(self) -> None:
         """End what has not ended."""
-        self._cancelled = True
+        if not self.cancelled:
+            self._over.set_result(None)
         for request in list(self.requests):
             request.cancel()
 
@@ -155,13 +183,16 @@ class Answer:
         self._client_seconds, self._metrics, self._user = client_seconds, metrics, user
         self._gone = False
 
-    async def write(self, scope: Scope, receive: Receive, send: Send, *, stream: bool, usage: bool) -> None:
-        """Send the answer, as a stream with or without usage; whatever ends this cancels what has not ended.
+    async def write(
+        self, scope: Scope, receive: Receive, send: Send, gone: asyncio.Task[None], *, stream: bool, usage: bool
+    ) -> None:
+        """Send the answer, as a stream with or without usage; whatever ends this cancels what has not ended, and so
+        does the end of `gone`.
 
         Raises:
             Refusal: the model failed or the server is shutting down, and nothing was sent.
         """
-        watch = asyncio.create_task(self._watch(receive))
+        gone.add_done_callback(self._client_gone)
         send = partial(self._send, send)
         try:
             if stream:
@@ -174,7 +205,7 @@ class Answer:
             if not self._gone:
                 raise
         finally:
-            watch.cancel()
+            gone.remove_done_callback(self._client_gone)
             self._generation.cancel()
             self._metrics.whole.add(time.perf_counter() - self._begun)
             self._log()
@@ -182,9 +213,7 @@ class Answer:
     def _headers(self) -> dict[str, str]:
         return {"x-request-id": self._form.id}
 
-    async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+    def _client_gone(self, gone: asyncio.Task[None]) -> None:
         if not all(request.finished for request in self._generation.requests):
             self._leave("went away")
 
@@ -215,7 +244,7 @@ class Answer:
                 if event.finish_reason == "error":
                     raise Refusal(500, "The model failed while it served this request.", code="model_failed")
                 if event.finish_reason == "cancelled":
-                    raise Refusal(503, "The server is shutting down; send the request again.", code="shutting_down")
+                    raise _ending()
                 before, _ = pieces.get(place, ("", None))
                 pieces[place] = before + event.text, event.finish_reason
             yield pieces
@@ -259,6 +288,10 @@ class Answer:
             time.perf_counter() - self._begun,
             "" if self._user is None else f", user {printable(self._user)}",
         )
+
+
+def _ending() -> Refusal:
+    return Refusal(503, "The server is shutting down; send the request again.", code="shutting_down")
 
 
 def _event(piece: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, FailFast, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from kvconvert.runtime import Sampling
 from kvconvert.serve.refusal import Refusal
@@ -43,11 +43,11 @@ Integer = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Field(ge=1, le=2**63 - 1)]
 
 # Fields of this and of other servers' interfaces that change nothing in an answer, whatever they hold.
-IGNORED = frozenset(
-    "annotations cache_control cache_salt id metadata parallel_tool_calls prediction priority prompt_cache_key "
-    "prompt_cache_options prompt_cache_retention reasoning reasoning_content reasoning_details request_id "
-    "safety_identifier service_tier store".split()
-)
+IGNORED = {
+    *("annotations", "cache_control", "cache_salt", "id", "metadata", "parallel_tool_calls", "prediction", "priority"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "reasoning", "reasoning_content"),
+    *("reasoning_details", "request_id", "safety_identifier", "service_tier", "store"),
+}
 # Those that would change it and are not served, and what asks nothing of them; null, [] and {} never do.
 UNSERVED: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
@@ -202,7 +202,7 @@ class _Asked(BaseModel, extra="allow", strict=True):
     top_k: Integer | None = None
     n: Count | None = None
     seed: Integer | None = None
-    stop: Annotated[list[str], FailFast(), BeforeValidator(_listed)] | None = None
+    stop: Annotated[list[str], Field(fail_fast=True), BeforeValidator(_listed)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -264,7 +264,9 @@ class _Asked(BaseModel, extra="allow", strict=True):
 
     def too_long(self, length: str, limits: Limits) -> Refusal:
         """The refusal of a prompt of some length, which says what is served."""
-        message = f"The prompt has {length}, which is too long; this server takes at most {limits.prompt_tokens} tokens."
+        message = (
+            f"The prompt has {length}, which is too long; this server takes at most {limits.prompt_tokens} tokens."
+        )
         return Refusal(400, message, param=self.prompt_field, code="context_length_exceeded")
 
     def wanted(self) -> tuple[int | None, str]:
@@ -280,7 +282,7 @@ class Completion(_Asked):
     """POST /v1/completions: text or token ids to continue."""
 
     prompt_field: ClassVar[str] = "prompt"
-    prompt: Annotated[list[str | list[int]], FailFast(), BeforeValidator(_prompts)]
+    prompt: Annotated[list[str | list[int]], Field(fail_fast=True), BeforeValidator(_prompts)]
 
     def unstated(self, limits: Limits) -> int:
         """16, OpenAI's number."""
@@ -291,7 +293,7 @@ class Chat(_Asked):
     """POST /v1/chat/completions: a conversation in which the model speaks next."""
 
     prompt_field: ClassVar[str] = "messages"
-    messages: Annotated[list[Message], FailFast(), Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     max_completion_tokens: Count | None = None
 
     def check(self, limits: Limits, prompts: int) -> None:
