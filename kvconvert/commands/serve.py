@@ -231,8 +231,8 @@ def serve(
     server = Server(service, grace=grace, ready=lambda: click.echo(ready, err=True), ending=_end_within)
     server.run(sockets=[listening])
     gc.unfreeze()
-    if service.busy:  # a step under way is not waited for
-        atexit.register(_end, 1 if server.cut else 0)
+    # Taking the process apart takes seconds, and a step that is under way is not waited for.
+    atexit.register(_end, 1 if server.cut else 0)
     if server.cut:
         raise KvconvertError(
             f"Requests that were ended unfinished: {server.cut}; a longer `grace` gives them more time."
