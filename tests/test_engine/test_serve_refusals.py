@@ -234,3 +234,13 @@ def test_a_port_that_is_taken_and_a_host_that_does_not_exist_are_refused(here):
         bind("127.0.0.1", here.port)
     with pytest.raises(UsageError, match=r"no\.such\.host\.invalid:1 cannot be served"):
         bind("no.such.host.invalid", 1)
+    for host in ("a" * 300, "a..b", "\ud800"):
+        with pytest.raises(UsageError, match=r"^[^\n]{1,81}:1 cannot be served \(this is no name of a host\)"):
+            bind(host, 1)
+
+
+def test_a_port_is_taken_from_the_beginning():
+    with bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(UsageError, match=f"127.0.0.1:{port} cannot be served"):
+            bind("127.0.0.1", port)
