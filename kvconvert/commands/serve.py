@@ -51,7 +51,7 @@ _COUNT = click.IntRange(min=1)
     "--max-per-client",
     metavar="N",
     type=_COUNT,
-    help="Of the requests that are served or wait, for one API key or address. [default: three quarters]",
+    help="Of the choices that are served or wait, for one API key or address. [default: three quarters]",
 )
 @click.option(
     "--prompt-lookup-num-tokens",

@@ -23,8 +23,9 @@ def send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def receive(connection: socket.socket) -> dict[str, Any]:
-    """Wait for one message; EOFError if the other side is gone."""
-    return json.loads(_read(connection, int.from_bytes(_read(connection, LENGTH), "big")))
+    """Wait for one message, and say how many bytes it had; EOFError if the other side is gone."""
+    size = int.from_bytes(_read(connection, LENGTH), "big")
+    return {"bytes": size} | json.loads(_read(connection, size))
 
 
 def _read(connection: socket.socket, size: int) -> bytearray:
@@ -37,18 +38,19 @@ def _read(connection: socket.socket, size: int) -> bytearray:
     return content
 
 
-def answer(asked: dict[str, Any]) -> dict[str, Any]:
+def answer(asked: dict[str, Any], template: str) -> dict[str, Any]:
     """The text of a conversation as the template writes it, or why there is none."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
         (text,), _ = render_jinja_template(
             [asked["messages"]],
-            chat_template=asked["template"],
+            chat_template=template,
             **{"add_generation_prompt": True} | asked["variables"],
         )
-        if len(text.encode()) > asked["most_bytes"]:
-            return {"error": f"its text has more than {asked['most_bytes']} bytes"}
+        most = asked["further_bytes"] + 4 * asked["bytes"]
+        if len(text) > most:
+            return {"error": f"its text has more than {most} characters"}
     except MemoryError:
         return {"error": "it needs too much memory"}
     except Exception as error:  # templates raise errors of their own making
@@ -66,14 +68,16 @@ def main(seconds: int, memory: int) -> None:
         with open("/proc/self/statm", encoding="ascii") as file:
             _limit(resource.RLIMIT_AS, int(file.read().split()[0]) * resource.getpagesize() + memory)
     send(connection, {})
+    template = ""
     while True:
         try:
             asked = receive(connection)
         except EOFError:
             return
+        template = asked.get("template", template)
         used = resource.getrusage(resource.RUSAGE_SELF)
         _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + seconds)
-        send(connection, answer(asked))
+        send(connection, answer(asked, template))
 
 
 def _limit(which: int, value: int) -> None:

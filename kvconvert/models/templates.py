@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import subprocess
@@ -40,6 +39,7 @@ class TemplateRenderer:
         self._seconds, self._memory = seconds, memory
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
+        self._template: str | None = None  # that the process has
         self._turn, self._closed = threading.Lock(), False
 
     def render(self, template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
@@ -54,11 +54,12 @@ class TemplateRenderer:
             UsageError: the template refuses the conversation, or takes more time, memory or text than it may.
             KvconvertError: there is no process to render it.
         """
-        most = FURTHER_BYTES + 4 * len(json.dumps(messages, ensure_ascii=False).encode())
-        asked = {"template": template, "messages": messages, "variables": variables, "most_bytes": most}
+        asked: dict[str, Any] = {"messages": messages, "variables": variables, "further_bytes": FURTHER_BYTES}
         with self._turn:
             connection = self._started()
             try:
+                if template != self._template:
+                    self._template = asked["template"] = template
                 connection.settimeout(4 * self._seconds)
                 template_process.send(connection, asked)
                 answer = template_process.receive(connection)
@@ -101,7 +102,7 @@ class TemplateRenderer:
 
     def _kill(self) -> None:
         process, connection = self._process, self._connection
-        self._process = self._connection = None
+        self._process = self._connection = self._template = None
         if process is not None:
             process.kill()
             process.wait()

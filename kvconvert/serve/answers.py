@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -37,7 +38,7 @@ class Generation:
     def __init__(self, engine: Engine) -> None:
         self.requests: list[Request] = []
         self._engine, self._loop = engine, asyncio.get_running_loop()
-        self._events: asyncio.Queue[tuple[int, Event, float]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, Event, float] | None] = asyncio.Queue()  # None: cancelled
         self._over = self._loop.create_future()
 
     @property
@@ -76,18 +77,22 @@ class Generation:
         """End what has not ended."""
         if not self.cancelled:
             self._over.set_result(None)
+            self._events.put_nowait(None)
         for request in list(self.requests):
             request.cancel()
 
     async def events(self) -> AsyncIterator[list[tuple[int, Event, float]]]:
         """Events of all choices since the last ones, each with its choice's place and when it came, by
-        `time.perf_counter`.
+        `time.perf_counter` (Refusal: they were cancelled).
         """
         left = len(self.requests)
         while left:
-            came = [await self._events.get()]
+            news = [await self._events.get()]
             while not self._events.empty():
-                came.append(self._events.get_nowait())
+                news.append(self._events.get_nowait())
+            came = [event for event in news if event is not None]
+            if len(came) < len(news):  # the engine says so when its pass is over, which is not waited for
+                raise _ending()
             left -= sum(event.finish_reason is not None for _, event, _ in came)
             yield came
 
@@ -111,7 +116,8 @@ class Generation:
         return usage
 
     def _report(self, place: int, event: Event) -> None:
-        self._loop.call_soon_threadsafe(self._events.put_nowait, (place, event, time.perf_counter()))
+        with contextlib.suppress(RuntimeError):  # a pass may end after the event loop
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (place, event, time.perf_counter()))
 
 
 class Form:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Collection, Hashable
+from collections.abc import AsyncIterator, Callable, Collection, Hashable
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
@@ -62,9 +62,10 @@ class Service:
         engine: which a thread steps as long as the application runs.
         processor: the bundle's tokenizer or processor.
         name: under which the bundle is served.
-        capacity: requests that are served or wait at once.
+        capacity: choices of requests that are served or wait at once.
         limits: of each request.
-        capacity_of_one: the same of one client: of one key, or without keys of one address; by default three quarters.
+        capacity_of_one: the same of one client: of one key, or without keys of one address; by default three quarters,
+            or as many as one request may have.
         keys: of which a client has to send one; anyone is served where there are none.
         hosts: names under which the server may be asked for.
         origins: of web pages that may ask it.
@@ -96,7 +97,7 @@ class Service:
         longest = [tokens for tokens in (limits.prompt_tokens, engine.room(1)) if tokens is not None]
         self.limits = replace(limits, prompt_tokens=min(longest, default=None))
         self.draining, self.metrics = False, Metrics()
-        self.places = Places(capacity, capacity_of_one or capacity - capacity // 4)
+        self.places = Places(capacity, capacity_of_one or max(capacity - capacity // 4, min(capacity, limits.choices)))
         self.bodies = Bodies(LARGE_BODIES * limits.body_bytes)
         self._defaults = default_sampling(model)
         self._renderers = [TemplateRenderer() for _ in range(THREADS)]
@@ -162,7 +163,8 @@ class Service:
     @property
     def busy(self) -> bool:
         """Whether a thread still computes something."""
-        return (self._stepper is not None and self._stepper.is_alive()) or self._readers.busy
+        stepping = self._stepper is not None and self._stepper.is_alive()
+        return stepping or self._readers.busy or self._template_readers.busy
 
     def _guarded(self, app: ASGIApp, access: Access, origins: Collection[str]) -> ASGIApp:
         """Ask for all that tells who asks before anything is read, and count responses."""
@@ -266,64 +268,40 @@ class Service:
         finally:
             held.arriving = None
 
-    async def submit(self, kind: type[Completion | Chat], body: Body, generation: Generation) -> Completion | Chat:
-        """Check a body and queue its choices.
+    async def submit(
+        self, kind: type[Completion | Chat], body: Body, generation: Generation, take: Callable[[int], None]
+    ) -> Completion | Chat:
+        """Check a body, take a place for each of its choices but the first, and queue them.
 
         Raises:
             Refusal, ValidationError, KvconvertError: it is not served.
         """
-        client, size = body.client, len(body.content)
-        asked, prompts = await self._readers.run(client, size, partial(self._parse, kind, body.content))
+        # Conversations have threads of their own, which a template may keep.
+        readers = self._template_readers if kind is Chat else self._readers
+        job = partial(self._submit, kind, body, generation, take)
+        asked = await readers.run(body.client, len(body.content), job)
         self.bodies.release(body)
-        if isinstance(asked, Chat):
-            text = await self._template_readers.run(client, size, partial(self._text, asked))
-            prompts, size = [text], len(text)
-        add = partial(self._add, asked, prompts, generation, client if self._salted else b"")
-        await self._readers.run(client, size, add)
         return asked
 
-    def _parse(self, kind: type[Completion | Chat], body: bytearray) -> tuple[Completion | Chat, list[str | list[int]]]:
-        """What a body asks for, and the prompts of a completion."""
-        values = len(body) if self.limits.prompt_tokens is None else self.limits.choices * self.limits.prompt_tokens
-        asked = kind.model_validate(fields_of(body, max(values, VALUES)))
+    def _submit(
+        self, kind: type[Completion | Chat], body: Body, generation: Generation, take: Callable[[int], None]
+    ) -> Completion | Chat:
+        values = len(body.content)
+        if self.limits.prompt_tokens is not None:
+            values = max(self.limits.choices * self.limits.prompt_tokens, VALUES)
+        asked = kind.model_validate(fields_of(body.content, values))
+        body.content = bytearray()
         self.check_name(asked.model)
-        prompts = asked.prompt if isinstance(asked, Completion) else []
-        asked.check(self.limits, len(prompts) or 1)
+        count = len(asked.prompt) if isinstance(asked, Completion) else 1
+        asked.check(self.limits, count)
+        take(count * (asked.n or 1) - 1)
+        samplings = [asked.sampling(self._defaults, choice) for choice in range(asked.n or 1)]
+        prompts = asked.prompt if isinstance(asked, Completion) else [self._text(asked)]
         for prompt in prompts:
             self._check_length(asked, prompt)
-        return asked, prompts
-
-    def _text(self, asked: Chat) -> str:
-        """A conversation as the model's template writes it (Refusal: it has none)."""
-        # "developer" is what newer clients call the system.
-        roles = {"developer": "system"}
-        chat = self._chats.get()
-        try:
-            if not chat.templated:
-                raise Refusal(400, "This model has no chat template; use /v1/completions.", param="messages")
-            text = chat.text([chat.message(roles.get(t.role, t.role), t.content or "") for t in asked.messages])
-        finally:
-            self._chats.put(chat)
-        self._check_length(asked, text)
-        return text
-
-    def _check_length(self, asked: Completion | Chat, prompt: str | list[int]) -> None:
-        """Refuse a prompt that is too long whatever its tokens are (Refusal), before they are made."""
-        longest, least = self.limits.prompt_tokens, len(prompt)
-        if isinstance(prompt, str):
-            least = self._token_bytes.least_tokens(prompt) if self._token_bytes else 0
-        if longest is not None and least > longest:
-            length = f"{least} tokens" if isinstance(prompt, list) else f"at least {least} tokens"
-            raise asked.too_long(length, self.limits)
-
-    def _add(
-        self, asked: Completion | Chat, prompts: list[str | list[int]], generation: Generation, salt: bytes
-    ) -> None:
-        """Queue the choices of all prompts."""
-        samplings = [asked.sampling(self._defaults, choice) for choice in range(asked.n or 1)]
         for prompt in prompts:
             if generation.cancelled:
-                return
+                break
             ids = self._ids(asked, prompt) if isinstance(prompt, str) else prompt
             new = asked.new_tokens(self.limits, len(ids), self.engine.room(len(ids)))
             for sampling in samplings:
@@ -333,8 +311,30 @@ class Service:
                     sampling=sampling,
                     stop=asked.stop or (),
                     stop_token_ids=[] if asked.ignore_eos else None,
-                    prefix_salt=salt,
+                    prefix_salt=body.client if self._salted else b"",
                 )
+        return asked
+
+    def _text(self, asked: Chat) -> str:
+        """A conversation as the model's template writes it (Refusal: it has none)."""
+        # "developer" is what newer clients call the system.
+        roles = {"developer": "system"}
+        chat = self._chats.get()
+        try:
+            if not chat.templated:
+                raise Refusal(400, "This model has no chat template; use /v1/completions.", param="messages")
+            return chat.text([chat.message(roles.get(t.role, t.role), t.content or "") for t in asked.messages])
+        finally:
+            self._chats.put(chat)
+
+    def _check_length(self, asked: Completion | Chat, prompt: str | list[int]) -> None:
+        """Refuse a prompt that is too long whatever its tokens are (Refusal), before they are made."""
+        longest, least = self.limits.prompt_tokens, len(prompt)
+        if isinstance(prompt, str):
+            least = self._token_bytes.least_tokens(prompt) if self._token_bytes else 0
+        if longest is not None and least > longest:
+            length = f"{least} tokens" if isinstance(prompt, list) else f"at least {least} tokens"
+            raise asked.too_long(length, self.limits)
 
     def _ids(self, asked: Completion | Chat, prompt: str) -> list[int]:
         if isinstance(asked, Completion):
@@ -360,11 +360,11 @@ class _Generate:
             stack.enter_context(service.admitted(generation, client))
             body = stack.enter_context(service.bodies.hold(client))
             await generation.unless_over(service.read(HTTPRequest(scope, receive), body))
-            stack.enter_context(service.places.take(client))
+            take = stack.enter_context(service.places.take(client))
             gone = asyncio.create_task(_gone(receive))
             stack.callback(gone.cancel)
             try:
-                asked = await generation.unless_over(service.submit(self._kind, body, generation), gone)
+                asked = await generation.unless_over(service.submit(self._kind, body, generation, take), gone)
             except ClientDisconnect:
                 service.metrics.gone += 1
                 raise

@@ -12,8 +12,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvconvert.serve.places import network
 
-# Bytes that are read at once; a connection that nobody reads from holds twice as many at most.
-READ_BYTES = 2**16
+# Bytes that are read at once, and so how much of one client's is parsed before another's turn.
+READ_BYTES = 2**14
 # Seconds between looks at a client that has ended its side, and between bytes sent to learn whether it is still there.
 _LOOKS, _ASKS = 0.25, 1.0
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import threading
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 
 from kvconvert.serve.refusal import Refusal
@@ -31,7 +32,7 @@ def network(address: str) -> str:
 
 
 class Places:
-    """Requests that are served or wait.
+    """Choices of requests that are served or wait.
 
     Args:
         capacity: in all.
@@ -41,27 +42,37 @@ class Places:
     def __init__(self, capacity: int, of_one: int) -> None:
         self.capacity, self.of_one = capacity, of_one
         self._taken: Counter[Hashable] = Counter()
+        self._lock = threading.Lock()
 
-    def check(self, client: Hashable) -> None:
+    def check(self, client: Hashable, count: int = 1) -> None:
         """Refuse a client for whom there is no place now (Refusal)."""
         taken = self._taken.total()
-        if taken >= self.capacity:
-            raise Refusal(429, f"{taken} requests are being served or wait; try again later.", code="queue_full")
-        if self._taken[client] >= self.of_one:
-            message = f"{self.of_one} requests of this client are being served or wait, as many as one may have."
+        if taken + count > self.capacity:
+            raise Refusal(429, f"{taken} choices are being served or wait; try again later.", code="queue_full")
+        if self._taken[client] + count > self.of_one:
+            message = f"One client may have {self.of_one} choices that are served or wait; try again later."
             raise Refusal(429, message, code="too_many_requests")
 
     @contextlib.contextmanager
-    def take(self, client: Hashable) -> Iterator[None]:
-        """A place for a request (Refusal: there is none)."""
-        self.check(client)
-        self._taken[client] += 1
+    def take(self, client: Hashable) -> Iterator[Callable[[int], None]]:
+        """A place for a request (Refusal: there is none); what is given takes more, from any thread."""
+        held = 0
+
+        def more(count: int) -> None:
+            nonlocal held
+            with self._lock:
+                self.check(client, count)
+                held += count
+                self._taken[client] += count
+
+        more(1)
         try:
-            yield
+            yield more
         finally:
-            self._taken[client] -= 1
-            if not self._taken[client]:
-                del self._taken[client]
+            with self._lock:
+                self._taken[client] -= held
+                if not self._taken[client]:
+                    del self._taken[client]
 
 
 @dataclass(eq=False)

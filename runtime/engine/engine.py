@@ -497,6 +497,8 @@ class Engine:
         with self._lock:
             if request.finished:
                 return
+            if request.state == "waiting":  # its place is another's at once, what it holds when the pass is over
+                self._scheduler.withdraw(request)
             self._cancelled.append(request)
         self._free_cancelled()
 

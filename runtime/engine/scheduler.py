@@ -107,7 +107,7 @@ class Scheduler:
         """Take back the row and the pages of a request, or its place in the queue; once."""
         if request.row is None:
             if request.state == "waiting":
-                self.waiting.remove(request)
+                self.withdraw(request)
             return
         if request.state == "prompt":
             self.prompts.remove(request)
@@ -116,6 +116,11 @@ class Scheduler:
         heappush(self._free_rows, request.row)
         self.pages_reserved -= request.pages
         request.row = None
+
+    def withdraw(self, request: Request) -> None:
+        """Take a request out of the queue, if it is there."""
+        if request in self.waiting:
+            self.waiting.remove(request)
 
     def next_fits(self) -> bool:
         """Whether there is a waiting request, and a row and pages for the oldest one."""

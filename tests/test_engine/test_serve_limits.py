@@ -70,10 +70,12 @@ def test_one_client_cannot_have_all_places():
     with contextlib.ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(places.take("a"))
-        with pytest.raises(Refusal, match="3 requests of this client") as told:
+        with pytest.raises(Refusal, match="One client may have 3 choices") as told:
             places.check("a")
         assert (told.value.status, told.value.code) == (429, "too_many_requests")
-        with places.take("b"), pytest.raises(Refusal, match="4 requests are being served or wait"):
+        with places.take("b") as more, pytest.raises(Refusal, match="4 choices"):
+            more(1)
+        with places.take("b"), pytest.raises(Refusal, match="4 choices are being served or wait"):
             places.check("c")
         stack.enter_context(places.take("b"))
     with places.take("a"):
@@ -216,10 +218,11 @@ def test_a_client_with_all_its_places_leaves_some_to_others():
     model = FakeModel()
     gate = threading.Event()
     model.before_pass = lambda: gate.wait(60)
-    with serving(model, Letters(), capacity=8, max_batch=2, keys=["one", "two"]) as here:
+    options = {"capacity": 8, "max_batch": 2, "keys": ["one", "two"], "limits": Limits(choices=2)}
+    with serving(model, Letters(), **options) as here:
         first, second = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
         body = {"prompt": "hello", "max_tokens": 3, "stream": True}
-        answers = [here.open(body=body, headers=first) for _ in range(6)]
+        answers = [here.open(body=body | {"n": 2}, headers=first) for _ in range(3)]
         status, headers, told = here.ask(body=body, headers=first)
         assert (status, told["error"]["code"]) == (429, "too_many_requests")
         assert int(headers["Retry-After"]) > 0
@@ -234,19 +237,19 @@ def test_a_client_with_all_its_places_leaves_some_to_others():
 def test_large_bodies_that_are_held_do_not_fill_memory_or_places():
     limits = Limits(body_bytes=200_000, client_seconds=30.0)
     with serving(FakeModel(), Letters(), capacity=4, limits=limits) as here, contextlib.ExitStack() as stack:
-        clients = []
         for _ in range(40):
             client = stack.enter_context(socket.create_connection(("127.0.0.1", here.port), timeout=60))
             client.sendall(request(b'{"prompt": "' + b"x" * 150_000, length=190_000))
-            clients.append(client)
-        refused = [client for client in clients[8:] if client.recv(20).startswith(b"HTTP/1.1 429")]
-        assert len(refused) == 32
+        responses = here.service.metrics.responses
+        wait_for(lambda: sum(responses["/v1/completions", status] for status in (408, 429)) >= 32)
+        assert sum(body.size for body in here.service.bodies._held) <= 8 * 200_000
         assert here.ask(body={"prompt": "hello", "max_tokens": 3})[0] == 200
         time.sleep(1.1)
         # One that sends gets the room of one that does not.
+        before = responses["/v1/completions", 408]
         status, _, told = here.ask(body={"prompt": "x" * 150_000})
         assert (status, told["error"]["code"]) == (400, "context_length_exceeded")
-        assert clients[0].recv(20).startswith(b"HTTP/1.1 408")
+        wait_for(lambda: responses["/v1/completions", 408] > before)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -275,3 +278,20 @@ def test_a_client_that_ends_its_side_gets_the_answer_and_one_that_left_is_given_
             assert half.recv(10) == b""
         here.idle()
         wait_for(lambda: not here.server.server_state.connections)
+
+
+def test_places_of_clients_that_left_are_free_before_the_pass_ends():
+    model = FakeModel()
+    gate = threading.Event()
+    model.before_pass = lambda: gate.wait(60)
+    with serving(model, Letters(), capacity=12, max_batch=2, max_waiting=10) as here:
+        body = json.dumps({"prompt": "hello", "n": 4, "stream": True}).encode()
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", here.port), timeout=60) as client:
+                client.sendall(request(body))
+                assert client.recv(20).startswith(b"HTTP/1.1 200")
+        wait_for(lambda: not here.service.active and here.engine.stats().waiting == 0)
+        assert here.engine.stats().running == 2
+        threading.Timer(0.2, gate.set).start()
+        assert here.ask(body={"prompt": "hello", "n": 9, "max_tokens": 3})[0] == 200
+        here.idle()
