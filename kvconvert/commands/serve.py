@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import ipaddress
 import logging
 import os
+import sys
+import threading
 from pathlib import Path
 
 import click
@@ -44,6 +47,12 @@ _COUNT = click.IntRange(min=1)
     "--max-waiting", metavar="N", type=click.IntRange(min=0), default=256, show_default=True, help="Before others: 429."
 )
 @click.option(
+    "--max-per-client",
+    metavar="N",
+    type=_COUNT,
+    help="Of the choices that are served or wait, for one API key or address. [default: three quarters]",
+)
+@click.option(
     "--max-tokens",
     metavar="N",
     type=_COUNT,
@@ -75,6 +84,21 @@ _COUNT = click.IntRange(min=1)
     type=click.Path(path_type=Path, dir_okay=False),
     help=f"API keys, one a line; {KEY_VARIABLE} may hold one instead. Without a key anyone is served.",
 )
+@click.option(
+    "--allowed-host",
+    "allowed_hosts",
+    metavar="NAME",
+    multiple=True,
+    help="Further host that clients may ask for, such as a proxy's name; * for any. Repeatable.",
+)
+@click.option(
+    "--cors-origin",
+    "cors_origins",
+    metavar="ORIGIN",
+    multiple=True,
+    help="Web pages that may ask, such as http://localhost:3000; * for any. Repeatable. [default: none]",
+)
+@click.option("--share-prefixes", is_flag=True, help="Share stored prefixes between API keys, too.")
 @click.option("--log-requests", is_flag=True, help="Log a line for each request, without its text.")
 def serve(
     bundle: str,
@@ -90,12 +114,16 @@ def serve(
     prefix_caching: bool | None,
     keep_weights: bool,
     max_waiting: int,
+    max_per_client: int | None,
     max_tokens: int,
     max_prompt_tokens: int | None,
     max_body: int,
     client_timeout: float,
     grace: float,
     api_key_file: Path | None,
+    allowed_hosts: tuple[str, ...],
+    cors_origins: tuple[str, ...],
+    share_prefixes: bool,
     log_requests: bool,
 ) -> None:
     """Serve BUNDLE over HTTP with the interface of OpenAI's clients.
@@ -125,6 +153,7 @@ def serve(
     from kvconvert.models.processors import tokenizer_of
     from kvconvert.models.source import choose_device, compute_dtype
     from kvconvert.runtime import Engine, load
+    from kvconvert.serve.access import Hosts
     from kvconvert.serve.app import Service
     from kvconvert.serve.requests import Limits
 
@@ -157,20 +186,39 @@ def serve(
             new_tokens=max_tokens,
             client_seconds=client_timeout,
         ),
+        capacity_of_one=max_per_client,
         keys=keys,
+        hosts=Hosts.of(host, address[0], allowed_hosts),
+        origins=cors_origins,
+        share_prefixes=share_prefixes,
     )
     shown = f"[{address[0]}]" if ":" in address[0] else address[0]
     ready = f"Serving {name} at http://{shown}:{address[1]}/v1"
     # Garbage is looked for among what requests leave, not in the model as well: passes would wait for that.
     gc.collect()
     gc.freeze()
-    server = Server(service, grace=grace, ready=lambda: click.echo(ready, err=True))
+    server = Server(service, grace=grace, ready=lambda: click.echo(ready, err=True), ending=_end_within)
     server.run(sockets=[listening])
     gc.unfreeze()
+    # Taking the process apart takes seconds, and a step that is under way is not waited for.
+    atexit.register(_end, 1 if server.cut else 0)
     if server.cut:
         raise KvconvertError(
             f"Requests that were ended unfinished: {server.cut}; a longer `grace` gives them more time."
         )
+
+
+def _end_within(seconds: float) -> None:
+    """End this process after some seconds, whatever it does then."""
+    timer = threading.Timer(seconds, _end, [1])
+    timer.daemon = True
+    timer.start()
+
+
+def _end(code: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 def _keys(file: Path | None) -> list[str]:

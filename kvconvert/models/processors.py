@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,6 @@ class ImagePrompts:
     Attributes:
         processor: the model's own.
         visual_ids: ids of placeholder tokens of images and videos.
-        image: the placeholder of an image in plain text.
         templated: whether the processor has a chat template.
     """
 
@@ -141,7 +141,12 @@ class ImagePrompts:
                 "images cannot be written for it; use its processor directly."
             ) from error
         self.templated = bool(getattr(processor, "chat_template", None))
-        self.image = self._image(config)
+        self._config = config
+
+    @cached_property
+    def image(self) -> str:
+        """The placeholder of an image in plain text."""
+        return self._image(self._config)
 
     def text(self, messages: Sequence[dict[str, Any]], plain: bool = False, answer: bool = False) -> str:
         """Messages as one text in which each image is a placeholder.

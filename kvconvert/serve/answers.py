@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
@@ -21,12 +23,13 @@ from kvconvert.serve.metrics import Metrics
 from kvconvert.serve.refusal import Refusal
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Generation:
     """The choices of one HTTP request, each a request of the engine.
 
-    `add` is called by one thread; the rest is for the event loop in which the object was made.
+    `add` is called by one thread at a time; the rest is for the event loop in which the object was made.
 
     Attributes:
         requests: in the order of the choices.
@@ -35,31 +38,61 @@ class Generation:
     def __init__(self, engine: Engine) -> None:
         self.requests: list[Request] = []
         self._engine, self._loop = engine, asyncio.get_running_loop()
-        self._events: asyncio.Queue[tuple[int, Event, float]] = asyncio.Queue()
-        self._cancelled = False
+        self._events: asyncio.Queue[tuple[int, Event, float] | None] = asyncio.Queue()  # None: cancelled
+        self._over = self._loop.create_future()
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether what has not ended is wanted no more."""
+        return self._over.done()
+
+    async def unless_over(self, work: Coroutine[Any, Any, T], gone: asyncio.Task[None] | None = None) -> T:
+        """The result of some work, which is cancelled if these choices are, or if the client is gone.
+
+        Raises:
+            ClientDisconnect: the client is gone.
+            Refusal: the choices were cancelled.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            ends = [task, self._over] if gone is None else [task, self._over, gone]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+        finally:
+            task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        if gone is not None and gone.done():
+            raise ClientDisconnect
+        raise _ending()
 
     def add(self, prompt: list[int], **options: Any) -> None:
         """Queue one more choice; arguments and errors are those of `Engine.add`."""
         report = partial(self._report, len(self.requests))
         self.requests.append(self._engine.add(prompt, on_event=report, **options))
-        if self._cancelled:  # while it was being added
+        if self.cancelled:  # while it was being added
             self.requests[-1].cancel()
 
     def cancel(self) -> None:
         """End what has not ended."""
-        self._cancelled = True
+        if not self.cancelled:
+            self._over.set_result(None)
+            self._events.put_nowait(None)
         for request in list(self.requests):
             request.cancel()
 
     async def events(self) -> AsyncIterator[list[tuple[int, Event, float]]]:
         """Events of all choices since the last ones, each with its choice's place and when it came, by
-        `time.perf_counter`.
+        `time.perf_counter` (Refusal: they were cancelled).
         """
         left = len(self.requests)
         while left:
-            came = [await self._events.get()]
+            news = [await self._events.get()]
             while not self._events.empty():
-                came.append(self._events.get_nowait())
+                news.append(self._events.get_nowait())
+            came = [event for event in news if event is not None]
+            if len(came) < len(news):  # the engine says so when its pass is over, which is not waited for
+                raise _ending()
             left -= sum(event.finish_reason is not None for _, event, _ in came)
             yield came
 
@@ -78,7 +111,8 @@ class Generation:
         }
 
     def _report(self, place: int, event: Event) -> None:
-        self._loop.call_soon_threadsafe(self._events.put_nowait, (place, event, time.perf_counter()))
+        with contextlib.suppress(RuntimeError):  # a pass may end after the event loop
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (place, event, time.perf_counter()))
 
 
 class Form:
@@ -150,13 +184,16 @@ class Answer:
         self._client_seconds, self._metrics, self._user = client_seconds, metrics, user
         self._gone = False
 
-    async def write(self, scope: Scope, receive: Receive, send: Send, *, stream: bool, usage: bool) -> None:
-        """Send the answer, as a stream with or without usage; whatever ends this cancels what has not ended.
+    async def write(
+        self, scope: Scope, receive: Receive, send: Send, gone: asyncio.Task[None], *, stream: bool, usage: bool
+    ) -> None:
+        """Send the answer, as a stream with or without usage; whatever ends this cancels what has not ended, and so
+        does the end of `gone`.
 
         Raises:
             Refusal: the model failed or the server is shutting down, and nothing was sent.
         """
-        watch = asyncio.create_task(self._watch(receive))
+        gone.add_done_callback(self._client_gone)
         send = partial(self._send, send)
         try:
             if stream:
@@ -169,7 +206,7 @@ class Answer:
             if not self._gone:
                 raise
         finally:
-            watch.cancel()
+            gone.remove_done_callback(self._client_gone)
             self._generation.cancel()
             self._metrics.whole.add(time.perf_counter() - self._begun)
             self._log()
@@ -177,9 +214,7 @@ class Answer:
     def _headers(self) -> dict[str, str]:
         return {"x-request-id": self._form.id}
 
-    async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+    def _client_gone(self, gone: asyncio.Task[None]) -> None:
         if not all(request.finished for request in self._generation.requests):
             self._leave("went away")
 
@@ -210,7 +245,7 @@ class Answer:
                 if event.finish_reason == "error":
                     raise Refusal(500, "The model failed while it served this request.", code="model_failed")
                 if event.finish_reason == "cancelled":
-                    raise Refusal(503, "The server is shutting down; send the request again.", code="shutting_down")
+                    raise _ending()
                 before, _ = pieces.get(place, ("", None))
                 pieces[place] = before + event.text, event.finish_reason
             yield pieces
@@ -254,6 +289,10 @@ class Answer:
             time.perf_counter() - self._begun,
             "" if self._user is None else f", user {printable(self._user)}",
         )
+
+
+def _ending() -> Refusal:
+    return Refusal(503, "The server is shutting down; send the request again.", code="shutting_down")
 
 
 def _event(piece: Mapping[str, Any]) -> str:

@@ -1,20 +1,21 @@
-"""The web application: routes, the API key, and a request's way from its body to the engine."""
+"""The web application: routes, and a request's way from its body to the engine."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 import threading
 import time
-from collections.abc import AsyncIterator, Collection
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Collection, Hashable
+from dataclasses import replace
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -25,11 +26,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from kvconvert.errors import KvconvertError
 from kvconvert.models.chat import ChatPrompts
 from kvconvert.models.processors import tokenizer_of
+from kvconvert.models.templates import TemplateRenderer
+from kvconvert.models.token_bytes import token_bytes
 from kvconvert.runtime import Engine, Sampling
+from kvconvert.serve.access import Access, Hosts
 from kvconvert.serve.answers import Answer, Form, Generation
 from kvconvert.serve.metrics import CONTENT_TYPE, Metrics
+from kvconvert.serve.places import Bodies, Body, Places
+from kvconvert.serve.readers import THREADS, Readers
 from kvconvert.serve.refusal import Refusal, refusal_of
-from kvconvert.serve.requests import Chat, Completion, Limits
+from kvconvert.serve.requests import Chat, Completion, Limits, fields_of
+
+# Bodies of the largest size that may arrive at once.
+LARGE_BODIES = 16
+# Values that any body may have; more only where prompts of token ids may.
+VALUES = 2**16
 
 
 def default_sampling(model: PreTrainedModel) -> Sampling:
@@ -51,14 +62,18 @@ class Service:
         engine: which a thread steps as long as the application runs.
         processor: the bundle's tokenizer or processor.
         name: under which the bundle is served.
-        capacity: requests that are served or wait at once; further ones are refused before they are read.
+        capacity: choices of requests that are served or wait at once.
         limits: of each request.
+        capacity_of_one: the same of one client: of one key, or without keys of one address; by default three quarters,
+            or as many as one request may have.
         keys: of which a client has to send one; anyone is served where there are none.
+        hosts: names under which the server may be asked for.
+        origins: of web pages that may ask it.
+        share_prefixes: whether requests of different keys share stored prefixes.
 
     Attributes:
         app: for an ASGI server.
         draining: set to refuse new requests while running ones finish.
-        active: requests that are being read, wait, or are served.
         metrics: what was counted.
     """
 
@@ -71,17 +86,31 @@ class Service:
         *,
         capacity: int,
         limits: Limits,
+        capacity_of_one: int | None = None,
         keys: Collection[str] = (),
+        hosts: Hosts | None = None,
+        origins: Collection[str] = (),
+        share_prefixes: bool = False,
     ) -> None:
-        self.engine, self.name, self.capacity, self.limits = engine, name, capacity, limits
-        self.draining, self.active, self.metrics = False, 0, Metrics()
+        self.engine, self.name = engine, name
+        # What fits beside one token, for refusals that say what is served.
+        longest = [tokens for tokens in (limits.prompt_tokens, engine.room(1)) if tokens is not None]
+        self.limits = replace(limits, prompt_tokens=min(longest, default=None))
+        self.draining, self.metrics = False, Metrics()
+        self.places = Places(capacity, capacity_of_one or max(capacity - capacity // 4, min(capacity, limits.choices)))
+        self.bodies = Bodies(LARGE_BODIES * limits.body_bytes)
         self._defaults = default_sampling(model)
-        self._tokenizer, self._chat = tokenizer_of(processor), ChatPrompts(processor, model.config)
+        self._renderers = [TemplateRenderer() for _ in range(THREADS)]
+        self._tokenizer = tokenizer_of(processor)
+        self._token_bytes = token_bytes(self._tokenizer)
+        # Each is used by one thread at a time.
+        self._chats: SimpleQueue[ChatPrompts] = SimpleQueue()
+        for renderer in self._renderers:
+            self._chats.put(ChatPrompts(processor, model.config, renderer))
         self._created = int(time.time())
-        self._digests = [_digest(key) for key in keys]
+        self._salted = bool(keys) and not share_prefixes
         self._running: set[Generation] = set()
-        # One thread parses and tokenizes, so that the event loop never waits and a tokenizer has one caller at a time.
-        self._reader = ThreadPoolExecutor(1, "kvconvert-reader")
+        self._readers, self._template_readers = Readers("kvconvert-reader"), Readers("kvconvert-template")
         self._stepper: threading.Thread | None = None
         routes = [
             Route("/v1/completions", _Generate(self, Completion), methods=["POST"]),
@@ -99,14 +128,19 @@ class Service:
             Exception: lambda http, error: Refusal(500, "The server failed; its log says how.").response(),
         }
         self._paths = {route.path for route in routes}
-        self.app: ASGIApp = Starlette(routes=routes, lifespan=self._lifespan, exception_handlers=handlers)
-        self.app = self._guarded(self.app)
+        app: ASGIApp = Starlette(routes=routes, lifespan=self._lifespan, exception_handlers=handlers)
+        self.app = self._guarded(app, Access(keys, hosts or Hosts(), origins), origins)
 
     def cut(self) -> int:
         """End all running requests with an error; how many there were."""
         for generation in (running := list(self._running)):
             generation.cancel()
         return len(running)
+
+    @property
+    def active(self) -> int:
+        """Requests that are being read, wait, or are served."""
+        return len(self._running)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -117,11 +151,41 @@ class Service:
             yield
         finally:
             over.set()
-            self._reader.shutdown(wait=False, cancel_futures=True)
-            await asyncio.to_thread(self._stepper.join, 30)
+            for readers in (self._readers, self._template_readers):
+                readers.close()
+            for renderer in self._renderers:
+                renderer.close()
+            # A step, or the tokenizer, may take longer than there is time for.
+            end = time.monotonic() + 2
+            while self.busy and time.monotonic() < end:
+                await asyncio.sleep(0.02)
 
-    def _guarded(self, app: ASGIApp) -> ASGIApp:
-        """Ask for the key before anything is read, and count responses."""
+    @property
+    def busy(self) -> bool:
+        """Whether a thread still computes something."""
+        stepping = self._stepper is not None and self._stepper.is_alive()
+        return stepping or self._readers.busy or self._template_readers.busy
+
+    def _guarded(self, app: ASGIApp, access: Access, origins: Collection[str]) -> ASGIApp:
+        """Ask for all that tells who asks before anything is read, and count responses."""
+
+        async def with_key(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["path"].startswith("/v1"):
+                try:
+                    scope["kvconvert.client"] = access.client(scope)
+                except Refusal as refusal:
+                    return await refusal.response()(scope, receive, send)
+            await app(scope, receive, send)
+
+        served: ASGIApp = with_key
+        if origins:  # a browser asks without a key what it may ask
+            served = CORSMiddleware(
+                with_key,
+                allow_origins=list(origins),
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id", "retry-after"],
+            )
 
         async def guard(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http":
@@ -133,21 +197,13 @@ class Service:
                     self.metrics.responses[path, message["status"]] += 1
                 await send(message)
 
-            if scope["path"].startswith("/v1") and not self._is_allowed(scope):
-                message = "Send a valid API key as `Authorization: Bearer KEY`."
-                refusal = Refusal(401, message, code="invalid_api_key")
+            try:
+                access.check_page(scope)
+            except Refusal as refusal:
                 return await refusal.response()(scope, receive, counted)
-            return await app(scope, receive, counted)
+            await served(scope, receive, counted)
 
         return guard
-
-    def _is_allowed(self, scope: Scope) -> bool:
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        kind, _, key = given.partition(b" ")
-        digest = hashlib.sha256(key.strip()).digest()
-        # Every key is compared, in constant time.
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return not matches or (kind.lower() == b"bearer" and any(matches))
 
     def _entry(self) -> dict[str, Any]:
         return {"id": self.name, "object": "model", "created": self._created, "owned_by": "kvconvert"}
@@ -172,79 +228,122 @@ class Service:
     def check_name(self, name: str | None) -> None:
         """Refuse the name of another model (Refusal); none means the only one."""
         if name is not None and name != self.name:
-            message = f"There is no model {name!r} here; the one served is {self.name!r}."
+            message = f"There is no model {name!r:.300} here; the one served is {self.name!r}."
             raise Refusal(404, message, param="model", code="model_not_found")
 
     @contextlib.contextmanager
-    def admitted(self, generation: Generation):
+    def admitted(self, generation: Generation, client: Hashable):
         """A request's time in the server (Refusal: there is no place for it)."""
         if self.draining:
             raise Refusal(503, "The server is shutting down; send the request again.", code="shutting_down")
-        if self.active >= self.capacity:
-            raise Refusal(429, f"{self.active} requests are being served or wait; try again later.", code="queue_full")
-        self.active += 1
+        self.places.check(client)
         self._running.add(generation)
         try:
             yield
         finally:
-            self.active -= 1
             self._running.remove(generation)
             generation.cancel()
 
-    async def read(self, http: HTTPRequest) -> bytes:
-        """The body of a request (Refusal: it is no JSON by its type, too long, or comes too slowly)."""
+    async def read(self, http: HTTPRequest, held: Body) -> None:
+        """Receive the body of a request (Refusal: it is no JSON by its type, too long, or comes too slowly)."""
         if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refusal(415, "The body has to be JSON; send `Content-Type: application/json`.")
-        most = self.limits.body_bytes
+        most, stated = self.limits.body_bytes, int(http.headers.get("content-length", 0))
         too_long = Refusal(413, f"The body may have {most} bytes at most.", code="body_too_long")
-        if int(http.headers.get("content-length", 0)) > most:
+        if stated > most:
             raise too_long
-        body = bytearray()
+        self.bodies.grow(held, stated)
         try:
-            async with asyncio.timeout(self.limits.client_seconds):
+            async with asyncio.timeout(self.limits.client_seconds) as held.arriving:
                 async for part in http.stream():
-                    body += part
-                    if len(body) > most:
+                    held.content += part
+                    if len(held.content) > most:
                         raise too_long
+                    self.bodies.grow(held, len(held.content))
         except TimeoutError as error:
             message = f"The body did not arrive within {self.limits.client_seconds:g} seconds."
+            if held.gave_way:
+                message = "The body came too slowly, and others needed its room."
             raise Refusal(408, message, code="body_too_slow") from error
-        return bytes(body)
+        finally:
+            held.arriving = None
 
-    async def submit(self, kind: type[Completion | Chat], body: bytes, generation: Generation) -> Completion | Chat:
-        """Check a body and queue its choices.
+    async def submit(
+        self, kind: type[Completion | Chat], body: Body, generation: Generation, take: Callable[[int], None]
+    ) -> Completion | Chat:
+        """Check a body, take a place for each of its choices but the first, and queue them.
 
         Raises:
             Refusal, ValidationError, KvconvertError: it is not served.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._reader, self._submit, kind, body, generation)
+        # Conversations have threads of their own, which a template may keep.
+        readers = self._template_readers if kind is Chat else self._readers
+        job = partial(self._submit, kind, body, generation, take)
+        asked = await readers.run(body.client, len(body.content), job)
+        self.bodies.release(body)
+        return asked
 
-    def _submit(self, kind: type[Completion | Chat], body: bytes, generation: Generation) -> Completion | Chat:
-        asked = kind.model_validate_json(body)
+    def _submit(
+        self, kind: type[Completion | Chat], body: Body, generation: Generation, take: Callable[[int], None]
+    ) -> Completion | Chat:
+        values = len(body.content)
+        if self.limits.prompt_tokens is not None:
+            values = max(self.limits.choices * self.limits.prompt_tokens, VALUES)
+        asked = kind.model_validate(fields_of(body.content, values))
+        body.content = bytearray()
         self.check_name(asked.model)
-        asked.check(self.limits, len(asked.prompt) if isinstance(asked, Completion) else 1)
-        for prompt in self._ids(asked):
-            new = asked.new_tokens(self.limits, len(prompt), self.engine.room(len(prompt)))
-            for choice in range(asked.n or 1):
+        count = len(asked.prompt) if isinstance(asked, Completion) else 1
+        asked.check(self.limits, count)
+        take(count * (asked.n or 1) - 1)
+        samplings = [asked.sampling(self._defaults, choice) for choice in range(asked.n or 1)]
+        prompts = asked.prompt if isinstance(asked, Completion) else [self._text(asked)]
+        for prompt in prompts:
+            self._check_length(asked, prompt)
+        for prompt in prompts:
+            if generation.cancelled:
+                break
+            ids = self._ids(asked, prompt) if isinstance(prompt, str) else prompt
+            new = asked.new_tokens(self.limits, len(ids), self.engine.room(len(ids)))
+            for sampling in samplings:
                 generation.add(
-                    prompt,
+                    ids,
                     max_new_tokens=new,
-                    sampling=asked.sampling(self._defaults, choice),
+                    sampling=sampling,
                     stop=asked.stop or (),
                     stop_token_ids=[] if asked.ignore_eos else None,
+                    prefix_salt=body.client if self._salted else b"",
                 )
         return asked
 
-    def _ids(self, asked: Completion | Chat) -> list[list[int]]:
-        """Token ids of the prompts (Refusal: the model has no chat template)."""
-        if isinstance(asked, Completion):
-            return [self._tokenizer(p).input_ids if isinstance(p, str) else p for p in asked.prompt]
-        if not self._chat.templated:
-            raise Refusal(400, "This model has no chat template; use /v1/completions.", param="messages")
+    def _text(self, asked: Chat) -> str:
+        """A conversation as the model's template writes it (Refusal: it has none)."""
         # "developer" is what newer clients call the system.
         roles = {"developer": "system"}
-        turns = [self._chat.message(roles.get(turn.role, turn.role), turn.content) for turn in asked.messages]
-        return [self._chat.encode(turns)["input_ids"][0].tolist()]
+        chat = self._chats.get()
+        try:
+            if not chat.templated:
+                raise Refusal(400, "This model has no chat template; use /v1/completions.", param="messages")
+            return chat.text([chat.message(roles.get(t.role, t.role), t.content or "") for t in asked.messages])
+        finally:
+            self._chats.put(chat)
+
+    def _check_length(self, asked: Completion | Chat, prompt: str | list[int]) -> None:
+        """Refuse a prompt that is too long whatever its tokens are (Refusal), before they are made."""
+        longest, least = self.limits.prompt_tokens, len(prompt)
+        if isinstance(prompt, str):
+            least = self._token_bytes.least_tokens(prompt) if self._token_bytes else 0
+        if longest is not None and least > longest:
+            length = f"{least} tokens" if isinstance(prompt, list) else f"at least {least} tokens"
+            raise asked.too_long(length, self.limits)
+
+    def _ids(self, asked: Completion | Chat, prompt: str) -> list[int]:
+        if isinstance(asked, Completion):
+            return self._tokenizer(prompt).input_ids
+        chat = self._chats.get()
+        try:
+            return chat.encode_text(prompt)["input_ids"][0].tolist()
+        finally:
+            self._chats.put(chat)
 
 
 class _Generate:
@@ -254,24 +353,36 @@ class _Generate:
         self._service, self._kind = service, kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun, service = time.perf_counter(), self._service
+        begun, service, client = time.perf_counter(), self._service, scope["kvconvert.client"]
         generation = Generation(service.engine)
-        with service.admitted(generation), contextlib.suppress(ClientDisconnect):
-            body = await service.read(HTTPRequest(scope, receive))
-            asked = await service.submit(self._kind, body, generation)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.suppress(ClientDisconnect))
+            stack.enter_context(service.admitted(generation, client))
+            body = stack.enter_context(service.bodies.hold(client))
+            await generation.unless_over(service.read(HTTPRequest(scope, receive), body))
+            take = stack.enter_context(service.places.take(client))
+            gone = asyncio.create_task(_gone(receive))
+            stack.callback(gone.cancel)
+            try:
+                asked = await generation.unless_over(service.submit(self._kind, body, generation, take), gone)
+            except ClientDisconnect:
+                service.metrics.gone += 1
+                raise
             prompts = len(asked.prompt) if isinstance(asked, Completion) else 1
             form = Form(isinstance(asked, Chat), service.name)
             answer = Answer(
                 generation, form, prompts, begun, service.limits.client_seconds, service.metrics, asked.user
             )
-            await answer.write(scope, receive, send, stream=bool(asked.stream), usage=asked.include_usage)
+            await answer.write(scope, receive, send, gone, stream=bool(asked.stream), usage=asked.include_usage)
+
+
+async def _gone(receive: Receive) -> None:
+    """Return when the client is gone, or has its answer."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def _no_such(http: HTTPRequest, error: HTTPException) -> Refusal:
     if error.status_code == 404:
         return Refusal(404, f"There is no {http.url.path} here.", code="unknown_path")
     return Refusal(error.status_code, f"{http.method} {http.url.path}: {error.detail}.")
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
-from kvconvert.errors import KvconvertError, QueueFullError, UsageError
+from kvconvert.errors import KvconvertError, QueueFullError, UsageError, printable
 
 _KINDS = {401: "authentication_error", 429: "rate_limit_error"}
+MOST_LETTERS = 1000
 _LATER = {429: "1", 503: "5"}  # seconds after which a client may come again
 
 
@@ -16,14 +17,15 @@ class Refusal(Exception):
 
     Attributes:
         status: of the HTTP response.
-        message: one sentence.
+        message: one sentence; what a client sent is cut in it, and its control characters are escaped.
         param: the field concerned.
         code: by which programs tell refusals apart.
     """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.message, self.code = status, printable(message[:MOST_LETTERS]), code
+        self.param = param if param is None else printable(param[:MOST_LETTERS])
 
     def body(self) -> dict[str, dict[str, str | None]]:
         """As JSON."""

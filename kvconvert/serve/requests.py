@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
 from pydantic import BaseModel, BeforeValidator, Field
 
 from kvconvert.runtime import Sampling
@@ -33,39 +36,54 @@ class Limits:
     client_seconds: float = 60.0
 
 
-# Fields of OpenAI's interface that are not served, and what asks nothing of them; null, [] and {} never do.
+# More than any conversation has; each costs a thousand bytes before it is looked at.
+MOST_MESSAGES = 8192
+# Of each number in a body: what 64 bits hold.
+Integer = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Count = Annotated[int, Field(ge=1, le=2**63 - 1)]
+
+# Fields of this and of other servers' interfaces that change nothing in an answer, whatever they hold.
+IGNORED = {
+    *("annotations", "cache_control", "cache_salt", "id", "metadata", "parallel_tool_calls", "prediction", "priority"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "reasoning", "reasoning_content"),
+    *("reasoning_details", "request_id", "safety_identifier", "service_tier", "store"),
+}
+# Those that would change it and are not served, and what asks nothing of them; null, [] and {} never do.
 UNSERVED: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
     "audio": (),
     "best_of": (1,),
+    "continue_final_message": (False,),
+    "continuous_usage_stats": (False,),
     "echo": (False,),
-    "frequency_penalty": (0, 0.0),
-    "function_call": ("none",),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
     "functions": (),
+    "include_obfuscation": (False,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
     "logit_bias": (),
     "logprobs": (False,),
-    "metadata": (),
+    "min_p": (0,),
+    "min_tokens": (0,),
     "modalities": (["text"],),
     "moderation": (),
     "name": (),
-    "parallel_tool_calls": (),
-    "prediction": (),
-    "presence_penalty": (0, 0.0),
-    "prompt_cache_key": (),
-    "prompt_cache_options": (),
-    "prompt_cache_retention": (),
+    "presence_penalty": (0,),
     "reasoning_effort": (),
     "refusal": (),
+    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
-    "safety_identifier": (),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
     "suffix": ("",),
-    "annotations": (),
     "tool_call_id": (),
     "tool_calls": (),
-    "tool_choice": ("none",),
+    "tool_choice": ("none", "auto"),
     "tools": (),
-    "top_logprobs": (),
+    "top_logprobs": (0,),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -74,14 +92,61 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
 def _refuse_others(fields: dict[str, Any], where: str = "") -> None:
     """Refuse every field that would have to change the answer and does not."""
     for name, value in fields.items():
+        nothing = [None, [], {}, *UNSERVED.get(name, ())]
+        # Numbers are equal to False and True.
+        idle = any(isinstance(value, bool) == isinstance(none, bool) and value == none for none in nothing)
+        if idle or name in IGNORED:
+            continue
         if name not in UNSERVED:
             message = f"{where}{name} is no field of this request; leave it out."
             raise Refusal(400, message, param=where + name, code="unknown_parameter")
-        # By type as well: as numbers, False and 0 are equal.
-        nothing = [None, [], {}, *UNSERVED[name]]
-        if not any(type(value) is type(idle) and value == idle for idle in nothing):
-            message = f"{where}{name} is not served by kvconvert; leave it out."
-            raise Refusal(400, message, param=where + name, code="unsupported_parameter")
+        message = f"{where}{name} is not served by kvconvert; leave it out."
+        raise Refusal(400, message, param=where + name, code="unsupported_parameter")
+
+
+def entries(body: bytes | bytearray) -> int:
+    """A count of the values in a JSON text: at least as many as there are lists, objects, and values in them."""
+    if b"\\" in body:
+        body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    letters = np.frombuffer(body, np.uint8)
+    outside = ~np.logical_xor.accumulate(letters == ord('"'))
+    begins = (letters == ord(",")) | (letters == ord("[")) | (letters == ord("{"))
+    return 1 + int(np.count_nonzero(begins & outside))
+
+
+def fields_of(body: bytes | bytearray, most: int) -> dict[str, Any]:
+    """The fields of a request's body.
+
+    Args:
+        body: JSON text.
+        most: values that it may hold; they are counted before any of them is made.
+
+    Raises:
+        Refusal: it is no JSON object, or has too many values.
+    """
+    if len(body) > most and (count := entries(body)) > most:
+        message = f"The body has {count} values; this server takes at most {most}."
+        raise Refusal(413, message, code="body_too_long")
+    try:
+        fields = json.loads(body.decode(), parse_constant=_no_number)
+        if _SURROGATE.search(body):
+            json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeError as error:
+        raise Refusal(400, "Invalid JSON: the body is not UTF-8 text.", code="invalid_json") from error
+    except (ValueError, RecursionError) as error:
+        reasons = {RecursionError: "it is nested too deeply", json.JSONDecodeError: str(error)}
+        reason = reasons.get(type(error), "a number is none or has too many digits")
+        raise Refusal(400, f"Invalid JSON: {reason}.", code="invalid_json") from error
+    if not isinstance(fields, dict):
+        raise Refusal(400, "The body should be an object of JSON.", code="invalid_value")
+    return fields
+
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(name)
 
 
 def _listed(value: Any) -> Any:
@@ -105,38 +170,39 @@ def _content(value: Any) -> Any:
     if not isinstance(value, list):
         return value
     for part in value:
-        if not isinstance(part, dict) or set(part) != {"type", "text"} or part["type"] != "text":
+        if not isinstance(part, dict) or part.get("type") != "text":
             kind = part.get("type") if isinstance(part, dict) else part
-            raise ValueError(f"a part of the type {kind!r} is not served; give parts of text")
-        if not isinstance(part["text"], str):
+            raise ValueError(f"a part of the type {kind!r:.60} is not served; give parts of text")
+        if not isinstance(part.get("text"), str):
             raise ValueError("the text of a part is no string")
+        _refuse_others({name: part[name] for name in part if name not in ("type", "text")}, "a part's ")
     return "\n".join(part["text"] for part in value)
 
 
-class StreamOptions(BaseModel, extra="forbid", strict=True):
+class StreamOptions(BaseModel, extra="allow", strict=True):
     """`include_usage`: a last piece says how many tokens there were."""
 
     include_usage: bool | None = None
 
 
 class Message(BaseModel, extra="allow", strict=True):
-    """One turn of a conversation."""
+    """One turn of a conversation; what an assistant said may be null, as clients send it that got no text."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_content)]
+    content: Annotated[str | None, BeforeValidator(_content)] = None
 
 
 class _Asked(BaseModel, extra="allow", strict=True):
     """What both kinds of requests have; null stands for a field that is left out, as in OpenAI's interface."""
 
-    model: str | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
-    seed: int | None = None
-    stop: Annotated[list[str], BeforeValidator(_listed)] | None = None
+    model: Annotated[str, Field(max_length=256)] | None = None
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    top_k: Integer | None = None
+    n: Count | None = None
+    seed: Integer | None = None
+    stop: Annotated[list[str], Field(fail_fast=True), BeforeValidator(_listed)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -150,7 +216,9 @@ class _Asked(BaseModel, extra="allow", strict=True):
     def check(self, limits: Limits, prompts: int) -> None:
         """Refuse what is not served and what is beyond the limits (Refusal)."""
         _refuse_others(self.model_extra or {})
-        if self.stream_options is not None and not self.stream:
+        if self.stream_options is not None:
+            _refuse_others(self.stream_options.model_extra or {}, "stream_options.")
+        if self.include_usage and not self.stream:
             raise Refusal(400, "stream_options needs stream = true.", param="stream_options")
         if (choices := prompts * (self.n or 1)) > limits.choices:
             raise Refusal(400, f"n times prompts is {choices}; at most {limits.choices} are served.", param="n")
@@ -178,12 +246,10 @@ class _Asked(BaseModel, extra="allow", strict=True):
             room: what the model and its cache have left after it; None for any number.
         """
         longest = limits.prompt_tokens
+        if (longest is not None and prompt_tokens > longest) or (room is not None and room < 1):
+            raise self.too_long(f"{prompt_tokens} tokens", limits)
         room = limits.new_tokens if room is None else room
         wanted, field = self.wanted()
-        if (longest is not None and prompt_tokens > longest) or room < 1:
-            fits = "" if longest is None else f"; this server takes at most {longest}"
-            message = f"The prompt has {prompt_tokens} tokens, which is too long{fits}."
-            raise Refusal(400, message, param=self.prompt_field, code="context_length_exceeded")
         if wanted is None:
             return min(self.unstated(limits), room)
         if wanted > limits.new_tokens:
@@ -195,6 +261,13 @@ class _Asked(BaseModel, extra="allow", strict=True):
         return wanted
 
     prompt_field: ClassVar[str]
+
+    def too_long(self, length: str, limits: Limits) -> Refusal:
+        """The refusal of a prompt of some length, which says what is served."""
+        message = (
+            f"The prompt has {length}, which is too long; this server takes at most {limits.prompt_tokens} tokens."
+        )
+        return Refusal(400, message, param=self.prompt_field, code="context_length_exceeded")
 
     def wanted(self) -> tuple[int | None, str]:
         """The number of new tokens that is stated, and in which field."""
@@ -209,7 +282,7 @@ class Completion(_Asked):
     """POST /v1/completions: text or token ids to continue."""
 
     prompt_field: ClassVar[str] = "prompt"
-    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+    prompt: Annotated[list[str | list[int]], Field(fail_fast=True), BeforeValidator(_prompts)]
 
     def unstated(self, limits: Limits) -> int:
         """16, OpenAI's number."""
@@ -220,14 +293,17 @@ class Chat(_Asked):
     """POST /v1/chat/completions: a conversation in which the model speaks next."""
 
     prompt_field: ClassVar[str] = "messages"
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+    max_completion_tokens: Count | None = None
 
     def check(self, limits: Limits, prompts: int) -> None:
         """Refuse what is not served and what is beyond the limits (Refusal)."""
         super().check(limits, prompts)
         for place, turn in enumerate(self.messages):
             _refuse_others(turn.model_extra or {}, f"messages.{place}.")
+            if turn.content is None and turn.role != "assistant":
+                message = f"messages.{place}.content: Field required."
+                raise Refusal(400, message, param="messages", code="invalid_value")
         if None not in (self.max_tokens, self.max_completion_tokens):
             message = "max_tokens is the older name of max_completion_tokens; give one of them."
             raise Refusal(400, message, param="max_tokens")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import time
 from collections.abc import Callable
@@ -12,13 +13,18 @@ import uvicorn
 
 from kvconvert.errors import UsageError
 from kvconvert.serve.app import Service
+from kvconvert.serve.connections import Connection
 
-# Connections beside those of requests that are served or wait; uvicorn answers further ones with 503.
+# Connections beside those of requests that are served or wait.
 SPARE_CONNECTIONS = 512
+# That ending takes at most, once requests were ended: what a client does not read, and a step under way, are left.
+END_SECONDS = 5.0
+# Descriptors that are not for connections.
+_OTHER_DESCRIPTORS = 128
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket on which nothing listens yet; a port of 0 takes a free one.
+    """A socket that listens, so that no other server takes its port; a port of 0 takes a free one.
 
     Raises:
         UsageError: the address cannot be used.
@@ -31,12 +37,13 @@ def bind(host: str, port: int) -> socket.socket:
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(address)
+            bound.listen()
         except BaseException:
             bound.close()
             raise
-    except (OSError, UnicodeError) as error:  # labels of a name that are empty or too long are no OSError
-        reason = getattr(error, "strerror", None) or "it is no name of a host"
-        message = f"{host}:{port} cannot be served ({reason}); choose another `host` or `port`."
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "this is no name of a host"
+        message = f"{host:.80}:{port} cannot be served ({reason}); choose another `host` or `port`."
         raise UsageError(message) from error
     return bound
 
@@ -51,29 +58,42 @@ class Server(uvicorn.Server):
         service: what is served.
         grace: seconds for running requests after the signal.
         ready: called when requests are accepted.
+        ending: called with the seconds until all has to be over, at each signal.
 
     Attributes:
         cut: requests that the deadline or the second signal ended.
     """
 
-    def __init__(self, service: Service, *, grace: float, ready: Callable[[], None]) -> None:
-        connections = service.capacity + SPARE_CONNECTIONS
+    def __init__(
+        self,
+        service: Service,
+        *,
+        grace: float,
+        ready: Callable[[], None],
+        ending: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        connections = service.places.capacity + SPARE_CONNECTIONS
+        if descriptors != resource.RLIM_INFINITY:
+            connections = min(connections, max(descriptors - _OTHER_DESCRIPTORS, 1))
         config = uvicorn.Config(
             service.app,
-            http="h11",  # bounds the size of headers
+            http=Connection,
+            loop="asyncio",
             ws="none",
             lifespan="on",
             log_config=None,
+            log_level="error",  # not a line for whatever is no HTTP
             access_log=False,
             proxy_headers=False,
             server_header=False,
             limit_concurrency=connections,
             timeout_keep_alive=max(1, int(service.limits.client_seconds)),
-            timeout_graceful_shutdown=5,
+            timeout_graceful_shutdown=2,
         )
         super().__init__(config)
         self.cut = 0
-        self._service, self._grace, self._ready = service, grace, ready
+        self._service, self._grace, self._ready, self._ending = service, grace, ready, ending
         self._deadline: float | None = None
         self._unused: dict[tuple[Any, Any], float] = {}  # since when, by connection and its newest request
 
@@ -87,6 +107,7 @@ class Server(uvicorn.Server):
         now = time.monotonic()
         self._deadline = now + self._grace if self._deadline is None else now
         self._service.draining = True
+        self._ending(self._deadline - now + END_SECONDS)
 
     async def on_tick(self, counter: int) -> bool:
         """What has to be done ten times a second; whether the server is to end."""
@@ -99,7 +120,7 @@ class Server(uvicorn.Server):
 
     def _close_unused(self) -> None:
         now, unused = time.monotonic(), {}
-        connection: Any  # of uvicorn's H11Protocol
+        connection: Any  # Connection
         for connection in self.server_state.connections:
             cycle = connection.cycle
             if cycle is None or cycle.response_complete or connection.transport.is_closing():

@@ -122,6 +122,7 @@ class Engine:
         sampling: Sampling | None = None,
         stop_token_ids: Sequence[int] | None = None,
         stop: Sequence[str] = (),
+        prefix_salt: bytes = b"",
         on_event: Callable[[Event], None] | None = None,
     ) -> Request:
         """Queue a request.
@@ -132,6 +133,7 @@ class Engine:
             sampling: how tokens are chosen; greedily by default.
             stop_token_ids: tokens that end the request; None takes the model's end-of-sequence tokens.
             stop: strings that end the request and are no part of its text.
+            prefix_salt: stored prefixes are shared among requests of the same salt alone.
             on_event: called by the thread that steps with each event of this request, the last one included; it should
                 return at once, and must not step.
 
@@ -143,7 +145,7 @@ class Engine:
             request = new_request(
                 self._steps, self._tokenizer, prompt, max_new_tokens, sampling or Sampling(), stop_token_ids, stop
             )
-            request.on_event, request.on_cancel = on_event, self._cancel
+            request.on_event, request.on_cancel, request.prefix_salt = on_event, self._cancel, prefix_salt
             with self._lock:
                 request.id, self._next_id = self._next_id, self._next_id + 1
                 self._scheduler.enqueue(request)
@@ -411,6 +413,8 @@ class Engine:
         with self._lock:
             if request.finished:
                 return
+            if request.state == "waiting":  # its place is another's at once, what it holds when the pass is over
+                self._scheduler.withdraw(request)
             self._cancelled.append(request)
         self._free_cancelled()
 

@@ -5,9 +5,9 @@ stored. What a chunk stores therefore depends on where chunks begin, and chunks 
 counted from the prompt's beginning, whoever else is in a pass. A prompt that goes on from the end of another's chunk
 computes what it would have computed after reading that chunk itself: the same numbers, in passes of the same company.
 
-Every chunk that was read whole is a `Prefix`, known by a hash of all tokens up to its end. It holds references to the
-pages that were written in it, and copies of the full-precision tokens that a cache holds at that point: sink tokens and
-residual windows.
+Every chunk that was read whole is a `Prefix`, known by a hash of the request's salt and all tokens up to its end. It
+holds references to the pages that were written in it, and copies of the full-precision tokens that a cache holds at
+that point: sink tokens and residual windows.
 """
 
 from __future__ import annotations
@@ -173,7 +173,8 @@ class Prefixes:
 
     def _reading(self, request: Request) -> Reading:
         if request not in self._known:
-            self._known[request] = Reading(chain(request.prompt, self._chunk, self._root))
+            root = hashlib.sha256(self._root + request.prefix_salt).digest() if request.prefix_salt else self._root
+            self._known[request] = Reading(chain(request.prompt, self._chunk, root))
         return self._known[request]
 
     def _longest(self, request: Request, known: Reading) -> Prefix | None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # Tokens of the prompt that are decoded along with the first generated ones, so that spaces between words are right.
 CONTEXT_TOKENS = 5
 INCOMPLETE = "\ufffd"  # what a decoder shows for bytes of a character whose rest has not come yet
+MOST_UNDECIDED = 16  # tokens; a character has four bytes at most
 
 
 class TextStream:
@@ -44,7 +45,10 @@ class TextStream:
         """Add a token; the text that is certain now, and whether a stop string was found."""
         self._ids.append(token)
         piece = self._undecoded()
-        if piece.endswith(INCOMPLETE) or not piece:
+        undecided = len(self._ids) - self._read
+        if not piece and undecided > MOST_UNDECIDED:
+            self._ids.pop()  # such tokens may go on without an end, and all of them are decoded with each one
+        if not piece or (piece.endswith(INCOMPLETE) and undecided <= MOST_UNDECIDED):
             return "", False
         self._begin, self._read = self._read, len(self._ids)
         return self._certain(piece)
@@ -129,6 +133,7 @@ class Request:
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
     # The engine's bookkeeping.
+    prefix_salt: bytes = field(default=b"", repr=False)
     pages: int = field(default=0, repr=False)
     row: int | None = field(default=None, repr=False)
     prompt_read: int = field(default=0, repr=False)

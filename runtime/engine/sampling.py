@@ -17,6 +17,8 @@ from kvconvert.errors import UsageError
 
 # Sums of probabilities as integers are the same in whatever order they are added; 2 ** 40 leaves room for 2 ** 22 ids.
 FIXED_POINT = 2**40
+# Temperatures that a float32 holds with all its digits; beyond them a choice is the likeliest token, or any.
+COLDEST, HOTTEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -101,12 +103,16 @@ def sample(
         int64 [B].
     """
     greedy = temperature == 0
-    scaled = logits.float() / torch.where(greedy, 1, temperature)[:, None]
-    if restrict:
-        scaled, ids = scaled.sort(dim=-1, descending=True, stable=True)
-        scaled = scaled.masked_fill(~_allowed(scaled, top_k, top_p), -math.inf)
+    ordered = logits.float()
+    if restrict:  # before they are divided, which may make different ones equal
+        ordered, ids = ordered.sort(dim=-1, descending=True, stable=True)
     else:
         ids = torch.arange(logits.shape[1], device=logits.device)[None]
+    # The largest becomes 0, so that a temperature near 0 divides nothing to infinity but what is out of the question.
+    best = ordered[:, :1] if restrict else ordered.amax(-1, keepdim=True)
+    scaled = (ordered - best) / torch.where(greedy, 1, temperature.clamp(COLDEST, HOTTEST))[:, None]
+    if restrict:
+        scaled = scaled.masked_fill(~_allowed(scaled, top_k, top_p), -math.inf)
     drawn = (scaled + gumbel_noise(seeds, counters, ids)).argmax(-1)
     if restrict:
         drawn = ids.gather(1, drawn[:, None])[:, 0]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvconvert.errors import QueueFullError, UsageError
 from kvconvert.runtime.engine.request import Request
-from kvconvert.runtime.engine.sampling import Sampling, sample
+from kvconvert.runtime.engine.sampling import HOTTEST, Sampling, sample
 
 
 class Scheduler:
@@ -106,7 +106,7 @@ class Scheduler:
         """Take back the row and the pages of a request, or its place in the queue; once."""
         if request.row is None:
             if request.state == "waiting":
-                self.waiting.remove(request)
+                self.withdraw(request)
             return
         if request.state == "prompt":
             self.prompts.remove(request)
@@ -115,6 +115,11 @@ class Scheduler:
         heappush(self._free_rows, request.row)
         self.pages_reserved -= request.pages
         request.row = None
+
+    def withdraw(self, request: Request) -> None:
+        """Take a request out of the queue, if it is there."""
+        if request in self.waiting:
+            self.waiting.remove(request)
 
     def next_fits(self) -> bool:
         """Whether there is a waiting request, and a row and pages for the oldest one."""
@@ -172,7 +177,7 @@ class RowState:
         sampling = self._sampling[row] = request.sampling
         self._host_integers[2, row] = sampling.top_k
         self._host_integers[3, row] = sampling.seed or 0
-        self._host_floats[:, row] = sampling.temperature, sampling.top_p
+        self._host_floats[:, row] = min(sampling.temperature, HOTTEST), sampling.top_p
         self._host_integers[1, row] = 0
 
     def leave(self, row: int) -> None:

@@ -7,7 +7,9 @@ import socket
 import threading
 import time
 from dataclasses import dataclass
+from types import SimpleNamespace
 
+import torch
 from openai import OpenAI
 
 from kvconvert.runtime import Engine
@@ -23,8 +25,16 @@ class Letters:
 
     chat_template = None
 
-    def __call__(self, text):
-        return type("Encoded", (), {"input_ids": [ord(letter) - 31 for letter in text]})
+    @property
+    def special_tokens_map(self):
+        return {"eos_token": "\n"}
+
+    def get_chat_template(self):
+        return self.chat_template
+
+    def __call__(self, text, add_special_tokens=True, return_tensors=None):
+        ids = [ord(letter) - 31 for letter in text]
+        return SimpleNamespace(input_ids=torch.tensor([ids]) if return_tensors else ids)
 
     def decode(self, ids, skip_special_tokens):
         return "".join(chr(id + 31) for id in ids if id)
@@ -71,10 +81,13 @@ class Serving:
 
 
 @contextlib.contextmanager
-def serving(model, tokenizer, *, keys=(), capacity=64, limits=None, grace=30.0, send_buffer=None, **options):
-    """A running server of an Engine with these options."""
+def serving(
+    model, tokenizer, *, capacity=64, limits=None, grace=30.0, send_buffer=None, of_service=None, keys=(), **options
+):
+    """A running server of an Engine with these options, and a Service with those of `of_service`."""
     engine = Engine(model, tokenizer, **options)
-    service = Service(engine, model, tokenizer, NAME, capacity=capacity, limits=limits or Limits(), keys=keys)
+    of_service = {"capacity": capacity, "limits": limits or Limits(), "keys": keys} | (of_service or {})
+    service = Service(engine, model, tokenizer, NAME, **of_service)
     listening = bind("127.0.0.1", 0)
     if send_buffer is not None:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
@@ -94,7 +107,7 @@ def serving(model, tokenizer, *, keys=(), capacity=64, limits=None, grace=30.0, 
 
 def request(body, length=None):
     """The bytes of a completion request; `length` is stated where it is not the body's."""
-    lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json"]
+    lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
     return "\r\n".join([*lines, f"Content-Length: {length or len(body)}", "", ""]).encode() + body
 
 

@@ -1,10 +1,12 @@
 import math
+from collections import Counter
 
 import pytest
 import torch
+from fake_model import FakeModel
 
 from kvconvert.errors import UsageError
-from kvconvert.runtime import Sampling
+from kvconvert.runtime import Engine, Sampling
 from kvconvert.runtime.engine.sampling import gumbel_noise, sample
 
 MASK32, MASK64 = 2**32 - 1, 2**64 - 1
@@ -146,6 +148,47 @@ def test_greedy_takes_the_lowest_id_among_equals_whatever_the_other_fields_say()
     logits = torch.zeros(2, 50)
     logits[1, [20, 30]] = 4.0
     assert sample(logits, *columns([(0.0, 7, 0.3, 1, 1)] * 2)).tolist() == [0, 20]
+
+
+@pytest.mark.parametrize("restricted", [False, True])
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-37, 1e-39, 1e-44, 1e-46, 1e-300])
+def test_near_zero_the_likeliest_token_is_taken(temperature, restricted):
+    logits = torch.tensor([[1.0, 2.0, 3.0, 20.0, -1.0, -math.inf], [-9e4, -8e4, -9e4, -8e4 + 1, -math.inf, -1e30]])
+    rows = columns([(temperature, 3 if restricted else 0, 1.0, seed, 0) for seed in (1, 2)])
+    assert sample(logits, *rows, restrict=restricted).tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("temperature", [1e10, 3e38, 1e39, 1e300])
+def test_far_above_one_what_is_allowed_is_drawn_alike(temperature):
+    logits = torch.tensor([[1.0, 2.0, 3.0, 20.0, -math.inf]]).repeat(400, 1)
+
+    def drawn(top_k, top_p, restrict=True):
+        rows = columns([(temperature, top_k, top_p, seed, 0) for seed in range(400)])
+        return Counter(sample(logits, *rows, restrict=restrict).tolist())
+
+    two, half, four = drawn(2, 1.0), drawn(0, 0.5), drawn(0, 1.0, restrict=False)
+    assert set(two) == set(half) == {2, 3}
+    assert set(four) == {0, 1, 2, 3}
+    assert min(two.values()) > 150
+    assert min(half.values()) > 150
+    assert min(four.values()) > 60
+
+
+@pytest.mark.parametrize("top_p", [1e-300, 1e-46, 1e-12, 0.1])
+def test_a_tiny_top_p_leaves_the_likeliest_token(top_p):
+    logits = torch.tensor([[1.0, 2.0, 3.0, 2.9]]).repeat(50, 1)
+    rows = columns([(1.0, 2**63 - 1, top_p, seed, 0) for seed in range(50)])
+    assert set(sample(logits, *rows).tolist()) == {2}
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-39, 1e39, 1.7e308])
+def test_an_engine_takes_every_temperature(temperature):
+    engine = Engine(FakeModel())
+    sampling = Sampling(temperature=temperature, top_k=1, seed=3)
+    request = engine.add([1, 2, 3], max_new_tokens=5, sampling=sampling, stop_token_ids=[])
+    greedy = engine.add([1, 2, 3], max_new_tokens=5, stop_token_ids=[])
+    engine.run()
+    assert request.tokens == greedy.tokens
 
 
 @pytest.mark.parametrize(

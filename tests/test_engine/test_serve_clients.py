@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import random
+import re
 import signal
 import socket
 import threading
@@ -44,7 +45,7 @@ def test_a_client_that_goes_away_cancels_its_request(slow, stream, state):
         if state == "waiting":
             other = here.engine.add([1] * 5, max_new_tokens=500, stop_token_ids=[])
         connection = http.client.HTTPConnection("127.0.0.1", here.port, timeout=60)
-        body = {"prompt": "hello", "max_tokens": 500, "stream": stream, "seed": 1, "n": 2}
+        body = {"prompt": "hello", "max_tokens": 500, "stream": stream, "n": 2, "ignore_eos": True}
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         wait_for(lambda: stats().running + stats().waiting == (3 if state == "waiting" else 2))
         if state == "running":
@@ -206,3 +207,38 @@ def test_a_deadline_or_a_second_signal_ends_what_still_runs(slow, stream, second
         assert here.server.cut == 1
         slow.free()
         here.idle()
+
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_a_template_that_loops_holds_up_nobody_and_not_the_end():
+    tokenizer = Letters()
+    tokenizer.chat_template = "{% if messages[0].content != 'loop' %}x{% else %}" + LOOPS + "{% endif %}"
+    chat = "/v1/chat/completions"
+
+    def turns(content):
+        return {"messages": [{"role": "user", "content": content}], "max_tokens": 3, "ignore_eos": True}
+
+    with serving(FakeModel(), tokenizer, grace=1.0) as here, ThreadPoolExecutor(4) as pool:
+        for renderer in here.service._renderers:
+            renderer._seconds = 2
+        assert here.ask(chat, turns("hello"))[0] == 200
+        status, _, told = here.ask(chat, turns("loop"))
+        assert status == 400
+        assert re.search("chat template takes more than 2 seconds or 512 MiB", told["error"]["message"])
+        assert here.ask(chat, turns("hello"))[0] == 200
+        for renderer in here.service._renderers:
+            renderer._seconds = 60
+        looping = [pool.submit(here.ask, chat, turns("loop")) for _ in range(4)]
+        wait_for(lambda: here.service.active == 4)
+        begun = time.monotonic()
+        assert here.ask(body={"prompt": "hello", "max_tokens": 3, "ignore_eos": True})[0] == 200
+        assert here.ask("/health")[0] == 200
+        assert time.monotonic() - begun < 10
+        here.server.handle_exit(signal.SIGTERM, None)
+        assert [answer.result(timeout=20)[0] for answer in looping] == [503] * 4
+        wait_for(lambda: here.server.should_exit)
+        assert here.server.cut == 4
+    assert all(renderer._process is None for renderer in here.service._renderers)
+    assert not here.service.busy

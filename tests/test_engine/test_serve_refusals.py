@@ -1,5 +1,6 @@
 """What `kvconvert serve` refuses: OpenAI's errors with the right status, before anything reaches the engine."""
 
+import contextlib
 import http.client
 import json
 import re
@@ -7,7 +8,6 @@ import socket
 import time
 
 import pytest
-import torch
 from fake_model import FakeModel
 from serving import Letters, request, serving, wait_for
 
@@ -29,11 +29,7 @@ LIMITS = Limits(
 class Chatty(Letters):
     """Letters with a chat template."""
 
-    chat_template = "its own"
-
-    def apply_chat_template(self, messages, **options):
-        text = "".join(f"{turn['role'][0]}:{turn['content']};" for turn in messages)
-        return {"input_ids": torch.tensor([self(text).input_ids])}
+    chat_template = "{% for turn in messages %}{{ turn.role[0] }}:{{ turn.content }};{% endfor %}"
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +39,11 @@ def here():
 
 
 COMPLETIONS = [
-    (b"", 400, "invalid_json", "Invalid JSON: EOF"),
+    (b"", 400, "invalid_json", "Invalid JSON: Expecting value"),
     (b"{", 400, "invalid_json", "Invalid JSON"),
-    (b"[" * 2000, 400, "invalid_json", "recursion limit"),
+    (b"[" * 2000, 400, "invalid_json", "nested too deeply"),
     (b'{"prompt": "\xff"}', 400, "invalid_json", "Invalid JSON"),
-    (b'{"prompt": "\\ud800"}', 400, "invalid_json", "hex escape"),
+    (b'{"prompt": "\\ud800"}', 400, "invalid_json", "not UTF-8 text"),
     (b"3", 400, "invalid_value", "should be an object"),
     ({}, 400, "invalid_value", "prompt: Field required"),
     ({"prompt": None}, 400, "invalid_value", "prompt: give text, token ids"),
@@ -64,10 +60,15 @@ COMPLETIONS = [
     ({"prompt": "x", "max_tokens": 3.5}, 400, "invalid_value", "max_tokens: .*valid integer"),
     ({"prompt": "x", "temperature": -1.0}, 400, None, "temperature = -1.0"),
     ({"prompt": "x", "temperature": "hot"}, 400, "invalid_value", "temperature: .*valid number"),
-    (b'{"prompt": "x", "temperature": NaN}', 400, None, "temperature = nan"),
+    (b'{"prompt": "x", "temperature": NaN}', 400, "invalid_json", "a number is none"),
+    (b'{"prompt": "x", "temperature": 1e999}', 400, "invalid_value", "temperature: .*finite"),
+    (b'{"prompt": "x", "temperature": 1' + b"0" * 400 + b"}", 400, "invalid_value", "temperature: .*valid number"),
+    (b'{"prompt": ["a", "b"], "n": ' + b"9" * 2300 + b"}", 400, "invalid_value", "n: .*less than or equal"),
+    (b'{"prompt": [' + b"9" * 2300 + b"]}", 400, None, "token 999"),
     ({"prompt": "x", "top_p": 0.0}, 400, None, "top_p = 0.0"),
     ({"prompt": "x", "top_k": -1}, 400, None, "top_k = -1"),
-    ({"prompt": "x", "seed": 2**64}, 400, None, "seed = "),
+    ({"prompt": "x", "seed": 2**64}, 400, "invalid_value", "seed: .*less than or equal"),
+    ({"prompt": "x", "seed": 2**63 - 1, "n": 2}, 400, None, "seed = 9223372036854775808 cannot be used"),
     ({"prompt": "x", "seed": True}, 400, "invalid_value", "seed: .*valid integer"),
     ({"prompt": "x", "n": 5}, 400, None, "n times prompts is 5; at most 4"),
     ({"prompt": ["x", "y", "z"], "n": 2}, 400, None, "n times prompts is 6; at most 4"),
@@ -77,13 +78,21 @@ COMPLETIONS = [
     ({"prompt": "x", "stop": [3]}, 400, "invalid_value", "stop.0: .*valid string"),
     ({"prompt": "x", "stream": "yes"}, 400, "invalid_value", "stream: .*valid boolean"),
     ({"prompt": "x", "stream_options": {"include_usage": True}}, 400, None, "stream_options needs stream = true"),
-    ({"prompt": "x", "stream": True, "stream_options": {"x": 1}}, 400, "invalid_value", "stream_options.x: Extra"),
+    ({"prompt": "x", "stream": True, "stream_options": {"x": 1}}, 400, "unknown_parameter", r"stream_options\.x is no"),
+    (
+        {"prompt": "x", "stream": True, "stream_options": {"include_obfuscation": True}},
+        *(400, "unsupported_parameter", r"stream_options\.include_obfuscation is not served"),
+    ),
     ({"prompt": "x", "best_of": 3}, 400, "unsupported_parameter", "best_of is not served"),
+    ({"prompt": "x", "min_p": 0.1}, 400, "unsupported_parameter", "min_p is not served"),
+    ({"prompt": "x", "\n" * 1200: 1}, 400, "unknown_parameter", r"^(\\n){1000}$"),
+    (b'{"prompt": "x", "\\ud800": 1}', 400, "invalid_json", "not UTF-8 text"),
+    ({"prompt": "x", "model": "m" * 257}, 400, "invalid_value", "model: .*256"),
     ({"prompt": "x", "logprobs": 0}, 400, "unsupported_parameter", "logprobs is not served"),
     ({"prompt": "x", "echo": True}, 400, "unsupported_parameter", "echo is not served"),
     ({"prompt": "x", "frequency_penalty": 0.5}, 400, "unsupported_parameter", "frequency_penalty is not served"),
     ({"prompt": "x", "logit_bias": {"3": 1}}, 400, "unsupported_parameter", "logit_bias is not served"),
-    ({"prompt": "x", "whatever": None}, 400, "unknown_parameter", "whatever is no field"),
+    ({"prompt": "x", "whatever": 1}, 400, "unknown_parameter", "whatever is no field"),
     ({"prompt": "x", "model": "other"}, 404, "model_not_found", "no model 'other'"),
     ({"prompt": "x", "user": "u" * 257}, 400, "invalid_value", "user: .*256"),
     (b'"' + b"x" * 3000 + b'"', 413, "body_too_long", "3000 bytes at most"),
@@ -97,6 +106,12 @@ CHATS = [
     ({"messages": [{"role": "user", "content": 3}]}, 400, "invalid_value", r"messages\.0\.content: .*valid string"),
     ({"messages": [USER | {"name": "Ann"}]}, 400, "unsupported_parameter", r"messages\.0\.name is not served"),
     ({"messages": [USER | {"x": 1}]}, 400, "unknown_parameter", r"messages\.0\.x is no field"),
+    ({"messages": [USER | {"content": None}]}, 400, "invalid_value", r"messages\.0\.content: Field required"),
+    (
+        {"messages": [USER | {"content": [{"type": "text", "text": "x", "bold": 1}]}]},
+        *(400, "unknown_parameter", "a part's bold is no field"),
+    ),
+    ({"messages": [USER | {"content": [{"type": "x" * 500}]}]}, 400, "invalid_value", "the type 'x{59} is not served"),
     ({"messages": [USER], "prompt": "x"}, 400, "unknown_parameter", "prompt is no field"),
     ({"messages": [USER], "logprobs": True}, 400, "unsupported_parameter", "logprobs is not served"),
     ({"messages": [USER], "response_format": {"type": "json_object"}}, 400, "unsupported_parameter", "response_format"),
@@ -133,9 +148,19 @@ def test_fields_that_ask_for_nothing_are_taken(here):
     with serving(FakeModel(), Chatty()) as fresh:
         assert fresh.ask(body={"prompt": "x", "max_tokens": 2, "seed": None, "stop": None} | idle)[0] == 200
         idle = {"logprobs": False, "tools": [], "response_format": {"type": "text"}, "n": 1, "temperature": 1}
-        answered = USER | {"role": "assistant", "refusal": None, "tool_calls": None}
-        body = {"messages": [USER, answered, USER], "max_tokens": 2, "user": "me"} | idle
-        assert fresh.ask("/v1/chat/completions", body)[0] == 200
+        idle |= {"min_p": None, "another": None, "min_tokens": 0, "repetition_penalty": 1.0, "stream_options": {}}
+        idle |= {"metadata": {"a": "b"}, "store": True, "service_tier": "flex", "cache_control": {"type": "x"}}
+        answered = USER | {"role": "assistant", "refusal": None, "tool_calls": None, "reasoning_content": "so"}
+        parts = [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}, "annotations": []}]
+        silent = {"role": "assistant", "content": None}
+        turns = [USER, answered, USER | {"content": parts}, silent, USER]
+        status, _, told = fresh.ask("/v1/chat/completions", {"messages": turns, "max_tokens": 2, "user": "me"} | idle)
+        assert status == 200
+        assert told["usage"]["prompt_tokens"] == len("u:x;a:x;u:x;a:;u:x;")
+        options = {"include_usage": True, "include_obfuscation": False}
+        connection, response = fresh.open(body={"prompt": "x", "stream": True, "stream_options": options})
+        with contextlib.closing(connection):
+            assert response.read().endswith(b"[DONE]\n\n")
 
 
 @pytest.mark.parametrize(
@@ -209,3 +234,13 @@ def test_a_port_that_is_taken_and_a_host_that_does_not_exist_are_refused(here):
         bind("127.0.0.1", here.port)
     with pytest.raises(UsageError, match=r"no\.such\.host\.invalid:1 cannot be served"):
         bind("no.such.host.invalid", 1)
+    for host in ("a" * 300, "a..b", "\ud800"):
+        with pytest.raises(UsageError, match=r"^[^\n]{1,81}:1 cannot be served \(this is no name of a host\)"):
+            bind(host, 1)
+
+
+def test_a_port_is_taken_from_the_beginning():
+    with bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(UsageError, match=f"127.0.0.1:{port} cannot be served"):
+            bind("127.0.0.1", port)

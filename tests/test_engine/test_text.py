@@ -76,3 +76,21 @@ def test_without_stop_strings_nothing_is_held_back():
     stream = TextStream(Letters(), [])
     assert [stream.push(ord(letter)) for letter in "abc"] == [("a", False), ("b", False), ("c", False)]
     assert stream.finish() == ""
+
+
+@pytest.mark.parametrize("kind", ["special", "incomplete"])
+def test_tokens_that_give_no_text_are_not_decoded_again_and_again(tokenizer, kind):
+    decoded = []
+
+    class Counting:
+        def decode(self, ids, skip_special_tokens):
+            decoded.append(len(ids))
+            return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    word = tokenizer(" word").input_ids
+    silent = tokenizer("\u6771").input_ids[:1] if kind == "incomplete" else [tokenizer.eos_token_id]
+    shown = pieces(TextStream(Counting(), tokenizer("Once").input_ids), [*word, *silent * 500, *word])
+    assert max(decoded) < 50
+    assert shown[0] == " word"
+    assert "".join(shown).endswith(" word")
+    assert "".join(shown).count("word") == 2

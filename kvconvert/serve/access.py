@@ -1,0 +1,99 @@
+"""Who may ask: the names under which the server is asked for, pages of other origins, and API keys."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import socket
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from starlette.types import Scope
+
+from kvconvert.serve.places import network
+from kvconvert.serve.refusal import Refusal
+
+ANY = "*"
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Names and addresses under which a server may be asked for.
+
+    A web page may let its own name mean this machine, and then asks as if it came from here; but it asks for its name.
+
+    Attributes:
+        names: in small letters; `*` allows all.
+        any_address: whether any address is one of them, as where all of a machine's are served.
+    """
+
+    names: frozenset[str] = frozenset({"localhost", "127.0.0.1", "::1"})
+    any_address: bool = False
+
+    @classmethod
+    def of(cls, host: str, address: str, further: Collection[str] = ()) -> Hosts:
+        """Those of a server.
+
+        Args:
+            host: that was asked for.
+            address: on which the server listens.
+            further: names that a proxy, or the network, has for it.
+        """
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+        names = {host.lower(), str(parsed), *(name.lower() for name in further)}
+        if parsed.is_loopback or parsed.is_unspecified:
+            names |= cls.names
+        if parsed.is_unspecified:
+            names.add(socket.gethostname().lower())
+        return cls(frozenset(names), parsed.is_unspecified)
+
+    def allow(self, header: str) -> bool:
+        """Whether a request's Host is one of them."""
+        name = header.strip().lower()
+        name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0].rstrip(".")
+        if name in self.names or ANY in self.names:
+            return True
+        try:
+            return self.any_address and bool(ipaddress.ip_address(name))
+        except ValueError:
+            return False
+
+
+class Access:
+    """What is asked of a request before it is read.
+
+    Args:
+        keys: of which a client has to send one; anyone is served where there are none.
+        hosts: under which the server is asked for.
+        origins: of web pages that may ask; `*` allows all.
+    """
+
+    def __init__(self, keys: Collection[str], hosts: Hosts, origins: Collection[str]) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._hosts, self._origins = hosts, frozenset(origins)
+
+    def check_page(self, scope: Scope) -> None:
+        """Refuse what another web page asks (Refusal)."""
+        headers = dict(scope["headers"])
+        host, origin = (headers.get(name, b"").decode("latin-1") for name in (b"host", b"origin"))
+        if host and not self._hosts.allow(host):
+            message = f"This server is not asked for as {host!r:.100}; --allowed-host names further hosts."
+            raise Refusal(403, message, code="host_not_allowed")
+        if b"origin" in headers and not {origin, ANY} & self._origins:
+            message = f"Pages of {origin!r:.100} may not ask this server; --cors-origin names those that may."
+            raise Refusal(403, message, code="origin_not_allowed")
+
+    def client(self, scope: Scope) -> bytes:
+        """Who asks, as what tells clients apart: the digest of a key, or the address (Refusal: the key is wrong)."""
+        if not self._digests:
+            return network((scope.get("client") or ("",))[0]).encode()
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        kind, _, key = given.partition(b" ")
+        digest = hashlib.sha256(key.strip()).digest()
+        # Every key is compared, in constant time.
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        if kind.lower() != b"bearer" or not any(matches):
+            message = "Send a valid API key as `Authorization: Bearer KEY`."
+            raise Refusal(401, message, code="invalid_api_key")
+        return digest

@@ -1,0 +1,103 @@
+"""Connections: what uvicorn's HTTP/1.1 does, and who makes room when there are too many, or said all it has to say."""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import time
+from collections import Counter
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from kvconvert.serve.places import network
+
+# Bytes that are read at once, and so how much of one client's is parsed before another's turn.
+READ_BYTES = 2**14
+# Seconds between looks at a client that has ended its side, and between bytes sent to learn whether it is still there.
+_LOOKS, _ASKS = 0.25, 1.0
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_COMMENT = b":\n\n"  # in a stream of events
+
+
+class Connection(H11Protocol):
+    """A client's connection.
+
+    One that waits for its client gives way to a new one when there are as many as are served: the oldest of those whose
+    address has most. A client that ends its side after its request still gets the answer.
+
+    Attributes:
+        idle_since: when it last began to wait for its client, by `time.monotonic`.
+    """
+
+    idle_since = 0.0
+    _half_closed = False
+
+    @property
+    def waits_for_client(self) -> bool:
+        """Whether no request is complete that has no answer."""
+        return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
+
+    @property
+    def address(self) -> str:
+        """The client's, as far as it tells clients apart."""
+        return network(self.client[0]) if self.client else ""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin, in the place of another connection if need be."""
+        super().connection_made(transport)
+        transport.max_size = READ_BYTES  # type: ignore[attr-defined]
+        self.idle_since = time.monotonic()
+        # uvicorn answers with 503 where there are as many as `limit_concurrency`.
+        if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
+            self._take_a_place()
+
+    def _take_a_place(self) -> None:
+        others: list[Connection] = [other for other in self.connections if isinstance(other, Connection)]
+        count = Counter(other.address for other in others)
+        waiting = [other for other in others if other.waits_for_client and other is not self]
+        if waiting:
+            oldest = max(waiting, key=lambda other: (count[other.address], -other.idle_since))
+            self.connections.discard(oldest)
+            oldest.transport.abort()
+
+    def on_response_complete(self) -> None:
+        """Go on with the next request, if one may come."""
+        self.idle_since = time.monotonic()
+        super().on_response_complete()
+        if self._half_closed and self.cycle.response_complete:
+            self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """Say that this is not HTTP, where nothing else was said."""
+        try:
+            super().send_400_response(msg)
+        except h11.LocalProtocolError:
+            self.transport.abort()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection for the answer to a whole request; whether this is so."""
+        if self.waits_for_client:
+            return False
+        if not self._half_closed:
+            self._half_closed = True
+            self.loop.call_later(_LOOKS, self._look, time.monotonic() + _ASKS)
+        return True
+
+    def _look(self, asks: float) -> None:
+        """Give up a client that is gone: it has ended its side as well, but what is sent to it comes back."""
+        if self.transport.is_closing():
+            return
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), 0)
+        if poll.poll(0):  # an error, or both sides have ended
+            self.transport.abort()
+            return
+        now = time.monotonic()
+        if now >= asks and self.scope["http_version"] != "1.0" and not self.cycle.response_complete:
+            asks = now + _ASKS
+            if not self.cycle.response_started:
+                self.transport.write(_CONTINUE)
+            elif self.conn.our_state is h11.SEND_BODY:
+                self.transport.write(self.conn.send(h11.Data(_COMMENT)) or b"")
+        self.loop.call_later(_LOOKS, self._look, asks)

@@ -1,0 +1,297 @@
+"""What one client of `kvconvert serve` may take: threads that read, places, memory of bodies, connections."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import socket
+import threading
+import time
+
+import pytest
+from fake_model import FakeModel
+from serving import Letters, request, serving, wait_for
+
+from kvconvert.serve.access import Hosts
+from kvconvert.serve.places import Bodies, Places, network
+from kvconvert.serve.readers import LARGE, Readers
+from kvconvert.serve.refusal import Refusal
+from kvconvert.serve.requests import Limits, entries, fields_of
+
+
+def test_readers_take_the_client_that_used_them_least_and_one_large_job_at_a_time():
+    readers, free, order = Readers("test"), threading.Event(), []
+
+    def job(name):
+        order.append(name)
+        if not name.startswith("small"):
+            assert free.wait(30)
+
+    async def run():
+        loop = asyncio.get_running_loop()
+        large = [asyncio.ensure_future(readers.run("a", LARGE + 1, lambda n=n: job(f"large {n}"))) for n in range(4)]
+        await asyncio.sleep(0.1)
+        assert order == ["large 0"]
+        left = asyncio.ensure_future(readers.run("b", LARGE + 1, lambda: job("of one who left")))
+        other = asyncio.ensure_future(readers.run("c", LARGE + 1, lambda: job("large of another")))
+        await asyncio.sleep(0)
+        left.cancel()
+        begun = loop.time()
+        await asyncio.gather(*(readers.run("a", 10, lambda n=n: job(f"small {n}")) for n in range(5)))
+        assert loop.time() - begun < 20
+        free.set()
+        await asyncio.gather(*large, other)
+
+    asyncio.run(run())
+    readers.close()
+    wait_for(lambda: not readers.busy)
+    assert order[1:6] == [f"small {n}" for n in range(5)]
+    assert order[6] == "large of another"
+    assert order[7:] == [f"large {n}" for n in (1, 2, 3)]
+
+
+def test_an_error_in_a_reader_is_its_callers():
+    readers = Readers("test")
+
+    def fail():
+        raise Refusal(400, "no")
+
+    async def run():
+        with pytest.raises(Refusal, match="no"):
+            await readers.run("a", 1, fail)
+        return await readers.run("a", 1, lambda: 3)
+
+    assert asyncio.run(run()) == 3
+    readers.close()
+
+
+def test_one_client_cannot_have_all_places():
+    places = Places(4, 3)
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(places.take("a"))
+        with pytest.raises(Refusal, match="One client may have 3 choices") as told:
+            places.check("a")
+        assert (told.value.status, told.value.code) == (429, "too_many_requests")
+        with places.take("b") as more, pytest.raises(Refusal, match="4 choices"):
+            more(1)
+        with places.take("b"), pytest.raises(Refusal, match="4 choices are being served or wait"):
+            places.check("c")
+        stack.enter_context(places.take("b"))
+    with places.take("a"):
+        pass
+
+
+def test_addresses_of_one_network_are_one_client():
+    assert network("::ffff:10.0.0.1") == network("10.0.0.1") == "10.0.0.1"
+    assert network("2001:db8::1%eth0") == network("2001:db8::ffff:1") != network("2001:db8:0:1::1")
+    assert network("") == ""
+
+
+def test_bodies_that_do_not_arrive_give_way():
+    async def run():
+        bodies, ended = Bodies(800_000), []
+
+        async def arrive(client, size):
+            with bodies.hold(client) as body:
+                bodies.grow(body, size)
+                try:
+                    async with asyncio.timeout(60) as body.arriving:
+                        await asyncio.sleep(60)
+                except TimeoutError:
+                    ended.append((client, body.gave_way))
+
+        held = [asyncio.ensure_future(arrive(b"a", 200_000)) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert isinstance(held[2].exception(), Refusal)  # half of the room is another's
+        held.append(asyncio.ensure_future(arrive(b"b", 400_000)))
+        await asyncio.sleep(0)
+        with bodies.hold(b"c") as body:
+            bodies.grow(body, 10_000)  # a small one needs none
+            with pytest.raises(Refusal, match="try again later"):
+                bodies.grow(body, 100_000)
+            await asyncio.sleep(1.1)
+            bodies.grow(body, 100_000)
+            await asyncio.sleep(0.01)
+        assert ended == [(b"a", True)]
+        for task in held:
+            task.cancel()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("field", ["messages", "prompt", "stop", "whatever"])
+@pytest.mark.parametrize("value", [b"0", b"[]", b"{}", b'""', b"[[0]]", b'{"a":[]}'])
+def test_values_of_a_body_are_counted_before_they_are_made(field, value):
+    body = b'{"%s":[%s]}' % (field.encode(), b",".join([value] * 500_000))
+    assert entries(body) >= 500_000
+    with pytest.raises(Refusal, match="values; this server takes at most 65536") as told:
+        fields_of(body, 65_536)
+    assert told.value.status == 413
+
+
+@pytest.mark.parametrize("text", [',[{"\\', "\\\\", '\\"],', "a,b", "\u2603,"])
+def test_what_a_text_holds_counts_as_one_value(text):
+    fields = {"prompt": [text * 20_000, text], "stop": ["\\"]}
+    body = json.dumps(fields).encode()
+    assert entries(body) <= 8
+    assert fields_of(body, 100) == fields
+
+
+HOSTS = {
+    ("127.0.0.1", "127.0.0.1"): (["127.0.0.1:8000", "localhost", "LOCALHOST:1", "[::1]:8000"], ["10.0.0.1", "gpu"]),
+    ("gpu", "10.0.0.5"): (["gpu:8000", "10.0.0.5", "gpu."], ["127.0.0.1", "localhost", "10.0.0.6"]),
+    ("0.0.0.0", "0.0.0.0"): (["10.0.0.5:80", "[2001:db8::1]:80", "localhost", socket.gethostname()], ["evil.example"]),
+    ("::", "::"): (["10.0.0.5:80", "[2001:db8::1]"], ["evil.example:80", "10.0.0.5.evil.example"]),
+}
+
+
+@pytest.mark.parametrize(("host", "address"), HOSTS)
+def test_a_server_is_asked_for_by_its_own_names(host, address):
+    good, bad = HOSTS[host, address]
+    hosts = Hosts.of(host, address)
+    assert [name for name in good if not hosts.allow(name)] == []
+    assert [name for name in [*bad, "", "localhost.evil.example", "[::1", "evil.example"] if hosts.allow(name)] in (
+        [],
+        ["[::1"],  # which no browser sends
+    )
+    assert all(Hosts.of(host, address, ["Proxy.example"]).allow(name) for name in [*good, "proxy.EXAMPLE:443"])
+    assert Hosts.of(host, address, ["*"]).allow("evil.example")
+
+
+def test_pages_of_other_origins_and_other_names_are_refused():
+    ask = {"prompt": "x", "max_tokens": 1}
+    with serving(FakeModel(), Letters()) as here:
+        for headers, code in (
+            ({"Host": f"evil.example:{here.port}"}, "host_not_allowed"),
+            ({"Origin": f"http://127.0.0.1:{here.port}"}, "origin_not_allowed"),
+            ({"Origin": "null"}, "origin_not_allowed"),
+        ):
+            for path, body in (("/v1/completions", ask), ("/v1/models", None), ("/metrics", None), ("/health", None)):
+                status, _, told = here.ask(path, body, headers)
+                assert (status, told["error"]["code"]) == (403, code)
+        assert here.engine.stats().prompt_tokens == 0
+    page = "http://localhost:3000"
+    with serving(FakeModel(), Letters(), keys=["one"], of_service={"origins": [page]}) as here:
+        preflight = {"Origin": page, "Access-Control-Request-Method": "POST"}
+        connection, response = here.open(
+            headers=preflight | {"Access-Control-Request-Headers": "authorization"}, method="OPTIONS"
+        )
+        with contextlib.closing(connection):
+            assert response.status == 200
+            assert response.headers["Access-Control-Allow-Origin"] == page
+        status, headers, _ = here.ask(body=ask, headers={"Origin": page, "Authorization": "Bearer one"})
+        assert (status, headers["Access-Control-Allow-Origin"]) == (200, page)
+        assert here.ask(body=ask, headers={"Origin": page})[0] == 401
+        assert here.ask(body=ask, headers={"Origin": "http://localhost:3001", "Authorization": "Bearer one"})[0] == 403
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_prefixes_are_shared_between_keys_only_on_request(shared):
+    prompt = [1 + n % 90 for n in range(300)]
+    options = {"of_service": {"share_prefixes": shared}, "keys": ["one", "two"], "prompt_chunk": 128}
+    with serving(FakeModel(), Letters(), **options) as here:
+
+        def cached(key):
+            body = {"prompt": prompt, "max_tokens": 1}
+            _, _, told = here.ask(body=body, headers={"Authorization": f"Bearer {key}"})
+            return told["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        assert [cached(key) for key in ("one", "two", "one", "two")] == [0, 256 if shared else 0, 256, 256]
+        here.idle()
+
+
+def test_idle_connections_give_way_to_a_client_that_asks():
+    with serving(FakeModel(), Letters(), capacity=8) as here:
+        here.server.config.limit_concurrency = 40
+        with contextlib.ExitStack() as stack:
+            for number in range(100):
+                client = stack.enter_context(socket.create_connection(("127.0.0.1", here.port), timeout=60))
+                client.sendall([b"", b"POST /v1/comp", request(b'{"prompt"', length=100)][number % 3])
+            for _ in range(3):
+                assert here.ask(body={"prompt": "hello", "max_tokens": 3})[0] == 200
+            wait_for(lambda: len(here.server.server_state.connections) <= 40)
+        here.idle()
+
+
+def test_a_client_with_all_its_places_leaves_some_to_others():
+    model = FakeModel()
+    gate = threading.Event()
+    model.before_pass = lambda: gate.wait(60)
+    options = {"capacity": 8, "max_batch": 2, "keys": ["one", "two"], "limits": Limits(choices=2)}
+    with serving(model, Letters(), **options) as here:
+        first, second = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+        body = {"prompt": "hello", "max_tokens": 3, "stream": True}
+        answers = [here.open(body=body | {"n": 2}, headers=first) for _ in range(3)]
+        status, headers, told = here.ask(body=body, headers=first)
+        assert (status, told["error"]["code"]) == (429, "too_many_requests")
+        assert int(headers["Retry-After"]) > 0
+        answers.append(here.open(body=body, headers=second))
+        gate.set()
+        for connection, response in answers:
+            with contextlib.closing(connection):
+                assert response.read().endswith(b"[DONE]\n\n")
+        here.idle()
+
+
+def test_large_bodies_that_are_held_do_not_fill_memory_or_places():
+    limits = Limits(body_bytes=200_000, client_seconds=30.0)
+    with serving(FakeModel(), Letters(), capacity=4, limits=limits) as here, contextlib.ExitStack() as stack:
+        for _ in range(40):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", here.port), timeout=60))
+            client.sendall(request(b'{"prompt": "' + b"x" * 150_000, length=190_000))
+        responses = here.service.metrics.responses
+        wait_for(lambda: sum(responses["/v1/completions", status] for status in (408, 429)) >= 32)
+        assert sum(body.size for body in here.service.bodies._held) <= 8 * 200_000
+        assert here.ask(body={"prompt": "hello", "max_tokens": 3})[0] == 200
+        time.sleep(1.1)
+        # One that sends gets the room of one that does not.
+        before = responses["/v1/completions", 408]
+        status, _, told = here.ask(body={"prompt": "x" * 150_000})
+        assert (status, told["error"]["code"]) == (400, "context_length_exceeded")
+        wait_for(lambda: responses["/v1/completions", 408] > before)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_ends_its_side_gets_the_answer_and_one_that_left_is_given_up(stream):
+    model = FakeModel()
+    gate = threading.Event()
+    with serving(model, Letters(), max_batch=4) as here:
+        model.before_pass = lambda: gate.wait(60)
+        body = {"prompt": "hello", "max_tokens": 5, "stream": stream, "ignore_eos": True}
+        asked = request(json.dumps(body).encode())
+        with socket.create_connection(("127.0.0.1", here.port), timeout=60) as half:
+            half.sendall(asked)
+            half.shutdown(socket.SHUT_WR)
+            with socket.create_connection(("127.0.0.1", here.port), timeout=60) as left:
+                left.sendall(asked)
+                wait_for(lambda: here.service.active == 2)
+            wait_for(lambda: here.service.metrics.gone == 1)
+            time.sleep(1.5)
+            assert here.service.metrics.gone == 1
+            gate.set()
+            response = http.client.HTTPResponse(half)
+            response.begin()
+            assert response.status == 200
+            content = response.read()
+            assert content.endswith(b"data: [DONE]\n\n") if stream else json.loads(content)["usage"]
+            assert half.recv(10) == b""
+        here.idle()
+        wait_for(lambda: not here.server.server_state.connections)
+
+
+def test_places_of_clients_that_left_are_free_before_the_pass_ends():
+    model = FakeModel()
+    gate = threading.Event()
+    model.before_pass = lambda: gate.wait(60)
+    with serving(model, Letters(), capacity=12, max_batch=2, max_waiting=10) as here:
+        body = json.dumps({"prompt": "hello", "n": 4, "stream": True}).encode()
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", here.port), timeout=60) as client:
+                client.sendall(request(body))
+                assert client.recv(20).startswith(b"HTTP/1.1 200")
+        wait_for(lambda: not here.service.active and here.engine.stats().waiting == 0)
+        assert here.engine.stats().running == 2
+        threading.Timer(0.2, gate.set).start()
+        assert here.ask(body={"prompt": "hello", "n": 9, "max_tokens": 3})[0] == 200
+        here.idle()

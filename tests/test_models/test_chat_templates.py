@@ -1,0 +1,89 @@
+"""Chat templates in a process of their own: the same text as transformers writes, and limits of what they take."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from kvconvert.errors import UsageError
+from kvconvert.models.chat import ChatPrompts
+from kvconvert.models.templates import TemplateRenderer
+
+TURNS = [{"role": "system", "content": "Be \u2603 brief."}, {"role": "user", "content": "Why?\n"}]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if loop.first %}\n  {%- continue %}{% endif %}<{{ m.role }}>"
+    "{{ m.content | trim | tojson }}{% generation %}!{% endgeneration %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def renderer():
+    renderer = TemplateRenderer(seconds=1, memory=128 * 2**20)
+    yield renderer
+    renderer.close()
+
+
+def test_a_conversation_is_written_as_transformers_writes_it(renderer):
+    text = renderer.render(TEMPLATE, TURNS, {"bos_token": "<s>"})
+    assert text == '<s><user>"Why?"!<assistant>'
+    assert renderer.render("{{ messages[0].content }}{{ x }}", TURNS, {}) == "Be \u2603 brief."
+
+
+HOSTILE = {
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "power": "{{ (10 ** (10 ** 9)) % 7 }}",
+    "memory": "{{ ('x' * 10 ** 10) | length }}",
+    "width": "{{ '%10000000000d' | format(1) }}",
+    "recursion": "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+    "text": "{{ 'x' * 10 ** 7 }}",
+    "attribute": "{{ ''.__class__.__mro__[1].__subclasses__()[0] }}{{ raise_exception('end') }}",
+    "syntax": "{% if %}",
+    "nesting": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_template_that_takes_too_much_is_a_sentence_and_the_next_one_is_rendered(renderer, kind):
+    renderer.render("ready", TURNS, {})
+    begun = time.monotonic()
+    with pytest.raises(
+        UsageError, match=r"^The model's chat template (takes more|refuses the conversation \()"
+    ) as told:
+        renderer.render(HOSTILE[kind], TURNS, {})
+    assert "\n" not in str(told.value)
+    assert time.monotonic() - begun < 30
+    assert renderer.render("{{ messages | length }}", TURNS, {}) == "2"
+
+
+def test_nothing_of_the_environment_reaches_the_process(renderer, monkeypatch):
+    monkeypatch.setenv("KVCONVERT_API_KEY", "a-key-that-nobody-else-has")
+    renderer._kill()
+    renderer.render("ready", TURNS, {})
+    with open(f"/proc/{renderer._process.pid}/environ", "rb") as file:
+        assert b"a-key-that-nobody-else-has" not in file.read()
+
+
+def prompts(template, renderer=None):
+    tokenizer = SimpleNamespace(
+        chat_template=template, get_chat_template=lambda: template, special_tokens_map={"eos_token": "</s>"}
+    )
+    return ChatPrompts(tokenizer, None, renderer)
+
+
+@pytest.mark.parametrize(
+    ("template", "parts"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", False),
+        ("{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}", True),
+        ("{% for m in messages %}{{ m.content[0].text }}{% endfor %}", True),
+        (
+            "{% for m in messages %}{{ m.content if m.content is string else m.content[0].text }}{% endfor %}",
+            False,
+        ),
+        ("{{ raise_exception('never') }}", False),
+    ],
+)
+def test_contents_have_the_form_that_the_template_asks_for(renderer, template, parts):
+    content = prompts(template, renderer).message("user", "hello")["content"]
+    assert content == ([{"type": "text", "text": "hello"}] if parts else "hello")
