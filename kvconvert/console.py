@@ -23,11 +23,15 @@ from kvconvert.models.configuration import supports_images
 from kvconvert.models.processors import tokenizer_of
 from kvconvert.models.source import choose_device, compute_dtype
 from kvconvert.runtime import Sampling, load
+from kvconvert.runtime.engine.processors import check_settings
 from kvconvert.runtime.engine.request import TextStream
+from kvconvert.runtime.hf.generation_config import generation_settings
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+# Fields of generation_config.json that tokens printed as they come cannot follow.
+_NOT_APPLIED = ("num_beams", "num_return_sequences", "guidance_scale", "token_healing")
 IMAGE_COMMAND, RESET, BYE = "/image", "/reset", "/bye"
 
 
@@ -155,7 +159,12 @@ class Console:
         self.choice = choice or Choice()
         self.system = system
         self.positions: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        self.generation_config = self.choice.config(self.model.generation_config)
+        stated = self.choice.config(self.model.generation_config).to_dict()
+        settings = generation_settings(stated, self.model.config, self.tokenizer).without(_NOT_APPLIED)
+        if warning := settings.warning("kvconvert generate"):
+            print(f"Warning: {warning}", file=sys.stderr)
+        check_settings(self.model, settings.values)
+        self.generation_config = GenerationConfig(**{"num_beams": 1, "num_return_sequences": 1} | settings.values)
         if self.choice.seed is not None:
             torch.manual_seed(self.choice.seed)
 

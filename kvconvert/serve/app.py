@@ -25,23 +25,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from kvconvert.errors import KvconvertError
 from kvconvert.models.chat import ChatPrompts
 from kvconvert.models.processors import tokenizer_of
-from kvconvert.runtime import Engine, Sampling
+from kvconvert.runtime import Engine
+from kvconvert.runtime.engine.processors import recommended
 from kvconvert.serve.answers import Answer, Form, Generation
 from kvconvert.serve.metrics import CONTENT_TYPE, Metrics
 from kvconvert.serve.refusal import Refusal, refusal_of
 from kvconvert.serve.requests import Chat, Completion, Limits
-
-
-def default_sampling(model: PreTrainedModel) -> Sampling:
-    """What requests get that say nothing: the model's recommendation in generation_config.json, else OpenAI's 1 and 1.
-
-    Raises:
-        UsageError: the recommendation is out of range.
-    """
-    config = model.generation_config
-    names = ("temperature", "top_p", "top_k") if getattr(config, "do_sample", None) else ()
-    stated = {name: value for name in names if (value := getattr(config, name, None)) is not None}
-    return Sampling(**{"temperature": 1.0} | stated)
 
 
 class Service:
@@ -75,7 +64,7 @@ class Service:
     ) -> None:
         self.engine, self.name, self.capacity, self.limits = engine, name, capacity, limits
         self.draining, self.active, self.metrics = False, 0, Metrics()
-        self._defaults = default_sampling(model)
+        self._defaults = recommended(engine.generation.values, unstated=1.0)  # OpenAI's
         self._tokenizer, self._chat = tokenizer_of(processor), ChatPrompts(processor, model.config)
         self._created = int(time.time())
         self._digests = [_digest(key) for key in keys]

@@ -296,11 +296,6 @@ class ModelSteps:
             self.keep([1] * self.rows)
         self.leave(0)
 
-    def stop_token_ids(self) -> frozenset[int]:
-        """The end-of-sequence tokens of the model's generation config."""
-        ids = self.model.generation_config.eos_token_id
-        return frozenset() if ids is None else frozenset(ids if isinstance(ids, list) else [ids])
-
     def pages_needed(self, prompt_tokens: int, new_tokens: int) -> int:
         """Pages that a sequence can come to; what is generated after a compressed prompt begins a page of its own."""
         if self.whole_prompts:
