@@ -21,6 +21,7 @@ from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.models.chat import ChatPrompts
 from kvconvert.models.configuration import supports_images
 from kvconvert.models.processors import tokenizer_of
+from kvconvert.models.prompts import encode_text
 from kvconvert.models.source import choose_device, compute_dtype
 from kvconvert.runtime import Sampling, load
 from kvconvert.runtime.engine.processors import check_settings
@@ -135,6 +136,7 @@ class Console:
         dtype: "float32", "bfloat16" or "float16"; None takes the model's own on a GPU, and on a CPU what `load` does.
         choice: how tokens are chosen.
         system: message before every conversation, for models with a chat template.
+        parse_special: take special tokens that are spelled in messages for the tokens themselves, not for text.
     """
 
     def __init__(
@@ -146,6 +148,7 @@ class Console:
         dtype: str | None = None,
         choice: Choice | None = None,
         system: str | None = None,
+        parse_special: bool = False,
     ) -> None:
         place = choose_device(device)
         stated = None if dtype is None else compute_dtype(dtype, place, None)
@@ -154,7 +157,7 @@ class Console:
         self.model, processor = load(bundle, dtype=stated or ("auto" if place.type == "cuda" else None))
         self.model.to(place)
         self.tokenizer: PreTrainedTokenizerBase = tokenizer_of(processor)
-        self.prompts = ChatPrompts(processor, self.model.config)
+        self.prompts = ChatPrompts(processor, self.model.config, parse_special)
         self.max_new_tokens = max_new_tokens
         self.choice = choice or Choice()
         self.system = system
@@ -193,7 +196,7 @@ class Console:
             inputs = self.prompts.encode(messages, opened)
         else:
             self._begin()
-            inputs = {"input_ids": self.tokenizer(prompt, return_tensors="pt").input_ids}
+            inputs = {"input_ids": torch.tensor([encode_text(self.tokenizer, prompt)])}
         self._generate(inputs, None)
 
     def _begin(self) -> list[dict[str, Any]]:
@@ -280,7 +283,7 @@ class Console:
 
     def _append(self, sequence: Tensor, line: str) -> Tensor:
         if sequence.shape[1] == 0:
-            return self.tokenizer(line, return_tensors="pt").input_ids
+            return torch.tensor([encode_text(self.tokenizer, line)])
         added = self.tokenizer("\n" + line, return_tensors="pt", add_special_tokens=False).input_ids
         return torch.cat([sequence, added], dim=1)
 

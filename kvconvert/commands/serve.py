@@ -95,6 +95,7 @@ _COUNT = click.IntRange(min=1)
     type=click.Path(path_type=Path, dir_okay=False),
     help=f"API keys, one a line; {KEY_VARIABLE} may hold one instead. Without a key anyone is served.",
 )
+@click.option("--parse-special", is_flag=True, help="Read special tokens that messages spell as such, and not as text.")
 @click.option("--log-requests", is_flag=True, help="Log a line for each request, without its text.")
 def serve(
     bundle: str,
@@ -119,6 +120,7 @@ def serve(
     client_timeout: float,
     grace: float,
     api_key_file: Path | None,
+    parse_special: bool,
     log_requests: bool,
 ) -> None:
     """Serve BUNDLE over HTTP with the interface of OpenAI's clients.
@@ -189,6 +191,7 @@ def serve(
             client_seconds=client_timeout,
         ),
         keys=keys,
+        parse_special=parse_special,
     )
     shown = f"[{address[0]}]" if ":" in address[0] else address[0]
     ready = f"Serving {name} at http://{shown}:{address[1]}/v1"

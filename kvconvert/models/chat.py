@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
-from kvconvert.errors import UsageError
 from kvconvert.models.processors import ImagePrompts, tokenizer_of
+from kvconvert.models.prompts import Conversations
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -18,13 +19,24 @@ if TYPE_CHECKING:
 class ChatPrompts:
     """Renders conversations for one model.
 
+    Args:
+        processor: the model's tokenizer or processor.
+        config: of the model.
+        parse_special: take special tokens that are spelled in messages for the tokens themselves, not for text.
+
     Attributes:
         images: prompts with images, or None where the model has a tokenizer and no processor.
     """
 
-    def __init__(self, processor: ProcessorMixin | PreTrainedTokenizerBase, config: PretrainedConfig) -> None:
+    def __init__(
+        self,
+        processor: ProcessorMixin | PreTrainedTokenizerBase,
+        config: PretrainedConfig,
+        parse_special: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer_of(processor)
-        self.images = None if processor is self._tokenizer else ImagePrompts(processor, config)
+        self._conversations = Conversations(self._tokenizer, parse_special=parse_special)
+        self.images = None if processor is self._tokenizer else ImagePrompts(processor, config, parse_special)
 
     @property
     def templated(self) -> bool:
@@ -45,11 +57,4 @@ class ChatPrompts:
         """
         if self.images is not None:
             return self.images.encode(self.images.text(messages, answer=True), images)
-        try:
-            rendered = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
-        except Exception as error:  # templates raise jinja2 errors of their own making
-            reason = " ".join(str(error).split()).rstrip(".")
-            raise UsageError(f"The model's chat template refuses the conversation ({reason}).") from error
-        return {"input_ids": rendered["input_ids"]}
+        return {"input_ids": torch.tensor([self._conversations.encode(messages, answer=True)])}

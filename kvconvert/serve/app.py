@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from kvconvert.errors import KvconvertError
 from kvconvert.models.chat import ChatPrompts
 from kvconvert.models.processors import tokenizer_of
+from kvconvert.models.prompts import encode_text
 from kvconvert.runtime import Engine
 from kvconvert.runtime.engine.processors import recommended
 from kvconvert.serve.answers import Answer, Form, Generation
@@ -43,6 +44,7 @@ class Service:
         capacity: requests that are served or wait at once; further ones are refused before they are read.
         limits: of each request.
         keys: of which a client has to send one; anyone is served where there are none.
+        parse_special: take special tokens that are spelled in messages for the tokens themselves, not for text.
 
     Attributes:
         app: for an ASGI server.
@@ -61,11 +63,12 @@ class Service:
         capacity: int,
         limits: Limits,
         keys: Collection[str] = (),
+        parse_special: bool = False,
     ) -> None:
         self.engine, self.name, self.capacity, self.limits = engine, name, capacity, limits
         self.draining, self.active, self.metrics = False, 0, Metrics()
         self._defaults = recommended(engine.generation.values, unstated=1.0)  # OpenAI's
-        self._tokenizer, self._chat = tokenizer_of(processor), ChatPrompts(processor, model.config)
+        self._tokenizer, self._chat = tokenizer_of(processor), ChatPrompts(processor, model.config, parse_special)
         self._created = int(time.time())
         self._digests = [_digest(key) for key in keys]
         self._running: set[Generation] = set()
@@ -227,7 +230,7 @@ class Service:
     def _ids(self, asked: Completion | Chat) -> list[list[int]]:
         """Token ids of the prompts (Refusal: the model has no chat template)."""
         if isinstance(asked, Completion):
-            return [self._tokenizer(p).input_ids if isinstance(p, str) else p for p in asked.prompt]
+            return [encode_text(self._tokenizer, p) if isinstance(p, str) else p for p in asked.prompt]
         if not self._chat.templated:
             raise Refusal(400, "This model has no chat template; use /v1/completions.", param="messages")
         # "developer" is what newer clients call the system.

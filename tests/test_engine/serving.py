@@ -22,9 +22,10 @@ class Letters:
     """A tokenizer of a fake model: token n is the n-th printable character."""
 
     chat_template = None
+    added_tokens_decoder, all_special_tokens = {}, []
 
-    def __call__(self, text):
-        return type("Encoded", (), {"input_ids": [ord(letter) - 31 for letter in text]})
+    def __call__(self, text, add_special_tokens=True, verbose=True):
+        return {"input_ids": [ord(letter) - 31 for letter in text]}
 
     def decode(self, ids, skip_special_tokens):
         return "".join(chr(id + 31) for id in ids if id)
