@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from kvconvert.data.images import read_image
 from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.models.chat import ChatPrompts
-from kvconvert.models.configuration import supports_images
+from kvconvert.models.configuration import context_length, supports_images
 from kvconvert.models.processors import tokenizer_of
 from kvconvert.models.prompts import encode_text
 from kvconvert.models.source import choose_device, compute_dtype
@@ -161,7 +161,7 @@ class Console:
         self.max_new_tokens = max_new_tokens
         self.choice = choice or Choice()
         self.system = system
-        self.positions: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        self.positions: int | None = context_length(self.model.config)
         stated = self.choice.config(self.model.generation_config).to_dict()
         settings = generation_settings(stated, self.model.config, self.tokenizer).without(_NOT_APPLIED)
         if warning := settings.warning("kvconvert generate"):

@@ -24,6 +24,7 @@ from kvconvert.fidelity.evaluate import decoder_of
 from kvconvert.fidelity.scoring import Decoder, batches, feed, read_prompt
 from kvconvert.io.progress import progress_bar
 from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.models.configuration import context_length
 from kvconvert.models.processors import tokenizer_of
 from kvconvert.models.prompts import encode_text
 from kvconvert.models.source import choose_device, compute_dtype, open_source
@@ -173,8 +174,7 @@ class CachedLM(TemplateLM):
     def __init__(self, decoder: Decoder, tokenizer: PreTrainedTokenizerBase, batch: int, progress: bool):
         super().__init__()
         self.decoder, self.tokenizer, self.batch, self.progress = decoder, tokenizer, batch, progress
-        config = decoder.model.config.get_text_config()
-        self.max_length: int = getattr(config, "max_position_embeddings", None) or 2048
+        self.max_length: int = context_length(decoder.model.config) or 2048
 
     @property
     def eot_token_id(self) -> int:

@@ -17,7 +17,7 @@ from kvconvert.errors import CacheError, UnsupportedModelError, UsageError
 from kvconvert.kernels.launches import make_ready, noted
 from kvconvert.kernels.linear import keep_values
 from kvconvert.kernels.pages import PAGE_SIZE
-from kvconvert.models.configuration import is_latent
+from kvconvert.models.configuration import changing_rope, context_length, is_latent
 from kvconvert.runtime.cache.compress import raise_found
 from kvconvert.runtime.cache.group_tables import upload
 from kvconvert.runtime.engine.sampling import sample
@@ -123,10 +123,9 @@ class ModelSteps:
         # Without it logits of all tokens are computed.
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.vocabulary: int = config.vocab_size
-        self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
-        switch = rotary_switch(config)
-        if switch is not None:  # a longer row would change what all other rows compute
-            self.max_positions = switch
+        self.max_positions = context_length(config)
+        if changing_rope(config) is not None:  # a longer row would change what all other rows compute
+            self.max_positions = rotary_switch(config) or config.max_position_embeddings
         self._joined: list[Any] = []
         self._taken: set[int] = set()  # rows that hold a sequence
         # How many rows decoding steps may have, ascending, and how many the cache has now.
