@@ -174,7 +174,7 @@ def _run(job: dict[str, Any]) -> Iterator[Measurement]:
     """Measure one model in a process of its own; measurements as they come."""
     pipe, done = subprocess.PIPE, 0
     # In a session of its own, an interrupt reaches this process alone, which then ends the other.
-    with subprocess.Popen(WORKER, stdin=pipe, stdout=pipe, text=True, start_new_session=True) as process:
+    with subprocess.Popen(WORKER, stdin=pipe, stdout=pipe, encoding="utf-8", start_new_session=True) as process:
         try:
             with contextlib.suppress(BrokenPipeError), cast(IO[str], process.stdin) as stdin:
                 json.dump(job, stdin)
