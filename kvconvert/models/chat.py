@@ -35,8 +35,9 @@ class ChatPrompts:
         parse_special: bool = False,
     ) -> None:
         self._tokenizer = tokenizer_of(processor)
-        self._conversations = Conversations(self._tokenizer, parse_special=parse_special)
-        self.images = None if processor is self._tokenizer else ImagePrompts(processor, config, parse_special)
+        whole = None if processor is self._tokenizer else processor
+        self._conversations = Conversations(self._tokenizer, whole, parse_special)
+        self.images = None if whole is None else ImagePrompts(whole, config, parse_special)
 
     @property
     def templated(self) -> bool:
@@ -49,12 +50,26 @@ class ChatPrompts:
             return {"role": role, "content": text}
         return {"role": role, "content": [{"type": "image"}] * images + [{"type": "text", "text": text}]}
 
+    def text(self, messages: Sequence[dict[str, Any]]) -> str:
+        """A conversation in which the model speaks next, as text for `encode_text`.
+
+        Raises:
+            UsageError: the template refuses the conversation.
+        """
+        if self.images is not None and not self.templated:
+            return self.images.text(messages)
+        return self._conversations.text(messages, answer=True)
+
+    def encode_text(self, text: str, images: Sequence[Image] = ()) -> dict[str, Tensor]:
+        """The model's inputs of what `text` gave."""
+        if self.images is not None:
+            return self.images.encode(text, images)
+        return {"input_ids": torch.tensor([self._conversations.ids(text)])}
+
     def encode(self, messages: Sequence[dict[str, Any]], images: Sequence[Image] = ()) -> dict[str, Tensor]:
         """The model's inputs of a conversation in which the model speaks next; `input_ids` is int64 [1, n].
 
         Raises:
             UsageError: the template refuses the conversation.
         """
-        if self.images is not None:
-            return self.images.encode(self.images.text(messages, answer=True), images)
-        return {"input_ids": torch.tensor([self._conversations.encode(messages, answer=True)])}
+        return self.encode_text(self.text(messages), images)

@@ -49,6 +49,8 @@ class Conversations:
         tokenizer: of the model.
         processor: of the model, whose template is used instead of the tokenizer's.
         parse_special: take special tokens that are spelled in messages for the tokens themselves.
+        render: applies the template to messages in the form it takes, with the beginning of an answer or without; None
+            lets transformers do it.
     """
 
     def __init__(
@@ -56,8 +58,9 @@ class Conversations:
         tokenizer: PreTrainedTokenizerBase,
         processor: ProcessorMixin | None = None,
         parse_special: bool = False,
+        render: Callable[[list[dict[str, Any]], bool], str] | None = None,
     ) -> None:
-        self._tokenizer, self._parse_special = tokenizer, parse_special
+        self._tokenizer, self._parse_special, self._apply = tokenizer, parse_special, render or self._transformers
         self._owner = tokenizer if processor is None else processor
         self._accepted: dict[str, tuple[bool, bool]] = {}
 
@@ -84,7 +87,10 @@ class Conversations:
 
     def encode(self, messages: Sequence[Mapping[str, Any]], answer: bool) -> list[int]:
         """Token ids of the conversation; see `text`."""
-        rendered = self.text(messages, answer)
+        return self.ids(self.text(messages, answer))
+
+    def ids(self, rendered: str) -> list[int]:
+        """Token ids of what `text` gave."""
         ids = self._tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"]
         if MARK not in rendered:
             return ids
@@ -94,7 +100,7 @@ class Conversations:
     def _template(self) -> str:
         return str(self._owner.chat_template)
 
-    def _apply(self, messages: list[dict[str, Any]], answer: bool) -> str:
+    def _transformers(self, messages: list[dict[str, Any]], answer: bool) -> str:
         return self._owner.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer)
 
     def _render(self, messages: list[dict[str, Any]], answer: bool) -> str:
