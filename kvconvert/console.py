@@ -20,16 +20,21 @@ from kvconvert.data.images import read_image
 from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.models import CACHE
 from kvconvert.models.chat import ChatPrompts
-from kvconvert.models.configuration import supports_images
+from kvconvert.models.configuration import context_length, supports_images
 from kvconvert.models.processors import tokenizer_of
+from kvconvert.models.prompts import encode_text
 from kvconvert.models.source import choose_device, compute_dtype
 from kvconvert.runtime import Sampling, load
+from kvconvert.runtime.engine.processors import check_settings
 from kvconvert.runtime.engine.request import TextStream
 from kvconvert.runtime.hf.generation import BundleModel
+from kvconvert.runtime.hf.generation_config import generation_settings
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+# Fields of generation_config.json that tokens printed as they come cannot follow.
+_NOT_APPLIED = ("num_beams", "num_return_sequences", "guidance_scale", "token_healing")
 IMAGE_COMMAND, RESET, BYE = "/image", "/reset", "/bye"
 
 
@@ -133,6 +138,7 @@ class Console:
         dtype: "float32", "bfloat16" or "float16"; None takes the model's own on a GPU, and on a CPU what `load` does.
         choice: how tokens are chosen.
         system: message before every conversation, for models with a chat template.
+        parse_special: take special tokens that are spelled in messages for the tokens themselves, not for text.
     """
 
     def __init__(
@@ -144,6 +150,7 @@ class Console:
         dtype: str | None = None,
         choice: Choice | None = None,
         system: str | None = None,
+        parse_special: bool = False,
     ) -> None:
         place = choose_device(device)
         stated = None if dtype is None else compute_dtype(dtype, place, None)
@@ -152,12 +159,17 @@ class Console:
         self.model, processor = load(bundle, dtype=stated or ("auto" if place.type == "cuda" else None))
         self.model.to(place)
         self.tokenizer: PreTrainedTokenizerBase = tokenizer_of(processor)
-        self.prompts = ChatPrompts(processor, self.model.config)
+        self.prompts = ChatPrompts(processor, self.model.config, parse_special)
         self.max_new_tokens = max_new_tokens
         self.choice = choice or Choice()
         self.system = system
-        self.positions: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        self.generation_config = self.choice.config(self.model.generation_config)
+        self.positions: int | None = context_length(self.model.config)
+        stated = self.choice.config(self.model.generation_config).to_dict()
+        settings = generation_settings(stated, self.model.config, self.tokenizer).without(_NOT_APPLIED)
+        if warning := settings.warning("kvconvert generate"):
+            print(f"Warning: {warning}", file=sys.stderr)
+        check_settings(self.model, settings.values)
+        self.generation_config = GenerationConfig(**{"num_beams": 1, "num_return_sequences": 1} | settings.values)
         if self.choice.seed is not None:
             torch.manual_seed(self.choice.seed)
 
@@ -186,7 +198,7 @@ class Console:
             inputs = self.prompts.encode(messages, opened)
         else:
             self._begin()
-            inputs = {"input_ids": self.tokenizer(prompt, return_tensors="pt").input_ids}
+            inputs = {"input_ids": torch.tensor([encode_text(self.tokenizer, prompt)])}
         if isinstance(self.model, BundleModel):
             self.model.prompts.prepares = False  # no other prompt follows
         self._generate(inputs, None)
@@ -275,7 +287,7 @@ class Console:
 
     def _append(self, sequence: Tensor, line: str) -> Tensor:
         if sequence.shape[1] == 0:
-            return self.tokenizer(line, return_tensors="pt").input_ids
+            return torch.tensor([encode_text(self.tokenizer, line)])
         added = self.tokenizer("\n" + line, return_tensors="pt", add_special_tokens=False).input_ids
         return torch.cat([sequence, added], dim=1)
 

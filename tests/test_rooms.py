@@ -100,6 +100,22 @@ def test_kernels_bundle_and_cache_know_nothing_of_transformers(room):
         assert not {name for name in names if name.startswith("kvconvert.runtime.hf")}, path
 
 
+@pytest.mark.parametrize("room", EVERY_ROOM)
+def test_no_file_is_read_or_written_in_the_locales_encoding(room):
+    for path in sorted((ROOT / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+            if not isinstance(node, ast.Call):
+                continue
+            name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+            named = {keyword.arg: keyword.value for keyword in node.keywords}
+            on_path = isinstance(node.func, ast.Attribute) and name in ("read_text", "write_text")
+            opened = isinstance(node.func, ast.Name) and name == "open"
+            mode = "".join(str(value.value) for value in node.args[1:2] if isinstance(value, ast.Constant))
+            piped = isinstance(named.get("text"), ast.Constant) and name in ("Popen", "run", "check_output")
+            if on_path or piped or (opened and "b" not in mode):
+                assert "encoding" in named, f"{path}, line {node.lineno}"
+
+
 def modules(rooms: Iterable[str] = EVERY_ROOM) -> dict[str, Path]:
     """Every file of the rooms under its module's name, `kvconvert.a.b` for a/b.py and a/b/__init__.py."""
     found = {}

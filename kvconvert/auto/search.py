@@ -38,7 +38,7 @@ from kvconvert.errors import UnsupportedModelError, UsageError
 from kvconvert.io.progress import progress_bar
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods.auto import DEFAULT_CONTEXT, KEY_CANDIDATES, VALUE_CANDIDATES, AutoSearch, Candidate
-from kvconvert.models.configuration import changing_rope
+from kvconvert.models.configuration import changing_rope, context_length
 from kvconvert.recipes.recipe import LayerOverride, Recipe
 
 TEXT_LENGTH = 4096  # tokens of a sequence at most
@@ -116,7 +116,7 @@ def search_task(config: PretrainedConfig, jobs: Sequence[LayerJob], recipe: Reci
             f"The recipe {recipe.name} cannot search for this {config.model_type} model, whose layers read earlier "
             "layers' keys and values; choose a preset."
         )
-    positions = getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT
+    positions = context_length(config) or DEFAULT_CONTEXT
     context = min(DEFAULT_CONTEXT, positions) if auto.context is None else auto.context
     if context > positions:
         raise UsageError(f"`context` is {context}, more than the {positions} positions this model has.")

@@ -27,6 +27,7 @@ from kvconvert.errors import UnsupportedModelError, UsageError
 from kvconvert.io.progress import progress_bar
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 from kvconvert.methods.awq import BITS, WeightsRecipe, WeightsRule
+from kvconvert.models.configuration import context_length
 from kvconvert.recipes.recipe import Recipe
 
 TOKENS, GPU_TOKENS = 2048, 16384
@@ -99,7 +100,7 @@ def allocated_widths(recipe: Recipe, found: WeightAllocation) -> Recipe:
 
 def text_size(config: PretrainedConfig, device: torch.device) -> tuple[int, int]:
     """Rows and tokens in each of the text on which widths are measured."""
-    length = min(LENGTH, getattr(config, "max_position_embeddings", None) or LENGTH)
+    length = min(LENGTH, context_length(config) or LENGTH)
     return max(1, (GPU_TOKENS if device.type == "cuda" else TOKENS) // length), length
 
 

@@ -26,6 +26,7 @@ from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.io.progress import progress_bar
+from kvconvert.models.configuration import context_length
 from kvconvert.models.source import DTYPES, choose_device, open_source
 from kvconvert.tables import text_table
 from kvconvert.version import __version__
@@ -105,7 +106,7 @@ def bench(
         raise UsageError(f"`new_tokens` is {new_tokens}; the speed of decoding takes at least 2.")
     opened = open_bundle(locate(bundle))
     text_config = AutoConfig.from_pretrained(opened.directory, trust_remote_code=False).get_text_config(decoder=True)
-    positions = getattr(text_config, "max_position_embeddings", None) or sys.maxsize
+    positions = context_length(text_config) or sys.maxsize
     cases = _cases(contexts, batches, new_tokens, positions)
     source = None if against is None else open_source(str(against))
     models: list[tuple[Name, Path]] = [("bundle", opened.directory)]
@@ -174,7 +175,7 @@ def _run(job: dict[str, Any]) -> Iterator[Measurement]:
     """Measure one model in a process of its own; measurements as they come."""
     pipe, done = subprocess.PIPE, 0
     # In a session of its own, an interrupt reaches this process alone, which then ends the other.
-    with subprocess.Popen(WORKER, stdin=pipe, stdout=pipe, text=True, start_new_session=True) as process:
+    with subprocess.Popen(WORKER, stdin=pipe, stdout=pipe, encoding="utf-8", start_new_session=True) as process:
         try:
             with contextlib.suppress(BrokenPipeError), cast(IO[str], process.stdin) as stdin:
                 json.dump(job, stdin)

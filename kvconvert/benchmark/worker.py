@@ -53,7 +53,7 @@ def reason(error: Exception) -> str:
 
 def main() -> None:
     """Entry point; whatever else is printed goes to stderr."""
-    with os.fdopen(os.dup(1), "w") as answers:
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)
         logging.disable_progress_bar()
         work(json.load(sys.stdin), answers)

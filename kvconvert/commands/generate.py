@@ -35,6 +35,7 @@ from kvconvert.errors import UsageError
 @click.option("--top-k", metavar="K", type=int, help="Draw among the K most likely tokens; 0 allows all.")
 @click.option("--seed", metavar="S", type=click.IntRange(min=0), help="The same seed draws the same tokens.")
 @click.option("--stop", metavar="TEXT", multiple=True, help="End an answer before this text; may be given again.")
+@click.option("--parse-special", is_flag=True, help="Read special tokens that messages spell as such, and not as text.")
 @click.option("--device", callback=check_device, metavar="D", help="cpu or cuda; a GPU by default if there is one.")
 @click.option(
     "--dtype",
@@ -55,6 +56,7 @@ def generate(
     top_k: int | None,
     seed: int | None,
     stop: tuple[str, ...],
+    parse_special: bool,
     device: str | None,
     dtype: str | None,
 ) -> None:
@@ -81,7 +83,9 @@ def generate(
     from kvconvert.console import Choice, Console
 
     choice = Choice(temperature, top_p, top_k, seed, stop)
-    console = Console(bundle, max_new_tokens, device, dtype=dtype, choice=choice, system=system)
+    console = Console(
+        bundle, max_new_tokens, device, dtype=dtype, choice=choice, system=system, parse_special=parse_special
+    )
     if prompt is not None:
         console.complete(prompt, images, raw)
     else:

@@ -99,6 +99,7 @@ _COUNT = click.IntRange(min=1)
     help="Web pages that may ask, such as http://localhost:3000; * for any. Repeatable. [default: none]",
 )
 @click.option("--share-prefixes", is_flag=True, help="Share stored prefixes between API keys, too.")
+@click.option("--parse-special", is_flag=True, help="Read special tokens that messages spell as such, and not as text.")
 @click.option("--log-requests", is_flag=True, help="Log a line for each request, without its text.")
 def serve(
     bundle: str,
@@ -124,6 +125,7 @@ def serve(
     allowed_hosts: tuple[str, ...],
     cors_origins: tuple[str, ...],
     share_prefixes: bool,
+    parse_special: bool,
     log_requests: bool,
 ) -> None:
     """Serve BUNDLE over HTTP with the interface of OpenAI's clients.
@@ -191,6 +193,7 @@ def serve(
         hosts=Hosts.of(host, address[0], allowed_hosts),
         origins=cors_origins,
         share_prefixes=share_prefixes,
+        parse_special=parse_special,
     )
     shown = f"[{address[0]}]" if ":" in address[0] else address[0]
     ready = f"Serving {name} at http://{shown}:{address[1]}/v1"

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvconvert.data.drawings import Drawing, draw
-from kvconvert.data.sources import ANSWER_COLUMNS, CAPTION_COLUMNS, IMAGE_COLUMNS, QUESTION_COLUMNS
+from kvconvert.data.sources import ANSWER_COLUMNS, ASKED_COLUMNS, CAPTION_COLUMNS, IMAGE_COLUMNS
 from kvconvert.errors import DataError, first_line
 from kvconvert.io.json_text import parse_json
 
@@ -255,7 +255,7 @@ def row_document(row: Mapping[str, Any], wanted: str | None, folder: Path | None
     images = [read_image(value, folder, place) for value in values]
     if wanted is None and row.get("messages"):
         return _conversation(row["messages"], images, folder, place)
-    question = next((row[name] for name in QUESTION_COLUMNS if row.get(name)), None)
+    question = next((row[name] for name in ASKED_COLUMNS if row.get(name)), None)
     answer = next((row[name] for name in ANSWER_COLUMNS if row.get(name)), None)
     if wanted is None and question and answer:
         return Document.asked(images, _text(question), _text(answer), place)

@@ -37,7 +37,7 @@ from kvconvert.data.text import EMBEDDED, TokenData
 from kvconvert.errors import CheckpointError, DataError, UsageError
 from kvconvert.io.records import DataInfo, shortened
 from kvconvert.io.tensorfile import Mapped
-from kvconvert.models.configuration import supports_images
+from kvconvert.models.configuration import context_length, supports_images
 from kvconvert.models.processors import ImagePrompts, has_processor, load_processor, load_tokenizer
 from kvconvert.models.source import SourceModel
 
@@ -266,7 +266,7 @@ def load_samples(
         if value is not None and value < 1:
             raise UsageError(f"`{name}` is {value}; calibration needs at least 1.")
     config = model.config.get_text_config()
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = context_length(config)
     if positions and length is not None and length > positions:
         raise UsageError(
             f"`seq_len` is {length}, more than the {positions} positions this model has; choose a shorter one."

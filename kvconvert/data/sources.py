@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvconvert.data.json_rows import JsonRows
+from kvconvert.data.lookalikes import refuse_table
 from kvconvert.errors import DataError, UsageError, first_line, listed
 from kvconvert.io.hub import missing_below
 
@@ -202,15 +203,18 @@ def read_text(file: Path) -> str:
         raise DataError(f"Data file {file} cannot be read ({error.strerror}); check it and its permissions.") from error
     if not text.strip():
         raise DataError(f"Data file {file} holds no text; give a file with text.")
+    if file.suffix == ".txt":
+        refuse_table(text, file)
     return text
 
 
 TEXT_COLUMNS = ("text", "content", "document", "article", "passage", "body", "raw_content", "markdown", "code")
+ASKED_COLUMNS = ("instruction", "prompt", "question", "query", "input", "inputs")
+ANSWER_COLUMNS = ("output", "response", "answer", "answers", "completion", "chosen", "target", "targets", "outputs")
 IMAGE_COLUMNS = ("image", "images", "image_path", "file_name", "image_file", "picture", "photo", "img", "jpg", "png")
 CAPTION_COLUMNS = ("caption", "captions", "text", "description", "content")
-QUESTION_COLUMNS, ANSWER_COLUMNS = ("question", "query", "prompt", "instruction"), ("answer", "answers", "response")
 KNOWN_COLUMNS = frozenset(
-    {"messages", *TEXT_COLUMNS, *IMAGE_COLUMNS, *CAPTION_COLUMNS, *QUESTION_COLUMNS, *ANSWER_COLUMNS}
+    {"messages", *TEXT_COLUMNS, *IMAGE_COLUMNS, *CAPTION_COLUMNS, *ASKED_COLUMNS, *ANSWER_COLUMNS}
 )
 MOST_COLUMNS = 100
 SHUFFLE_BUFFER = 1_000
@@ -339,6 +343,13 @@ def text_column_of(columns: list[str], wanted: str | None, place: str) -> str:
     for name in ("messages", *TEXT_COLUMNS):
         if name in columns:
             return name
+    asked, answered = (next((n for n in columns if n in names), None) for names in (ASKED_COLUMNS, ANSWER_COLUMNS))
+    if asked and answered:
+        raise DataError(
+            f"Data source {place} has what was asked in {asked} and what was answered in {answered}, and one column is "
+            'read; write both as messages ([{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]), '
+            f"or name one of them: name:config:split:{answered}, file::{answered}."
+        )
     raise DataError(
         f"Data source {place} has none of the text columns messages, {listed(TEXT_COLUMNS, 'or')}; its columns are "
         f"{listed(columns, 'and')}; rename one, or name it: name:config:split:column, file::column."

@@ -30,9 +30,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from kvconvert.data.lookalikes import ROWS_INSPECTED, is_conversation, refuse_spelled_conversations
 from kvconvert.data.sources import Table, is_plain_text, local_files, read_text, source_name, text_column_of
-from kvconvert.errors import DataError, UsageError
+from kvconvert.errors import DataError, UsageError, first_line
 from kvconvert.io.records import DataInfo, shortened
+from kvconvert.models.prompts import Conversations, added_around
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -96,7 +98,7 @@ def load_token_samples(
         raise UsageError(
             f"{samples} samples of {length} tokens cannot be cut; request at least 1 sample of at least 2 tokens."
         )
-    prefix = _prefix(tokenizer)
+    prefix, _ = added_around(tokenizer)
     window, name = length - len(prefix), source_name(source, EMBEDDED[default])
     ids, whole = _token_ids(source, tokenizer, seed, default, samples * window)
     available = len(ids) // window
@@ -134,7 +136,7 @@ def with_random_tokens(data: TokenData, tokenizer: PreTrainedTokenizerBase, voca
     special |= set(tokenizer.all_special_ids)
     known = torch.tensor([number for number in range(min(vocabulary, len(tokenizer))) if number not in special])
     drawn = torch.randint(len(known), (count, data.ids.shape[1]), generator=torch.Generator().manual_seed(seed))
-    prefix, ids = _prefix(tokenizer), data.ids.clone()
+    prefix, ids = added_around(tokenizer)[0], data.ids.clone()
     ids[-count:] = known[drawn]
     ids[-count:, : len(prefix)] = torch.tensor(prefix, dtype=torch.int64)
     named = token_data(ids, f"{data.info.source}, {count} of them random tokens", data.info.seed)
@@ -161,7 +163,7 @@ def load_held_out_samples(
     Raises:
         DataError: the rest of the text has not one sample; see also `load_token_samples`.
     """
-    prefix = _prefix(tokenizer)
+    prefix, _ = added_around(tokenizer)
     window, taken = length - len(prefix), apart_from[1] - len(prefix)
     name = source_name(source, EMBEDDED["calibration"])
     used = apart_from[0] * taken
@@ -222,7 +224,7 @@ def spaced_samples(source: str, tokenizer: PreTrainedTokenizerBase, samples: int
     Raises:
         DataError: the text cannot be read, or is too short.
     """
-    prefix = _prefix(tokenizer)
+    prefix, _ = added_around(tokenizer)
     window = length - len(prefix)
     ids = _join((_encode(read_text(file), tokenizer) for file in local_files(source) or ()), tokenizer, None)
     if len(ids) < samples * window:
@@ -240,9 +242,10 @@ def _row_ids(
     """Token ids of each row in shuffled order."""
     table = Table.open(source, files)
     column = text_column_of(table.columns, table.wanted, table.place)
-    empty = 0
+    refuse_spelled_conversations((row.get(column) for row in table.first(ROWS_INSPECTED)), f"{source}, column {column}")
+    conversations, empty = Conversations(tokenizer), 0
     for place, row in table.shuffled(seed):
-        ids = _encode_row(row.get(column), tokenizer, f"{place}, column {column}")
+        ids = _encode_row(row.get(column), tokenizer, conversations, f"{place}, column {column}")
         if ids:
             yield ids
         else:
@@ -251,7 +254,7 @@ def _row_ids(
         logger.info("%s: %d rows without text in column %s were skipped", table.place, empty, column)
 
 
-def _encode_row(value: Any, tokenizer: PreTrainedTokenizerBase, place: str) -> list[int]:
+def _encode_row(value: Any, tokenizer: PreTrainedTokenizerBase, conversations: Conversations, place: str) -> list[int]:
     """Ids of one row: text as it is, messages through the chat template; empty for a row without either."""
     if value is None:
         return []
@@ -265,24 +268,18 @@ def _encode_row(value: Any, tokenizer: PreTrainedTokenizerBase, place: str) -> l
             )
         if not value:
             return []
-        # Optional fields (tool_calls, name, ...) that the table form filled with null are absent for the template.
-        messages = [{key: field for key, field in message.items() if field is not None} for message in value]
         try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False)
-        except Exception as error:  # templates raise jinja2 errors of any kind
-            raise DataError(
-                f"Data source {place}: the chat template refuses the row ({error}); correct the row."
-            ) from error
-        return _encode(text, tokenizer)
+            ids = conversations.encode(value, answer=False)
+        except UsageError as error:
+            raise DataError(f"Data source {place}: {first_line(error)}; correct the row.") from error
+        # Every sample begins with what the tokenizer puts before a text, which a template may write as well.
+        prefix, _ = added_around(tokenizer)
+        return ids[len(prefix) :] if prefix and ids[: len(prefix)] == prefix else ids
+    kind = "a conversation whose messages have no role" if is_conversation(value) else type(value).__name__
     raise DataError(
-        f"Data source {place}: {type(value).__name__} is neither text nor a list of messages; name another column."
+        f"Data source {place}: {kind} is neither text nor a list of messages (role and content); name another column, "
+        "or write the conversations so."
     )
-
-
-def _prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The beginning-of-sequence token if the tokenizer puts it before a text by itself, else nothing."""
-    start = tokenizer.bos_token_id
-    return [start] if start is not None and tokenizer("a")["input_ids"][:1] == [start] else []
 
 
 def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

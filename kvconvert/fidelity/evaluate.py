@@ -62,7 +62,7 @@ from kvconvert.fidelity.verdict import abilities, measure_probes, verdict
 from kvconvert.io.hub import is_hub_id
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods.auto import DEFAULT_CONTEXT
-from kvconvert.models.configuration import supports_images
+from kvconvert.models.configuration import context_length, supports_images
 from kvconvert.models.processors import tokenizer_of
 from kvconvert.models.source import SourceModel, choose_device, compute_dtype, open_source
 from kvconvert.runtime import load
@@ -332,7 +332,7 @@ def _parts(only: Collection[str] | None) -> set[str]:
 
 
 def _positions(checkpoint: SourceModel) -> int | None:
-    return getattr(checkpoint.config.get_text_config(), "max_position_embeddings", None)
+    return context_length(checkpoint.config)
 
 
 def _check_context(checkpoint: SourceModel, context: int | None) -> None:

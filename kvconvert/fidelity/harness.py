@@ -23,7 +23,9 @@ from kvconvert.fidelity.evaluate import decoder_of
 from kvconvert.fidelity.scoring import Decoder, batches, feed, read_prompt
 from kvconvert.io.progress import progress_bar
 from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.models.configuration import context_length
 from kvconvert.models.processors import tokenizer_of
+from kvconvert.models.prompts import encode_text
 from kvconvert.models.source import choose_device, compute_dtype, open_source
 from kvconvert.runtime import load
 from kvconvert.tables import text_table
@@ -172,8 +174,7 @@ class CachedLM(TemplateLM):
     def __init__(self, decoder: Decoder, tokenizer: PreTrainedTokenizerBase, batch: int, progress: bool):
         super().__init__()
         self.decoder, self.tokenizer, self.batch, self.progress = decoder, tokenizer, batch, progress
-        config = decoder.model.config.get_text_config()
-        self.max_length: int = getattr(config, "max_position_embeddings", None) or 2048
+        self.max_length: int = context_length(decoder.model.config) or 2048
 
     @property
     def eot_token_id(self) -> int:
@@ -192,11 +193,10 @@ class CachedLM(TemplateLM):
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Token ids; by default with the special tokens that the tokenizer itself adds, unless they are there."""
-        if add_special_tokens is None:
-            start = self.tokenizer.bos_token
-            add_special_tokens = not (start and string.startswith(start))
-        return self.tokenizer(string, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        """Token ids; by default with what the tokenizer puts before a text, unless it is there."""
+        if add_special_tokens is False:
+            return self.tokenizer(string, add_special_tokens=False, verbose=False)["input_ids"]
+        return encode_text(self.tokenizer, string)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A conversation as text."""

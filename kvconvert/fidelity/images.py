@@ -16,6 +16,7 @@ from kvconvert.data.drawings import draw
 from kvconvert.data.images import EVALUATION_SEED, Document
 from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.fidelity.scoring import Comparison, Decoder, compare
+from kvconvert.models.configuration import context_length
 from kvconvert.models.processors import ImagePrompts
 
 DRAWINGS = 16
@@ -68,7 +69,7 @@ def image_figures(
 ) -> ImageFigures | None:
     """Compare source and bundle on conversations about drawings; None where one does not fit the model's positions."""
     segments, extras, prefill = conversations(processor, source.model.config, seed, drawings)
-    positions = getattr(source.model.config.get_text_config(), "max_position_embeddings", None)
+    positions = context_length(source.model.config)
     if positions is not None and segments.shape[1] > positions:
         return None
     scored = compare(source, {"bundle": bundle}, segments, prefill, batch=1, progress=progress, extras=extras)["bundle"]

@@ -145,6 +145,31 @@ def pages_unsupported(config: PretrainedConfig, layer_type: str, scheme: KVSchem
     return None
 
 
+def context_length(config: PretrainedConfig) -> int | None:
+    """Tokens that a model may attend over: its positions, times what its RoPE is scaled by; None without a limit.
+
+    `max_position_embeddings` includes the scaling of longrope and llama3. That of yarn, linear, and dynamic is often
+    asked for beside the positions of training, which are `original_max_position_embeddings` if a configuration has
+    both.
+    """
+    text = config.get_text_config(decoder=True)
+    positions = getattr(text, "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions <= 0:
+        return None
+    parameters = getattr(text, "rope_parameters", None) or {}
+    # In some models layers of each type have a RoPE of their own, and the shortest one limits all.
+    nested = [kind for kind in parameters.values() if isinstance(kind, dict)]
+    return min(_scaled(positions, kind) for kind in nested or [parameters])
+
+
+def _scaled(positions: int, rope: Mapping[str, Any]) -> int:
+    """Positions of one RoPE."""
+    if rope.get("rope_type", rope.get("type")) not in ("yarn", "linear", "dynamic"):
+        return positions
+    original = rope.get("original_max_position_embeddings") or positions
+    return max(positions, int(original * (rope.get("factor") or 1.0)))
+
+
 def changing_rope(config: PretrainedConfig) -> str | None:
     """Why a model's RoPE turns the same position by different angles at different lengths, or None."""
     parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}

@@ -7,7 +7,6 @@ instead of ignoring them.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +27,7 @@ from transformers.utils import is_torchvision_available, is_vision_available
 
 from kvconvert.errors import CheckpointError, UnsupportedModelError, UsageError, first_line
 from kvconvert.models.configuration import placeholder_ids
+from kvconvert.models.prompts import MARK, Conversations, added_around, without_marks
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _VIDEO = "video_processor"
@@ -125,14 +125,20 @@ _MARK = "kvconvert-mark"
 class ImagePrompts:
     """Renders conversations with images for one model.
 
+    Args:
+        processor: the model's own.
+        config: of the model.
+        parse_special: take special tokens that are spelled in messages for the tokens themselves, not for text.
+
     Attributes:
         processor: the model's own.
         visual_ids: ids of placeholder tokens of images and videos.
         templated: whether the processor has a chat template.
     """
 
-    def __init__(self, processor: ProcessorMixin, config: PretrainedConfig) -> None:
+    def __init__(self, processor: ProcessorMixin, config: PretrainedConfig, parse_special: bool = False) -> None:
         self.processor = processor
+        self._conversations = Conversations(processor.tokenizer, processor, parse_special)
         try:
             self.visual_ids = placeholder_ids(config, "visual")
         except UnsupportedModelError as error:
@@ -157,7 +163,7 @@ class ImagePrompts:
             answer: add the generation prompt, so that the model's answer follows.
         """
         if self.templated and not plain:
-            return self._render(messages, answer)
+            return self._conversations.text(messages, answer)
         contents = (
             "".join(self.image if part["type"] == "image" else part.get("text", "") for part in message["content"])
             for message in messages
@@ -174,6 +180,7 @@ class ImagePrompts:
         """Arguments of the model's forward for one text and its images."""
         tokenizer = self.processor.tokenizer
         begun = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+        _, after = ([], []) if begun else added_around(tokenizer)
         try:
             inputs = self.processor(
                 text=[text],
@@ -185,25 +192,25 @@ class ImagePrompts:
             reason = " ".join(str(error).split()).rstrip(".")
             raise UsageError(f"The model's processor refuses the text with {len(images)} images ({reason}).") from error
         # PaliGemma's processor makes labels for training as well.
-        return {name: value for name, value in inputs.items() if isinstance(value, Tensor) and name != "labels"}
+        made = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and name != "labels"}
+        ids = made["input_ids"]
+        if after and ids[0, -len(after) :].tolist() == after:  # what follows continues the text
+            made = {name: x[:, : -len(after)] if x.shape == ids.shape else x for name, x in made.items()}
+        return without_marks(tokenizer, text, made) if MARK in text else made
 
     def visual(self, ids: Tensor) -> Tensor:
         """Which of the ids are placeholders of images or videos, bool of the same shape."""
         return torch.isin(ids, torch.tensor(self.visual_ids))
 
-    def _render(self, messages: Sequence[dict[str, Any]], answer: bool) -> str:
-        try:
-            return self.processor.apply_chat_template(copy.deepcopy(list(messages)), add_generation_prompt=answer)
-        except Exception as error:  # templates raise jinja2 errors of their own making
-            reason = " ".join(str(error).split()).rstrip(".")
-            raise UsageError(f"The model's chat template refuses the conversation ({reason}).") from error
-
     def _image(self, config: PretrainedConfig) -> str:
         """The chat template's text for an image; without a template, the processor's token and those around it."""
         if self.templated:
             parts = [{"type": "text", "text": _MARK}]
-            without = self._render([{"role": "user", "content": parts}], False).partition(_MARK)[0]
-            with_image = self._render([{"role": "user", "content": [{"type": "image"}, *parts]}], False)
+            try:
+                without = self.text([{"role": "user", "content": parts}]).partition(_MARK)[0]
+                with_image = self.text([{"role": "user", "content": [{"type": "image"}, *parts]}])
+            except UsageError:  # a template for text alone, with which the model can still be asked without images
+                without = with_image = ""
             written = with_image.partition(_MARK)[0]
             if written.startswith(without) and len(written) > len(without):
                 return written[len(without) :]

@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # transformers' modeling code takes seconds to import, and `e
     from transformers import PreTrainedModel
 from kvconvert.errors import UsageError
 
+_HEADS = ("lm_head.weight", "embed_out.weight", "output.weight", "head.weight")
 FLOAT_DTYPES = ("F16", "BF16", "F32", "F64")
 _PROGRESS_FROM = 256 * 2**20  # bytes
 
@@ -247,13 +248,16 @@ def open_source(model: str, *, was_fetched: bool = False) -> SourceModel:
     stored = {name: headers[file][name] for name, file in weight_map.items()}
     config = _load_config(directory, len(stored))
     form, encoded, stored_as, unused = None, {}, None, set()
-    quantization = getattr(config, "quantization_config", None)
+    stated = getattr(config, "quantization_config", None)
+    quantization = stated or _settings_beside(directory, stored)
     if quantization:
         quantization = quantization if isinstance(quantization, dict) else quantization.to_dict()
         form = find_format(directory, quantization)
         encoded = form.encoded(stored, _stated_dtype(config) or torch.bfloat16, directory)
         stored_as, unused = form.describe(), form.unused(stored)
+    if stated:
         del config.quantization_config
+    encoded |= _from_tied(config, stored)
     parts = {part for tensor in encoded.values() for part in tensor.parts} | unused
     tensors = {name: info for name, info in stored.items() if name not in parts}
     tensors = dict(sorted((tensors | {name: tensor.info for name, tensor in encoded.items()}).items()))
@@ -281,6 +285,49 @@ def open_source(model: str, *, was_fetched: bool = False) -> SourceModel:
     if form is not None:
         form.check(source._read_stored)
     return source
+
+
+# Where the settings of quantized weights are if config.json has none: llm-awq's and AutoGPTQ's first checkpoints.
+_BESIDE = {"quant_config.json": "awq", "quantize_config.json": "gptq"}
+
+
+def _settings_beside(directory: Path, stored: Iterable[str]) -> dict[str, Any] | None:
+    """The settings of quantized weights from a file of their own; None where no weight is quantized."""
+    if not any(name.endswith(".qweight") for name in stored):
+        return None
+    for name, method in _BESIDE.items():
+        file = directory / name
+        if file.is_file():
+            try:
+                settings = json.loads(file.read_text(encoding="utf-8"))
+            except (OSError, ValueError, RecursionError) as error:
+                raise CheckpointError(f"{file} cannot be read ({first_line(error)}); fetch it again.") from error
+            if not isinstance(settings, dict):
+                raise CheckpointError(f"{file} holds no settings of quantized weights; fetch it again.")
+            return {"quant_method": method} | settings
+    raise CheckpointError(
+        f"{directory} holds quantized weights, and neither config.json nor {' or '.join(_BESIDE)} says how they are "
+        "stored; fetch the model again."
+    )
+
+
+def _from_tied(config: PretrainedConfig, stored: Mapping[str, TensorInfo]) -> dict[str, Encoded]:
+    """Matrices that the checkpoint holds by the name of the other that shares them, as a head without its embedding."""
+    parts = (config, config.get_text_config(decoder=True))
+    tied = any(getattr(part, "tie_word_embeddings", False) for part in parts)
+    if not tied or not any(name.endswith(_HEADS) for name in stored):
+        return {}
+    from kvconvert.models.configuration import model_class
+
+    with torch.device("meta"):
+        model = model_class(config).from_config(deepcopy(config), trust_remote_code=False)
+    found = TensorNames.of(model, stored).stored
+    shared = getattr(model, "all_tied_weights_keys", None) or {}
+    return {
+        owner: Encoded(stored[found[name]], (found[name],), lambda tensors: tensors[0])
+        for name, owner in shared.items()
+        if name in found and owner not in found
+    }
 
 
 def _open_gguf(file: Path) -> SourceModel:

@@ -22,7 +22,7 @@ from kvconvert.data.samples import TEXT_LENGTH
 from kvconvert.errors import UsageError
 from kvconvert.methods.auto import DEFAULT_CONTEXT, AutoSearch
 from kvconvert.methods.minikv import FORMULAS, spread_ratios
-from kvconvert.models.configuration import model_cache
+from kvconvert.models.configuration import context_length, model_cache
 from kvconvert.models.processors import load_tokenizer
 from kvconvert.models.source import SourceModel, choose_device, open_source
 from kvconvert.planning.layers import LayerSizes, kept_bytes
@@ -160,7 +160,7 @@ def plan(
     check_recipe(runner, recipe)
     if runner.adapter is not None:
         recipe = with_group_size(runner, recipe, False)
-    positions = getattr(runner.config, "max_position_embeddings", None)
+    positions = context_length(runner.config)
     length = min(TEXT_LENGTH, positions or TEXT_LENGTH) if seq_len is None else seq_len
     context = min(DEFAULT_CONTEXT, positions or DEFAULT_CONTEXT) if context is None else context
     _check_positions(positions, length, context)

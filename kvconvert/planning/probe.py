@@ -94,7 +94,8 @@ def run_probe(request: dict[str, Any], progress: bool) -> Probe:
             [sys.executable, "-m", "kvconvert.planning.probe", str(file)],
             env=HUGE_PAGES | os.environ,
             stderr=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
         )
         peak: int | None = None
         begun = time.perf_counter()

@@ -15,6 +15,7 @@ from kvconvert.calibration.oscar import KeyStatistics
 from kvconvert.data.text import load_token_samples
 from kvconvert.errors import UsageError
 from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.models.configuration import context_length
 from kvconvert.models.processors import load_tokenizer
 from kvconvert.models.source import float_dtype, open_source
 
@@ -66,7 +67,7 @@ def sample_keys(model: str, manifest: Manifest, tokens: int = TOKENS) -> KeySamp
     """
     source = open_source(model)
     config = source.config.get_text_config(decoder=True)
-    tokens = min(tokens, getattr(config, "max_position_embeddings", None) or tokens)
+    tokens = min(tokens, context_length(config) or tokens)
     depth = config.num_hidden_layers
     if depth != len(manifest.layers):
         raise UsageError(

@@ -18,7 +18,7 @@ from kvconvert.errors import RecipeError
 from kvconvert.methods import KVScheme
 from kvconvert.methods.auto import stores_keys
 from kvconvert.methods.minikv import spread_ratios
-from kvconvert.models.configuration import model_cache, sliding_windows
+from kvconvert.models.configuration import context_length, model_cache, sliding_windows
 
 CONTEXTS = tuple(1024 * 2**i for i in range(8))  # 1,024 to 131,072
 BUDGETS = 16  # points of a frontier
@@ -202,7 +202,7 @@ def memory(manifest: Manifest, config: PretrainedConfig, contexts: Sequence[int]
     plain = tuple(cache.plain_bytes(context) for context in contexts)
     if not any(plain):
         raise NotDrawnError("no layer of this model has keys and values.")
-    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    positions = context_length(config)
     stateful = sum(not layer.values_per_token for layer in cache.layers)
     bundle = tuple(round(cache.bytes(context)) for context in contexts)
     return Memory(tuple(contexts), plain, bundle, positions, stateful)

@@ -26,9 +26,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from kvconvert.errors import KvconvertError
 from kvconvert.models.chat import ChatPrompts
 from kvconvert.models.processors import tokenizer_of
+from kvconvert.models.prompts import MARK, encode_text
 from kvconvert.models.templates import TemplateRenderer
 from kvconvert.models.token_bytes import token_bytes
-from kvconvert.runtime import Engine, Sampling
+from kvconvert.runtime import Engine
+from kvconvert.runtime.engine.processors import recommended
 from kvconvert.serve.access import Access, Hosts
 from kvconvert.serve.answers import Answer, Form, Generation
 from kvconvert.serve.metrics import CONTENT_TYPE, Metrics
@@ -41,18 +43,6 @@ from kvconvert.serve.requests import Chat, Completion, Limits, fields_of
 LARGE_BODIES = 16
 # Values that any body may have; more only where prompts of token ids may.
 VALUES = 2**16
-
-
-def default_sampling(model: PreTrainedModel) -> Sampling:
-    """What requests get that say nothing: the model's recommendation in generation_config.json, else OpenAI's 1 and 1.
-
-    Raises:
-        UsageError: the recommendation is out of range.
-    """
-    config = model.generation_config
-    names = ("temperature", "top_p", "top_k") if getattr(config, "do_sample", None) else ()
-    stated = {name: value for name in names if (value := getattr(config, name, None)) is not None}
-    return Sampling(**{"temperature": 1.0} | stated)
 
 
 class Service:
@@ -70,6 +60,7 @@ class Service:
         hosts: names under which the server may be asked for.
         origins: of web pages that may ask it.
         share_prefixes: whether requests of different keys share stored prefixes.
+        parse_special: take special tokens that are spelled in messages for the tokens themselves, not for text.
 
     Attributes:
         app: for an ASGI server.
@@ -91,6 +82,7 @@ class Service:
         hosts: Hosts | None = None,
         origins: Collection[str] = (),
         share_prefixes: bool = False,
+        parse_special: bool = False,
     ) -> None:
         self.engine, self.name = engine, name
         # What fits beside one token, for refusals that say what is served.
@@ -99,14 +91,14 @@ class Service:
         self.draining, self.metrics = False, Metrics()
         self.places = Places(capacity, capacity_of_one or max(capacity - capacity // 4, min(capacity, limits.choices)))
         self.bodies = Bodies(LARGE_BODIES * limits.body_bytes)
-        self._defaults = default_sampling(model)
+        self._defaults = recommended(engine.generation.values, unstated=1.0)  # OpenAI's
         self._renderers = [TemplateRenderer() for _ in range(THREADS)]
         self._tokenizer = tokenizer_of(processor)
         self._token_bytes = token_bytes(self._tokenizer)
         # Each is used by one thread at a time.
         self._chats: SimpleQueue[ChatPrompts] = SimpleQueue()
         for renderer in self._renderers:
-            self._chats.put(ChatPrompts(processor, model.config, renderer))
+            self._chats.put(ChatPrompts(processor, model.config, renderer, parse_special))
         self._created = int(time.time())
         self._salted = bool(keys) and not share_prefixes
         self._running: set[Generation] = set()
@@ -331,14 +323,14 @@ class Service:
         """Refuse a prompt that is too long whatever its tokens are (Refusal), before they are made."""
         longest, least = self.limits.prompt_tokens, len(prompt)
         if isinstance(prompt, str):
-            least = self._token_bytes.least_tokens(prompt) if self._token_bytes else 0
+            least = self._token_bytes.least_tokens(prompt.replace(MARK, "")) if self._token_bytes else 0
         if longest is not None and least > longest:
             length = f"{least} tokens" if isinstance(prompt, list) else f"at least {least} tokens"
             raise asked.too_long(length, self.limits)
 
     def _ids(self, asked: Completion | Chat, prompt: str) -> list[int]:
         if isinstance(asked, Completion):
-            return self._tokenizer(prompt).input_ids
+            return encode_text(self._tokenizer, prompt)
         chat = self._chats.get()
         try:
             return chat.encode_text(prompt)["input_ids"][0].tolist()

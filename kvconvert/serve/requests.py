@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -235,7 +235,7 @@ class _Asked(BaseModel, extra="allow", strict=True):
         """
         given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
         given = {name: getattr(defaults, name) if value is None else value for name, value in given.items()}
-        return Sampling(**given, seed=None if self.seed is None else self.seed + choice)
+        return replace(defaults, **given, seed=None if self.seed is None else self.seed + choice)
 
     def new_tokens(self, limits: Limits, prompt_tokens: int, room: int | None) -> int:
         """Tokens that a choice may have (Refusal: too many, or too long a prompt).

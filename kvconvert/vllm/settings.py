@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
+import json
+import logging
+import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvconvert.bundle.files import read_object
+from kvconvert.bundle.files import read_object, read_settings
+from kvconvert.bundle.generation import NAME, read_generation, stop_tokens
 from kvconvert.errors import BundleError
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.vllm.bundle import ServedBundle, is_bundle, served_bundle
 
+logger = logging.getLogger(__name__)
 # Minor versions of vLLM whose interfaces the plugin was tried with.
 VERSIONS = ("0.32", "0.33")
 
@@ -35,6 +42,8 @@ def choose_settings(arguments: Any, version: str) -> ServedBundle | None:
             "of these, or a kvconvert that knows yours."
         )
     served = served_bundle(arguments.model)
+    if getattr(arguments, "generation_config", "auto") == "auto":
+        arguments.generation_config = _generation_config(path)
     if not served.has_cache:
         return served
     needed = {
@@ -52,6 +61,24 @@ def choose_settings(arguments: Any, version: str) -> ServedBundle | None:
     if arguments.enable_prefix_caching and served.keeps_windows:
         raise _refused("--enable-prefix-caching", "its newest tokens are in full precision, which no other request has")
     return served
+
+
+def _generation_config(directory: Path) -> str:
+    """A folder with the bundle's generation_config.json as vLLM applies it; it is there while the process runs."""
+    file, config = directory / NAME, read_object(directory / "config.json")
+    stated = read_object(file) if file.exists() else {}
+    configured = [part.get("eos_token_id") for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    tokenizer = directory / "tokenizer.json"
+    contents = read_settings(tokenizer) if tokenizer.exists() else None
+    added = contents.get("added_tokens") if isinstance(contents, dict) else None
+    special = {token.get("id") for token in added if isinstance(token, dict)} if isinstance(added, list) else None
+    values, warning = read_generation(stated, stop_tokens(stated, configured, special=special)).for_vllm()
+    if warning:
+        logger.warning("%s", warning)
+    folder = Path(tempfile.mkdtemp(prefix="kvconvert-vllm-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    (folder / NAME).write_text(json.dumps(values), encoding="utf8")
+    return str(folder)
 
 
 def refuse_hub(arguments: Any, config: Mapping[str, Any]) -> None:

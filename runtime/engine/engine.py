@@ -14,14 +14,18 @@ from torch import Tensor
 from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.runtime.engine.model_steps import ModelSteps, PromptChunk
 from kvconvert.runtime.engine.prefixes import Prefixes, no_prefixes
+from kvconvert.runtime.engine.processors import check_settings, recommended
 from kvconvert.runtime.engine.request import EngineStats, Event, FinishReason, Request, UnreadStep, new_request
 from kvconvert.runtime.engine.sampling import Sampling
 from kvconvert.runtime.engine.scheduler import RowState, Scheduler
+from kvconvert.runtime.hf.generation_config import generation_settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+# Fields of generation_config.json that `generate` knows and requests of a batch do not.
+_NOT_APPLIED = ("num_beams", "num_return_sequences", "guidance_scale", "max_time", "token_healing")
 FAILED = "A step of the engine failed; its requests have ended and the others go on."
 
 
@@ -52,8 +56,12 @@ class Engine:
             bytes more for each weight, on a GPU, as long as the model stays there. Results do not depend on it.
         prompt_lookup_num_tokens, assistant_model: refused; `model.generate` takes them.
 
+    Attributes:
+        generation: what the model's generation_config.json says, as far as requests apply it; the rest is warned of.
+
     Raises:
-        UsageError: an argument that cannot be used.
+        UsageError: an argument or a generation setting that cannot be used.
+        BundleError: a generation setting that nothing can apply.
         UnsupportedModelError: the model was not loaded from a bundle with a KV plan, or cannot be batched like this.
     """
 
@@ -93,6 +101,12 @@ class Engine:
             raise UsageError(f"`max_waiting` is {max_waiting}; it has to be at least 0, or None.")
         self._tokenizer, self._prompt_chunk, self._max_batch_tokens = tokenizer, prompt_chunk, max_batch_tokens
         self._steps = ModelSteps(model, max_batch, kv_memory)
+        stated = generation_settings(model.generation_config.to_dict(), model.config, tokenizer)
+        self.generation = stated.without(_NOT_APPLIED if tokenizer else (*_NOT_APPLIED, "stop_strings"))
+        if warning := self.generation.warning("The Engine"):
+            logger.warning("%s", warning)
+        check_settings(model, self.generation.values)
+        self._recommended, self._stops = recommended(self.generation.values), self.generation.stops
         if keep_weights:
             self._steps.keep_weights()
         self._steps.prepare(prompt_chunk, max_batch_tokens)
@@ -130,8 +144,10 @@ class Engine:
         Args:
             prompt: token ids, a list or int64 [n] or [1, n].
             max_new_tokens: at most so many are generated.
-            sampling: how tokens are chosen; greedily by default.
-            stop_token_ids: tokens that end the request; None takes the model's end-of-sequence tokens.
+            sampling: how tokens are chosen; None takes what the model's generation_config.json says, which is greedy
+                where it says nothing.
+            stop_token_ids: tokens that end the request; None takes the model's end-of-sequence tokens, and the stop
+                strings of its generation_config.json beside `stop`.
             stop: strings that end the request and are no part of its text.
             prefix_salt: stored prefixes are shared among requests of the same salt alone.
             on_event: called by the thread that steps with each event of this request, the last one included; it should
@@ -142,9 +158,12 @@ class Engine:
             QueueFullError: as many requests are waiting as may.
         """
         try:
-            request = new_request(
-                self._steps, self._tokenizer, prompt, max_new_tokens, sampling or Sampling(), stop_token_ids, stop
-            )
+            sampling = self._recommended if sampling is None else sampling
+            if stop_token_ids is None:
+                stop_token_ids = self._stops
+                if not isinstance(stop, str):
+                    stop = [*stop, *self.generation.values.get("stop_strings", ())]
+            request = new_request(self._steps, self._tokenizer, prompt, max_new_tokens, sampling, stop_token_ids, stop)
             request.on_event, request.on_cancel, request.prefix_salt = on_event, self._cancel, prefix_salt
             with self._lock:
                 request.id, self._next_id = self._next_id, self._next_id + 1

@@ -18,7 +18,7 @@ from kvconvert.kernels.launches import make_ready, record_specializations
 from kvconvert.kernels.linear import keep_values
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.models import CACHE
-from kvconvert.models.configuration import is_latent
+from kvconvert.models.configuration import changing_rope, context_length, is_latent
 from kvconvert.runtime.cache.compress import raise_found
 from kvconvert.runtime.cache.group_tables import upload
 from kvconvert.runtime.engine.sampling import sample
@@ -122,10 +122,9 @@ class ModelSteps:
         # Without it logits of all tokens are computed.
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.vocabulary: int = config.vocab_size
-        self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
-        switch = rotary_switch(config)
-        if switch is not None:  # a longer row would change what all other rows compute
-            self.max_positions = switch
+        self.max_positions = context_length(config)
+        if changing_rope(config) is not None:  # a longer row would change what all other rows compute
+            self.max_positions = rotary_switch(config) or config.max_position_embeddings
         self._joined: list[Any] = []
         self._taken: set[int] = set()  # rows that hold a sequence
         # How many rows decoding steps may have, ascending, and how many the cache has now.
@@ -272,11 +271,6 @@ class ModelSteps:
                 begin += length
             self.discard(first)
             self.discard(second)
-
-    def stop_token_ids(self) -> frozenset[int]:
-        """The end-of-sequence tokens of the model's generation config."""
-        ids = self.model.generation_config.eos_token_id
-        return frozenset() if ids is None else frozenset(ids if isinstance(ids, list) else [ids])
 
     def pages_needed(self, prompt_tokens: int, new_tokens: int) -> int:
         """Pages that a sequence can come to; what is generated after a compressed prompt begins a page of its own."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvconvert.errors import UsageError
 from kvconvert.runtime.engine.model_steps import ModelSteps
+from kvconvert.runtime.engine.processors import Processors, logits_processors
 from kvconvert.runtime.engine.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -140,6 +141,7 @@ class Request:
     prompt_cache: Any = field(default=None, repr=False)
     launched: int = field(default=0, repr=False)  # tokens chosen on the device, of which the newest may not be read yet
     text_stream: TextStream | None = field(default=None, repr=False)
+    processors: Processors | None = field(default=None, repr=False)
     on_event: Callable[[Event], None] | None = field(default=None, repr=False)
     on_cancel: Callable[[Request], None] | None = field(default=None, repr=False)
 
@@ -234,7 +236,7 @@ def new_request(
     prompt: Sequence[int] | Tensor,
     max_new_tokens: int,
     sampling: Sampling,
-    stop_token_ids: Sequence[int] | None,
+    stop_token_ids: Collection[int],
     stop: Sequence[str],
 ) -> Request:
     """A request after every check of `Engine.add`'s arguments; its id is given later.
@@ -267,8 +269,9 @@ def new_request(
         raise UsageError(f"`stop` is {stop!r}; give a list of strings that are not empty.")
     if sampling.seed is None:
         sampling = replace(sampling, seed=random.getrandbits(63))
-    stops = steps.stop_token_ids() if stop_token_ids is None else frozenset(stop_token_ids)
-    request = Request(-1, ids, max_new_tokens, sampling, stops)
+    request = Request(-1, ids, max_new_tokens, sampling, frozenset(stop_token_ids))
+    if sampling.settings:
+        request.processors = logits_processors(steps.model, sampling, ids, max_new_tokens, request.stop_token_ids)
     request.pages = steps.pages_needed(len(ids), max_new_tokens)
     request.text_stream = TextStream(tokenizer, ids, stop) if tokenizer is not None else None
     return request

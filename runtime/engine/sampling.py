@@ -8,12 +8,15 @@ shares its batch and whichever row it is in.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvconvert.errors import UsageError
+from kvconvert.bundle.generation import PROCESSED
+from kvconvert.errors import UsageError, did_you_mean
 
 # Sums of probabilities as integers are the same in whatever order they are added; 2 ** 40 leaves room for 2 ** 22 ids.
 FIXED_POINT = 2**40
@@ -30,15 +33,18 @@ class Sampling:
         top_k: only the k most likely tokens may be drawn; 0 allows all.
         top_p: of these, only the most likely ones whose probabilities sum up to top_p; 1 allows all.
         seed: of the request's random stream, a 64-bit number; None draws one when the request is added.
+        settings: what else changes which token is chosen, by transformers' names: `repetition_penalty`, `min_p`,
+            `bad_words_ids`, and others (`kvconvert.bundle.generation.PROCESSED`).
 
     Raises:
-        UsageError: a value outside its range.
+        UsageError: a value outside its range, or an unknown setting.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if not (0 <= self.temperature < math.inf):
@@ -49,6 +55,9 @@ class Sampling:
             raise UsageError(f"top_p = {self.top_p} cannot be used; it is above 0 and at most 1 (all tokens).")
         if self.seed is not None and not (isinstance(self.seed, int) and -(2**63) <= self.seed < 2**63):
             raise UsageError(f"seed = {self.seed} cannot be used; it is an integer of 64 bits.")
+        if unknown := set(self.settings) - {*PROCESSED}:
+            name = min(unknown)
+            raise UsageError(f"`settings` has {name}, which cannot be applied; {did_you_mean(name, PROCESSED)}")
 
     @property
     def greedy(self) -> bool:

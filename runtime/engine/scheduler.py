@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvconvert.errors import QueueFullError, UsageError
+from kvconvert.runtime.engine.processors import ProcessedRow
 from kvconvert.runtime.engine.request import Request
 from kvconvert.runtime.engine.sampling import HOTTEST, Sampling, sample
 
@@ -166,6 +167,7 @@ class RowState:
         self._turn = 0
         self.ids = torch.zeros(rows, dtype=torch.int64, device=device)
         self._sampling = [GREEDY] * rows
+        self._processed: dict[int, ProcessedRow] = {}  # rows whose logits are changed before a token is chosen
 
     @property
     def positions(self) -> Tensor:
@@ -174,7 +176,13 @@ class RowState:
 
     def enter(self, row: int, request: Request) -> None:
         """Let a row's next token be a request's first one."""
-        sampling = self._sampling[row] = request.sampling
+        sampling = request.sampling
+        if request.processors is not None:
+            device = self.ids.device
+            self._processed[row] = ProcessedRow.of(request.processors, request.prompt, request.max_new_tokens, device)
+            # They have done the rest.
+            sampling = Sampling(temperature=0.0 if sampling.greedy else 1.0, seed=sampling.seed)
+        self._sampling[row] = sampling
         self._host_integers[2, row] = sampling.top_k
         self._host_integers[3, row] = sampling.seed or 0
         self._host_floats[:, row] = min(sampling.temperature, HOTTEST), sampling.top_p
@@ -183,6 +191,7 @@ class RowState:
     def leave(self, row: int) -> None:
         """Let nothing be drawn for a row that is free."""
         self._sampling[row] = GREEDY
+        self._processed.pop(row, None)
         self._host_floats[0, row] = GREEDY.temperature
 
     def prepare(self, running: dict[int, Request]) -> None:
@@ -199,6 +208,7 @@ class RowState:
     def choose(self, logits: Tensor) -> Tensor:
         """The next token of the first n rows from logits [n, V], int64 [n]; they become the first of `ids`."""
         count = len(logits)
+        logits = self._process(logits)
         if all(sampling.greedy for sampling in self._sampling):
             chosen = logits.argmax(-1)
         else:
@@ -207,4 +217,19 @@ class RowState:
             restrict = any(sampling.restricts for sampling in self._sampling)
             chosen = sample(logits, temperature, top_k, top_p, seeds, counters, restrict=restrict)
         self.ids[:count] = chosen
+        self._append(chosen)
         return chosen
+
+    def _process(self, logits: Tensor) -> Tensor:
+        """Logits [n, V] with those rows changed whose requests ask for it."""
+        rows = [row for row in self._processed if row < len(logits)]
+        if rows:
+            logits = logits.to(torch.float32, copy=True)
+            for row in rows:
+                logits[row] = self._processed[row].scores(logits[row : row + 1])[0]
+        return logits
+
+    def _append(self, chosen: Tensor) -> None:
+        for row, processed in self._processed.items():
+            if row < len(chosen):
+                processed.append(chosen[row : row + 1])

@@ -32,6 +32,7 @@ from transformers.utils import ModelOutput
 from kvconvert.kernels.launches import skips_launches
 from kvconvert.methods import KVScheme
 from kvconvert.models import CACHE
+from kvconvert.models.configuration import context_length
 from kvconvert.runtime.cache.groups import FREE
 from kvconvert.runtime.cache.sequence import Sequence, Side
 from kvconvert.runtime.cache.steps import PlannedStep, TableRegistry, can_plan_steps, entries_needed
@@ -335,7 +336,7 @@ def prepare_steps(
     """
     captured, begin = model.captured, max(tokens)
     # Recordings hold at every position, and a learned embedding of positions has none beyond its last.
-    last = (getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or longest + 1) - 1
+    last = (context_length(model.config) or longest + 1) - 1
     before = captured.recorded
     lengths = [begin]
     while lengths[-1] < longest:

@@ -9,12 +9,15 @@ from typing import Any, Literal
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+from kvconvert.bundle.files import read_settings
+from kvconvert.bundle.generation import NAME as GENERATION_CONFIG
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import BundleError, UsageError
 from kvconvert.models.configuration import model_class, read_config, supports_images
 from kvconvert.models.processors import has_processor, load_processor, load_tokenizer, tokenizer_of
 from kvconvert.runtime.hf.bundle_quantizer import WHOLE, BundleConfig, Verify, check_fits
+from kvconvert.runtime.hf.generation_config import read_generation_config
 
 
 def load(
@@ -64,20 +67,24 @@ def load(
     verified = open_bundle(directory, verify=verify)
     check_fits(verified)
     config = read_config(verified.directory, verified.config, len(verified.manifest.tensors))
+    processes = supports_images(config) and has_processor(directory)
+    processor = load_processor(directory) if processes else load_tokenizer(directory)
+    # New tokens follow the last column.
+    tokenizer_of(processor).padding_side = "left"
+    file = directory / GENERATION_CONFIG
+    stated = read_settings(file) if file.exists() else None
+    generation = read_generation_config(stated, config, tokenizer_of(processor))
     config.quantization_config = BundleConfig(verified.config["quantization_config"], verify, verified)
     model, found = model_class(config).from_pretrained(
         directory,
         config=config,
         dtype=dtype or _default_dtype(config, device_map),
         device_map=device_map,
+        generation_config=generation,
         output_loading_info=True,
     )
     _require_complete(bundle, found["missing_keys"])
-    processes = supports_images(config) and has_processor(directory)
-    processor = load_processor(directory) if processes else load_tokenizer(directory)
     verified.files.check_unchanged()  # since then, transformers has opened the files again
-    # New tokens follow the last column.
-    tokenizer_of(processor).padding_side = "left"
     return model, processor
 
 

@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from kvconvert.errors import UsageError
 from kvconvert.models import CACHE
+from kvconvert.models.configuration import context_length
 from kvconvert.runtime.cache.reconstruct import PART, share_budget
 from kvconvert.runtime.hf.cache import KVCache
 
@@ -45,7 +46,7 @@ def score_prompt(model: PreTrainedModel, cache: KVCache, input_ids: torch.Tensor
         )
     real = torch.ones(batch, length, dtype=torch.int64) if first.real is None else first.real[::heads].long().cpu()
     before = real.cumsum(1) - 1  # index of a token among its sequence's own
-    positions = getattr(model.config, "max_position_embeddings", None) or int(before.max()) + 1 + PART
+    positions = context_length(model.config) or int(before.max()) + 1 + PART
     try:
         for start in range(0, length, MOST_TOKENS):
             stop = min(start + MOST_TOKENS, length)

@@ -18,6 +18,7 @@ from kvconvert.kernels.linear import QuantizedLinear, gpu_row_counts, packed_pro
 from kvconvert.kernels.linear.packed_layout import PackedWeight
 from kvconvert.kernels.rotate import many_rows
 from kvconvert.models import CACHE
+from kvconvert.models.configuration import context_length
 from kvconvert.runtime.hf.captured import prepare_steps
 from kvconvert.runtime.hf.packed_experts import PackedExperts
 from kvconvert.runtime.hf.reconstruct import seal_prompt
@@ -147,7 +148,7 @@ def _without_floats(value: Any) -> Any:
 
 def max_positions(model: Any) -> int:
     """Positions that a model has; very many where it states none."""
-    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 40
+    return context_length(model.config) or 1 << 40
 
 
 def packed_linears(model: Any) -> list[QuantizedLinear]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
+from transformers import GenerationConfig
 
 from kvconvert.models import CACHE
 
@@ -170,7 +171,7 @@ class FakeModel:
             model_type="fake",
             get_text_config=self._config,
         )
-        self.generation_config = SimpleNamespace(eos_token_id=END)
+        self.generation_config = GenerationConfig(eos_token_id=END)
         self.device = torch.device("cpu")
         self.captured = SimpleNamespace(passes=SimpleNamespace(padded=lambda tokens, device: None))
         self.batches = []  # occupied rows of each decoding pass

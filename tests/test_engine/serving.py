@@ -7,9 +7,7 @@ import socket
 import threading
 import time
 from dataclasses import dataclass
-from types import SimpleNamespace
 
-import torch
 from openai import OpenAI
 
 from kvconvert.runtime import Engine
@@ -24,6 +22,7 @@ class Letters:
     """A tokenizer of a fake model: token n is the n-th printable character."""
 
     chat_template = None
+    added_tokens_decoder, all_special_tokens = {}, []
 
     @property
     def special_tokens_map(self):
@@ -32,9 +31,8 @@ class Letters:
     def get_chat_template(self):
         return self.chat_template
 
-    def __call__(self, text, add_special_tokens=True, return_tensors=None):
-        ids = [ord(letter) - 31 for letter in text]
-        return SimpleNamespace(input_ids=torch.tensor([ids]) if return_tensors else ids)
+    def __call__(self, text, add_special_tokens=True, verbose=True):
+        return {"input_ids": [ord(letter) - 31 for letter in text]}
 
     def decode(self, ids, skip_special_tokens):
         return "".join(chr(id + 31) for id in ids if id)

@@ -1,17 +1,16 @@
 """`kvconvert serve` through the `openai` package: the same tokens as `generate`, and what else clients rely on."""
 
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import openai
 import pytest
 import torch
 from serving import NAME, serving
-from transformers import GenerationConfig
 
 from kvconvert import load
+from kvconvert.bundle.generation import read_generation
 from kvconvert.runtime import Sampling
-from kvconvert.serve.app import default_sampling
+from kvconvert.runtime.engine.processors import recommended
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
@@ -207,14 +206,17 @@ def test_metrics_count_what_was_served(here, client):
     ("stated", "expected"),
     [
         ({}, Sampling(temperature=1.0)),
+        ({"do_sample": False}, Sampling(temperature=0.0)),
+        ({"do_sample": True, "temperature": 0}, Sampling(temperature=0.0)),
+        ({"do_sample": True, "top_k": -1, "top_p": 1}, Sampling(temperature=1.0)),
+        ({"repetition_penalty": 2}, Sampling(temperature=1.0, settings={"repetition_penalty": 2.0})),
         ({"temperature": 0.6, "top_k": 20}, Sampling(temperature=1.0)),
         ({"do_sample": True, "temperature": 0.6, "top_k": 20}, Sampling(temperature=0.6, top_k=20)),
         ({"do_sample": True, "top_p": 0.8}, Sampling(temperature=1.0, top_p=0.8)),
     ],
 )
 def test_a_model_that_asks_for_sampling_is_sampled_as_it_asks(stated, expected):
-    model = SimpleNamespace(generation_config=GenerationConfig(**stated))
-    assert default_sampling(model) == expected
+    assert recommended(read_generation(stated).values, unstated=1.0) == expected
 
 
 def test_a_prompt_that_begins_as_an_earlier_one_says_what_it_did_not_read(loaded):

@@ -87,16 +87,19 @@ def write_mxfp4(directory):
 
 def shorten_tokenizer(file):
     """Keep the first tokens only: every reader of a GGUF file goes through all of them one by one."""
-    tokenizer = json.loads(file.read_text())
+    tokenizer = json.loads(file.read_text(encoding="utf-8"))
     model = tokenizer["model"]
     model["vocab"] = {token: number for token, number in model["vocab"].items() if number < VOCABULARY}
     pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
     model["merges"] = [pair for pair in pairs if {*pair, "".join(pair)} <= model["vocab"].keys()]
-    file.write_text(json.dumps(tokenizer))
+    file.write_text(json.dumps(tokenizer), encoding="utf-8")
 
 
-def write_gguf(directory, kind="F16"):
-    """A tiny Llama in llama.cpp's names and order of rows; returns the file, the model, and the weights to be read."""
+def write_gguf(directory, kind="F16", special=()):
+    """A tiny Llama in llama.cpp's names and order of rows; returns the file, the model, and the weights to be read.
+
+    `special` are its last tokens, the first of which begin and end a text.
+    """
     gguf = pytest.importorskip("gguf", reason="needs the package gguf (pip install '.[gguf]')")
     model = save_checkpoint(directory / "model", dtype=torch.float16, vocab_size=VOCABULARY)
     shorten_tokenizer(model / "tokenizer.json")
@@ -115,16 +118,18 @@ def write_gguf(directory, kind="F16"):
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(config["vocab_size"])
-    tokenizer = json.loads((model / "tokenizer.json").read_text())["model"]
+    tokenizer = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))["model"]
     vocabulary = sorted(tokenizer["vocab"], key=tokenizer["vocab"].get)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
+    ordinary = len(vocabulary) - len(special)
+    vocabulary[ordinary:] = special
     writer.add_token_list(vocabulary)
-    writer.add_token_types([1] * len(vocabulary))
-    merges = tokenizer["merges"]
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(0)
+    writer.add_token_types([1] * ordinary + [3] * len(special))
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in tokenizer["merges"]]
+    writer.add_token_merges([" ".join(pair) for pair in merges if {*pair, "".join(pair)} <= {*vocabulary}])
+    writer.add_bos_token_id(ordinary if special else 0)
+    writer.add_eos_token_id(ordinary + 1 if special else 0)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     expected = {}
     for name, tensor in load_file(model / "model.safetensors").items():
@@ -225,6 +230,22 @@ def test_a_gguf_file_gives_its_tokenizer(tmp_path):
     found = AutoTokenizer.from_pretrained(source.directory)(text, add_special_tokens=False).input_ids
     assert found == AutoTokenizer.from_pretrained(model)(text, add_special_tokens=False).input_ids
     assert source.config.eos_token_id == 0
+
+
+def test_special_tokens_beyond_ascii_keep_their_ids(tmp_path):
+    special = [
+        "<\uff5cbegin\u2581of\u2581sentence\uff5c>",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+        "<\uff5cUser\uff5c>",
+    ]
+    file, *_ = write_gguf(tmp_path, special=special)
+    source = open_source(str(file))
+    tokenizer = AutoTokenizer.from_pretrained(source.directory)
+    ids = [VOCABULARY - 3, VOCABULARY - 2, VOCABULARY - 1]
+    assert tokenizer.convert_tokens_to_ids(special) == ids
+    assert (source.config.bos_token_id, source.config.eos_token_id) == (ids[0], ids[1])
+    assert tokenizer("".join(special), add_special_tokens=False).input_ids == ids
+    assert tokenizer.decode(tokenizer("naïve 日本", add_special_tokens=False).input_ids) == "naïve 日本"
 
 
 WRITERS = {"fp8": write_fp8, "mxfp4": write_mxfp4, "gguf": lambda folder: write_gguf(folder, "Q8_0")[2]}

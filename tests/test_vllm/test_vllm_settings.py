@@ -11,14 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-from tiny.bundle import write_tiny_bundle
+from tiny.bundle import edit_json, reseal, write_tiny_bundle
 
 from kvconvert.errors import BundleError
 from kvconvert.methods import KVScheme
 from kvconvert.vllm.bundle import ServedBundle, layer_index
 from kvconvert.vllm.settings import VERSIONS, choose_settings, refuse_config, refuse_hub
 
-ARGUMENTS = {"attention_backend": None, "block_size": None, "kv_cache_dtype": "auto", "enable_prefix_caching": None}
+ARGUMENTS = {
+    "generation_config": "auto",
+    "attention_backend": None,
+    "block_size": None,
+    "kv_cache_dtype": "auto",
+    "enable_prefix_caching": None,
+}
 KNOWN = f"{VERSIONS[-1]}.0"
 PARALLEL = {f"{name}_parallel_size": 1 for name in ("tensor", "pipeline", "decode_context", "prefill_context", "data")}
 
@@ -71,6 +77,39 @@ def test_a_bundle_chooses_backend_page_size_and_cache(tmp_path):
     assert choose_settings(given, KNOWN) is not None
     assert (given.attention_backend, given.block_size) == ("CUSTOM", 128)
     assert (given.kv_cache_dtype, given.enable_prefix_caching) == ("auto", False)
+
+
+@pytest.mark.parametrize(
+    ("stated", "read", "named"),
+    [
+        ({}, {"eos_token_id": 7}, None),
+        ({"eos_token_id": [3, -1]}, {"eos_token_id": [3, 7]}, None),
+        ({"do_sample": True, "temperature": 0, "top_k": -1}, {"temperature": 0.0, "do_sample": False}, None),
+        ({"temperature": 0.6, "top_p": 0.5}, {}, None),
+        (
+            {"do_sample": True, "temperature": 2, "min_p": 0.1, "repetition_penalty": 2, "no_repeat_ngram_size": 3},
+            {"do_sample": True, "temperature": 2.0, "min_p": 0.1, "repetition_penalty": 2.0},
+            "no_repeat_ngram_size = 3",
+        ),
+        ({"num_beams": 3, "stop_strings": "x"}, {}, "num_beams = 3"),
+    ],
+    ids=str,
+)
+def test_generation_settings_are_those_of_generate(stated, read, named, tmp_path, caplog):
+    write_tiny_bundle(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps(stated))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 7}]}))
+    edit_json(tmp_path / "config.json", eos_token_id=2, text_config={"eos_token_id": 7})
+    reseal(tmp_path)
+    given = arguments(tmp_path)
+    choose_settings(given, KNOWN)
+    written = json.loads((Path(given.generation_config) / "generation_config.json").read_text())
+    assert written == {"eos_token_id": 7} | read
+    assert (named or "") in caplog.text
+    assert bool(caplog.text) == (named is not None)
+    given = arguments(tmp_path, generation_config="vllm")
+    choose_settings(given, KNOWN)
+    assert given.generation_config == "vllm"
 
 
 def test_another_model_is_left_alone(tmp_path):

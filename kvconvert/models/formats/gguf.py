@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from kvconvert.errors import CheckpointError, UnsupportedModelError, UsageError, first_line, printable
 from kvconvert.io.records import TensorInfo
@@ -196,10 +197,38 @@ def _write_tokenizer(file: Path, directory: Path, config: PretrainedConfig) -> N
     settings = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
     for name in ("name_or_path", "gguf_file"):
         settings.pop(name, None)
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+    (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
+    if _respell_special_tokens(directory / "tokenizer.json"):
+        tokenizer = AutoTokenizer.from_pretrained(directory)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if getattr(tokenizer, name, None) is not None:
             setattr(config, name, getattr(tokenizer, name))
+
+
+def _respell_special_tokens(file: Path) -> bool:
+    """Give special tokens beyond ASCII their own ids again; whether there were any.
+
+    transformers takes the characters of every token of such a vocabulary for bytes, does not find the special ones that
+    are not spelled so, and adds them behind the model's last id.
+    """
+    contents = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    vocabulary = contents.get("model", {}).get("vocab")
+    if not isinstance(vocabulary, dict):
+        return False
+    spelling, ids = bytes_to_unicode(), {}
+    for token in contents["added_tokens"]:
+        name = token["content"]
+        spelled = "".join(spelling[byte] for byte in name.encode())
+        if name not in vocabulary and spelled in vocabulary:
+            token["id"] = ids[name] = vocabulary[name] = vocabulary.pop(spelled)
+    contents["added_tokens"].sort(key=lambda token: token["id"])
+    for name, entry in ((contents["post_processor"] or {}).get("special_tokens") or {}).items():
+        if name in ids:
+            entry["ids"] = [ids[name]]
+    if ids:
+        file.write_text(json.dumps(contents, ensure_ascii=False), encoding="utf-8")
+    return bool(ids)
 
 
 def _plan(

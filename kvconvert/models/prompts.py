@@ -1,0 +1,266 @@
+"""From text to token ids: one way for prompts, conversations, calibration, and evaluation.
+
+Raw text gets the tokens that its tokenizer puts before a text, and none that it puts after one. A conversation gets
+those that its chat template writes. What is said in it is text: a special token that is spelled in a message ends no
+turn and begins none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+from kvconvert.errors import UsageError
+from kvconvert.models.templates import TemplateLimitError, refused
+
+# Stands within special tokens that are spelled in messages, until they were tokenized as text. Unicode reserves this
+# character for what never leaves a program.
+MARK = "\ufdd0"
+_PROBE = "kvconvert-probe"
+
+
+def added_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """The special tokens that a tokenizer puts before and after a text."""
+    plain, whole = (tokenizer("a", add_special_tokens=added)["input_ids"] for added in (False, True))
+    for begin in range(len(whole) - len(plain) + 1):
+        if whole[begin : begin + len(plain)] == plain:
+            return whole[:begin], whole[begin + len(plain) :]
+    return [], []
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a text that is to go on: begun as the tokenizer begins a text, if it does not say so itself, and not
+    ended.
+    """
+    before, _ = added_around(tokenizer)
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids if before and ids[: len(before)] == before else before + ids
+
+
+class Conversations:
+    """Messages as a model's chat template writes them.
+
+    Args:
+        tokenizer: of the model.
+        processor: of the model, whose template is used instead of the tokenizer's.
+        parse_special: take special tokens that are spelled in messages for the tokens themselves.
+        render: applies the template to messages in the form it takes, with the beginning of an answer or without; None
+            lets transformers do it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        processor: ProcessorMixin | None = None,
+        parse_special: bool = False,
+        render: Callable[[list[dict[str, Any]], bool], str] | None = None,
+    ) -> None:
+        self._tokenizer, self._parse_special, self._apply = tokenizer, parse_special, render or self._transformers
+        self._owner = tokenizer if processor is None else processor
+        self._accepted: dict[str, tuple[bool, bool]] = {}
+
+    def text(self, messages: Sequence[Mapping[str, Any]], answer: bool) -> str:
+        """The conversation as text, with a `MARK` in every special token that a message spells.
+
+        Args:
+            messages: in transformers' form; contents may be text or lists of parts, whatever the template takes.
+            answer: add what the model's answer follows.
+
+        Raises:
+            UsageError: the template refuses the conversation, or writes no parts of a kind that it has.
+        """
+        fitted = [self._fitted(message) for message in messages]
+        if self._parse_special:
+            return self._render(fitted, answer)
+        rendered = self._render([self._marked(message) for message in fitted], answer)
+        if any(self._tail(text) for text in _texts(fitted)):
+            # Two messages may spell a token together, where the template writes one after the other.
+            apart = self._render([self._marked(message, tails=True) for message in fitted], answer)
+            if len(self._special.findall(apart)) != len(self._special.findall(rendered)):
+                return apart
+        return rendered
+
+    def encode(self, messages: Sequence[Mapping[str, Any]], answer: bool) -> list[int]:
+        """Token ids of the conversation; see `text`."""
+        return self.ids(self.text(messages, answer))
+
+    def ids(self, rendered: str) -> list[int]:
+        """Token ids of what `text` gave."""
+        ids = self._tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"]
+        if MARK not in rendered:
+            return ids
+        return [id for id, kept in zip(ids, unmarked(self._tokenizer, rendered, ids), strict=True) if kept]
+
+    @property
+    def _template(self) -> str:
+        return str(self._owner.chat_template)
+
+    def _transformers(self, messages: list[dict[str, Any]], answer: bool) -> str:
+        return self._owner.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer)
+
+    def _render(self, messages: list[dict[str, Any]], answer: bool) -> str:
+        try:
+            return self._apply(messages, answer)
+        except UsageError:
+            raise
+        except Exception as error:  # templates raise jinja2 errors of their own making
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise refused(reason) from error
+
+    def _fitted(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """The message without empty fields, its contents in the form that the template takes: text, or parts."""
+        fitted: dict[str, Any] = _without_nulls(message)
+        content = fitted.get("content")
+        if not isinstance(content, str | list):
+            return fitted
+        takes_text, takes_parts = self._accepts()
+        if isinstance(content, str) and takes_parts and not takes_text:
+            fitted["content"] = [{"type": "text", "text": content}]
+        elif isinstance(content, list):
+            parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+            other = next((part for part in parts if not _is_text(part)), None)
+            if takes_parts or not takes_text:
+                fitted["content"] = [{"type": "text", "text": p["text"]} if _is_text(p) else p for p in parts]
+            elif other is not None:
+                kind = other.get("type", other) if isinstance(other, Mapping) else other
+                raise UsageError(
+                    f"A message has a part of the type {kind!r:.40}, and the model's chat template takes text alone; "
+                    "leave the part out."
+                )
+            else:
+                fitted["content"] = "\n".join(part["text"] for part in parts)
+        return fitted
+
+    def _accepts(self) -> tuple[bool, bool]:
+        """Whether the template writes contents that are text, and contents that are lists of parts."""
+        template = self._template
+        if template not in self._accepted:
+            forms = (_PROBE, [{"type": "text", "text": _PROBE}])
+            self._accepted[template] = tuple(self._writes(form) for form in forms)  # type: ignore[assignment]
+        return self._accepted[template]
+
+    def _writes(self, content: Any) -> bool:
+        try:
+            text = self._apply([{"role": "user", "content": content}], False)
+        except TemplateLimitError:
+            raise
+        except Exception:  # as above
+            return False
+        # Not as Python or JSON writes a list.
+        return _PROBE in text and not re.search(rf"""["']text["']: *["']{_PROBE}""", text)
+
+    @cached_property
+    def _tokens(self) -> set[str]:
+        """Special tokens."""
+        added = self._tokenizer.added_tokens_decoder.values()
+        return {*self._tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        """Any special token."""
+        return _any_of(self._tokens)
+
+    @cached_property
+    def _control(self) -> re.Pattern[str]:
+        """Any special token, or another added one that the template writes; the model's own answers may have these."""
+        added = self._tokenizer.added_tokens_decoder.values()
+        return _any_of({*self._tokens, *(token.content for token in added if token.content in self._template)})
+
+    @cached_property
+    def _beginnings(self) -> set[str]:
+        return {token[:length] for token in self._tokens for length in range(1, len(token))}
+
+    def _tail(self, text: str) -> int:
+        """Characters at the end of a text with which a special token may begin."""
+        longest = max(map(len, self._beginnings), default=0)
+        text = text[-longest - 64 :].rstrip()
+        return next((n for n in range(min(longest, len(text)), 0, -1) if text[-n:] in self._beginnings), 0)
+
+    def _marked(self, message: dict[str, Any], tails: bool = False) -> dict[str, Any]:
+        """The message with a mark after the first character of every special token that is spelled in it, and of those
+        that may begin where one of its texts ends.
+        """
+        pattern = self._special if message.get("role") == "assistant" else self._control
+
+        def mark(text: str) -> str:
+            text = pattern.sub(lambda found: found[0][0] + MARK + found[0][1:], text.replace(MARK, ""))
+            if tails and (length := self._tail(text)):
+                place = len(text.rstrip()) - length + 1
+                text = text[:place] + MARK + text[place:]
+            return text
+
+        return _changed(message, mark)
+
+
+def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
+    """What matches any of the tokens, but those of one character, which cannot be told from text."""
+    longer = sorted((token for token in tokens if len(token) > 1), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longer)) or r"(?!)")
+
+
+def unmarked(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int]) -> list[bool]:
+    """Which token ids of a text are none of its marks.
+
+    Raises:
+        UsageError: the marks are not tokens of their own here.
+    """
+    shorter, longer = (tokenizer(MARK * count, add_special_tokens=False)["input_ids"] for count in (2, 3))
+    mark = longer[len(shorter) :]
+    kept, found, place = [True] * len(ids), 0, 0
+    while mark and place <= len(ids) - len(mark):
+        if list(ids[place : place + len(mark)]) == mark:
+            kept[place : place + len(mark)] = [False] * len(mark)
+            found, place = found + 1, place + len(mark)
+        else:
+            place += 1
+    if found != text.count(MARK):
+        rest = text[text.index(MARK) - 1 :].replace(MARK, "")
+        spelled = next((token for token in tokenizer.all_special_tokens if rest.startswith(token)), rest[:20])
+        raise UsageError(
+            f"A message holds {spelled!r}, a special token that this tokenizer cannot write as text; leave it out, or "
+            "have special tokens in messages read as such (`parse_special`)."
+        )
+    return kept
+
+
+def without_marks(tokenizer: PreTrainedTokenizerBase, text: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A processor's inputs of a text without the tokens of its marks; `input_ids` and what is like it are [1, n]."""
+    ids = inputs["input_ids"]
+    kept = torch.tensor(unmarked(tokenizer, text, ids[0].tolist()))
+    return {name: value[:, kept] if value.shape == ids.shape else value for name, value in inputs.items()}
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and isinstance(part.get("text"), str) and part.get("type", "text") in _TEXT_PARTS
+
+
+_TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without the fields that a table fills with null where a row does not have them."""
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(field) for name, field in value.items() if field is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    """A structure with every text in it changed; names of fields are left."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: _changed(field, change) for name, field in value.items()}
+    return [_changed(item, change) for item in value] if isinstance(value, list) else value
+
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return [text for item in items for text in _texts(item)]

@@ -1,0 +1,285 @@
+"""generation_config.json means the same wherever a bundle generates: each of its fields is applied, translated, or
+named.
+"""
+
+import json
+import logging
+import shutil
+
+import pytest
+import torch
+from tiny.bundle import edit_json, reseal
+from tiny.llama import write_tiny_bundle
+
+from kvconvert import KvconvertError, load
+from kvconvert.bundle.generation import PROCESSED, read_generation, stop_tokens
+from kvconvert.console import Console
+from kvconvert.errors import BundleError, UsageError
+from kvconvert.runtime import Engine, Sampling
+
+PROMPT = [5, 6, 7, 8, 5, 6, 7, 8, 9, 10]
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return write_tiny_bundle(tmp_path_factory.mktemp("bundle"))
+
+
+@pytest.fixture
+def stating(bundle, tmp_path):
+    """A copy of the bundle whose generation_config.json says this and no more."""
+
+    def copy(text=None, **fields):
+        shutil.rmtree(tmp_path / "copy", ignore_errors=True)
+        made = tmp_path / "copy"
+        shutil.copytree(bundle, made)
+        (made / "generation_config.json").write_text(json.dumps(fields) if text is None else text)
+        reseal(made)
+        return made
+
+    return copy
+
+
+def answers(model, tokenizer, **options):
+    """The tokens of `generate`, and those of an Engine's request that says nothing."""
+    ids = torch.tensor([PROMPT])
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, **options)
+    engine = Engine(model, tokenizer, max_batch=2)
+    request = engine.add(PROMPT, max_new_tokens=NEW)
+    engine.run()
+    return output[0, len(PROMPT) :].tolist(), request.tokens
+
+
+@pytest.fixture(scope="module")
+def plain(bundle):
+    model, tokenizer = load(bundle, dtype=torch.float32)
+    asked, found = answers(model, tokenizer)
+    assert asked == found
+    return found
+
+
+FIRST = 3  # place of a token of the plain answer that settings take away
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"repetition_penalty": 2},
+        {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2},
+        {"encoder_repetition_penalty": 0.5, "encoder_no_repeat_ngram_size": 2},
+        {"bad_words_ids": [["first"]]},
+        {"suppress_tokens": ["first"]},
+        {"begin_suppress_tokens": ["zeroth"]},
+        {"sequence_bias": [[["first"], -50.0]]},
+        {"min_new_tokens": 9, "eos_token_id": ["first"]},
+        {"min_length": 19, "eos_token_id": ["first"]},
+        {"forced_bos_token_id": 9, "forced_eos_token_id": 77},
+        {"exponential_decay_length_penalty": [2, 40.0], "eos_token_id": 33},
+        {"watermarking_config": {"bias": 40.0, "seeding_scheme": "lefthash"}},
+        {"do_sample": True, "temperature": 0.0, "repetition_penalty": 2.0},
+        {"do_sample": True, "min_p": 1.0, "suppress_tokens": ["first"]},
+        {"do_sample": True, "temperature": 0.7, "top_k": 1, "top_p": 0.5, "repetition_penalty": 3.0},
+        {"renormalize_logits": True, "remove_invalid_values": True, "suppress_tokens": ["first"]},
+    ],
+    ids=lambda fields: "-".join(fields),
+)
+def test_a_request_is_answered_as_generate_answers(fields, stating, plain):
+    text = json.dumps(fields).replace('"first"', str(plain[FIRST])).replace('"zeroth"', str(plain[0]))
+    asked, found = answers(*load(stating(text), dtype=torch.float32))
+    assert found == asked
+    assert found != plain
+
+
+def test_settings_of_one_request_leave_the_others_alone(bundle, plain):
+    model, tokenizer = load(bundle, dtype=torch.float32)
+    engine = Engine(model, tokenizer, max_batch=3)
+    settings = {"repetition_penalty": 3.0}
+    hot = Sampling(temperature=0.8, top_k=9, seed=4)
+    asked = [(PROMPT, Sampling(settings=settings)), (PROMPT, Sampling()), (PROMPT[:4], hot), (PROMPT, Sampling())]
+    together = [engine.add(prompt, max_new_tokens=NEW, sampling=sampling) for prompt, sampling in asked]
+    engine.run()
+    assert together[1].tokens == together[3].tokens == plain
+    assert together[0].tokens != plain
+    for request, (prompt, sampling) in zip(together, asked, strict=True):
+        alone = Engine(model, tokenizer, max_batch=1)
+        other = alone.add(prompt, max_new_tokens=NEW, sampling=sampling)
+        alone.run()
+        assert request.tokens == other.tokens
+
+
+def test_what_is_drawn_with_settings_has_their_probabilities(bundle):
+    model, tokenizer = load(bundle, dtype=torch.float32)
+    engine = Engine(model, tokenizer, max_batch=32)
+    logits = model(torch.tensor([PROMPT])).logits[0, -1].float()
+    banned = logits.topk(5).indices.tolist()
+    settings = {"suppress_tokens": banned, "min_p": 0.5}
+    requests = [
+        engine.add(PROMPT, max_new_tokens=1, sampling=Sampling(temperature=0.5, seed=seed, settings=settings))
+        for seed in range(400)
+    ]
+    engine.run()
+    logits[banned] = -torch.inf
+    chances = (logits / 0.5).softmax(-1)
+    chances[chances < 0.5 * chances.max()] = 0
+    chances /= chances.sum()
+    counts = torch.bincount(torch.tensor([request.tokens[0] for request in requests]), minlength=len(chances))
+    assert not counts[chances == 0].any()
+    deviation = (counts - 400 * chances).abs() / (400 * chances * (1 - chances)).sqrt().clamp(min=1)
+    assert deviation.max() < 5
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"do_sample": True, "temperature": 0},
+        {"do_sample": True, "top_p": 0.0},
+        {"do_sample": True, "top_k": 1, "top_p": 1.5},
+        {"do_sample": False, "top_k": -1, "temperature": 0.6},
+        {"temperature": 0.0, "top_k": 0, "top_p": 1},
+        {"repetition_penalty": 1, "no_repeat_ngram_size": 0.0, "bad_words_ids": [], "sequence_bias": {}},
+        {"pad_token_id": -1, "eos_token_id": -1, "bos_token_id": None},
+        {"suppress_tokens": [], "stop_strings": [""], "forced_eos_token_id": []},
+        {"max_length": 20, "max_new_tokens": 4096, "transformers_version": "4.40.0", "_from_model_config": True},
+        {"output_attentions": True, "return_dict_in_generate": True, "output_scores": True},
+        {"cache_implementation": "hybrid", "compile_config": {"mode": "default"}},
+    ],
+    ids=str,
+)
+def test_what_says_greedy_or_nothing_gives_the_plain_answer(fields, stating, plain, caplog, capsys):
+    copy = stating(**fields)
+    model, tokenizer = load(copy, dtype=torch.float32)
+    asked, found = answers(model, tokenizer, return_dict_in_generate=False)
+    assert asked == found == plain
+    Console(copy, NEW, "cpu", dtype="float32").complete(tokenizer.decode(PROMPT), raw=True)
+    assert not [record for record in caplog.records if record.name.startswith("kvconvert")]
+    assert "Warning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"num_beams": 4, "length_penalty": 0.5, "early_stopping": True}, "num_beams = 4"),
+        ({"num_return_sequences": 3, "do_sample": True, "top_k": 1}, "num_return_sequences = 3"),
+        ({"guidance_scale": 1.5}, "guidance_scale = 1.5"),
+        ({"token_healing": True}, "token_healing = True"),
+        ({"max_time": 100}, "max_time = 100.0"),
+    ],
+    ids=str,
+)
+def test_what_requests_do_not_apply_is_named(fields, word, stating, plain, caplog, capsys):
+    copy = stating(**fields)
+    model, tokenizer = load(copy, dtype=torch.float32)
+    with caplog.at_level(logging.WARNING, "kvconvert"):
+        engine = Engine(model, tokenizer)
+    assert word in caplog.text
+    request = engine.add(PROMPT, max_new_tokens=NEW)
+    engine.run()
+    assert request.tokens == plain
+    Console(copy, NEW, "cpu", dtype="float32").complete(tokenizer.decode(PROMPT), raw=True)
+    assert word in capsys.readouterr().err or "max_time" in fields
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"presence_penalty": 0.5},
+        {"chat_format": "chatml"},
+        {"cache_implementation": "static"},
+        {"cache_implementation": "dynamic"},
+        {"penalty_alpha": 0.6, "top_k": 4},
+        {"dola_layers": "high"},
+        {"num_beam_groups": 2, "diversity_penalty": 0.5},
+        {"force_words_ids": [[5]]},
+    ],
+    ids=str,
+)
+def test_what_nothing_applies_is_named_when_a_bundle_is_loaded(fields, stating, plain, caplog):
+    with caplog.at_level(logging.WARNING, "kvconvert"):
+        model, tokenizer = load(stating(**fields), dtype=torch.float32)
+    name, value = next(iter(fields.items()))
+    assert f"{name} = {value!r}" in caplog.text
+    asked, found = answers(model, tokenizer)
+    assert asked == found == plain
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *('{"temperature": "hot"}', '{"temperature": -1}', '{"temperature": NaN}', '{"temperature": true}'),
+        *('{"top_k": 2.5}', '{"top_k": -2}', '{"top_k": 1e30, "do_sample": true}', '{"top_p": -0.1}'),
+        *('{"do_sample": "yes"}', '{"do_sample": 1}', '{"repetition_penalty": -1}', '{"repetition_penalty": "1.1"}'),
+        *('{"eos_token_id": "</s>"}', '{"eos_token_id": [[0]]}', '{"eos_token_id": true}', '{"eos_token_id": {}}'),
+        *('{"bad_words_ids": [5]}', '{"bad_words_ids": [[-5]]}', '{"bad_words_ids": [[9999999]]}'),
+        *('{"suppress_tokens": ["a"]}', '{"sequence_bias": [[[1], "x"]]}', '{"sequence_bias": 3}'),
+        *('{"min_p": 2.0, "do_sample": true}', '{"typical_p": -1.0, "do_sample": true}', '{"min_new_tokens": -4}'),
+        *('{"exponential_decay_length_penalty": 3}', '{"watermarking_config": {"seeding_scheme": "none"}}'),
+        *('{"watermarking_config": 7}', '{"early_stopping": "often", "num_beams": 2}', '{"stop_strings": [1]}'),
+        *('{"max_new_tokens": 0.5}', '{"use_cache": "no"}', "[]", "{", '"text"', '{"num_beams": 1e999}'),
+    ],
+)
+def test_a_value_that_nothing_can_apply_is_refused_in_a_sentence(text, stating):
+    with pytest.raises(KvconvertError) as error:
+        Console(stating(text), 2, "cpu").complete("It was", raw=True)
+    assert str(error.value).endswith(".")
+    assert "\n" not in str(error.value)
+    with pytest.raises(KvconvertError):
+        Engine(*load(stating(text)))
+
+
+def test_settings_that_nobody_knows_or_can_apply_are_refused(bundle):
+    engine = Engine(*load(bundle))
+    with pytest.raises(UsageError, match="did you mean repetition_penalty"):
+        Sampling(settings={"repetition_penality": 1.1})
+    with pytest.raises(UsageError, match="bad_words_ids cannot be applied"):
+        engine.add(PROMPT, sampling=Sampling(settings={"bad_words_ids": [[-3]]}))
+
+
+def test_stop_strings_of_the_file_end_requests(stating, bundle, plain):
+    text = load(bundle)[1].decode(plain)
+    engine = Engine(*load(stating(stop_strings=text[3:6]), dtype=torch.float32))
+    request, other = engine.add(PROMPT, max_new_tokens=NEW), engine.add(PROMPT, max_new_tokens=NEW, stop_token_ids=[])
+    engine.run()
+    assert (request.text, request.finish_reason) == (text[: text.index(text[3:6])], "stop")
+    assert other.tokens == plain
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "tokenizer", "special", "expected"),
+    [
+        ({}, [0, 0], None, None, [0]),
+        ({"eos_token_id": [4, 5]}, [0, 0], 7, {0, 7}, [4, 5, 0, 7]),
+        ({"eos_token_id": 4}, [None, [5, 6]], 4, {5, 6}, [4, 5, 6]),
+        # The default of a class of models: a piece of text here, or unknown.
+        ({"eos_token_id": 4}, [2, 2], 7, {0, 7}, [4, 7]),
+        ({"eos_token_id": 4}, [2], None, None, [4]),
+        ({}, [], 7, set(), [7]),
+        ({"eos_token_id": -1}, [None, -1], None, None, []),
+    ],
+)
+def test_what_ends_a_text_is_the_union_of_all_that_name_it(generation, config, tokenizer, special, expected):
+    assert stop_tokens(generation, config, tokenizer, special) == expected
+
+
+def test_generate_and_requests_end_at_any_of_these_tokens(stating, bundle, plain, tmp_path):
+    for place in ("generation_config.json", "config.json", "tokenizer_config.json"):
+        copy = stating()
+        added = load(copy)[1].convert_ids_to_tokens(plain[FIRST])
+        if place == "tokenizer_config.json":
+            edit_json(copy / place, eos_token=added)
+        else:
+            edit_json(copy / place, eos_token_id=plain[FIRST])
+        if place == "config.json":  # where it counts, because the tokenizer takes it for no text
+            edit_json(copy / "tokenizer_config.json", extra_special_tokens=[added])
+        reseal(copy)
+        asked, found = answers(*load(copy, dtype=torch.float32))
+        assert asked == found == plain[: plain.index(plain[FIRST]) + 1], place
+
+
+def test_each_name_of_a_setting_is_one_of_transformers():
+    from transformers import GenerationConfig
+
+    known = set(vars(GenerationConfig()))
+    assert set(PROCESSED) <= known
+    with pytest.raises(BundleError, match="temperature"):
+        read_generation({"temperature": []})
