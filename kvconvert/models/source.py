@@ -299,7 +299,7 @@ def _settings_beside(directory: Path, stored: Iterable[str]) -> dict[str, Any] |
         file = directory / name
         if file.is_file():
             try:
-                settings = json.loads(file.read_text(encoding="utf-8"))
+                settings = parse_json(file.read_bytes())
             except (OSError, ValueError, RecursionError) as error:
                 raise CheckpointError(f"{file} cannot be read ({first_line(error)}); fetch it again.") from error
             if not isinstance(settings, dict):
