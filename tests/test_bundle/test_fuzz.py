@@ -144,7 +144,8 @@ def test_twenty_thousand_hostile_bundles(fuzzer, part):
 def test_the_same_seed_gives_the_same_cases(bundle, tmp_path):
     (tmp_path / "second").mkdir()
     other = shutil.copytree(bundle, tmp_path / "second" / "other")
+    fuzzers = [fuzzing.Fuzzer(directory, seed=1) for directory in (bundle, other)]
     for number in (3, 77):
-        first, second = (fuzzing.Fuzzer(directory, seed=1).case(number) for directory in (bundle, other))
+        first, second = (each.case(number) for each in fuzzers)
         assert first == second
     assert all((other / path.name).read_bytes() == path.read_bytes() for path in bundle.iterdir() if path.is_file())
