@@ -138,12 +138,15 @@ def serve(
 
     check_place(bundle)
     try:
-        from kvconvert.serve.server import Server, bind
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name not in ("starlette", "uvicorn"):
             raise
         message = f"Serving needs {error.name}; run pip install '.[serve]' in a clone of kvconvert."
         raise UsageError(message) from error
+    from kvconvert.serve.listen import bind
+
     listening = bind(host, port)  # before minutes are spent on loading
     address = listening.getsockname()
     if log_requests:
@@ -158,6 +161,7 @@ def serve(
     from kvconvert.serve.access import Hosts
     from kvconvert.serve.app import Service
     from kvconvert.serve.requests import Limits
+    from kvconvert.serve.server import Server
 
     place = choose_device(device)
     stated = None if dtype is None else compute_dtype(dtype, place, None)

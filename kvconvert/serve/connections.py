@@ -28,9 +28,10 @@ class Connection(H11Protocol):
 
     Attributes:
         idle_since: when it last began to wait for its client, by `time.monotonic`.
+        address: the client's, as far as it tells clients apart.
     """
 
-    idle_since = 0.0
+    idle_since, address = 0.0, ""
     _half_closed = False
 
     @property
@@ -38,16 +39,11 @@ class Connection(H11Protocol):
         """Whether no request is complete that has no answer."""
         return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
-    @property
-    def address(self) -> str:
-        """The client's, as far as it tells clients apart."""
-        return network(self.client[0]) if self.client else ""
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin, in the place of another connection if need be."""
         super().connection_made(transport)
         transport.max_size = READ_BYTES  # type: ignore[attr-defined]
-        self.idle_since = time.monotonic()
+        self.idle_since, self.address = time.monotonic(), network(self.client[0]) if self.client else ""
         # uvicorn answers with 503 where there are as many as `limit_concurrency`.
         if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
             self._take_a_place()

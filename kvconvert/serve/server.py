@@ -1,4 +1,4 @@
-"""The process that serves: a socket, signals, and clients that keep connections without using them."""
+"""The process that serves: signals, and clients that keep connections without using them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import uvicorn
 
-from kvconvert.errors import UsageError
 from kvconvert.serve.app import Service
 from kvconvert.serve.connections import Connection
 
@@ -21,31 +20,6 @@ SPARE_CONNECTIONS = 512
 END_SECONDS = 5.0
 # Descriptors that are not for connections.
 _OTHER_DESCRIPTORS = 128
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens, so that no other server takes its port; a port of 0 takes a free one.
-
-    Raises:
-        UsageError: the address cannot be used.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        bound = socket.socket(family, kind, protocol)
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(address)
-            bound.listen()
-        except BaseException:
-            bound.close()
-            raise
-    except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "this is no name of a host"
-        message = f"{host:.80}:{port} cannot be served ({reason}); choose another `host` or `port`."
-        raise UsageError(message) from error
-    return bound
 
 
 class Server(uvicorn.Server):

@@ -12,8 +12,9 @@ from openai import OpenAI
 
 from kvconvert.runtime import Engine
 from kvconvert.serve.app import Service
+from kvconvert.serve.listen import bind
 from kvconvert.serve.requests import Limits
-from kvconvert.serve.server import Server, bind
+from kvconvert.serve.server import Server
 
 NAME = "tiny"
 

@@ -12,8 +12,8 @@ from fake_model import FakeModel
 from serving import Letters, request, serving, wait_for
 
 from kvconvert.errors import UsageError
+from kvconvert.serve.listen import bind
 from kvconvert.serve.requests import Limits
-from kvconvert.serve.server import bind
 
 LIMITS = Limits(
     body_bytes=3000,
