@@ -14,7 +14,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +36,8 @@ from kvconvert.models.formats.gguf_header import check_header
 SUFFIX = ".gguf"
 # Factors of llama3's scaled RoPE, which transformers keeps in the configuration and does not read from a GGUF file.
 _ROPE_FACTORS = "rope_freqs.weight"
+# Kinds of tokens that are matched whole: control tokens, and those of the user.
+_CONTROL, _ADDED = 3, (3, 4)
 _BESIDE = (
     "config.json",
     "generation_config.json",
@@ -129,7 +131,9 @@ def open_gguf(file: Path) -> GgufFile:
             model = model_class(config).from_config(deepcopy(config), dtype=torch.float32, trust_remote_code=False)
         config.architectures = [type(model).__name__]
         if not (directory / "tokenizer_config.json").exists():
-            _write_tokenizer(file, directory, config)
+            names = ("tokens", "token_type")
+            tokens, kinds = (conversion.read_field(reader, f"tokenizer.ggml.{name}") for name in names)
+            _write_tokenizer(file, directory, config, (tokens, kinds))
         config.to_json_file(directory / "config.json", use_diff=False)
         processor = conversion.TENSOR_PROCESSORS.get(architecture, conversion.TensorProcessor)(config=config.to_dict())
         names = conversion.get_gguf_hf_weights_map(model, processor)
@@ -189,8 +193,17 @@ def _dtype(gguf: Any, stored: Mapping[str, Any]) -> torch.dtype:
     return torch.float32 if types == {plain.F32} else torch.bfloat16
 
 
-def _write_tokenizer(file: Path, directory: Path, config: PretrainedConfig) -> None:
-    """The file's tokenizer as transformers writes it; the configuration gets its special tokens."""
+def _write_tokenizer(
+    file: Path, directory: Path, config: PretrainedConfig, listed: tuple[Sequence[str], Sequence[int]]
+) -> None:
+    """The file's tokenizer as transformers writes it; the configuration gets its special tokens.
+
+    Args:
+        file: read for the tokenizer.
+        directory: written to.
+        config: of the model.
+        listed: tokens of the file, and their kinds.
+    """
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     tokenizer.save_pretrained(directory)
     # It would name the class that read the GGUF file and where.
@@ -199,30 +212,40 @@ def _write_tokenizer(file: Path, directory: Path, config: PretrainedConfig) -> N
         settings.pop(name, None)
     text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
     (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
-    if _respell_special_tokens(directory / "tokenizer.json"):
+    if _respell_special_tokens(directory / "tokenizer.json", *listed):
         tokenizer = AutoTokenizer.from_pretrained(directory)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if getattr(tokenizer, name, None) is not None:
             setattr(config, name, getattr(tokenizer, name))
 
 
-def _respell_special_tokens(file: Path) -> bool:
+def _respell_special_tokens(file: Path, tokens: Sequence[str], kinds: Sequence[int]) -> bool:
     """Give special tokens beyond ASCII their own ids again; whether there were any.
 
     transformers takes the characters of every token of such a vocabulary for bytes, does not find the special ones that
-    are not spelled so, and adds them behind the model's last id.
+    are not spelled so, and adds them behind the model's last id, or not at all.
+
+    Args:
+        file: the tokenizer.json that transformers has made.
+        tokens, kinds: of the GGUF file, which calls some of them control tokens or the user's.
     """
     contents = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     vocabulary = contents.get("model", {}).get("vocab")
     if not isinstance(vocabulary, dict):
         return False
     spelling, ids = bytes_to_unicode(), {}
-    for token in contents["added_tokens"]:
-        name = token["content"]
+    added = {token["content"]: token for token in contents["added_tokens"]}
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    for name, kind in zip(tokens, kinds, strict=False):
+        # Some files call ordinary words so.
+        if name.isascii() or (name not in added and not (kind in _ADDED and name[0] in "<[" and name[-1] in ">]")):
+            continue
         spelled = "".join(spelling[byte] for byte in name.encode())
         if name not in vocabulary and spelled in vocabulary:
-            token["id"] = ids[name] = vocabulary[name] = vocabulary.pop(spelled)
-    contents["added_tokens"].sort(key=lambda token: token["id"])
+            ids[name] = vocabulary[name] = vocabulary.pop(spelled)
+            token = added.setdefault(name, {"content": name, **plain, "special": kind == _CONTROL})
+            token["id"] = ids[name]
+    contents["added_tokens"] = sorted(added.values(), key=lambda token: token["id"])
     for name, entry in ((contents["post_processor"] or {}).get("special_tokens") or {}).items():
         if name in ids:
             entry["ids"] = [ids[name]]
