@@ -23,10 +23,11 @@ from kvconvert.commands.plan import plan
 from kvconvert.commands.recipes import recipes
 from kvconvert.commands.serve import serve
 from kvconvert.commands.warm import warm
-from kvconvert.errors import KvconvertError, UsageError
+from kvconvert.errors import KvconvertError, UsageError, printable
 from kvconvert.version import __version__
 
 _INTERRUPTED = 128 + signal.SIGINT
+_PATH_ERRORS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT, errno.EBADF)
 
 
@@ -70,6 +71,11 @@ class _Commands(click.Group):
             click.echo(f"Error: {_unwritable(error)}", err=True)
             ctx.exit(1)
         except OSError as error:
+            if error.errno in _PATH_ERRORS and error.filename is not None:
+                name = printable(os.fsdecode(error.filename))
+                shown = name if len(name) <= 200 else f"{name[:200]}..."
+                click.echo(f"Error: {shown} cannot be used ({error.strerror}); check the path.", err=True)
+                ctx.exit(1)
             # What commands read and write has errors of its own; here is what they print.
             if error.errno not in _OUTPUT_ERRORS or error.filename is not None:
                 raise

@@ -198,7 +198,7 @@ class PeakMemory:
 def resident_bytes() -> int | None:
     """Bytes of this process in memory, None where the system does not tell."""
     try:
-        pages = int(_STATM.read_text().split()[1])
+        pages = int(_STATM.read_text(encoding="ascii").split()[1])
     except OSError:
         return None
     return pages * os.sysconf("SC_PAGE_SIZE")

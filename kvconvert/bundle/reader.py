@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -273,7 +272,7 @@ def _read_manifest(files: BundleFiles) -> Manifest:
     return manifest
 
 
-def _expected(found: ErrorDetails) -> str:
+def _expected(found: Mapping[str, Any]) -> str:
     """What pydantic says that a field should be, to stand behind "should be"."""
     named = {"extra_forbidden": "absent", "missing": "present"}
     what, _, rest = found["msg"].partition(" should ")

@@ -156,7 +156,10 @@ def check_compiler() -> Finding:
 def _memory() -> Finding:
     file = Path("/proc/meminfo")
     if file.is_file():
-        sizes = {name: int(number) * 1024 for name, number in re.findall(r"(\w+): +(\d+) kB", file.read_text())}
+        sizes = {
+            name: int(number) * 1024
+            for name, number in re.findall(r"(\w+): +(\d+) kB", file.read_text(encoding="ascii"))
+        }
         return Finding("memory", f"{sizes['MemAvailable'] / GIB:.1f} of {sizes['MemTotal'] / GIB:.1f} GiB free")
     return Finding("memory", f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / GIB:.1f} GiB")
 

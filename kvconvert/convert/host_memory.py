@@ -47,7 +47,7 @@ def anonymous_bytes(pid: int | str = "self") -> int | None:
     None where the system does not tell (only Linux does), or the process is gone.
     """
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     except OSError:
         return None
     return next((1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon")), None)

@@ -41,6 +41,8 @@ def work_lock(work: Path, shared: bool = False) -> Iterator[None]:
     try:
         descriptor = disk.open_lock_file(file)
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise UsageError(f"{file} is a link, which leads out of the working directory; remove it.") from error
         if not shared or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
         # Whoever may not write here may still read, and hold the lock if there is one.

@@ -18,6 +18,7 @@ from __future__ import annotations
 import base64
 import io
 import itertools
+import os
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -107,9 +108,9 @@ def read_image(value: Any, folder: Path | None, place: str) -> Image:
             raise DataError(f"{place}: the image {name} is on the network; fetch it and give its path.")
         else:
             name = name.removeprefix("file://")
-            path = Path(name).expanduser()
+            path = Path(os.path.expanduser(name))
             path = path if folder is None else folder / path
-            if not path.is_file():
+            if not os.path.isfile(path):
                 raise DataError(f"{place}: there is no image {path}; check the path.")
             value, place = path, f"{place}: {path}" if str(path) not in place else place
     if isinstance(value, bytes):
@@ -143,7 +144,7 @@ def _from_hub(url: str, place: str) -> Image:
 
 def is_image_directory(source: str) -> bool:
     """Whether a SOURCE is a directory of images; one with tables in it, which may name images, is not."""
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if not path.is_dir() or any(file.suffix in _TABLES and file.name not in LISTS for file in path.rglob("*")):
         return False
     return any(_images_in(path))
@@ -176,7 +177,7 @@ def directory_documents(source: str, seed: int) -> Iterator[Document]:
     Raises:
         DataError: an image without caption, a list without the columns it needs, a listed image that is missing.
     """
-    directory = Path(source).expanduser()
+    directory = Path(os.path.expanduser(source))
     lists = sorted(file for name in LISTS for file in directory.rglob(name))
     entries = [entry for file in lists for entry in _listed(file)]
     if not lists:
@@ -214,7 +215,7 @@ def _listed(file: Path) -> list[tuple[Path, str]]:
                 f"{', '.join(columns)}); name the image in file_name and its caption in caption."
             )
         path = file.parent / str(row[name])
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise DataError(f"{file}, line {number} names the image {row[name]}, which does not exist; check the path.")
         entries.append((path, _text(row[caption])))
     return entries

@@ -5,6 +5,7 @@ is read line by line, other tables and Hub data sets as a stream through `datase
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -77,7 +78,7 @@ def weighted_sources(data: Sources) -> list[WeightedSource]:
         raise UsageError("`data` is an empty list; name a source, or leave it out.")
     found = []
     for text in given:
-        match = None if Path(text).expanduser().exists() else _WEIGHTED.fullmatch(text)
+        match = None if _exists(text) else _WEIGHTED.fullmatch(text)
         source, weight = (text, 1.0) if match is None else (match[1], float(match[2]))
         if not weight:
             raise UsageError(f"`data` gives {source} the weight 0; leave it out, or give it a positive one.")
@@ -90,14 +91,19 @@ def source_name(source: str | None, default: str) -> str:
     if source is None:
         return f"kvconvert:{default}"
     place, column = named_column(source)
-    path = Path(place).expanduser()
-    return path.resolve().name + (f"::{column}" if column else "") if path.exists() else source
+    path = Path(os.path.expanduser(place))
+    return path.resolve().name + (f"::{column}" if column else "") if _exists(place) else source
+
+
+def _exists(path: str) -> bool:
+    """Whether there is something at a path; no text is too odd to ask."""
+    return os.path.exists(os.path.expanduser(path))
 
 
 def named_column(source: str) -> tuple[str, str | None]:
     """A local path and the column that `path::column` names; any other SOURCE as it is, and None."""
     place, _, column = source.rpartition("::")
-    if place and column and not Path(source).expanduser().exists() and Path(place).expanduser().exists():
+    if place and column and not _exists(source) and _exists(place):
         return place, column
     return source, None
 
@@ -109,14 +115,14 @@ def local_files(source: str) -> list[Path] | None:
             "The data source is empty text; name a file, a directory or a Hub data set id, or leave it out."
         )
     source, column = named_column(source)
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     files = _files(path)
     if files is not None and column is not None and is_plain_text(files):
         raise DataError(f"Data source {source} is plain text, which has no column {column!r}; leave it out.")
     if files is not None:
         return files
     head = source.partition(":")[0]
-    if Path(head).expanduser().exists():
+    if _exists(head):
         raise DataError(
             f"Data source {source} adds :config:split:column to a local path; only Hub data sets take that, and a "
             "column of local files is named as in file.jsonl::column."
@@ -137,7 +143,7 @@ def check_sources(data: Sources) -> None:
     Commands ask this before they import torch.
     """
     for source in weighted_sources(data):
-        if source.source is None or Path(named_column(source.source)[0]).expanduser().exists():
+        if source.source is None or _exists(named_column(source.source)[0]):
             continue
         if local_files(source.source) is None:
             HubSource.parse(source.source)
@@ -145,13 +151,13 @@ def check_sources(data: Sources) -> None:
 
 def _files(path: Path) -> list[Path] | None:
     """The data files at a path, all of one kind, sorted; None if there is nothing."""
-    if path.is_file():
+    if os.path.isfile(path):  # which takes any name, however long
         if path.suffix not in SUFFIXES:
             raise DataError(f"Data file {path} is not of a known kind; convert it to {listed(_DATA_SUFFIXES, 'or')}.")
         if path.stat().st_size == 0:
             raise DataError(f"Data file {path} is empty; give a file with text.")
         return [path]
-    if path.is_dir():
+    if os.path.isdir(path):
         found = [p for p in sorted(path.rglob("*")) if p.suffix in SUFFIXES and p.is_file()]
         files = [p for p in found if not any(part.startswith(".") for part in p.relative_to(path).parts)]
         if any(p.suffix in {*_DATA_SUFFIXES, *CODE} - {*BESIDE_DATA} for p in files):

@@ -41,7 +41,7 @@ def missing_below(name: str) -> Path | None:
     are called here, and could fetch something else than was meant.
     """
     owner = Path(name).parent
-    return owner if owner.is_dir() and not os.path.lexists(name) else None
+    return owner if os.path.isdir(owner) and not os.path.lexists(name) else None
 
 
 def check_id(repository: str) -> None:

@@ -3,6 +3,7 @@
 Importing this package refuses a transformers that is too old or too new, before anything is imported from it.
 """
 
+import os
 import re
 from contextlib import suppress
 from importlib import metadata
@@ -37,12 +38,12 @@ def check_model(model: str, was_fetched: bool = False) -> None:
     Commands ask this first: torch, which takes seconds, is not imported for it.
     """
     path = Path(model)
-    if path.is_dir():
+    if os.path.isdir(path):
         _check_directory(path)
         return
-    if path.exists() and path.suffix == _GGUF:
+    if os.path.exists(path) and path.suffix == _GGUF:
         return
-    if path.exists():
+    if os.path.exists(path):
         raise CheckpointError(
             f"{model} is a file; give the directory that holds config.json and the weights, or a .gguf file."
         )
@@ -89,7 +90,7 @@ def locate_model(model: str, was_fetched: bool) -> tuple[Path, str, str | None]:
     """Directory, id and revision."""
     check_model(model, was_fetched)
     path = Path(model)
-    if path.is_dir():
+    if os.path.isdir(path):
         return path, path.resolve().name, None
     snapshot = _snapshot(model)
     _check_directory(snapshot)

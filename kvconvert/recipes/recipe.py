@@ -209,7 +209,10 @@ class Recipe(Table):
     def _parse(cls, text: str, where: str, name: str, changes: Mapping[str, Any]) -> Recipe:
         try:
             tables = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # numbers of thousands of digits, and deep nesting, are no TOML error
             raise RecipeError(f"The recipe {where} is not valid TOML: {error}.") from error
         for table, keys in tables.items():
             if table not in TABLES:

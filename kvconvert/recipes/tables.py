@@ -228,7 +228,7 @@ def parse_change(text: str) -> tuple[str, Any]:
         )
     try:
         return key, tomllib.loads(f"value = {value}")["value"]
-    except (tomllib.TOMLDecodeError, KeyError):
+    except (ValueError, KeyError, RecursionError):
         return key, value
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from kvconvert.bundle.locate import MANIFEST_NAME, PLAN_NAME
 
 ODD: list[Any] = [
-    *(None, True, False, -1, 0, 1, 3, 7, 2**31, 2**53 + 1, 2**63, -(2**63), 10**30, 0.5, -0.0, 1e308, 1e-320),
+    *(None, True, False, -1, 0, 1, 3, 7, 2**31, 2**53 + 1, 2**63, -(2**63), 10**30, 10**400, 0.5, -0.0, 1e308, 1e-320),
     *(
         float("nan"),
         float("inf"),
@@ -39,9 +39,30 @@ ODD: list[Any] = [
         "\ud800",
     ),
     *("F64", "F17", "model", "kept", "awq", "layers.0.key_mean_abs", "someone/kernel", "0" * 64),
-    *([], [[]], {}, {"": {}}, [0], [-1, 2], [2**62, 2**62], [1.5], ["x"], {"auto_map": {"AutoModel": "e.M"}}),
+    *("x" * 256, "a." * 500, "tokenizer.json", json.loads("[" * 150 + "]" * 150)),
+    *(
+        [],
+        [[]],
+        {},
+        {"": {}},
+        {"x": 1.0},
+        [0],
+        [-1, 2],
+        [2**62, 2**62],
+        [1.5],
+        ["x"],
+        {"auto_map": {"AutoModel": "e.M"}},
+    ),
 ]
+NUMBERS = [0, -1, 2**64, 10**400, -(10**400), 1e308, True]
 CASE_SECONDS = 5  # of processor time
+# Names that transformers reads where they merely lie in the directory.
+LOADED = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("generation_config.json", "preprocessor_config.json", "chat_template.json", "vocab.txt", "merges.txt"),
+    *("source.spm", "bpe.codes", "tokenizer.model", "adapter_config.json", "modeling.py", "pytorch_model.bin"),
+    *("additional_chat_templates/x.jinja", "decoder_tokenizer/tokenizer.json", "Tokenizer_Config.JSON"),
+)
 
 
 def mutated(value: Any, rng: random.Random) -> Any:
@@ -70,6 +91,16 @@ def mutated(value: Any, rng: random.Random) -> Any:
     return value
 
 
+def _renumbered(value: Any, number: Any, rng: random.Random) -> Any:
+    """A copy of a JSON value with another number in place of most, and names of numbers that are none."""
+    if isinstance(value, dict):
+        named = {"x" if rng.random() < 0.1 else key: _renumbered(entry, number, rng) for key, entry in value.items()}
+        return named or {"x": number}
+    if isinstance(value, list):
+        return [_renumbered(entry, number, rng) for entry in value]
+    return number if isinstance(value, int | float) and rng.random() < 0.7 else value
+
+
 def _places(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any, int]]:
     for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
         yield value, key, depth
@@ -82,45 +113,121 @@ class Fuzzer:
     Args:
         directory: of a valid bundle, which belongs to the fuzzer.
         seed: of all cases; case n depends on it and on n alone.
+        measured: what a manifest says besides where searches and a measurement were made, by field.
     """
 
-    def __init__(self, directory: Path, seed: int):
-        self.directory, self.seed = directory, seed
+    def __init__(self, directory: Path, seed: int, measured: dict[str, Any] | None = None):
+        self.directory, self.seed, self.measured = directory, seed, measured or {}
+        self.outside = directory.parent / "outside"
+        self.outside.mkdir()
+        (self.outside / "secret").write_text("{}")
         names = [path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()]
         self.pristine = {name: (directory / name).read_bytes() for name in sorted(names)}
-        self.written = self.pristine
+        self.written: dict[str, bytes | Path] = dict(self.pristine)
         self.manifest = json.loads(self.pristine[MANIFEST_NAME])
         self.weights = [name for name in names if name.endswith(".safetensors") and name != PLAN_NAME]
 
     def case(self, number: int) -> str:
         """Write case `number`; returns what was done."""
         rng = random.Random(self.seed * 1_000_003 + number)
-        files, manifest = dict(self.pristine), copy.deepcopy(self.manifest)
+        files: dict[str, bytes | Path] = dict(self.pristine)
+        manifest = copy.deepcopy(self.manifest)
         done = []
         for _ in range(rng.choice([1, 1, 1, 2, 3])):
             change = rng.choices(
-                [self._manifest, self._settings, self._header, self._length, self._data, self._bytes],
-                [8, 4, 5, 2, 2, 2],
+                [
+                    *(self._manifest, self._measured, self._settings, self._header, self._length, self._data),
+                    *(self._bytes, self._kinds, self._link, self._added),
+                ],
+                [8, 8, 4, 5, 2, 2, 2, 3, 2, 2],
             )[0]
             done.append(change.__name__)
             manifest = change(files, manifest, rng)
         if rng.random() < 0.95:
             for name, info in manifest["files"].items() if isinstance(manifest.get("files"), dict) else ():
-                if name in files and isinstance(info, dict):
+                if isinstance(files.get(name), bytes) and isinstance(info, dict):
                     info |= {"size": len(files[name]), "sha256": hashlib.sha256(files[name]).hexdigest()}
-        if MANIFEST_NAME not in done:
+        if isinstance(manifest.get("fidelity"), dict) and rng.random() < 0.95:
+            manifest["fidelity"]["measured_on"] = _digest(manifest)
+        if isinstance(files[MANIFEST_NAME], bytes):
             files[MANIFEST_NAME] = _sealed(manifest, rng)
         self._write(files)
         return " ".join(done)
 
-    def _write(self, files: dict[str, bytes]) -> None:
+    def restore(self) -> None:
+        """Write the valid bundle again."""
+        self._write(dict(self.pristine))
+
+    def _write(self, files: dict[str, bytes | Path]) -> None:
         # What is there is not written again: it is slow where the file system writes a truncated file out at once.
-        for name, content in files.items():
-            if self.written.get(name) != content:
-                (self.directory / name).write_bytes(content)
+        changed = [name for name in {**self.written, **files} if self.written.get(name) != files.get(name)]
+        for name in changed:
+            path = self.directory / name
+            if path.is_symlink() or (name not in files and path.exists()):
+                path.unlink()
+                with contextlib.suppress(OSError):  # other files lie there, or the folder is the bundle
+                    path.parent.rmdir()
+        for name in changed:
+            path, content = self.directory / name, files.get(name)
+            if content is not None:
+                path.parent.mkdir(exist_ok=True)
+            if isinstance(content, bytes):
+                path.write_bytes(content)
+            elif content is not None:
+                path.unlink(missing_ok=True)
+                path.symlink_to(content)
         self.written = files
 
-    def _manifest(self, files: dict[str, bytes], manifest: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    def _measured(self, files: dict[str, Any], manifest: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+        """What searches and a measurement found, which few bundles have, changed in most cases."""
+        field = rng.choice([*self.measured]) if self.measured else None
+        if field is None:
+            return manifest
+        value = copy.deepcopy(self.measured[field])
+        if rng.random() < 0.5:
+            key = rng.choice([*value])
+            return manifest | {field: value | {key: _renumbered(value[key], rng.choice(NUMBERS), rng)}}
+        for _ in range(rng.choice([0, 1, 1, 2])):
+            if isinstance(value, dict):
+                value = mutated(value, rng)
+        return manifest | {field: value}
+
+    def _kinds(self, files: dict[str, Any], manifest: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+        """A file that is critical and called informative, or the reverse; its content is changed, too."""
+        listed, informative = manifest.get("files"), manifest.get("informative")
+        if not isinstance(listed, dict) or not isinstance(informative, list) or not listed:
+            return manifest
+        listed, informative = dict(listed), list(informative)
+        if rng.random() < 0.8:
+            name = rng.choice([*listed])
+            listed.pop(name)
+            informative.append(name)
+            if isinstance(files.get(name), bytes):
+                files[name] = files[name].replace(b"a", b"b")
+        elif informative:
+            name = informative.pop()
+            listed[name if isinstance(name, str) else "x"] = {"size": 0, "sha256": ""}
+        return manifest | {"files": listed, "informative": informative}
+
+    def _link(self, files: dict[str, Any], manifest: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+        """A link in the place of a file, or beside the others, that leads out, to nothing, in a circle, or inside."""
+        name = rng.choice([*files, *files, "README.md", "LICENSE", ".hidden", "notes.txt", "assets", *LOADED])
+        inside = rng.choice([*self.pristine])
+        files[name] = rng.choice(
+            [self.outside / "secret", self.outside, Path("missing"), Path(name).name, self.directory / inside]
+        )
+        files[name] = Path(files[name])
+        return manifest
+
+    def _added(self, files: dict[str, Any], manifest: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+        """A file that loaders read, beside the listed ones or called informative."""
+        name = rng.choice(LOADED)
+        files.setdefault(name, b"{}")
+        if rng.random() < 0.3 and isinstance(manifest.get("informative"), list):
+            return manifest | {"informative": [*manifest["informative"], name]}
+        return manifest
+
+    def _manifest(self, files: dict[str, Any], manifest: dict[str, Any], rng: random.Random) -> dict[str, Any]:
         # One field at a time: among all entries those of tensors and modules would be nearly all.
         field = rng.choice([*manifest, None])
         if field is None:
@@ -128,15 +235,17 @@ class Fuzzer:
             return changed if isinstance(changed, dict) else manifest
         return manifest | {field: mutated(manifest[field], rng)}
 
-    def _settings(self, files: dict[str, bytes], manifest: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-        name = rng.choice([name for name in files if name.endswith(".json") and name != MANIFEST_NAME])
+    def _settings(self, files: dict[str, Any], manifest: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+        name = rng.choice([n for n in _contents(files) if n.endswith(".json") and n != MANIFEST_NAME])
         with contextlib.suppress(ValueError, RecursionError):  # changed before, and no JSON now, or nested too deeply
             files[name] = _text(mutated(json.loads(files[name]), rng), rng)
         return manifest
 
-    def _header(self, files: dict[str, bytes], manifest: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    def _header(self, files: dict[str, Any], manifest: dict[str, Any], rng: random.Random) -> dict[str, Any]:
         """Entries of a safetensors header; in half of the cases the manifest then says the same."""
         name = rng.choice([*self.weights, PLAN_NAME])
+        if not isinstance(files[name], bytes):
+            return manifest
         try:
             (length,) = struct.unpack("<Q", files[name][:8])
             header = mutated(json.loads(files[name][8 : 8 + length]), rng)
@@ -155,9 +264,11 @@ class Fuzzer:
                 manifest[where] = manifest[where] | entries
         return manifest
 
-    def _length(self, files: dict[str, bytes], manifest: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    def _length(self, files: dict[str, Any], manifest: dict[str, Any], rng: random.Random) -> dict[str, Any]:
         """What a safetensors file says of its header's length, or where the file ends."""
         name = rng.choice([*self.weights, PLAN_NAME])
+        if not isinstance(files[name], bytes):
+            return manifest
         claims = [0, 1, 7, 2**20, 2**31, 2**40, 2**60, 2**63, 2**64 - 1, len(files[name]), len(files[name]) - 8]
         files[name] = rng.choice(
             [
@@ -168,9 +279,11 @@ class Fuzzer:
         )
         return manifest
 
-    def _data(self, files: dict[str, bytes], manifest: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    def _data(self, files: dict[str, Any], manifest: dict[str, Any], rng: random.Random) -> dict[str, Any]:
         """Numbers of the plan or the weights: infinities, NaN, zeros, large and negative ones."""
         name = rng.choice([*self.weights, PLAN_NAME])
+        if not isinstance(files[name], bytes):
+            return manifest
         content = bytearray(files[name])
         begin = rng.randrange(len(content) // 2, len(content) + 1)
         size = rng.choice([2, 4, 64])
@@ -180,13 +293,24 @@ class Fuzzer:
         files[name] = bytes(content)
         return manifest
 
-    def _bytes(self, files: dict[str, bytes], manifest: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-        name = rng.choice([name for name in files if name != MANIFEST_NAME])
+    def _bytes(self, files: dict[str, Any], manifest: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+        name = rng.choice([name for name in _contents(files) if name != MANIFEST_NAME])
         content = bytearray(files[name] or b"\0")
         for _ in range(rng.choice([1, 3, 30])):
             content[rng.randrange(len(content))] = rng.randrange(256)
         files[name] = bytes(content)
         return manifest
+
+
+def _contents(files: dict[str, Any]) -> list[str]:
+    return [name for name, content in files.items() if isinstance(content, bytes)]
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    files = manifest.get("files")
+    entries = files.items() if isinstance(files, dict) else ()
+    lines = [f"{n} {i.get('size')} {i.get('sha256')}\n" for n, i in sorted(entries) if isinstance(i, dict)]
+    return hashlib.sha256("".join(lines).encode(errors="replace")).hexdigest()
 
 
 def _text(value: Any, rng: random.Random) -> bytes:

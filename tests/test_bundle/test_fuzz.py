@@ -1,5 +1,6 @@
 """Whatever a hostile bundle says, it is read or refused in one sentence: no crash, no hang, no file elsewhere."""
 
+import json
 import os
 import resource
 import shutil
@@ -8,17 +9,75 @@ import sys
 import fuzzing
 import pytest
 
-from kvconvert.bundle.card import model_card
-from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.text import manifest_text
+from kvconvert.bundle.card import fidelity_section, model_card
+from kvconvert.bundle.files import own_files
+from kvconvert.bundle.reader import Bundle, open_bundle
+from kvconvert.bundle.text import manifest_text, summary
 from kvconvert.errors import KvconvertError
+from kvconvert.models.configuration import read_config, sliding_windows
+from kvconvert.report import render
 
 MOST_MEMORY = 300 * 2**20
+DATA = {"source": "books", "samples": 1, "length": 8, "seed": 0, "images": 0, "sha256": "3" * 64}
+SEARCH = {"predicted_kl": 0.5, "measured_kl": 0.25, "data": DATA, "dtype": "float32"}
+MEASURED = {
+    "fidelity": {
+        "measured_on": "0" * 64,
+        "report": {
+            "kl": {"mean": 0.1, "p99": 1, "mean_interval": [0.1, 0.2]},
+            "perplexity": {"source": 3.0, "bundle": 3.1, "increase": 0.03},
+            "passkey": {"source": 1, "bundle": 0.5, "by_length": {"100": [1, 0.5], "200": [1, 0.5]}},
+            "probes": {"copy": {"ability": "copies", "source": 1, "bundle": 0.9, "loss_interval": [0, 0.1]}},
+            "text": {"samples": {"source": "books"}, "scored_tokens": 100},
+            "kv": {"source_bytes_per_token": 10, "bytes_per_token": 3.5, "context": 4096, "bits_per_value": 2.5},
+            "verdict": "fit for much",
+            "device": "cpu",
+            "compute_dtype": "float32",
+        },
+        "limits": {"kl": 0.5},
+        "missed": ["kl is more than it should be"],
+    },
+    "allocation": {
+        "context": 4096,
+        "budget_bytes_per_token": 100.0,
+        "bytes_per_token": 90.5,
+        "bits_per_value": 2.5,
+        "candidates": {"K2g128s8": {"key_bits": 2}, "V2g128s8": {"value_bits": 2}},
+        "layers": [
+            {"index": i, "keys": "K2g128s8", "values": "V2g128s8", "kl": {"K2g128s8": 0.1, "V2g128s8": 0}}
+            | {"clip_ratios": {"K2g128s8": 0.9}, "treatments": {"K2g128s8": {"rotate_keys": "hadamard"}}}
+            for i in range(2)
+        ],
+        "plans": 3,
+        **SEARCH,
+    },
+    "weight_allocation": {
+        "budget_bits_per_weight": 4.5,
+        "bits_per_weight": 4.25,
+        "units": [{"layer": 0, "linears": ["model.layers.0.q_proj"], "bits": 4, "kl": {"2": 1, "4": 0.1}}],
+        "allocations": 4,
+        **SEARCH,
+    },
+}
 
 
 def peak_bytes() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def shown(bundle: Bundle, drawn: bool) -> None:
+    """All that commands print of a bundle; with `drawn` its report, too, which takes longer."""
+    config = read_config(bundle.directory, bundle.config, len(bundle.manifest.tensors))
+    windows = sliding_windows(config)
+    manifest_text(bundle.manifest, windows=windows)
+    summary(bundle.manifest, windows)
+    model_card(bundle.manifest, windows).encode()
+    fidelity_section(bundle.manifest)
+    json.dumps(bundle.manifest.model_dump(mode="json"))
+    if drawn:
+        fidelity = bundle.manifest.fidelity
+        render(bundle, config, *((fidelity.report, fidelity.missed) if fidelity is not None else ()))
 
 
 def read_cases(fuzzer, numbers):
@@ -32,24 +91,40 @@ def read_cases(fuzzer, numbers):
         with fuzzing.opened_files() as opened:
             try:
                 with fuzzing.time_limit():
-                    manifest = open_bundle(fuzzer.directory, verify="full" if number % 8 == 0 else "headers").manifest
-                    manifest_text(manifest)
-                    model_card(manifest).encode()
+                    bundle = open_bundle(fuzzer.directory, verify="full" if number % 8 == 0 else "headers")
+                    shown(bundle, drawn="_measured" in done and number % 8 == 1)
                 accepted += 1
+                check_accepted(fuzzer, bundle, number, done)
             except KvconvertError as error:
                 message = str(error)
             except BaseException as error:
                 raise AssertionError(f"case {number} ({done}): {type(error).__name__}: {error}") from error
         assert "\n" not in message, (number, done, message)
-        assert all(path.startswith(here + os.sep) and not wrote for path, wrote in opened), (number, done, opened)
+        # Libraries read files of their own while a report is drawn.
+        own = os.path.realpath(fuzzer.outside.parent) + os.sep
+        outside = [
+            path for path, wrote in opened if path.startswith(own) and (wrote or not path.startswith(here + os.sep))
+        ]
+        assert not outside, (number, done, outside)
+    fuzzer.restore()
     assert sorted(os.listdir(here)) == fuzzer.listing, "the directory is as it was"
     assert peak_bytes() - before < MOST_MEMORY
     return accepted
 
 
+def check_accepted(fuzzer, bundle, number, done):
+    """What loaders read is listed with its hash, and nothing is uploaded that is a link."""
+    listed = bundle.manifest.files
+    unlisted = [name for name in fuzzing.LOADED if (fuzzer.directory / name).exists() and name not in listed]
+    assert not unlisted, (number, done, unlisted)
+    links = [name for name in own_files(bundle.manifest) if (fuzzer.directory / name).is_symlink()]
+    assert not links, (number, done, links)
+
+
 @pytest.fixture
 def fuzzer(bundle):
-    made = fuzzing.Fuzzer(bundle, seed=1)
+    shown(open_bundle(bundle), drawn=True)  # imports take longer than a case may
+    made = fuzzing.Fuzzer(bundle, 1, MEASURED)
     made.listing = sorted(os.listdir(bundle))
     return made
 
@@ -67,8 +142,10 @@ def test_twenty_thousand_hostile_bundles(fuzzer, part):
 
 
 def test_the_same_seed_gives_the_same_cases(bundle, tmp_path):
-    other = shutil.copytree(bundle, tmp_path / "other")
+    (tmp_path / "second").mkdir()
+    other = shutil.copytree(bundle, tmp_path / "second" / "other")
+    fuzzers = [fuzzing.Fuzzer(directory, seed=1) for directory in (bundle, other)]
     for number in (3, 77):
-        first, second = (fuzzing.Fuzzer(directory, seed=1).case(number) for directory in (bundle, other))
+        first, second = (each.case(number) for each in fuzzers)
         assert first == second
     assert all((other / path.name).read_bytes() == path.read_bytes() for path in bundle.iterdir() if path.is_file())

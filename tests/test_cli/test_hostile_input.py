@@ -1,7 +1,9 @@
 """Paths that do not exist, text that is none, and output that goes nowhere: one sentence each, and no network."""
 
+import ast
 import io
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from kvconvert.cli import cli
 from kvconvert.commands.generate import _lines
 from kvconvert.errors import UsageError
 
+ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parents[1] / "golden" / "format-1"
 
 
@@ -66,3 +69,48 @@ def test_output_that_cannot_be_written_is_one_sentence(monkeypatch, capsys):
         monkeypatch.undo()
     assert caught.value.code == 1
     assert "could not be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["report", str(GOLDEN), "-o", "x" * 300],
+        ["report", str(GOLDEN), "--model", "x" * 300],
+        ["plan", "x" * 5000],
+        ["recipes", "default", "--key-bits", "9" * 5000],
+        ["recipes", "default", "--set", "kv.key_bits=" + "[" * 5000],
+        ["serve", str(GOLDEN), "--host", "a..b", "--port", "0"],
+        ["serve", str(GOLDEN), "--host", "a" * 70, "--port", "0"],
+        ["calibrate", str(GOLDEN), "-o", "work", "--data", "~nobody-of-that-name/x"],
+    ],
+    ids=lambda arguments: " ".join(part[:20] for part in arguments if not part.startswith("/")),
+)
+def test_an_argument_that_no_system_takes_is_a_sentence(arguments, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert refusal(arguments)
+
+
+def test_files_are_read_in_their_own_encoding_whatever_the_locale(tmp_path):
+    """Run where the default is ASCII: every text file that a command opens names its encoding."""
+    command = [sys.executable, "-X", "warn_default_encoding", "-W", "error::EncodingWarning:kvconvert", "-m"]
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    run = subprocess.run(
+        [*command, "kvconvert", "inspect", str(GOLDEN), "--layers"], env=environment, capture_output=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_no_file_is_opened_without_its_encoding():
+    sources = [
+        path for room in ("kvconvert", "runtime", "calibration", "kernels") for path in (ROOT / room).rglob("*.py")
+    ]
+    unnamed = []
+    for path in sources:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name | ast.Attribute):
+                continue
+            name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
+            stated = any(word.arg == "encoding" for word in node.keywords) or len(node.args) > (name != "read_text")
+            if name in ("read_text", "write_text") and isinstance(node.func, ast.Attribute) and not stated:
+                unnamed.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not unnamed

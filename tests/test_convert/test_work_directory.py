@@ -1,6 +1,7 @@
 """What a working directory that is in use, damaged, or in a bad place does to `calibrate` and `export`."""
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -18,7 +19,7 @@ from kvconvert.convert import pipeline
 from kvconvert.convert.export import export
 from kvconvert.convert.work_files import read_sealed, sealed_json
 from kvconvert.convert.workdir import WorkDir
-from kvconvert.errors import CheckpointError, UsageError
+from kvconvert.errors import CheckpointError, KvconvertError, UsageError
 from kvconvert.models.weight_files import SINGLE_FILE
 
 SHORT = {"samples": 1, "seq_len": 16}
@@ -186,3 +187,43 @@ def test_an_interrupted_calibration_leaves_nothing_half_written_and_says_how_to_
     assert result.exit_code == 130
     assert result.stderr.strip().endswith("run the same command again to go on from the last finished layer.")
     assert not list(work.rglob("*.partial"))
+
+
+@pytest.mark.parametrize("name", ["lock", "state.json.partial"])
+def test_no_link_in_a_working_directory_is_followed_to_a_file_elsewhere(work, model, text, tmp_path, name):
+    (tmp_path / "mine").write_text("mine")
+    (work / name).unlink(missing_ok=True)
+    (work / name).symlink_to(tmp_path / "mine")
+    with contextlib.suppress(KvconvertError):
+        run(model, work, text, **SHORT, restart=True)
+    assert (tmp_path / "mine").read_text() == "mine"
+    (work / "lock").unlink(missing_ok=True)
+    (work / "lock").symlink_to(tmp_path / "absent")
+    with pytest.raises(KvconvertError, match="lock"):
+        export(work, tmp_path / "bundle")
+    assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"surprise": 1},
+        {"num_layers": 10**12},
+        {"num_layers": "2"},
+        {"recipe": {"name": 3}},
+        {"recipe": {"name": "x", "weights": 5, "kv": [], "calibration": {}, "layers": 7, "limits": {}}},
+        {"data": {"source": {"a": 1}}},
+        {"kept_modules": [[]]},
+        {"directory": "x" * 5000, "model": "/nope"},
+        {"versions": {"a": {"b": 1}}},
+        {"transforms": [[[]]]},
+        {"recipe": json.loads("[" * 300 + "]" * 300)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_state_with_unknown_nested_or_impossible_entries_is_one_sentence(work, tmp_path, change):
+    state = read_sealed(work / "state.json")
+    (work / "state.json").write_text(sealed_json(state | change))
+    with pytest.raises(KvconvertError) as caught:
+        export(work, tmp_path / "bundle")
+    assert "\n" not in str(caught.value)

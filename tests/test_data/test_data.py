@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import tracemalloc
 
 import pyarrow
 import pyarrow.parquet
@@ -10,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from kvconvert.data.sources import HubSource, local_files
+from kvconvert.data.sources import HubSource, Table, local_files
 from kvconvert.data.text import load_held_out_samples, load_token_samples, token_data, with_random_tokens
 from kvconvert.errors import DataError, UsageError
 
@@ -268,3 +269,59 @@ def test_the_last_samples_become_random_tokens(monkeypatch):
     assert (begun.ids[15:, 0] == tokenizer.bos_token_id).all()
     few = token_data(ids[:7], "book.txt", 3)
     assert with_random_tokens(few, tokenizer, len(tokenizer), 3) is few
+
+
+@pytest.mark.parametrize("name", ["deep.jsonl", "deep.json"])
+@pytest.mark.parametrize("depth", [150, 900, 100_000])
+def test_rows_nested_by_the_thousand_are_refused(tmp_path, name, depth):
+    row = '{"text": "w1", "a": ' + "[" * depth + "]" * depth + "}"
+    (tmp_path / name).write_text(row if name.endswith("l") else f"[{row}]")
+    with pytest.raises(DataError, match="more than 100 lists and objects in each other"):
+        load_token_samples(str(tmp_path / name), word_tokenizer(), 1, 4, seed=0)
+
+
+def test_rows_with_a_column_of_their_own_each_take_no_more_than_their_text(tmp_path):
+    rows = [{"text": words(i, i + 4), f"column{i}": i} for i in range(5000)]
+    source = write_jsonl(tmp_path / "wide.jsonl", rows)
+    tracemalloc.start()
+    wide = load_token_samples(source, word_tokenizer(), 8, 16, seed=0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 30e6
+    narrow = write_jsonl(tmp_path / "narrow.jsonl", [{"text": row["text"]} for row in rows])
+    assert torch.equal(wide.ids, load_token_samples(narrow, word_tokenizer(), 8, 16, seed=0).ids)
+
+
+def test_of_many_columns_those_that_are_read_are_kept_and_one_that_is_named(tmp_path):
+    rows = [{"text": "w1 w2 w3 w4", "mine": "w5 w6 w7 w8"} | {f"c{i}": i for i in range(300)}]
+    source = write_jsonl(tmp_path / "wide.jsonl", rows)
+    assert Table.open(source, [tmp_path / "wide.jsonl"]).columns == ["text"]
+    assert spoken(word_tokenizer(), load_token_samples(f"{source}::mine", word_tokenizer(), 1, 4, 0).ids[0]) == [
+        "w5", "w6", "w7", "w8",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['["w1 w2", "w3 w4"]', '{"text": ["w1 w2", "w3 w4"],\n"n": [1, 2]}', '{\n"text":\n "w1 w2 w3 w4"}'],
+    ids=["texts", "columns", "object"],
+)
+@pytest.mark.parametrize("start", ["", "\ufeff", "\n\n"])
+def test_json_in_each_of_its_forms_gives_rows(tmp_path, content, start):
+    (tmp_path / "x.json").write_text(start + content, encoding="utf-8")
+    assert "w1" in " ".join(
+        spoken(word_tokenizer(), load_token_samples(str(tmp_path / "x.json"), word_tokenizer(), 1, 4, 0).ids[0])
+    )
+
+
+@pytest.mark.parametrize("line", ["3", '"w1"', "[1]", "{", "\ufffe{"])
+def test_a_line_that_is_no_row_is_named(tmp_path, line):
+    (tmp_path / "x.jsonl").write_text('{"text": "w1 w2 w3"}\n' + line + "\n", encoding="utf-8")
+    with pytest.raises(DataError, match="line 2"):
+        load_token_samples(str(tmp_path / "x.jsonl"), word_tokenizer(), 1, 64, seed=0)
+
+
+@pytest.mark.parametrize("source", ["x" * 300, "a/" + "b" * 300, "~nobody-of-that-name/x", "a=9" + "9" * 5000])
+def test_a_source_that_can_be_no_path_is_a_sentence(source):
+    with pytest.raises(DataError):
+        load_token_samples(source if "=" not in source else f"{source}/x", word_tokenizer(), 1, 4, seed=0)

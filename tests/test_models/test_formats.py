@@ -1,6 +1,7 @@
 """Checkpoints whose weights are stored in another form: what is read from them, and what is refused."""
 
 import json
+import struct
 
 import pytest
 import torch
@@ -331,3 +332,43 @@ def test_gguf_files_that_cannot_be_read_are_refused(tmp_path):
     (tmp_path / "other.gguf").write_bytes(file.read_bytes()[:-2000])
     with pytest.raises(CheckpointError, match="damaged"):
         open_source(str(tmp_path / "other.gguf"))
+
+
+def gguf_text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+def gguf_header(*values: bytes, tensors: bytes = b"", count: int = 0) -> bytes:
+    fields = b"".join(gguf_text(b"a%d" % i) + value for i, value in enumerate(values))
+    return b"GGUF" + struct.pack("<IQQ", 3, count, len(values)) + fields + tensors
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "begin with GGUF"),
+        (b"GGUF", "ends within"),
+        (gguf_header()[:-9] + struct.pack("<Q", 2**62), "ends within"),
+        (gguf_header(struct.pack("<IIQ", 9, 9, 1) * 100_000), "entries of type 9"),  # lists in lists in lists
+        (gguf_header(struct.pack("<IIQ", 9, 0, 2**62)), "entries"),
+        (gguf_header(struct.pack("<IIQ", 9, 8, 2**22 - 1)), "ends within"),
+        (gguf_header(struct.pack("<IQ", 8, 2**62)), "ends within"),
+        (gguf_header(struct.pack("<I", 77)), "type 77"),
+        (gguf_header(tensors=gguf_text(b"x") + struct.pack("<I", 2**31), count=1), "dimensions"),
+        (gguf_header(tensors=gguf_text(b"x") + struct.pack("<IQQ", 2, 2**62, 2), count=1), "more than the file"),
+    ],
+)
+def test_a_gguf_header_that_claims_what_the_file_cannot_hold_is_refused_at_once(tmp_path, content, reason):
+    pytest.importorskip("gguf", reason="needs the package gguf (pip install '.[gguf]')")
+    (tmp_path / "x.gguf").write_bytes(content)
+    with pytest.raises(CheckpointError, match=reason):
+        open_source(str(tmp_path / "x.gguf"))
+
+
+def test_a_gguf_file_that_claims_many_blocks_is_refused_before_its_configuration_is_made(tmp_path):
+    file, *_ = write_gguf(tmp_path)
+    content = file.read_bytes()
+    at = content.index(b"llama.block_count") + len(b"llama.block_count") + 4
+    file.write_bytes(content[:at] + struct.pack("<I", 2**31) + content[at + 4 :])
+    with pytest.raises(CheckpointError, match="2147483648 blocks"):
+        open_source(str(file))

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.convert.work_files import check_place
-from kvconvert.errors import BundleError, RecipeError, UsageError
+from kvconvert.errors import BundleError, KvconvertError, RecipeError, UsageError
 from kvconvert.runtime import KVCache, load
 from kvconvert.runtime.hf.bundle_quantizer import check_fits
 
@@ -119,3 +119,47 @@ def test_three_hundred_mutated_configs_are_loaded_or_refused(bundle):
         reseal(bundle)
         with time_limit(20), contextlib.suppress(BundleError):
             load(bundle, verify="headers")
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "model.safetensors", "added_tokens.json"])
+def test_a_file_that_changes_between_verification_and_loading_is_noticed(bundle, monkeypatch, name):
+    from kvconvert.runtime.hf import load as loading
+
+    def verified_then_changed(*arguments, **options):
+        opened = open_bundle(*arguments, **options)
+        path = bundle / name
+        path.write_bytes(path.read_bytes() if path.exists() else b"{}")
+        return opened
+
+    monkeypatch.setattr(loading, "open_bundle", verified_then_changed)
+    with pytest.raises(BundleError, match="changed after it was verified"):
+        load(bundle)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", {"version": "1.0", "model": 3}),
+        ("tokenizer_config.json", {"eos_token": 3}),
+        ("special_tokens_map.json", []),
+        ("added_tokens.json", 3),
+    ],
+)
+def test_tokenizer_files_of_other_types_are_one_sentence(bundle, name, content):
+    (bundle / name).write_text(json.dumps(content))
+    fields = json.loads((bundle / "kvconvert.json").read_text())
+    fields["files"][name] = {"size": 0, "sha256": ""}
+    (bundle / "kvconvert.json").write_text(json.dumps(fields))
+    reseal(bundle)
+    with pytest.raises(KvconvertError, match=r"^[^\n]*has no tokenizer that transformers can load[^\n]*$"):
+        load(bundle, verify="headers")
+
+
+def test_a_generation_config_of_other_types_is_one_sentence(bundle):
+    edit_json(bundle / "generation_config.json", max_new_tokens="many")
+    fields = json.loads((bundle / "kvconvert.json").read_text())
+    fields["files"]["generation_config.json"] = {"size": 0, "sha256": ""}
+    (bundle / "kvconvert.json").write_text(json.dumps(fields))
+    reseal(bundle)
+    with pytest.raises(BundleError, match=r"^[^\n]*generation_config\.json[^\n]*$"):
+        load(bundle, verify="headers")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -73,9 +74,9 @@ def find_gguf(model: Path) -> Path | None:
     Raises:
         CheckpointError: a directory with several.
     """
-    if model.suffix == SUFFIX and model.is_file():
+    if model.suffix == SUFFIX and os.path.isfile(model):
         return model
-    if not model.is_dir() or any(model.glob("*.safetensors")):
+    if not os.path.isdir(model) or any(model.glob("*.safetensors")):
         return None
     found = sorted(model.glob(f"*{SUFFIX}"))
     if len(found) > 1:

@@ -1,0 +1,225 @@
+"""What a bundle from a stranger cannot do: lead out of its directory, pass by its hashes, or end a command otherwise
+than in one sentence."""
+
+import json
+import os
+import shutil
+
+import pytest
+from tiny.bundle import refusal, reseal
+
+from kvconvert.bundle.files import is_for_people, may_be_loaded
+from kvconvert.bundle.locate import MANIFEST_NAME
+from kvconvert.bundle.manifest import Manifest, ModuleCoverage, quantization_config, sealed
+from kvconvert.bundle.reader import open_bundle
+from kvconvert.errors import BundleError
+
+LEVELS = ("full", "headers", "plan")
+DATA = {"source": "books", "samples": 1, "length": 8, "seed": 0, "sha256": "3" * 64}
+ALLOCATION = {
+    "context": 4096,
+    "budget_bytes_per_token": 1.0,
+    "bytes_per_token": 1.0,
+    "bits_per_value": 1.0,
+    "candidates": {},
+    "layers": [],
+    "predicted_kl": 1.0,
+    "measured_kl": 1.0,
+    "plans": 1,
+    "data": DATA,
+    "dtype": "float32",
+}
+WIDTHS = {
+    "budget_bits_per_weight": 3.0,
+    "bits_per_weight": 3.0,
+    "units": [{"layer": 0, "linears": ["a"], "bits": 4, "kl": {"4": 1.0}}],
+    "predicted_kl": 1.0,
+    "measured_kl": 1.0,
+    "allocations": 1,
+    "data": DATA,
+    "dtype": "float32",
+}
+
+
+@pytest.mark.parametrize("verify", LEVELS)
+@pytest.mark.parametrize("name", ["README.md", "LICENSE", "notes.txt", "assets/plot.png", ".hidden/x", "config.json"])
+@pytest.mark.parametrize("target", ["file", "directory", "nothing", "inside"])
+def test_no_link_lies_in_a_bundle(bundle, name, verify, target):
+    places = {"file": bundle.parent / "secret", "directory": bundle.parent, "nothing": bundle.parent / "gone"}
+    (bundle.parent / "secret").write_text("TOP SECRET")
+    (bundle / name).unlink(missing_ok=True)
+    (bundle / name).parent.mkdir(exist_ok=True)
+    (bundle / name).symlink_to(places.get(target, bundle / "tokenizer.json"))
+    message = refusal(bundle, verify)
+    assert f"{name} of the bundle" in message
+    assert "symbolic link" in message
+
+
+def test_what_is_neither_file_nor_directory_is_refused_unread(bundle):
+    (bundle / "README.md").unlink()
+    os.mkfifo(bundle / "README.md")  # reading it would wait for ever
+    assert "regular file" in refusal(bundle)
+
+
+def test_a_hub_snapshot_whose_blobs_are_elsewhere_is_refused(pristine, tmp_path):
+    snapshot, outside = tmp_path / "snapshots" / "abc", tmp_path / "outside"
+    snapshot.parent.mkdir()
+    shutil.copytree(pristine, snapshot)
+    outside.mkdir()
+    (snapshot / "README.md").rename(outside / "card")
+    (tmp_path / "blobs").symlink_to(outside)
+    (snapshot / "README.md").symlink_to("../../blobs/card")
+    assert "symbolic link" in refusal(snapshot)
+
+
+@pytest.mark.parametrize("verify", LEVELS)
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "chat_template.jinja"])
+def test_no_manifest_can_call_what_loaders_read_informative(bundle, name, verify):
+    fields = json.loads((bundle / MANIFEST_NAME).read_text())
+    fields["files"].pop(name)
+    fields["informative"].append(name)
+    (bundle / MANIFEST_NAME).write_bytes(sealed(fields))
+    assert f"{name} as informative" in refusal(bundle, verify)
+
+
+@pytest.mark.parametrize("verify", LEVELS)
+@pytest.mark.parametrize(
+    "name",
+    ["source.spm", "bpe.codes", "vocab.txt", "dict.txt", "Tokenizer_Config.JSON", "decoder_tokenizer/tokenizer.json"],
+)
+def test_nothing_that_loaders_read_lies_unlisted_beside_the_rest(bundle, name, verify):
+    (bundle / name).parent.mkdir(exist_ok=True)
+    (bundle / name).write_text("{}")
+    assert name in refusal(bundle, verify)
+
+
+def test_only_a_few_kinds_of_files_are_for_people():
+    for name in ("README.md", "report.html", "LICENSE", "LICENSE-2.0.txt", "NOTICE", "assets/plot.png", "notes.txt"):
+        assert is_for_people(name)
+        assert not may_be_loaded(name)
+    for name in ("LICENSE.json", "license.bin", "tokenizer.model", "x", "merges.txt", "vocab_x.TXT", "README.md/x"):
+        assert may_be_loaded(name), name
+    assert not may_be_loaded(".git/config")
+
+
+def test_settings_are_recognized_whatever_the_case_of_their_name(bundle):
+    (bundle / "Config_2.JSON").write_text('{"auto_map": {"AutoModel": "evil.Model"}}')
+    fields = json.loads((bundle / MANIFEST_NAME).read_text())
+    fields["files"]["Config_2.JSON"] = {"size": 0, "sha256": "0" * 64}
+    (bundle / MANIFEST_NAME).write_text(json.dumps(fields))
+    reseal(bundle)
+    assert "auto_map" in refusal(bundle)
+
+
+@pytest.mark.parametrize("how", ["written", "replaced", "added", "put back", "folder exchanged", "removed"])
+def test_what_changes_after_verification_is_noticed(bundle, how):
+    opened = open_bundle(bundle)
+    opened.files.check_unchanged()
+    path = bundle / "tokenizer.json"
+    before, content = path.stat(), path.read_bytes()
+    if how == "written":
+        path.write_bytes(content.replace(b"1", b"2"))
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    elif how == "replaced":
+        (bundle / "new").write_bytes(content)
+        os.utime(bundle / "new", ns=(before.st_atime_ns, before.st_mtime_ns))
+        (bundle / "new").rename(path)
+    elif how == "added":
+        (bundle / "added_tokens.json").write_text("{}")
+    elif how == "put back":
+        path.rename(bundle.parent / "aside")
+        path.write_text("{}")
+        (bundle.parent / "aside").rename(path)
+    elif how == "folder exchanged":
+        bundle.rename(bundle.parent / "aside")
+        shutil.copytree(bundle.parent / "aside", bundle)
+    else:
+        path.unlink()
+    with pytest.raises(BundleError, match="changed after it was verified"):
+        opened.files.check_unchanged()
+
+
+def fields_with(bundle, **changes):
+    fields = json.loads((bundle / MANIFEST_NAME).read_text())
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        entry = fields
+        for part in parents:
+            entry = entry[int(part) if part.isdecimal() else part]
+        entry[last] = value
+    (bundle / MANIFEST_NAME).write_bytes(sealed(fields))
+
+
+def kl(value):
+    return {"measured_on": "0" * 64, "report": {"kl": {"mean": value}}, "limits": {}, "missed": []}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"fidelity": kl(10**400)}, "beyond 64 bits"),
+        ({"allocation": ALLOCATION | {"context": 0}}, "allocation.context"),
+        ({"allocation": ALLOCATION | {"context": 2**40}}, "allocation.context"),
+        ({"allocation": ALLOCATION | {"candidates": {str(i): {} for i in range(300)}}}, "allocation.candidates"),
+        ({"weight_allocation": WIDTHS | {"units": [WIDTHS["units"][0] | {"kl": {"x": 1.0}}]}}, "kl"),
+        ({"weights__bytes": -1}, "weights.bytes"),
+        ({"weights__bits_per_weight": 1e300}, "weights.bits_per_weight"),
+        ({"layers__0__head_dim": 2**40}, "layers.0.head_dim"),
+        ({"layers__0__num_key_value_heads": 0}, "num_key_value_heads"),
+        ({"modules__0__name": "a." * 200}, "modules.0.name"),
+        ({"data__seed": 2**70}, "beyond 64 bits"),
+        ({"recipe": {"a": json.loads("[" * 150 + "]" * 150)}}, "more than 100 lists"),
+        ({"source__id": "x" * 2000}, "source.id"),
+        ({"informative": ["x" * 300 + ".md"]}, "informative"),
+        ({"tensors": {str(i): {} for i in range(5000)}}, "tensors"),
+        ({"transforms": ["x"] * 2000}, "transforms"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+@pytest.mark.parametrize("verify", LEVELS)
+def test_every_field_of_the_manifest_has_a_range(bundle, changes, words, verify):
+    fields_with(bundle, **changes)
+    assert words in refusal(bundle, verify)
+
+
+def test_an_informative_name_that_the_file_system_cannot_hold_is_just_absent(bundle):
+    fields_with(bundle, informative=["\u00e9" * 200 + ".md"])
+    opened = open_bundle(bundle)
+    assert not {*opened.manifest.informative} & {*opened.files.names}
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_settings_nested_by_the_hundred_are_refused(bundle, name):
+    nested = {"a": json.loads("[" * 200 + "]" * 200)}
+    (bundle / name).write_text(json.dumps(json.loads((bundle / name).read_text()) | nested))
+    reseal(bundle)
+    assert "more than 100 lists" in refusal(bundle)
+
+
+def test_work_on_names_grows_with_their_length_and_no_faster(pristine):
+    manifest = open_bundle(pristine).manifest
+    quantized = [module for module in manifest.modules if module.method != "kept"]
+
+    def unconverted(names):
+        kept = [ModuleCoverage.model_construct(name=n, stored_name="", kind="linear", method="kept") for n in names]
+        config = quantization_config(manifest.weights, [*quantized, *kept])
+        return config["modules_to_not_convert"]
+
+    assert unconverted(["model.layers.0.extra", "model.vision.deep.x", "model.vision.y", "lm_head", "model"]) == [
+        "model.layers.0.extra",
+        "model.vision",
+        "lm_head",
+        "model",
+    ]
+    assert unconverted(["model.layers.0.q_proj.inner.x"]) == ["model.layers.0.q_proj"]
+    assert len(unconverted(["a." * 200_000])) == 1  # all modules around it would have 40 GB of names
+
+
+def test_the_manifest_that_is_shown_may_be_longer_than_one_that_is_read(pristine):
+    from kvconvert.bundle.describe import printable_manifest
+
+    manifest = open_bundle(pristine).manifest
+    source = manifest.source.model_copy(update={"id": "\n" * 900})
+    shown = printable_manifest(manifest.model_copy(update={"source": source}))
+    assert isinstance(shown, Manifest)
+    assert shown.source.id == "\\n" * 900
