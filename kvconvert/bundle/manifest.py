@@ -160,8 +160,8 @@ class Fidelity(Record):
 
     measured_on: Sha256
     report: dict[str, Any]
-    limits: dict[Name, Number]
-    missed: list[Text] = Field(default_factory=list, fail_fast=True)
+    limits: Annotated[dict[Name, Number], FirstFaults]
+    missed: list[Text] = Field(default_factory=list, max_length=MAX_LAYERS, fail_fast=True)
 
 
 def figure(report: dict[str, Any], name: str) -> Any:
@@ -287,11 +287,11 @@ class Manifest(Record):
 
     format_version: _Version
     kvconvert_version: Name
-    versions: dict[Name, Name]
+    versions: Annotated[dict[Name, Name], FirstFaults]
     source: SourceInfo
     recipe: dict[str, Any]
     data: DataInfo | None
-    transforms: list[Name] = Field(max_length=MAX_LAYERS)
+    transforms: list[Name] = Field(max_length=MAX_LAYERS, fail_fast=True)
     conventions: dict[str, Any]
     layers: list[LayerPlan] = Field(max_length=MAX_LAYERS, fail_fast=True)
     modules: list[ModuleCoverage] = Field(fail_fast=True)
@@ -302,7 +302,7 @@ class Manifest(Record):
     weight_allocation: WeightAllocation | None = None
     fidelity: Fidelity | None = None
     files: Annotated[dict[FileName, FileInfo], FirstFaults]
-    informative: list[FileName] = Field(default_factory=list, fail_fast=True)
+    informative: list[FileName] = Field(default_factory=list, max_length=MAX_LAYERS, fail_fast=True)
     manifest_sha256: Sha256 = _UNSEALED
 
     def schemes(self) -> list[KVScheme | None]:

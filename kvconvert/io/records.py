@@ -24,7 +24,8 @@ _AT_ONCE = 1000
 def _first_faults(values: Any, validate: Callable[[Any], Any]) -> Any:
     if not isinstance(values, dict):
         return validate(values)
-    entries, found = iter(values.items()), {}
+    entries = iter(values.items())
+    found: dict[Any, Any] = {}
     while part := dict(islice(entries, _AT_ONCE)):
         found |= validate(part)
     return found

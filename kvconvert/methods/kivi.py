@@ -59,11 +59,14 @@ class Kivi(Part):
     )
     key_recent_tokens: int = option(
         0,
-        "it is a number of tokens, 0 or more",
+        "it is a number of tokens, 0 to 16,777,216",
         "newest tokens whose keys stay in full precision besides the page being filled",
         ge=0,
+        le=2**24,
     )
-    value_recent_tokens: int = option(0, "it is a number of tokens, 0 or more", "the same for values", ge=0)
+    value_recent_tokens: int = option(
+        0, "it is a number of tokens, 0 to 16,777,216", "the same for values", ge=0, le=2**24
+    )
     page_size: Annotated[int, AfterValidator(one_of(PAGE_SIZES))] = option(
         128, "choose 128, for pages hold 128 tokens in this version", "tokens that are quantized together"
     )

@@ -153,3 +153,13 @@ def test_tokenizer_files_of_other_types_are_one_sentence(bundle, name, content):
     reseal(bundle)
     with pytest.raises(KvconvertError, match=r"^[^\n]*has no tokenizer that transformers can load[^\n]*$"):
         load(bundle, verify="headers")
+
+
+def test_a_generation_config_of_other_types_is_one_sentence(bundle):
+    edit_json(bundle / "generation_config.json", max_new_tokens="many")
+    fields = json.loads((bundle / "kvconvert.json").read_text())
+    fields["files"]["generation_config.json"] = {"size": 0, "sha256": ""}
+    (bundle / "kvconvert.json").write_text(json.dumps(fields))
+    reseal(bundle)
+    with pytest.raises(BundleError, match=r"^[^\n]*generation_config\.json[^\n]*$"):
+        load(bundle, verify="headers")
