@@ -57,14 +57,13 @@ class Generation:
         try:
             ends = [task, self._over] if gone is None else [task, self._over, gone]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
         finally:
             task.cancel()
+        left = gone is not None and gone.done()
+        if not left and not self.cancelled:
+            return task.result()
         await asyncio.gather(task, return_exceptions=True)
-        if gone is not None and gone.done():
-            raise ClientDisconnect
-        raise _ending()
+        raise ClientDisconnect if left else _ending()
 
     def add(self, prompt: list[int], **options: Any) -> None:
         """Queue one more choice; arguments and errors are those of `Engine.add`."""

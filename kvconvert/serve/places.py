@@ -55,12 +55,14 @@ class Places:
 
     @contextlib.contextmanager
     def take(self, client: Hashable) -> Iterator[Callable[[int], None]]:
-        """A place for a request (Refusal: there is none); what is given takes more, from any thread."""
-        held = 0
+        """A place for a request (Refusal: there is none); what is given takes more, from any thread, until the end."""
+        held, over = 0, False
 
         def more(count: int) -> None:
             nonlocal held
             with self._lock:
+                if over:
+                    return
                 self.check(client, count)
                 held += count
                 self._taken[client] += count
@@ -70,6 +72,7 @@ class Places:
             yield more
         finally:
             with self._lock:
+                over = True
                 self._taken[client] -= held
                 if not self._taken[client]:
                     del self._taken[client]

@@ -11,8 +11,10 @@ import time
 import pytest
 from fake_model import FakeModel
 from serving import Letters, request, serving, wait_for
+from starlette.requests import ClientDisconnect
 
 from kvconvert.serve.access import Hosts
+from kvconvert.serve.answers import Generation
 from kvconvert.serve.places import Bodies, Places, network
 from kvconvert.serve.readers import LARGE, Readers
 from kvconvert.serve.refusal import Refusal
@@ -78,8 +80,30 @@ def test_one_client_cannot_have_all_places():
         with places.take("b"), pytest.raises(Refusal, match="4 choices are being served or wait"):
             places.check("c")
         stack.enter_context(places.take("b"))
-    with places.take("a"):
+    with places.take("a") as more:
         pass
+    more(3)  # a thread that did not know
+    places.check("a", 3)
+
+
+def test_choices_that_were_cancelled_have_no_answer_even_if_their_work_is_done():
+    async def run(end):
+        generation = Generation(None)
+        gone = asyncio.ensure_future(asyncio.sleep(0 if end == "gone" else 60))
+        work = asyncio.ensure_future(asyncio.sleep(0, "done"))
+        await asyncio.sleep(0.01)
+        if end == "cancelled":
+            generation.cancel()
+        try:
+            return await generation.unless_over(asyncio.wait_for(work, 1), gone)
+        finally:
+            gone.cancel()
+
+    assert asyncio.run(run(None)) == "done"
+    with pytest.raises(ClientDisconnect):
+        asyncio.run(run("gone"))
+    with pytest.raises(Refusal, match="shutting down"):
+        asyncio.run(run("cancelled"))
 
 
 def test_addresses_of_one_network_are_one_client():
