@@ -7,7 +7,8 @@ import pytest
 
 from kvconvert.errors import UsageError
 from kvconvert.models.chat import ChatPrompts
-from kvconvert.models.templates import TemplateRenderer
+from kvconvert.models.prompts import MARK
+from kvconvert.models.templates import TemplateLimitError, TemplateRenderer
 
 TURNS = [{"role": "system", "content": "Be \u2603 brief."}, {"role": "user", "content": "Why?\n"}]
 TEMPLATE = (
@@ -64,26 +65,35 @@ def test_nothing_of_the_environment_reaches_the_process(renderer, monkeypatch):
         assert b"a-key-that-nobody-else-has" not in file.read()
 
 
-def prompts(template, renderer=None):
+def prompts(template, renderer):
     tokenizer = SimpleNamespace(
-        chat_template=template, get_chat_template=lambda: template, special_tokens_map={"eos_token": "</s>"}
+        chat_template=template,
+        get_chat_template=lambda: template,
+        special_tokens_map={"eos_token": "</s>"},
+        all_special_tokens=["</s>"],
+        added_tokens_decoder={},
     )
     return ChatPrompts(tokenizer, None, renderer)
 
 
 @pytest.mark.parametrize(
-    ("template", "parts"),
+    "template",
     [
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", False),
-        ("{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}", True),
-        ("{% for m in messages %}{{ m.content[0].text }}{% endfor %}", True),
-        (
-            "{% for m in messages %}{{ m.content if m.content is string else m.content[0].text }}{% endfor %}",
-            False,
-        ),
-        ("{{ raise_exception('never') }}", False),
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}",
+        "{% for m in messages %}{{ m.content[0].text }}{% endfor %}",
+        "{% for m in messages %}{{ m.content if m.content is string else m.content[0].text }}{% endfor %}",
     ],
 )
-def test_contents_have_the_form_that_the_template_asks_for(renderer, template, parts):
-    content = prompts(template, renderer).message("user", "hello")["content"]
-    assert content == ([{"type": "text", "text": "hello"}] if parts else "hello")
+def test_contents_have_the_form_that_the_template_asks_for(renderer, template):
+    chat = prompts(template + "{% if add_generation_prompt %}>{% endif %}", renderer)
+    assert chat.text([chat.message("user", "hello")]) == "hello>"
+    marked = chat.text([chat.message("user", "bye</s>now")])
+    assert "</s>" not in marked
+    assert marked.replace(MARK, "") == "bye</s>now>"
+
+
+def test_a_template_that_never_ends_is_given_up_where_its_form_is_found_out(renderer):
+    chat = prompts(HOSTILE["loops"], renderer)
+    with pytest.raises(TemplateLimitError, match="takes more than 1 seconds"):
+        chat.text([chat.message("user", "hello")])
