@@ -6,7 +6,7 @@ The Engine reads prompts in chunks, so that memory for activations does not grow
 pages before it begins: what does not fit waits.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -35,4 +35,7 @@ def main(bundle: str, file: str, kv_memory: int = CACHE_BYTES, prompt_chunk: int
 
 
 if __name__ == "__main__":
-    print(*main(*sys.argv[1:]), sep="\n---\n")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("bundle", "file"):
+        parser.add_argument(name)
+    print(*main(**vars(parser.parse_args())), sep="\n---\n")

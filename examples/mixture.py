@@ -6,8 +6,8 @@ Each expert is calibrated on the tokens that the router sends to it; docs/models
 receive few. The router keeps its dtype.
 """
 
+import argparse
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -31,4 +31,7 @@ def main(
 
 
 if __name__ == "__main__":
-    print(main(*sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("model", "output"):
+        parser.add_argument(name)
+    print(main(**vars(parser.parse_args())))

@@ -7,7 +7,7 @@ template.
 Never measure on what was calibrated on: the figures would be too good.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 from kvconvert import calibrate, evaluate, export
@@ -24,4 +24,7 @@ def main(model: str, output: str, calibration: str, held_out: str, samples: int 
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("model", "output", "calibration", "held_out"):
+        parser.add_argument(name)
+    main(**vars(parser.parse_args()))

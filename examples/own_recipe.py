@@ -5,6 +5,7 @@
 kvconvert recipes NAME prints a preset with every value that a recipe may state.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -48,4 +49,7 @@ def main(model: str, output: str, samples: int = 64, seq_len: int = 512) -> Path
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("model", "output"):
+        parser.add_argument(name)
+    main(**vars(parser.parse_args()))

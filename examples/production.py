@@ -5,6 +5,7 @@
 The manifest lists every file with its hash, so that one hash of the manifest pins the whole bundle.
 """
 
+import argparse
 import hashlib
 import sys
 from pathlib import Path
@@ -36,4 +37,7 @@ def main(bundle: str, pinned: str | None = None) -> list[str]:
 
 
 if __name__ == "__main__":
-    print(*main(*sys.argv[1:]), sep="\n---\n")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundle")
+    parser.add_argument("pinned", nargs="?")
+    print(*main(**vars(parser.parse_args())), sep="\n---\n")

@@ -1,8 +1,8 @@
 """Read a bundle with numpy alone, after docs/bundle.md: one layer's weights, and one page of keys and values."""
 
+import argparse
 import json
 import struct
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +75,8 @@ def page_of_values(values, layer):
 
 
 if __name__ == "__main__":
-    bundle = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("bundle", type=Path)
+    bundle = parser.parse_args().bundle
     module = json.loads((bundle / "kvconvert.json").read_bytes())["modules"][0]
     print(module["name"], weight(read_tensors(bundle / "model.safetensors"), module["name"], module["group_size"]))

@@ -5,6 +5,7 @@
 Needs a token of the Hub with the right to write: `hf auth login`, or HF_TOKEN.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -30,4 +31,7 @@ def main(bundle: str, repository: str, folder: str) -> str:
 
 
 if __name__ == "__main__":
-    print(main(*sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("bundle", "repository", "folder"):
+        parser.add_argument(name)
+    print(main(**vars(parser.parse_args())))

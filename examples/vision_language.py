@@ -5,7 +5,7 @@
 calibquant-2bit-visual stores what the image became at 2 bits and leaves text exact; docs/models.md has other choices.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 from kvconvert import Recipe, calibrate, export, load
@@ -32,4 +32,7 @@ def main(model: str, output: str, image: str, samples: int = 16) -> str:
 
 
 if __name__ == "__main__":
-    print(main(*sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("model", "output", "image"):
+        parser.add_argument(name)
+    print(main(**vars(parser.parse_args())))

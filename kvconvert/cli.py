@@ -26,6 +26,12 @@ from kvconvert.commands.warm import warm
 from kvconvert.errors import KvconvertError, UsageError, printable
 from kvconvert.version import __version__
 
+# What other programs call what is here.
+_ELSEWHERE = {
+    "quantize": "kvconvert convert quantizes a model.",
+    "run": "kvconvert generate answers a prompt, and kvconvert serve clients.",
+    "chat": "kvconvert generate BUNDLE --chat is a conversation.",
+}
 _INTERRUPTED = 128 + signal.SIGINT
 _PATH_ERRORS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT, errno.EBADF)
@@ -51,6 +57,11 @@ class _Commands(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args[0] in _ELSEWHERE:
+            raise UsageError(f"There is no command {args[0]}; {_ELSEWHERE[args[0]]}")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

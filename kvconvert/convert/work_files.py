@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kvconvert.bundle.locate import MANIFEST_NAME
 from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.io import disk
 from kvconvert.io.json_text import parse_json
@@ -85,6 +86,8 @@ def check_place(path: Path | str) -> None:
     # A kill before the first state.json leaves nothing but its temporary file, and the lock.
     if path.exists() and not (path / STATE_NAME).exists():
         names = [entry.name for entry in path.iterdir()]
+        if MANIFEST_NAME in names:
+            raise UsageError(f"{path} is a bundle; `work` has to be another directory, from which `export` writes it.")
         if any(name != LOCK_NAME and not name.endswith(disk.TEMPORARY) for name in names):
             raise UsageError(f"{path} holds files that are not kvconvert's; `work` has to be a new or empty directory.")
     disk.check_writable(path, "work")

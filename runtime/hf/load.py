@@ -65,6 +65,10 @@ def load(
     named = getattr(torch, dtype, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
     if named not in (None, "auto") and not getattr(named, "is_floating_point", False):
         raise UsageError(f"`dtype` is {dtype}; it may be auto, torch.float32, torch.bfloat16 or torch.float16.")
+    places = device_map.values() if isinstance(device_map, dict) else [device_map]
+    on_gpus = any(isinstance(place, int) or str(place).startswith("cuda") for place in places)
+    if on_gpus and not torch.cuda.is_available():
+        raise UsageError(f"torch finds no GPU for `device_map` = {device_map!r}; leave it out to use the CPU.")
     # All of it is verified before transformers reads any of it, and the model built without weights before weights are.
     verified = open_bundle(directory, verify=verify)
     check_fits(verified)
