@@ -7,9 +7,11 @@ turn and begins none.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -199,9 +201,26 @@ class Conversations:
 
 
 def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
-    """What matches any of the tokens, but those of one character, which cannot be told from text."""
-    longer = sorted((token for token in tokens if len(token) > 1), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longer)) or r"(?!)")
+    """What matches any of the tokens, the longest first, but those of one character, which cannot be told from text."""
+    return re.compile(_alternatives(sorted(token for token in tokens if len(token) > 1)) or r"(?!)")
+
+
+def _alternatives(tokens: Sequence[str], depth: int = 0) -> str:
+    """A regular expression of sorted texts that looks at each character of what it reads once, where one after another
+    would compare all of thousands at every place of a long text that resembles them.
+    """
+    if len(tokens) < 2 or depth > _NESTED:
+        return "|".join(map(re.escape, reversed(tokens)))
+    branches = []
+    for _, group in groupby(tokens, key=lambda token: token[:1]):
+        same = list(group)
+        begin = os.path.commonprefix(same)
+        rest = _alternatives([token[len(begin) :] for token in same], depth + 1) if len(same) > 1 else ""
+        branches.append(re.escape(begin) + (f"(?:{rest})" if rest else ""))
+    return "|".join(reversed(branches))  # the empty rest, which is the shortest, last
+
+
+_NESTED = 50  # groups in one another, of which Python takes no more than some hundreds
 
 
 def unmarked(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int]) -> list[bool]:
