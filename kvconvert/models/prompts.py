@@ -7,7 +7,6 @@ turn and begins none.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
@@ -108,7 +107,9 @@ class Conversations:
 
     def _render(self, messages: list[dict[str, Any]], answer: bool) -> str:
         try:
-            return self._apply(messages, answer)
+            text = self._apply(messages, answer)
+            text.encode()  # a template may write half of a surrogate pair, which is no text
+            return text
         except UsageError:
             raise
         except Exception as error:  # templates raise jinja2 errors of their own making
@@ -214,8 +215,10 @@ def _alternatives(tokens: Sequence[str], depth: int = 0) -> str:
     branches = []
     for _, group in groupby(tokens, key=lambda token: token[:1]):
         same = list(group)
-        begin = os.path.commonprefix(same)
-        rest = _alternatives([token[len(begin) :] for token in same], depth + 1) if len(same) > 1 else ""
+        first, last = same[0], same[-1]
+        length = next((n for n in range(len(first)) if first[n] != last[n]), len(first))
+        begin = first[:length]
+        rest = _alternatives([token[length:] for token in same], depth + 1) if len(same) > 1 else ""
         branches.append(re.escape(begin) + (f"(?:{rest})" if rest else ""))
     return "|".join(reversed(branches))  # the empty rest, which is the shortest, last
 

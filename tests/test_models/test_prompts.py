@@ -184,6 +184,14 @@ def test_text_that_resembles_special_tokens_takes_no_longer_where_there_are_thou
     assert text.endswith(f"<{MARK}unused4999><{MARK}unused49>[end]")
 
 
+@pytest.mark.parametrize("render", [None, lambda messages, answer: f"{messages[0]['content']}\ud800"])
+def test_a_template_that_writes_no_text_is_refused(render):
+    tokenizer = AutoTokenizer.from_pretrained(REFERENCE)
+    tokenizer.chat_template = "{{ messages[0].content }}{{ '\\ud800' }}"
+    with pytest.raises(UsageError, match=r"^The model's chat template refuses the conversation \(.*surrogates"):
+        Conversations(tokenizer, render=render).encode([{"role": "user", "content": "Hi."}], True)
+
+
 def test_the_longest_special_token_is_found_first():
     tokens = ["ab", "abc", "abcd", "b.", "x", "é|", *("q" * length for length in range(2, 999))]
     found = _any_of(tokens).findall("abcdabcab.xé|" + "q" * 998)
