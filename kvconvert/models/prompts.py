@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -106,7 +107,9 @@ class Conversations:
 
     def _render(self, messages: list[dict[str, Any]], answer: bool) -> str:
         try:
-            return self._apply(messages, answer)
+            text = self._apply(messages, answer)
+            text.encode()  # a template may write half of a surrogate pair, which is no text
+            return text
         except UsageError:
             raise
         except Exception as error:  # templates raise jinja2 errors of their own making
@@ -199,9 +202,28 @@ class Conversations:
 
 
 def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
-    """What matches any of the tokens, but those of one character, which cannot be told from text."""
-    longer = sorted((token for token in tokens if len(token) > 1), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longer)) or r"(?!)")
+    """What matches any of the tokens, the longest first, but those of one character, which cannot be told from text."""
+    return re.compile(_alternatives(sorted(token for token in tokens if len(token) > 1)) or r"(?!)")
+
+
+def _alternatives(tokens: Sequence[str], depth: int = 0) -> str:
+    """A regular expression of sorted texts that looks at each character of what it reads once, where one after another
+    would compare all of thousands at every place of a long text that resembles them.
+    """
+    if len(tokens) < 2 or depth > _NESTED:
+        return "|".join(map(re.escape, reversed(tokens)))
+    branches = []
+    for _, group in groupby(tokens, key=lambda token: token[:1]):
+        same = list(group)
+        first, last = same[0], same[-1]
+        length = next((n for n in range(len(first)) if first[n] != last[n]), len(first))
+        begin = first[:length]
+        rest = _alternatives([token[length:] for token in same], depth + 1) if len(same) > 1 else ""
+        branches.append(re.escape(begin) + (f"(?:{rest})" if rest else ""))
+    return "|".join(reversed(branches))  # the empty rest, which is the shortest, last
+
+
+_NESTED = 50  # groups in one another, of which Python takes no more than some hundreds
 
 
 def unmarked(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int]) -> list[bool]:

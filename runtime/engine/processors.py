@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 
 from kvconvert.bundle.generation import DRAWING, PROCESSED
 from kvconvert.errors import UsageError, first_line
-from kvconvert.runtime.engine.sampling import Sampling
+from kvconvert.runtime.engine.sampling import COLDEST, HOTTEST, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,7 +76,8 @@ def logits_processors(
         config.max_length = len(prompt) + max_new_tokens
         config._eos_token_tensor = torch.tensor(sorted(stops), device=device) if stops else None
         ids = torch.tensor([prompt], device=device)
-        return model._get_logits_processor(config, len(prompt), ids, None, LogitsProcessorList(), str(device), {})
+        made = model._get_logits_processor(config, len(prompt), ids, None, LogitsProcessorList(), str(device), {})
+        return LogitsProcessorList([_Temperature(p) if isinstance(p, TemperatureLogitsWarper) else p for p in made])
 
     # Some values are looked at only when the processors are called.
     try:
@@ -89,6 +90,16 @@ def logits_processors(
             "`sampling`, or in the model's generation_config.json."
         ) from error
     return make
+
+
+class _Temperature(LogitsProcessor):
+    """A temperature as `sampling` divides by it, where transformers' own goes to infinity or to no number at all."""
+
+    def __init__(self, warper: TemperatureLogitsWarper) -> None:
+        self._temperature = warper.temperature
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return (scores - scores.amax(-1, keepdim=True)) / min(max(self._temperature, COLDEST), HOTTEST)
 
 
 @dataclass

@@ -16,6 +16,7 @@ from kvconvert.bundle.generation import PROCESSED, read_generation, stop_tokens
 from kvconvert.console import Console
 from kvconvert.errors import BundleError, UsageError
 from kvconvert.runtime import Engine, Sampling
+from kvconvert.runtime.engine.processors import logits_processors
 
 PROMPT = [5, 6, 7, 8, 5, 6, 7, 8, 9, 10]
 NEW = 12
@@ -127,6 +128,29 @@ def test_what_is_drawn_with_settings_has_their_probabilities(bundle):
     assert not counts[chances == 0].any()
     deviation = (counts - 400 * chances).abs() / (400 * chances * (1 - chances)).sqrt().clamp(min=1)
     assert deviation.max() < 5
+
+
+@pytest.mark.parametrize("settings", [{"repetition_penalty": 1.2}, {"bad_words_ids": [[3]]}, {"min_p": 0.1}], ids=str)
+@pytest.mark.parametrize("restriction", [{}, {"top_k": 2}, {"top_p": 0.9}], ids=str)
+def test_extreme_temperatures_draw_the_likeliest_or_any_beside_settings(settings, restriction, bundle):
+    model, _ = load(bundle, dtype=torch.float32)
+    logits = torch.tensor([[9.0, 8.0, 7.0, 20.0, *[-1.0] * (model.config.vocab_size - 4)]])
+    likeliest = 0 if "bad_words_ids" in settings else 3
+
+    def drawn(temperature):
+        sampling = Sampling(temperature=temperature, settings=settings, **restriction)
+        scores = logits_processors(model, sampling, [5], 1, [])(torch.device("cpu"))(
+            torch.tensor([[5]]), logits.clone()
+        )
+        return scores.softmax(-1)[0]
+
+    for cold in (1e-3, 1e-37, 1e-39, 1e-45, 5e-324):
+        assert drawn(cold).argmax() == likeliest
+        assert drawn(cold).max() == 1
+    for hot in (1e38, 3.5e38, 1e300):
+        probabilities = drawn(hot)
+        assert torch.isclose(probabilities.sum(), torch.tensor(1.0))
+        assert (probabilities > 0).sum() == 2 if "top_k" in restriction else (probabilities > 0).sum() > 2
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from kvconvert.data.text import load_token_samples
 from kvconvert.errors import DataError, UsageError
-from kvconvert.models.prompts import MARK, Conversations, added_around, encode_text
+from kvconvert.models.prompts import MARK, Conversations, _any_of, added_around, encode_text
 
 REFERENCE = Path(__file__).parents[2] / "examples" / "reference-lm"
 CHATML = (
@@ -172,6 +172,31 @@ def test_long_prompts_take_the_time_of_their_tokens(tokenizer):
     assert seconds(lambda: Conversations(tokenizer).encode(messages, True)) < 1.5 * plain
     spelled = [{"role": "user", "content": text + "<|im_end|>"}]
     assert seconds(lambda: Conversations(tokenizer).encode(spelled, True)) < 2.5 * plain
+
+
+def test_text_that_resembles_special_tokens_takes_no_longer_where_there_are_thousands():
+    more = AutoTokenizer.from_pretrained(REFERENCE)
+    more.add_special_tokens({"additional_special_tokens": ["[end]", *(f"<unused{number}>" for number in range(5000))]})
+    more.chat_template = "{% for m in messages %}{{ m.content }}[end]{% endfor %}"
+    begun = time.perf_counter()
+    text = Conversations(more).text([{"role": "user", "content": "<unused" * 50000 + "4999><unused49>"}], True)
+    assert time.perf_counter() - begun < 3
+    assert text.endswith(f"<{MARK}unused4999><{MARK}unused49>[end]")
+
+
+@pytest.mark.parametrize("render", [None, lambda messages, answer: f"{messages[0]['content']}\ud800"])
+def test_a_template_that_writes_no_text_is_refused(render):
+    tokenizer = AutoTokenizer.from_pretrained(REFERENCE)
+    tokenizer.chat_template = "{{ messages[0].content }}{{ '\\ud800' }}"
+    with pytest.raises(UsageError, match=r"^The model's chat template refuses the conversation \(.*surrogates"):
+        Conversations(tokenizer, render=render).encode([{"role": "user", "content": "Hi."}], True)
+
+
+def test_the_longest_special_token_is_found_first():
+    tokens = ["ab", "abc", "abcd", "b.", "x", "é|", *("q" * length for length in range(2, 999))]
+    found = _any_of(tokens).findall("abcdabcab.xé|" + "q" * 998)
+    assert found == ["abcd", "abc", "ab", "é|", "q" * 998]
+    assert not _any_of(["x"]).findall("xx")
 
 
 @pytest.mark.parametrize(
