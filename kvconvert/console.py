@@ -159,7 +159,7 @@ class Console:
         self.model, processor = load(bundle, dtype=stated or ("auto" if place.type == "cuda" else None))
         self.model.to(place)
         self.tokenizer: PreTrainedTokenizerBase = tokenizer_of(processor)
-        self.prompts = ChatPrompts(processor, self.model.config, parse_special)
+        self.prompts = ChatPrompts(processor, self.model.config, parse_special=parse_special)
         self.max_new_tokens = max_new_tokens
         self.choice = choice or Choice()
         self.system = system
