@@ -159,7 +159,7 @@ class Console:
         self.model, processor = load(bundle, dtype=stated or ("auto" if place.type == "cuda" else None))
         self.model.to(place)
         self.tokenizer: PreTrainedTokenizerBase = tokenizer_of(processor)
-        self.prompts = ChatPrompts(processor, self.model.config, parse_special)
+        self.prompts = ChatPrompts(processor, self.model.config, parse_special=parse_special)
         self.max_new_tokens = max_new_tokens
         self.choice = choice or Choice()
         self.system = system
@@ -305,6 +305,12 @@ class Console:
         device, dtype = self.model.device, self.model.dtype
         inputs = {name: x.to(device, dtype if x.is_floating_point() else x.dtype) for name, x in inputs.items()}
         ids = inputs.pop("input_ids")
+        vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
+        if self.prompts.images is None and int(ids.max()) >= vocabulary:
+            raise UsageError(
+                f"The tokenizer gives the token {int(ids.max())}, and the model's ids are 0 to {vocabulary - 1}; leave "
+                "out what it stands for, or fetch the tokenizer that belongs to the model."
+            )
         printer = Printer(self.tokenizer, self.choice.stop)
         config = copy.deepcopy(self.generation_config)
         padding = config.pad_token_id

@@ -268,6 +268,8 @@ _FORBIDDEN = {
     "audio_tokenizer",
     "audio_tokenizer_name_or_path",
     "base_model_name_or_path",
+    "checkpoint_path",
+    "class_info_file",
     # files that take the place of those that were verified
     "configuration_files",
     "fast_tokenizer_files",

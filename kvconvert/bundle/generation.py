@@ -6,7 +6,7 @@ what they do not know. Here every field is checked, translated to what transform
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +45,10 @@ _NEUTRAL: dict[str, Any] = {
     **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
     **dict.fromkeys(("remove_invalid_values", "renormalize_logits", "token_healing"), False),
     **dict.fromkeys(("num_beams", "num_return_sequences"), 1),
+    **dict.fromkeys(("prefill_chunk_size", "prompt_lookup_num_tokens"), 0),
 }
+# Logits divided by less are infinite in float32, and by more are all the same.
+_COLDEST, _HOTTEST = 1e-30, 1e30
 # Left to the caller, to speed, or to how the file came about: nothing that a token depends on.
 _WITHOUT_EFFECT = (
     *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate"),
@@ -161,7 +164,7 @@ def stop_tokens(
 def _ids(name: str, value: Any, file: str) -> list[int]:
     """Token ids; a negative one stands for none."""
     ids = _listed([] if value is None else value)
-    if any(isinstance(id, bool) or not isinstance(id, int) for id in ids):
+    if any(isinstance(id, bool) or not isinstance(id, int) or id >= 2**63 for id in ids):
         raise _wrong(name, value, "a token id or a list of them", file)
     return [id for id in ids if id >= 0]
 
@@ -173,10 +176,12 @@ def _listed(value: Any) -> list[Any]:
 def _checked(name: str, value: Any) -> Any:
     """A field's value in the type that transformers asks for; None where it says nothing."""
     if name in _NUMBERS:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
             raise _wrong(name, value, "a number")
         if value < 0 and name in DRAWING:
             raise _wrong(name, value, "a number from 0 on")
+        if name == "temperature":
+            return 0.0 if value < _COLDEST else min(float(value), _HOTTEST)
         # transformers draws from all tokens where top_p is above 1.
         return min(float(value), 1.0) if name == "top_p" else float(value)
     if name in _INTEGERS:

@@ -1,8 +1,9 @@
-"""Data that looks like text and is something else: conversations that are spelled as JSON."""
+"""Data that looks like text and is something else: conversations that are spelled as JSON or Python."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
@@ -14,6 +15,8 @@ ROWS_INSPECTED = 64
 _LINES_INSPECTED = 8
 # Names of lists of messages, and of the fields that a message has in one form or another.
 _LISTS = ("messages", "conversations", "conversation", "dialog", "dialogue", "turns", "chosen")
+# How Python writes such a list, which tables made by pandas hold.
+_PYTHON = re.compile(r"\s*\[\s*\{\s*'(role|from|speaker|content|value)': ")
 _SPEAKERS, _SAID = {"role", "from", "speaker"}, {"content", "value", "text"}
 
 
@@ -26,13 +29,13 @@ def is_conversation(value: Any) -> bool:
 
 
 def refuse_spelled_conversations(values: Iterable[Any], place: str) -> None:
-    """Refuse (DataError) a column most of whose texts are conversations as JSON, which nobody says to a model."""
+    """Refuse (DataError) a column most of whose texts are conversations as JSON or Python writes them."""
     texts = [value for value in values if isinstance(value, str) and value.strip()]
-    spelled = sum(is_conversation(_json(text)) for text in texts)
+    spelled = sum(is_conversation(_json(text)) or _PYTHON.match(text) is not None for text in texts)
     if 2 * spelled > len(texts):
         raise DataError(
-            f"Data source {place} holds conversations spelled as JSON text, which would be read as prose; store them "
-            "as lists of messages (json.loads of each), so that the chat template writes them."
+            f"Data source {place} holds conversations spelled as JSON or Python text, which would be read as prose; "
+            "store them as lists of messages (json.loads of each), so that the chat template writes them."
         )
 
 

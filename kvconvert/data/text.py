@@ -98,8 +98,8 @@ def load_token_samples(
         raise UsageError(
             f"{samples} samples of {length} tokens cannot be cut; request at least 1 sample of at least 2 tokens."
         )
-    prefix, _ = added_around(tokenizer)
-    window, name = length - len(prefix), source_name(source, EMBEDDED[default])
+    prefix, window = _prefix(tokenizer, length)
+    name = source_name(source, EMBEDDED[default])
     ids, whole = _token_ids(source, tokenizer, seed, default, samples * window)
     available = len(ids) // window
     if available < samples:
@@ -163,8 +163,8 @@ def load_held_out_samples(
     Raises:
         DataError: the rest of the text has not one sample; see also `load_token_samples`.
     """
-    prefix, _ = added_around(tokenizer)
-    window, taken = length - len(prefix), apart_from[1] - len(prefix)
+    prefix, window = _prefix(tokenizer, length)
+    taken = apart_from[1] - len(prefix)
     name = source_name(source, EMBEDDED["calibration"])
     used = apart_from[0] * taken
     ids, whole = _token_ids(source, tokenizer, seed, "calibration", used + samples * window)
@@ -184,6 +184,17 @@ def load_held_out_samples(
     count = min(samples, len(starts))
     rows = [prefix + ids[at : at + window] for at in (starts[i * len(starts) // count] for i in range(count))]
     return token_data(torch.tensor(rows), name, seed)
+
+
+def _prefix(tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[list[int], int]:
+    """What the tokenizer puts before each sample, and how many tokens of the text follow it (UsageError)."""
+    prefix, _ = added_around(tokenizer)
+    if len(prefix) >= length:
+        raise UsageError(
+            f"The tokenizer puts {len(prefix)} tokens before a text, which leaves nothing of {length} for the text; "
+            "give a larger sequence length."
+        )
+    return prefix, length - len(prefix)
 
 
 def _token_ids(
@@ -224,8 +235,7 @@ def spaced_samples(source: str, tokenizer: PreTrainedTokenizerBase, samples: int
     Raises:
         DataError: the text cannot be read, or is too short.
     """
-    prefix, _ = added_around(tokenizer)
-    window = length - len(prefix)
+    prefix, window = _prefix(tokenizer, length)
     ids = _join((_encode(read_text(file), tokenizer) for file in local_files(source) or ()), tokenizer, None)
     if len(ids) < samples * window:
         raise DataError(

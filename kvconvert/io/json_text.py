@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from typing import Any
 
@@ -20,7 +21,8 @@ def parse_json(content: bytes | str, *, unique: bool = False, bounded: bool = Fa
         bounded: refuse numbers that are not finite, or integers beyond 64 bits.
 
     Raises:
-        ValueError: the text is no JSON, nested too deeply, or refused as above; its message completes "found ...".
+        ValueError: the text is no JSON, nested too deeply, holds what is no character, or is refused as above; its
+            message completes "found ...".
     """
 
     def pairs(entries: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -45,14 +47,20 @@ def parse_json(content: bytes | str, *, unique: bool = False, bounded: bool = Fa
     if bounded:
         hooks |= {"parse_float": number, "parse_constant": number, "parse_int": integer}
     try:
-        value = json.loads(content.decode("utf-8") if isinstance(content, bytes) else content, **hooks)
+        text = content.decode("utf-8") if isinstance(content, bytes) else content
+        value = json.loads(text, **hooks)
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
+    except UnicodeEncodeError:
+        raise ValueError("half of a surrogate pair, which is no character") from None
     if _is_deeper(value, MAX_DEPTH):
         raise ValueError(_TOO_DEEP)
     return value
 
 
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _TOO_DEEP = f"more than {MAX_DEPTH} lists and objects in each other"
 
 

@@ -35,6 +35,7 @@ class ChatPrompts:
         processor: ProcessorMixin | PreTrainedTokenizerBase,
         config: PretrainedConfig,
         renderer: TemplateRenderer | None = None,
+        *,
         parse_special: bool = False,
     ) -> None:
         self._tokenizer, self._renderer = tokenizer_of(processor), renderer

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.nn.modules.module import register_module_module_registration_hook as on_module
+from torch.nn.modules.module import register_module_parameter_registration_hook as on_parameter
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -35,9 +39,15 @@ from kvconvert.methods import UNQUANTIZED, KVScheme
 
 # Every layer has a tensor, so a config with more layers than the bundle has tensors is wrong. Small models leave out
 # towers that their config describes.
-_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth", "encoder_layers", "decoder_layers")
+_LAYERS = (
+    *("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth", "encoder_layers", "decoder_layers"),
+    *("depths", "num_blocks", "num_mtp_layers", "num_nextn_predict_layers", "num_residual_layers"),
+    "attention_types",  # of GPT-Neo: a list of layers' types and how often they recur
+)
 MOST_SPARE_LAYERS = 1000
+MOST_SPARE_MODULES = 100_000
 _MAX_LABELS = 1_000_000
+_MOST_POSITIONS = 2**63
 _CLASSES = {
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -106,8 +116,19 @@ def layer_types_of(config: PretrainedConfig) -> tuple[list[str], list[dict[str, 
     """The type of each layer in transformers' terms, and the arguments of transformers' cache for it.
 
     "dummy" is a layer without a cache of its own: it reads an earlier layer's, or has no attention.
+
+    Raises:
+        BundleError: the config lacks what a layer of its type has, or states a window that is none.
     """
-    return get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    text = config.get_text_config(decoder=True)
+    try:
+        types, arguments = get_layer_types_and_kwargs(text)
+    except (AttributeError, TypeError, ValueError) as error:  # of layers whose type asks for what the config lacks
+        raise no_model(error) from error
+    for window in (entry.get("sliding_window") for entry in arguments):
+        if window is not None and (type(window) is not int or not 0 < window < 2**31):
+            raise mismatch("config.json", "the sliding window of a layer", "a number of tokens", repr(window)[:80])
+    return types, arguments
 
 
 def has_pages(layer_type: str) -> bool:
@@ -166,8 +187,11 @@ def _scaled(positions: int, rope: Mapping[str, Any]) -> int:
     """Positions of one RoPE."""
     if rope.get("rope_type", rope.get("type")) not in ("yarn", "linear", "dynamic"):
         return positions
-    original = rope.get("original_max_position_embeddings") or positions
-    return max(positions, int(original * (rope.get("factor") or 1.0)))
+    original, factor = rope.get("original_max_position_embeddings") or positions, rope.get("factor") or 1.0
+    for name, value in (("original_max_position_embeddings", original), ("factor", factor)):
+        if not isinstance(value, int | float) or not abs(value) < _MOST_POSITIONS:
+            raise mismatch("config.json", f"{name} of a RoPE", "a number", repr(value)[:80])
+    return max(positions, int(original * factor))
 
 
 def changing_rope(config: PretrainedConfig) -> str | None:
@@ -217,11 +241,7 @@ def stored_shape(config: PretrainedConfig) -> tuple[int, int, int]:
 
 def sliding_windows(config: PretrainedConfig) -> list[int | None]:
     """The sliding window of each decoder layer in tokens, or None."""
-    windows = [arguments.get("sliding_window") for arguments in layer_types_of(config)[1]]
-    for window in windows:
-        if window is not None and (type(window) is not int or not 0 < window < 2**31):
-            raise mismatch("config.json", "the sliding window of a layer", "a number of tokens", repr(window)[:80])
-    return windows
+    return [arguments.get("sliding_window") for arguments in layer_types_of(config)[1]]
 
 
 def model_cache(
@@ -281,12 +301,43 @@ def check_counts(contents: Any, tensors: int, refuse: Refusal = mismatch) -> Non
             raise refuse("config.json", path, f"at most {most}", value)
 
 
-def _integers(value: object, path: str = "") -> list[tuple[str, str, int]]:
-    found = []
-    for key, entry in value.items() if isinstance(value, Mapping) else ():
-        where = f"{path}.{key}" if path else key
-        found += [(where, key, entry)] if isinstance(entry, int | float) else _integers(entry, where)
-    return found
+def _integers(value: object, path: str = "", name: str = "") -> list[tuple[str, str, int]]:
+    """Numbers at any depth: path, name of the entry that holds them, and the number."""
+    if isinstance(value, int | float):
+        return [(path, name, value)]
+    if isinstance(value, list):
+        return [found for entry in value for found in _integers(entry, path, name)]
+    entries = value.items() if isinstance(value, Mapping) else ()
+    return [found for key, entry in entries for found in _integers(entry, f"{path}.{key}" if path else key, key)]
+
+
+@contextmanager
+def bounded_modules(tensors: int) -> Iterator[None]:
+    """Refuse, while this thread builds a model in the block, far more modules than its tensors can belong to.
+
+    Counts of what a model has go by many names, and some of them only its own code knows.
+
+    Args:
+        tensors: how many the model has.
+
+    Raises:
+        BundleError: there are too many modules.
+    """
+    own, left = threading.get_ident(), MOST_SPARE_MODULES + 10 * tensors
+
+    def count(*_: object) -> None:
+        nonlocal left
+        if threading.get_ident() == own:
+            left -= 1
+            if left < 0:
+                raise mismatch("config.json", "the model it describes", "one of as many modules as its tensors", "more")
+
+    handles = [register(count) for register in (on_module, on_parameter)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def no_model(error: Exception) -> BundleError:

@@ -73,7 +73,11 @@ def tokenizer_of(processor: ProcessorMixin | PreTrainedTokenizerBase) -> PreTrai
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model; CheckpointError where transformers cannot load one."""
     try:
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):  # its configuration may name any class of transformers
+            raise TypeError(f"a {type(tokenizer).__name__} is none")
+        tokenizer("a")  # some settings are looked at only here
+        return tokenizer
     except Exception as error:  # any value of its files may be none that its reader expects; parsers raise Exception
         reason = f"{type(error).__name__}: {first_line(error)}"
         if not (directory / "tokenizer.json").is_file():  # transformers then lists what it tried, line by line

@@ -120,13 +120,16 @@ class Conversations:
         """The message without empty fields, its contents in the form that the template takes: text, or parts."""
         fitted: dict[str, Any] = _without_nulls(message)
         content = fitted.get("content")
+        if _is_text(content):
+            content = [content]
         if not isinstance(content, str | list):
             return fitted
         takes_text, takes_parts = self._accepts()
         if isinstance(content, str) and takes_parts and not takes_text:
             fitted["content"] = [{"type": "text", "text": content}]
         elif isinstance(content, list):
-            parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+            given = (part for part in content if part is not None)
+            parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in given]
             other = next((part for part in parts if not _is_text(part)), None)
             if takes_parts or not takes_text:
                 fitted["content"] = [{"type": "text", "text": p["text"]} if _is_text(p) else p for p in parts]
@@ -191,14 +194,17 @@ class Conversations:
         """
         pattern = self._special if message.get("role") == "assistant" else self._control
 
+        def spell(text: str) -> str:
+            return pattern.sub(lambda found: found[0][0] + MARK + found[0][1:], text.replace(MARK, ""))
+
         def mark(text: str) -> str:
-            text = pattern.sub(lambda found: found[0][0] + MARK + found[0][1:], text.replace(MARK, ""))
+            text = spell(text)
             if tails and (length := self._tail(text)):
                 place = len(text.rstrip()) - length + 1
                 text = text[:place] + MARK + text[place:]
             return text
 
-        return _changed(message, mark)
+        return _changed(message, mark, spell)
 
 
 def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
@@ -272,13 +278,18 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _changed(value: Any, change: Callable[[str], str]) -> Any:
-    """A structure with every text in it changed; names of fields are left."""
+def _changed(value: Any, change: Callable[[str], str], change_name: Callable[[str], str]) -> Any:
+    """A structure with every text in it changed, and names of fields where they are none of a message's own, which are
+    words: a template may write the arguments of a call as JSON.
+    """
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {name: _changed(field, change) for name, field in value.items()}
-    return [_changed(item, change) for item in value] if isinstance(value, list) else value
+        return {
+            name if str(name).isidentifier() else change_name(str(name)): _changed(field, change, change_name)
+            for name, field in value.items()
+        }
+    return [_changed(item, change, change_name) for item in value] if isinstance(value, list) else value
 
 
 def _texts(value: Any) -> list[str]:

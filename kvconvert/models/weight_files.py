@@ -7,7 +7,6 @@ Modules are called here as in the loaded model; files keep the checkpoint's name
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 from torch import nn
 
 from kvconvert.errors import CheckpointError
+from kvconvert.io.json_text import parse_json
 from kvconvert.io.records import TensorInfo
 from kvconvert.io.tensorfile import read_header
 from kvconvert.models import INDEX_FILE, PICKLES, SINGLE_FILE, without_weights
@@ -58,7 +58,7 @@ def weight_files(directory: Path) -> list[str]:
 
 def _read_index(index: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = parse_json(index.read_bytes())["weight_map"]
         entries = list(weight_map.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is not an index of safetensors files ({error!r}); fetch it again.") from error

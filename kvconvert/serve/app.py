@@ -98,7 +98,7 @@ class Service:
         # Each is used by one thread at a time.
         self._chats: SimpleQueue[ChatPrompts] = SimpleQueue()
         for renderer in self._renderers:
-            self._chats.put(ChatPrompts(processor, model.config, renderer, parse_special))
+            self._chats.put(ChatPrompts(processor, model.config, renderer, parse_special=parse_special))
         self._created = int(time.time())
         self._salted = bool(keys) and not share_prefixes
         self._running: set[Generation] = set()

@@ -29,7 +29,7 @@ from kvconvert.errors import BundleError, UsageError
 from kvconvert.io.tensorfile import mismatch
 from kvconvert.kernels.linear import DenseLinear, QuantizedLinear
 from kvconvert.methods import KVScheme
-from kvconvert.models.configuration import model_class, no_model, read_config
+from kvconvert.models.configuration import bounded_modules, model_class, no_model, read_config
 from kvconvert.runtime.hf.attention import NAME
 from kvconvert.runtime.hf.fuse import fuse_on_gpus
 from kvconvert.runtime.hf.generation import adopt
@@ -343,8 +343,10 @@ def check_fits(bundle: Bundle) -> int:
     config = read_config(bundle.directory, bundle.config, len(bundle.manifest.tensors))
     del config.quantization_config
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), bounded_modules(len(bundle.manifest.tensors)):
             model = model_class(config).from_config(config)
+    except BundleError:
+        raise
     except Exception as error:  # models are built by code of many authors
         raise no_model(error) from error
     compared = compare_shapes(bundle, model)

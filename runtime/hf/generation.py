@@ -179,6 +179,9 @@ class BundleModel:
     continuous_batching_context_manager = init_continuous_batching
 
 
+_ADOPTED = {"use_cache": True, "return_dict": True, "output_attentions": False}
+
+
 def adopt(model: PreTrainedModel, schemes: Sequence[KVScheme | None], plan: Mapping[str, torch.Tensor]) -> None:
     """Give a loaded model the bundle's attention, caches and refusals."""
     if not any(scheme is not None for scheme in schemes):
@@ -190,10 +193,11 @@ def adopt(model: PreTrainedModel, schemes: Sequence[KVScheme | None], plan: Mapp
     members = {"__module__": base.__module__, "__doc__": base.__doc__, "forward": _replaying(base.forward)}
     model.__class__ = type(base.__name__, (BundleModel, base), members)
     model.set_attn_implementation(NAME)
-    # Trainers turn the cache off and save it so.
+    # What trainers and inspections save: without a cache, with matrices of attention, or as tuples.
     for config in (model.config, model.config.get_text_config(decoder=True), model.generation_config):
-        if getattr(config, "use_cache", None) is False:
-            config.use_cache = True
+        for name, value in _ADOPTED.items():
+            if getattr(config, name, None) is (not value):
+                setattr(config, name, value)
     parameters = list(inspect.signature(base.forward).parameters)[1:]
     position = parameters.index(CACHE) if CACHE in parameters else None
     if position is not None:

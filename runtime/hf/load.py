@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
-from transformers.utils import GENERATION_CONFIG_NAME
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from kvconvert.bundle.files import read_settings
 from kvconvert.bundle.generation import NAME as GENERATION_CONFIG
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.errors import BundleError, UsageError, first_line
-from kvconvert.io.tensorfile import mismatch
+from kvconvert.errors import BundleError, UsageError
 from kvconvert.models.configuration import model_class, read_config, supports_images
 from kvconvert.models.processors import has_processor, load_processor, load_tokenizer, tokenizer_of
 from kvconvert.runtime.hf.bundle_quantizer import WHOLE, BundleConfig, Verify, check_fits
@@ -72,7 +70,6 @@ def load(
     # All of it is verified before transformers reads any of it, and the model built without weights before weights are.
     verified = open_bundle(directory, verify=verify)
     check_fits(verified)
-    _check_generation(verified.directory)
     config = read_config(verified.directory, verified.config, len(verified.manifest.tensors))
     processes = supports_images(config) and has_processor(directory)
     processor = load_processor(directory) if processes else load_tokenizer(directory)
@@ -93,17 +90,6 @@ def load(
     _require_complete(bundle, found["missing_keys"])
     verified.files.check_unchanged()  # since then, transformers has opened the files again
     return model, processor
-
-
-def _check_generation(directory: Path) -> None:
-    """Refuse a generation_config.json that transformers cannot read: after the weights it would be no sentence."""
-    if (directory / GENERATION_CONFIG_NAME).is_file():
-        try:
-            GenerationConfig.from_pretrained(directory)
-        except Exception as error:  # its values are compared before their types are known
-            raise mismatch(
-                GENERATION_CONFIG_NAME, "its content", "settings of generation", first_line(error)
-            ) from error
 
 
 def _default_dtype(config: PretrainedConfig, device_map: str | dict[str, Any] | None) -> torch.dtype | Literal["auto"]:

@@ -37,6 +37,8 @@ HOSTILE = [
     {"backbone": "hf-hub:someone/model"},
     {"architecture": " local-dir:/tmp/x"},
     {"gguf_file": "model.gguf"},
+    {"class_info_file": "classes.json"},
+    {"checkpoint_path": "/etc/passwd"},
     {"compression_config": {"format": "dense"}},
 ]
 FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "processor_config.json")

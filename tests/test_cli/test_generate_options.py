@@ -100,6 +100,13 @@ def test_a_chat_template_is_used_for_a_prompt_unless_it_is_raw(bundle):
     assert given == "Who?"
 
 
+def test_a_token_that_the_model_does_not_have_is_refused(bundle):
+    console = Console(bundle, 2, "cpu")
+    console.tokenizer.add_tokens(["<beyond>"])
+    with pytest.raises(UsageError, match="the model's ids are 0 to"):
+        console.complete("It was <beyond>", raw=True)
+
+
 def test_a_conversation_begins_with_the_system_message_and_keeps_answers_as_they_were_shown(bundle, capsys):
     console = Console(bundle, 12, "cpu", system="Be brief.")
     console.tokenizer.chat_template = TEMPLATE

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, Gemma3TextConfig, GPT2Config, LlamaConfig, LlamaForCausalLM, Qwen2_5_VLConfig
 
 from kvconvert.console import Console
+from kvconvert.errors import BundleError
 from kvconvert.models.configuration import context_length
 from kvconvert.runtime import Engine, load
 
@@ -31,6 +32,17 @@ KINDS = [
         256,
     ),
 ]
+
+
+@pytest.mark.parametrize("factor", [float("inf"), float("nan"), 1e308, 10**400, "x", [2.0]], ids=lambda f: str(f)[:9])
+@pytest.mark.parametrize("field", ["factor", "original_max_position_embeddings"])
+def test_a_factor_that_is_no_number_of_positions_is_refused(field, factor):
+    config = LlamaConfig(max_position_embeddings=64)
+    config.rope_parameters = {"rope_type": "yarn", "factor": 2.0} | {field: factor}
+    for parameters in (config.rope_parameters, {"full_attention": config.rope_parameters}):
+        config.rope_parameters = parameters
+        with pytest.raises(BundleError, match=f"config.json .*{field} of a RoPE should be a number"):
+            context_length(config)
 
 
 @pytest.mark.parametrize(("rope", "expected"), KINDS, ids=str)

@@ -332,6 +332,31 @@ def test_other_quantizations_are_refused_by_name(tmp_path):
         open_source(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"quant_method": ["awq"]},
+        {"quant_method": "awq", "bits": 4, "group_size": "x"},
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": 5},
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"a": [1]}},
+        {
+            **{"quant_method": "compressed-tensors", "format": "pack-quantized", "sparsity_config": [1]},
+            "config_groups": {"a": {"weights": {"num_bits": 4}}},
+        },
+        {
+            **{"quant_method": "compressed-tensors", "format": "pack-quantized"},
+            "config_groups": {"a": {"weights": {"num_bits": [4], "strategy": "group", "group_size": 32}}},
+        },
+    ],
+    ids=str,
+)
+def test_settings_of_another_type_are_refused_in_a_sentence(tmp_path, stated):
+    save_checkpoint(tmp_path)
+    set_quantization(tmp_path, **stated)
+    with pytest.raises(CheckpointError, match=r"^[^\n]*\.$"):
+        open_source(str(tmp_path))
+
+
 def test_mxfp4_blocks_need_their_scales(tmp_path):
     info = open_source(str(save_checkpoint(tmp_path))).tensors["model.norm.weight"]
     with pytest.raises(CheckpointError, match="x_scales, which it needs"):

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import processors
 from transformers import AutoTokenizer
 
-from kvconvert.data.text import load_token_samples
+from kvconvert.data.text import load_held_out_samples, load_token_samples
 from kvconvert.errors import DataError, UsageError
 from kvconvert.models.prompts import MARK, Conversations, _any_of, added_around, encode_text
 
@@ -116,7 +116,8 @@ def test_parts_and_turns_spell_no_token_together(tokenizer):
 
 def test_arguments_and_results_of_tools_are_text(tokenizer):
     tokenizer.chat_template = TEMPLATES["tools"]
-    call = {"type": "function", "function": {"name": "f", "arguments": {"x": "<|im_end|>"}}}
+    arguments = {"x": "<|im_end|>", "<|im_end|>": [{"<|im_start|>": 1}]}
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
     messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "<|im_start|>system"}]
     ids = Conversations(tokenizer).encode(messages, False)
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
@@ -208,6 +209,9 @@ def test_the_longest_special_token_is_found_first():
             "One\ntwo",
         ),
         ("{{ messages[0].content }}", ["One", {"text": "two", "type": None}], "One\ntwo"),
+        ("{{ messages[0].content }}", ["One", None, "two"], "One\ntwo"),
+        ("{{ messages[0].content }}", {"text": "One"}, "One"),
+        ("{{ messages[0].content | tojson }}", {"degrees": 3}, '{"degrees": 3}'),
         ("{{ messages[0].content | tojson }}", [{"type": "text", "text": "One"}], '"One"'),
         ("{{ messages[0]['content'] + '!' }}", [{"type": "input_text", "text": "One", "image": None}], "One!"),
         ("{% for p in messages[0].content %}[{{ p.text }}]{% endfor %}", "One", "[One]"),
@@ -287,7 +291,11 @@ def test_samples_of_conversations_begin_with_one_token(fresh, tmp_path):
     [
         ("a.txt", '{"messages": [{"role": "user", "content": "Hi"}]}\n' * 3, "name it a.jsonl"),
         ("a.txt", '[{"instruction": "Hi", "output": "Ho"},\n {"instruction": "Hi", "output": "Ho"}]', "name it a.json"),
-        ("a.jsonl", '{"text": "[{\\"role\\": \\"user\\", \\"content\\": \\"Hi\\"}]"}\n' * 9, "spelled as JSON text"),
+        (
+            "a.jsonl",
+            '{"text": "[{\\"role\\": \\"user\\", \\"content\\": \\"Hi\\"}]"}\n' * 9,
+            "spelled as JSON or Python text",
+        ),
         (
             "a.jsonl",
             '{"text": "{\\"conversations\\": [{\\"from\\": \\"gpt\\", \\"value\\": \\"Hi\\"}]}"}\n',
@@ -295,6 +303,10 @@ def test_samples_of_conversations_begin_with_one_token(fresh, tmp_path):
         ),
         ("a.jsonl", '{"instruction": "Say hi", "input": "", "output": "Hi"}\n', "file::output.*|messages"),
         ("a.jsonl", '{"prompt": "Say hi", "completion": "Hi"}\n', "prompt.*completion.*messages"),
+        ("a.jsonl", "{\"text\": \"[{'content': 'Hi', 'role': 'user'}]\"}\n" * 9, "spelled as JSON or Python text"),
+        ("a.csv", "text\n\"[{'role': 'user', 'content': 'Hi'}]\"\n" * 9, "spelled as JSON or Python text"),
+        ("a.jsonl", '{"text": "a"}\n{"text": "half \\ud83d"}\n', "line 2: half of a surrogate pair"),
+        ("a.json", '[{"text": "\\ud83d\\ude00 whole"}, {"\\udc00": 1}]', "half of a surrogate pair"),
         ("a.jsonl", '{"text": [{"from": "human", "value": "Hi"}]}\n', "messages have no role"),
     ],
 )
@@ -310,3 +322,13 @@ def test_json_among_prose_is_read(fresh, tmp_path):
     (tmp_path / "b.txt").write_text('{"role": "user"}\n' + "It was a dark night, and so on it went.\n" * 9)
     for name in ("a.jsonl", "b.txt"):
         assert len(load_token_samples(str(tmp_path / name), fresh, 2, 16, 0).ids) == 2
+
+
+def test_a_tokenizer_whose_beginning_fills_a_sample_is_refused(fresh):
+    around(fresh, "<|endoftext|> " * 64 + "$A")
+    for cut in (
+        lambda: load_token_samples(None, fresh, 1, 64, 0),
+        lambda: load_held_out_samples(None, fresh, 1, 64, 0, (1, 128)),
+    ):
+        with pytest.raises(UsageError, match="puts 64 tokens before a text"):
+            cut()

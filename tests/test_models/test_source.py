@@ -140,6 +140,10 @@ def index_that_leads_elsewhere(model):
     (model / INDEX_FILE).write_text(json.dumps(index))
 
 
+def nested_index(model):
+    (model / INDEX_FILE).write_text('{"weight_map":' + "[" * 100_000 + "]" * 100_000 + "}")
+
+
 def index_beside_a_single_file(model):
     shutil.copyfile(shards(model)[0], model / WEIGHTS)
 
@@ -175,6 +179,7 @@ def integer_weights(model):
         (missing_index, "fetch the index"),
         (tensor_not_in_its_shard, "says that .* holds .*, but it does not"),
         (tensor_not_in_the_index, r"holds model\.stray, which .* does not name"),
+        (nested_index, "is not an index of safetensors files"),
         (index_that_leads_elsewhere, "not a safetensors file beside it"),
         (index_beside_a_single_file, "remove the wrong one"),
         (unmerged_adapter, "unmerged LoRA adapter.*merge"),

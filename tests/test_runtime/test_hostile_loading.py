@@ -67,6 +67,71 @@ def test_a_config_that_does_not_fit_is_refused_before_weights_are_used(bundle, c
         load(bundle, verify="headers")
 
 
+BUILT = {
+    "perceiver": {"model_type": "idefics2", "perceiver_config": {"resampler_depth": 10**9}},
+    "vision": {"model_type": "mllama", "vision_config": {"num_global_layers": 10**9}},
+    "audio": {"model_type": "phi4_multimodal", "audio_config": {"num_blocks": 10**9}},
+    "stages": {"model_type": "florence2", "vision_config": {"depths": [10**9] * 4}},
+    "types": {"model_type": "gpt_neo", "attention_types": [[["global", "local"], 10**9]]},
+}
+
+
+@pytest.mark.parametrize("config", BUILT.values(), ids=BUILT)
+def test_counts_of_any_name_are_refused_before_they_take_for_ever(bundle, config):
+    kept = json.loads((bundle / "config.json").read_text())["quantization_config"]
+    (bundle / "config.json").write_text(json.dumps(config | {"quantization_config": kept}))
+    reseal(bundle)
+    with pytest.raises(
+        BundleError, match=r"config\.json does not fit the bundle: (the model|audio_config|vision_config|attention)"
+    ):
+        load(bundle, verify="headers")
+
+
+WINDOWS = [
+    {"sliding_window": "x"},
+    {"sliding_window": -1},
+    {"sliding_window": 2**40},
+    {"layer_types": ["sliding_attention"] * 2},
+]
+
+
+@pytest.mark.parametrize("change", WINDOWS, ids=str)
+def test_windows_that_are_none_are_refused_when_a_cache_is_made(bundle, change):
+    edit_json(bundle / "config.json", **change)
+    reseal(bundle)
+    with pytest.raises(BundleError, match=r"^[^\n]*config\.json[^\n]*$"):
+        load(bundle, verify="headers")[0].new_kv_cache()
+
+
+@pytest.mark.parametrize("change", [{"return_dict": False}, {"output_attentions": True}], ids=str)
+def test_what_inspections_leave_in_a_config_does_not_end_generation(bundle, change, model):
+    edit_json(bundle / "config.json", **change)
+    reseal(bundle)
+    ids = torch.tensor([[1, 2, 3]])
+    found, expected = (
+        loaded.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
+        for loaded in (load(bundle, dtype=torch.float32, verify="headers")[0], model)
+    )
+    assert torch.equal(found, expected)
+
+
+TOKENIZERS = [
+    {"tokenizer_class": "AutoModelForCausalLM"},
+    {"tokenizer_class": "RagTokenizer"},
+    {"tokenizer_class": "pipeline"},
+    {"model_max_length": "x"},
+    {"model_max_length": [1]},
+]
+
+
+@pytest.mark.parametrize("change", TOKENIZERS, ids=str)
+def test_what_is_no_tokenizer_or_writes_no_token_is_refused(bundle, change):
+    edit_json(bundle / "tokenizer_config.json", **change)
+    reseal(bundle)
+    with pytest.raises(KvconvertError, match=r"has no tokenizer that transformers can load \([^\n]*$"):
+        load(bundle, verify="headers")
+
+
 def test_plain_from_pretrained_verifies_before_it_builds_the_model(bundle, monkeypatch):
     edit_json(bundle / "config.json", attn_implementation="someone/kernel")
     reseal(bundle)

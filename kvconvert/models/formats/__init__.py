@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvconvert.errors import CheckpointError
+from kvconvert.errors import CheckpointError, first_line
 from kvconvert.models.formats.awq import Awq
 from kvconvert.models.formats.compressed_tensors import CompressedTensors
 from kvconvert.models.formats.format import Encoded, Packing, SourceFormat
@@ -33,9 +33,15 @@ def find_format(directory: Path, quantization: Mapping[str, Any]) -> SourceForma
         CheckpointError: a quantization that is not read, or settings of it that are not.
     """
     method = quantization.get("quant_method")
-    if method not in FORMATS:
+    if not isinstance(method, str) or method not in FORMATS:
         raise CheckpointError(
             f"{directory} is already quantized ({method}); converting reads full precision and "
             f"{', '.join(FORMATS)} (quant_method), so give the model it was made from."
         )
-    return FORMATS[method].of(directory, quantization)
+    try:
+        return FORMATS[method].of(directory, quantization)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # a setting of another type than it has
+        raise CheckpointError(
+            f"{directory} has settings of {method} weights that cannot be read ({first_line(error)}); fetch the model "
+            "again."
+        ) from error

@@ -39,12 +39,14 @@ class Awq(SourceFormat):
         version = str(quantization.get("version", quantization.get("format", "gemm"))).lower()
         bits = quantization.get("bits", quantization.get("w_bit", 4))
         zeros = quantization.get("zero_point", not quantization.get("sym", False))
-        if version != "gemm" or bits != 4 or zeros is not True:
+        size = quantization.get("group_size", quantization.get("q_group_size", 128))
+        if version != "gemm" or bits != 4 or zeros is not True or type(size) is not int:
             raise CheckpointError(
-                f"{directory} holds AWQ weights of version {version} with {bits} bits and zero_point {zeros}; those of "
-                "version gemm with 4 bits and zero points are read, so convert the model that they were made from."
+                f"{directory} holds AWQ weights of version {version} with {bits} bits in groups of {size} and "
+                f"zero_point {zeros}; those of version gemm with 4 bits and zero points are read, so convert the model "
+                "that they were made from."
             )
-        return cls(quantization.get("group_size", quantization.get("q_group_size", 128)))
+        return cls(size)
 
     def describe(self) -> str:
         """For the manifest."""
