@@ -106,11 +106,13 @@ class Conversations:
 
     def _render(self, messages: list[dict[str, Any]], answer: bool) -> str:
         try:
-            return self._apply(messages, answer)
+            text = self._apply(messages, answer)
+            text.encode()  # halves of surrogate pairs are no text for a tokenizer
+            return text
         except UsageError:
             raise
         except Exception as error:  # templates raise jinja2 errors of their own making
-            reason = " ".join(str(error).split()).rstrip(".")
+            reason = " ".join(str(error).split()).rstrip(".")[:500]
             raise refused(reason) from error
 
     def _fitted(self, message: Mapping[str, Any]) -> dict[str, Any]:
