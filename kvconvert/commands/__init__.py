@@ -23,6 +23,13 @@ def check_dtype(ctx: click.Context, parameter: click.Parameter, value: str | Non
     return value
 
 
+def check_seed(ctx: click.Context, parameter: click.Parameter, value: int | None) -> int | None:
+    """--seed, which every generator of random numbers takes."""
+    if value is not None and not -(2**63) <= value < 2**63:
+        raise UsageError(f"--seed is {value!s:.40}, and no integer of 64 bits.")
+    return value
+
+
 def quiet() -> None:
     """Keep transformers' loading bars out of generated text."""
     from transformers.utils import logging

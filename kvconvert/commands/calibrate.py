@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from kvconvert.commands import check_device
+from kvconvert.commands import check_device, check_seed
 from kvconvert.commands.recipes import changes_of, recipe_changes
 
 
@@ -35,7 +35,13 @@ def _calibration(command: Callable[..., None]) -> Callable[..., None]:
             help="Tokens in each; 512 by default, or what an image needs.",
         ),
         click.option(
-            "--seed", metavar="S", type=int, default=0, show_default=True, help="Seed of the choice of samples."
+            "--seed",
+            metavar="S",
+            type=int,
+            callback=check_seed,
+            default=0,
+            show_default=True,
+            help="Seed of the choice of samples.",
         ),
         click.option(
             "--device",

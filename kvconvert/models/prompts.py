@@ -113,7 +113,7 @@ class Conversations:
         except UsageError:
             raise
         except Exception as error:  # templates raise jinja2 errors of their own making
-            reason = " ".join(str(error).split()).rstrip(".")
+            reason = " ".join(str(error).split()).rstrip(".")[:500]
             raise refused(reason) from error
 
     def _fitted(self, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -77,6 +77,7 @@ def test_output_that_cannot_be_written_is_one_sentence(monkeypatch, capsys):
         ["report", str(GOLDEN), "-o", "x" * 300],
         ["report", str(GOLDEN), "--model", "x" * 300],
         ["plan", "x" * 5000],
+        ["generate", str(GOLDEN), "--prompt", "x", "--temperature", "1", "--seed", "9" * 30],
         ["recipes", "default", "--key-bits", "9" * 5000],
         ["recipes", "default", "--set", "kv.key_bits=" + "[" * 5000],
         ["serve", str(GOLDEN), "--host", "a..b", "--port", "0"],
@@ -88,6 +89,10 @@ def test_output_that_cannot_be_written_is_one_sentence(monkeypatch, capsys):
 def test_an_argument_that_no_system_takes_is_a_sentence(arguments, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert refusal(arguments)
+
+
+def test_a_seed_beyond_64_bits_is_refused_before_a_model_is_looked_for():
+    assert "64 bits" in refusal(["calibrate", "/nope", "-o", "work", "--seed", "9" * 30])
 
 
 def test_files_are_read_in_their_own_encoding_whatever_the_locale(tmp_path):

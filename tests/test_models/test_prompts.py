@@ -232,6 +232,13 @@ def test_contents_have_the_form_that_the_template_takes(template, content, expec
         assert Conversations(tokenizer).text([message], False) == expected
 
 
+@pytest.mark.parametrize("template", ["{{ '\\ud800' }}", "{{ raise_exception('no ' * 9999) }}"])
+def test_what_a_template_writes_is_text_and_what_it_says_is_short(template, tokenizer):
+    tokenizer.chat_template = template
+    with pytest.raises(UsageError, match=r"refuses the conversation \([^\n]{,500}\)\.$"):
+        Conversations(tokenizer).encode([{"role": "user", "content": "One"}], False)
+
+
 def test_a_template_for_text_alone_refuses_images(tokenizer):
     tokenizer.chat_template = "{{ messages[0].content }}"
     with pytest.raises(UsageError, match=r"'image'.*takes text alone"):
