@@ -168,11 +168,12 @@ class ImagePrompts:
         """
         if self.templated and not plain:
             return self._conversations.text(messages, answer)
-        contents = (
-            "".join(self.image if part["type"] == "image" else part.get("text", "") for part in message["content"])
-            for message in messages
+        contents = [message["content"] for message in messages]
+        contents = [[{"type": "text", "text": c}] if isinstance(c, str) else c for c in contents]
+        return "\n".join(
+            "".join(self.image if part["type"] == "image" else part.get("text", "") for part in parts)
+            for parts in contents
         )
-        return "\n".join(contents)
 
     def join(self, texts: Iterable[str]) -> str:
         """Texts separated by the end-of-sequence token, with which a rendered conversation may already end."""

@@ -1,12 +1,15 @@
 """Chat templates in a process of their own: the same text as transformers writes, and limits of what they take."""
 
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from transformers import AutoConfig
 
 from kvconvert.errors import UsageError
 from kvconvert.models.chat import ChatPrompts
+from kvconvert.models.processors import load_processor
 from kvconvert.models.prompts import MARK
 from kvconvert.models.templates import TemplateLimitError, TemplateRenderer
 
@@ -97,3 +100,16 @@ def test_a_template_that_never_ends_is_given_up_where_its_form_is_found_out(rend
     chat = prompts(HOSTILE["loops"], renderer)
     with pytest.raises(TemplateLimitError, match="takes more than 1 seconds"):
         chat.text([chat.message("user", "hello")])
+
+
+def test_a_vision_language_model_without_a_template_is_asked_in_plain_text():
+    directory = Path(__file__).parents[2] / "examples" / "reference-vlm"
+    processor = load_processor(directory)
+    processor.chat_template = None
+    chat = ChatPrompts(processor, AutoConfig.from_pretrained(directory))
+    turns = [
+        chat.message("user", "What is it?", images=1),
+        chat.message("assistant", "A dog."),
+        chat.message("user", "Oh"),
+    ]
+    assert chat.text(turns) == "<image>What is it?\nA dog.\nOh"
