@@ -412,6 +412,7 @@ def tokens_with_pages(schemes: Sequence_[KVScheme]) -> int:
     return max(scheme.exact_tokens + scheme.page_size for scheme in schemes) + 1
 
 
+@torch.no_grad()
 def _read_short_prompt(model: Any, cache: Any, tokens: Sequence_[int]) -> list[tuple[Group, tuple[Sequence, ...], int]]:
     """Read a prompt of at most a page beyond all windows; each group with its sequences and positions afterwards."""
     most = tokens_with_pages([group.scheme for group in cache.groups])
