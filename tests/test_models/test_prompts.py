@@ -156,24 +156,6 @@ def test_a_tokenizer_without_bytes_refuses_what_it_cannot_write(tmp_path):
         chat.encode([{"role": "user", "content": "hi<end> hi"}], False)
 
 
-def test_long_prompts_take_the_time_of_their_tokens(tokenizer):
-    tokenizer.chat_template = CHATML
-    text = "It was a dark night, and the old house <b>stood</b> still.\n" * 4000
-    messages = [{"role": "user", "content": text}]
-
-    def seconds(call):
-        times = []
-        for _ in range(5):
-            begun = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - begun)
-        return min(times)
-
-    plain = seconds(lambda: tokenizer.apply_chat_template(messages))
-    assert seconds(lambda: Conversations(tokenizer).encode(messages, True)) < 1.5 * plain
-    spelled = [{"role": "user", "content": text + "<|im_end|>"}]
-    assert seconds(lambda: Conversations(tokenizer).encode(spelled, True)) < 2.5 * plain
-
 
 def test_text_that_resembles_special_tokens_takes_no_longer_where_there_are_thousands():
     more = AutoTokenizer.from_pretrained(REFERENCE)
