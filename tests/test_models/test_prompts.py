@@ -156,7 +156,6 @@ def test_a_tokenizer_without_bytes_refuses_what_it_cannot_write(tmp_path):
         chat.encode([{"role": "user", "content": "hi<end> hi"}], False)
 
 
-
 def test_text_that_resembles_special_tokens_takes_no_longer_where_there_are_thousands():
     more = AutoTokenizer.from_pretrained(REFERENCE)
     more.add_special_tokens({"additional_special_tokens": ["[end]", *(f"<unused{number}>" for number in range(5000))]})
