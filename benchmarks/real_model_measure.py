@@ -38,7 +38,7 @@ PASSES = (PAGE_SIZE, PAGE_SIZE, PAGE_SIZE, 3, 45, 33, 1, 1)
 
 @torch.no_grad()
 def launches_of(decoder: Decoder, rows: Sequence[int]) -> list[Launch]:
-    """What a GPU launches while so many rows are read page by page and asked, recorded and not made.
+    """The kernels a GPU would launch to read rows page by page and query them, recorded and not launched.
 
     Layers of `auto` may have a dozen formats with kernels of their own, which take minutes to compile one by one.
     """

@@ -48,8 +48,8 @@ class Conversations:
     """Messages as a model's chat template writes them.
 
     Args:
-        tokenizer: of the model.
-        processor: of the model, whose template is used instead of the tokenizer's.
+        tokenizer: the tokenizer of the model.
+        processor: the processor of the model, whose template is used instead of the tokenizer's.
         parse_special: take special tokens that are spelled in messages for the tokens themselves.
         render: applies the template to messages in the form it takes, with the beginning of an answer or without; None
             lets transformers do it.
