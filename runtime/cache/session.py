@@ -1,16 +1,16 @@
 """A sequence in a file: pages as they are, full-precision tokens, and a description that says what they belong to.
 
 The file is safetensors: `layers.{i}.keys` and `.values` [H, n, channels] are the tokens in layer i's buffers,
-`layers.{i}.key_pages` and `.value_pages` its pages, and `description` is JSON as uint8: the fingerprint of model,
-schemes and KV plan, the length, what each group of layers stores, the SHA-256 of every tensor, and one of the
-description.
+`layers.{i}.key_pages` and `.value_pages` its pages, `layers.{i}.states.{name}` its states if it has any, and
+`description` is JSON as uint8: the fingerprint of model, schemes and KV plan, the length, what each group of layers
+stores, the SHA-256 of every tensor, and one of the description.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Sequence_
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,11 @@ DESCRIPTION = "description"
 _SEAL = "0" * 64
 
 
-def save(file: Path, groups: Sequence_[Group], fingerprint: str) -> None:
-    """Write the only sequence of a cache, or replace the file that is there.
+States = Mapping[int, Mapping[str, torch.Tensor]]
+
+
+def save(file: Path, groups: Sequence_[Group], fingerprint: str, states: States) -> None:
+    """Write the only sequence of a cache, or replace the file that is there; `states` are those of its layers.
 
     Raises:
         CacheError: there is no such sequence, it is padded, or whole prompts are compressed.
@@ -50,6 +53,8 @@ def save(file: Path, groups: Sequence_[Group], fingerprint: str) -> None:
             for name, storage, side in _sides(store, sequence):
                 if side.pages:
                     tensors[name] = storage.read(side.pages).buffer
+    for index, own in states.items():
+        tensors |= {f"layers.{index}.states.{name}": tensor for name, tensor in own.items()}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     fields = {
         "format": FORMAT,
@@ -62,9 +67,14 @@ def save(file: Path, groups: Sequence_[Group], fingerprint: str) -> None:
 
 
 def load(
-    file: Path, groups: Sequence_[Group], fingerprint: str, device: torch.device, dtype: torch.dtype | None
-) -> None:
-    """Let an empty cache go on from a file.
+    file: Path,
+    groups: Sequence_[Group],
+    fingerprint: str,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    with_states: Collection[int],
+) -> States:
+    """Let an empty cache go on from a file, and return the states of its layers.
 
     Args:
         file: that `save` wrote.
@@ -72,6 +82,7 @@ def load(
         fingerprint: of model, schemes and KV plan; the file's has to be the same.
         device: for tokens and pages.
         dtype: that tokens have to have, or None for any.
+        with_states: numbers of the layers that keep states.
 
     Raises:
         CacheError: the file is none of this kind, was changed, or is of another model, plan or dtype; or the cache has
@@ -82,7 +93,12 @@ def load(
         raise _refusal(
             file, "it was saved with another model, KV scheme or KV plan; load it with the one it was saved of"
         )
-    if [described["layers"] for described in fields["groups"]] != [group.indices for group in groups]:
+    states: dict[int, dict[str, torch.Tensor]] = {}
+    for name in [name for name in tensors if ".states." in name]:
+        layer, kind = name.removeprefix("layers.").split(".states.")
+        states.setdefault(int(layer), {})[kind] = tensors.pop(name).to(device)
+    layers = [described["layers"] for described in fields["groups"]], sorted(states)
+    if layers != ([group.indices for group in groups], sorted(with_states)):
         raise _refusal(file, "its layers are not those of this cache")
     length, sequences, tokens = fields["length"], [], []
     for group, described in zip(groups, fields["groups"], strict=True):
@@ -111,6 +127,7 @@ def load(
     for group, sequence in zip(groups, sequences, strict=True):
         # The sequence has its own references now.
         group.release((sequence,))
+    return states
 
 
 def _sides(store: LayerStore, sequence: Sequence) -> Iterator[tuple[str, Any, Side]]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Sequence_
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -27,20 +27,33 @@ class Snapshot:
         stores: the layers that it was taken of, group by group; of the caches that it is put into they say dtype,
             device and formats.
         tokens: of each layer, keys [H, n, D] and values [H, m, E] in its buffers. Nothing may change them.
+        states: of each layer with states by its number, see `StateLayer.copies`.
     """
 
     length: int
     sequences: tuple[Sequence, ...]
     stores: tuple[tuple[LayerStore, ...], ...]
     tokens: tuple[tuple[tuple[torch.Tensor, torch.Tensor], ...], ...]
+    states: Mapping[int, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all states."""
+        return sum(tensor.nbytes for tensors in self.states.values() for tensor in tensors.values())
 
     @classmethod
-    def take(cls, groups: Sequence_[Group], earlier: Snapshot | None = None) -> Snapshot:
+    def take(
+        cls,
+        groups: Sequence_[Group],
+        earlier: Snapshot | None = None,
+        states: Mapping[int, Mapping[str, torch.Tensor]] | None = None,
+    ) -> Snapshot:
         """The only sequence of a cache whose latest pass is over.
 
         Args:
             groups: of the cache.
             earlier: of the same sequence; where nothing but sink tokens is in the buffers, they are not copied again.
+            states: copies of all states; None for layers without.
 
         Raises:
             CacheError: there is no such sequence, or it cannot be gone on with elsewhere.
@@ -53,7 +66,7 @@ class Snapshot:
             before = None if earlier is None else (earlier.sequences[number], earlier.tokens[number])
             tokens.append(tuple(_copied(group, sequence, layer, before) for layer in range(len(group.stores))))
         stores = tuple(tuple(group.stores) for group in groups)
-        return cls(groups[0].logical, sequences, stores, tuple(tokens))
+        return cls(groups[0].logical, sequences, stores, tuple(tokens), states or {})
 
     def put(self, groups: Sequence_[Group]) -> None:
         """Let an empty cache of the same layers, with pages in the same storage, hold the sequence.

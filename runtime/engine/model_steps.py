@@ -26,6 +26,7 @@ from kvconvert.runtime.hf.cache_layers import rotary_switch
 from kvconvert.runtime.hf.captured import ShortBatch, prepare_steps, tokens_with_pages
 from kvconvert.runtime.hf.captured_passes import SIZES
 from kvconvert.runtime.hf.rehearsal import packed_linears, rehearse, shortened
+from kvconvert.runtime.hf.states import not_split, split_by_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,7 +68,7 @@ def unsupported(model: PreTrainedModel) -> str | None:
             f"the chunks of {config.model_type} models' attention are counted from the beginning of the batch, and its "
             "rows begin at different positions"
         )
-    return None
+    return not_split(model)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +116,7 @@ class ModelSteps:
     def __init__(self, model: PreTrainedModel, rows: int, kv_memory: int | None):
         if reason := unsupported(model):
             raise UnsupportedModelError(f"An Engine cannot serve this model: {reason}.")
+        split_by_cache(model)
         self.model, self.rows = model, rows
         self.device: torch.device = model.device
         self.lag = 1 if self.device.type == "cuda" else 0

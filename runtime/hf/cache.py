@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DummyLayer, LinearAttentionLayer
 
 from kvconvert.errors import CacheError, UsageError
 from kvconvert.methods import UNQUANTIZED, KVScheme
@@ -29,7 +29,7 @@ from kvconvert.runtime.cache.steps import TableRegistry
 from kvconvert.runtime.cache.store import Group, LayerStore
 from kvconvert.runtime.hf.cache_layers import CacheLayers
 from kvconvert.runtime.hf.fingerprint import fingerprint_of
-from kvconvert.runtime.hf.layer import HeadwiseLayer, HybridLayer, LatentLayer, PagedLayer
+from kvconvert.runtime.hf.layer import HeadwiseLayer, HybridLayer, LatentLayer, PagedLayer, StateLayer
 from kvconvert.runtime.hf.packed import PackedCache
 from kvconvert.runtime.hf.stats import CacheStats
 
@@ -90,7 +90,8 @@ class KVCache(Cache):
         groups: dict[Hashable, Group] = {}
         for index, (layer_type, kwargs) in enumerate(zip(like.types, like.arguments, strict=True)):
             if not has_pages(layer_type):
-                layers.append(DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**kwargs))
+                own = DYNAMIC_LAYER_TYPE_MAPPING[layer_type]
+                layers.append((StateLayer if own is LinearAttentionLayer else own)(**kwargs))
                 continue
             layer_scheme, window = self.schemes[index] or UNQUANTIZED, kwargs.get("sliding_window")
             # Layers hold different numbers of tokens where heads share a budget.
@@ -196,18 +197,17 @@ class KVCache(Cache):
         """Make room for `count` sequences that join one by one; rows that none has joined store nothing.
 
         Raises:
-            CacheError: the cache is not empty, a layer keeps states of its own (`other_layers` of the statistics), or
-                layers read earlier layers' keys and values.
+            CacheError: the cache is not empty, a layer is transformers' own, or layers read earlier layers' keys and
+                values.
         """
         if any(group.keep_for_sharing for group in self.groups):
             raise CacheError(
                 "Sequences cannot join the cache of a model whose layers read earlier layers' keys and values: those "
                 "are compressed one pass later; generate in batches instead."
             )
-        if len(self.paged_layers()) < len(self.layers) or any(isinstance(layer, HybridLayer) for layer in self.layers):
+        if other := self._foreign_layers():
             raise CacheError(
-                "Sequences cannot join a cache with layers that keep transformers' own states (linear attention and "
-                "the like); generate in batches instead."
+                f"Sequences cannot join a cache with layers of transformers' own ({other}); generate in batches instead."
             )
         if self.reconstructs:
             raise CacheError(
@@ -232,6 +232,8 @@ class KVCache(Cache):
         """
         for group in self.groups:
             group.resize_rows(count)
+        for layer in self.state_layers().values():
+            layer.resize(count)
 
     @contextmanager
     def receiving(self, reader: str) -> Iterator[None]:
@@ -291,11 +293,13 @@ class KVCache(Cache):
         Raises:
             CacheError: the row is taken, or the other cache does not hold one sealed sequence without padding.
         """
-        for layer, twin in zip(self.layers, other.layers, strict=True):
+        for layer, twin in zip(self.paged_layers(), other.paged_layers(), strict=True):
             layer.adopt(twin)
         for group, source in zip(self.groups, other.groups, strict=True):
             read_flags(source)
             group.join(row, source)
+        for layer, twin in zip(self.state_layers().values(), other.state_layers().values(), strict=True):
+            layer.join(row, twin, self.groups[0].rows)
         for twin in other.layers:
             twin.reset()
 
@@ -320,12 +324,12 @@ class KVCache(Cache):
         Raises:
             CacheError: there are several, it is padded, or whole prompts are compressed.
         """
-        return Snapshot.take(self.groups, earlier)
+        return Snapshot.take(self.groups, earlier, {i: layer.copies() for i, layer in self.state_layers().items()})
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go on from a snapshot; the cache has to be empty. Its pages are shared, not copied."""
         snapshot.put(self.groups)
-        self._mark_initialized()
+        self._go_on(snapshot.states)
 
     def save(self, file: str | Path) -> None:
         """Write what the cache holds of one sequence to a safetensors file, for `KVCache.load`.
@@ -333,13 +337,14 @@ class KVCache(Cache):
         The tokens themselves are not in it: keep their ids, for `generate` wants them all.
 
         Raises:
-            CacheError: there are several sequences, padding, layers with states of their own, or a scheme that
-                compresses whole prompts (spans, eviction).
+            CacheError: there are several sequences, padding, layers of transformers' own, or a scheme that compresses
+                whole prompts (spans, eviction).
             KvconvertError: the file cannot be written.
         """
         self._check_sessions()
         self.unread_flags(wait=True)
-        session.save(Path(file), self.groups, self.fingerprint)
+        states = {index: layer.tensors() for index, layer in self.state_layers().items()}
+        session.save(Path(file), self.groups, self.fingerprint, states)
 
     @classmethod
     def load(
@@ -367,24 +372,34 @@ class KVCache(Cache):
             raise UsageError("`like` is a cache that holds tokens already; pass an empty one.")
         cache._check_sessions()
         try:
-            session.load(Path(file), cache.groups, cache.fingerprint, torch.device(device or "cpu"), dtype)
+            with_states = [*cache.state_layers()]
+            states = session.load(
+                Path(file), cache.groups, cache.fingerprint, torch.device(device or "cpu"), dtype, with_states
+            )
         except BaseException:
             cache.reset()
             raise
-        cache._mark_initialized()
+        cache._go_on(states)
         return cache
 
     def _check_sessions(self) -> None:
         """Refuse what no file can hold (CacheError)."""
-        if len(self.paged_layers()) < len(self.layers) or any(isinstance(layer, HybridLayer) for layer in self.layers):
+        if other := self._foreign_layers():
             raise CacheError(
-                "A cache with layers that keep transformers' own states (linear attention and the like) cannot be "
-                "saved; read the prompt again instead."
+                f"A cache with layers of transformers' own ({other}) cannot be saved; read the prompt again instead."
             )
 
-    def _mark_initialized(self) -> None:
+    def _foreign_layers(self) -> str:
+        """The classes of layers that keep something and are transformers' own; "" if there are none."""
+        known = PagedLayer, StateLayer, DummyLayer
+        return ", ".join(sorted({type(layer).__name__ for layer in self.layers if not isinstance(layer, known)}))
+
+    def _go_on(self, states: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
+        """Go on with the sequence that the groups have been given, and with these states of its layers."""
         for layer in self.paged_layers():
             layer.dtype, layer.device, layer.is_initialized = layer.store.dtype, layer.store.device, True
+        for index, tensors in states.items():
+            self.layers[index].restore(tensors)
 
     def unread_flags(self, wait: bool = False) -> list[Any]:
         """Launches that have quantized pages and whose outcome is not known yet, see `read_flags`; none with `wait`.
@@ -421,6 +436,10 @@ class KVCache(Cache):
     def paged_layers(self) -> list[PagedLayer]:
         """The layers with pages."""
         return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+
+    def state_layers(self) -> dict[int, StateLayer]:
+        """The layers with states, those that have pages, too, among them, by their numbers."""
+        return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, StateLayer)}
 
     def stores(self) -> list[LayerStore]:
         """What the layers with pages store."""

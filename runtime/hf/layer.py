@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from kvconvert.errors import CacheError
@@ -181,7 +182,69 @@ class LatentLayer(PagedLayer):
         return LatentHandle.wrap(latents.as_subclass(torch.Tensor), self.store), rope
 
 
-class HybridLayer(LinearAttentionLayer, PagedLayer):
+class StateLayer(LinearAttentionLayer):
+    """transformers' layer of states, with a slot for each row of a batch that sequences join and leave.
+
+    Args:
+        number_of_states: states of each kind that the layer's module keeps.
+    """
+
+    # Rows that there is room for, and the tensors of all of them by the names of `tensors`.
+    _slots: dict[str, Tensor]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All states that exist, [B, ...] each, by the names "conv.0", "recurrent.0", and so on."""
+        found = {}
+        for kind, states in (("conv", self.conv_states), ("recurrent", self.recurrent_states)):
+            found |= {f"{kind}.{number}": state for number, state in states.items() if state is not None}
+        return found
+
+    def _hold(self, tensors: dict[str, Tensor]) -> None:
+        """Let these be the states."""
+        for name, tensor in tensors.items():
+            kind, number = name.split(".")
+            getattr(self, f"{kind}_states")[int(number)] = tensor
+            getattr(self, f"is_{kind}_states_initialized")[int(number)] = True
+            self.has_previous_state[int(number)] = True
+            if kind == "conv":
+                self.conv_kernel_size[int(number)] = tensor.shape[-1]
+                self.dtype, self.device = self.dtype or tensor.dtype, self.device or tensor.device
+
+    def copies(self) -> dict[str, Tensor]:
+        """A copy of `tensors`."""
+        return {name: tensor.clone() for name, tensor in self.tensors().items()}
+
+    def restore(self, copies: dict[str, Tensor]) -> None:
+        """Let the states be those of `copies`, which are not changed."""
+        self._hold({name: tensor.clone() for name, tensor in copies.items()})
+
+    def open_slots(self, like: StateLayer, rows: int) -> None:
+        """Make room for as many sequences, unless there is room, with states of the shapes that another layer has."""
+        if not self.tensors():
+            self._slots = {name: t.new_zeros(rows, *t.shape[1:]) for name, t in like.tensors().items()}
+            self._hold(self._slots)
+
+    def resize(self, rows: int) -> None:
+        """Have as many rows; the states of those that stay are where they were if there is room."""
+        tensors = self.tensors()
+        if not tensors:
+            return
+        slots = getattr(self, "_slots", tensors)
+        room = min(len(tensor) for tensor in slots.values())
+        if room < rows:
+            slots = {name: torch.cat([t, t.new_zeros(rows - len(t), *t.shape[1:])]) for name, t in slots.items()}
+        self._slots = slots
+        self._hold({name: tensor[:rows] for name, tensor in slots.items()})
+
+    def join(self, row: int, other: StateLayer, rows: int) -> None:
+        """Copy the only sequence's states of another cache's layer to the slot of a row of `rows`."""
+        self.open_slots(other, rows)
+        own = self.tensors()
+        for name, state in other.tensors().items():
+            own[name][row] = state[0]
+
+
+class HybridLayer(StateLayer, PagedLayer):
     """`PagedLayer` with the convolution and recurrent states of transformers' linear-attention layers.
 
     Falcon-H1 and Zamba run attention and Mamba on the same input and use one cache layer for both.
@@ -194,7 +257,7 @@ class HybridLayer(LinearAttentionLayer, PagedLayer):
     is_compileable = False
 
     def __init__(self, store: LayerStore, number_of_states: int = 1):
-        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+        StateLayer.__init__(self, number_of_states=number_of_states)
         PagedLayer.__init__(self, store)
 
     def lazy_initialization(self, *args: torch.Tensor, **kwargs: Any) -> None:

@@ -194,6 +194,14 @@ class PackedLayer(CacheLayerMixin):
         return -1
 
 
+class PackedStates:
+    """A layer of a `PackedCache` without pages: states are read cache by cache (`runtime/hf/states.py`), or there is
+    nothing to read.
+    """
+
+    is_compileable = is_croppable = is_sliding = supports_early_init = False
+
+
 class PackedCache(Cache):
     """Several caches of one model in one forward pass, whose input is a batch of one row.
 
@@ -229,7 +237,8 @@ class PackedCache(Cache):
         self._tokens, self._rows = begin, self.segments[0] if rows else None
         self._step: PlannedStep | None = None
         self.key: Hashable | None = None
-        super().__init__(layers=[PackedLayer(self, index) for index in range(len(first.layers))])
+        kinds = [PackedLayer(self, i) if isinstance(x, PagedLayer) else PackedStates() for i, x in enumerate(first.layers)]
+        super().__init__(layers=kinds)
 
     @contextmanager
     def planned(self, tokens: int | None = None) -> Iterator[None]:
