@@ -18,7 +18,7 @@ from kvconvert.kernels.launches import make_ready, record_specializations
 from kvconvert.kernels.linear import keep_values
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.models import CACHE
-from kvconvert.models.configuration import changing_rope, context_length, is_latent
+from kvconvert.models.configuration import changing_rope, context_length
 from kvconvert.runtime.cache.compress import raise_found
 from kvconvert.runtime.cache.group_tables import upload
 from kvconvert.runtime.engine.sampling import sample
@@ -26,7 +26,7 @@ from kvconvert.runtime.hf.cache_layers import rotary_switch
 from kvconvert.runtime.hf.captured import ShortBatch, prepare_steps, tokens_with_pages
 from kvconvert.runtime.hf.captured_passes import SIZES
 from kvconvert.runtime.hf.rehearsal import packed_linears, rehearse, shortened
-from kvconvert.runtime.hf.states import not_split, split_by_cache
+from kvconvert.runtime.hf.states import not_split
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,8 +61,6 @@ def unsupported(model: PreTrainedModel) -> str | None:
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return f"{model.config.model_type} models take no position_ids, and the rows of a batch are at different ones"
     config = model.config.get_text_config(decoder=True)
-    if is_latent(config):
-        return "the rows of a cache of latents (latent attention, MLA) cannot be joined; use model.generate"
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         return (
             f"the chunks of {config.model_type} models' attention are counted from the beginning of the batch, and its "
@@ -116,7 +114,6 @@ class ModelSteps:
     def __init__(self, model: PreTrainedModel, rows: int, kv_memory: int | None):
         if reason := unsupported(model):
             raise UnsupportedModelError(f"An Engine cannot serve this model: {reason}.")
-        split_by_cache(model)
         self.model, self.rows = model, rows
         self.device: torch.device = model.device
         self.lag = 1 if self.device.type == "cuda" else 0

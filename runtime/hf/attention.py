@@ -20,7 +20,7 @@ from kvconvert.runtime.cache.latent import attend_latents
 from kvconvert.runtime.cache.reconstruct import score_and_attend
 from kvconvert.runtime.cache.store import LayerStore
 from kvconvert.runtime.hf.handles import KeyHandle, MaskHandle
-from kvconvert.runtime.hf.packed import PackedLayer
+from kvconvert.runtime.hf.packed import PackedLayer, Segment
 
 NAME = "kvconvert"
 
@@ -112,18 +112,27 @@ def attention_function(
         )
     if dropout:
         raise CacheError(f"Attention dropout is on in {where}; call model.eval() before generating.")
-    if isinstance(store, PackedLayer):
-        return store.attend(query, attention_mask, scaling, softcap, s_aux), None
+    is_packed = isinstance(store, PackedLayer)
+    is_latent = store.layers[0].store.is_latent if is_packed else store.is_latent
+    if is_latent and (softcap is not None or s_aux is not None):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has soft caps or sink logits, which attention over stored latents lacks; use "
+            "the model without a KV scheme."
+        )
+    if is_packed:
+
+        def own(store: LayerStore, segment: Segment, chunk: PassTokens) -> torch.Tensor:
+            parts = (segment.split(x.as_subclass(torch.Tensor)) for x in (query, key, value))
+            return _over_latents(store, module, *parts, None, chunk, scaling)
+
+        over_latents = own if is_latent else None
+        options = {"value_dim": value.shape[-1], "over_latents": over_latents}
+        return store.attend(query, attention_mask, scaling, softcap, s_aux, **options), None
     if store.scheme.reconstructs:
         output = _by_head(store, query, key, value, attention_mask, scaling, softcap, s_aux)
         return output.transpose(1, 2).contiguous(), None
     chunk = attention_mask.chunk(query.device, query.shape[2])
-    if store.is_latent:
-        if softcap is not None or s_aux is not None:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} has soft caps or sink logits, which attention over stored latents lacks; use "
-                "the model without a KV scheme."
-            )
+    if is_latent:
         return _over_latents(store, module, query, key, value, attention_mask, chunk, scaling), None
     output = store_and_attend(store, query, chunk, scaling, softcap, s_aux)
     return output.transpose(1, 2).contiguous(), None
@@ -167,15 +176,18 @@ def _over_latents(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: MaskHandle,
+    mask: MaskHandle | None,
     chunk: PassTokens,
     scaling: float,
 ) -> torch.Tensor:
-    """Latent attention [B, T, Hq, E]: of a prompt as the model computes it, later of stored latents."""
+    """Latent attention [B, T, Hq, E]: of a prompt as the model computes it, later of stored latents.
+
+    `mask` is None where nothing is padding.
+    """
     commit(store, chunk)
     if store.up_projections is None:
         store.up_projections = _up_projections(module, store, query)
-    if store.logical == query.shape[2]:
+    if all(sequence.seen <= query.shape[2] for sequence in store.sequences):
         expanded = (states.as_subclass(torch.Tensor) for states in (key, value))
         output = _without_cache(
             module, query, *expanded, mask, scaling=scaling, dropout=0.0, softcap=None, sink_logits=None

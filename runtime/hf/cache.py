@@ -214,8 +214,6 @@ class KVCache(Cache):
                 'Sequences cannot join a cache with selection = "reconstruction", whose KV heads hold different '
                 "numbers of tokens; generate in batches instead."
             )
-        if self.like.is_latent:
-            raise CacheError("Sequences cannot join a cache of latents (MLA); generate in batches instead.")
         if "chunked_attention" in self.like.types:
             raise CacheError(
                 "Sequences cannot join a cache of a model with chunked attention, whose masks depend on where a "

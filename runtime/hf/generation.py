@@ -26,6 +26,7 @@ from kvconvert.runtime.hf.captured import CapturedSteps, prepare_steps
 from kvconvert.runtime.hf.prompts import PackedPrompts
 from kvconvert.runtime.hf.reconstruct import seal_prompt
 from kvconvert.runtime.hf.rehearsal import rehearse
+from kvconvert.runtime.hf.states import read_by_sequence
 
 # Generated tokens whose steps are recorded before a prompt is read.
 PREPARED_TOKENS = 2048
@@ -193,6 +194,7 @@ def adopt(model: PreTrainedModel, schemes: Sequence[KVScheme | None], plan: Mapp
     members = {"__module__": base.__module__, "__doc__": base.__doc__, "forward": _replaying(base.forward)}
     model.__class__ = type(base.__name__, (BundleModel, base), members)
     model.set_attn_implementation(NAME)
+    read_by_sequence(model)
     # What trainers and inspections save: without a cache, with matrices of attention, or as tuples.
     for config in (model.config, model.config.get_text_config(decoder=True), model.generation_config):
         for name, value in _ADOPTED.items():

@@ -29,7 +29,8 @@ from kvconvert.runtime.cache.forward_pass import PassTokens
 from kvconvert.runtime.cache.prompt_pass import PlannedChunk, PromptPass, unplanned
 from kvconvert.runtime.cache.prompt_tables import TableCapacity
 from kvconvert.runtime.cache.steps import PlannedStep, can_plan_steps
-from kvconvert.runtime.hf.handles import KeyHandle, MaskHandle
+from kvconvert.runtime.cache.store import LayerStore
+from kvconvert.runtime.hf.handles import KeyHandle, LatentHandle, MaskHandle
 from kvconvert.runtime.hf.layer import PagedLayer
 
 
@@ -113,7 +114,7 @@ class PackedLayer(CacheLayerMixin):
         self.cache, self.index = cache, index
         self.layers: list[PagedLayer] = [segment.cache.layers[index] for segment in cache.segments]
         self.is_sliding = self.layers[0].is_sliding
-        self.is_initialized = True
+        self.is_initialized, self.pending = True, None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Park new keys [1, H, N, D] and values [1, H, N, E], each cache's own.
@@ -128,6 +129,8 @@ class PackedLayer(CacheLayerMixin):
                     layer.update(segment.split(key_states), segment.split(value_states), *args, **kwargs)
                 except Exception as error:
                     self.cache.fail(segment, error)
+        if self.layers[0].store.is_latent:
+            return LatentHandle.wrap(key_states, self), value_states
         return KeyHandle.wrap(key_states, self), value_states
 
     def attend(
@@ -137,17 +140,29 @@ class PackedLayer(CacheLayerMixin):
         scaling: float,
         softcap: float | None = None,
         sink_logits: Tensor | None = None,
+        *,
+        value_dim: int,
+        over_latents: Callable[[LayerStore, Segment, PassTokens], Tensor] | None = None,
     ) -> Tensor:
         """Attention of queries [1, Hq, N, D], each over what its own cache stores: [1, N, Hq, E].
+
+        Later layers may attend to the same tokens again, once these are stored.
+
+        Args:
+            queries: of all tokens of the pass.
+            mask, scaling, softcap, sink_logits: see `attention_function`.
+            value_dim: E.
+            over_latents: attention [rows, T, Hq, E] of one cache's tokens in a layer of latents; None for others.
 
         Raises:
             Exception: what the last cache failed with, if none is left.
         """
-        (keys, values), self.pending = self.pending, None
+        pending, self.pending = self.pending, None
         _refuse_padding(mask)
         options, rotated, output = (scaling, softcap, sink_logits), queries, None
         prompts, store = self.cache.prompts, self.layers[0].store
         if prompts is not None:
+            keys, values = pending
             rotated = prompts.append(self._planned_store(), queries[0], keys[0], values[0])[None]
             if shows_window(mask.arguments["mask_function"], store.group.sliding_window):
                 output = prompts.attend(self._planned_store(), rotated[0], *options)
@@ -155,14 +170,16 @@ class PackedLayer(CacheLayerMixin):
                 self.cache.key = None
         fused = output is not None
         if output is None:
-            output = queries.new_empty(*queries.shape[2:0:-1], values.shape[-1])
+            output = queries.new_empty(*queries.shape[2:0:-1], value_dim)
         for segment, layer in zip(self.cache.segments, self.layers, strict=True):
             if segment.chunk is not None and fused:
                 continue
             if segment.error is None:
                 try:
                     chunk = _chunk(mask, segment, layer.store.forward_pass.start, queries.device)
-                    if segment.chunk is not None:
+                    if over_latents is not None:
+                        own = over_latents(layer.store, segment, chunk).transpose(1, 2)
+                    elif segment.chunk is not None:
                         own = attend(layer.store, segment.split(rotated), chunk, *options, True, False)
                     else:
                         own = store_and_attend(layer.store, segment.split(queries), chunk, *options, False)
@@ -171,7 +188,8 @@ class PackedLayer(CacheLayerMixin):
                 except Exception as error:
                     self.cache.fail(segment, error)
             output[segment.tokens].zero_()
-        return hadamard_transform(output[None], inverse=True) if store.rotations.values else output[None]
+        unrotate = store.rotations.values and over_latents is None
+        return hadamard_transform(output[None], inverse=True) if unrotate else output[None]
 
     def _planned_store(self) -> Any:
         """The layer of one of the caches whose prompts were planned."""
