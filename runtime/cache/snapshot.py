@@ -124,6 +124,6 @@ def not_taken(group: Group) -> str | None:
         return "its scheme compresses whole prompts (spans, eviction), which no other prompt begins with"
     if group.error is not None:
         return "tokens were lost"
-    if group.keep_for_sharing or group.record_past or sequence.open_from is not None:
+    if group.record_past or sequence.open_from is not None:
         return "pages that are complete are not written yet"
     return None

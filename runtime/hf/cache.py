@@ -20,7 +20,7 @@ from kvconvert.models.configuration import (
     has_pages,
 )
 from kvconvert.runtime.cache import session
-from kvconvert.runtime.cache.compress import read_flags, seal
+from kvconvert.runtime.cache.compress import compress, read_flags, seal
 from kvconvert.runtime.cache.forward_pass import ModalityMask
 from kvconvert.runtime.cache.groups import LayerGroup, geometry
 from kvconvert.runtime.cache.sequence import Sequence
@@ -197,14 +197,8 @@ class KVCache(Cache):
         """Make room for `count` sequences that join one by one; rows that none has joined store nothing.
 
         Raises:
-            CacheError: the cache is not empty, a layer is transformers' own, or layers read earlier layers' keys and
-                values.
+            CacheError: the cache is not empty, or a layer is transformers' own or one that sequences cannot join.
         """
-        if any(group.keep_for_sharing for group in self.groups):
-            raise CacheError(
-                "Sequences cannot join the cache of a model whose layers read earlier layers' keys and values: those "
-                "are compressed one pass later; generate in batches instead."
-            )
         if other := self._foreign_layers():
             raise CacheError(
                 f"Sequences cannot join a cache with layers of transformers' own ({other}); generate in batches instead."
@@ -322,6 +316,7 @@ class KVCache(Cache):
         Raises:
             CacheError: there are several, it is padded, or whole prompts are compressed.
         """
+        self._write_complete_pages()
         return Snapshot.take(self.groups, earlier, {i: layer.copies() for i, layer in self.state_layers().items()})
 
     def restore(self, snapshot: Snapshot) -> None:
@@ -340,6 +335,7 @@ class KVCache(Cache):
             KvconvertError: the file cannot be written.
         """
         self._check_sessions()
+        self._write_complete_pages()
         self.unread_flags(wait=True)
         states = {index: layer.tensors() for index, layer in self.state_layers().items()}
         session.save(Path(file), self.groups, self.fingerprint, states)
@@ -379,6 +375,12 @@ class KVCache(Cache):
             raise
         cache._go_on(states)
         return cache
+
+    def _write_complete_pages(self) -> None:
+        """Quantize, between passes, pages that were left for later layers to read."""
+        for group in self.groups:
+            if group.keep_for_sharing and not group.record_past:
+                compress(group, seal=False)
 
     def _check_sessions(self) -> None:
         """Refuse what no file can hold (CacheError)."""
