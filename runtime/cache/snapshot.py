@@ -37,9 +37,11 @@ class Snapshot:
     states: Mapping[int, Mapping[str, torch.Tensor]] = field(default_factory=dict)
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of all states."""
-        return sum(tensor.nbytes for tensors in self.states.values() for tensor in tensors.values())
+    def state_pages(self) -> int:
+        """Pages, each of all layers, that have as many bytes as all states."""
+        size = sum(tensor.nbytes for tensors in self.states.values() for tensor in tensors.values())
+        sides = (side for stores in self.stores for store in stores for side in (store.key_pages, store.value_pages))
+        return -(-size // sum(side.page_bytes for side in sides))
 
     @classmethod
     def take(

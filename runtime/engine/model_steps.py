@@ -203,7 +203,7 @@ class ModelSteps:
             tokens: of all rows.
             most: of one row.
         """
-        for width in self._widths:
+        for width in reversed(self._widths):  # fewer rows share the slots of more
             self._prepare_steps(width, tokens, most)
 
     def _prepare_steps(self, rows: int, tokens: int, most: int) -> None:
@@ -246,6 +246,8 @@ class ModelSteps:
         The smallest comes first, to be launched, and to be tested when it is recorded; then the largest, whose memory
         has room for all others.
         """
+        if self.cache.state_layers():
+            return
         passes = self.model.captured.passes
         counts = [min(size - self.rows, most_tokens) for size in SIZES if passes.padded(size, self.device)]
         counts = sorted({count for count in counts if count > 0}, reverse=True)
@@ -338,7 +340,9 @@ class ModelSteps:
         self._resize(self.rows)
         tokens, passes = [(chunk.cache, len(chunk.ids)) for chunk in chunks], self.model.captured.passes
         count = self.rows + sum(count for _, count in tokens)
-        padded = passes.padded(count, self.device) if self._keeps_logits else None
+        # States are read cache by cache, which no recording of a pass does.
+        records = self._keeps_logits and not self.cache.state_layers()
+        padded = passes.padded(count, self.device) if records else None
         # Recorded passes are alike: rows are always computed, and those with a sequence would store a token.
         if padded is not None and not decodes and self._taken:
             padded = None

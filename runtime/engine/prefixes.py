@@ -7,7 +7,8 @@ computes what it would have computed after reading that chunk itself: the same n
 
 Every chunk that was read whole is a `Prefix`, known by a hash of the request's salt and all tokens up to its end. It
 holds references to the pages that were written in it, and copies of the full-precision tokens that a cache holds at
-that point: sink tokens and residual windows.
+that point (sink tokens and residual windows) and of the states of linear attention. States are large, so they count as
+the pages that their bytes would be.
 """
 
 from __future__ import annotations
@@ -130,12 +131,13 @@ class Prefixes:
         self._known: dict[Request, Reading] = {}
         # Chunks that are being read, by whom: others wait for their prefixes instead of reading them as well.
         self._coming: dict[bytes, Request] = {}
+        self._state_pages = 0
         self.evicted = 0
 
     @property
     def pages(self) -> int:
-        """Of all prefixes."""
-        return len(self._stored) * self._each
+        """Of all prefixes, states included."""
+        return len(self._stored) * self._each + self._state_pages
 
     def resume(self, request: Request) -> bool:
         """Let a request go on from the longest prefix of its prompt; whether it may read its next chunk now.
@@ -272,6 +274,7 @@ class Prefixes:
                 return
             del known.unconfirmed[0]
             prefix = self._stored[key] = Prefix(key, snapshot.length // self._chunk, parent, snapshot)
+            self._state_pages += snapshot.state_pages
             if parent is not None:
                 parent.children += 1
             with self._lock:
@@ -315,6 +318,7 @@ class Prefixes:
 
     def _drop(self, prefix: Prefix) -> None:
         del self._stored[prefix.key]
+        self._state_pages -= prefix.snapshot.state_pages
         parent = prefix.parent
         if parent is not None:
             parent.children -= 1

@@ -201,7 +201,8 @@ class KVCache(Cache):
         """
         if other := self._foreign_layers():
             raise CacheError(
-                f"Sequences cannot join a cache with layers of transformers' own ({other}); generate in batches instead."
+                f"Sequences cannot join a cache with layers of transformers' own ({other}); generate in batches "
+                "instead."
             )
         if self.reconstructs:
             raise CacheError(
@@ -399,7 +400,7 @@ class KVCache(Cache):
         for layer in self.paged_layers():
             layer.dtype, layer.device, layer.is_initialized = layer.store.dtype, layer.store.device, True
         for index, tensors in states.items():
-            self.layers[index].restore(tensors)
+            self.layers[index].hold({name: tensor.clone() for name, tensor in tensors.items()})
 
     def unread_flags(self, wait: bool = False) -> list[Any]:
         """Launches that have quantized pages and whose outcome is not known yet, see `read_flags`; none with `wait`.

@@ -13,12 +13,16 @@ recording depends on how many sequences there are and on how much work there is 
 short prompt is read into a cache of its own, whose sequences then claim to be long: their page tables name the same
 page again and again. That takes the memory of one page per sequence and no time at any length. Lengths whose work has
 the same room as that of others are passed over before anything is written for them.
+
+States of linear attention lie where recordings know them, in slots that one cache at a time has (`StateSlots`). As a
+pass changes them, they are put back before a step runs once more to be recorded or tested.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as Sequence_
 from contextlib import contextmanager
@@ -27,6 +31,7 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
+from transformers.cache_utils import DummyLayer
 from transformers.utils import ModelOutput
 
 from kvconvert.kernels.launches import skips_launches
@@ -39,7 +44,7 @@ from kvconvert.runtime.cache.steps import PlannedStep, TableRegistry, can_plan_s
 from kvconvert.runtime.cache.store import Group
 from kvconvert.runtime.hf.cache import KVCache
 from kvconvert.runtime.hf.captured_passes import CapturedPasses
-from kvconvert.runtime.hf.layer import HeadwiseLayer, HybridLayer
+from kvconvert.runtime.hf.layer import HeadwiseLayer, HybridLayer, PagedLayer, StateLayer
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +79,44 @@ class Recording:
         return self.output
 
 
+class StateSlots:
+    """Where recorded steps read and write the states of linear attention: tensors that one cache at a time has.
+
+    A batch has the first rows of the smallest slots with room for it, so that batches of an Engine share theirs.
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[Hashable, list[dict[str, torch.Tensor]]] = {}
+        self._owners: dict[Hashable, weakref.ref[KVCache]] = {}
+
+    def lend(self, cache: KVCache, rows: int) -> Hashable:
+        """Let the states of a cache of as many rows lie in slots; which they are, None without states."""
+        layers = list(cache.state_layers().values())
+        if not layers:
+            return None
+        device = next(iter(layers[0].tensors().values())).device
+        room = min((n for n, where in self._slots if where == device and n >= rows), default=None)
+        if room is None:
+            room = rows
+            self._slots[room, device] = [layer.copies() for layer in layers]
+        key = (room, device)
+        owner = self._owners.get(key, lambda: None)()
+        for number, (layer, slots) in enumerate(zip(layers, self._slots[key], strict=True)):
+            tensors = layer.tensors()
+            if all(t.data_ptr() == slots[name].data_ptr() for name, t in tensors.items()):
+                continue
+            if owner is not None and owner is not cache:
+                before = list(owner.state_layers().values())[number]
+                if any(t.data_ptr() == slots[name].data_ptr() for name, t in before.tensors().items()):
+                    before.hold(before.copies())
+            own = {name: slots[name][:rows] for name in tensors}
+            for name, tensor in tensors.items():
+                own[name].copy_(tensor)
+            layer.hold(own)
+        self._owners[key] = weakref.ref(cache)
+        return key
+
+
 class CapturedSteps:
     """Records and replays the decoding steps of one model.
 
@@ -99,6 +142,7 @@ class CapturedSteps:
         self.prepared: set[Hashable] = set()
         self.has_kernels = False
         self.passes = CapturedPasses(self)
+        self.states = StateSlots()
         # Of batches, the first recording of which was tested.
         self._tested: set[Hashable] = set()
         self._recordings: dict[Hashable, Recording] = {}
@@ -156,8 +200,8 @@ class CapturedSteps:
         """Why a decoding step cannot be planned; None if it can."""
         if cache.groups[0].registry is not self.registry:
             return "the cache was not made by the model's new_kv_cache()"
-        if not is_plain(cache):
-            return "some layers keep transformers' own states, or other tokens in each KV head"
+        if not _records(cache):
+            return "some layers are transformers' own, or have other tokens in each KV head"
         if not can_plan_steps(cache.groups):
             return "the kernels do not serve its layers, or these lie on several devices"
         known = {CACHE, "input_ids", "attention_mask", "position_ids"} | HARMLESS
@@ -181,9 +225,10 @@ class CapturedSteps:
                 planned.finish()
                 return output
             with torch.cuda.device(ids.device):
-                recording = self._recorded(planned, (ids.shape, positions.shape, ids.device))
+                batch = ids.shape, positions.shape, ids.device, self.states.lend(cache, len(ids))
+                recording = self._recorded(planned, batch)
                 if recording is None:
-                    output = self._record(planned, cache, ids, positions)
+                    output = self._record(planned, cache, ids, positions, batch)
                 elif self._prepares:
                     planned.abandon()
                     return recording.output
@@ -206,16 +251,23 @@ class CapturedSteps:
             planned.max_capacity = found is not None
         return found
 
-    def _record(self, planned: PlannedStep, cache: KVCache, ids: torch.Tensor, positions: torch.Tensor) -> ModelOutput:
+    def _record(
+        self,
+        planned: PlannedStep,
+        cache: KVCache,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: tuple[Hashable, ...],
+    ) -> ModelOutput:
         """Run a step layer by layer, and record it for the next time."""
         counts = [tables.clamped_rows.clone() for tables in planned.tables]
-        batch = ids.shape, positions.shape, ids.device
+        put_back = _states_of(cache)
         if not (self.has_kernels and batch in self._tested and all(tables.asked for tables in planned.tables)):
             # This also compiles kernels, and tells the tables how work is to be divided.
             seen = self._launch(planned, cache, ids, positions).logits
             if (self._logits.device, self._logits.dtype) != (seen.device, seen.dtype):
                 self._logits = seen.new_empty(0, seen.shape[-1])
-        key = (ids.shape, positions.shape, ids.device, planned.key())
+        key = (*batch, planned.key())
         try:
             graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
@@ -228,7 +280,8 @@ class CapturedSteps:
             # A recording keeps no cache alive.
             recorded[CACHE] = None
             recording = Recording(graph, *static, recorded)
-            if batch not in self._tested and not self._holds_elsewhere(planned, cache, recording, ids, positions):
+            moved = planned, cache, recording, ids, positions
+            if batch not in self._tested and not self._holds_elsewhere(*moved, put_back):
                 self.reason = "its forward pass depends on positions that are counted on the host"
         except RuntimeError as error:
             self.reason = str(error).strip().split("\n")[0].rstrip(".")
@@ -240,6 +293,7 @@ class CapturedSteps:
             self._tested.add(batch)
         for tables, count in zip(planned.tables, counts, strict=True):
             tables.clamped_rows.copy_(count)
+        put_back()
         if self.reason is None:
             return recording.replay(ids, positions)
         return self._launch(planned, cache, ids, positions)
@@ -262,9 +316,10 @@ class CapturedSteps:
         recording: Recording,
         ids: torch.Tensor,
         positions: torch.Tensor,
+        put_back: Callable[[], None],
     ) -> bool:
         """Whether a recording gives at other positions what the layers give there; both overwrite the new tokens' keys
-        and values, which a step has to write again.
+        and values, and states, which a step has to write again.
         """
 
         def move(by: int) -> None:
@@ -275,7 +330,9 @@ class CapturedSteps:
         by = -min(SHIFT, int(positions.min())) or 1
         move(by)
         try:
+            put_back()
             expected = _finite(self._launch(planned, cache, ids, positions + by).logits)
+            put_back()
             got = _finite(recording.replay(ids, positions + by).logits)
             error = float((got - expected).norm() / expected.norm().clamp(min=1e-30))
         finally:
@@ -287,6 +344,28 @@ def is_plain(cache: KVCache) -> bool:
     """Whether all layers keep keys and values and no other states, and all heads of a layer the same tokens."""
     layers, other = cache.paged_layers(), (HeadwiseLayer, HybridLayer)
     return len(layers) == len(cache.layers) and not any(isinstance(layer, other) for layer in layers)
+
+
+def _records(cache: KVCache) -> bool:
+    """Whether what all layers keep lies where recordings of steps find it."""
+
+    def found(layer: Any) -> bool:
+        if isinstance(layer, StateLayer) and (layer.record_past or not layer.tensors()):
+            return False
+        return isinstance(layer, (PagedLayer, StateLayer, DummyLayer)) and not isinstance(layer, HeadwiseLayer)
+
+    return all(map(found, cache.layers))
+
+
+def _states_of(cache: KVCache) -> Callable[[], None]:
+    """What puts the present states of a cache back."""
+    kept = [(layer, layer.copies()) for layer in cache.state_layers().values()]
+
+    def put_back() -> None:
+        for layer, copies in kept:
+            layer.put(copies)
+
+    return put_back
 
 
 def _finite(logits: torch.Tensor) -> torch.Tensor:
@@ -318,8 +397,8 @@ def prepare_steps(
 ) -> int:
     """Record the decoding steps of a batch that begins with so many tokens and ends with the longest at `longest`.
 
-    Steps of caches that compress prompts as a whole are recorded for short prompts alone, and layers with states of
-    their own, or with other tokens in each head, not at all.
+    Steps of caches that compress prompts as a whole are recorded for short prompts alone, and layers of transformers'
+    own, or with other tokens in each head, not at all.
 
     Args:
         model: of a bundle (`runtime/hf/generation.py`), on a GPU.

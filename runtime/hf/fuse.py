@@ -26,7 +26,12 @@ from kvconvert.runtime.hf.fused_modules import fuse_gated_mlp, fuse_norm, fuse_r
 from kvconvert.runtime.hf.packed_experts import PackedExperts
 
 # Names of Linears beside each other that read one input: attention, a gated MLP, latent attention.
-SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
+SHARED_INPUTS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+)
 
 
 def fuse(model: nn.Module) -> dict[str, int]:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -183,14 +184,12 @@ class LatentLayer(PagedLayer):
 
 
 class StateLayer(LinearAttentionLayer):
-    """transformers' layer of states, with a slot for each row of a batch that sequences join and leave.
+    """transformers' layer of states (linear attention, state-space models, short convolutions), for sequences that join
+    and leave a batch.
 
     Args:
         number_of_states: states of each kind that the layer's module keeps.
     """
-
-    # Rows that there is room for, and the tensors of all of them by the names of `tensors`.
-    _slots: dict[str, Tensor]
 
     def tensors(self) -> dict[str, Tensor]:
         """All states that exist, [B, ...] each, by the names "conv.0", "recurrent.0", and so on."""
@@ -199,8 +198,8 @@ class StateLayer(LinearAttentionLayer):
             found |= {f"{kind}.{number}": state for number, state in states.items() if state is not None}
         return found
 
-    def _hold(self, tensors: dict[str, Tensor]) -> None:
-        """Let these be the states."""
+    def hold(self, tensors: Mapping[str, Tensor]) -> None:
+        """Let these be the states, which passes change in place."""
         for name, tensor in tensors.items():
             kind, number = name.split(".")
             getattr(self, f"{kind}_states")[int(number)] = tensor
@@ -214,31 +213,23 @@ class StateLayer(LinearAttentionLayer):
         """A copy of `tensors`."""
         return {name: tensor.clone() for name, tensor in self.tensors().items()}
 
-    def restore(self, copies: dict[str, Tensor]) -> None:
-        """Let the states be those of `copies`, which are not changed."""
-        self._hold({name: tensor.clone() for name, tensor in copies.items()})
-
-    def open_slots(self, like: StateLayer, rows: int) -> None:
-        """Make room for as many sequences, unless there is room, with states of the shapes that another layer has."""
-        if not self.tensors():
-            self._slots = {name: t.new_zeros(rows, *t.shape[1:]) for name, t in like.tensors().items()}
-            self._hold(self._slots)
+    def put(self, copies: Mapping[str, Tensor]) -> None:
+        """Write copies to where the states are."""
+        for name, tensor in self.tensors().items():
+            tensor.copy_(copies[name])
 
     def resize(self, rows: int) -> None:
-        """Have as many rows; the states of those that stay are where they were if there is room."""
-        tensors = self.tensors()
-        if not tensors:
-            return
-        slots = getattr(self, "_slots", tensors)
-        room = min(len(tensor) for tensor in slots.values())
-        if room < rows:
-            slots = {name: torch.cat([t, t.new_zeros(rows - len(t), *t.shape[1:])]) for name, t in slots.items()}
-        self._slots = slots
-        self._hold({name: tensor[:rows] for name, tensor in slots.items()})
+        """Have as many rows, the first of which are those there were."""
+        for name, tensor in self.tensors().items():
+            more = rows - len(tensor)
+            self.hold(
+                {name: tensor[:rows] if more <= 0 else torch.cat([tensor, tensor[:1].expand(more, *tensor.shape[1:])])}
+            )
 
     def join(self, row: int, other: StateLayer, rows: int) -> None:
-        """Copy the only sequence's states of another cache's layer to the slot of a row of `rows`."""
-        self.open_slots(other, rows)
+        """Let a row of `rows` have the states of the only sequence in another cache's layer."""
+        if not self.tensors():
+            self.hold({name: tensor.new_zeros(rows, *tensor.shape[1:]) for name, tensor in other.tensors().items()})
         own = self.tensors()
         for name, state in other.tensors().items():
             own[name][row] = state[0]

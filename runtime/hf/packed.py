@@ -255,7 +255,9 @@ class PackedCache(Cache):
         self._tokens, self._rows = begin, self.segments[0] if rows else None
         self._step: PlannedStep | None = None
         self.key: Hashable | None = None
-        kinds = [PackedLayer(self, i) if isinstance(x, PagedLayer) else PackedStates() for i, x in enumerate(first.layers)]
+        kinds = [
+            PackedLayer(self, i) if isinstance(x, PagedLayer) else PackedStates() for i, x in enumerate(first.layers)
+        ]
         super().__init__(layers=kinds)
 
     @contextmanager

@@ -62,6 +62,7 @@ class FakeSnapshot:
     pool: FakePool
     tokens: tuple
     pages: tuple
+    state_pages: int = 0
 
     @property
     def length(self):

@@ -1,0 +1,128 @@
+"""The Engine on models whose layers keep states or latents, or read earlier layers' keys and values."""
+
+import pytest
+import torch
+from tiny.models import ARCHITECTURES, GREEDY, random_ids
+
+from kvconvert.errors import CacheError
+from kvconvert.methods import KVScheme
+from kvconvert.runtime import Engine, KVCache
+from kvconvert.runtime.cache import session
+from kvconvert.runtime.hf.generation import adopt
+from kvconvert.runtime.hf.states import state_modules
+
+EXACT = KVScheme(key_bits=16, value_bits=16, sink_tokens=5)
+NAMES = ["qwen3_5_text", "falcon_h1", "jamba", "deepseek_v3", "gemma4_text_shared"]
+MORE = ["qwen3_next", "lfm2", "bamba", "granitemoehybrid", "deepseek_v2", "glm4_moe_lite", "gemma3n_text"]
+EVERY = [*NAMES, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)]
+CHUNK = 128
+
+
+def bundle_model(name, scheme=EXACT, **overrides):
+    """A tiny model with the attention and the cache of a bundle."""
+    model = ARCHITECTURES[name].build(**overrides)
+    adopt(model, [scheme] * model.config.get_text_config(decoder=True).num_hidden_layers, {})
+    return model
+
+
+def answers(engine, prompts, new=(12, 40)):
+    """Tokens of requests that come one a step."""
+    requests = []
+    for number, ids in enumerate(prompts):
+        requests.append(engine.add(ids, max_new_tokens=new[number % len(new)], stop_token_ids=[]))
+        engine.step()
+    engine.run()
+    return [request.tokens for request in requests]
+
+
+def alone(model, prompts, new=(12, 40), **options):
+    """The same from `generate`."""
+    return [
+        model.generate(ids, max_new_tokens=new[i % len(new)], **GREEDY, **options)[0, ids.shape[1] :].tolist()
+        for i, ids in enumerate(prompts)
+    ]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_requests_in_company_give_what_generate_gives_alone(name):
+    model = bundle_model(name)
+    prompts = [random_ids(1, length, seed=length) for length in (5, 127, 128, 131, 300)]
+    # The last prompt again, whose first chunks are known by then.
+    prompts.append(prompts[-1])
+    engine = Engine(model, max_batch=3, prompt_chunk=CHUNK)
+    assert answers(engine, prompts) == alone(model, prompts)
+    assert engine.stats().cached_tokens == 2 * CHUNK
+
+
+@pytest.mark.parametrize(("name", "scheme"), [("qwen3_5_text", "kivi"), ("deepseek_v3", "latent-4bit")])
+def test_quantized_pages_are_those_of_generate(name, scheme):
+    model = bundle_model(name, KVScheme.preset(scheme))
+    prompts = [random_ids(1, length, seed=length) for length in (131, 5, 300)]
+    engine = Engine(model, max_batch=2, prompt_chunk=4096)
+    assert answers(engine, prompts) == alone(model, prompts)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1"])
+def test_a_saved_sequence_goes_on_with_its_states(name, tmp_path):
+    model = bundle_model(name)
+    ids, file = random_ids(1, 200, seed=4), tmp_path / "session.safetensors"
+    cache = model.new_kv_cache()
+    expected = model.generate(ids, max_new_tokens=30, **GREEDY)
+    first = model.generate(ids, max_new_tokens=10, past_key_values=cache, **GREEDY)
+    cache.save(file)
+    loaded = KVCache.load(file, model)
+    assert model.generate(first, max_new_tokens=20, past_key_values=loaded, **GREEDY).tolist() == expected.tolist()
+
+
+def test_a_session_without_its_states_is_refused(tmp_path):
+    model, file = bundle_model("qwen3_5_text"), tmp_path / "session.safetensors"
+    cache = model.new_kv_cache()
+    model.generate(random_ids(1, 20), max_new_tokens=2, past_key_values=cache, **GREEDY)
+    session.save(file, cache.groups, cache.fingerprint, {})
+    with pytest.raises(CacheError, match="its layers are not those of this cache"):
+        KVCache.load(file, model)
+
+
+@pytest.mark.parametrize(("name", "continues"), [("jamba", False), ("falcon_h1", True), ("qwen3_5_text", True)])
+def test_a_prompt_in_chunks_is_read_from_the_stored_state_on(name, continues):
+    model, ids = bundle_model(name), random_ids(1, 61, seed=2)
+    expected = model(ids).logits[:, -1]
+    cache = model.new_kv_cache()
+    for part in ids.split(20, 1):
+        logits = model(part, past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+    assert {module.continues for module in state_modules(model)} == {continues}
+
+
+def test_a_prompt_that_fails_changes_no_other_request(monkeypatch):
+    model = bundle_model("qwen3_5_text")
+    mixer = type(state_modules(model)[0])
+    forward = mixer.forward
+
+    def failing(self, hidden_states, *args, **kwargs):
+        if hidden_states.shape[1] == 7:
+            raise RuntimeError("no memory")
+        return forward(self, hidden_states, *args, **kwargs)
+
+    others = [random_ids(1, length, seed=length) for length in (30, 40)]
+    expected = alone(model, others)
+    monkeypatch.setattr(mixer, "forward", failing)
+    engine = Engine(model, max_batch=3)
+    requests = [engine.add(ids, max_new_tokens=n, stop_token_ids=[]) for ids, n in zip(others, (12, 40), strict=True)]
+    failed = engine.add(random_ids(1, 7), max_new_tokens=4)
+    with pytest.raises(RuntimeError, match="no memory"):
+        engine.run()
+    engine.run()
+    assert failed.finish_reason == "error"
+    assert [request.tokens for request in requests] == expected
+
+
+def test_states_of_stored_prefixes_count_as_pages():
+    model = bundle_model("qwen3_5_text")
+    engine = Engine(model, max_batch=2, prompt_chunk=CHUNK)
+    answers(engine, [random_ids(1, 300)], new=(2,))
+    cache = model.new_kv_cache()
+    model(random_ids(1, 5), past_key_values=cache)
+    states = sum(t.nbytes for layer in cache.state_layers().values() for t in layer.tensors().values())
+    page = sum(side.page_bytes for store in cache.stores() for side in (store.key_pages, store.value_pages))
+    assert engine.stats().prefix_pages == 2 + 2 * -(-states // page)
