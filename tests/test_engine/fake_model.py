@@ -88,6 +88,9 @@ class FakeCache:
         assert all(row is None for row in self.rows[count:])
         self.rows = [*self.rows[:count], *[None] * (count - len(self.rows))]
 
+    def state_layers(self):
+        return {}
+
     def beside(self):
         assert self.open
         cache = FakeCache(self.pool)
@@ -182,6 +185,9 @@ class FakeModel:
 
     def _config(self, decoder):
         return self.config
+
+    def modules(self):
+        return []
 
     def new_kv_cache(self, *, kv_memory=None):
         self.pool = FakePool(kv_memory)

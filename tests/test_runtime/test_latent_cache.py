@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tiny.mixtures import tiny_mixture
 from tiny.models import ARCHITECTURES, random_ids
 from transformers import AutoConfig, DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
@@ -159,8 +158,3 @@ def test_another_attention_is_refused():
     model.set_attn_implementation("sdpa")
     with pytest.raises(CacheError, match="layer 0 in a kvconvert cache reached"):
         model(random_ids(1, 8), past_key_values=KVCache(model.config, SCHEME))
-
-
-def test_rows_do_not_join_a_cache_of_latents():
-    with pytest.raises(CacheError, match="latents"):
-        KVCache(tiny_mixture("deepseek_v3").config, SCHEME).open_rows(2)
