@@ -60,8 +60,6 @@ ENDINGS = ("token_id", "token_index")
 # Layers with keys and values; those of the second line carry a recurrent state besides.
 ATTENTION_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 HYBRID_LAYER_TYPES = ("hybrid", "hybrid_sliding")
-# Models with latent attention (MLA) over all tokens; others choose tokens, or have layers of several kinds.
-LATENT_MODELS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 # Models that refuse every cache but their own class, in which linear attention has its states.
 OWN_CACHES = ("minimax",)
 
@@ -145,7 +143,12 @@ def pages_unsupported(config: PretrainedConfig, layer_type: str, scheme: KVSchem
     """Why a layer of this type keeps transformers' own cache instead of this scheme's; None where it can have pages."""
     text = config.get_text_config(decoder=True)
     if is_latent(config):
-        if text.model_type not in LATENT_MODELS:
+        if layer_type == "indexed_attention":
+            return (
+                f"the latent attention of {text.model_type} attends to tokens that an indexer chooses; its cache is "
+                "left to transformers"
+            )
+        if not _defines(text, "expand_kv"):
             return f"the latent attention of {text.model_type} is unknown; its cache is left to transformers"
         if scheme is not None and not scheme.fits_latents:
             return (
@@ -204,13 +207,24 @@ def changing_rope(config: PretrainedConfig) -> str | None:
 
 def _uses_attention_interface(config: PretrainedConfig) -> bool:
     """Whether a model of transformers uses the attention interface; models from elsewhere are assumed to."""
+    modeling = _modeling(config)
+    return modeling is None or hasattr(modeling, "ALL_ATTENTION_FUNCTIONS")
+
+
+def _defines(config: PretrainedConfig, method: str) -> bool:
+    """Whether a class beside a model of transformers has a method."""
+    return any(isinstance(part, type) and hasattr(part, method) for part in vars(_modeling(config) or object).values())
+
+
+def _modeling(config: PretrainedConfig) -> Any:
+    """transformers' module with the classes of a model; None for models from elsewhere."""
     name = type(config).__module__
     if not name.startswith("transformers.models.") or ".configuration_" not in name:
-        return True
+        return None
     modeling = name.replace(".configuration_", ".modeling_")
     if modeling not in sys.modules and importlib.util.find_spec(modeling) is None:
-        return True
-    return hasattr(importlib.import_module(modeling), "ALL_ATTENTION_FUNCTIONS")
+        return None
+    return importlib.import_module(modeling)
 
 
 def layer_config(config: PretrainedConfig, index: int) -> PretrainedConfig:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny.models import ARCHITECTURES, GREEDY, random_ids
+from tiny.models import ARCHITECTURES, GREEDY, TinyModel, random_ids
 
 from kvconvert.errors import CacheError
 from kvconvert.methods import KVScheme
@@ -18,9 +18,20 @@ EVERY = [*NAMES, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)]
 CHUNK = 128
 
 
+LATENTS = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32, "num_attention_heads": 4}
+SMALL |= {"num_key_value_heads": 4, "vocab_size": 128, "max_position_embeddings": 2048, "pad_token_id": 0}
+EXPERTS = {"n_routed_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+TURNS = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16, "bos_token_id": 1, "eos_token_id": 2}
+# Latent attention elsewhere, alone and beside linear attention.
+OTHERS = {"kimi_linear": TURNS, "bailing_hybrid": TURNS, "axk1": {}, "minicpm3": {}, "youtu": {}}
+OTHERS = {name: TinyModel(name, LATENTS | SMALL | EXPERTS | {"num_hidden_layers": 2} | o) for name, o in OTHERS.items()}
+EVERY += [name if name == "kimi_linear" else pytest.param(name, marks=pytest.mark.full) for name in OTHERS]
+
+
 def bundle_model(name, scheme=EXACT, **overrides):
     """A tiny model with the attention and the cache of a bundle."""
-    model = ARCHITECTURES[name].build(**overrides)
+    model = (ARCHITECTURES | OTHERS)[name].build(**overrides)
     adopt(model, [scheme] * model.config.get_text_config(decoder=True).num_hidden_layers, {})
     return model
 
