@@ -121,10 +121,10 @@ def check(device: torch.device) -> list[dict[str, Any]]:
             # A norm may differ in its last place, a code where one rounding of float32 decides.
             found, expected = _quantized(keys, f), quantize_keys(keys.cpu(), f)
             error = _error(dequantize_keys(found, f).cpu(), dequantize_keys(expected, f))
-            report("key_page_kernel", f"{name}, {dtype}", error, 5e-3)
+            report("page_kernel, keys", f"{name}, {dtype}", error, 5e-3)
             found, expected = _quantized(values, g), quantize_values(values.cpu(), g)
             error = _error(dequantize_values(found, g).cpu(), dequantize_values(expected, g))
-            report("value_page_kernel", f"{name}, {dtype}", error, 1e-3)
+            report("page_kernel, values", f"{name}, {dtype}", error, 1e-3)
     for name, (f, _) in FORMATS.items():
         keys, matrices, pages = _tokens(2, f), _matrices(), new_pages(2, f, torch.bfloat16, device)
         quantize_pages(list(keys), [pages], feedback=[matrices])
@@ -199,11 +199,11 @@ class Job:
 
     def quantize_keys(self) -> None:
         """The norm's launch and the keys'."""
-        gpu.quantize_key_pages(self.launches[0], self.f)
+        gpu.quantize_pages(self.launches[0], self.f)
 
     def quantize_values(self) -> None:
         """The values' launch."""
-        gpu.quantize_value_pages(self.launches[1], self.g)
+        gpu.quantize_pages(self.launches[1], self.g)
 
     def run(self) -> None:
         """All of them."""

@@ -211,8 +211,8 @@ class SteppedLayer:
         scheme, (key_table, value_table) = self.scheme, self._flush_tables[step]
         keys = gpu.PageLaunch(self.keys, DIM, key_table, self.key_pages.buffer, self.flag)
         values = gpu.PageLaunch(self.values, DIM, value_table, self.value_pages.buffer, self.flag)
-        gpu.quantize_key_pages(keys, scheme.keys)
-        gpu.quantize_value_pages(values, scheme.values)
+        gpu.quantize_pages(keys, scheme.keys)
+        gpu.quantize_pages(values, scheme.values)
         self.report.copy_(self.flag, non_blocking=True)
         if scheme.held:
             start, stop = scheme.sink_tokens, scheme.sink_tokens + scheme.held * PAGE_SIZE

@@ -10,15 +10,7 @@ from kvconvert.kernels.pages.formats import PAGE_SIZE, ChannelScales
 from kvconvert.kernels.pages.layout import PageLayout
 from kvconvert.kernels.pages.triton.affine import affine_grid, flag_if, storable
 from kvconvert.kernels.pages.triton.feedback import PageFeedback
-from kvconvert.kernels.pages.triton.launch import (
-    UNFUSED,
-    PageLaunch,
-    launch_keys,
-    launch_values,
-    shrinkage,
-    tile_of,
-    warps_for,
-)
+from kvconvert.kernels.pages.triton.launch import UNFUSED, PageLaunch, quantize_pages, shrinkage, tile_of, warps_for
 from kvconvert.kernels.quantizer import new_flag, raise_if_flagged
 from kvconvert.kernels.spans.formats import Span, SpanFormat, key_blocks, value_blocks
 
@@ -150,11 +142,6 @@ def _span_codes(
     table[:, 2] = torch.arange(blocks) * layout.record
     table = table.to(x.device, non_blocking=True)
     codes = torch.empty(blocks, heads, layout.lanes, layout.rows, dtype=torch.int16, device=x.device)
-    launch = PageLaunch(x, x.stride(1), table, codes, flag)
-    if is_key:
-        if feedback is not None:
-            launch = launch._replace(feedback=PageFeedback(feedback, torch.zeros_like(table[:, 0])))
-        launch_keys(launch, f, None, scales, partial=True)
-    else:
-        launch_values(launch, f, scales, partial=True)
+    matrices = PageFeedback(feedback, torch.zeros_like(table[:, 0])) if is_key and feedback is not None else None
+    quantize_pages(PageLaunch(x, x.stride(1), table, codes, flag, matrices), f, None, scales, partial=True)
     return codes

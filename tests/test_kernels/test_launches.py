@@ -102,9 +102,9 @@ def test_a_kernel_that_was_made_ready_is_not_looked_for_when_it_is_launched(tmp_
 
 KEYS = """
 import sys
-import kvconvert.kernels.pages.triton.keys as keys
-import kvconvert.kernels.pages.triton.values as values
-kernels = [values.value_page_kernel, keys.key_page_kernel]
+import kvconvert.kernels.pages.triton.feedback as feedback
+import kvconvert.kernels.pages.triton.quantize as quantize
+kernels = [quantize.page_kernel, feedback.key_feedback_kernel]
 found = {kernel: kernel.key for kernel in (kernels if sys.argv[1] == "forth" else kernels[::-1])}
 print(*(found[kernel] for kernel in kernels))
 """

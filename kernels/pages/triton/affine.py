@@ -36,12 +36,6 @@ def flag_if(bad, flag, page, head, KIND: tl.constexpr, HEADS: tl.constexpr):
 
 
 @triton.jit
-def any_true(condition):
-    """Whether a tensor of two or three dimensions has a true entry."""
-    return tl.max(tl.ravel(condition.to(tl.int32)), 0) > 0
-
-
-@triton.jit
 def quotient(x, divisor, inverse):
     """x / divisor rounded once, given the divisor's correctly rounded inverse (Markstein 1990); 0 for an inverse of 0.
 
@@ -160,11 +154,9 @@ def nearest_codes(x, scale, zero_point, levels):
 
 
 @triton.jit
-def read_tokens(tokens, offset, token, hidden, channel, present, token_stride):
-    """Some channels of some tokens of one head, or of the first that is not hidden: [tokens, channels] in their
-    dtype."""
-    token = tl.maximum(token, hidden)[:, None]
-    return tl.load(tokens + offset + token * token_stride + channel[None, :], mask=present, other=0.0)
+def read_tokens(tokens, token, hidden, channel, present, token_stride):
+    """Channels of one head's tokens, or of the first token that is not hidden, in their dtype."""
+    return tl.load(tokens + tl.maximum(token, hidden) * token_stride + channel, mask=present, other=0.0)
 
 
 @triton.constexpr_function
@@ -198,28 +190,6 @@ def fields_of(codes, HALF: tl.constexpr, BITS: tl.constexpr):
         return ((codes >> 1) & 3) | ((codes & 1) << (16 + HALF))
     else:
         return codes << HALF
-
-
-@triton.jit
-def packed_codes(
-    codes,
-    first_plane,
-    HALF: tl.constexpr,
-    BITS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """Codes int32 [CHUNK tokens, CHANNELS] of one half of the channels in their places in words int32 [LANES,
-    CHANNELS]. Words of several chunks are added up, and at 1 bit those of both halves.
-
-    Args:
-        codes: numbers below 2^BITS.
-        first_plane: the first token's, which is its number in the page divided by LANES.
-    """
-    planes = tl.reshape(fields_of(codes, HALF, BITS), [CHUNK // LANES, LANES, CHANNELS])
-    shift = (first_plane + tl.arange(0, CHUNK // LANES)) * field_width(BITS)
-    return tl.sum(planes << shift[:, None, None], 0)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from kvconvert.kernels.pages.formats import PageFormat, TokenNorm
 from kvconvert.kernels.pages.layout import PageLayout
 from kvconvert.kernels.pages.records import PageAddresses
 from kvconvert.kernels.pages.triton.affine import channel_parts, field_width, in_bytes, load_grid
-from kvconvert.kernels.pages.triton.keys import JOINT, NO_NORM
+from kvconvert.kernels.pages.triton.quantize import JOINT, NO_NORM
 
 # Tile elements per thread.
 PER_THREAD = 16

@@ -27,7 +27,7 @@ from kvconvert.kernels.pages.triton.affine import (
     reciprocal,
     store_words,
 )
-from kvconvert.kernels.pages.triton.keys import JOINT, NO_NORM
+from kvconvert.kernels.pages.triton.quantize import JOINT, NO_NORM
 
 # Tokens of one program: those of one warp.
 FEEDBACK_TOKENS = 32
@@ -92,7 +92,7 @@ def _half(codes, HALF: tl.constexpr, SPAN: tl.constexpr):
 
 @kernel
 def key_feedback_kernel(
-    keys,
+    tokens,
     records,
     record_bytes,
     table,
@@ -123,11 +123,10 @@ def key_feedback_kernel(
     HIGH: tl.constexpr,
     SCALE: tl.constexpr,
     ZERO_POINT: tl.constexpr,
-    PER_HEAD_NORM: tl.constexpr,
+    NORM_OFFSET: tl.constexpr,
     CHANNELS: tl.constexpr,
-    JOINT_NORM: tl.constexpr,
 ):
-    """Codes of the tokens that share LANE_TILE lanes, of one head of a key page; constants as for `key_page_kernel`."""
+    """Codes of the tokens that share LANE_TILE lanes, of one head of a key page; constants as for `page_kernel`."""
     HALVES: tl.constexpr = halves_of(BITS)
     ROWS: tl.constexpr = HEAD_SIZE // HALVES
     SPAN: tl.constexpr = TILE // HALVES
@@ -143,7 +142,7 @@ def key_feedback_kernel(
     offset += head * tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 1), 8)
     record = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 2), 8)
     count = tl.load(table + page * TABLE_COLUMNS + 3)
-    hidden = tl.load(table + page * TABLE_COLUMNS + 4)
+    hidden = tl.load(table + page * TABLE_COLUMNS + 4).to(tl.int32)
     part = record + head * HEAD_STRIDE
     factors = feedback + tl.multiple_of(tl.load(feedback_table + page), 8) + head * HEAD_SIZE * HEAD_SIZE
 
@@ -155,9 +154,9 @@ def key_feedback_kernel(
     present = (channel < HEAD_SIZE)[None, :]
     if PARTIAL:
         present &= (token < count)[:, None]
-    w = read_tokens(keys, offset, token, hidden, channel, present, token_stride).to(tl.float32)
+    w = read_tokens(tokens + offset, token[:, None], hidden, channel[None, :], present, token_stride).to(tl.float32)
     if NORM != NO_NORM:
-        norms = records + record + JOINT_NORM if NORM == JOINT else records + part + PER_HEAD_NORM
+        norms = records + (record if NORM == JOINT else part) + NORM_OFFSET
         norm = tl.load(norms + token).to(tl.float16, bitcast=True).to(tl.float32)
         w *= reciprocal(norm)[:, None]
     w = tl.trans(w)
@@ -253,10 +252,9 @@ def key_feedback_kernel(
 
 
 def feedback_constants(constants: dict[str, Any]) -> dict[str, Any]:
-    """Compile-time arguments of `key_feedback_kernel`, from those of `key_page_kernel` for the same pages."""
-    own = {
-        name: value for name, value in constants.items() if name not in ("CHUNK", "ROW_TILE", "MEAN_ABS", "BY_TOKEN")
-    }
+    """Compile-time arguments of `key_feedback_kernel`, from those of `page_kernel` for the same pages."""
+    others = ("KEYS", "CHUNK", "ROW_TILE", "LANE_TILE", "BY_TOKEN")
+    own = {name: value for name, value in constants.items() if name not in others}
     planes = constants["PAGE"] // constants["LANES"]
     lanes = min(constants["LANES"], FEEDBACK_TOKENS // planes)
     return own | {"LANE_TILE": lanes, "BLOCK": CHANNEL_BLOCK}
@@ -274,8 +272,8 @@ def launch_feedback(feedback: PageFeedback, pages: int, arguments: dict[str, Any
     Args:
         feedback: the pages' matrices.
         pages: how many.
-        arguments: the other arguments that the kernel shares with `key_page_kernel`, by name.
-        constants: those of `key_page_kernel`.
+        arguments: the other arguments that the kernel shares with `page_kernel`, by name.
+        constants: those of `page_kernel`.
     """
     own = feedback_constants(constants)
     programs = pages * own["HEADS"] * (own["LANES"] // own["LANE_TILE"])
