@@ -23,7 +23,7 @@ from kvconvert.kernels.packing import LANE_BITS, field_bits, fields_per_lane
 from kvconvert.kernels.pages.center import projected_scores
 from kvconvert.kernels.pages.formats import ChannelScales, LayerFormat
 from kvconvert.kernels.pages.records import PageTensors
-from kvconvert.kernels.pages.reference import key_codes
+from kvconvert.kernels.pages.reference import page_codes
 from kvconvert.kernels.spans.reference import shift_scores, span_scores, weighted_span_values
 
 # Bytes of scores and gathered queries that one tile may take; measured: larger tiles leave the last-level cache.
@@ -136,7 +136,7 @@ def page_scores(queries: torch.Tensor, pages: PageTensors | torch.Tensor, format
     groups = f.page_size // f.group_size
     few = queries.shape[2] * groups <= f.page_size
     if f.boosted:
-        codes, weights = key_codes(pages, f, format.boosted).transpose(2, 3).float(), None
+        codes, weights = page_codes(pages, format.boosted).transpose(2, 3).float(), None
     else:
         codes, weights = _unpacked(pages.codes, f.bits, in_place=few)
     codes = codes.unflatten(2, (groups, f.group_size))

@@ -31,13 +31,7 @@ from kvconvert.kernels.pages.records import (
     page_bytes,
     pages_of,
 )
-from kvconvert.kernels.pages.reference import (
-    dequantize_keys,
-    dequantize_values,
-    normalised_keys,
-    quantize_keys,
-    quantize_values,
-)
+from kvconvert.kernels.pages.reference import dequantize_pages, normalised_keys, quantize_pages
 from kvconvert.kernels.quantizer import new_flag, raise_if_flagged
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -91,7 +85,7 @@ def quantize_at(
         like: some of the tokens [H, n, channels].
         pages: some pages of the same storage, for their format and dtype.
         flag: what the kernels raise, see `raise_if_flagged`; from `new_flag`.
-        channels, static: as for `quantize_keys` and `quantize_values`.
+        channels, static: as for `quantize_pages`.
         center: that of any of the pages' layers, where `writes` has all of them; they are subtracted from the tokens
             in place.
     """
@@ -123,7 +117,7 @@ def quantize_listed(
         f: the format of the pages.
         flag: as for `quantize_at`.
         centers: int64 [N, 3], the position of each page's first token, and zeros.
-        channels, static, feedback: as for `quantize_keys` and `quantize_values`.
+        channels, static, feedback: as for `quantize_pages`.
         center: the layer's, subtracted from the tokens in place before they are quantized; None for whole keys.
     """
     from kvconvert.kernels.pages.triton import launch
@@ -162,7 +156,7 @@ def quantize_by_reference(
     Args:
         tokens: views [H, n P, channels] of n >= 1 pages' tokens each, in buffers of any capacity.
         pages: views of the records that these pages take, in the same order; as many pages as there are tokens for.
-        channels, static, feedback: as for `quantize_keys` and `quantize_values`.
+        channels, static, feedback: as for `quantize_pages`.
         hidden: the same, for the first page of each tensor.
 
     Raises:
@@ -174,11 +168,7 @@ def quantize_by_reference(
         every = part.unflatten(1, (-1, f.page_size)).transpose(0, 1)
         for number, some in enumerate(every.split(REFERENCE_PAGES)):
             first = 0 if number else count
-            if f.is_key:
-                quantized = quantize_keys(some, f, channels, static, feedback, first)
-            else:
-                quantized = quantize_values(some, f, static, first)
-            for record in quantized.buffer:
+            for record in quantize_pages(some, f, channels, static, feedback, first).buffer:
                 next(rooms).copy_(record)
 
 
@@ -202,7 +192,7 @@ def dequantize_into(
     channels: torch.Tensor | None = None,
     static: ChannelScales | None = None,
 ) -> None:
-    """Write the tokens of pages, one page after another, as `dequantize_keys` and `dequantize_values` give them.
+    """Write the tokens of pages, one page after another, as `dequantize_pages` gives them.
 
     float16 saturates at its largest number, which the rounding of a scale or norm may lift a token over.
 
@@ -210,7 +200,7 @@ def dequantize_into(
         output: [H, tokens, channels] in any float dtype, channels contiguous; of the last page as many tokens are
             written as there is room for.
         pages: tensors, or addresses on a device for which `unsupported_dequantization` gives None.
-        channels, static: as for `dequantize_keys`, of pages given as tensors.
+        channels, static: as for `quantize_pages`, of pages given as tensors.
     """
     if isinstance(pages, PageAddresses):
         from kvconvert.kernels.pages.triton.dequantize import dequantize_addressed
@@ -220,10 +210,7 @@ def dequantize_into(
     size = pages.format.page_size
     for start in range(0, len(pages), REFERENCE_PAGES):
         part = pages.select(slice(start, start + REFERENCE_PAGES))
-        if part.format.is_key:
-            tokens = dequantize_keys(part, part.format, channels, static).permute(1, 0, 3, 2)
-        else:
-            tokens = dequantize_values(part, part.format, static).transpose(0, 1)
+        tokens = dequantize_pages(part, channels, static).transpose(0, 1)
         if output.dtype == torch.float16:
             tokens = tokens.clamp(*_HALF_RANGE)
         target = output[:, start * size : start * size + len(part) * size]

@@ -52,7 +52,7 @@ class PageFormat:
         token_norm_measure: root mean square ("l2") or mean magnitude.
         clip_ratio: factor applied to each group's (min, max) about its midpoint.
         boosted: channels per head that get twice the bits (Kitty), which 3 bits do not have; of keys.
-        fixed_channels: the boosted channels are the layer's own, given to `quantize_keys`; otherwise each page ranks
+        fixed_channels: the boosted channels are the layer's own, given to `quantize_pages`; otherwise each page ranks
             channels by mean magnitude and stores their indices.
         static: the layer's `ChannelScales` describe every page, which holds none of its own. `clip_ratio` then has no
             part in quantization, a group is the whole page or head, and there is no norm and no boost.

@@ -28,7 +28,7 @@ class PageWrites(NamedTuple):
             None rounds to nearest.
         centers: [N, 3], the position of each page's first token and the addresses of matrix and frequencies of its
             layer's `KeyCenter`; None for whole keys.
-        hidden: how many of each page's first tokens are stored elsewhere, see `quantize_keys`; None for none.
+        hidden: how many of each page's first tokens are stored elsewhere, see `quantize_pages`; None for none.
     """
 
     tokens: np.ndarray

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from page_writes import page_writes, quantize_pages
+from page_writes import page_writes, store_pages
 
 from kvconvert.errors import NumericError
 from kvconvert.kernels.pages import (
@@ -18,12 +18,11 @@ from kvconvert.kernels.pages import (
     new_flag,
     new_pages,
     quantize_at,
-    quantize_keys,
-    quantize_values,
+    quantize_pages,
     raise_if_flagged,
     unsupported,
 )
-from kvconvert.kernels.pages.reference import key_codes, shown_tokens, value_codes
+from kvconvert.kernels.pages.reference import page_codes, shown_tokens
 from kvconvert.kernels.quantizer import GroupRangeError
 
 
@@ -59,7 +58,7 @@ def quantized(tokens: torch.Tensor, f, channels=None, static=None, **more) -> Pa
     """Pages of tokens [N, H, P, channels], in records that held noise."""
     pages = new_pages(len(tokens), f, tokens.dtype, tokens.device)
     poison(pages.buffer)
-    quantize_pages(list(tokens), [pages], channels, static, **more)
+    store_pages(list(tokens), [pages], channels, static, **more)
     return pages
 
 
@@ -77,14 +76,14 @@ def assert_same_keys(
     even among few groups there may be one.
     """
     keys = shown_tokens(keys.cpu(), hidden)
-    expected = quantize_keys(keys, f, channels, static, hidden=hidden)
+    expected = quantize_pages(keys, f, channels, static, hidden=hidden)
     fields = {name: tensor.cpu() for name, tensor in found.tensors()}
     if f.token_norm != "none":
         norm = fields["norm"]
         assert (norm.view(torch.int16) - expected.norm.view(torch.int16)).abs().max() <= 1
         inverse = torch.where(norm > 0, norm.float().reciprocal(), 0.0)
         keys = keys.float() * inverse.unsqueeze(3)
-        expected = quantize_keys(keys, replace(f, token_norm="none"), channels, static, hidden=hidden)
+        expected = quantize_pages(keys, replace(f, token_norm="none"), channels, static, hidden=hidden)
     rounded = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
     for name in ("scale", "zero_point", "grid", "channels"):
         if getattr(expected, name) is None:
@@ -98,7 +97,7 @@ def assert_same_keys(
             assert (apart > 0).sum() <= 1 + apart.numel() // 1000, name
             rounded = rounded | (apart > 0)
     found = PageTensors(format=f, **fields)
-    different = key_codes(found, f, channels) != key_codes(expected, f, channels)
+    different = page_codes(found, channels) != page_codes(expected, channels)
     if rounded.any():
         different &= ~rounded.repeat_interleave(f.group_size, 3)
     if different.any():
@@ -203,8 +202,8 @@ VALUE_FORMATS = [
 
 
 def assert_same_values(found, values, f, static=None) -> None:
-    expected = quantize_values(values.cpu(), f, static)
-    codes, wanted = value_codes(replace(found, codes=found.codes.cpu()), f), value_codes(expected, f)
+    expected = quantize_pages(values.cpu(), f, static=static)
+    codes, wanted = page_codes(replace(found, codes=found.codes.cpu())), page_codes(expected)
     if not f.static:
         for mine, other in zip(found.group_scales, expected.group_scales, strict=True):
             assert torch.equal(mine.cpu(), other)
@@ -303,7 +302,7 @@ def test_pages_of_sequences_with_their_own_buffers(device):
         pool = new_pages(5, layout, torch.bfloat16, device)
         poison(pool.buffer)
         before = pool.buffer.clone()
-        quantize_pages(tokens, [pool.select(slice(slot, slot + 1)) for slot in slots])
+        store_pages(tokens, [pool.select(slice(slot, slot + 1)) for slot in slots])
         each = [page for part in tokens for page in part.split(32, 1)]
         for slot, page in zip(slots, each, strict=True):
             check = assert_same_keys if layout is f else assert_same_values

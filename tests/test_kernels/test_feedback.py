@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from kvconvert.calibration.error_feedback import feedback_matrices
-from kvconvert.kernels.pages import ChannelScales, PageFormat, dequantize_keys, normalised_keys, quantize_keys
+from kvconvert.kernels.pages import ChannelScales, PageFormat, dequantize_pages, normalised_keys, quantize_pages
 from kvconvert.kernels.pages.feedback import round_with_feedback, round_with_feedback_reference
-from kvconvert.kernels.pages.reference import key_codes
+from kvconvert.kernels.pages.reference import page_codes
 from kvconvert.kernels.quantizer import quantize
 from kvconvert.kernels.spans import SpanFormat, span_keys
 from kvconvert.kernels.spans.reference import quantize_span_reference
@@ -74,7 +74,7 @@ def test_the_error_that_queries_see_falls_and_the_plain_error_rises():
     h, x = moments(2, 64), random_keys(4, 2, 128, 64)
     f, seen, plain = PageFormat.keys(2, 64, 128, 2, 128), [], []
     for matrices in (None, feedback(2, 64)):
-        d = dequantize_keys(quantize_keys(x, f, feedback=matrices), f).transpose(2, 3).double() - x
+        d = dequantize_pages(quantize_pages(x, f, feedback=matrices)).double() - x
         seen.append(float(torch.einsum("nhpd,hde,nhpe->", d, h, d)))
         plain.append(float(d.square().sum()))
     assert seen[1] < 0.6 * seen[0]
@@ -96,7 +96,7 @@ def test_only_the_codes_of_a_page_change(f):
     x = random_keys(2, 2, 128, 24)
     fixed = torch.tensor([[0, 3, 4, 11, 23], [1, 2, 7, 8, 22]]) if f.fixed_channels else None
     static = ChannelScales(torch.full((2, 24), 0.4).half(), torch.full((2, 24), -3.0).half()) if f.static else None
-    near, fed = (quantize_keys(x, f, fixed, static, matrices) for matrices in (None, feedback(2, 24)))
+    near, fed = (quantize_pages(x, f, fixed, static, matrices) for matrices in (None, feedback(2, 24)))
     for name, tensor in near.tensors():
         assert torch.equal(tensor, getattr(fed, name)) == (name not in ("codes", "high")), name
     keys = normalised_keys(x, f)
@@ -108,15 +108,15 @@ def test_only_the_codes_of_a_page_change(f):
         largest.scatter_(2, chosen, 4**f.bits - 1)
     grid = (near.scale, near.zero_point) if static is None else [p.expand(2, -1, -1).unsqueeze(3) for p in static]
     expected = round_with_feedback_reference(keys.transpose(2, 3), *grid, largest, feedback(2, 24))
-    assert (key_codes(fed, f, fixed) != expected).any(2).float().mean() < 0.01
+    assert (page_codes(fed, fixed) != expected).any(2).float().mean() < 0.01
     if f.token_norm == "per_head":
-        assert not dequantize_keys(fed, f)[-1, -1, :, 3].any()  # a token of zeros stays one
+        assert not dequantize_pages(fed)[-1, -1, 3].any()  # a token of zeros stays one
 
 
 def test_uncorrelated_queries_leave_rounding_as_it_is():
     x, f = random_keys(2, 2, 128, 24), PageFormat.keys(2, 24, 128, 2, 32)
     identity = feedback_matrices(torch.diag_embed(torch.rand(2, 24)))[0].half()
-    assert torch.equal(quantize_keys(x, f, feedback=identity).codes, quantize_keys(x, f).codes)
+    assert torch.equal(quantize_pages(x, f, feedback=identity).codes, quantize_pages(x, f).codes)
 
 
 def test_a_token_of_a_span_is_rounded_by_itself():

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from kvconvert.kernels.attention.reference import attention_reference
 from kvconvert.kernels.decode.plan import plan_work
-from kvconvert.kernels.pages import dequantize_keys, dequantize_values, new_pages
+from kvconvert.kernels.pages import dequantize_pages, new_pages
 from kvconvert.kernels.spans import Span, span_keys, span_values
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
@@ -79,7 +79,7 @@ def page(tables, offset: int, f, dtype):
     """One page's dequantized tokens [H, P, channels]."""
     room = new_pages(1, f, dtype, torch.device("cpu"))
     room.buffer.copy_(raw(tables.base, 16 * offset, room.buffer.numel(), room.buffer.dtype).view(room.buffer.shape))
-    return dequantize_keys(room, f)[0].transpose(1, 2) if f.is_key else dequantize_values(room, f)[0]
+    return dequantize_pages(room)[0]
 
 
 def followed(layer, row: int) -> tuple[torch.Tensor, torch.Tensor]:

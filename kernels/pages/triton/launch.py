@@ -162,7 +162,13 @@ def quantize_pages(
     factor, shrink = shrinkage(f.clip_ratio)
     rows = (f.head_dim if f.is_key else f.page_size) // channel_parts(f.bits, f.by_token)
     page_kernel[(len(table) * f.heads * triton.cdiv(rows, constants["ROW_TILE"]),)](
-        **shared, flag=launch.flag, factor=factor, shrink=shrink, **constants, num_warps=page_warps(constants), **UNFUSED
+        **shared,
+        flag=launch.flag,
+        factor=factor,
+        shrink=shrink,
+        **constants,
+        num_warps=page_warps(constants),
+        **UNFUSED,
     )
     if launch.feedback is not None:
         launch_feedback(launch.feedback, len(table), shared, constants)

@@ -24,7 +24,6 @@ from kvconvert.kernels.pages.triton.affine import (
     fields_of,
     flag_if,
     group_grid,
-    halves_of,
     in_bytes,
     nearest_codes,
     read_tokens,
@@ -143,7 +142,7 @@ def _group_range(planes, lane, NUMBER: tl.constexpr, GROUP: tl.constexpr, LANES:
 
 @triton.jit
 def _grid_of(scales, zero_points, lane, PLANE: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr):
-    """Scale and zero point of a plane's numbers, [1 or lanes, rows], from those [1, rows] of all groups of the chunk."""
+    """Scale and zero point of a plane's numbers, [1 or lanes, rows], from those [1, rows] of a chunk's groups."""
     scale, zero_point = scales[PLANE * LANES // GROUP], zero_points[PLANE * LANES // GROUP]
     for group in tl.static_range(PLANE * LANES // GROUP + 1, (PLANE * LANES + LANES - 1) // GROUP + 1):
         later = PLANE * LANES + lane >= group * GROUP
