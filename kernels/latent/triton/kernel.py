@@ -23,7 +23,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvconvert.kernels.decode.triton.kernel import ITEM, LOWEST, ROW, buffer_token
+from kvconvert.kernels.decode.triton.kernel import (
+    ITEM,
+    LOWEST,
+    PAGES_FROM,
+    PAGES_HIDDEN,
+    PAGES_SLOT,
+    PAGES_TO,
+    RESIDUAL_FROM,
+    RESIDUAL_SLOT,
+    RESIDUAL_TO,
+    ROW,
+    SEQUENCE,
+    TOKENS,
+    buffer_token,
+)
 from kvconvert.kernels.decode.triton.queries import power_above
 from kvconvert.kernels.decode.triton.scores import LOG2_E
 from kvconvert.kernels.decode.triton.shape import block_of
@@ -387,7 +401,7 @@ def latent_decode_kernel(
     STEPS: tl.constexpr = PAGE // TILE
     block = tl.program_id(1)
     item = items + tl.program_id(0) * ITEM
-    row = tl.load(item)
+    row = tl.load(item + SEQUENCE)
     described = rows + row * ROW
     member = tl.arange(0, F.block)
     head = block * F.block + member
@@ -399,10 +413,10 @@ def latent_decode_kernel(
     every = tl.arange(0, block_of(F.rank))
 
     # The residual window comes first: nothing that it needs has to stay in registers while pages are read.
-    begin = tl.load(item + 5)
-    if begin < tl.load(item + 6):
+    begin = tl.load(item + RESIDUAL_FROM)
+    if begin < tl.load(item + RESIDUAL_TO):
         # The plan's last end is open.
-        stop = tl.minimum(tl.load(item + 6), tl.load(described + 7).to(tl.int32))
+        stop = tl.minimum(tl.load(item + RESIDUAL_TO), tl.load(described + 7).to(tl.int32))
         sink_tokens = tl.load(described + 4)
         latents = residual + tl.load(described) * 8
         rope = residual + tl.load(described + 2) * 8
@@ -414,14 +428,14 @@ def latent_decode_kernel(
             token = start + within
             place = buffer_token(token, sink_tokens, skip)
             sums = exact_step(given, latents, rope, place, token >= stop, factor, sums, False, F)
-        slot = (tl.load(item + 9) * tl.num_programs(1) + block).to(tl.int64) * F.block + member
+        slot = (tl.load(item + RESIDUAL_SLOT) * tl.num_programs(1) + block).to(tl.int64) * F.block + member
         store_stats(stats + slot * 2, sums[0], sums[1])
         store_sums(out + slot * F.rank, every, every < F.rank, sums[2])
 
-    begin, end = tl.load(item + 1), tl.load(item + 2)
+    begin, end = tl.load(item + PAGES_FROM), tl.load(item + PAGES_TO)
     if begin < end:
-        hidden, limit = tl.load(item + 16), tl.load(item + 11)
-        slot = (tl.load(item + 7) * tl.num_programs(1) + block).to(tl.int64) * F.block + member
+        hidden, limit = tl.load(item + PAGES_HIDDEN), tl.load(item + TOKENS)
+        slot = (tl.load(item + PAGES_SLOT) * tl.num_programs(1) + block).to(tl.int64) * F.block + member
         if F.bits == 16:
             given = exact_queries(queries, rope_queries, real, F)
             sums = no_sums(F.block, block_of(F.rank))
