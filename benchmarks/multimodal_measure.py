@@ -218,7 +218,7 @@ def seal(cache: Cache) -> None:
 
 
 def bits_per_value(cache: KVCache) -> float:
-    """Bits per number that spans and pages hold, scales and zero_points and unfilled blocks included."""
+    """Bits per number that spans and pages hold, scales and offsets and unfilled blocks included."""
     size = numbers = 0
     for store in cache.stores():
         for span in (span for row in store.rows for span in row.spans):

@@ -112,7 +112,7 @@ def _variant(name: str, function: Any, dtype: str, constants: dict[str, Any], nu
         dtype,
         constants,
         num_warps,
-        types={"tokens": f"*{dtype}", "boosted": "*i64", "scales": "*fp16", "zero_points": "*fp16"},
+        types={"tokens": f"*{dtype}", "boosted": "*i64", "scales": "*fp16", "offsets": "*fp16"},
         axes=axes,
         spills="at most six registers, on some architectures" if few else "",
     )

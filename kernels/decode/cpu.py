@@ -161,7 +161,7 @@ def weighted_page_values(weights: torch.Tensor, pages: PageTensors | torch.Tenso
     if f.static:
         # Tokens share the scales, which therefore leave the product.
         codes, _ = _unpacked(pages.codes, f.bits, in_place=False)
-        offset = weights.sum(-1, keepdim=True) * static.zero_point.float().unsqueeze(1)
+        offset = weights.sum(-1, keepdim=True) * static.offset.float().unsqueeze(1)
         return (weights @ codes.transpose(2, 3)).mul_(static.scale.float().unsqueeze(1)).add_(offset)
     # A row [N, H, groups, 1, P] for each group of channels.
     scale, offset = _scales(pages, None)
@@ -175,7 +175,7 @@ def weighted_page_values(weights: torch.Tensor, pages: PageTensors | torch.Tenso
 
 
 def _scales(pages: PageTensors, static: ChannelScales | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and zero point of the pages' groups, or the layer's: float32 [N or 1, H, groups, 1, k]."""
+    """Scale and offset of the pages' groups, or the layer's: float32 [N or 1, H, groups, 1, k]."""
     if static is not None:
         return tuple(part.float()[None, :, None, None] for part in static)
     if pages.scales is None:

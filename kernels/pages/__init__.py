@@ -9,16 +9,18 @@ side by side.
 Kitty's boosted key channels have twice the bits: their low bits lie in the plane that holds every channel's codes,
 their high bits in a second plane, so that the first has one shape whatever is boosted.
 
-Static pages have codes alone: one scale and zero point per channel, keys' and values' alike, belong to the layer.
+Static pages have codes alone: one scale and offset per channel, keys' and values' alike, belong to the layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from kvconvert.kernels import device
+from kvconvert.kernels.launches import deferred
 from kvconvert.kernels.pages.center import KeyCenter, add_centers_reference, key_center, page_centers
 from kvconvert.kernels.pages.formats import PAGE_SIZE, ChannelScales, LayerFormat, PageFormat, TokenNorm
 from kvconvert.kernels.pages.layout import ALIGNMENT
@@ -33,6 +35,11 @@ from kvconvert.kernels.pages.records import (
 )
 from kvconvert.kernels.pages.reference import dequantize_pages, normalised_keys, quantize_pages
 from kvconvert.kernels.quantizer import new_flag, raise_if_flagged
+
+if TYPE_CHECKING:
+    from kvconvert.kernels.pages.triton.launch import quantize_at, quantize_listed
+else:
+    quantize_at, quantize_listed = deferred("pages.triton.launch", "quantize_at", "quantize_listed")
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD = 256
@@ -67,62 +74,6 @@ def unsupported(tokens: torch.Tensor, page_size: int = PAGE_SIZE, plain_keys: Pa
     if tokens.stride(-1) != 1 or any(s % ALIGNMENT for s in tokens.stride()[:-1]) or tokens.data_ptr() % 16:
         return "the page kernels need channels side by side and tokens at multiples of 16 bytes"
     return None
-
-
-def quantize_at(
-    writes: PageWrites,
-    like: torch.Tensor,
-    pages: PageTensors,
-    flag: torch.Tensor,
-    channels: torch.Tensor | None = None,
-    static: ChannelScales | None = None,
-    center: KeyCenter | None = None,
-) -> None:
-    """Quantize complete pages of many layers and sequences on a GPU and write them where they are to be stored.
-
-    Args:
-        writes: where the pages' tokens lie, which `unsupported` accepts, and where records go.
-        like: some of the tokens [H, n, channels].
-        pages: some pages of the same storage, for their format and dtype.
-        flag: what the kernels raise, see `raise_if_flagged`; from `new_flag`.
-        channels, static: as for `quantize_pages`.
-        center: that of any of the pages' layers, where `writes` has all of them; they are subtracted from the tokens
-            in place.
-    """
-    from kvconvert.kernels.pages.triton import launch
-
-    launch.quantize_at(writes, like, pages, flag, channels, static, center)
-
-
-def quantize_listed(
-    tokens: torch.Tensor,
-    table: torch.Tensor,
-    records: torch.Tensor,
-    f: PageFormat,
-    flag: torch.Tensor,
-    *,
-    centers: torch.Tensor,
-    channels: torch.Tensor | None = None,
-    static: ChannelScales | None = None,
-    feedback: torch.Tensor | None = None,
-    center: KeyCenter | None = None,
-) -> None:
-    """Quantize complete pages of one layer on a GPU that a table there describes.
-
-    Args:
-        tokens: [H, W, channels] that `unsupported` accepts, from whose address the table counts tokens; those of pages
-            may be changed.
-        table: int64 [N, 5], see kernels/pages/triton/launch.py.
-        records: int16, or of 16-bit pages the tokens' dtype, from whose address the table counts records.
-        f: the format of the pages.
-        flag: as for `quantize_at`.
-        centers: int64 [N, 3], the position of each page's first token, and zeros.
-        channels, static, feedback: as for `quantize_pages`.
-        center: the layer's, subtracted from the tokens in place before they are quantized; None for whole keys.
-    """
-    from kvconvert.kernels.pages.triton import launch
-
-    launch.quantize_listed(tokens, table, records, f, flag, centers, channels, static, feedback, center)
 
 
 def add_centers(tokens: torch.Tensor, position: int, page_size: int, center: KeyCenter, sign: int = 1) -> None:

@@ -97,11 +97,11 @@ def quantize_pages(
         clip_ratios: float64 [N], in place of the format's, of pages without static scales.
 
     Returns:
-        N pages. Codes are computed from the stored norm, scale and zero point. A boosted channel's scale and zero point
+        N pages. Codes are computed from the stored norm, scale and offset. A boosted channel's scale and offset
         are those of its own finer grid.
 
     Raises:
-        NumericError: NaN, infinity, or a norm, scale or zero point beyond float16.
+        NumericError: NaN, infinity, or a norm, scale or offset beyond float16.
     """
     tokens = shown_tokens(tokens, hidden, firsts)
     if f.bits == 16:
@@ -113,13 +113,13 @@ def quantize_pages(
         tokens = tokens.float() * torch.where(norm > 0, norm.float().reciprocal(), 0.0).unsqueeze(3)
     rows = _rows(tokens, f)
     if f.static:
-        scale, zero_point = (part.unsqueeze(2 if f.is_key else 1) for part in static)
-        codes = quantize_static(rows, f.bits, scale, zero_point)
-        scale, zero_point = (part.expand(len(rows), *part.shape) for part in (scale, zero_point))
+        scale, offset = (part.unsqueeze(2 if f.is_key else 1) for part in static)
+        codes = quantize_static(rows, f.bits, scale, offset)
+        scale, offset = (part.expand(len(rows), *part.shape) for part in (scale, offset))
     else:
         ratio = f.clip_ratio if clip_ratios is None else clip_ratios
         grid = {"group_size": f.group_size, "dim": 3, "clip_ratio": ratio, "scale_bits": f.scale_bits}
-        codes, scale, zero_point = quantize(rows, f.bits, **grid)
+        codes, scale, offset = quantize(rows, f.bits, **grid)
     largest: int | torch.Tensor = 2**f.bits - 1
     if f.boosted:
         ranked = not f.fixed_channels
@@ -130,17 +130,17 @@ def quantize_pages(
 
         fine = quantize(rows.gather(2, places(rows)), 2 * f.bits, **grid)
         scale = scale.scatter(2, places(scale), fine.scale)
-        zero_point = zero_point.scatter(2, places(zero_point), fine.zero_point)
+        offset = offset.scatter(2, places(offset), fine.offset)
         codes = codes.scatter(2, places(codes), fine.codes)
         largest = torch.full(codes.shape[:3], largest, device=codes.device).scatter_(2, chosen, 4**f.bits - 1)
     if feedback is not None:
-        codes = round_with_feedback(rows, scale, zero_point, largest, feedback)
+        codes = round_with_feedback(rows, scale, offset, largest, feedback)
     if f.boosted:
         high = pack_codes((codes.gather(2, places(codes)) >> f.bits).transpose(2, 3), f.bits, dim=2, across=3)
         codes = codes & 2**f.bits - 1
     dim, across = (3, 2) if f.by_token else (2, 3)
     words = pack_codes(codes.transpose(2, 3), f.bits, dim=dim, across=across)
-    return record_of(f, codes=words, scale=scale, zero_point=zero_point, norm=norm, high=high, channels=chosen)
+    return record_of(f, codes=words, scale=scale, offset=offset, norm=norm, high=high, channels=chosen)
 
 
 def _rows(tokens: torch.Tensor, f: PageFormat) -> torch.Tensor:

@@ -59,23 +59,23 @@ class Span:
         tokens: n.
         key_codes: int16 [blocks, H, 128 * bits / 16, D], packed along a block's tokens, those after the last one with
             code 0; [blocks, H, 16, D / 2] at 1 bit, [blocks, H, 16, 3 D / 2] at 3, see `kernels/packing.py`.
-        key_scale, key_zero_point: float16 [H, D].
+        key_scale, key_offset: float16 [H, D].
         value_codes: int16 [blocks, H, E * bits / 16, 128], packed along the channels; [blocks, H, E / 8, 64] at 1 bit,
             [blocks, H, E / 8, 192] at 3.
-        value_scale, value_zero_point: float16 [H, E].
+        value_scale, value_offset: float16 [H, E].
     """
 
     tokens: int
     key_codes: torch.Tensor
     key_scale: torch.Tensor
-    key_zero_point: torch.Tensor
+    key_offset: torch.Tensor
     value_codes: torch.Tensor
     value_scale: torch.Tensor
-    value_zero_point: torch.Tensor
+    value_offset: torch.Tensor
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        parts = (self.key_codes, self.key_scale, self.key_zero_point)
-        parts += (self.value_codes, self.value_scale, self.value_zero_point)
+        parts = (self.key_codes, self.key_scale, self.key_offset)
+        parts += (self.value_codes, self.value_scale, self.value_offset)
         return sum(tensor.nbytes for tensor in parts)

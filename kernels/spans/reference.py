@@ -21,7 +21,7 @@ def quantize_span_reference(
     n = keys.shape[1]
     key = quantize(keys, f.key_bits, n, dim=1, clip_ratio=f.key_clip_ratio)
     if feedback is not None:
-        grid = [part.transpose(1, 2).unsqueeze(0) for part in (key.scale, key.zero_point)]
+        grid = [part.transpose(1, 2).unsqueeze(0) for part in (key.scale, key.offset)]
         parts = keys.transpose(1, 2).unsqueeze(0).split(TILE_BLOCKS * PAGE_SIZE, dim=3)
         codes = [round_with_feedback(part, *grid, 2**f.key_bits - 1, feedback) for part in parts]
         key = key._replace(codes=torch.cat(codes, 3)[0].transpose(1, 2))
@@ -35,23 +35,23 @@ def quantize_span_reference(
         n,
         pack_codes(key_codes, f.key_bits, dim=2, across=3),
         key.scale[:, 0].contiguous(),
-        key.zero_point[:, 0].contiguous(),
+        key.offset[:, 0].contiguous(),
         pack_codes(value_codes.transpose(2, 3), f.value_bits, dim=2, across=3),
         value.scale[:, 0].contiguous(),
-        value.zero_point[:, 0].contiguous(),
+        value.offset[:, 0].contiguous(),
     )
 
 
 def span_keys(span: Span, f: SpanFormat) -> torch.Tensor:
     """Dequantized keys, float32 [H, n, D]."""
     codes = _key_codes(span, f).transpose(1, 2)
-    return dequantize(codes, span.key_scale.unsqueeze(1), span.key_zero_point.unsqueeze(1), span.tokens, 1)
+    return dequantize(codes, span.key_scale.unsqueeze(1), span.key_offset.unsqueeze(1), span.tokens, 1)
 
 
 def span_values(span: Span, f: SpanFormat) -> torch.Tensor:
     """Dequantized values, float32 [H, n, E]."""
     codes = _value_codes(span, f, slice(None))
-    return dequantize(codes, span.value_scale.unsqueeze(1), span.value_zero_point.unsqueeze(1), span.tokens, 1)
+    return dequantize(codes, span.value_scale.unsqueeze(1), span.value_offset.unsqueeze(1), span.tokens, 1)
 
 
 def _key_codes(span: Span, f: SpanFormat) -> torch.Tensor:
@@ -69,7 +69,7 @@ def _value_codes(span: Span, f: SpanFormat, blocks: slice) -> torch.Tensor:
 def span_scores(queries: torch.Tensor, span: Span, f: SpanFormat) -> torch.Tensor:
     """Dot products of queries [H, R, D] with the span's keys, float32 [H, R, n]."""
     scaled = queries * span.key_scale.float().unsqueeze(1)
-    offset = queries @ span.key_zero_point.float().unsqueeze(2)
+    offset = queries @ span.key_offset.float().unsqueeze(2)
     return (scaled @ _key_codes(span, f).float()).add_(offset)
 
 
@@ -81,7 +81,7 @@ def weighted_span_values(
     for block in range(0, len(span.value_codes), tile_blocks):
         codes = _value_codes(span, f, slice(block, block + tile_blocks)).float()
         output = output + weights[..., block * PAGE_SIZE : (block + tile_blocks) * PAGE_SIZE] @ codes
-    offset = weights.sum(-1, keepdim=True) * span.value_zero_point.float().unsqueeze(1)
+    offset = weights.sum(-1, keepdim=True) * span.value_offset.float().unsqueeze(1)
     return output * span.value_scale.float().unsqueeze(1) + offset
 
 

@@ -54,7 +54,7 @@ def channel_range_kernel(
 def channel_scale_kernel(
     extremes,
     scales,
-    zero_points,
+    offsets,
     flag,
     parts,
     factor,
@@ -65,7 +65,7 @@ def channel_scale_kernel(
     TILE: tl.constexpr,
     PART_TILE: tl.constexpr,
 ):
-    """Float16 scale and zero point [H, D] of a span's channels, from `channel_range_kernel`'s extremes."""
+    """Float16 scale and offset [H, D] of a span's channels, from `channel_range_kernel`'s extremes."""
     head = tl.program_id(0)
     part, channel = tl.arange(0, PART_TILE)[:, None], tl.arange(0, TILE)
     there = (part < parts) & (channel < HEAD_SIZE)[None, :]
@@ -73,11 +73,11 @@ def channel_scale_kernel(
     low = tl.min(tl.load(at, mask=there, other=float("inf")), 0)
     high = tl.max(tl.load(at + parts * HEADS * HEAD_SIZE, mask=there, other=float("-inf")), 0)
     LEVELS: tl.constexpr = 2.0**BITS - 1.0
-    scale, zero_point = affine_grid(low, high, LEVELS, 1.0 / LEVELS, factor, shrink)
+    scale, offset = affine_grid(low, high, LEVELS, 1.0 / LEVELS, factor, shrink)
     present = channel < HEAD_SIZE
-    flag_if(tl.sum((present & ~storable(scale, zero_point)).to(tl.int32), 0) > 0, flag, 0, head, 1, HEADS)
+    flag_if(tl.sum((present & ~storable(scale, offset)).to(tl.int32), 0) > 0, flag, 0, head, 1, HEADS)
     tl.store(scales + head * HEAD_SIZE + channel, scale, mask=present)
-    tl.store(zero_points + head * HEAD_SIZE + channel, zero_point, mask=present)
+    tl.store(offsets + head * HEAD_SIZE + channel, offset, mask=present)
 
 
 # Parts of a span whose ranges are found by one program per head each, and tokens that it reads at a time.
@@ -92,7 +92,7 @@ def quantize_span(
     `unsupported` accepts.
 
     Raises:
-        GroupRangeError: NaN, infinity, or a scale or zero point beyond float16; `index` is (head,).
+        GroupRangeError: NaN, infinity, or a scale or offset beyond float16; `index` is (head,).
     """
     heads, tokens = keys.shape[:2]
     blocks = -(-tokens // PAGE_SIZE)

@@ -71,7 +71,7 @@ class GroupTables:
             keys in their buffer, so that both sides' new tokens have the keys' index.
         step: int64 [3, B]: where a row's next token goes (-1 for nowhere), its residual tokens once all new ones are
             there, and the position of the first of these.
-        shared: for each layer int64 [S, 4], offsets of scale and zero point of keys, float16 [H, D], and of values,
+        shared: for each layer int64 [S, 4], where scale and offset of keys lie, float16 [H, D], and of values,
             float16 [H, E]: those of each span, or of the whole layer where scales are static; else None.
         positions: int64 [B, n], of a row's tokens in the order of pages, spans and residual tokens, those of the next
             steps included.
@@ -245,8 +245,7 @@ class GroupTables:
             elif total:
                 spans = [span for row in store.rows for span in row.spans]
                 lines = [
-                    [self._offset(p) for p in (s.key_scale, s.key_zero_point, s.value_scale, s.value_zero_point)]
-                    for s in spans
+                    [self._offset(p) for p in (s.key_scale, s.key_offset, s.value_scale, s.value_offset)] for s in spans
                 ]
             if lines:
                 table = self.shared[layer]

@@ -110,13 +110,13 @@ def test_blocks_of_spans_stop_at_the_last_token(device, bits, tokens):
     f = SpanFormat(bits, bits)
     span = quantize_span(torch.randn(2, tokens, 64, device=device), torch.randn(2, tokens, 48, device=device), f)
     keys, values = key_blocks(2, 64, bits), value_blocks(2, 48, bits)
-    for codes, scale, zero_point, blocks, expected in (
-        (span.key_codes, span.key_scale, span.key_zero_point, keys, span_keys(span, f)),
-        (span.value_codes, span.value_scale, span.value_zero_point, values, span_values(span, f)),
+    for codes, scale, offset, blocks, expected in (
+        (span.key_codes, span.key_scale, span.key_offset, keys, span_keys(span, f)),
+        (span.value_codes, span.value_scale, span.value_offset, values, span_values(span, f)),
     ):
         start = codes.data_ptr()
         offsets = torch.arange(len(codes), device=device) * (codes.stride(0) // 8)
-        scales = torch.tensor([(part.data_ptr() - start) // 16 for part in (scale, zero_point)], device=device)
+        scales = torch.tensor([(part.data_ptr() - start) // 16 for part in (scale, offset)], device=device)
         output = torch.empty(2, tokens, blocks.head_dim, device=device)
         dequantize_into(output, PageAddresses(blocks, codes, offsets, scales))
         assert torch.equal(output, expected)
@@ -138,7 +138,7 @@ def test_float16_saturates(device):
     pages = quantize_pages(keys, f)
     # Norms are rounded to float16; one is made as large as that can be.
     pages.norm.fill_(65504.0)
-    pages.zero_point.fill_(1.001)
+    pages.offset.fill_(1.001)
     assert not dequantize_pages(pages).half().isfinite().all()
     addressed = PageAddresses(f, pages.record.to(device), torch.zeros(1, dtype=torch.int64, device=device))
     for source in (addressed, pages):

@@ -1,4 +1,4 @@
-"""The page kernels store what the reference stores: the same scales, zero points and channels, and codes from them.
+"""The page kernels store what the reference stores: the same scales, offsets and channels, and codes from them.
 
 Codes are compared exactly except where a number lies within a thousandth of a code of the border between two codes:
 there one rounding of float32 may decide. Records are filled with noise beforehand, so that what is not written shows.
@@ -62,8 +62,8 @@ def quantized(tokens: torch.Tensor, f, channels=None, static=None, **more) -> Pa
     return pages
 
 
-def near_a_border(x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor) -> torch.Tensor:
-    position = (x.double() - zero_point.double()) / scale.double()
+def near_a_border(x: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    position = (x.double() - offset.double()) / scale.double()
     return ((position - position.floor() - 0.5).abs() < 1e-3) | (scale == 0)
 
 
@@ -85,14 +85,14 @@ def assert_same_keys(
         keys = keys.float() * inverse.unsqueeze(3)
         expected = quantize_pages(keys, replace(f, token_norm="none"), channels, static, hidden=hidden)
     rounded = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
-    for name in ("scale", "zero_point", "grid", "channels"):
+    for name in ("scale", "offset", "grid", "channels"):
         if getattr(expected, name) is None:
             continue
         if f.token_norm == "none" or name == "channels":
             assert torch.equal(fields[name], getattr(expected, name)), name
         else:
             apart = (fields[name].view(torch.int16).int() - getattr(expected, name).view(torch.int16).int()).abs()
-            # A scale of 8 bits that is rounded the other way has another zero point.
+            # A scale of 8 bits that is rounded the other way has another offset.
             assert name == "grid" or apart.max() <= 1, name
             assert (apart > 0).sum() <= 1 + apart.numel() // 1000, name
             rounded = rounded | (apart > 0)
@@ -101,10 +101,9 @@ def assert_same_keys(
     if rounded.any():
         different &= ~rounded.repeat_interleave(f.group_size, 3)
     if different.any():
-        scale, zero_point = static or expected.group_scales
+        scale, offset = static or expected.group_scales
         grid = [
-            part[None, :, :, None] if static else part.repeat_interleave(f.group_size, 3)
-            for part in (scale, zero_point)
+            part[None, :, :, None] if static else part.repeat_interleave(f.group_size, 3) for part in (scale, offset)
         ]
         assert not (different & ~near_a_border(keys.transpose(2, 3), *grid)).any()
         assert different.float().mean() < 1e-3
@@ -237,12 +236,12 @@ def test_every_value_format(device, dim, bits, dtype):
 @pytest.mark.parametrize("bits", [1, *(pytest.param(bits, marks=pytest.mark.full) for bits in (2, 3, 8))])
 def test_static_pages(device, bits):
     f, g = key_format(bits, group=128, static=True), value_format(bits, group=64, static=True)
-    scale, zero_point = (
+    scale, offset = (
         torch.rand(2, 64, device=device).half() * 4 / 2**bits,
         -2 * torch.rand(2, 64, device=device).half(),
     )
     scale[0, 3] = 0
-    static = ChannelScales(scale, zero_point)
+    static = ChannelScales(scale, offset)
     x = torch.randn(1, 2, 128, 64, device=device)
     assert_same_keys(quantized(x, f, static=static), x, f, static=cpu(static))
     assert_same_values(quantized(x, g, static=static), x, g, cpu(static))

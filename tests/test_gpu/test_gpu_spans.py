@@ -1,4 +1,4 @@
-"""The span kernels store what the reference stores: equal scales and zero points, and codes computed from them."""
+"""The span kernels store what the reference stores: equal scales and offsets, and codes computed from them."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_spans_are_those_of_the_reference(device, tokens, bits):
     keys = torch.randn(heads, tokens + 3, 32, device=device, dtype=torch.bfloat16)[:, 1 : tokens + 1]
     values = torch.randn(heads, tokens, 48, device=device, dtype=torch.bfloat16)
     found, expected = quantize_span(keys, values, f), quantize_span_reference(keys.cpu(), values.cpu(), f)
-    for name in ("key_scale", "key_zero_point", "value_scale", "value_zero_point"):
+    for name in ("key_scale", "key_offset", "value_scale", "value_offset"):
         assert torch.equal(getattr(found, name).cpu(), getattr(expected, name)), name
     assert found.tokens == tokens
     for name in ("key_codes", "value_codes"):

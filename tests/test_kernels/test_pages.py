@@ -137,7 +137,7 @@ def test_three_bit_channels_have_no_double():
 
 
 def test_padding_counts_as_bytes():
-    # 12 float16 scales and zero_points are padded to 16, 3 channels to 16 bytes
+    # 12 float16 scales and offsets are padded to 16, 3 channels to 16 bytes
     odd = key_format(heads=3, dim=12, group=128, boosted=3)
     assert new_pages(1, odd, torch.bfloat16, torch.device("meta")).nbytes == 3 * (12 * 32 + 3 * 32 + 2 * 32 + 16)
 
@@ -164,7 +164,7 @@ def test_key_fields_lie_where_the_layout_says_and_nowhere_twice(bits, norm, boos
     )
     assert (layout.channels < 0) == (not boosted or select == "calibrated")
     heads = [page * layout.record + head * layout.head_stride for page in range(2) for head in range(3)]
-    starts = {"codes": layout.codes, "high": layout.high, "scale": layout.scale, "zero_point": layout.zero_point}
+    starts = {"codes": layout.codes, "high": layout.high, "scale": layout.scale, "offset": layout.offset}
     starts |= {"norm": layout.norm, "channels": layout.channels}
     check_places(pages, heads, starts, {"norm": layout.joint_norm} if norm == "joint" else {}, layout.record)
 
@@ -177,7 +177,7 @@ def test_value_fields_lie_where_the_layout_says_and_nowhere_twice(bits):
     rows = {1: 64, 3: 192}.get(bits, 128)
     assert pages.codes.shape == (2, 3, 40 * bits * 128 // 16 // rows, rows)
     heads = [page * layout.record + head * layout.head_stride for page in range(2) for head in range(3)]
-    starts = {"codes": layout.codes, "scale": layout.scale, "zero_point": layout.zero_point}
+    starts = {"codes": layout.codes, "scale": layout.scale, "offset": layout.offset}
     check_places(pages, heads, starts, {}, layout.record)
 
 
@@ -195,8 +195,8 @@ def check_places(pages, heads, starts, once_per_page, size):
         for part, begin in zip([head for page in tensor for head in page], begins, strict=True):
             assert begin % 8 == 0
             pattern = torch.randint(0, 256, (part.nbytes,), dtype=torch.uint8)
-            # scales and zero_points lie group after group
-            stored = part.T if name in ("scale", "zero_point") else part
+            # scales and offsets lie group after group
+            stored = part.T if name in ("scale", "offset") else part
             stored.copy_(pattern.view(part.dtype).view(stored.shape))
             assert torch.equal(raw[2 * begin : 2 * begin + part.nbytes], pattern)
             taken[2 * begin : 2 * begin + part.nbytes] += 1

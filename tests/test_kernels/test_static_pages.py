@@ -27,7 +27,7 @@ def by_hand(x, bits, scales) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=torch.float64)
     for head in range(x.shape[1]):
         for channel in range(x.shape[3]):
-            scale, low = float(scales.scale[head, channel]), float(scales.zero_point[head, channel])
+            scale, low = float(scales.scale[head, channel]), float(scales.offset[head, channel])
             values = x[:, head, :, channel].double()
             codes = ((values - low) / scale).round().clamp(0, 2**bits - 1) if scale else torch.zeros_like(values)
             out[:, head, :, channel] = codes * scale + low
@@ -37,9 +37,9 @@ def by_hand(x, bits, scales) -> torch.Tensor:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_what_lies_outside_is_clamped_and_a_constant_channel_gets_code_zero(bits):
     top = 2**bits - 1
-    scale, zero_point = torch.tensor([0.5, 0.0]).half(), torch.tensor([-1.0, 3.0]).half()
+    scale, offset = torch.tensor([0.5, 0.0]).half(), torch.tensor([-1.0, 3.0]).half()
     x = torch.tensor([[-1e30, -7.0], [-1.0, 3.0], [-0.3, 3.1], [top / 2 - 1, 9.0], [top / 2 - 0.7, 0.0], [1e30, 1e30]])
-    assert quantize_static(x, bits, scale, zero_point).tolist() == [
+    assert quantize_static(x, bits, scale, offset).tolist() == [
         [0, 0],
         [0, 0],
         [1, 0],
@@ -51,8 +51,8 @@ def test_what_lies_outside_is_clamped_and_a_constant_channel_gets_code_zero(bits
 
 def test_codes_come_from_the_stored_scale():
     # 100 / 255 as float16 is 0.39209, with which 50 is code 127.52; with the exact quotient it would be 127.5 and even.
-    scale, zero_point = affine_grid(torch.tensor(0.0), torch.tensor(100.0), 8)
-    assert quantize_static(torch.tensor([50.0]), 8, scale, zero_point).tolist() == [round(50 / float(scale))]
+    scale, offset = affine_grid(torch.tensor(0.0), torch.tensor(100.0), 8)
+    assert quantize_static(torch.tensor([50.0]), 8, scale, offset).tolist() == [round(50 / float(scale))]
 
 
 @pytest.mark.parametrize("bits", [(4, 8), (8, 4)])

@@ -4,7 +4,7 @@ launch.
 One program of one warp serves one KV head of one work item (see `kernels/decode/plan.py`) for all query heads that
 read it, so that nothing is repeated per query head. Codes are the M operand of the matrix products and queries the N
 operand, which is padded to eight columns anyway. Key scales go into the query and value scales into the probabilities,
-group by group; zero points become one product per group. Sums of probabilities stay spread over the warp until the end.
+group by group; offsets become one product per group. Sums of probabilities stay spread over the warp until the end.
 
 Scores are kept times log2(e), so that exponentials are powers of two.
 """
@@ -64,16 +64,16 @@ CHUNKS = tl.constexpr(4)
 
 @triton.jit
 def page_parts(key_base, shared, key_unit, scale_row, head, F: tl.constexpr):
-    """Pointers to a key page's head part, norms, scales and zero points."""
+    """Pointers to a key page's head part, norms, scales and offsets."""
     record = key_base + key_unit * 8
     page = record + head * F.key_head
     norms = record + F.joint_norm if F.norm == 1 else page + F.key_norm
     if F.key_groups > 0:
-        return page, norms, page + F.key_scale, page + F.key_zero_point
+        return page, norms, page + F.key_scale, page + F.key_offset
     else:
         scales = key_base + tl.load(shared + scale_row * 4) * 8 + head * F.key_dim
-        zero_points = key_base + tl.load(shared + scale_row * 4 + 1) * 8 + head * F.key_dim
-        return page, norms, scales, zero_points
+        offsets = key_base + tl.load(shared + scale_row * 4 + 1) * 8 + head * F.key_dim
+        return page, norms, scales, offsets
 
 
 @triton.jit
@@ -96,8 +96,8 @@ def key_products(
         page = (key_base + unit * 8).to(tl.pointer_type(DTYPE)) + head * PAGE * F.key_dim
         return residual_scores(page, token * F.key_dim, token < PAGE, page_query, F)
     else:
-        page, norms, scales, zero_points = page_parts(key_base, shared, unit, scale_row, head, F)
-        return page_scores(page, norms, scales, zero_points, operands, boost, boost_channel, F)
+        page, norms, scales, offsets = page_parts(key_base, shared, unit, scale_row, head, F)
+        return page_scores(page, norms, scales, offsets, operands, boost, boost_channel, F)
 
 
 @triton.jit
@@ -337,7 +337,7 @@ def decode_kernel(
                 )
             else:
                 weight = tl.zeros([PAGE, R], tl.float32)
-                totals, offsets = no_values(PAGE, F)
+                totals, constants = no_values(PAGE, F)
                 keys = residual + (tl.load(described) + head * tl.load(described + 1)) * 8
                 half_quantized_query = plain_queries(queries, first, F, DTYPE)
                 for page in tl.range(begin, tl.load(item + HALF_TO), num_stages=STAGES):
@@ -350,7 +350,7 @@ def decode_kernel(
                     p, maximum, alpha = softmax_step(x, maximum, F)
                     weight = weight * alpha[None, :] + tl.sum(p, 2)
                     value_unit = tl.load(value_table + table_begin + page)
-                    totals, offsets = add_values(value_base, value_unit, head, p, alpha, totals, offsets, F, DTYPE)
+                    totals, constants = add_values(value_base, value_unit, head, p, alpha, totals, constants, F, DTYPE)
                 total_weight = tl.sum(weight, 0)
                 store_stats(stats, half_quantized_slot, head, heads, maximum, total_weight, F)
                 store_page_values(
@@ -359,7 +359,7 @@ def decode_kernel(
                     head,
                     heads,
                     totals,
-                    offsets,
+                    constants,
                     total_weight,
                     value_base,
                     shared,
@@ -396,7 +396,7 @@ def decode_kernel(
             store_partial(out, slot, head, heads, value_channel, value_channel < F.value_dim, total, F)
         else:
             weight = tl.zeros([KEY_LANES, R], tl.float32)
-            totals, offsets = no_values(KEY_LANES, F)
+            totals, constants = no_values(KEY_LANES, F)
             key_next = tl.load(key_table + begin)
             value_next = tl.load(value_table + begin)
             for page in tl.range(begin, tl.load(item + PAGES_TO), num_stages=STAGES):
@@ -418,7 +418,7 @@ def decode_kernel(
                 x = hide(x, token, hidden, limit, page_mask, mask_query, F)
                 p, maximum, alpha = softmax_step(x, maximum, F)
                 weight = weight * alpha[None, :] + tl.sum(p, 2)
-                totals, offsets = add_values(value_base, value_unit, head, p, alpha, totals, offsets, F, DTYPE)
+                totals, constants = add_values(value_base, value_unit, head, p, alpha, totals, constants, F, DTYPE)
             total_weight = tl.sum(weight, 0)
             store_stats(stats, slot, head, heads, maximum, total_weight, F)
-            store_page_values(out, slot, head, heads, totals, offsets, total_weight, value_base, shared, scale_row, F)
+            store_page_values(out, slot, head, heads, totals, constants, total_weight, value_base, shared, scale_row, F)

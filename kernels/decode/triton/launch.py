@@ -119,7 +119,7 @@ def _side_fields(side: str, f: PageFormat) -> dict[str, int]:
     """What both sides have in a `DecodeShape`."""
     layout, fields = _layout(f), {"bits": f.bits, "dim": f.head_dim}
     fields["groups"], fields["head"] = (layout.groups, layout.head_stride) if layout else (0, 0)
-    fields["scale"], fields["zero_point"] = (layout.scale, layout.zero_point) if layout else (-1, -1)
+    fields["scale"], fields["offset"] = (layout.scale, layout.offset) if layout else (-1, -1)
     return {f"{side}_{name}": value for name, value in fields.items()}
 
 

@@ -4,8 +4,8 @@ A program serves a block of heads for one work item (`kernels/decode/plan.py`); 
 What codes cost on their way to the tensor cores decides its forms. Words hold codes of one token, of channels that lie
 `columns` apart (`PageFormat.by_token`), and one field of them is a tile of latents in the layout of its words:
 
-    scores [heads, tokens]   = (queries * scale) codes^T  + queries . zero_point
-    sums   [heads, channels] = (weights codes) * scale    + sum of weights * zero_point
+    scores [heads, tokens]   = (queries * scale) codes^T  + queries . offset
+    sums   [heads, channels] = (weights codes) * scale    + sum of weights * offset
 
 With the page's scales, one for a channel, in the queries and in the sums, codes stay the subnormal fp16 numbers that an
 AND cuts out of their words (`kernels/decode/triton/tiles.py`). A thread cuts them out of registers in the layout that a
@@ -167,16 +167,16 @@ def rope_words(record, token, F: tl.constexpr):
 
 @triton.jit
 def channel_scales(record, channel, known, F: tl.constexpr):
-    """Scales and zero points, fp16, of a page's channels."""
+    """Scales and offsets, fp16, of a page's channels."""
     scales, ALL = half_pointer(record) + channel, columns(F) == column_tile(F)
-    return load(scales + F.scale, known, ALL), load(scales + F.zero_point, known, ALL)
+    return load(scales + F.scale, known, ALL), load(scales + F.offset, known, ALL)
 
 
 @triton.jit
 def token_scales(record, token, F: tl.constexpr):
     """The same of the tokens of a page's RoPE parts."""
     scales = half_pointer(record) + token
-    return tl.load(scales + F.rope_scale), tl.load(scales + F.rope_zero_point)
+    return tl.load(scales + F.rope_scale), tl.load(scales + F.rope_offset)
 
 
 @triton.jit
@@ -247,13 +247,13 @@ def dequantized_step(queries, record, rope_record, token, hidden, factor, sums, 
     column, index = tl.arange(0, column_tile(F))[None, :], tl.arange(0, fields(F) * column_tile(F))
     words = load(record + token[:, None] * columns(F) + column, column < columns(F), columns(F) == column_tile(F))
     channel, known = latent_channel(index, F)
-    scale, zero_point = channel_scales(record, channel, known, F)
+    scale, offset = channel_scales(record, channel, known, F)
     scale = (scale.to(tl.float32) * tl.exp2(-(index // column_tile(F) * F.bits % 8).to(tl.float32))).to(tl.float16)
-    tile = whole_numbers(words, 0, fields(F), F.bits, F) * scale[None, :] + zero_point[None, :]
-    scale, zero_point = token_scales(rope_record, token, F)
+    tile = whole_numbers(words, 0, fields(F), F.bits, F) * scale[None, :] + offset[None, :]
+    scale, offset = token_scales(rope_record, token, F)
     words = rope_words(rope_record, token, F)
     rope = one_below_the_other(whole_number(words, 0, 8, F), whole_number(words, 1, 8, F))
-    rope = rope * scale[None, :] + zero_point[None, :]
+    rope = rope * scale[None, :] + offset[None, :]
     dtype: tl.constexpr = queries[0].dtype
     return tile_step(queries, tile.to(dtype), rope.to(dtype), hidden, factor, sums, F)
 
@@ -313,23 +313,23 @@ def code_step(queries, record, rope_record, hidden, factor, sums, F: tl.constexp
     chunks, rope_query, rope_sum = queries
     token = tl.arange(0, PAGE)
     scores = tl.zeros([chunks[0].shape[0], PAGE], tl.float32)
-    offset = tl.zeros(chunks[0].shape, tl.float32)
+    constant = tl.zeros(chunks[0].shape, tl.float32)
     for k in tl.static_range(column_tile(F) // chunk_columns(F)):
         words = tl.trans(chunk_words(record, k, F, False))
         for field in tl.static_range(fields(F)):
             channel, known = chunk_channel(k, field, F)
-            scale, zero_point = channel_scales(record, channel, known, F)
+            scale, offset = channel_scales(record, channel, known, F)
             query = chunks[k * fields(F) + field]
             lacking = 2.0 ** (field_place(field, F.bits) - top_place(F.bits))
-            offset += (query * zero_point[None, :]).to(tl.float32) * lacking
+            constant += (query * offset[None, :]).to(tl.float32) * lacking
             scores = product(query * scale[None, :], subnormal(words, field, F.bits, F), scores, F)
     words = rope_words(rope_record, token, F)
     rope_scores = product(rope_query[0], subnormal(words, 0, 8, F), tl.zeros(scores.shape, tl.float32), F)
     rope_scores = product(rope_query[1], subnormal(words, 1, 8, F), rope_scores, F)
-    scale, zero_point = token_scales(rope_record, token, F)
+    scale, offset = token_scales(rope_record, token, F)
     scores = scores * 2.0 ** (SUBNORMAL - top_place(F.bits))
     scores += rope_scores * (scale.to(tl.float32) * 2.0**SUBNORMAL)[None, :]
-    scores += tl.sum(offset, 1)[:, None] + rope_sum[:, None] * zero_point.to(tl.float32)[None, :]
+    scores += tl.sum(constant, 1)[:, None] + rope_sum[:, None] * offset.to(tl.float32)[None, :]
 
     p, added, kept, maximum, weight = weights_of(scores * factor, hidden, sums[0], sums[1], F)
     p = (p * 2.0**WEIGHT_POWER).to(tl.float16)
@@ -338,12 +338,12 @@ def code_step(queries, record, rope_record, hidden, factor, sums, F: tl.constexp
         words = chunk_words(record, k, F, True)
         for field in tl.static_range(fields(F)):
             channel, known = chunk_channel(k, field, F)
-            scale, zero_point = channel_scales(record, channel, known, F)
+            scale, offset = channel_scales(record, channel, known, F)
             none = tl.zeros(chunks[0].shape, tl.float32)
             total = product(p, subnormal(words, field, F.bits, F), none, F)
             total *= (scale.to(tl.float32) * 2.0 ** (SUBNORMAL - WEIGHT_POWER - field_place(field, F.bits)))[None, :]
             total += sums[2][k * fields(F) + field] * kept[:, None]
-            totals = totals + (total + added[:, None] * zero_point.to(tl.float32)[None, :],)
+            totals = totals + (total + added[:, None] * offset.to(tl.float32)[None, :],)
     return maximum, weight, totals
 
 

@@ -97,7 +97,7 @@ def key_feedback_kernel(
     record_bytes,
     table,
     static_scales,
-    static_zero_points,
+    static_offsets,
     boosted,
     feedback,
     feedback_table,
@@ -122,8 +122,8 @@ def key_feedback_kernel(
     STORED_ROWS: tl.constexpr,
     HIGH: tl.constexpr,
     SCALE: tl.constexpr,
-    ZERO_POINT: tl.constexpr,
-    NORM_OFFSET: tl.constexpr,
+    OFFSET: tl.constexpr,
+    NORM_START: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
     """Codes of the tokens that share LANE_TILE lanes, of one head of a key page; constants as for `page_kernel`."""
@@ -138,8 +138,8 @@ def key_feedback_kernel(
     DIVISIONS: tl.constexpr = LANES // LANE_TILE
     division = tl.program_id(0) % DIVISIONS
     page, head = tl.program_id(0) // (DIVISIONS * HEADS), tl.program_id(0) // DIVISIONS % HEADS
-    offset = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS), 8)
-    offset += head * tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 1), 8)
+    start = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS), 8)
+    start += head * tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 1), 8)
     record = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 2), 8)
     count = tl.load(table + page * TABLE_COLUMNS + 3)
     hidden = tl.load(table + page * TABLE_COLUMNS + 4).to(tl.int32)
@@ -154,9 +154,9 @@ def key_feedback_kernel(
     present = (channel < HEAD_SIZE)[None, :]
     if PARTIAL:
         present &= (token < count)[:, None]
-    w = read_tokens(tokens + offset, token[:, None], hidden, channel[None, :], present, token_stride).to(tl.float32)
+    w = read_tokens(tokens + start, token[:, None], hidden, channel[None, :], present, token_stride).to(tl.float32)
     if NORM != NO_NORM:
-        norms = records + (record if NORM == JOINT else part) + NORM_OFFSET
+        norms = records + (record if NORM == JOINT else part) + NORM_START
         norm = tl.load(norms + token).to(tl.float16, bitcast=True).to(tl.float32)
         w *= reciprocal(norm)[:, None]
     w = tl.trans(w)
@@ -186,16 +186,16 @@ def key_feedback_kernel(
             single = base + i if EVEN else tl.minimum(base + i, HEAD_SIZE - 1)
             if STATIC:
                 scale = tl.load(static_scales + head * HEAD_SIZE + single)
-                zero_point = tl.load(static_zero_points + head * HEAD_SIZE + single)
+                offset = tl.load(static_offsets + head * HEAD_SIZE + single)
             else:
                 at = records + group + single
-                scale, zero_point = load_grid(at + SCALE, at + ZERO_POINT, None, in_bytes(SCALE, ZERO_POINT))
+                scale, offset = load_grid(at + SCALE, at + OFFSET, None, in_bytes(SCALE, OFFSET))
             levels = 2.0**BITS - 1.0
             if BOOSTED > 0:
                 levels = tl.where(tl.max((chosen == single).to(tl.int32), 0) > 0, 4.0**BITS - 1.0, levels)
             value = _picked(current, row == i)
-            code = (nearest_codes(value, scale, zero_point, levels) & 255).to(tl.float32)
-            error = value - (code * scale.to(tl.float32) + zero_point.to(tl.float32))
+            code = (nearest_codes(value, scale, offset, levels) & 255).to(tl.float32)
+            error = value - (code * scale.to(tl.float32) + offset.to(tl.float32))
             if not EVEN:
                 error = tl.where(first + i < ROWS, error, 0.0)
             if EVEN:

@@ -46,7 +46,7 @@ class PageLaunch(NamedTuple):
     Attributes:
         base: any tensor of the tokens' dtype and device, from whose address the table counts tokens.
         token_stride: elements from one token to the next; a multiple of 8.
-        table: int64 [N, 5], see above.
+        table: int64 [N, 5], see the module.
         records: int16, from whose address the table counts records; of 16-bit pages, the tokens' dtype.
         flag: int32 [1], see `raise_if_flagged`.
         feedback: the pages' matrices where keys are rounded with error feedback; 16-bit keys are not rounded.
@@ -61,7 +61,7 @@ class PageLaunch(NamedTuple):
 
 
 def page_launch(writes: PageWrites, like: torch.Tensor, pages: PageTensors, flag: torch.Tensor) -> PageLaunch:
-    """The tables of a launch on the device; arguments as for `quantize_at` of kernels/pages/__init__.py."""
+    """The tables of a launch on the device; arguments as for `quantize_at`."""
     records = pages.buffer
     table = np.empty((len(writes.tokens), 5), dtype=np.int64)
     table[:, 0] = (writes.tokens - like.data_ptr()) // like.element_size()
@@ -82,11 +82,21 @@ def quantize_at(
     like: torch.Tensor,
     pages: PageTensors,
     flag: torch.Tensor,
-    channels: torch.Tensor | None,
-    static: ChannelScales | None,
-    center: KeyCenter | None,
+    channels: torch.Tensor | None = None,
+    static: ChannelScales | None = None,
+    center: KeyCenter | None = None,
 ) -> None:
-    """`quantize_at` of kernels/pages/__init__.py."""
+    """Quantize complete pages of many layers and sequences on a GPU and write them where they are to be stored.
+
+    Args:
+        writes: where the pages' tokens lie, which `unsupported` accepts, and where records go.
+        like: some of the tokens [H, n, channels].
+        pages: some pages of the same storage, for their format and dtype.
+        flag: what the kernels raise, see `raise_if_flagged`; from `new_flag`.
+        channels, static: as for `quantize_pages`.
+        center: that of any of the pages' layers, where `writes` has all of them; they are subtracted from the tokens
+            in place.
+    """
     f, launch = pages.format, page_launch(writes, like, pages, flag)
     if writes.centers is not None:
         bases, centers = (center.matrix, center.frequencies), writes.centers.copy()
@@ -103,13 +113,26 @@ def quantize_listed(
     records: torch.Tensor,
     f: PageFormat,
     flag: torch.Tensor,
+    *,
     centers: torch.Tensor,
-    channels: torch.Tensor | None,
-    static: ChannelScales | None,
-    feedback: torch.Tensor | None,
-    center: KeyCenter | None,
+    channels: torch.Tensor | None = None,
+    static: ChannelScales | None = None,
+    feedback: torch.Tensor | None = None,
+    center: KeyCenter | None = None,
 ) -> None:
-    """`quantize_listed` of kernels/pages/__init__.py."""
+    """Quantize complete pages of one layer on a GPU that a table there describes.
+
+    Args:
+        tokens: [H, W, channels] that `unsupported` accepts, from whose address the table counts tokens; those of pages
+            may be changed.
+        table: int64 [N, 5], see the module.
+        records: int16, or of 16-bit pages the tokens' dtype, from whose address the table counts records.
+        f: the format of the pages.
+        flag: as for `quantize_at`.
+        centers: int64 [N, 3], the position of each page's first token, and zeros.
+        channels, static, feedback: as for `quantize_pages`.
+        center: the layer's, subtracted from the tokens in place before they are quantized; None for whole keys.
+    """
     matrices = None if feedback is None else PageFeedback(feedback, torch.zeros_like(table[:, 0]))
     launch = PageLaunch(tokens, tokens.stride(1), table, records, flag, matrices)
     if center is not None:
@@ -155,7 +178,7 @@ def quantize_pages(
         "record_bytes": records.view(torch.uint8) if dynamic else records,
         "table": table,
         "static_scales": static.scale if f.static else records,
-        "static_zero_points": static.zero_point if f.static else records,
+        "static_offsets": static.offset if f.static else records,
         "boosted": channels if f.boosted and not dynamic else table,
         "token_stride": launch.token_stride,
     }
@@ -208,8 +231,8 @@ def page_constants(f: PageFormat, partial: bool = False) -> dict[str, Any]:
         "STORED_ROWS": layout.rows,
         "HIGH": layout.high,
         "SCALE": layout.scale,
-        "ZERO_POINT": layout.zero_point,
-        "NORM_OFFSET": layout.joint_norm if f.token_norm is TokenNorm.JOINT else layout.norm,
+        "OFFSET": layout.offset,
+        "NORM_START": layout.joint_norm if f.token_norm is TokenNorm.JOINT else layout.norm,
         "CHANNELS": layout.channels,
     }
 
@@ -220,13 +243,13 @@ def norm_constants(f: PageFormat) -> dict[str, Any]:
     return {name: constants[name] for name in ("HEADS", "HEAD_SIZE", "TILE", "PAGE", "HEAD_STRIDE")} | {
         "SHARED": f.heads if f.token_norm is TokenNorm.JOINT else 1,
         "TOKENS": min(NORM_TOKENS, f.page_size),
-        "OFFSET": constants["NORM_OFFSET"],
+        "START": constants["NORM_START"],
         "MEAN_ABS": f.token_norm_measure == "mean_abs",
     }
 
 
 def shrinkage(factor: float) -> tuple[float, float]:
-    """What the extent of a range is multiplied with, and its part by which the zero point rises."""
+    """What the extent of a range is multiplied with, and its part by which the offset rises."""
     return factor, (1 - factor) / 2
 
 

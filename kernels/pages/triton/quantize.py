@@ -50,27 +50,27 @@ def norm_kernel(
     PAGE: tl.constexpr,
     TOKENS: tl.constexpr,
     HEAD_STRIDE: tl.constexpr,
-    OFFSET: tl.constexpr,
+    START: tl.constexpr,
     MEAN_ABS: tl.constexpr,
 ):
-    """Norms of TOKENS tokens of a page over SHARED heads, float16 at OFFSET of the first one's part of its record."""
+    """Norms of TOKENS tokens of a page over SHARED heads, float16 at START of the first one's part of its record."""
     block, place = tl.program_id(0) % (PAGE // TOKENS), tl.program_id(0) // (PAGE // TOKENS)
     page, first = place // (HEADS // SHARED), place % (HEADS // SHARED) * SHARED
-    offset = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS), 8)
+    start = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS), 8)
     head_stride = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 1), 8)
     record = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 2), 8)
     hidden = tl.load(table + page * TABLE_COLUMNS + 4).to(tl.int32)
     token, channel = block * TOKENS + tl.arange(0, TOKENS), tl.arange(0, TILE)[None, :]
     total = tl.zeros([TOKENS, TILE], tl.float32)
     for head in tl.static_range(SHARED):
-        own = keys + offset + (first + head) * head_stride
+        own = keys + start + (first + head) * head_stride
         x = read_tokens(own, token[:, None], hidden, channel, channel < HEAD_SIZE, token_stride).to(tl.float32)
         total += tl.abs(x) if MEAN_ABS else x * x
     norm = tl.sum(total, 1) / (SHARED * HEAD_SIZE)
     if not MEAN_ABS:
         norm = tl.sqrt_rn(norm)
     flag_if(tl.sum((norm <= LARGEST_HALF).to(tl.int32), 0) < TOKENS, flag, page, first, 0, HEADS)
-    target = records + record + first * HEAD_STRIDE + OFFSET + token
+    target = records + record + first * HEAD_STRIDE + START + token
     tl.store(target, norm.to(tl.float16).to(tl.int16, bitcast=True))
 
 
@@ -141,13 +141,13 @@ def _group_range(planes, lane, NUMBER: tl.constexpr, GROUP: tl.constexpr, LANES:
 
 
 @triton.jit
-def _grid_of(scales, zero_points, lane, PLANE: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr):
-    """Scale and zero point of a plane's numbers, [1 or lanes, rows], from those [1, rows] of a chunk's groups."""
-    scale, zero_point = scales[PLANE * LANES // GROUP], zero_points[PLANE * LANES // GROUP]
+def _grid_of(scales, offsets, lane, PLANE: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr):
+    """Scale and offset of a plane's numbers, [1 or lanes, rows], from those [1, rows] of a chunk's groups."""
+    scale, offset = scales[PLANE * LANES // GROUP], offsets[PLANE * LANES // GROUP]
     for group in tl.static_range(PLANE * LANES // GROUP + 1, (PLANE * LANES + LANES - 1) // GROUP + 1):
         later = PLANE * LANES + lane >= group * GROUP
-        scale, zero_point = tl.where(later, scales[group], scale), tl.where(later, zero_points[group], zero_point)
-    return scale, zero_point
+        scale, offset = tl.where(later, scales[group], scale), tl.where(later, offsets[group], offset)
+    return scale, offset
 
 
 @triton.jit
@@ -186,15 +186,15 @@ def _paired_high_lanes(
                     x *= _inverse_norms(norms, token)
                 planes = planes + (x,)
             scales = ()
-            zero_points = ()
+            offsets = ()
             for group in tl.static_range(CHUNK // GROUP):
                 low, high = _group_range(planes, lane, group, GROUP, LANES, True)
-                scale, zero_point = group_grid(low, high, 3.0, 1.0 / 3.0, factor, shrink, BYTES)
+                scale, offset = group_grid(low, high, 3.0, 1.0 / 3.0, factor, shrink, BYTES)
                 scales = scales + (scale,)
-                zero_points = zero_points + (zero_point,)
+                offsets = offsets + (offset,)
             for plane in tl.static_range(CHUNK // LANES):
-                scale, zero_point = _grid_of(scales, zero_points, lane, plane, GROUP, LANES)
-                codes = nearest_codes(planes[plane], scale, zero_point, 3.0)
+                scale, offset = _grid_of(scales, offsets, lane, plane, GROUP, LANES)
+                codes = nearest_codes(planes[plane], scale, offset, 3.0)
                 bit = tl.where(channel >= 0, (codes >> 1) & 1, 0)
                 lanes += fields_of(bit, half, 1) << ((step * (CHUNK // LANES) + plane) * field_width(1))
     return lanes
@@ -207,7 +207,7 @@ def page_kernel(
     record_bytes,
     table,
     static_scales,
-    static_zero_points,
+    static_offsets,
     boosted,
     flag,
     token_stride,
@@ -235,13 +235,13 @@ def page_kernel(
     STORED_ROWS: tl.constexpr,
     HIGH: tl.constexpr,
     SCALE: tl.constexpr,
-    ZERO_POINT: tl.constexpr,
-    NORM_OFFSET: tl.constexpr,
+    OFFSET: tl.constexpr,
+    NORM_START: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
     """ROW_TILE rows (pairs at 1 and 3 bits, all that share words if BY_TOKEN) of one head's part of a page.
 
-    HEAD_STRIDE to CHANNELS are fields of `PageLayout`, whose `rows` are STORED_ROWS; NORM_OFFSET is that of the norms
+    HEAD_STRIDE to CHANNELS are fields of `PageLayout`, whose `rows` are STORED_ROWS; NORM_START is that of the norms
     that NORM asks for. What ranks channels sees all of them. PARTIAL pages may have fewer tokens.
     """
     # Two rows share a field of single bits: number i its lower bit, number i + half its upper one. By token, a word has
@@ -254,16 +254,16 @@ def page_kernel(
     PLANES: tl.constexpr = CHUNK // LANES
     LOW_BITS: tl.constexpr = 2**BITS - 1
     FINE_LEVELS: tl.constexpr = 4.0**BITS - 1.0
-    BYTES: tl.constexpr = in_bytes(SCALE, ZERO_POINT)
+    BYTES: tl.constexpr = in_bytes(SCALE, OFFSET)
     block = tl.program_id(0) % BLOCKS
     page, head = tl.program_id(0) // (BLOCKS * HEADS), tl.program_id(0) // BLOCKS % HEADS
-    offset = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS), 8)
-    tokens += offset + head * tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 1), 8)
+    start = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS), 8)
+    tokens += start + head * tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 1), 8)
     record = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 2), 8)
     count = tl.load(table + page * TABLE_COLUMNS + 3)
     hidden = tl.load(table + page * TABLE_COLUMNS + 4).to(tl.int32)
     part = record + head * HEAD_STRIDE
-    norms = records + (record if NORM == JOINT else part) + NORM_OFFSET
+    norms = records + (record if NORM == JOINT else part) + NORM_START
 
     slot = tl.arange(0, SLOTS)
     chosen = tl.full([SLOTS], -1, tl.int32)
@@ -307,15 +307,15 @@ def page_kernel(
                     x *= inverse_norms[plane]
                 planes = planes + (x,)
             scales = ()
-            zero_points = ()
+            offsets = ()
             for group in tl.static_range(0 if STATIC else CHUNK // GROUP):
                 low, high = _group_range(planes, lane, group, GROUP, LANES, LANES == LANE_TILE)
-                scale, zero_point = group_grid(low, high, levels, inverse_levels, factor, shrink, BYTES)
-                unstorable |= storable(scale, zero_point).to(tl.int32) ^ 1
+                scale, offset = group_grid(low, high, levels, inverse_levels, factor, shrink, BYTES)
+                unstorable |= storable(scale, offset).to(tl.int32) ^ 1
                 target = records + part + (step * (CHUNK // GROUP) + group) * ACROSS + across
-                store_grid(target + SCALE, target + ZERO_POINT, scale, zero_point, there, BYTES)
+                store_grid(target + SCALE, target + OFFSET, scale, offset, there, BYTES)
                 scales = scales + (scale,)
-                zero_points = zero_points + (zero_point,)
+                offsets = offsets + (offset,)
             for plane in tl.static_range(PLANES):
                 number = step * PLANES + plane
                 packed = step * CHUNK + plane * LANES + lane
@@ -323,10 +323,10 @@ def page_kernel(
                     channel = head * HEAD_SIZE + (across if KEYS else packed)
                     known = channel < head * HEAD_SIZE + HEAD_SIZE
                     scale = tl.load(static_scales + channel, mask=known, other=0.0)
-                    zero_point = tl.load(static_zero_points + channel, mask=known, other=0.0)
+                    offset = tl.load(static_offsets + channel, mask=known, other=0.0)
                 else:
-                    scale, zero_point = _grid_of(scales, zero_points, lane, plane, GROUP, LANES)
-                codes = nearest_codes(planes[plane], scale, zero_point, levels)
+                    scale, offset = _grid_of(scales, offsets, lane, plane, GROUP, LANES)
+                codes = nearest_codes(planes[plane], scale, offset, levels)
                 if BOOSTED > 0:
                     if HALVES == 1:
                         high_lanes += ((codes >> BITS) & LOW_BITS) << (number * field_width(BITS))
@@ -371,10 +371,10 @@ def copy_page_kernel(
 ):
     """One head of an unquantized page, [P, channels] in the dtype of both."""
     page, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
-    offset = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS), 8)
-    offset += head * tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 1), 8)
+    start = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS), 8)
+    start += head * tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 1), 8)
     part = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 2), 8) + head * (HEAD_SIZE * PAGE)
     hidden = tl.load(table + page * TABLE_COLUMNS + 4).to(tl.int32)
     token, channel = tl.arange(0, PAGE)[:, None], tl.arange(0, TILE)[None, :]
-    x = read_tokens(source + offset, token, hidden, channel, channel < HEAD_SIZE, token_stride)
+    x = read_tokens(source + start, token, hidden, channel, channel < HEAD_SIZE, token_stride)
     tl.store(target + part + token * HEAD_SIZE + channel, x, mask=channel < HEAD_SIZE)
