@@ -30,7 +30,18 @@ def append(
     format: LayerFormat,
     rotations: Rotations,
 ) -> torch.Tensor:
-    """`append` of kernels/ragged/__init__.py."""
+    """Store new keys and values in their sequences' buffers and rotate what the scheme rotates, in one launch.
+
+    Args:
+        queries: [Hq, N, D]; rotated as the keys are.
+        keys, values: [H, N, D] and [H, N, E].
+        tables: the tables of the pass.
+        format: the format of the layer's pages.
+        rotations: which are rotated.
+
+    Returns:
+        the queries, rotated or as they were, [Hq, N, D].
+    """
     queries, keys, values = (aligned(x) for x in (queries, keys, values))
     dtype, (query_heads, count, dim), (heads, _, value_dim) = keys.dtype, queries.shape, values.shape
     output = torch.empty_like(queries) if rotations.keys else queries
@@ -51,14 +62,28 @@ def attend(
     tables: RaggedTables,
     format: LayerFormat,
     scaling: float,
-    softcap: float | None,
-    sink_logits: torch.Tensor | None,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
     *,
-    window: int | None,
-    workspace: tuple[torch.Tensor, torch.Tensor] | None,
-    output: torch.Tensor | None,
+    window: int | None = None,
+    workspace: tuple[torch.Tensor, torch.Tensor] | None = None,
+    output: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`attend` of kernels/ragged/__init__.py."""
+    """Causal attention of each sequence's queries over its own stored tokens, the new ones included.
+
+    Args:
+        queries: [Hq, N, D], rotated if the keys are.
+        tables: the tables of the pass.
+        format: the format of the layer's pages.
+        scaling, softcap, sink_logits: as for `prompt_attention`.
+        window: tokens that a query sees, its own included, each sequence's being consecutive; None for all before it.
+        workspace: keys [H, capacity, D] and values [H, capacity, E] of a workspace that may hold some tokens already;
+            made if not given.
+        output: where the result goes, contiguous; made if not given.
+
+    Returns:
+        [N, Hq, E] in the queries' dtype; anything where no tile has the query.
+    """
     (query_heads, count, _), f = queries.shape, format
     if workspace is None:
         sides = f.keys, f.values
@@ -72,9 +97,12 @@ def attend(
 
 
 def fill_workspace(tables: RaggedTables, format: LayerFormat, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Put everything that the sequences have stored where `tables` say: keys [H, W, D] and values [H, W, E].
+    """Put everything that the sequences have stored where `tables` say, as `attend` does before it attends.
 
-    Full-precision tokens come last, since sink tokens lie in pages, too, where these begin at multiples of their size.
+    Args:
+        tables: the tables of the pass.
+        format: the format of the layer's pages.
+        keys, values: the workspace, as for `attend`.
     """
     f = format
     dequantize_addressed(tables.key_pages, keys, tables.key_places)
