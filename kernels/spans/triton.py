@@ -12,7 +12,7 @@ from kvconvert.kernels.pages.triton.affine import affine_grid, flag_if, storable
 from kvconvert.kernels.pages.triton.feedback import PageFeedback
 from kvconvert.kernels.pages.triton.launch import UNFUSED, PageLaunch, quantize_pages, shrinkage, tile_of, warps_for
 from kvconvert.kernels.quantizer import new_flag, raise_if_flagged
-from kvconvert.kernels.spans.formats import Span, SpanFormat, key_blocks, value_blocks
+from kvconvert.kernels.spans.formats import Span, SpanFormat, SpanSide, key_blocks, value_blocks
 
 
 @kernel(do_not_specialize=["count"])
@@ -97,13 +97,13 @@ def quantize_span(
     heads, tokens = keys.shape[:2]
     blocks = -(-tokens // PAGE_SIZE)
     flag = new_flag(keys.device)
-    parts = []
+    sides = []
     for x, bits, factor in ((keys, f.key_bits, f.key_clip_ratio), (values, f.value_bits, f.value_clip_ratio)):
         scales = _channel_scales(x, bits, factor, flag)
         codes = _span_codes(x, bits, blocks, scales, flag, x is keys, feedback)
-        parts += [codes, *scales]
+        sides.append(SpanSide(codes, *scales))
     raise_if_flagged(flag, heads, of_span=True)
-    return Span(tokens, *parts)
+    return Span(tokens, *sides)
 
 
 def _channel_scales(x: torch.Tensor, bits: int, factor: float, flag: torch.Tensor) -> ChannelScales:

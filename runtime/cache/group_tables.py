@@ -212,7 +212,7 @@ class GroupTables:
         """Offsets of all blocks of one row's spans in one layer."""
         found = []
         for span in spans:
-            codes = span.key_codes if is_key else span.value_codes
+            codes = (span.keys if is_key else span.values).codes
             stride = codes.stride(0) * codes.element_size() // UNIT
             found.append(self._offset(codes) + stride * np.arange(len(codes), dtype=np.int64))
         return np.concatenate(found)
@@ -244,9 +244,7 @@ class GroupTables:
                 lines = [[0 if part is None else self._offset(part) for part in parts]]
             elif total:
                 spans = [span for row in store.rows for span in row.spans]
-                lines = [
-                    [self._offset(p) for p in (s.key_scale, s.key_offset, s.value_scale, s.value_offset)] for s in spans
-                ]
+                lines = [[self._offset(p) for p in (*s.keys[1:], *s.values[1:])] for s in spans]
             if lines:
                 table = self.shared[layer]
                 if table is None or len(table) < len(lines):

@@ -112,8 +112,8 @@ def test_spans_of_several_prompts_are_shifted_together(bits, tau, heads, device)
         return torch.randn(*size, generator=generator)
 
     spans = [[quantize_span(random(heads, n, dim), random(heads, n, dim), form) for n in row] for row in lengths]
-    fields = [value for row in spans for span in row for value in vars(span).values()]
-    parts = [value.to(device).contiguous() for value in fields if isinstance(value, torch.Tensor)]
+    sides = [side for row in spans for span in row for side in (span.keys, span.values)]
+    parts = [tensor.to(device).contiguous() for side in sides for tensor in side]
     base = torch.zeros(8, dtype=torch.int16, device=device)
     keys, values, shared, sequences = [], [], [], []
     each = iter(parts)

@@ -111,8 +111,8 @@ def test_blocks_of_spans_stop_at_the_last_token(device, bits, tokens):
     span = quantize_span(torch.randn(2, tokens, 64, device=device), torch.randn(2, tokens, 48, device=device), f)
     keys, values = key_blocks(2, 64, bits), value_blocks(2, 48, bits)
     for codes, scale, offset, blocks, expected in (
-        (span.key_codes, span.key_scale, span.key_offset, keys, span_keys(span, f)),
-        (span.value_codes, span.value_scale, span.value_offset, values, span_values(span, f)),
+        (*span.keys, keys, span_keys(span, f)),
+        (*span.values, values, span_values(span, f)),
     ):
         start = codes.data_ptr()
         offsets = torch.arange(len(codes), device=device) * (codes.stride(0) // 8)

@@ -114,7 +114,7 @@ def test_spans_hold_the_codes_of_the_reference(device, bits):
     keys, values = (torch.randn(2, 131, 16).bfloat16().to(device) for _ in range(2))
     found = quantize_span(keys, values, f, feedback(16, device))
     expected = quantize_span_reference(keys.cpu(), values.cpu(), f, feedback(16, "cpu"))
-    assert torch.equal(found.value_codes.cpu(), expected.value_codes)
-    apart = (found.key_codes.cpu() != expected.key_codes).float().mean()
+    assert torch.equal(found.values.codes.cpu(), expected.values.codes)
+    apart = (found.keys.codes.cpu() != expected.keys.codes).float().mean()
     assert apart <= 0.02  # padding beyond the last token included
     assert span_keys(expected, f).shape == (2, 131, 16)

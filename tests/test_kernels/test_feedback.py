@@ -122,9 +122,9 @@ def test_uncorrelated_queries_leave_rounding_as_it_is():
 def test_a_token_of_a_span_is_rounded_by_itself():
     f, x = SpanFormat(2, 2), random_keys(1, 2, 131, 24)[0]
     span = quantize_span_reference(x, x, f, feedback(2, 24))
-    grid = [part[None, :, :, None] for part in (span.key_scale, span.key_offset)]
+    grid = [part[None, :, :, None] for part in (span.keys.scale, span.keys.offset)]
     codes = round_with_feedback_reference(x.transpose(1, 2)[None], *grid, 3, feedback(2, 24))[0].transpose(1, 2)
-    expected = codes * span.key_scale.float().unsqueeze(1) + span.key_offset.float().unsqueeze(1)
+    expected = codes * span.keys.scale.float().unsqueeze(1) + span.keys.offset.float().unsqueeze(1)
     assert (span_keys(span, f) != expected).any(2).float().mean() < 0.01
     assert (span_keys(quantize_span_reference(x, x, f), f) != expected).any(2).float().mean() > 0.5
 

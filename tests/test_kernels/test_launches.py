@@ -114,6 +114,19 @@ def test_keys_of_the_cache_do_not_depend_on_which_kernel_was_launched_first(tmp_
     assert run(KEYS, tmp_path, "forth") == run(KEYS, tmp_path, "back")
 
 
+WITHOUT = """
+import sys
+sys.modules["triton"] = None
+from kvconvert.kernels import blocks, pages, ragged
+from kvconvert.runtime.cache import prompt_pass
+print(*(function.__name__ for function in (blocks.locate, pages.quantize_at, ragged.append)))
+"""
+
+
+def test_where_triton_is_not_installed_launches_are_named_and_not_imported(tmp_path):
+    assert len(run(WITHOUT, tmp_path)) == 3
+
+
 def test_where_there_is_no_gpu_warming_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="no GPU here"):

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from kvconvert.kernels.attention.reference import attention_reference
 from kvconvert.kernels.decode.plan import plan_work
 from kvconvert.kernels.pages import dequantize_pages, new_pages
-from kvconvert.kernels.spans import Span, span_keys, span_values
+from kvconvert.kernels.spans import Span, SpanSide, span_keys, span_values
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache import group_tables as tables_module
@@ -125,7 +125,7 @@ def followed(layer, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         scales = [
             raw(tables.base, 16 * o, 32, torch.float16).view(2, 16) for o in tables.shared[0][segment.scales].tolist()
         ]
-        span = Span(segment.tokens, codes[0], *scales[:2], codes[1], *scales[2:])
+        span = Span(segment.tokens, SpanSide(codes[0], *scales[:2]), SpanSide(codes[1], *scales[2:]))
         sides[0].append(span_keys(span, layer.store.span_format))
         sides[1].append(span_values(span, layer.store.span_format))
     return tuple(torch.cat([*parts, last], 1) for parts, last in zip(sides, residuals, strict=True))
