@@ -18,21 +18,19 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "test_gpu"))
 from gpu_timing import attention_launches, beyond_cache, graph_time, timed
-from page_writes import page_writes, quantize_pages
+from page_writes import page_writes, store_pages
 from runner import checked
 
 from kvconvert.kernels.pages import (
     PAGE_SIZE,
     PageFormat,
     PageTensors,
-    dequantize_keys,
-    dequantize_values,
+    dequantize_pages,
     new_flag,
     new_pages,
-    quantize_keys,
-    quantize_values,
+    quantize_pages,
 )
-from kvconvert.kernels.pages.reference import key_codes
+from kvconvert.kernels.pages.reference import page_codes
 from kvconvert.kernels.pages.triton import launch as gpu
 from kvconvert.kernels.rotate import hadamard_matrix
 from kvconvert.kernels.rotate.triton.launch import rotate, rotate_and_append
@@ -86,7 +84,7 @@ def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
 def _quantized(tokens: torch.Tensor, f: PageFormat) -> PageTensors:
     """Pages of tokens [N, H, P, D]."""
     pages = new_pages(len(tokens), f, tokens.dtype, tokens.device)
-    quantize_pages(list(tokens), [pages])
+    store_pages(list(tokens), [pages])
     return pages
 
 
@@ -119,18 +117,18 @@ def check(device: torch.device) -> list[dict[str, Any]]:
         for dtype in (torch.bfloat16, torch.float32) if name == "oscar" else (torch.bfloat16,):
             keys, values = _tokens(4, f, dtype), _tokens(4, g, dtype)
             # A norm may differ in its last place, a code where one rounding of float32 decides.
-            found, expected = _quantized(keys, f), quantize_keys(keys.cpu(), f)
-            error = _error(dequantize_keys(found, f).cpu(), dequantize_keys(expected, f))
-            report("key_page_kernel", f"{name}, {dtype}", error, 5e-3)
-            found, expected = _quantized(values, g), quantize_values(values.cpu(), g)
-            error = _error(dequantize_values(found, g).cpu(), dequantize_values(expected, g))
-            report("value_page_kernel", f"{name}, {dtype}", error, 1e-3)
+            found, expected = _quantized(keys, f), quantize_pages(keys.cpu(), f)
+            error = _error(dequantize_pages(found).cpu(), dequantize_pages(expected))
+            report("page_kernel, keys", f"{name}, {dtype}", error, 5e-3)
+            found, expected = _quantized(values, g), quantize_pages(values.cpu(), g)
+            error = _error(dequantize_pages(found).cpu(), dequantize_pages(expected))
+            report("page_kernel, values", f"{name}, {dtype}", error, 1e-3)
     for name, (f, _) in FORMATS.items():
         keys, matrices, pages = _tokens(2, f), _matrices(), new_pages(2, f, torch.bfloat16, device)
-        quantize_pages(list(keys), [pages], feedback=[matrices])
-        expected = key_codes(quantize_keys(keys.cpu(), f, feedback=matrices.cpu()), f)
+        store_pages(list(keys), [pages], feedback=[matrices])
+        expected = page_codes(quantize_pages(keys.cpu(), f, feedback=matrices.cpu()))
         # A sum of another order may decide between two codes, and then later ones of that token differ.
-        apart = (key_codes(pages, f).cpu() != expected).any(2).float().mean().item()
+        apart = (page_codes(pages).cpu() != expected).any(2).float().mean().item()
         report("key_feedback_kernel", f"{name}, tokens with other codes", apart, 0.02)
     for dtype, tolerance in ((torch.bfloat16, 5e-3), (torch.float16, 6e-4), (torch.float32, 1e-6)):
         for dim in (80, 128):
@@ -199,11 +197,11 @@ class Job:
 
     def quantize_keys(self) -> None:
         """The norm's launch and the keys'."""
-        gpu.quantize_key_pages(self.launches[0], self.f)
+        gpu.quantize_pages(self.launches[0], self.f)
 
     def quantize_values(self) -> None:
         """The values' launch."""
-        gpu.quantize_value_pages(self.launches[1], self.g)
+        gpu.quantize_pages(self.launches[1], self.g)
 
     def run(self) -> None:
         """All of them."""

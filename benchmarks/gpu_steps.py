@@ -38,12 +38,10 @@ from kvconvert.kernels.pages import (
     PAGE_SIZE,
     LayerFormat,
     PageFormat,
-    dequantize_keys,
-    dequantize_values,
+    dequantize_pages,
     new_flag,
     new_pages,
-    quantize_keys,
-    quantize_values,
+    quantize_pages,
 )
 from kvconvert.kernels.pages.triton import launch as gpu
 from kvconvert.kernels.rotate.triton.launch import rotate_and_append
@@ -211,8 +209,8 @@ class SteppedLayer:
         scheme, (key_table, value_table) = self.scheme, self._flush_tables[step]
         keys = gpu.PageLaunch(self.keys, DIM, key_table, self.key_pages.buffer, self.flag)
         values = gpu.PageLaunch(self.values, DIM, value_table, self.value_pages.buffer, self.flag)
-        gpu.quantize_key_pages(keys, scheme.keys)
-        gpu.quantize_value_pages(values, scheme.values)
+        gpu.quantize_pages(keys, scheme.keys)
+        gpu.quantize_pages(values, scheme.values)
         self.report.copy_(self.flag, non_blocking=True)
         if scheme.held:
             start, stop = scheme.sink_tokens, scheme.sink_tokens + scheme.held * PAGE_SIZE
@@ -260,8 +258,8 @@ def check(device: torch.device) -> list[dict[str, Any]]:
 def _stored(layer: SteppedLayer, row: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [H, n, D] of a row: pages, half-quantized pages, sink tokens and the residual window."""
     scheme, end = layer.scheme, layer.scheme.sink_tokens + layer.before(step)[row] + 1
-    keys = dequantize_keys(layer.key_pages, scheme.keys).transpose(2, 3).cpu()[layer.key_places[row]]
-    values = dequantize_values(layer.value_pages, scheme.values).cpu()[layer.value_places[row]]
+    keys = dequantize_pages(layer.key_pages).cpu()[layer.key_places[row]]
+    values = dequantize_pages(layer.value_pages).cpu()[layer.value_places[row]]
     held = scheme.held * PAGE_SIZE
     key_rows, value_rows = layer.keys[row].float().cpu(), layer.values[row].float().cpu()
     parts = (
@@ -285,13 +283,13 @@ def _check_flush(layer: SteppedLayer, step: int, case: str) -> list[dict[str, An
     for row in layer.due(step):
         place, case_of_row = int(layer.key_places[row, 0]), f"{case}, row {row}"
         page = layer.key_pages.select(slice(place, place + 1))
-        wanted = quantize_keys(keys[row : row + 1, :, start : start + PAGE_SIZE], scheme.keys)
-        found, wanted = dequantize_keys(page, scheme.keys).cpu(), dequantize_keys(wanted, scheme.keys)
+        wanted = quantize_pages(keys[row : row + 1, :, start : start + PAGE_SIZE], scheme.keys)
+        found, wanted = dequantize_pages(page).cpu(), dequantize_pages(wanted)
         rows.append(checked("flush, keys", case_of_row, float((found - wanted).norm() / wanted.norm()), 1e-2))
         place = int(layer.value_places[row, 0])
         page = layer.value_pages.select(slice(place, place + 1))
-        wanted = quantize_values(values[row : row + 1, :, start : start + PAGE_SIZE], scheme.values)
-        found, wanted = dequantize_values(page, scheme.values).cpu(), dequantize_values(wanted, scheme.values)
+        wanted = quantize_pages(values[row : row + 1, :, start : start + PAGE_SIZE], scheme.values)
+        found, wanted = dequantize_pages(page).cpu(), dequantize_pages(wanted)
         rows.append(checked("flush, values", case_of_row, float((found - wanted).norm() / wanted.norm()), 1e-3))
         stop = start + scheme.held * PAGE_SIZE
         moved_up = values[row, :, start + PAGE_SIZE : stop + PAGE_SIZE]

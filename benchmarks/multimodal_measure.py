@@ -218,12 +218,12 @@ def seal(cache: Cache) -> None:
 
 
 def bits_per_value(cache: KVCache) -> float:
-    """Bits per number that spans and pages hold, scales and zero_points and unfilled blocks included."""
+    """Bits per number that spans and pages hold, scales and offsets and unfilled blocks included."""
     size = numbers = 0
     for store in cache.stores():
         for span in (span for row in store.rows for span in row.spans):
             size += span.nbytes
-            numbers += span.tokens * (span.key_scale.numel() + span.value_scale.numel())
+            numbers += span.tokens * (span.keys.scale.numel() + span.values.scale.numel())
         for pool, f in ((store.key_pages, store.format.keys), (store.value_pages, store.format.values)):
             size += pool.numbers.used * pool.page_bytes
             numbers += pool.numbers.used * f.page_size * f.heads * f.head_dim

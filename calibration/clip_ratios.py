@@ -33,7 +33,7 @@ from kvconvert.calibration.protocol import (
     significant,
 )
 from kvconvert.calibration.ranks import ALONE, Ranks
-from kvconvert.kernels.pages import dequantize_keys, dequantize_values, page_centers, quantize_keys, quantize_values
+from kvconvert.kernels.pages import dequantize_pages, page_centers, quantize_pages
 from kvconvert.methods import KVCalibration, KVScheme
 
 CLIP_RATIO_GRID = tuple(round(1 - 0.05 * i, 2) for i in range(17))  # 1.0, 0.95 ... 0.2
@@ -105,13 +105,9 @@ def _read_back(pages: Tensor, cache: CacheFormat, side: Side, clip_ratios: Seque
     ratios = torch.tensor(clip_ratios, dtype=torch.float64).repeat_interleave(shape[1] * shape[2]).to(pages.device)
     every = pages.expand(shape).flatten(0, 2)
     of_all = {"hidden": cache.sink_tokens, "firsts": slice(0, None, shape[2]), "clip_ratios": ratios}
-    if side == "value":
-        read = dequantize_values(quantize_values(every, f, static, **of_all), f, static)
-    else:
-        fixed = cache.pages.boosted, static
-        quantized = quantize_keys(every, f, *fixed, cache.pages.key_feedback, **of_all)
-        read = dequantize_keys(quantized, f, *fixed).transpose(2, 3)
-    return read.view(shape)
+    fixed = cache.pages.boosted if f.is_key else None, static
+    quantized = quantize_pages(every, f, *fixed, cache.pages.key_feedback if f.is_key else None, **of_all)
+    return dequantize_pages(quantized, *fixed).view(shape)
 
 
 @dataclass(frozen=True)

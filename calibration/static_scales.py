@@ -3,7 +3,7 @@
 With m_c and M_c the smallest and largest value of channel c over all calibration tokens, as the cache stores them
 (after RoPE and rotation, weights folded, scaled and clipped), each KV head's keys and values get
 
-    scale_c = r (M_c - m_c) / (2^b - 1)      zero_point_c = m_c + (1 - r) (M_c - m_c) / 2
+    scale_c = r (M_c - m_c) / (2^b - 1)      offset_c = m_c + (1 - r) (M_c - m_c) / 2
 
 in float16, r being `key_clip_ratio` or `value_clip_ratio`, given or calibrated (`clip_ratios`). Pages then hold codes
 alone. Sink tokens never reach a page and are left out. The scales of keys hold for the positions of the calibration
@@ -22,6 +22,7 @@ from kvconvert.calibration.attention_sample import as_cached, attention_observed
 from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork, PassResult
 from kvconvert.calibration.ranks import Ranks
 from kvconvert.errors import NumericError
+from kvconvert.methods.static_scales import SCALE_NAMES
 
 
 class RunningBounds:
@@ -97,12 +98,12 @@ class StaticScalesPass(CalibrationPass):
             bounds = found.bounds if f.static else None
             work.cache = replace(work.cache, **{f"{side}s": replace(own, bounds=bounds)})
             scales = work.cache.static_scales(side, 1.0)
-            unfit = None if scales is None else ~(scales.scale.isfinite() & scales.zero_point.isfinite())
+            unfit = None if scales is None else ~(scales.scale.isfinite() & scales.offset.isfinite())
             if unfit is not None and unfit.any():
                 head, channel = unfit.nonzero()[0].tolist()
                 raise NumericError(
                     f"Channel {channel} of {side} head {head} of {work.name}.{work.structure.attention} takes values "
-                    "on the calibration data that no float16 scale and zero point can describe; keep this layer's "
+                    "on the calibration data that no float16 scale and offset can describe; keep this layer's "
                     f"{side}s in 16 bits."
                 )
 
@@ -115,6 +116,6 @@ class StaticScalesPass(CalibrationPass):
                 f"static_{side}_{part}": tensor.cpu()
                 for side, scales in sides.items()
                 if scales is not None
-                for part, tensor in scales._asdict().items()
+                for part, tensor in zip(SCALE_NAMES, scales, strict=True)
             }
         )

@@ -2,7 +2,7 @@
 
     scale = (max - min) / (2^b - 1)      q = clamp(round((x - min) / scale), 0, 2^b - 1)      x_hat = q scale + min
 
-The asymmetric min/max quantizer of KIVI (arXiv 2402.02750) and OScaR, with scale and zero point stored in fp16 and the
+The asymmetric min/max quantizer of KIVI (arXiv 2402.02750) and OScaR, with scale and offset stored in fp16 and the
 codes computed from those STORED values, so that writer and reader agree on what a code means.
 """
 
@@ -19,17 +19,17 @@ from kvconvert.kernels.packing import CODE_BITS
 # A flag that no kernel has raised: kernels report numbers that cannot be quantized on the device, once per flush.
 NOT_FLAGGED = 2**31 - 1
 _HALF_MAX = torch.finfo(torch.float16).max
-# Of scales of 8 bits: parts of the scale that a zero point counts, and the least scale for a zero point of 1, with
+# Of scales of 8 bits: parts of the scale that an offset counts, and the least scale for an offset of 1, with
 # which 127 of them reach it even where the scale was rounded down by a sixteenth.
-ZERO_POINT_PARTS = 4
+OFFSET_PARTS = 4
 LEAST_SCALE = 9 / 256
-# Bits of a scale in a unit of `pack_grid`, and the zero point that the others spell as float16 with a scale of 1.
+# Bits of a scale in a unit of `pack_grid`, and the offset that the others spell as float16 with a scale of 1.
 SCALE_MASK = 0x7F80
-ZERO_POINT_UNIT = 2.0**24 / ZERO_POINT_PARTS
+OFFSET_UNIT = 2.0**24 / OFFSET_PARTS
 
 
 class GroupRangeError(NumericError):
-    """A group that no fp16 scale and zero point can describe.
+    """A group that no fp16 scale and offset can describe.
 
     Attributes:
         index: position of the first such group in the tensor of scales: the quantized tensor's own index, with the
@@ -42,11 +42,11 @@ class GroupRangeError(NumericError):
 
 
 class Quantized(NamedTuple):
-    """Codes with the scale and zero point of each group; see `quantize` for shapes."""
+    """Codes with the scale and offset of each group; see `quantize` for shapes."""
 
     codes: Tensor
     scale: Tensor
-    zero_point: Tensor
+    offset: Tensor
 
 
 def quantize(
@@ -55,22 +55,22 @@ def quantize(
     """Quantize groups of `group_size` consecutive entries along `dim`, in float32.
 
     A constant group gets scale 0 and code 0: its values come back as their own fp16 rounding. So does a group so narrow
-    that its scale underflows fp16 (below 3e-8), which then comes back as its zero point.
+    that its scale underflows fp16 (below 3e-8), which then comes back as its offset.
 
     Args:
         x: any float tensor; `x.shape[dim]` is a multiple of `group_size`.
         bits: width of a code: 1, 2, 3, 4 or 8.
-        group_size: entries that share one scale and zero point.
+        group_size: entries that share one scale and offset.
         dim: the quantized axis.
         clip_ratio: above 0 and at most 1; shrinks each group's (min, max) about its midpoint by this factor, values
             outside being clamped. A tensor [x.shape[0]], float64, has one for each entry of the first axis, unchecked.
-        scale_bits: width of a scale and of a zero point: 16, or 8, see `eight_bit_grid`.
+        scale_bits: width of a scale and of an offset: 16, or 8, see `eight_bit_grid`.
 
     Returns:
-        codes uint8 in the shape of `x`; scale and zero point fp16 in that shape with `dim` counting groups.
+        codes uint8 in the shape of `x`; scale and offset fp16 in that shape with `dim` counting groups.
 
     Raises:
-        GroupRangeError: a group holds NaN or infinity, or its zero point or scale is beyond fp16.
+        GroupRangeError: a group holds NaN or infinity, or its offset or scale is beyond fp16.
         UsageError: arguments that do not fit together.
     """
     if bits not in CODE_BITS:
@@ -83,17 +83,17 @@ def quantize(
     groups = _split(x, group_size, dim).to(torch.float32)
     # Two reductions: torch.aminmax is about ten times slower than both together on a CPU.
     low, high = groups.amin(dim + 1, keepdim=True), groups.amax(dim + 1, keepdim=True)
-    scale, zero_point = affine_grid(low, high, bits, clip_ratio, scale_bits)
-    if not (scale.isfinite() & zero_point.isfinite()).all():
-        _raise_range_error(scale.squeeze(dim + 1), zero_point.squeeze(dim + 1), groups, dim)
-    codes = _nearest_codes(groups, bits, scale, zero_point)
-    return Quantized(codes.flatten(dim, dim + 1), scale.squeeze(dim + 1), zero_point.squeeze(dim + 1))
+    scale, offset = affine_grid(low, high, bits, clip_ratio, scale_bits)
+    if not (scale.isfinite() & offset.isfinite()).all():
+        _raise_range_error(scale.squeeze(dim + 1), offset.squeeze(dim + 1), groups, dim)
+    codes = _nearest_codes(groups, bits, scale, offset)
+    return Quantized(codes.flatten(dim, dim + 1), scale.squeeze(dim + 1), offset.squeeze(dim + 1))
 
 
 def affine_grid(
     low: Tensor, high: Tensor, bits: int, clip_ratio: float | Tensor = 1.0, scale_bits: int = 16
 ) -> tuple[Tensor, Tensor]:
-    """Scale and zero point, fp16, of groups that span `low` to `high` (float32), shrunk by `clip_ratio`.
+    """Scale and offset, fp16, of groups that span `low` to `high` (float32), shrunk by `clip_ratio`.
 
     What fp16 cannot describe comes back as infinity or NaN, which the caller, who knows the groups, has to refuse.
     """
@@ -104,51 +104,51 @@ def affine_grid(
     elif clip_ratio < 1:
         low = low + extent * ((1 - clip_ratio) / 2)
         extent = extent * clip_ratio
-    scale, zero_point = (extent / (2**bits - 1)).half(), low.half()
-    return (scale, zero_point) if scale_bits == 16 else eight_bit_grid(scale, zero_point)
+    scale, offset = (extent / (2**bits - 1)).half(), low.half()
+    return (scale, offset) if scale_bits == 16 else eight_bit_grid(scale, offset)
 
 
-def eight_bit_grid(scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest scale and zero point that `pack_grid` can store, float16 again.
+def eight_bit_grid(scale: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest scale and offset that `pack_grid` can store, float16 again.
 
-    A scale has the exponent of float16 and three bits of its mantissa. A zero point is a whole number of quarters of
+    A scale has the exponent of float16 and three bits of its mantissa. A offset is a whole number of quarters of
     its scale, at most 127 in size, and exactly a float16 number. Where it lies further from 0, the scale grows until it
     does not.
     """
-    least = zero_point.float().abs() * LEAST_SCALE
+    least = offset.float().abs() * LEAST_SCALE
     bits = torch.maximum(scale.float(), least).half().view(torch.int16).int() & 0x7FFF
     # What is not finite stays so.
     scale = ((bits.clamp(max=0x7C00) + 64 >> 7) << 7).to(torch.int16).view(torch.float16)
-    step = scale.float() / ZERO_POINT_PARTS
-    codes = (zero_point.float() / step.masked_fill(step == 0, torch.inf)).round_().clamp_(-127, 127)
+    step = scale.float() / OFFSET_PARTS
+    codes = (offset.float() / step.masked_fill(step == 0, torch.inf)).round_().clamp_(-127, 127)
     return scale, (codes * step).half()
 
 
-def pack_grid(scale: Tensor, zero_point: Tensor) -> Tensor:
-    """Scale and zero point of `eight_bit_grid` as int16.
+def pack_grid(scale: Tensor, offset: Tensor) -> Tensor:
+    """Scale and offset of `eight_bit_grid` as int16.
 
     Bits 7 to 14 are those of the float16 scale, whose others are zeros. Bits 0 to 6 hold the number of quarters of the
-    scale that make the zero point, bit 15 its sign: one AND gives the scale, another the number times 2^-24.
+    scale that make the offset, bit 15 its sign: one AND gives the scale, another the number times 2^-24.
     """
-    step = scale.float().masked_fill(scale == 0, torch.inf) / ZERO_POINT_PARTS
-    count = (zero_point.float() / step).round_().to(torch.int16)
+    step = scale.float().masked_fill(scale == 0, torch.inf) / OFFSET_PARTS
+    count = (offset.float() / step).round_().to(torch.int16)
     return scale.view(torch.int16) | count.abs() | torch.where(count < 0, -(2**15), 0).to(torch.int16)
 
 
 def unpack_grid(units: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and zero point, float16, from `pack_grid`."""
+    """Scale and offset, float16, from `pack_grid`."""
     scale = (units & SCALE_MASK).view(torch.float16)
     count = (units & ~SCALE_MASK).view(torch.float16).float()
-    return scale, (count * (scale.float() * ZERO_POINT_UNIT)).half()
+    return scale, (count * (scale.float() * OFFSET_UNIT)).half()
 
 
-def quantize_static(x: Tensor, bits: int, scale: Tensor, zero_point: Tensor) -> Tensor:
-    """Codes of values by a scale and zero point that are known beforehand; values outside their range are clamped.
+def quantize_static(x: Tensor, bits: int, scale: Tensor, offset: Tensor) -> Tensor:
+    """Codes of values by a scale and offset that are known beforehand; values outside their range are clamped.
 
     Args:
         x: any float tensor.
         bits: width of a code: 1, 2, 3, 4 or 8.
-        scale, zero_point: fp16, finite, broadcast against `x`. Where the scale is 0 the code is 0.
+        scale, offset: fp16, finite, broadcast against `x`. Where the scale is 0 the code is 0.
 
     Returns:
         uint8 in the shape of `x`.
@@ -162,32 +162,32 @@ def quantize_static(x: Tensor, bits: int, scale: Tensor, zero_point: Tensor) -> 
     if not x.isfinite().all():
         index = tuple(int(i) for i in (~x.isfinite()).nonzero()[0])
         raise GroupRangeError(f"the number at {index} is NaN or infinity; look for the cause where it arose.", index)
-    return _nearest_codes(x.float(), bits, scale, zero_point)
+    return _nearest_codes(x.float(), bits, scale, offset)
 
 
-def _nearest_codes(x: Tensor, bits: int, scale: Tensor, zero_point: Tensor) -> Tensor:
+def _nearest_codes(x: Tensor, bits: int, scale: Tensor, offset: Tensor) -> Tensor:
     step = scale.float()
-    # Dividing by infinity makes every code of a zero scale 0, whatever the rounding of its zero point left over.
+    # Dividing by infinity makes every code of a zero scale 0, whatever the rounding of its offset left over.
     step = step.masked_fill(step == 0, torch.inf)
-    values = (x - zero_point.float()).div_(step).round_().clamp_(0, 2**bits - 1)
+    values = (x - offset.float()).div_(step).round_().clamp_(0, 2**bits - 1)
     # By way of int16, because torch vectorises that conversion and not the one to uint8: four times faster on a CPU.
     return values.to(torch.int16).to(torch.uint8)
 
 
 def dequantize(
-    codes: Tensor, scale: Tensor, zero_point: Tensor, group_size: int, dim: int, dtype: torch.dtype = torch.float32
+    codes: Tensor, scale: Tensor, offset: Tensor, group_size: int, dim: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The values that codes stand for: `codes scale + zero_point` in float32, rounded once to `dtype`.
+    """The values that codes stand for: `codes scale + offset` in float32, rounded once to `dtype`.
 
     Args:
         codes: uint8.
-        scale, zero_point: fp16, the shape of `codes` with `dim` counting groups.
+        scale, offset: fp16, the shape of `codes` with `dim` counting groups.
         group_size, dim: as given to `quantize`.
         dtype: the result's; float16 saturates at its largest value instead of turning into infinity.
     """
     dim = dim % codes.ndim
     groups = _split(codes, group_size, dim).to(torch.float32)
-    values = groups.mul_(scale.float().unsqueeze(dim + 1)).add_(zero_point.float().unsqueeze(dim + 1))
+    values = groups.mul_(scale.float().unsqueeze(dim + 1)).add_(offset.float().unsqueeze(dim + 1))
     if dtype == torch.float16:
         # The fp16 rounding of a scale may lift the topmost code just over the largest fp16 number.
         values = values.clamp_(-_HALF_MAX, _HALF_MAX)
@@ -202,8 +202,8 @@ def _split(x: Tensor, group_size: int, dim: int) -> Tensor:
     return x.unflatten(dim, (x.shape[dim] // group_size, group_size))
 
 
-def _raise_range_error(scale: Tensor, zero_point: Tensor, groups: Tensor, dim: int) -> None:
-    index = tuple(int(i) for i in (~(scale.isfinite() & zero_point.isfinite())).nonzero()[0])
+def _raise_range_error(scale: Tensor, offset: Tensor, groups: Tensor, dim: int) -> None:
+    index = tuple(int(i) for i in (~(scale.isfinite() & offset.isfinite())).nonzero()[0])
     members = groups.select(dim, index[dim])[(*index[:dim], slice(None), *index[dim + 1 :])]
     if not members.isfinite().all():
         raise GroupRangeError(
@@ -213,7 +213,7 @@ def _raise_range_error(scale: Tensor, zero_point: Tensor, groups: Tensor, dim: i
     low, high = float(members.min()), float(members.max())
     raise GroupRangeError(
         f"Group {index} cannot be quantized because it spans {low:.4g} to {high:.4g}, more than fp16 scales and "
-        f"zero_points can describe; keep this tensor unquantized.",
+        f"offsets can describe; keep this tensor unquantized.",
         index,
     )
 
@@ -241,7 +241,7 @@ def raise_if_flagged(flag: torch.Tensor | int, heads: int, of_span: bool = False
     The number that was read from a flag may take its place; whoever read it gives up the flag itself.
 
     Raises:
-        GroupRangeError: NaN, infinity, or a scale or zero point beyond float16; `index` is (page, head), the page
+        GroupRangeError: NaN, infinity, or a scale or offset beyond float16; `index` is (page, head), the page
             counted in its launch, and (head,) of a span.
         NumericError: the norm of a key token is not finite or does not fit float16.
     """
@@ -256,7 +256,7 @@ def raise_if_flagged(flag: torch.Tensor | int, heads: int, of_span: bool = False
     page, head = divmod(place, heads)
     raise GroupRangeError(
         f"{'The span' if of_span else f'Page {page}'} of head {head} cannot be quantized because it holds NaN, "
-        "infinity, or a range that fp16 scales and zero points cannot describe; look for the cause where the numbers "
+        "infinity, or a range that fp16 scales and offsets cannot describe; look for the cause where the numbers "
         "arose.",
         (head,) if of_span else (page, head),
     )

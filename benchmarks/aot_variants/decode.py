@@ -319,7 +319,7 @@ def _why_spills(shape: DecodeShape) -> str:
         return "heads of more than 128 channels"
     if max(shape.key_groups, shape.value_groups) > 4 or shape.boosted or max(shape.key_bits, shape.value_bits) > 4:
         return "many groups, boosted channels, or codes of 8 bits, whose operands are held at a time"
-    if shape.key_scale == shape.key_zero_point >= 0 and max(shape.key_groups, shape.value_groups) > 1:
+    if shape.key_scale == shape.key_offset >= 0 and max(shape.key_groups, shape.value_groups) > 1:
         return "scales of 8 bits for several groups, which are dequantized before they are used"
     return ""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from aot_variants.pages import key_variant
+from aot_variants.pages import page_variant
 from aot_variants.variant import DTYPES, Variant
 from kvconvert.kernels.latent.triton.kernel import latent_decode_kernel
 from kvconvert.kernels.latent.triton.launch import MANY_HEADS, launch_options, shape_for
@@ -23,7 +23,7 @@ TYPES |= dict.fromkeys(("key_base", "value_base"), "*i16")
 def variants(capability: int) -> Iterator[Variant]:
     """Every width, dtype, size and number of heads."""
     for bits in (2, 4):
-        yield key_variant("bf16", latent_format(USUAL[0], bits))
+        yield page_variant("bf16", latent_format(USUAL[0], bits))
     for dtype in (torch.float16, torch.bfloat16):
         for heads in HEADS:
             for rank, rope in SHAPES:

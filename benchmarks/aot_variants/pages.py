@@ -10,17 +10,15 @@ from typing import Any
 from aot_variants.variant import Variant
 from kvconvert.kernels.pages import PAGE_SIZE, PageFormat
 from kvconvert.kernels.pages.triton.feedback import feedback_constants, feedback_warps, key_feedback_kernel
-from kvconvert.kernels.pages.triton.keys import joint_norm_kernel, key_page_kernel
 from kvconvert.kernels.pages.triton.launch import (
     NORM_TOKENS,
-    key_constants,
-    key_warps,
+    norm_constants,
+    page_constants,
+    page_warps,
     tile_of,
-    value_constants,
-    value_warps,
     warps_for,
 )
-from kvconvert.kernels.pages.triton.values import copy_page_kernel, value_page_kernel
+from kvconvert.kernels.pages.triton.quantize import copy_page_kernel, norm_kernel, page_kernel
 from kvconvert.kernels.spans.triton import RANGE_TOKENS, SPAN_PARTS, channel_range_kernel, channel_scale_kernel
 
 
@@ -28,29 +26,30 @@ def variants(capability: int) -> Iterator[Variant]:
     """Specialisations that the dispatch chooses for the usual models: 8 KV heads, pages of the usual size."""
     for dtype, dim in (*product(("bf16",), (64, 80, 128, 256)), ("fp16", 128), ("fp32", 128)):
         for bits, group in product((1, 2, 3, 4, 8), (16, 32, 128)):
-            yield key_variant(dtype, PageFormat.keys(8, dim, PAGE_SIZE, bits, group))
+            yield page_variant(dtype, PageFormat.keys(8, dim, PAGE_SIZE, bits, group))
         for bits, group in product((1, 2, 3, 4, 8), sorted({g for g in (16, 32, 128) if dim % g == 0} | {dim})):
-            yield _value_variant(dtype, PageFormat.values(8, dim, PAGE_SIZE, bits, group))
+            yield page_variant(dtype, PageFormat.values(8, dim, PAGE_SIZE, bits, group))
         for bits in (1, 2, 3, 4):
-            yield key_variant(dtype, PageFormat.keys(8, dim, PAGE_SIZE, bits, 128, scale_bits=8))
-            yield _value_variant(dtype, PageFormat.values(8, dim, PAGE_SIZE, bits, dim, scale_bits=8))
+            yield page_variant(dtype, PageFormat.keys(8, dim, PAGE_SIZE, bits, 128, scale_bits=8))
+            yield page_variant(dtype, PageFormat.values(8, dim, PAGE_SIZE, bits, dim, scale_bits=8))
         for group, norm in product((32, 128), ("joint", "per_head")):
-            yield key_variant(dtype, PageFormat.keys(8, dim, PAGE_SIZE, 2, group, token_norm=norm))
+            yield page_variant(dtype, PageFormat.keys(8, dim, PAGE_SIZE, 2, group, token_norm=norm))
         for bits, boosted, select in product((1, 2), (dim // 8, dim // 4), ("dynamic", "calibrated")):
-            yield key_variant(
+            yield page_variant(
                 dtype,
                 PageFormat.keys(8, dim, PAGE_SIZE, bits, 128, boosted=boosted, fixed_channels=select == "calibrated"),
             )
         for bits, partial in product((1, 2, 3, 4, 8), (False, True)):
-            yield key_variant(dtype, PageFormat.keys(8, dim, PAGE_SIZE, bits, 128, static=True), partial)
-            yield _value_variant(dtype, PageFormat.values(8, dim, PAGE_SIZE, bits, dim, static=True), partial)
+            yield page_variant(dtype, PageFormat.keys(8, dim, PAGE_SIZE, bits, 128, static=True), partial)
+            yield page_variant(dtype, PageFormat.values(8, dim, PAGE_SIZE, bits, dim, static=True), partial)
         yield from _feedback_variants(dtype, dim)
         tile, name = tile_of(dim, 2), f"{dtype}-{dim}"
         shape = {"HEADS": 8, "HEAD_SIZE": dim, "TILE": tile}
         page = {"PAGE": PAGE_SIZE}
-        for measure in ("l2", "mean_abs"):
-            constants = shape | page | {"TOKENS": NORM_TOKENS, "OFFSET": 24576, "MEAN_ABS": measure == "mean_abs"}
-            yield _variant(f"norm-{name}-{measure}", joint_norm_kernel, dtype, constants, warps_for(NORM_TOKENS * tile))
+        for measure, norm in (("l2", "joint"), ("mean_abs", "joint"), ("l2", "per_head")):
+            constants = norm_constants(PageFormat.keys(8, dim, PAGE_SIZE, 2, 128, norm, measure))
+            variant = f"norm-{name}-{measure}-{norm}"
+            yield _variant(variant, norm_kernel, dtype, constants, warps_for(NORM_TOKENS * tile))
         yield _variant(f"copy-{name}", copy_page_kernel, dtype, shape | page, warps_for(PAGE_SIZE * tile))
         yield _variant(
             f"range-{name}", channel_range_kernel, dtype, shape | {"ROWS": RANGE_TOKENS}, warps_for(RANGE_TOKENS * tile)
@@ -60,12 +59,13 @@ def variants(capability: int) -> Iterator[Variant]:
             yield _variant(f"scale-{name}-{bits}", channel_scale_kernel, dtype, constants, 4)
 
 
-def key_variant(dtype: str, f: PageFormat, partial: bool = False) -> Variant:
-    """Key pages of a format; `partial` ones may have fewer tokens."""
-    constants = key_constants(f, partial)
+def page_variant(dtype: str, f: PageFormat, partial: bool = False) -> Variant:
+    """Pages of a format; `partial` ones may have fewer tokens."""
+    constants = page_constants(f, partial)
     select = f"{'calibrated' if f.fixed_channels else 'dynamic'}{f.boosted}" if f.boosted else ""
-    name = f"keys-{dtype}-{f.head_dim}-{f.bits}-{f.group_size}-{f.token_norm}{select}{_kind(f)}"
-    variant = _variant(name + "-partial" * partial, key_page_kernel, dtype, constants, key_warps(constants))
+    treatment = f"-{f.token_norm}{select}" if f.is_key else ""
+    name = f"{'keys' if f.is_key else 'values'}-{dtype}-{f.head_dim}-{f.bits}-{f.group_size}{treatment}{_kind(f)}"
+    variant = _variant(name + "-partial" * partial, page_kernel, dtype, constants, page_warps(constants))
     if dtype == "fp32" and f.boosted and not f.fixed_channels:
         return replace(variant, spills="8 bytes of stack are reserved and never accessed")
     return variant
@@ -90,7 +90,7 @@ def _feedback_variants(dtype: str, dim: int) -> Iterator[Variant]:
 
 
 def _feedback_variant(dtype: str, f: PageFormat, partial: bool = False) -> Variant:
-    constants = feedback_constants(key_constants(f, partial))
+    constants = feedback_constants(page_constants(f, partial))
     select = f"{'calibrated' if f.fixed_channels else 'dynamic'}{f.boosted}" if f.boosted else ""
     name = f"feedback-{dtype}-{f.head_dim}-{f.bits}-{f.group_size}-{f.token_norm}{select}{_kind(f)}"
     variant = _variant(name + "-partial" * partial, key_feedback_kernel, dtype, constants, feedback_warps(constants))
@@ -98,12 +98,6 @@ def _feedback_variant(dtype: str, f: PageFormat, partial: bool = False) -> Varia
     # to keep the borders, too.
     most_local = 0.5 if f.head_dim > 128 else 0.1 if constants["TILE"] > f.head_dim else 0.05
     return replace(variant, spills="a token's channels fill the registers", most_local=most_local)
-
-
-def _value_variant(dtype: str, f: PageFormat, partial: bool = False) -> Variant:
-    constants = value_constants(f, partial)
-    name = f"values-{dtype}-{f.head_dim}-{f.bits}-{f.group_size}{_kind(f)}{'-partial' * partial}"
-    return _variant(name, value_page_kernel, dtype, constants, value_warps(constants))
 
 
 def _variant(name: str, function: Any, dtype: str, constants: dict[str, Any], num_warps: int) -> Variant:
@@ -118,7 +112,7 @@ def _variant(name: str, function: Any, dtype: str, constants: dict[str, Any], nu
         dtype,
         constants,
         num_warps,
-        types={"tokens": f"*{dtype}", "boosted": "*i64", "scales": "*fp16", "zero_points": "*fp16"},
+        types={"tokens": f"*{dtype}", "boosted": "*i64", "scales": "*fp16", "offsets": "*fp16"},
         axes=axes,
         spills="at most six registers, on some architectures" if few else "",
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from aot_variants.variant import Variant
 from kvconvert.kernels.prompt.triton.kernels import attention_kernel, column_sums_kernel
-from kvconvert.kernels.prompt.triton.launch import Tiling, attention_tiling, column_tiling, tile_of
+from kvconvert.kernels.prompt.triton.launch import Tiling, attention_constants, attention_tiling, column_tiling, tile_of
 
 # Head sizes of the usual models, of keys and of values.
 HEAD_SIZES = ((48, 48), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
@@ -40,16 +40,12 @@ def _attention_variant(
             "queries": _source(dtype, tiling.query_rows, head_tile, tiling),
             "keys": keys,
             "values": _source(dtype, tiling.key_rows, value_tile, tiling) if value_size else keys,
-        },
+            "tiles": f"*{dtype}",
+        }
+        | ({} if sink_logits else {"sink_logits": f"*{dtype}"}),
         tiling,
         {"dtype": dtype, "head_size": size} | features,
-        {
-            "HEAD_SIZE": size,
-            "HEAD_TILE": head_tile,
-            "VALUE_SIZE": value_size,
-            "VALUE_TILE": value_tile,
-            "SINK_LOGITS": sink_logits,
-        },
+        attention_constants(size, value_size, tiling) | {"SINK_LOGITS": sink_logits, "RAGGED": False},
     )
 
 

@@ -7,8 +7,10 @@ from itertools import product
 
 from aot_variants.variant import DTYPES, Variant
 from kvconvert.kernels.pages import PAGE_SIZE, LayerFormat, PageFormat
-from kvconvert.kernels.ragged.triton.kernels import append_kernel, copy_kernel, ragged_attention_kernel
-from kvconvert.kernels.ragged.triton.launch import append_constants, attention_constants, copy_constants, copy_warps
+from kvconvert.kernels.prompt.triton.kernels import attention_kernel
+from kvconvert.kernels.prompt.triton.launch import attention_constants, attention_tiling, tile_of
+from kvconvert.kernels.ragged.triton.kernels import append_kernel, copy_kernel
+from kvconvert.kernels.ragged.triton.launch import append_constants, copy_constants, copy_warps
 
 TABLES = dict.fromkeys(("buffers", "tokens", "copies", "tiles"), "*i64")
 
@@ -39,18 +41,20 @@ def variants(capability: int) -> Iterator[Variant]:
         yield Variant.of(
             f"copy-{name}-{dim}", copy_kernel, name, copies, copy_warps(f), types=types, axes=axes | {"kernel": "copy"}
         )
-        constants, options = attention_constants(f, (capability // 10, capability % 10))
+        tiling = attention_tiling(capability, tile_of(dim), tile_of(value_dim), ragged=True)
+        constants = attention_constants(dim, value_dim, tiling)
         for softcap, sinks, windowed in product((False, True), repeat=3):
             features = {"SOFTCAP": softcap, "SINK_LOGITS": sinks, "WINDOWED": windowed}
             yield Variant.of(
                 f"attention-{name}-{dim}-" + "-".join(str(value) for value in features.values()),
-                ragged_attention_kernel,
+                attention_kernel,
                 name,
-                constants | features | {"INTERPRETED": False},
-                types=types,
+                constants | features | {"RAGGED": True, "INTERPRETED": False},
+                tiling.num_warps,
+                types=types | {"log_sum_exp": f"*{name}"} | ({} if sinks else {"sink_logits": f"*{name}"}),
                 axes=axes | {"kernel": "attention"} | features,
                 tensor_cores=True,
                 # Tuned for Hopper, whose products take no registers for their right operand.
                 spills="a few bytes outside of the loop" if capability < 90 else "",
-                **options,
+                num_stages=tiling.num_stages,
             )

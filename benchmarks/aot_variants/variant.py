@@ -17,7 +17,7 @@ OWN = (
 TYPES = {
     "fp32": "alpha eps factor key_normaliser limit normaliser offset scaling shrink softcap value_normaliser",
     "*fp32": "extremes first_sum log_sum_exp output_sum partial scratch second_sum sink_logits sums",
-    "*fp16": "feedback static_scales static_zero_points",
+    "*fp16": "feedback static_scales static_offsets",
     "*i16": "lanes records",
     "*i32": "counts flag grid order starts",
     "*i64": "chosen feedback_table first_tokens offsets table",

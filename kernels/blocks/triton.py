@@ -90,7 +90,18 @@ def locate(
     dtype: torch.dtype,
     found: DecodePlaces,
 ) -> None:
-    """`locate` of kernels/blocks/__init__.py."""
+    """Write where everything lies that sequences with one new token read and write.
+
+    Args:
+        block_table: int32 [rows, entries].
+        rows: int64 [B, 6] of each sequence: its tokens, the new one included, 0 for none; pages quantized on both
+            sides; half-quantized ones; all of these; where they begin in the tables; its row of the block table.
+        most_pages: pages that a sequence has at most.
+        geometry: how blocks are divided.
+        head_sizes: KV heads, and channels of their keys and values.
+        dtype: the dtype of full-precision tokens.
+        found: int64 tensors for as many sequences, see there; what a sequence without tokens gets is block 0.
+    """
     locate_kernel[(len(rows), 1 + triton.cdiv(most_pages, PAGES))](
         block_table, rows, found.places, found.targets, found.key_pages, found.value_pages, block_table.stride(0),
         block_table.shape[1], **locate_constants(geometry, head_sizes, dtype, found.places.shape[1]), num_warps=4,
@@ -174,9 +185,21 @@ def copy_tokens(
     words: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
+    *,
     to_blocks: bool,
 ) -> None:
-    """`copy_tokens` of kernels/blocks/__init__.py."""
+    """Copy full-precision tokens between blocks and a workspace.
+
+    Args:
+        records: int64 [n], offset of each token's record.
+        places: int64 [n, 2], each token's place in the workspace, and 1 for its keys alone, 2 for its values alone, 3
+            for both.
+        words: the layer's blocks in any dtype.
+        keys, values: [H, W, D] and [H, W, E], channels side by side.
+        to_blocks: from the workspace.
+    """
+    if not len(records):
+        return
     (heads, _, size), value_size = keys.shape, values.shape[2]
     copy_tokens_kernel[(triton.cdiv(len(records), TOKENS), 2 * heads)](
         records, places, words.view(keys.dtype), keys, values, len(records), *keys.stride()[:2], *values.stride()[:2],

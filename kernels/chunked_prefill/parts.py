@@ -29,7 +29,7 @@ class PageReader:
     Attributes:
         read: gives the pages of a slice of page numbers, 0 being the first of the part.
         format: the format of the pages.
-        channels, static: as for `dequantize_keys`.
+        channels, static: as for `dequantize_pages`.
     """
 
     read: Callable[[slice], PageTensors]

@@ -23,7 +23,7 @@ from kvconvert.kernels.packing import LANE_BITS, field_bits, fields_per_lane
 from kvconvert.kernels.pages.center import projected_scores
 from kvconvert.kernels.pages.formats import ChannelScales, LayerFormat
 from kvconvert.kernels.pages.records import PageTensors
-from kvconvert.kernels.pages.reference import key_codes
+from kvconvert.kernels.pages.reference import page_codes
 from kvconvert.kernels.spans.reference import shift_scores, span_scores, weighted_span_values
 
 # Bytes of scores and gathered queries that one tile may take; measured: larger tiles leave the last-level cache.
@@ -136,7 +136,7 @@ def page_scores(queries: torch.Tensor, pages: PageTensors | torch.Tensor, format
     groups = f.page_size // f.group_size
     few = queries.shape[2] * groups <= f.page_size
     if f.boosted:
-        codes, weights = key_codes(pages, f, format.boosted).transpose(2, 3).float(), None
+        codes, weights = page_codes(pages, format.boosted).transpose(2, 3).float(), None
     else:
         codes, weights = _unpacked(pages.codes, f.bits, in_place=few)
     codes = codes.unflatten(2, (groups, f.group_size))
@@ -161,7 +161,7 @@ def weighted_page_values(weights: torch.Tensor, pages: PageTensors | torch.Tenso
     if f.static:
         # Tokens share the scales, which therefore leave the product.
         codes, _ = _unpacked(pages.codes, f.bits, in_place=False)
-        offset = weights.sum(-1, keepdim=True) * static.zero_point.float().unsqueeze(1)
+        offset = weights.sum(-1, keepdim=True) * static.offset.float().unsqueeze(1)
         return (weights @ codes.transpose(2, 3)).mul_(static.scale.float().unsqueeze(1)).add_(offset)
     # A row [N, H, groups, 1, P] for each group of channels.
     scale, offset = _scales(pages, None)
@@ -175,7 +175,7 @@ def weighted_page_values(weights: torch.Tensor, pages: PageTensors | torch.Tenso
 
 
 def _scales(pages: PageTensors, static: ChannelScales | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and zero point of the pages' groups, or the layer's: float32 [N or 1, H, groups, 1, k]."""
+    """Scale and offset of the pages' groups, or the layer's: float32 [N or 1, H, groups, 1, k]."""
     if static is not None:
         return tuple(part.float()[None, :, None, None] for part in static)
     if pages.scales is None:

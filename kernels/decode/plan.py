@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import lru_cache
 
 import numpy as np
@@ -72,16 +73,41 @@ class SequencePlan:
     half_quantized_hidden: int = 0
 
 
+class Item(IntEnum):
+    """The columns of a work item.
+
+    SEQUENCE; PAGES_FROM, PAGES_TO: table entries; HALF_FROM, HALF_TO: half-quantized pages, of which number 0 is entry
+    HALF_ENTRY; RESIDUAL_FROM, RESIDUAL_TO: tokens of the residual window. Of each of the three parts the slot of its
+    result, -1 for none, and the number of its first token in masks; of the pages also the row of their shared SCALES
+    and the real TOKENS from the first one on, and of both kinds of pages the hidden tokens at their beginning.
+    """
+
+    SEQUENCE = 0
+    PAGES_FROM = 1
+    PAGES_TO = 2
+    HALF_FROM = 3
+    HALF_TO = 4
+    RESIDUAL_FROM = 5
+    RESIDUAL_TO = 6
+    PAGES_SLOT = 7
+    HALF_SLOT = 8
+    RESIDUAL_SLOT = 9
+    SCALES = 10
+    TOKENS = 11
+    PAGES_MASK = 12
+    HALF_MASK = 13
+    RESIDUAL_MASK = 14
+    HALF_ENTRY = 15
+    PAGES_HIDDEN = 16
+    HALF_HIDDEN = 17
+
+
 @dataclass(frozen=True)
 class WorkPlan:
     """Work items of a batch, sequence after sequence.
 
     Attributes:
-        items: int32 [W, 18]: 0 sequence, 1-2 page entries from and to, 3-4 half-quantized pages, 5-6 residual tokens,
-            7-9 slots of pages, half-quantized pages and residual window (-1 for none), 10 row of shared scales, 11 real
-            tokens from the first page on, 12-14 mask numbers of the first token of pages, half-quantized pages and
-            residual window, 15 table entry of half-quantized page 0, 16-17 hidden tokens at the beginning of its pages
-            and of its half-quantized pages.
+        items: int32 [W, len(Item)], with the columns of `Item`.
         item_rows, slot_rows: int32 [B + 1], where each sequence's items and slots begin.
         slots: their number; most_slots: the most that one sequence has.
     """
@@ -172,29 +198,30 @@ def plan_rows(starts: np.ndarray, pages: np.ndarray, residual: np.ndarray, hidde
     row = np.repeat(np.arange(len(pages)), counts)
     begin = (np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)) * low
     end, own = np.minimum(begin + low, units[row]), pages[row]
-    items = np.zeros((len(row), 18), dtype=np.int32)
-    items[:, 0] = row
+    items = np.zeros((len(row), len(Item)), dtype=np.int32)
+    items[:, Item.SEQUENCE] = row
     has_pages = begin < own
-    items[:, 1] = np.where(has_pages, starts[row] + begin, 0)
-    items[:, 2] = np.where(has_pages, starts[row] + np.minimum(end, own), 0)
-    items[:, 11] = np.where(has_pages, (own - begin) * PAGE_SIZE, 0)
-    items[:, 12] = np.where(has_pages, begin * PAGE_SIZE, 0)
-    items[:, 16] = np.where(has_pages & (begin == 0), hidden, 0)
+    items[:, Item.PAGES_FROM] = np.where(has_pages, starts[row] + begin, 0)
+    items[:, Item.PAGES_TO] = np.where(has_pages, starts[row] + np.minimum(end, own), 0)
+    items[:, Item.TOKENS] = np.where(has_pages, (own - begin) * PAGE_SIZE, 0)
+    items[:, Item.PAGES_MASK] = np.where(has_pages, begin * PAGE_SIZE, 0)
+    items[:, Item.PAGES_HIDDEN] = np.where(has_pages & (begin == 0), hidden, 0)
     has_rest = end > own
-    items[:, 5] = np.where(has_rest, (np.maximum(begin, own) - own) * RESIDUAL_TOKENS, 0)
-    items[:, 6] = np.where(has_rest, np.minimum((end - own) * RESIDUAL_TOKENS, residual[row]), 0)
+    items[:, Item.RESIDUAL_FROM] = np.where(has_rest, (np.maximum(begin, own) - own) * RESIDUAL_TOKENS, 0)
+    items[:, Item.RESIDUAL_TO] = np.where(has_rest, np.minimum((end - own) * RESIDUAL_TOKENS, residual[row]), 0)
     last = np.cumsum(counts) - 1
-    items[last, 6] = OPEN_END
+    items[last, Item.RESIDUAL_TO] = OPEN_END
     has_rest[last] = True
-    items[:, 14] = np.where(has_rest, own * PAGE_SIZE, 0)
+    items[:, Item.RESIDUAL_MASK] = np.where(has_rest, own * PAGE_SIZE, 0)
     return _with_slots(items, counts)
 
 
 def _with_slots(items: np.ndarray, counts: Sequence[int] | np.ndarray) -> WorkPlan:
     """The plan of items, given how many each sequence has."""
-    present = items[:, [1, 3, 5]] < items[:, [2, 4, 6]]
+    begins = [Item.PAGES_FROM, Item.HALF_FROM, Item.RESIDUAL_FROM]
+    present = items[:, begins] < items[:, [begin + 1 for begin in begins]]
     numbers = present.cumsum().reshape(present.shape)
-    items[:, 7:10] = np.where(present, numbers - 1, -1)
+    items[:, Item.PAGES_SLOT : Item.RESIDUAL_SLOT + 1] = np.where(present, numbers - 1, -1)
     item_rows = np.cumsum([0, *counts])
     slot_rows = np.concatenate([[0], numbers[:, 2]])[item_rows]
     return WorkPlan(
@@ -227,7 +254,7 @@ def _units_per_item(sequences: Sequence[SequencePlan], units: list[int], program
 
 
 def _items(sequence: SequencePlan, row: int, most: int) -> np.ndarray:
-    """The items of one sequence, int32 [n, 18], without slots."""
+    """The items of one sequence, int32 [n, len(Item)], without slots."""
     if len(sequence.segments) > 1 or any(segment.scales or segment.first_token for segment in sequence.segments):
         return np.array(_divide(sequence, row, most), dtype=np.int32)
     # Sequences of the same lengths are divided in the same way, wherever their entries are.
@@ -235,9 +262,11 @@ def _items(sequence: SequencePlan, row: int, most: int) -> np.ndarray:
     segments = tuple(replace(s, begin=s.begin - begin, end=s.end - begin) for s in sequence.segments)
     here = replace(sequence, segments=segments, half_quantized_begin=sequence.half_quantized_begin - begin)
     items = _divided_alike(here, most).copy()
-    items[:, 0] = row
-    items[:, 1:3] += begin * (items[:, 1:2] < items[:, 2:3])
-    items[:, 15] += begin * (items[:, 3] < items[:, 4])
+    items[:, Item.SEQUENCE] = row
+    has_pages = items[:, Item.PAGES_FROM] < items[:, Item.PAGES_TO]
+    for column in (Item.PAGES_FROM, Item.PAGES_TO):
+        items[:, column] += begin * has_pages
+    items[:, Item.HALF_ENTRY] += begin * (items[:, Item.HALF_FROM] < items[:, Item.HALF_TO])
     return items
 
 
@@ -254,7 +283,7 @@ def _divide(sequence: SequencePlan, row: int, most: int) -> list[list[int]]:
     def item_with(cost: int) -> list[int]:
         nonlocal room
         if room < cost or not items:
-            items.append([row] + [0] * 6 + [-1] * 3 + [0] * 8)
+            items.append([row] + [0] * (len(Item) - 1))
             room = most
         room -= cost
         return items[-1]
@@ -265,30 +294,30 @@ def _divide(sequence: SequencePlan, row: int, most: int) -> list[list[int]]:
             end = min(segment.end, begin + most)
             room = 0
             item = item_with(end - begin)
-            item[1:3] = [begin, end]
-            item[10] = segment.scales
+            item[Item.PAGES_FROM], item[Item.PAGES_TO] = begin, end
+            item[Item.SCALES] = segment.scales
             done = (begin - segment.begin) * PAGE_SIZE
-            item[11], item[12] = segment.tokens - done, segment.first_token + done
-            item[16] = 0 if done else segment.hidden
+            item[Item.TOKENS], item[Item.PAGES_MASK] = segment.tokens - done, segment.first_token + done
+            item[Item.PAGES_HIDDEN] = 0 if done else segment.hidden
             begin = end
     for page in range(sequence.half_quantized):
         item = item_with(HALF_QUANTIZED_COST)
-        if item[3] == item[4]:
-            item[3], item[13], item[15] = (
+        if item[Item.HALF_FROM] == item[Item.HALF_TO]:
+            item[Item.HALF_FROM], item[Item.HALF_MASK], item[Item.HALF_ENTRY] = (
                 page,
                 sequence.half_quantized_token + page * PAGE_SIZE,
                 sequence.half_quantized_begin,
             )
-            item[17] = 0 if page else sequence.half_quantized_hidden
-        item[4] = page + 1
+            item[Item.HALF_HIDDEN] = 0 if page else sequence.half_quantized_hidden
+        item[Item.HALF_TO] = page + 1
     for start in range(0, sequence.residual, RESIDUAL_TOKENS):
         item = item_with(1)
-        if item[5] == item[6]:
-            item[5], item[14] = start, sequence.residual_token
-        item[6] = min(start + RESIDUAL_TOKENS, sequence.residual)
-    if not items or items[-1][5] == items[-1][6]:
+        if item[Item.RESIDUAL_FROM] == item[Item.RESIDUAL_TO]:
+            item[Item.RESIDUAL_FROM], item[Item.RESIDUAL_MASK] = start, sequence.residual_token
+        item[Item.RESIDUAL_TO] = min(start + RESIDUAL_TOKENS, sequence.residual)
+    if not items or items[-1][Item.RESIDUAL_FROM] == items[-1][Item.RESIDUAL_TO]:
         # Tokens to come need an item, too.
         item = item_with(1)
-        item[5], item[14] = sequence.residual, sequence.residual_token
-    items[-1][6] = OPEN_END
+        item[Item.RESIDUAL_FROM], item[Item.RESIDUAL_MASK] = sequence.residual, sequence.residual_token
+    items[-1][Item.RESIDUAL_TO] = OPEN_END
     return items

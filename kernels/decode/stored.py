@@ -49,8 +49,8 @@ class PageTables:
             tokens; where only one side of a half-quantized page is quantized, the other's entry is any valid one, as is
             the last entry, which is loaded in advance and never followed.
         plan: the work items.
-        shared: int64 [S, 4] offsets, in the same units, of key scale and zero point [H, D] relative to `key_base`, and
-            of value scale and zero point [H, E] relative to `value_base`; None where pages have scales of their own.
+        shared: int64 [S, 4] offsets, in the same units, of key scale and offset [H, D] relative to `key_base`, and
+            of value scale and offset [H, E] relative to `value_base`; None where pages have scales of their own.
         boosted: integers [H, n], the channels with more bits where these are fixed for the layer, else None.
         center: what key pages leave out; None for whole keys.
         key_rows: int64 [B, 3], of each sequence's key pages the first entry, their number, and the position of the

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -24,6 +26,7 @@ __all__ = [
     "Pointer",
     "cache_directory",
     "compile_launches",
+    "deferred",
     "make_ready",
     "record_specializations",
     "skips_launches",
@@ -33,6 +36,18 @@ logger = logging.getLogger(__name__)
 
 # Seconds after which there is a bar.
 DELAY = 1.0
+
+
+def deferred(module: str, *names: str) -> list[Callable[..., Any]]:
+    """Functions of a module of `kvconvert.kernels` that needs Triton and is therefore imported by the first call."""
+
+    def of(name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            return getattr(import_module(f"kvconvert.kernels.{module}"), name)(*arguments, **named)
+
+        return call
+
+    return [of(name) for name in names]
 
 
 def compile_launches(launches: Collection[Launch], architecture: int, *, jobs: int | None = None) -> int:

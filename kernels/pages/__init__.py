@@ -9,16 +9,18 @@ side by side.
 Kitty's boosted key channels have twice the bits: their low bits lie in the plane that holds every channel's codes,
 their high bits in a second plane, so that the first has one shape whatever is boosted.
 
-Static pages have codes alone: one scale and zero point per channel, keys' and values' alike, belong to the layer.
+Static pages have codes alone: one scale and offset per channel, keys' and values' alike, belong to the layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from kvconvert.kernels import device
+from kvconvert.kernels.launches import deferred
 from kvconvert.kernels.pages.center import KeyCenter, add_centers_reference, key_center, page_centers
 from kvconvert.kernels.pages.formats import PAGE_SIZE, ChannelScales, LayerFormat, PageFormat, TokenNorm
 from kvconvert.kernels.pages.layout import ALIGNMENT
@@ -31,14 +33,13 @@ from kvconvert.kernels.pages.records import (
     page_bytes,
     pages_of,
 )
-from kvconvert.kernels.pages.reference import (
-    dequantize_keys,
-    dequantize_values,
-    normalised_keys,
-    quantize_keys,
-    quantize_values,
-)
+from kvconvert.kernels.pages.reference import dequantize_pages, normalised_keys, quantize_pages
 from kvconvert.kernels.quantizer import new_flag, raise_if_flagged
+
+if TYPE_CHECKING:
+    from kvconvert.kernels.pages.triton.launch import quantize_at, quantize_listed
+else:
+    quantize_at, quantize_listed = deferred("pages.triton.launch", "quantize_at", "quantize_listed")
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD = 256
@@ -75,62 +76,6 @@ def unsupported(tokens: torch.Tensor, page_size: int = PAGE_SIZE, plain_keys: Pa
     return None
 
 
-def quantize_at(
-    writes: PageWrites,
-    like: torch.Tensor,
-    pages: PageTensors,
-    flag: torch.Tensor,
-    channels: torch.Tensor | None = None,
-    static: ChannelScales | None = None,
-    center: KeyCenter | None = None,
-) -> None:
-    """Quantize complete pages of many layers and sequences on a GPU and write them where they are to be stored.
-
-    Args:
-        writes: where the pages' tokens lie, which `unsupported` accepts, and where records go.
-        like: some of the tokens [H, n, channels].
-        pages: some pages of the same storage, for their format and dtype.
-        flag: what the kernels raise, see `raise_if_flagged`; from `new_flag`.
-        channels, static: as for `quantize_keys` and `quantize_values`.
-        center: that of any of the pages' layers, where `writes` has all of them; they are subtracted from the tokens
-            in place.
-    """
-    from kvconvert.kernels.pages.triton import launch
-
-    launch.quantize_at(writes, like, pages, flag, channels, static, center)
-
-
-def quantize_listed(
-    tokens: torch.Tensor,
-    table: torch.Tensor,
-    records: torch.Tensor,
-    f: PageFormat,
-    flag: torch.Tensor,
-    *,
-    centers: torch.Tensor,
-    channels: torch.Tensor | None = None,
-    static: ChannelScales | None = None,
-    feedback: torch.Tensor | None = None,
-    center: KeyCenter | None = None,
-) -> None:
-    """Quantize complete pages of one layer on a GPU that a table there describes.
-
-    Args:
-        tokens: [H, W, channels] that `unsupported` accepts, from whose address the table counts tokens; those of pages
-            may be changed.
-        table: int64 [N, 5], see kernels/pages/triton/launch.py.
-        records: int16, or of 16-bit pages the tokens' dtype, from whose address the table counts records.
-        f: the format of the pages.
-        flag: as for `quantize_at`.
-        centers: int64 [N, 3], the position of each page's first token, and zeros.
-        channels, static, feedback: as for `quantize_keys` and `quantize_values`.
-        center: the layer's, subtracted from the tokens in place before they are quantized; None for whole keys.
-    """
-    from kvconvert.kernels.pages.triton import launch
-
-    launch.quantize_listed(tokens, table, records, f, flag, centers, channels, static, feedback, center)
-
-
 def add_centers(tokens: torch.Tensor, position: int, page_size: int, center: KeyCenter, sign: int = 1) -> None:
     """Add what keys lack to their pages' tokens in place, or take it away before they are quantized.
 
@@ -162,7 +107,7 @@ def quantize_by_reference(
     Args:
         tokens: views [H, n P, channels] of n >= 1 pages' tokens each, in buffers of any capacity.
         pages: views of the records that these pages take, in the same order; as many pages as there are tokens for.
-        channels, static, feedback: as for `quantize_keys` and `quantize_values`.
+        channels, static, feedback: as for `quantize_pages`.
         hidden: the same, for the first page of each tensor.
 
     Raises:
@@ -174,11 +119,7 @@ def quantize_by_reference(
         every = part.unflatten(1, (-1, f.page_size)).transpose(0, 1)
         for number, some in enumerate(every.split(REFERENCE_PAGES)):
             first = 0 if number else count
-            if f.is_key:
-                quantized = quantize_keys(some, f, channels, static, feedback, first)
-            else:
-                quantized = quantize_values(some, f, static, first)
-            for record in quantized.buffer:
+            for record in quantize_pages(some, f, channels, static, feedback, first).buffer:
                 next(rooms).copy_(record)
 
 
@@ -202,7 +143,7 @@ def dequantize_into(
     channels: torch.Tensor | None = None,
     static: ChannelScales | None = None,
 ) -> None:
-    """Write the tokens of pages, one page after another, as `dequantize_keys` and `dequantize_values` give them.
+    """Write the tokens of pages, one page after another, as `dequantize_pages` gives them.
 
     float16 saturates at its largest number, which the rounding of a scale or norm may lift a token over.
 
@@ -210,7 +151,7 @@ def dequantize_into(
         output: [H, tokens, channels] in any float dtype, channels contiguous; of the last page as many tokens are
             written as there is room for.
         pages: tensors, or addresses on a device for which `unsupported_dequantization` gives None.
-        channels, static: as for `dequantize_keys`, of pages given as tensors.
+        channels, static: as for `quantize_pages`, of pages given as tensors.
     """
     if isinstance(pages, PageAddresses):
         from kvconvert.kernels.pages.triton.dequantize import dequantize_addressed
@@ -220,10 +161,7 @@ def dequantize_into(
     size = pages.format.page_size
     for start in range(0, len(pages), REFERENCE_PAGES):
         part = pages.select(slice(start, start + REFERENCE_PAGES))
-        if part.format.is_key:
-            tokens = dequantize_keys(part, part.format, channels, static).permute(1, 0, 3, 2)
-        else:
-            tokens = dequantize_values(part, part.format, static).transpose(0, 1)
+        tokens = dequantize_pages(part, channels, static).transpose(0, 1)
         if output.dtype == torch.float16:
             tokens = tokens.clamp(*_HALF_RANGE)
         target = output[:, start * size : start * size + len(part) * size]

@@ -7,7 +7,7 @@ Attention reads a key k only through products with queries, so that of its round
 With H^-1 = U^T U (U upper triangular) the best later channels, given the error e_i of channel i, are lower by
 e_i U_ij / U_ii. So channels are rounded in their order, and each error is subtracted from later channels before these
 are rounded: LDLQ (QuIP, arXiv 2307.13304, section 3), which is GPTQ's update (arXiv 2210.17323, equation 2), there for
-weights. Scales and zero points are those of the unmodified keys, and what is stored has the same form.
+weights. Scales and offsets are those of the unmodified keys, and what is stored has the same form.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ BLOCK = 16
 
 
 def round_with_feedback_reference(
-    keys: Tensor, scale: Tensor, zero_point: Tensor, largest: Tensor | int, feedback: Tensor
+    keys: Tensor, scale: Tensor, offset: Tensor, largest: Tensor | int, feedback: Tensor
 ) -> Tensor:
     """Codes of keys whose channels are rounded one after another.
 
     Args:
         keys: [N, H, D, P], P tokens of N pages as the quantizer gets them (divided by their norms).
-        scale, zero_point: float16 [N, H, D, groups], of the unmodified keys; consecutive tokens make a group.
+        scale, offset: float16 [N, H, D, groups], of the unmodified keys; consecutive tokens make a group.
         largest: the largest code, for all channels or int [N, H, D].
         feedback: [H, D, D], upper triangular with a diagonal of ones: U_ij / U_ii.
 
@@ -34,7 +34,7 @@ def round_with_feedback_reference(
         uint8 [N, H, D, P].
     """
     w = keys.float().clone()
-    step, zero = (part.float().repeat_interleave(w.shape[3] // part.shape[3], 3) for part in (scale, zero_point))
+    step, zero = (part.float().repeat_interleave(w.shape[3] // part.shape[3], 3) for part in (scale, offset))
     largest = torch.as_tensor(largest, device=w.device).expand(w.shape[:3]).unsqueeze(3)
     factors = feedback.float()
     codes = torch.empty_like(w, dtype=torch.uint8)
@@ -48,9 +48,7 @@ def round_with_feedback_reference(
     return codes
 
 
-def round_with_feedback(
-    keys: Tensor, scale: Tensor, zero_point: Tensor, largest: Tensor | int, feedback: Tensor
-) -> Tensor:
+def round_with_feedback(keys: Tensor, scale: Tensor, offset: Tensor, largest: Tensor | int, feedback: Tensor) -> Tensor:
     """`round_with_feedback_reference` for many pages at once, in blocks of channels.
 
     Sums are taken in another order, so that a number halfway between two codes may be rounded the other way.
@@ -60,7 +58,7 @@ def round_with_feedback(
     # [H, D, N, groups, tokens of a group]: the numbers of one channel lie side by side.
     w = keys.permute(1, 2, 0, 3).unflatten(3, (groups, tokens // groups))
     w = w.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-    step, zero = (part.permute(1, 2, 0, 3).float().contiguous().unsqueeze(4) for part in (scale, zero_point))
+    step, zero = (part.permute(1, 2, 0, 3).float().contiguous().unsqueeze(4) for part in (scale, offset))
     divisor = step.masked_fill(step == 0, torch.inf)
     if isinstance(largest, Tensor):
         largest = largest.permute(1, 2, 0).to(w)[..., None, None].contiguous()

@@ -28,10 +28,10 @@ class TokenNorm(StrEnum):
 
 
 class ChannelScales(NamedTuple):
-    """One scale and zero point for each channel of each head of a layer: float16 [H, channels], finite."""
+    """One scale and offset for each channel of each head of a layer: float16 [H, channels], finite."""
 
     scale: torch.Tensor
-    zero_point: torch.Tensor
+    offset: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class PageFormat:
         token_norm_measure: root mean square ("l2") or mean magnitude.
         clip_ratio: factor applied to each group's (min, max) about its midpoint.
         boosted: channels per head that get twice the bits (Kitty), which 3 bits do not have; of keys.
-        fixed_channels: the boosted channels are the layer's own, given to `quantize_keys`; otherwise each page ranks
+        fixed_channels: the boosted channels are the layer's own, given to `quantize_pages`; otherwise each page ranks
             channels by mean magnitude and stores their indices.
         static: the layer's `ChannelScales` describe every page, which holds none of its own. `clip_ratio` then has no
             part in quantization, a group is the whole page or head, and there is no norm and no boost.
-        scale_bits: width of a scale and of a zero point: 16, or 8 with codes of at most 4 bits (`quantizer.pack_grid`).
+        scale_bits: width of a scale and of an offset: 16, or 8 with codes of at most 4 bits (`quantizer.pack_grid`).
         by_token: codes of a token share words, as the decode kernel over latents reads them; otherwise those of a
             channel do. Keys of 2 and 4 bits, without boost and error feedback.
     """

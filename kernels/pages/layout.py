@@ -3,11 +3,11 @@
 All fields of a page lie in one record of 16-bit units, so that one base pointer and one offset address everything a
 kernel reads of it:
 
-    key record   = of each head: [codes | high | scale | zero_point | norm (per head) | channels], then [norm (joint)]
-    value record = of each head: [codes | scale | zero_point]
+    key record   = of each head: [codes | high | scale | offset | norm (per head) | channels], then [norm (joint)]
+    value record = of each head: [codes | scale | offset]
 
-A scale and a zero point of 8 bits share a unit, so that `zero_point` begins where `scale` does. Every field begins at
-a multiple of 8 units (16 bytes), and so does every record. Codes lie lane after lane, scales and zero points group
+A scale and an offset of 8 bits share a unit, so that `offset` begins where `scale` does. Every field begins at
+a multiple of 8 units (16 bytes), and so does every record. Codes lie lane after lane, scales and offsets group
 after group, so that what one step of a product needs of all channels (of keys) or tokens (of values) is read at once;
 at 3 bits a lane is followed by its lane of the second plane (`kernels/packing.py`). Pages of 16 bits have no record:
 they are tensors of the model's dtype.
@@ -39,7 +39,7 @@ def _offsets(sizes: dict[str, int], scale_bits: int) -> tuple[dict[str, int], in
         offsets[name] = end if size else -1
         end += _align(size)
     if scale_bits == 8:
-        offsets["zero_point"] = offsets["scale"]
+        offsets["offset"] = offsets["scale"]
     return offsets, end
 
 
@@ -54,9 +54,9 @@ class PageLayout:
             the place of P and P in that of D.
         high_rows: the upper bits of boosted channels are int16 [lanes, high_rows]: as many rows as boosted channels, at
             1 bit half as many, rounded up.
-        groups, grid_rows: scale and zero point of one head are float16 [groups, grid_rows], or both int16 [groups,
+        groups, grid_rows: scale and offset of one head are float16 [groups, grid_rows], or both int16 [groups,
             grid_rows]; grid_rows is D of keys, P of values, and groups is 0 where pages have none.
-        codes, high, scale, zero_point, norm, channels: offsets within a head's part. `norm` float16 [P] is there with
+        codes, high, scale, offset, norm, channels: offsets within a head's part. `norm` float16 [P] is there with
             norms per head, `channels` uint8 [boosted] where they are stored.
         head_stride: from one head's part to the next.
         joint_norm: offset of the joint norm float16 [P] within the record.
@@ -72,7 +72,7 @@ class PageLayout:
     codes: int
     high: int
     scale: int
-    zero_point: int
+    offset: int
     norm: int
     channels: int
     head_stride: int
@@ -108,7 +108,7 @@ class PageLayout:
             "codes": rows * lanes,
             "high": high_rows * lanes,
             "scale": grid_rows * groups,
-            "zero_point": grid_rows * groups if f.scale_bits == 16 else 0,
+            "offset": grid_rows * groups if f.scale_bits == 16 else 0,
             "norm": f.page_size if f.token_norm is TokenNorm.PER_HEAD else 0,
             "channels": 0 if f.fixed_channels else -(-f.boosted // 2),
         }
@@ -146,12 +146,12 @@ class PageLayout:
         return found
 
     def _grid(self, heads: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Scale and zero point of every head's part int16 [N, heads, head_stride], which lie group after group."""
-        strides = (*heads.stride()[:2], self.zero_point - self.scale, self.grid_rows, 1)
+        """Scale and offset of every head's part int16 [N, heads, head_stride], which lie group after group."""
+        strides = (*heads.stride()[:2], self.offset - self.scale, self.grid_rows, 1)
         shape, start = (*heads.shape[:2], 2, self.groups, self.grid_rows), heads.storage_offset() + self.scale
         both = heads.as_strided(shape, strides, start)
-        if self.scale == self.zero_point:
+        if self.scale == self.offset:
             return {"grid": both[:, :, 0].transpose(2, 3)}
         both = both.view(torch.float16)
-        scale, zero_point = both.transpose(3, 4).unbind(2)
-        return {"scale": scale, "zero_point": zero_point, "scales": both}
+        scale, offset = both.transpose(3, 4).unbind(2)
+        return {"scale": scale, "offset": offset, "scales": both}

@@ -14,7 +14,7 @@ from kvconvert.kernels.pages.layout import PageLayout
 from kvconvert.kernels.quantizer import pack_grid, unpack_grid
 
 # What a page stores, by the names of `PageTensors`.
-FIELDS = ("codes", "scale", "zero_point", "grid", "norm", "high", "channels")
+FIELDS = ("codes", "scale", "offset", "grid", "norm", "high", "channels")
 
 
 class PageWrites(NamedTuple):
@@ -28,7 +28,7 @@ class PageWrites(NamedTuple):
             None rounds to nearest.
         centers: [N, 3], the position of each page's first token and the addresses of matrix and frequencies of its
             layer's `KeyCenter`; None for whole keys.
-        hidden: how many of each page's first tokens are stored elsewhere, see `quantize_keys`; None for none.
+        hidden: how many of each page's first tokens are stored elsewhere, see `quantize_pages`; None for none.
     """
 
     tokens: np.ndarray
@@ -48,10 +48,10 @@ class PageTensors:
             `kernels/packing.py`), of values with E in the place of P and P in that of D; or the model's dtype [N, H, P,
             D or E] at 16 bits.
         format: what the bytes mean.
-        scale, zero_point: float16 of keys [N, H, D, P / group_size], of values [N, H, P, E / group_size], group after
+        scale, offset: float16 of keys [N, H, D, P / group_size], of values [N, H, P, E / group_size], group after
             group in memory; None at 16 bits or where scales are static, or in `grid`.
         scales: both of them as one, float16 [N, H, 2, groups, D or P]; None where they are.
-        grid: int16 of the shape of a scale, scale and zero point of 8 bits (`quantizer.pack_grid`); None elsewhere.
+        grid: int16 of the shape of a scale, scale and offset of 8 bits (`quantizer.pack_grid`); None elsewhere.
         norm: float16 [N, H or 1, P], None without a token norm.
         high: int16 [N, H, P * bits / 16, boosted], the upper bits of boosted channels ([N, H, P / 8, boosted / 2] at
             1 bit, boosted rounded up to an even number), None without boost.
@@ -62,7 +62,7 @@ class PageTensors:
     codes: torch.Tensor
     format: PageFormat
     scale: torch.Tensor | None = None
-    zero_point: torch.Tensor | None = None
+    offset: torch.Tensor | None = None
     scales: torch.Tensor | None = None
     grid: torch.Tensor | None = None
     norm: torch.Tensor | None = None
@@ -86,8 +86,8 @@ class PageTensors:
 
     @property
     def group_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scale and zero point of each group, float16, of pages that have their own."""
-        return (self.scale, self.zero_point) if self.grid is None else unpack_grid(self.grid)
+        """Scale and offset of each group, float16, of pages that have their own."""
+        return (self.scale, self.offset) if self.grid is None else unpack_grid(self.grid)
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -108,7 +108,7 @@ class PageAddresses:
         format: what the bytes mean; of span blocks, a static format.
         base: any 16-byte aligned tensor of the device, from which offsets count.
         offsets: int64 [N] of the pages, in units of 16 bytes.
-        scales: int64 [2] offsets, in the same units, of scale and zero point, float16 [H, channels], where pages have
+        scales: int64 [2] offsets, in the same units, of scale and offset, float16 [H, channels], where pages have
             none of their own.
         boosted: integers [H, n], contiguous, the boosted key channels where the format fixes them.
     """
@@ -159,7 +159,7 @@ def record_of(f: PageFormat, **tensors: torch.Tensor | None) -> PageTensors:
     """Pages whose tensors were computed one by one, in records of their own; padding is zero."""
     codes = tensors["codes"]
     if f.scale_bits == 8:
-        tensors["grid"] = pack_grid(tensors["scale"], tensors["zero_point"])
+        tensors["grid"] = pack_grid(tensors["scale"], tensors["offset"])
     pages = pages_of(codes.new_zeros(len(codes), PageLayout.of(f).record), f)
     for name, target in pages.tensors():
         target.copy_(tensors[name])

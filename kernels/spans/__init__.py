@@ -1,6 +1,6 @@
 """Spans: a whole prompt's keys and values with one scale per channel (CalibQuant).
 
-Keys and values are quantized per channel over all tokens of the span, so that scales and zero points cost nothing
+Keys and values are quantized per channel over all tokens of the span, so that scales and offsets cost nothing
 per token and leave both products: q k becomes (q * scale) codes + q zero, and w v becomes (w codes) * scale + sum(w)
 zero (CalibQuant, section 4.1, "post-scaling", equation 6). At 1 and 2 bits the scores of the span are then mapped onto
 a smaller interval (section 4.2), see `shift_extremes`.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from kvconvert.kernels import device, pages
-from kvconvert.kernels.spans.formats import Span, SpanFormat, key_blocks, span_lengths, value_blocks
+from kvconvert.kernels.spans.formats import Span, SpanFormat, SpanSide, key_blocks, span_lengths, value_blocks
 from kvconvert.kernels.spans.reference import quantize_span_reference, shift_extremes, span_keys, span_values
 
 
@@ -33,7 +33,7 @@ def quantize_span(
     `feedback` float16 [H, D, D] rounds keys as `pages/feedback.py` does; None rounds to nearest.
 
     Raises:
-        NumericError: NaN, infinity, or a scale or zero point beyond float16.
+        NumericError: NaN, infinity, or a scale or offset beyond float16.
     """
     reason = unsupported(keys, values)
     if reason is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -51,31 +52,29 @@ def value_blocks(heads: int, head_dim: int, bits: int) -> PageFormat:
     return PageFormat.values(heads, head_dim, PAGE_SIZE, bits, head_dim, static=True)
 
 
-@dataclass(frozen=True)
-class Span:
-    """One quantized span of n tokens, H KV heads, D key and E value channels; all tensors are contiguous.
+class SpanSide(NamedTuple):
+    """Quantized keys or values of a span of n tokens and H KV heads; all tensors are contiguous.
 
     Attributes:
-        tokens: n.
-        key_codes: int16 [blocks, H, 128 * bits / 16, D], packed along a block's tokens, those after the last one with
-            code 0; [blocks, H, 16, D / 2] at 1 bit, [blocks, H, 16, 3 D / 2] at 3, see `kernels/packing.py`.
-        key_scale, key_zero_point: float16 [H, D].
-        value_codes: int16 [blocks, H, E * bits / 16, 128], packed along the channels; [blocks, H, E / 8, 64] at 1 bit,
-            [blocks, H, E / 8, 192] at 3.
-        value_scale, value_zero_point: float16 [H, E].
+        codes: int16 [blocks, H, lanes, rows], those of pages in the format of `key_blocks` or `value_blocks`; tokens
+            after the last one have code 0.
+        scale, offset: float16 [H, channels].
     """
 
+    codes: torch.Tensor
+    scale: torch.Tensor
+    offset: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Span:
+    """One quantized span of n tokens."""
+
     tokens: int
-    key_codes: torch.Tensor
-    key_scale: torch.Tensor
-    key_zero_point: torch.Tensor
-    value_codes: torch.Tensor
-    value_scale: torch.Tensor
-    value_zero_point: torch.Tensor
+    keys: SpanSide
+    values: SpanSide
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        parts = (self.key_codes, self.key_scale, self.key_zero_point)
-        parts += (self.value_codes, self.value_scale, self.value_zero_point)
-        return sum(tensor.nbytes for tensor in parts)
+        return sum(tensor.nbytes for side in (self.keys, self.values) for tensor in side)

@@ -8,7 +8,7 @@ from kvconvert.kernels.packing import pack_codes, unpack_codes
 from kvconvert.kernels.pages.feedback import round_with_feedback
 from kvconvert.kernels.pages.formats import PAGE_SIZE
 from kvconvert.kernels.quantizer import dequantize, quantize
-from kvconvert.kernels.spans.formats import Span, SpanFormat
+from kvconvert.kernels.spans.formats import Span, SpanFormat, SpanSide
 
 # Blocks unpacked at a time.
 TILE_BLOCKS = 64
@@ -18,58 +18,55 @@ def quantize_span_reference(
     keys: torch.Tensor, values: torch.Tensor, f: SpanFormat, feedback: torch.Tensor | None = None
 ) -> Span:
     """`quantize_span` in plain PyTorch, on every device."""
-    n = keys.shape[1]
-    key = quantize(keys, f.key_bits, n, dim=1, clip_ratio=f.key_clip_ratio)
+    key_side = _quantized_side(keys, f.key_bits, f.key_clip_ratio, True, feedback)
+    return Span(keys.shape[1], key_side, _quantized_side(values, f.value_bits, f.value_clip_ratio, False))
+
+
+def _quantized_side(
+    x: torch.Tensor, bits: int, clip_ratio: float, is_key: bool, feedback: torch.Tensor | None = None
+) -> SpanSide:
+    """Keys or values [H, n, channels] of a span."""
+    n = x.shape[1]
+    codes, scale, offset = quantize(x, bits, n, dim=1, clip_ratio=clip_ratio)
     if feedback is not None:
-        grid = [part.transpose(1, 2).unsqueeze(0) for part in (key.scale, key.zero_point)]
-        parts = keys.transpose(1, 2).unsqueeze(0).split(TILE_BLOCKS * PAGE_SIZE, dim=3)
-        codes = [round_with_feedback(part, *grid, 2**f.key_bits - 1, feedback) for part in parts]
-        key = key._replace(codes=torch.cat(codes, 3)[0].transpose(1, 2))
-    value = quantize(values, f.value_bits, n, dim=1, clip_ratio=f.value_clip_ratio)
+        grid = [part.transpose(1, 2).unsqueeze(0) for part in (scale, offset)]
+        parts = x.transpose(1, 2).unsqueeze(0).split(TILE_BLOCKS * PAGE_SIZE, dim=3)
+        codes = torch.cat([round_with_feedback(part, *grid, 2**bits - 1, feedback) for part in parts], 3)
+        codes = codes[0].transpose(1, 2)
     # The last block is filled up with code 0; whoever unpacks it cuts the padding off.
-    key_codes, value_codes = (
-        torch.nn.functional.pad(part.codes, (0, 0, 0, -n % PAGE_SIZE)).unflatten(1, (-1, PAGE_SIZE)).transpose(0, 1)
-        for part in (key, value)
-    )
-    return Span(
-        n,
-        pack_codes(key_codes, f.key_bits, dim=2, across=3),
-        key.scale[:, 0].contiguous(),
-        key.zero_point[:, 0].contiguous(),
-        pack_codes(value_codes.transpose(2, 3), f.value_bits, dim=2, across=3),
-        value.scale[:, 0].contiguous(),
-        value.zero_point[:, 0].contiguous(),
-    )
+    blocks = torch.nn.functional.pad(codes, (0, 0, 0, -n % PAGE_SIZE)).unflatten(1, (-1, PAGE_SIZE)).transpose(0, 1)
+    words = pack_codes(blocks if is_key else blocks.transpose(2, 3), bits, dim=2, across=3)
+    return SpanSide(words, scale[:, 0].contiguous(), offset[:, 0].contiguous())
 
 
 def span_keys(span: Span, f: SpanFormat) -> torch.Tensor:
     """Dequantized keys, float32 [H, n, D]."""
     codes = _key_codes(span, f).transpose(1, 2)
-    return dequantize(codes, span.key_scale.unsqueeze(1), span.key_zero_point.unsqueeze(1), span.tokens, 1)
+    return dequantize(codes, span.keys.scale.unsqueeze(1), span.keys.offset.unsqueeze(1), span.tokens, 1)
 
 
 def span_values(span: Span, f: SpanFormat) -> torch.Tensor:
     """Dequantized values, float32 [H, n, E]."""
     codes = _value_codes(span, f, slice(None))
-    return dequantize(codes, span.value_scale.unsqueeze(1), span.value_zero_point.unsqueeze(1), span.tokens, 1)
+    return dequantize(codes, span.values.scale.unsqueeze(1), span.values.offset.unsqueeze(1), span.tokens, 1)
 
 
 def _key_codes(span: Span, f: SpanFormat) -> torch.Tensor:
     """Unpacked key codes, uint8 [H, D, n]."""
-    codes = unpack_codes(span.key_codes, f.key_bits, 2, PAGE_SIZE, across=3)
+    codes = unpack_codes(span.keys.codes, f.key_bits, 2, PAGE_SIZE, across=3)
     return codes.permute(1, 3, 0, 2).contiguous().flatten(2)[..., : span.tokens]
 
 
 def _value_codes(span: Span, f: SpanFormat, blocks: slice) -> torch.Tensor:
     """Unpacked value codes of some blocks, uint8 [H, their tokens, E]."""
-    codes = unpack_codes(span.value_codes[blocks], f.value_bits, 2, span.value_scale.shape[1], across=3)
+    codes = unpack_codes(span.values.codes[blocks], f.value_bits, 2, span.values.scale.shape[1], across=3)
     return codes.permute(1, 0, 3, 2).contiguous().flatten(1, 2)[:, : span.tokens - (blocks.start or 0) * PAGE_SIZE]
 
 
 def span_scores(queries: torch.Tensor, span: Span, f: SpanFormat) -> torch.Tensor:
     """Dot products of queries [H, R, D] with the span's keys, float32 [H, R, n]."""
-    scaled = queries * span.key_scale.float().unsqueeze(1)
-    offset = queries @ span.key_zero_point.float().unsqueeze(2)
+    scaled = queries * span.keys.scale.float().unsqueeze(1)
+    offset = queries @ span.keys.offset.float().unsqueeze(2)
     return (scaled @ _key_codes(span, f).float()).add_(offset)
 
 
@@ -78,11 +75,11 @@ def weighted_span_values(
 ) -> torch.Tensor:
     """Sum of the span's values by weights [H, R, n], float32 [H, R, E]; `tile_blocks` are unpacked at a time."""
     output = 0.0
-    for block in range(0, len(span.value_codes), tile_blocks):
+    for block in range(0, len(span.values.codes), tile_blocks):
         codes = _value_codes(span, f, slice(block, block + tile_blocks)).float()
         output = output + weights[..., block * PAGE_SIZE : (block + tile_blocks) * PAGE_SIZE] @ codes
-    offset = weights.sum(-1, keepdim=True) * span.value_zero_point.float().unsqueeze(1)
-    return output * span.value_scale.float().unsqueeze(1) + offset
+    offset = weights.sum(-1, keepdim=True) * span.values.offset.float().unsqueeze(1)
+    return output * span.values.scale.float().unsqueeze(1) + offset
 
 
 def shift_extremes(scores: torch.Tensor, tau1: float, tau2: float) -> torch.Tensor:

@@ -10,17 +10,9 @@ from kvconvert.kernels.pages.formats import PAGE_SIZE, ChannelScales
 from kvconvert.kernels.pages.layout import PageLayout
 from kvconvert.kernels.pages.triton.affine import affine_grid, flag_if, storable
 from kvconvert.kernels.pages.triton.feedback import PageFeedback
-from kvconvert.kernels.pages.triton.launch import (
-    UNFUSED,
-    PageLaunch,
-    launch_keys,
-    launch_values,
-    shrinkage,
-    tile_of,
-    warps_for,
-)
+from kvconvert.kernels.pages.triton.launch import UNFUSED, PageLaunch, quantize_pages, shrinkage, tile_of, warps_for
 from kvconvert.kernels.quantizer import new_flag, raise_if_flagged
-from kvconvert.kernels.spans.formats import Span, SpanFormat, key_blocks, value_blocks
+from kvconvert.kernels.spans.formats import Span, SpanFormat, SpanSide, key_blocks, value_blocks
 
 
 @kernel(do_not_specialize=["count"])
@@ -62,7 +54,7 @@ def channel_range_kernel(
 def channel_scale_kernel(
     extremes,
     scales,
-    zero_points,
+    offsets,
     flag,
     parts,
     factor,
@@ -73,7 +65,7 @@ def channel_scale_kernel(
     TILE: tl.constexpr,
     PART_TILE: tl.constexpr,
 ):
-    """Float16 scale and zero point [H, D] of a span's channels, from `channel_range_kernel`'s extremes."""
+    """Float16 scale and offset [H, D] of a span's channels, from `channel_range_kernel`'s extremes."""
     head = tl.program_id(0)
     part, channel = tl.arange(0, PART_TILE)[:, None], tl.arange(0, TILE)
     there = (part < parts) & (channel < HEAD_SIZE)[None, :]
@@ -81,11 +73,11 @@ def channel_scale_kernel(
     low = tl.min(tl.load(at, mask=there, other=float("inf")), 0)
     high = tl.max(tl.load(at + parts * HEADS * HEAD_SIZE, mask=there, other=float("-inf")), 0)
     LEVELS: tl.constexpr = 2.0**BITS - 1.0
-    scale, zero_point = affine_grid(low, high, LEVELS, 1.0 / LEVELS, factor, shrink)
+    scale, offset = affine_grid(low, high, LEVELS, 1.0 / LEVELS, factor, shrink)
     present = channel < HEAD_SIZE
-    flag_if(tl.sum((present & ~storable(scale, zero_point)).to(tl.int32), 0) > 0, flag, 0, head, 1, HEADS)
+    flag_if(tl.sum((present & ~storable(scale, offset)).to(tl.int32), 0) > 0, flag, 0, head, 1, HEADS)
     tl.store(scales + head * HEAD_SIZE + channel, scale, mask=present)
-    tl.store(zero_points + head * HEAD_SIZE + channel, zero_point, mask=present)
+    tl.store(offsets + head * HEAD_SIZE + channel, offset, mask=present)
 
 
 # Parts of a span whose ranges are found by one program per head each, and tokens that it reads at a time.
@@ -100,18 +92,18 @@ def quantize_span(
     `unsupported` accepts.
 
     Raises:
-        GroupRangeError: NaN, infinity, or a scale or zero point beyond float16; `index` is (head,).
+        GroupRangeError: NaN, infinity, or a scale or offset beyond float16; `index` is (head,).
     """
     heads, tokens = keys.shape[:2]
     blocks = -(-tokens // PAGE_SIZE)
     flag = new_flag(keys.device)
-    parts = []
+    sides = []
     for x, bits, factor in ((keys, f.key_bits, f.key_clip_ratio), (values, f.value_bits, f.value_clip_ratio)):
         scales = _channel_scales(x, bits, factor, flag)
         codes = _span_codes(x, bits, blocks, scales, flag, x is keys, feedback)
-        parts += [codes, *scales]
+        sides.append(SpanSide(codes, *scales))
     raise_if_flagged(flag, heads, of_span=True)
-    return Span(tokens, *parts)
+    return Span(tokens, *sides)
 
 
 def _channel_scales(x: torch.Tensor, bits: int, factor: float, flag: torch.Tensor) -> ChannelScales:
@@ -150,11 +142,6 @@ def _span_codes(
     table[:, 2] = torch.arange(blocks) * layout.record
     table = table.to(x.device, non_blocking=True)
     codes = torch.empty(blocks, heads, layout.lanes, layout.rows, dtype=torch.int16, device=x.device)
-    launch = PageLaunch(x, x.stride(1), table, codes, flag)
-    if is_key:
-        if feedback is not None:
-            launch = launch._replace(feedback=PageFeedback(feedback, torch.zeros_like(table[:, 0])))
-        launch_keys(launch, f, None, scales, partial=True)
-    else:
-        launch_values(launch, f, scales, partial=True)
+    matrices = PageFeedback(feedback, torch.zeros_like(table[:, 0])) if is_key and feedback is not None else None
+    quantize_pages(PageLaunch(x, x.stride(1), table, codes, flag, matrices), f, None, scales, partial=True)
     return codes

@@ -15,6 +15,7 @@ from kvconvert.kernels.quantizer import affine_grid
 from kvconvert.kernels.rotate import NO_ROTATION, Rotations
 from kvconvert.kernels.spans import SpanFormat
 from kvconvert.methods import KVScheme, Spans
+from kvconvert.methods.static_scales import SCALE_NAMES
 
 Side = Literal["key", "value"]
 
@@ -213,7 +214,7 @@ def _static_scales(
         return None
     setting, instead = "static_scales = 'calibrated'", 'static_scales = "none"'
     parts = []
-    for name in (f"static_{side}_{part}" for part in ChannelScales._fields):
+    for name in (f"static_{side}_{part}" for part in SCALE_NAMES):
         needed = f"{name} for {f.heads} heads of {f.head_dim} channels"
         tensor = _planned(plan, name, (f.heads, f.head_dim), setting, instead, needed)
         parts.append(tensor.to(device, torch.float16))

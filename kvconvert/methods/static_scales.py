@@ -9,7 +9,8 @@ from pydantic.dataclasses import dataclass
 
 from kvconvert.methods.part import STRICT, LayerShape, Part, PlanTensor, option
 
-_PARTS = ("scale", "zero_point")
+# Names of a scale and an offset in the tensors of a KV plan.
+SCALE_NAMES = ("scale", "zero_point")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -22,7 +23,7 @@ class StaticScales(Part):
     plan_tensors = {
         f"static_{side}_{part}": f"float16 [KV heads, channels]: {part.replace('_', ' ')} of each {side} channel"
         for side in ("key", "value")
-        for part in _PARTS
+        for part in SCALE_NAMES
     }
     from_calibration = ("static_scales", ("calibrated",), None)
 
@@ -82,7 +83,7 @@ class StaticScales(Part):
                 "F16", size, 'static_scales = "calibrated"', negative if part == "scale" else None
             )
             for side in self.sides
-            for part in _PARTS
+            for part in SCALE_NAMES
             if side.quantized
         }
 

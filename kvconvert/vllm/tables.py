@@ -14,14 +14,12 @@ import numpy as np
 import torch
 
 from kvconvert.kernels.blocks import ROW, DecodePlaces, locate
-from kvconvert.kernels.decode.plan import Segment, SequencePlan, WorkPlan, most_items, plan_rows, plan_work
+from kvconvert.kernels.decode.plan import Item, Segment, SequencePlan, WorkPlan, most_items, plan_rows, plan_work
 from kvconvert.kernels.decode.stored import PageTables, ResidualWindows
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.vllm.layer import LayerBlocks
 from kvconvert.vllm.step import fill
 
-# Numbers of a work item, see `kernels/decode/plan.py`.
-ITEM = 18
 # Partial results of a request whose merge takes one step, where requests have few of them on average and where they
 # have many; it takes more steps of more.
 FEW_SLOTS, SLOTS = 16, 64
@@ -159,11 +157,11 @@ class DecodeTables:
         return ResidualWindows(blocks.words.view(self.dtype), self._on_device.windows[:rows], places[:rows])
 
     def _empty_work(self, programs: int) -> WorkPlan:
-        items, ends = most_items(self.rows, programs) * ITEM, self.rows + 1
+        items, ends = most_items(self.rows, programs) * len(Item), self.rows + 1
         flat = torch.zeros(items + 2 * ends, dtype=torch.int32, device=self.device)
         parts = flat.split([items, ends, ends])
         self._flat_work[programs] = flat
-        return WorkPlan(parts[0].view(-1, ITEM), parts[1], parts[2], 0, 0)
+        return WorkPlan(parts[0].view(-1, len(Item)), parts[1], parts[2], 0, 0)
 
     def _write_work(self, programs: int) -> None:
         """Divide a step's work anew, into the tensors that kernels know."""

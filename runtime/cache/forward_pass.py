@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from kvconvert.errors import CacheError
-from kvconvert.runtime.cache.prompts import Evict, SealSpan
+from kvconvert.runtime.cache.prompts import SealEviction, SealSpan
 from kvconvert.runtime.cache.sequence import Sequence
 
 # (batch, head, query positions, key positions) -> bool, broadcast over all four; as transformers' mask functions.
@@ -256,7 +256,7 @@ class Compression:
         after: the sequences then.
     """
 
-    seals: tuple[SealSpan | Evict, ...]
+    seals: tuple[SealSpan | SealEviction, ...]
     discards: tuple[Discard, ...]
     keys: tuple[PendingPages, ...]
     values: tuple[PendingPages, ...]

@@ -71,7 +71,7 @@ class GroupTables:
             keys in their buffer, so that both sides' new tokens have the keys' index.
         step: int64 [3, B]: where a row's next token goes (-1 for nowhere), its residual tokens once all new ones are
             there, and the position of the first of these.
-        shared: for each layer int64 [S, 4], offsets of scale and zero point of keys, float16 [H, D], and of values,
+        shared: for each layer int64 [S, 4], where scale and offset of keys lie, float16 [H, D], and of values,
             float16 [H, E]: those of each span, or of the whole layer where scales are static; else None.
         positions: int64 [B, n], of a row's tokens in the order of pages, spans and residual tokens, those of the next
             steps included.
@@ -212,7 +212,7 @@ class GroupTables:
         """Offsets of all blocks of one row's spans in one layer."""
         found = []
         for span in spans:
-            codes = span.key_codes if is_key else span.value_codes
+            codes = (span.keys if is_key else span.values).codes
             stride = codes.stride(0) * codes.element_size() // UNIT
             found.append(self._offset(codes) + stride * np.arange(len(codes), dtype=np.int64))
         return np.concatenate(found)
@@ -244,10 +244,7 @@ class GroupTables:
                 lines = [[0 if part is None else self._offset(part) for part in parts]]
             elif total:
                 spans = [span for row in store.rows for span in row.spans]
-                lines = [
-                    [self._offset(p) for p in (s.key_scale, s.key_zero_point, s.value_scale, s.value_zero_point)]
-                    for s in spans
-                ]
+                lines = [[self._offset(p) for p in (*s.keys[1:], *s.values[1:])] for s in spans]
             if lines:
                 table = self.shared[layer]
                 if table is None or len(table) < len(lines):

@@ -29,7 +29,7 @@ class SealSpan:
 
 
 @dataclass(frozen=True)
-class Evict:
+class SealEviction:
     """One row's open prompt is reduced to sink tokens, heavy hitters and the newest tokens of each KV head.
 
     Attributes:
@@ -50,7 +50,7 @@ class Evict:
         return self.sink_tokens + self.heavy_hitters + self.recent >= self.tokens
 
 
-class Pages:
+class PromptPolicy:
     """Prompt tokens are like all others: complete pages are quantized, and nothing waits for a prompt's end.
 
     Attributes:
@@ -69,24 +69,23 @@ class Pages:
         """Whether new tokens begin a prompt that will be compressed as a whole."""
         return False
 
-    def seal(self, row: int, sequence: Sequence) -> tuple[Sequence, SealSpan | Evict | None]:
+    def seal(self, row: int, sequence: Sequence) -> tuple[Sequence, SealSpan | SealEviction | None]:
         """The sequence once its open prompt is complete, and what layers have to do."""
         return sequence, None
 
 
-class Spans(Pages):
+class SpanPolicy(PromptPolicy):
     """Every prompt becomes a span (CalibQuant); tokens of other modalities, and generated ones, are left alone.
 
     Args:
-        every_token: whether all of a prompt's tokens go to its spans, rather than those of one modality.
-        span_tokens: tokens of a span, of which the last may have fewer; 0 for one span.
+        spans: which tokens go to spans, and how many to one.
     """
 
     flushes = False
     is_plain = False
 
-    def __init__(self, every_token: bool, span_tokens: int = 0):
-        self.every_token, self.span_tokens = every_token, span_tokens
+    def __init__(self, spans: methods.Spans):
+        self.spans = spans
 
     def opens(self, sequence: Sequence, decoding: bool) -> bool:
         """The first prompt, even of one token, and every later one."""
@@ -100,7 +99,7 @@ class Spans(Pages):
             return sealed, None
         taken, rest = sequence.positions.take(parts)
         keys, values = (replace(s, buffered=s.buffered - len(taken)) for s in (sealed.keys, sealed.values))
-        lengths = span_lengths(len(taken), self.span_tokens)
+        lengths = span_lengths(len(taken), self.spans.tokens)
         ends = [*accumulate(lengths)]
         spans = [SpanTokens(n, taken.part(end - n, end)) for n, end in zip(lengths, ends, strict=True)]
         work = SealSpan(row, tuple(parts), sequence.keys.buffered, lengths)
@@ -110,7 +109,7 @@ class Spans(Pages):
     def _parts(self, sequence: Sequence) -> list[tuple[int, int]]:
         """The open prompt's tokens that go to its span, as (start, stop) in the buffers."""
         start, stop = max(sequence.open_from, sequence.sink_tokens), sequence.keys.buffered
-        if self.every_token:
+        if self.spans.modality == "all":
             return [(start, stop)] if stop > start else []
         parts = []
         for position, count in sequence.modality_runs:
@@ -120,7 +119,7 @@ class Spans(Pages):
         return parts
 
 
-class Eviction(Pages):
+class EvictionPolicy(PromptPolicy):
     """Keeps a budget of the first prompt's tokens (MiniKV), and all later ones.
 
     Args:
@@ -138,7 +137,7 @@ class Eviction(Pages):
         """The first prompt alone."""
         return sequence.untouched and not sequence.keys.buffered
 
-    def seal(self, row: int, sequence: Sequence) -> tuple[Sequence, Evict]:
+    def seal(self, row: int, sequence: Sequence) -> tuple[Sequence, SealEviction]:
         """Reduce the open prompt to its budget."""
         sealed, n = replace(sequence, open_from=None), sequence.keys.buffered
         work = self._work(row, n, sequence.sink_tokens)
@@ -151,11 +150,11 @@ class Eviction(Pages):
         kept_tokens = {"kept": kept, "kept_before": bound, "evicted": n - kept, "positions": empty}
         return replace(sealed, keys=keys, values=values, **kept_tokens), work
 
-    def _work(self, row: int, tokens: int, sink_tokens: int) -> Evict:
-        return Evict(row, tokens, sink_tokens, *self.shares.budget(tokens))
+    def _work(self, row: int, tokens: int, sink_tokens: int) -> SealEviction:
+        return SealEviction(row, tokens, sink_tokens, *self.shares.budget(tokens))
 
 
-class Reconstruction(Eviction):
+class ReconstructionPolicy(EvictionPolicy):
     """Keeps what a repetition of the prompt attends to most (KVzip); rows are KV heads, each with a budget of its own.
 
     Attributes:
@@ -168,7 +167,7 @@ class Reconstruction(Eviction):
         super().__init__(shares)
         self.kept: dict[int, int] = {}
 
-    def _work(self, row: int, tokens: int, sink_tokens: int) -> Evict:
+    def _work(self, row: int, tokens: int, sink_tokens: int) -> SealEviction:
         if row not in self.kept:
             raise CacheError(
                 'selection = "reconstruction" keeps what a second reading of the prompt attends to, and this prompt '
@@ -176,14 +175,14 @@ class Reconstruction(Eviction):
                 "a bundle's model."
             )
         # Sink tokens and the newest ones have the highest scores of all.
-        return Evict(row, tokens, 0, self.kept.pop(row), 0)
+        return SealEviction(row, tokens, 0, self.kept.pop(row), 0)
 
 
-def prompt_policy(scheme: methods.KVScheme) -> Pages:
+def prompt_policy(scheme: methods.KVScheme) -> PromptPolicy:
     """How a scheme treats prompts."""
     prompt = scheme.prompt
     if isinstance(prompt, methods.Spans):
-        return Spans(prompt.modality == "all", prompt.tokens)
+        return SpanPolicy(prompt)
     if isinstance(prompt, methods.Evict):
-        return Reconstruction(prompt) if prompt.reconstructs else Eviction(prompt)
-    return Pages()
+        return ReconstructionPolicy(prompt) if prompt.reconstructs else EvictionPolicy(prompt)
+    return PromptPolicy()

@@ -20,7 +20,7 @@ from kvconvert.runtime.cache.buffer import CPU_GROWTH, GPU_GROWTH, TokenBuffer
 from kvconvert.runtime.cache.forward_pass import ForwardPass, PassTokens
 from kvconvert.runtime.cache.groups import LayerGroup
 from kvconvert.runtime.cache.pool import PageStorage
-from kvconvert.runtime.cache.prompts import Evict, SealSpan
+from kvconvert.runtime.cache.prompts import SealEviction, SealSpan
 from kvconvert.runtime.cache.sequence import Sequence
 
 
@@ -329,7 +329,7 @@ class LayerStore:
         for side in (row.keys, row.values):
             side.remove(parts, work.used)
 
-    def evict(self, work: Evict) -> None:
+    def evict(self, work: SealEviction) -> None:
         """Keep the sink tokens, heavy hitters and the newest tokens of each KV head."""
         row, before = self.rows[work.row], self.sequences[work.row]
         attention_mass, row.attention_mass = row.attention_mass, None

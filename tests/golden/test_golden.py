@@ -15,7 +15,7 @@ from kvconvert.bundle.manifest import FORMAT_VERSION, schema_text
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight
 from kvconvert.kernels.pages import PageFormat
-from kvconvert.kernels.pages.reference import dequantize_keys, dequantize_values, quantize_keys, quantize_values
+from kvconvert.kernels.pages.reference import dequantize_pages, quantize_pages
 from kvconvert.kernels.rotate.matrices import hadamard_matrix
 from kvconvert.runtime.hf.bundle_quantizer import check_fits
 
@@ -116,7 +116,7 @@ def test_the_example_makes_the_pages_of_the_reference(golden, example, layer):
         boosted is not None,
     )
     fixed = None if boosted is None else boosted.long()
-    expected = dequantize_keys(quantize_keys(turned[None], form, fixed), form, fixed)[0].transpose(1, 2)
+    expected = dequantize_pages(quantize_pages(turned[None], form, fixed), fixed)[0]
     fields = json.loads((golden / "kvconvert.json").read_text())["layers"][layer]
     none = torch.empty(heads, 0, dtype=torch.int64)
     found = example.page_of_keys(keys.numpy(), fields, (none if fixed is None else fixed).numpy())
@@ -125,5 +125,5 @@ def test_the_example_makes_the_pages_of_the_reference(golden, example, layer):
     values = PageFormat.values(
         heads, channels, 128, scheme.value_bits, plan.value_group_size, clip_ratio=scheme.value_clip_ratio
     )
-    expected = dequantize_values(quantize_values(keys[None], values), values)[0]
+    expected = dequantize_pages(quantize_pages(keys[None], values))[0]
     assert np.isclose(example.page_of_values(keys.numpy(), fields), expected.numpy(), atol=1e-5).mean() > 0.999

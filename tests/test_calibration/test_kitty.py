@@ -7,7 +7,7 @@ import torch
 from sample_layers import layer_work, run_passes
 
 from kvconvert.calibration.kitty import ChannelStatistics, KittyPass, choose_channels
-from kvconvert.kernels.pages import LayerFormat, PageFormat, dequantize_keys, quantize_keys
+from kvconvert.kernels.pages import LayerFormat, PageFormat, dequantize_pages, quantize_pages
 from kvconvert.kernels.rotate import Rotations, hadamard_matrix
 from kvconvert.methods.kitty import Kitty
 
@@ -73,7 +73,7 @@ def test_a_large_channel_that_no_query_reads_is_not_sensitive_and_boosting_by_se
     f = PageFormat.keys(1, 8, 128, 2, 128, boosted=1, fixed_channels=True)
 
     def score_error(channels):
-        read = dequantize_keys(quantize_keys(keys, f, channels), f, channels).transpose(2, 3)
+        read = dequantize_pages(quantize_pages(keys, f, channels), channels)
         return (queries @ (read - keys).transpose(2, 3)).square().mean()
 
     by_magnitude = choose_channels(found["key_mean_abs"], 1)

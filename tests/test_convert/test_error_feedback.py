@@ -11,7 +11,7 @@ from kvconvert.convert import pipeline
 from kvconvert.convert.export import export
 from kvconvert.data.text import load_token_samples
 from kvconvert.errors import BundleError, RecipeError
-from kvconvert.kernels.pages import quantize_keys
+from kvconvert.kernels.pages import quantize_pages
 from kvconvert.kernels.rotate import hadamard_matrix
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache, load
@@ -63,9 +63,9 @@ def test_a_bundle_loads_and_writes_its_pages_with_feedback(work, place, text, mo
 
     def noted(keys, f, channels, static, feedback, hidden):
         seen.append(feedback)
-        return quantize_keys(keys, f, channels, static, feedback, hidden)
+        return quantize_pages(keys, f, channels, static, feedback, hidden)
 
-    monkeypatch.setattr("kvconvert.kernels.pages.quantize_keys", noted)
+    monkeypatch.setattr("kvconvert.kernels.pages.quantize_pages", noted)
     assert built.generate(ids[:, :270], max_new_tokens=3, **GREEDY).shape == (1, 273)
     plans = [work.layer_plan(index)[f"layers.{index}.key_feedback"] for index in range(len(seen))]
     assert len(seen) == built.config.num_hidden_layers

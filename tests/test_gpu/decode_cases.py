@@ -16,12 +16,10 @@ from kvconvert.kernels.pages import (
     KeyCenter,
     LayerFormat,
     PageFormat,
-    dequantize_keys,
-    dequantize_values,
+    dequantize_pages,
     new_pages,
     page_centers,
-    quantize_keys,
-    quantize_values,
+    quantize_pages,
 )
 from kvconvert.kernels.pages.center import rope_matrix
 
@@ -124,9 +122,9 @@ class Stored:
             key_count = pages + (half_quantized if c.half_quantized == 1 else 0)
             value_count = pages + (half_quantized if c.half_quantized == 2 else 0)
             plans.append((pages, half_quantized, residual, len(key_pages)))
-            qk, qv = quantize_keys(k, keys, channels, scales[0]), quantize_values(v, values, scales[1])
-            dk = dequantize_keys(qk, keys, channels, scales[0]).transpose(2, 3)
-            dv = dequantize_values(qv, values, scales[1])
+            qk, qv = quantize_pages(k, keys, channels, scales[0]), quantize_pages(v, values, static=scales[1])
+            dk = dequantize_pages(qk, channels, scales[0])
+            dv = dequantize_pages(qv, static=scales[1])
             dk[key_count:], dv[value_count:] = k[key_count:].float(), v[value_count:].float()
             first = c.position + 1000 * row
             key_rows.append([len(key_pages), key_count, first])

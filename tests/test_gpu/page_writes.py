@@ -31,7 +31,7 @@ def page_writes(
     )
 
 
-def quantize_pages(
+def store_pages(
     tokens: list[torch.Tensor],
     pages: list[PageTensors] | list[PageTensors],
     channels: torch.Tensor | None = None,

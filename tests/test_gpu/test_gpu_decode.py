@@ -112,24 +112,22 @@ def test_spans_of_several_prompts_are_shifted_together(bits, tau, heads, device)
         return torch.randn(*size, generator=generator)
 
     spans = [[quantize_span(random(heads, n, dim), random(heads, n, dim), form) for n in row] for row in lengths]
-    fields = [value for row in spans for span in row for value in vars(span).values()]
-    parts = [value.to(device).contiguous() for value in fields if isinstance(value, torch.Tensor)]
+    sides = [side for row in spans for span in row for side in (span.keys, span.values)]
+    parts = [tensor.to(device).contiguous() for side in sides for tensor in side]
     base = torch.zeros(8, dtype=torch.int16, device=device)
     keys, values, shared, sequences = [], [], [], []
     each = iter(parts)
     for row, residual in zip(spans, residuals, strict=True):
         segments, first = [], 0
         for span in row:
-            key_codes, key_scale, key_zero_point, value_codes, value_scale, value_zero_point = (
-                next(each) for _ in range(6)
-            )
+            key_codes, key_scale, key_offset, value_codes, value_scale, value_offset = (next(each) for _ in range(6))
             blocks, begin = key_codes.shape[0], len(keys)
             for table, codes in ((keys, key_codes), (values, value_codes)):
                 start, step = codes.data_ptr() - base.data_ptr(), codes[0].numel() * 2
                 table += [(start + i * step) // 16 for i in range(blocks)]
             segments.append(Segment(begin, begin + blocks, span.tokens, len(shared), first))
             first += span.tokens
-            scales = (key_scale, key_zero_point, value_scale, value_zero_point)
+            scales = (key_scale, key_offset, value_scale, value_offset)
             shared.append([(t.data_ptr() - base.data_ptr()) // 16 for t in scales])
         sequences.append(SequencePlan(tuple(segments), residual, residual_token=first))
     buffers = [[random(heads, 24, dim).to(device) for _ in range(2)] for _ in residuals]

@@ -9,10 +9,8 @@ from kvconvert.kernels.pages import (
     PageAddresses,
     PageFormat,
     dequantize_into,
-    dequantize_keys,
-    dequantize_values,
-    quantize_keys,
-    quantize_values,
+    dequantize_pages,
+    quantize_pages,
     unsupported_dequantization,
 )
 from kvconvert.kernels.spans import SpanFormat, key_blocks, quantize_span, span_keys, span_values, value_blocks
@@ -85,28 +83,26 @@ def test_pages_out_of_order_give_the_references_numbers(device, case):
 @pytest.mark.parametrize(("bits", "dim"), [(4, 512), (2, 48), (2, 320)])
 def test_codes_packed_by_token(device, bits, dim):
     f = PageFormat.keys(1, dim, PAGE_SIZE, bits, PAGE_SIZE, by_token=True)
-    pages = quantize_keys(torch.randn(3, 1, PAGE_SIZE, dim), f)
+    pages = quantize_pages(torch.randn(3, 1, PAGE_SIZE, dim), f)
     record = pages.record.to(device)
     output = torch.empty(1, 3 * PAGE_SIZE, dim, device=device)
     dequantize_into(output, PageAddresses(f, record, torch.arange(3, device=device) * (record.stride(0) // 8)))
-    assert torch.equal(output.cpu(), dequantize_keys(pages, f).permute(1, 0, 3, 2).flatten(1, 2))
+    assert torch.equal(output.cpu(), dequantize_pages(pages).transpose(0, 1).flatten(1, 2))
 
 
 @pytest.mark.parametrize("page_size", [16, 256])
 def test_pages_of_other_sizes(device, page_size):
     keys, values = torch.randn(3, 2, page_size, 64), torch.randn(3, 2, page_size, 64)
-    for tokens, f, quantize, dequantize in (
-        (keys, PageFormat.keys(2, 64, page_size, 2, 16, "joint", boosted=8), quantize_keys, dequantize_keys),
-        (values, PageFormat.values(2, 64, page_size, 1, 32), quantize_values, dequantize_values),
+    for tokens, f in (
+        (keys, PageFormat.keys(2, 64, page_size, 2, 16, "joint", boosted=8)),
+        (values, PageFormat.values(2, 64, page_size, 1, 32)),
     ):
-        pages = quantize(tokens, f)
+        pages = quantize_pages(tokens, f)
         record = pages.record.to(device)
         offsets = torch.arange(3, device=device) * (record.stride(0) // 8)
         output = torch.empty(2, 3 * page_size, 64, device=device)
         dequantize_into(output, PageAddresses(f, record, offsets))
-        expected = dequantize(pages, f)
-        expected = expected.permute(1, 0, 3, 2) if pages.format.is_key else expected.transpose(0, 1)
-        assert torch.equal(output.cpu(), expected.flatten(1, 2))
+        assert torch.equal(output.cpu(), dequantize_pages(pages).transpose(0, 1).flatten(1, 2))
 
 
 @pytest.mark.parametrize(("bits", "tokens"), [(1, 300), (2, 129), (3, 130), (4, 128)])
@@ -114,13 +110,13 @@ def test_blocks_of_spans_stop_at_the_last_token(device, bits, tokens):
     f = SpanFormat(bits, bits)
     span = quantize_span(torch.randn(2, tokens, 64, device=device), torch.randn(2, tokens, 48, device=device), f)
     keys, values = key_blocks(2, 64, bits), value_blocks(2, 48, bits)
-    for codes, scale, zero_point, blocks, expected in (
-        (span.key_codes, span.key_scale, span.key_zero_point, keys, span_keys(span, f)),
-        (span.value_codes, span.value_scale, span.value_zero_point, values, span_values(span, f)),
+    for codes, scale, offset, blocks, expected in (
+        (*span.keys, keys, span_keys(span, f)),
+        (*span.values, values, span_values(span, f)),
     ):
         start = codes.data_ptr()
         offsets = torch.arange(len(codes), device=device) * (codes.stride(0) // 8)
-        scales = torch.tensor([(part.data_ptr() - start) // 16 for part in (scale, zero_point)], device=device)
+        scales = torch.tensor([(part.data_ptr() - start) // 16 for part in (scale, offset)], device=device)
         output = torch.empty(2, tokens, blocks.head_dim, device=device)
         dequantize_into(output, PageAddresses(blocks, codes, offsets, scales))
         assert torch.equal(output, expected)
@@ -128,10 +124,10 @@ def test_blocks_of_spans_stop_at_the_last_token(device, bits, tokens):
 
 def test_pages_given_as_tensors_take_the_reference_and_fill_what_room_there_is():
     f = PageFormat.keys(2, 64, PAGE_SIZE, 2, 32, "joint")
-    pages = quantize_keys(torch.randn(40, 2, PAGE_SIZE, 64), f)
+    pages = quantize_pages(torch.randn(40, 2, PAGE_SIZE, 64), f)
     output = torch.full((2, 40 * PAGE_SIZE - 5, 64), float("nan"), dtype=torch.bfloat16)
     dequantize_into(output, pages)
-    expected = dequantize_keys(pages, f).permute(1, 0, 3, 2).flatten(1, 2)[:, :-5]
+    expected = dequantize_pages(pages).transpose(0, 1).flatten(1, 2)[:, :-5]
     assert torch.equal(output, expected.to(torch.bfloat16))
 
 
@@ -139,11 +135,11 @@ def test_float16_saturates(device):
     f = PageFormat.keys(1, 16, PAGE_SIZE, 8, 128, "joint")
     keys = torch.full((1, 1, PAGE_SIZE, 16), 65504.0, dtype=torch.float16)
     keys[:, :, ::2] = 60000.0
-    pages = quantize_keys(keys, f)
+    pages = quantize_pages(keys, f)
     # Norms are rounded to float16; one is made as large as that can be.
     pages.norm.fill_(65504.0)
-    pages.zero_point.fill_(1.001)
-    assert not dequantize_keys(pages, f).half().isfinite().all()
+    pages.offset.fill_(1.001)
+    assert not dequantize_pages(pages).half().isfinite().all()
     addressed = PageAddresses(f, pages.record.to(device), torch.zeros(1, dtype=torch.int64, device=device))
     for source in (addressed, pages):
         output = torch.empty(1, PAGE_SIZE, 16, dtype=torch.float16, device=device)

@@ -6,11 +6,11 @@ Records hold noise beforehand.
 
 import pytest
 import torch
-from page_writes import quantize_pages
+from page_writes import store_pages
 
 from kvconvert.calibration.error_feedback import feedback_matrices
-from kvconvert.kernels.pages import ChannelScales, PageFormat, PageTensors, new_pages, quantize_keys
-from kvconvert.kernels.pages.reference import key_codes
+from kvconvert.kernels.pages import ChannelScales, PageFormat, PageTensors, new_pages, quantize_pages
+from kvconvert.kernels.pages.reference import page_codes
 from kvconvert.kernels.spans import SpanFormat, quantize_span, span_keys
 from kvconvert.kernels.spans.reference import quantize_span_reference
 
@@ -45,7 +45,7 @@ def assert_same(found: PageTensors, expected: PageTensors, f: PageFormat, fixed=
     for name, tensor in expected.tensors():
         if name not in ("codes", "high") and f.token_norm == "none":
             assert torch.equal(getattr(found, name), tensor), name
-    different = (key_codes(found, f, fixed) != key_codes(expected, f, fixed)).any(2)
+    different = (page_codes(found, fixed) != page_codes(expected, fixed)).any(2)
     assert different.float().mean() <= 0.02
 
 
@@ -84,9 +84,9 @@ def test_pages_hold_the_codes_of_the_reference(device, name):
     if f.static:
         static = ChannelScales(*(torch.full((2, f.head_dim), v, device=device).half() for v in (0.4, -3.0)))
     pages = noise(1, f, device)
-    quantize_pages(list(keys), [pages], None if fixed is None else fixed.to(device), static, [matrices])
+    store_pages(list(keys), [pages], None if fixed is None else fixed.to(device), static, [matrices])
     on_host = None if static is None else ChannelScales(*(part.cpu() for part in static))
-    assert_same(pages, quantize_keys(keys.cpu(), f, fixed, on_host, matrices.cpu()), f, fixed)
+    assert_same(pages, quantize_pages(keys.cpu(), f, fixed, on_host, matrices.cpu()), f, fixed)
 
 
 @pytest.mark.full
@@ -94,17 +94,17 @@ def test_pages_hold_the_codes_of_the_reference(device, name):
 def test_every_dtype_of_keys(device, dtype):
     f = key_format()
     keys, pages = random_keys(2, f, device, dtype), noise(2, f, device)
-    quantize_pages(list(keys), [pages], feedback=[feedback(16, device)])
-    assert_same(pages, quantize_keys(keys.cpu(), f, feedback=feedback(16, "cpu")), f)
+    store_pages(list(keys), [pages], feedback=[feedback(16, device)])
+    assert_same(pages, quantize_pages(keys.cpu(), f, feedback=feedback(16, "cpu")), f)
 
 
 def test_pages_of_several_layers_have_matrices_of_their_own(device):
     f = key_format()
     keys, pages = random_keys(2, f, device), noise(2, f, device)
     matrices = [feedback(16, device, seed) for seed in (1, 2)]
-    quantize_pages(list(keys), [pages], feedback=matrices)
+    store_pages(list(keys), [pages], feedback=matrices)
     for i, matrix in enumerate(matrices):
-        assert_same(pages.select(slice(i, i + 1)), quantize_keys(keys[i : i + 1].cpu(), f, feedback=matrix.cpu()), f)
+        assert_same(pages.select(slice(i, i + 1)), quantize_pages(keys[i : i + 1].cpu(), f, feedback=matrix.cpu()), f)
 
 
 @pytest.mark.full
@@ -114,7 +114,7 @@ def test_spans_hold_the_codes_of_the_reference(device, bits):
     keys, values = (torch.randn(2, 131, 16).bfloat16().to(device) for _ in range(2))
     found = quantize_span(keys, values, f, feedback(16, device))
     expected = quantize_span_reference(keys.cpu(), values.cpu(), f, feedback(16, "cpu"))
-    assert torch.equal(found.value_codes.cpu(), expected.value_codes)
-    apart = (found.key_codes.cpu() != expected.key_codes).float().mean()
+    assert torch.equal(found.values.codes.cpu(), expected.values.codes)
+    apart = (found.keys.codes.cpu() != expected.keys.codes).float().mean()
     assert apart <= 0.02  # padding beyond the last token included
     assert span_keys(expected, f).shape == (2, 131, 16)

@@ -12,10 +12,8 @@ from kvconvert.kernels.pages import (
     PAGE_SIZE,
     LayerFormat,
     PageFormat,
-    dequantize_keys,
-    dequantize_values,
-    quantize_keys,
-    quantize_values,
+    dequantize_pages,
+    quantize_pages,
 )
 
 SCALING = 0.09
@@ -57,8 +55,8 @@ def stored_tokens(f, dtype, device, rows, programs, generator):
     latents[..., 1] += 9
     latents[..., rank // 2] *= 5
     rope_parts = random(count + 1, 1, PAGE_SIZE, rope) * 2
-    pages = quantize_keys(latents, f.keys), quantize_values(rope_parts, f.values)
-    exact = dequantize_keys(pages[0], f.keys).mT.double(), dequantize_values(pages[1], f.values).double()
+    pages = quantize_pages(latents, f.keys), quantize_pages(rope_parts, f.values)
+    exact = dequantize_pages(pages[0]).double(), dequantize_pages(pages[1]).double()
     # Pages lie in another order than they are read in.
     order = torch.randperm(count + 1, generator=generator)
     pools = [torch.empty_like(side.buffer).index_copy_(0, order, side.buffer).to(device) for side in pages]

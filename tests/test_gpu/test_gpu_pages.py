@@ -1,4 +1,4 @@
-"""The page kernels store what the reference stores: the same scales, zero points and channels, and codes from them.
+"""The page kernels store what the reference stores: the same scales, offsets and channels, and codes from them.
 
 Codes are compared exactly except where a number lies within a thousandth of a code of the border between two codes:
 there one rounding of float32 may decide. Records are filled with noise beforehand, so that what is not written shows.
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from page_writes import page_writes, quantize_pages
+from page_writes import page_writes, store_pages
 
 from kvconvert.errors import NumericError
 from kvconvert.kernels.pages import (
@@ -18,12 +18,11 @@ from kvconvert.kernels.pages import (
     new_flag,
     new_pages,
     quantize_at,
-    quantize_keys,
-    quantize_values,
+    quantize_pages,
     raise_if_flagged,
     unsupported,
 )
-from kvconvert.kernels.pages.reference import key_codes, shown_tokens, value_codes
+from kvconvert.kernels.pages.reference import page_codes, shown_tokens
 from kvconvert.kernels.quantizer import GroupRangeError
 
 
@@ -59,12 +58,12 @@ def quantized(tokens: torch.Tensor, f, channels=None, static=None, **more) -> Pa
     """Pages of tokens [N, H, P, channels], in records that held noise."""
     pages = new_pages(len(tokens), f, tokens.dtype, tokens.device)
     poison(pages.buffer)
-    quantize_pages(list(tokens), [pages], channels, static, **more)
+    store_pages(list(tokens), [pages], channels, static, **more)
     return pages
 
 
-def near_a_border(x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor) -> torch.Tensor:
-    position = (x.double() - zero_point.double()) / scale.double()
+def near_a_border(x: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    position = (x.double() - offset.double()) / scale.double()
     return ((position - position.floor() - 0.5).abs() < 1e-3) | (scale == 0)
 
 
@@ -77,35 +76,34 @@ def assert_same_keys(
     even among few groups there may be one.
     """
     keys = shown_tokens(keys.cpu(), hidden)
-    expected = quantize_keys(keys, f, channels, static, hidden=hidden)
+    expected = quantize_pages(keys, f, channels, static, hidden=hidden)
     fields = {name: tensor.cpu() for name, tensor in found.tensors()}
     if f.token_norm != "none":
         norm = fields["norm"]
         assert (norm.view(torch.int16) - expected.norm.view(torch.int16)).abs().max() <= 1
         inverse = torch.where(norm > 0, norm.float().reciprocal(), 0.0)
         keys = keys.float() * inverse.unsqueeze(3)
-        expected = quantize_keys(keys, replace(f, token_norm="none"), channels, static, hidden=hidden)
+        expected = quantize_pages(keys, replace(f, token_norm="none"), channels, static, hidden=hidden)
     rounded = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
-    for name in ("scale", "zero_point", "grid", "channels"):
+    for name in ("scale", "offset", "grid", "channels"):
         if getattr(expected, name) is None:
             continue
         if f.token_norm == "none" or name == "channels":
             assert torch.equal(fields[name], getattr(expected, name)), name
         else:
             apart = (fields[name].view(torch.int16).int() - getattr(expected, name).view(torch.int16).int()).abs()
-            # A scale of 8 bits that is rounded the other way has another zero point.
+            # A scale of 8 bits that is rounded the other way has another offset.
             assert name == "grid" or apart.max() <= 1, name
             assert (apart > 0).sum() <= 1 + apart.numel() // 1000, name
             rounded = rounded | (apart > 0)
     found = PageTensors(format=f, **fields)
-    different = key_codes(found, f, channels) != key_codes(expected, f, channels)
+    different = page_codes(found, channels) != page_codes(expected, channels)
     if rounded.any():
         different &= ~rounded.repeat_interleave(f.group_size, 3)
     if different.any():
-        scale, zero_point = static or expected.group_scales
+        scale, offset = static or expected.group_scales
         grid = [
-            part[None, :, :, None] if static else part.repeat_interleave(f.group_size, 3)
-            for part in (scale, zero_point)
+            part[None, :, :, None] if static else part.repeat_interleave(f.group_size, 3) for part in (scale, offset)
         ]
         assert not (different & ~near_a_border(keys.transpose(2, 3), *grid)).any()
         assert different.float().mean() < 1e-3
@@ -203,8 +201,8 @@ VALUE_FORMATS = [
 
 
 def assert_same_values(found, values, f, static=None) -> None:
-    expected = quantize_values(values.cpu(), f, static)
-    codes, wanted = value_codes(replace(found, codes=found.codes.cpu()), f), value_codes(expected, f)
+    expected = quantize_pages(values.cpu(), f, static=static)
+    codes, wanted = page_codes(replace(found, codes=found.codes.cpu())), page_codes(expected)
     if not f.static:
         for mine, other in zip(found.group_scales, expected.group_scales, strict=True):
             assert torch.equal(mine.cpu(), other)
@@ -238,12 +236,12 @@ def test_every_value_format(device, dim, bits, dtype):
 @pytest.mark.parametrize("bits", [1, *(pytest.param(bits, marks=pytest.mark.full) for bits in (2, 3, 8))])
 def test_static_pages(device, bits):
     f, g = key_format(bits, group=128, static=True), value_format(bits, group=64, static=True)
-    scale, zero_point = (
+    scale, offset = (
         torch.rand(2, 64, device=device).half() * 4 / 2**bits,
         -2 * torch.rand(2, 64, device=device).half(),
     )
     scale[0, 3] = 0
-    static = ChannelScales(scale, zero_point)
+    static = ChannelScales(scale, offset)
     x = torch.randn(1, 2, 128, 64, device=device)
     assert_same_keys(quantized(x, f, static=static), x, f, static=cpu(static))
     assert_same_values(quantized(x, g, static=static), x, g, cpu(static))
@@ -303,7 +301,7 @@ def test_pages_of_sequences_with_their_own_buffers(device):
         pool = new_pages(5, layout, torch.bfloat16, device)
         poison(pool.buffer)
         before = pool.buffer.clone()
-        quantize_pages(tokens, [pool.select(slice(slot, slot + 1)) for slot in slots])
+        store_pages(tokens, [pool.select(slice(slot, slot + 1)) for slot in slots])
         each = [page for part in tokens for page in part.split(32, 1)]
         for slot, page in zip(slots, each, strict=True):
             check = assert_same_keys if layout is f else assert_same_values

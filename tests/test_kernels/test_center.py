@@ -11,12 +11,10 @@ from kvconvert.kernels.pages import (
     LayerFormat,
     PageFormat,
     add_centers,
-    dequantize_keys,
-    dequantize_values,
+    dequantize_pages,
     key_center,
     page_centers,
-    quantize_keys,
-    quantize_values,
+    quantize_pages,
 )
 from kvconvert.kernels.pages.center import center_scores
 
@@ -69,14 +67,14 @@ def test_attention_over_pages_equals_attention_over_whole_keys(bits, norm, boost
         key_center=center,
     )
     keys, values = (torch.randn(4, 2, 128, 64, generator=generator) for _ in range(2))
-    pages = quantize_keys(keys, format.keys), quantize_values(values, format.values)
+    pages = quantize_pages(keys, format.keys), quantize_pages(values, format.values)
     rows, positions = torch.tensor([0, 1, 0, 1]), torch.tensor([4, 130_000, 132, 7])
     queries = torch.randn(2, 6, 3, 64, generator=generator)
     got = paged_attention(queries, [PageTile(*pages, rows, None, positions)], [], format, 0.1, softcap)
-    whole = dequantize_keys(pages[0], format.keys).transpose(2, 3) + page_centers(positions, 128, center)
+    whole = dequantize_pages(pages[0]) + page_centers(positions, 128, center)
     for row in range(2):
         own = rows == row
-        k, v = (x[own].transpose(0, 1).flatten(1, 2) for x in (whole, dequantize_values(pages[1], format.values)))
+        k, v = (x[own].transpose(0, 1).flatten(1, 2) for x in (whole, dequantize_pages(pages[1])))
         expected = attention_reference(queries[row], k, v, None, 0.1, softcap).output
         # float32 scores of some 30 before the softmax
         torch.testing.assert_close(got[row].double(), expected, rtol=1e-3, atol=2e-4)

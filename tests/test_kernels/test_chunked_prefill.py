@@ -12,10 +12,8 @@ from kvconvert.kernels.pages import (
     PAGE_SIZE,
     LayerFormat,
     PageFormat,
-    dequantize_keys,
-    dequantize_values,
-    quantize_keys,
-    quantize_values,
+    dequantize_pages,
+    quantize_pages,
 )
 
 # Heads, query heads per KV head, head size, queries, pages, full-precision tokens.
@@ -37,8 +35,8 @@ def case_of(heads, group, dim, queries, pages, residual, dtype=torch.float32, se
     key_format = PageFormat.keys(heads, dim, PAGE_SIZE, 2, 32, "joint", boosted=5)
     value_format = PageFormat.values(heads, dim, PAGE_SIZE, 4, dim // 2)
     stored = (
-        quantize_keys(random(pages, heads, PAGE_SIZE, dim), key_format),
-        quantize_values(random(pages, heads, PAGE_SIZE, dim), value_format),
+        quantize_pages(random(pages, heads, PAGE_SIZE, dim), key_format),
+        quantize_pages(random(pages, heads, PAGE_SIZE, dim), value_format),
     )
     full = random(heads, residual, dim), random(heads, residual, dim)
     readers = [
@@ -48,8 +46,8 @@ def case_of(heads, group, dim, queries, pages, residual, dtype=torch.float32, se
     parts = [StoredPart(residual, *full), StoredPart(pages * PAGE_SIZE, *readers)]
     chunk = random(heads, queries, dim), random(heads, queries, dim)
     paged = (
-        dequantize_keys(stored[0], key_format).permute(1, 0, 3, 2),
-        dequantize_values(stored[1], value_format).transpose(0, 1),
+        dequantize_pages(stored[0]).transpose(0, 1),
+        dequantize_pages(stored[1]).transpose(0, 1),
     )
     every = [torch.cat([a, b.flatten(1, 2), c], 1) for a, b, c in zip(full, paged, chunk, strict=True)]
     return random(heads * group, queries, dim), [part for part in parts if part.tokens], chunk, every
@@ -136,8 +134,7 @@ def test_exact_tokens_take_the_places_of_what_pages_hold_of_them():
     format = PageFormat.keys(2, 32, PAGE_SIZE, 2, 32), PageFormat.values(2, 32, PAGE_SIZE, 2, 32)
     tokens = torch.randn(2, 2, 2 * PAGE_SIZE, 32)
     pages = [
-        quantize(x.unflatten(1, (2, PAGE_SIZE)).transpose(0, 1), f)
-        for x, f, quantize in zip(tokens, format, (quantize_keys, quantize_values), strict=True)
+        quantize_pages(x.unflatten(1, (2, PAGE_SIZE)).transpose(0, 1), f) for x, f in zip(tokens, format, strict=True)
     ]
     readers = [PageReader(lambda part, p=p: p.select(part), f) for p, f in zip(pages, format, strict=True)]
     part = StoredPart(2 * PAGE_SIZE, *readers, exact=(tokens[0, :, :5], tokens[1, :, :5]))
@@ -145,7 +142,7 @@ def test_exact_tokens_take_the_places_of_what_pages_hold_of_them():
     found = []
     for count in workspace.tiles([part]):
         found.append(torch.stack([workspace.keys[:, :count], workspace.values[:, :count]]).clone())
-    read = [dequantize_keys(pages[0], format[0]).transpose(2, 3), dequantize_values(pages[1], format[1])]
+    read = [dequantize_pages(pages[0]), dequantize_pages(pages[1])]
     expected = torch.stack([x.transpose(0, 1).flatten(1, 2) for x in read])
     expected[:, :, :5] = tokens[:, :, :5]
     torch.testing.assert_close(torch.cat(found, 2), expected)

@@ -11,10 +11,8 @@ from kvconvert.kernels.decode.cpu import TILE_BYTES
 from kvconvert.kernels.pages import (
     LayerFormat,
     PageFormat,
-    dequantize_keys,
-    dequantize_values,
-    quantize_keys,
-    quantize_values,
+    dequantize_pages,
+    quantize_pages,
 )
 from kvconvert.kernels.spans import SpanFormat, quantize_span, span_keys, span_values
 
@@ -45,7 +43,7 @@ def build(case, pages_per_row=(3, 1, 0), residual_per_row=(70, 0, 33), seed=0):
     count = sum(pages_per_row)
     keys = torch.randn(count, heads, 128, key_dim, generator=generator)
     values = torch.randn(count, heads, 128, value_dim, generator=generator)
-    pages = quantize_keys(keys, format.keys), quantize_values(values, format.values)
+    pages = quantize_pages(keys, format.keys), quantize_pages(values, format.values)
     rows = torch.tensor([row for row, n in enumerate(pages_per_row) for _ in range(n)])
     residuals = [
         ResidualTokens(
@@ -60,8 +58,8 @@ def build(case, pages_per_row=(3, 1, 0), residual_per_row=(70, 0, 33), seed=0):
     stored = []
     for row in range(len(pages_per_row)):
         own = (rows == row).nonzero().flatten()
-        k = dequantize_keys(pages[0].select(own), format.keys).permute(1, 0, 3, 2).reshape(heads, -1, key_dim)
-        v = dequantize_values(pages[1].select(own), format.values).permute(1, 0, 2, 3).reshape(heads, -1, value_dim)
+        k = dequantize_pages(pages[0].select(own)).transpose(0, 1).reshape(heads, -1, key_dim)
+        v = dequantize_pages(pages[1].select(own)).permute(1, 0, 2, 3).reshape(heads, -1, value_dim)
         for part in residuals:
             if part.rows[0] == row:
                 k, v = torch.cat([k, part.keys[0]], 1), torch.cat([v, part.values[0]], 1)
@@ -131,8 +129,8 @@ def test_residual_windows_of_many_rows_in_one_batch(lengths):
     got = paged_attention(queries, tiles_of(pages, rows, (4,)), [batch], format, 0.2)
     for row, count in enumerate(lengths):
         own = rows == row
-        k = dequantize_keys(pages[0].select(own), format.keys).permute(1, 0, 3, 2).reshape(3, -1, 80)
-        v = dequantize_values(pages[1].select(own), format.values).permute(1, 0, 2, 3).reshape(3, -1, 80)
+        k = dequantize_pages(pages[0].select(own)).transpose(0, 1).reshape(3, -1, 80)
+        v = dequantize_pages(pages[1].select(own)).permute(1, 0, 2, 3).reshape(3, -1, 80)
         k, v = torch.cat([k, keys[row, :, :count]], 1), torch.cat([v, values[row, :, :count]], 1)
         expected = attention_reference(queries[row], k, v, None, 0.2).output
         torch.testing.assert_close(got[row].double(), expected, rtol=1e-4, atol=2e-5)
@@ -192,9 +190,9 @@ def test_one_side_may_be_in_full_precision(case, paged):
     tile = PageTile(pages[0], values, rows) if paged == "keys" else PageTile(keys, pages[1], rows)
     got = paged_attention(queries, [tile], [], format, 0.2)
     if paged == "keys":
-        keys = dequantize_keys(pages[0], format.keys).transpose(2, 3)
+        keys = dequantize_pages(pages[0])
     else:
-        values = dequantize_values(pages[1], format.values)
+        values = dequantize_pages(pages[1])
     flat = [x.transpose(0, 1).flatten(1, 2) for x in (keys, values)]
     expected = attention_reference(queries[0], *flat, None, 0.2).output
     torch.testing.assert_close(got[0].double(), expected, rtol=1e-4, atol=2e-5)

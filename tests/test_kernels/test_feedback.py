@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from kvconvert.calibration.error_feedback import feedback_matrices
-from kvconvert.kernels.pages import ChannelScales, PageFormat, dequantize_keys, normalised_keys, quantize_keys
+from kvconvert.kernels.pages import ChannelScales, PageFormat, dequantize_pages, normalised_keys, quantize_pages
 from kvconvert.kernels.pages.feedback import round_with_feedback, round_with_feedback_reference
-from kvconvert.kernels.pages.reference import key_codes
+from kvconvert.kernels.pages.reference import page_codes
 from kvconvert.kernels.quantizer import quantize
 from kvconvert.kernels.spans import SpanFormat, span_keys
 from kvconvert.kernels.spans.reference import quantize_span_reference
@@ -43,16 +43,16 @@ def test_each_channel_is_rounded_to_what_is_best_after_the_errors_before_it():
     h, x = damped(moments(heads, dim)), random_keys(1, heads, tokens, dim)
     grid = quantize(x.transpose(2, 3), 2, 32, dim=3)
     found = round_with_feedback_reference(
-        x.transpose(2, 3), grid.scale, grid.zero_point, 3, feedback_matrices(moments(heads, dim))[0]
+        x.transpose(2, 3), grid.scale, grid.offset, 3, feedback_matrices(moments(heads, dim))[0]
     )
-    scale, zero_point = (part[0].double().repeat_interleave(32, 2).transpose(1, 2) for part in grid[1:])
+    scale, offset = (part[0].double().repeat_interleave(32, 2).transpose(1, 2) for part in grid[1:])
     exact, differences = x[0].double(), torch.zeros(heads, tokens, dim, dtype=torch.float64)
     for i in range(dim):
         best = -torch.linalg.solve(h[:, i:, i:], h[:, i:, :i] @ differences[:, :, :i].transpose(1, 2))
         target = exact[:, :, i] + best[:, 0]
-        code = ((target - zero_point[:, :, i]) / scale[:, :, i]).round().clamp(0, 3)
+        code = ((target - offset[:, :, i]) / scale[:, :, i]).round().clamp(0, 3)
         assert torch.equal(found[0, :, i].double(), code)
-        differences[:, :, i] = code * scale[:, :, i] + zero_point[:, :, i] - exact[:, :, i]
+        differences[:, :, i] = code * scale[:, :, i] + offset[:, :, i] - exact[:, :, i]
 
 
 @pytest.mark.parametrize(("dim", "group", "bits"), [(8, 32, 2), (40, 128, 1), (80, 16, 4)], ids=str)
@@ -74,7 +74,7 @@ def test_the_error_that_queries_see_falls_and_the_plain_error_rises():
     h, x = moments(2, 64), random_keys(4, 2, 128, 64)
     f, seen, plain = PageFormat.keys(2, 64, 128, 2, 128), [], []
     for matrices in (None, feedback(2, 64)):
-        d = dequantize_keys(quantize_keys(x, f, feedback=matrices), f).transpose(2, 3).double() - x
+        d = dequantize_pages(quantize_pages(x, f, feedback=matrices)).double() - x
         seen.append(float(torch.einsum("nhpd,hde,nhpe->", d, h, d)))
         plain.append(float(d.square().sum()))
     assert seen[1] < 0.6 * seen[0]
@@ -92,11 +92,11 @@ FORMATS = {
 
 @pytest.mark.parametrize("f", FORMATS.values(), ids=FORMATS)
 def test_only_the_codes_of_a_page_change(f):
-    """Norms, scales, zero points and boosted channels are those of the unmodified page; codes are the reference's."""
+    """Norms, scales, offsets and boosted channels are those of the unmodified page; codes are the reference's."""
     x = random_keys(2, 2, 128, 24)
     fixed = torch.tensor([[0, 3, 4, 11, 23], [1, 2, 7, 8, 22]]) if f.fixed_channels else None
     static = ChannelScales(torch.full((2, 24), 0.4).half(), torch.full((2, 24), -3.0).half()) if f.static else None
-    near, fed = (quantize_keys(x, f, fixed, static, matrices) for matrices in (None, feedback(2, 24)))
+    near, fed = (quantize_pages(x, f, fixed, static, matrices) for matrices in (None, feedback(2, 24)))
     for name, tensor in near.tensors():
         assert torch.equal(tensor, getattr(fed, name)) == (name not in ("codes", "high")), name
     keys = normalised_keys(x, f)
@@ -106,25 +106,25 @@ def test_only_the_codes_of_a_page_change(f):
     largest = torch.full((2, 2, 24), 2**f.bits - 1)
     if chosen is not None:
         largest.scatter_(2, chosen, 4**f.bits - 1)
-    grid = (near.scale, near.zero_point) if static is None else [p.expand(2, -1, -1).unsqueeze(3) for p in static]
+    grid = (near.scale, near.offset) if static is None else [p.expand(2, -1, -1).unsqueeze(3) for p in static]
     expected = round_with_feedback_reference(keys.transpose(2, 3), *grid, largest, feedback(2, 24))
-    assert (key_codes(fed, f, fixed) != expected).any(2).float().mean() < 0.01
+    assert (page_codes(fed, fixed) != expected).any(2).float().mean() < 0.01
     if f.token_norm == "per_head":
-        assert not dequantize_keys(fed, f)[-1, -1, :, 3].any()  # a token of zeros stays one
+        assert not dequantize_pages(fed)[-1, -1, 3].any()  # a token of zeros stays one
 
 
 def test_uncorrelated_queries_leave_rounding_as_it_is():
     x, f = random_keys(2, 2, 128, 24), PageFormat.keys(2, 24, 128, 2, 32)
     identity = feedback_matrices(torch.diag_embed(torch.rand(2, 24)))[0].half()
-    assert torch.equal(quantize_keys(x, f, feedback=identity).codes, quantize_keys(x, f).codes)
+    assert torch.equal(quantize_pages(x, f, feedback=identity).codes, quantize_pages(x, f).codes)
 
 
 def test_a_token_of_a_span_is_rounded_by_itself():
     f, x = SpanFormat(2, 2), random_keys(1, 2, 131, 24)[0]
     span = quantize_span_reference(x, x, f, feedback(2, 24))
-    grid = [part[None, :, :, None] for part in (span.key_scale, span.key_zero_point)]
+    grid = [part[None, :, :, None] for part in (span.keys.scale, span.keys.offset)]
     codes = round_with_feedback_reference(x.transpose(1, 2)[None], *grid, 3, feedback(2, 24))[0].transpose(1, 2)
-    expected = codes * span.key_scale.float().unsqueeze(1) + span.key_zero_point.float().unsqueeze(1)
+    expected = codes * span.keys.scale.float().unsqueeze(1) + span.keys.offset.float().unsqueeze(1)
     assert (span_keys(span, f) != expected).any(2).float().mean() < 0.01
     assert (span_keys(quantize_span_reference(x, x, f), f) != expected).any(2).float().mean() > 0.5
 

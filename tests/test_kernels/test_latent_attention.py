@@ -8,10 +8,8 @@ from kvconvert.kernels.latent import latent_attention
 from kvconvert.kernels.pages import (
     PAGE_SIZE,
     PageFormat,
-    dequantize_keys,
-    dequantize_values,
-    quantize_keys,
-    quantize_values,
+    dequantize_pages,
+    quantize_pages,
 )
 
 SCALING = 0.11
@@ -33,8 +31,8 @@ def case_of(heads, rank, rope, queries, pages, residual, exact, bits=4, dtype=to
 
     formats = PageFormat.keys(1, rank, PAGE_SIZE, bits, 64), PageFormat.values(1, rope, PAGE_SIZE, 8, rope)
     stored = (
-        quantize_keys(random(pages, 1, PAGE_SIZE, rank), formats[0]),
-        quantize_values(random(pages, 1, PAGE_SIZE, rope), formats[1]),
+        quantize_pages(random(pages, 1, PAGE_SIZE, rank), formats[0]),
+        quantize_pages(random(pages, 1, PAGE_SIZE, rope), formats[1]),
     )
     readers = [
         PageReader(lambda numbers, side=side: side.select(numbers), f) for side, f in zip(stored, formats, strict=True)
@@ -47,8 +45,8 @@ def case_of(heads, rank, rope, queries, pages, residual, exact, bits=4, dtype=to
     every = []
     for paged, own, head in zip(
         (
-            dequantize_keys(stored[0], formats[0]).permute(1, 0, 3, 2).flatten(1, 2),
-            dequantize_values(stored[1], formats[1]).transpose(0, 1).flatten(1, 2),
+            dequantize_pages(stored[0]).transpose(0, 1).flatten(1, 2),
+            dequantize_pages(stored[1]).transpose(0, 1).flatten(1, 2),
         ),
         window,
         first,

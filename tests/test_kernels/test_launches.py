@@ -102,9 +102,9 @@ def test_a_kernel_that_was_made_ready_is_not_looked_for_when_it_is_launched(tmp_
 
 KEYS = """
 import sys
-import kvconvert.kernels.pages.triton.keys as keys
-import kvconvert.kernels.pages.triton.values as values
-kernels = [values.value_page_kernel, keys.key_page_kernel]
+import kvconvert.kernels.pages.triton.feedback as feedback
+import kvconvert.kernels.pages.triton.quantize as quantize
+kernels = [quantize.page_kernel, feedback.key_feedback_kernel]
 found = {kernel: kernel.key for kernel in (kernels if sys.argv[1] == "forth" else kernels[::-1])}
 print(*(found[kernel] for kernel in kernels))
 """
@@ -112,6 +112,19 @@ print(*(found[kernel] for kernel in kernels))
 
 def test_keys_of_the_cache_do_not_depend_on_which_kernel_was_launched_first(tmp_path):
     assert run(KEYS, tmp_path, "forth") == run(KEYS, tmp_path, "back")
+
+
+WITHOUT = """
+import sys
+sys.modules["triton"] = None
+from kvconvert.kernels import blocks, pages, ragged
+from kvconvert.runtime.cache import prompt_pass
+print(*(function.__name__ for function in (blocks.locate, pages.quantize_at, ragged.append)))
+"""
+
+
+def test_where_triton_is_not_installed_launches_are_named_and_not_imported(tmp_path):
+    assert len(run(WITHOUT, tmp_path)) == 3
 
 
 def test_where_there_is_no_gpu_warming_is_refused(monkeypatch):

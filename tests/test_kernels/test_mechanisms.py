@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvconvert.kernels.pages import PageFormat, dequantize_keys, quantize_keys
+from kvconvert.kernels.pages import PageFormat, dequantize_pages, quantize_pages
 from kvconvert.kernels.quantizer import dequantize, quantize
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.kernels.spans import shift_extremes
@@ -62,7 +62,7 @@ def stages(x: torch.Tensor) -> dict[str, float]:
         format = PageFormat.keys(heads, dim, 128, 2, 32, token_norm=norm)
         stored = hadamard_transform(x) if rotate else x
         pages = stored[0].unflatten(1, (-1, 128)).transpose(0, 1)
-        read = dequantize_keys(quantize_keys(pages, format), format).transpose(2, 3).transpose(0, 1).flatten(1, 2)[None]
+        read = dequantize_pages(quantize_pages(pages, format)).transpose(0, 1).flatten(1, 2)[None]
         found[name] = relative_error(hadamard_transform(read, inverse=True) if rotate else read, x)
     return found
 
@@ -92,7 +92,7 @@ def test_norm_alone_hurts_with_outlier_channels():
     others = [c for c in range(64) if c != 5]
     error = {}
     for norm, f in format.items():
-        read = dequantize_keys(quantize_keys(pages, f), f).transpose(2, 3)
+        read = dequantize_pages(quantize_pages(pages, f))
         error[norm] = float((read - pages)[:, :, :, others].square().mean())
     assert error["joint"] > 1.5 * error["none"]
 
@@ -107,7 +107,7 @@ def test_boosting_by_magnitude_beats_random_channels():
     def error(select: str, channels: torch.Tensor | None = None) -> float:
         f = PageFormat.keys(4, 64, 128, 2, 128, boosted=8, fixed_channels=select == "calibrated")
         return float(
-            (queries @ dequantize_keys(quantize_keys(pages, f, channels), f, channels) - exact).square().mean()
+            (queries @ dequantize_pages(quantize_pages(pages, f, channels), channels).mT - exact).square().mean()
         )
 
     generator = torch.Generator().manual_seed(6)

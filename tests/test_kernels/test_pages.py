@@ -6,11 +6,9 @@ import torch
 from kvconvert.errors import NumericError, UsageError
 from kvconvert.kernels.pages import (
     PageFormat,
-    dequantize_keys,
-    dequantize_values,
+    dequantize_pages,
     new_pages,
-    quantize_keys,
-    quantize_values,
+    quantize_pages,
 )
 from kvconvert.kernels.pages.layout import PageLayout
 from kvconvert.kernels.pages.reference import rank_channels, token_norms
@@ -44,8 +42,8 @@ def test_pages_come_back_as_the_formula_says(dim, bits):
     keys, values = torch.randn(2, 2, 128, dim), torch.randn(2, 2, 128, dim)
     group = 16 if dim % 32 else 32
     keys_as, values_as = key_format(bits[0], dim=dim, group=64), value_format(bits[1], dim=dim, group=group)
-    got_keys = dequantize_keys(quantize_keys(keys, keys_as), keys_as)
-    got_values = dequantize_values(quantize_values(values, values_as), values_as)
+    got_keys = dequantize_pages(quantize_pages(keys, keys_as)).mT
+    got_values = dequantize_pages(quantize_pages(values, values_as))
     # float32 against float64: a value on the edge between two codes may fall either way, so nearly all rather than all
     assert ((got_keys - by_hand(keys.transpose(2, 3), bits[0], 64)).abs() < 1e-4).float().mean() > 0.999
     assert ((got_values - by_hand(values, bits[1], group)).abs() < 1e-4).float().mean() > 0.999
@@ -55,11 +53,11 @@ def test_pages_come_back_as_the_formula_says(dim, bits):
 def test_codes_packed_by_token_are_those_packed_by_channel(bits):
     keys = torch.randn(2, 2, 128, 48)
     by_channel, by_token = (key_format(bits, dim=48, by_token=it) for it in (False, True))
-    pages = quantize_keys(keys, by_token)
+    pages = quantize_pages(keys, by_token)
     # A word holds codes of channels 48 * bits / 16 apart.
     assert pages.codes.shape == (2, 2, 128, 48 * bits // 16)
-    assert pages.nbytes == quantize_keys(keys, by_channel).nbytes
-    assert torch.equal(dequantize_keys(pages, by_token), dequantize_keys(quantize_keys(keys, by_channel), by_channel))
+    assert pages.nbytes == quantize_pages(keys, by_channel).nbytes
+    assert torch.equal(dequantize_pages(pages), dequantize_pages(quantize_pages(keys, by_channel)))
 
 
 @pytest.mark.parametrize("more", [{"bits": 3}, {"bits": 4, "boosted": 4}], ids=str)
@@ -72,8 +70,8 @@ def test_what_is_not_packed_by_token_is_said(more):
 def test_sixteen_bits_store_the_input_exactly(dtype):
     keys, values = torch.randn(1, 2, 128, 48).to(dtype), torch.randn(1, 2, 128, 32).to(dtype)
     keys_as, values_as = key_format(16, dim=48), value_format(16, dim=32)
-    assert torch.equal(dequantize_keys(quantize_keys(keys, keys_as), keys_as), keys.transpose(2, 3).float())
-    assert torch.equal(dequantize_values(quantize_values(values, values_as), values_as), values.float())
+    assert torch.equal(dequantize_pages(quantize_pages(keys, keys_as)), keys.float())
+    assert torch.equal(dequantize_pages(quantize_pages(values, values_as)), values.float())
 
 
 @pytest.mark.parametrize("scope", ["joint", "per_head"])
@@ -85,8 +83,7 @@ def test_norms_survive_tokens_of_very_different_size(scope, measure):
     with_norm, without = key_format(4, token_norm=scope, token_norm_measure=measure), key_format(4)
 
     def relative_error(format):
-        stored = dequantize_keys(quantize_keys(keys, format), format)
-        return ((stored.transpose(2, 3) - keys).norm(dim=-1) / keys.norm(dim=-1)).max()
+        return ((dequantize_pages(quantize_pages(keys, format)) - keys).norm(dim=-1) / keys.norm(dim=-1)).max()
 
     assert relative_error(with_norm) < 0.25
     assert relative_error(without) > 1
@@ -106,8 +103,8 @@ def test_stored_tensors_are_those_that_empty_pages_make_room_for(norm, boosted, 
     keys_as = key_format(heads=3, dim=80, token_norm=norm, boosted=boosted, fixed_channels=select == "calibrated")
     values_as = value_format(4, heads=3, dim=48, group=24)
     fixed = torch.arange(10).expand(3, 10)
-    keys = quantize_keys(torch.randn(5, 3, 128, 80), keys_as, fixed)
-    values = quantize_values(torch.randn(5, 3, 128, 48), values_as)
+    keys = quantize_pages(torch.randn(5, 3, 128, 80), keys_as, fixed)
+    values = quantize_pages(torch.randn(5, 3, 128, 48), values_as)
     device = torch.device("cpu")
     for pages, room in (
         (keys, new_pages(5, keys_as, torch.float32, device)),
@@ -140,7 +137,7 @@ def test_three_bit_channels_have_no_double():
 
 
 def test_padding_counts_as_bytes():
-    # 12 float16 scales and zero_points are padded to 16, 3 channels to 16 bytes
+    # 12 float16 scales and offsets are padded to 16, 3 channels to 16 bytes
     odd = key_format(heads=3, dim=12, group=128, boosted=3)
     assert new_pages(1, odd, torch.bfloat16, torch.device("meta")).nbytes == 3 * (12 * 32 + 3 * 32 + 2 * 32 + 16)
 
@@ -167,7 +164,7 @@ def test_key_fields_lie_where_the_layout_says_and_nowhere_twice(bits, norm, boos
     )
     assert (layout.channels < 0) == (not boosted or select == "calibrated")
     heads = [page * layout.record + head * layout.head_stride for page in range(2) for head in range(3)]
-    starts = {"codes": layout.codes, "high": layout.high, "scale": layout.scale, "zero_point": layout.zero_point}
+    starts = {"codes": layout.codes, "high": layout.high, "scale": layout.scale, "offset": layout.offset}
     starts |= {"norm": layout.norm, "channels": layout.channels}
     check_places(pages, heads, starts, {"norm": layout.joint_norm} if norm == "joint" else {}, layout.record)
 
@@ -180,7 +177,7 @@ def test_value_fields_lie_where_the_layout_says_and_nowhere_twice(bits):
     rows = {1: 64, 3: 192}.get(bits, 128)
     assert pages.codes.shape == (2, 3, 40 * bits * 128 // 16 // rows, rows)
     heads = [page * layout.record + head * layout.head_stride for page in range(2) for head in range(3)]
-    starts = {"codes": layout.codes, "scale": layout.scale, "zero_point": layout.zero_point}
+    starts = {"codes": layout.codes, "scale": layout.scale, "offset": layout.offset}
     check_places(pages, heads, starts, {}, layout.record)
 
 
@@ -198,8 +195,8 @@ def check_places(pages, heads, starts, once_per_page, size):
         for part, begin in zip([head for page in tensor for head in page], begins, strict=True):
             assert begin % 8 == 0
             pattern = torch.randint(0, 256, (part.nbytes,), dtype=torch.uint8)
-            # scales and zero_points lie group after group
-            stored = part.T if name in ("scale", "zero_point") else part
+            # scales and offsets lie group after group
+            stored = part.T if name in ("scale", "offset") else part
             stored.copy_(pattern.view(part.dtype).view(stored.shape))
             assert torch.equal(raw[2 * begin : 2 * begin + part.nbytes], pattern)
             taken[2 * begin : 2 * begin + part.nbytes] += 1
@@ -212,8 +209,8 @@ def test_key_lanes_hold_tokens_of_one_channel_and_value_lanes_channels_of_one_to
     # every group spans 0 to 3, so that numbers are their own codes
     keys[:, :, 0] = values[..., 0] = 0
     keys[:, :, 1] = values[..., 1] = 3
-    key_words = quantize_keys(keys.float(), key_format(2, dim=8, group=128)).codes
-    value_words = quantize_values(values.float(), value_format(2, dim=16, group=16)).codes
+    key_words = quantize_pages(keys.float(), key_format(2, dim=8, group=128)).codes
+    value_words = quantize_pages(values.float(), value_format(2, dim=16, group=16)).codes
     assert (key_words.shape, value_words.shape) == ((1, 2, 16, 8), (1, 2, 2, 128))
     shifts = 2 * torch.arange(8)
     for lane, row in ((0, 0), (13, 5), (15, 7)):
@@ -232,15 +229,15 @@ def test_sixteen_bit_pages_are_one_tensor_without_a_record():
 def test_chosen_pages_are_copies_and_slices_views_with_all_their_fields():
     f = key_format(token_norm="joint", boosted=7)
     keys = torch.randn(4, 2, 128, 64)
-    pages = quantize_keys(keys, f)
+    pages = quantize_pages(keys, f)
     for index in (slice(1, 3), torch.tensor([3, 0, 3])):
-        assert torch.equal(dequantize_keys(pages.select(index), f), dequantize_keys(quantize_keys(keys[index], f), f))
+        assert torch.equal(dequantize_pages(pages.select(index)), dequantize_pages(quantize_pages(keys[index], f)))
     assert pages.select(slice(1, 3)).codes.data_ptr() == pages.codes[1].data_ptr()
 
 
 def test_a_norm_beyond_float16_is_an_error():
     with pytest.raises(NumericError, match="exceeds float16"):
-        quantize_keys(torch.full((1, 2, 128, 64), 1e5), key_format(token_norm="joint"))
+        quantize_pages(torch.full((1, 2, 128, 64), 1e5), key_format(token_norm="joint"))
 
 
 def test_a_shrunk_range_clamps_outliers_and_refines_the_rest():
@@ -249,7 +246,7 @@ def test_a_shrunk_range_clamps_outliers_and_refines_the_rest():
 
     def error(r):
         format = value_format(group=64, clip_ratio=r)
-        return (dequantize_values(quantize_values(x, format), format) - x).square().mean()
+        return (dequantize_pages(quantize_pages(x, format)) - x).square().mean()
 
     # For 64 near-Gaussian values at 2 bits the best uniform range is well inside (min, max) and well above nothing.
     assert error(0.75) < error(1.0)
@@ -264,9 +261,9 @@ def test_what_is_hidden_in_a_page_has_no_part_in_its_scales_and_channels(hidden,
     outlying = tokens.clone()
     outlying[0, :, :hidden] *= 50
     keys, values = key_format(group=group, dim=32, boosted=4), value_format(dim=32)
-    pages = [quantize_keys(x, keys, hidden=hidden) for x in (tokens, outlying)]
+    pages = [quantize_pages(x, keys, hidden=hidden) for x in (tokens, outlying)]
     assert torch.equal(*(page.buffer for page in pages))
-    assert torch.equal(*(quantize_values(x, values, hidden=hidden).buffer for x in (tokens, outlying)))
+    assert torch.equal(*(quantize_pages(x, values, hidden=hidden).buffer for x in (tokens, outlying)))
     # The first group that has other tokens, by hand, and the page after it as ever.
     begin = hidden // group * group
     seen = tokens[0, :, hidden : begin + group]
@@ -274,7 +271,7 @@ def test_what_is_hidden_in_a_page_has_no_part_in_its_scales_and_channels(hidden,
     plain = [c for c in range(32) if c not in pages[0].channels[0, 0].tolist()]
     assert_close = torch.testing.assert_close
     assert_close(scale[0, plain], (seen.amax(1) - seen.amin(1))[0, plain] / 3, rtol=1e-3, atol=0)
-    assert torch.equal(pages[0].buffer[1], quantize_keys(tokens[1:], keys).buffer[0])
+    assert torch.equal(pages[0].buffer[1], quantize_pages(tokens[1:], keys).buffer[0])
     strongest = tokens[0, 0, hidden:].abs().mean(0).topk(4).indices.sort().values
     assert pages[0].channels[0, 0].tolist() == strongest.tolist()
 
@@ -298,8 +295,8 @@ def test_boosted_channels_come_back_at_twice_the_bits(bits, boosted):
     torch.manual_seed(0)
     keys = torch.randn(2, 2, 128, 64) * torch.linspace(0.1, 2, 64)
     format = key_format(bits, group=128, boosted=boosted)
-    pages = quantize_keys(keys, format)
-    got, expected = dequantize_keys(pages, format), keys.transpose(2, 3)
+    pages = quantize_pages(keys, format)
+    got, expected = dequantize_pages(pages).mT, keys.transpose(2, 3)
     fine, coarse = by_hand(expected, 2 * bits, 128), by_hand(expected, bits, 128)
     chosen = torch.zeros(2, 2, 64, dtype=torch.bool).scatter(2, pages.channels.long(), True)
     want = torch.where(chosen.unsqueeze(3), fine, coarse)
@@ -316,9 +313,7 @@ def test_boosting_by_score_beats_boosting_other_channels():
     fixed = key_format(group=128, boosted=8, fixed_channels=True)
 
     def error(channels):
-        return (
-            (queries @ dequantize_keys(quantize_keys(keys, fixed, channels), fixed, channels) - exact).square().mean()
-        )
+        return (queries @ dequantize_pages(quantize_pages(keys, fixed, channels), channels).mT - exact).square().mean()
 
     by_score = rank_channels(keys.transpose(0, 1).flatten(1, 2)[None], 8)[0]
     others = [torch.stack([torch.randperm(64)[:8] for _ in range(2)]) for _ in range(5)]

@@ -16,9 +16,9 @@ def formula(group: torch.Tensor, bits: int, clip_ratio: float) -> tuple[list[int
     low, high = middle - (middle - low) * clip_ratio, middle + (high - middle) * clip_ratio
     levels = 2**bits - 1
     scale = float(torch.tensor((high - low) / levels, dtype=torch.float64).half())
-    zero_point = float(torch.tensor(low, dtype=torch.float64).half())
-    codes = [0 if scale == 0 else min(max(round((v - zero_point) / scale), 0), levels) for v in group.tolist()]
-    return codes, scale, zero_point
+    offset = float(torch.tensor(low, dtype=torch.float64).half())
+    codes = [0 if scale == 0 else min(max(round((v - offset) / scale), 0), levels) for v in group.tolist()]
+    return codes, scale, offset
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
@@ -30,9 +30,9 @@ def test_every_group_follows_the_formula(bits: int, clip_ratio: float, dim: int)
     x = (torch.randn(12, 24, 12) * 256).round() / 64
     result = quantize(x, bits, 6, dim, clip_ratio)
     assert result.codes.dtype == torch.uint8
-    assert result.scale.dtype == result.zero_point.dtype == torch.float16
+    assert result.scale.dtype == result.offset.dtype == torch.float16
     moved, codes = x.movedim(dim, -1), result.codes.movedim(dim, -1)
-    scale, zero_point = result.scale.movedim(dim, -1), result.zero_point.movedim(dim, -1)
+    scale, offset = result.scale.movedim(dim, -1), result.offset.movedim(dim, -1)
     compared = differing = 0
     for i in range(0, moved.shape[0], 5):
         for j in range(0, moved.shape[1], 5):
@@ -41,7 +41,7 @@ def test_every_group_follows_the_formula(bits: int, clip_ratio: float, dim: int)
                 expected, expected_scale, expected_minimum = formula(moved[i, j, members].double(), bits, clip_ratio)
                 # float32 against float64 may fall to either side of an fp16 or a code's rounding boundary.
                 assert float(scale[i, j, group]) == pytest.approx(expected_scale, rel=1.1e-3, abs=1e-7)
-                assert float(zero_point[i, j, group]) == pytest.approx(expected_minimum, rel=1.1e-3, abs=1e-7)
+                assert float(offset[i, j, group]) == pytest.approx(expected_minimum, rel=1.1e-3, abs=1e-7)
                 compared += 6
                 differing += sum(a != b for a, b in zip(codes[i, j, members].tolist(), expected, strict=True))
     assert differing <= compared // 100
@@ -49,10 +49,10 @@ def test_every_group_follows_the_formula(bits: int, clip_ratio: float, dim: int)
 
 def test_codes_come_from_the_stored_scale_and_minimum() -> None:
     x = torch.tensor([[1000.3, 1000.4, 1001.1, 1003.3]])
-    codes, scale, zero_point = quantize(x, 2, 4, -1)
-    assert float(zero_point) == 1000.5
+    codes, scale, offset = quantize(x, 2, 4, -1)
+    assert float(offset) == 1000.5
     assert float(scale) == 1.0
-    # Against the unrounded zero_point 1000.3, the third value would still be nearest to code 1.
+    # Against the unrounded offset 1000.3, the third value would still be nearest to code 1.
     assert codes.tolist() == [[0, 0, 1, 3]]
 
 
@@ -64,25 +64,25 @@ def test_values_within_the_range_come_back_within_half_a_step(bits: int) -> None
         result = quantize(x, bits, group_size, dim)
         error = (dequantize(*result, group_size, dim) - x).abs()
         step = result.scale.float().repeat_interleave(group_size, dim)
-        # fp16 keeps 11 bits of zero_point and scale: the end of the range may lie that much beyond the last code.
+        # fp16 keeps 11 bits of offset and scale: the end of the range may lie that much beyond the last code.
         assert (error <= step / 2 + 4 * 2**-11 * x.abs().max()).all()
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, 0.1, -3.3e4, 7e-9, 65504.0])
 def test_a_constant_group_comes_back_as_its_own_fp16_rounding(value: float) -> None:
     x = torch.full((3, 64), value)
-    codes, scale, zero_point = quantize(x, 2, 32, -1, clip_ratio=0.8)
+    codes, scale, offset = quantize(x, 2, 32, -1, clip_ratio=0.8)
     assert not codes.any()
     assert not scale.any()
-    assert torch.equal(dequantize(codes, scale, zero_point, 32, -1), x.half().float())
+    assert torch.equal(dequantize(codes, scale, offset, 32, -1), x.half().float())
 
 
 @pytest.mark.parametrize("spread", [1e-7, 3e-8, 1e-9, 1e-42])
 @pytest.mark.parametrize("offset", [0.0, 1e-7, 0.5])
 def test_a_group_too_narrow_for_fp16_stays_finite_and_near(spread: float, offset: float) -> None:
     x = offset + torch.linspace(0, spread, 32).unsqueeze(0)
-    codes, scale, zero_point = quantize(x, 2, 32, -1)
-    back = dequantize(codes, scale, zero_point, 32, -1)
+    codes, scale, offset = quantize(x, 2, 32, -1)
+    back = dequantize(codes, scale, offset, 32, -1)
     assert back.isfinite().all()
     # fp16 cannot tell numbers apart that are closer than this: half a subnormal step, or 2^-11 of the value.
     assert (back - x).abs().max() <= spread + 3e-8 + offset * 2**-11
@@ -140,9 +140,9 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
 
 
 def test_no_tokens_make_no_groups() -> None:
-    codes, scale, zero_point = quantize(torch.zeros(2, 0, 8), 2, 32, 1)
+    codes, scale, offset = quantize(torch.zeros(2, 0, 8), 2, 32, 1)
     assert codes.shape == (2, 0, 8)
-    assert scale.shape == zero_point.shape == (2, 0, 8)
+    assert scale.shape == offset.shape == (2, 0, 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -164,11 +164,11 @@ def test_any_finite_group_comes_back_finite_and_inside_its_own_range(
     values: list[float], bits: int, clip_ratio: float
 ) -> None:
     x = torch.tensor(values)
-    codes, scale, zero_point = quantize(x, bits, 8, 0, clip_ratio)
-    back = dequantize(codes, scale, zero_point, 8, 0)
+    codes, scale, offset = quantize(x, bits, 8, 0, clip_ratio)
+    back = dequantize(codes, scale, offset, 8, 0)
     assert back.isfinite().all()
     assert int(codes.max()) < 2**bits
-    # The range's ends may move by the fp16 rounding of zero_point and scale (an ulp of the larger end, times the
+    # The range's ends may move by the fp16 rounding of offset and scale (an ulp of the larger end, times the
     # levels).
     slack = 2**-11 * (x.abs().max() + (x.max() - x.min())) + 2**bits * 6e-8
     assert (back >= x.min() - slack).all()
@@ -178,19 +178,19 @@ def test_any_finite_group_comes_back_finite_and_inside_its_own_range(
 def test_scales_of_eight_bits_are_what_a_unit_can_spell() -> None:
     """Every unit comes back as it was, and codes are computed from what it spells."""
     units = torch.arange(-(2**15), 2**15).to(torch.int16)
-    scale, zero_point = unpack_grid(units)
-    known = scale.isfinite() & zero_point.isfinite() & (scale > 0) & ((units & 127 > 0) | (units >= 0))
+    scale, offset = unpack_grid(units)
+    known = scale.isfinite() & offset.isfinite() & (scale > 0) & ((units & 127 > 0) | (units >= 0))
     assert known.sum() > 50_000
-    assert torch.equal(pack_grid(scale[known], zero_point[known]), units[known])
+    assert torch.equal(pack_grid(scale[known], offset[known]), units[known])
     x = 3 * torch.randn(200, 64) + 4 * torch.randn(200, 1)
     fine, coarse = (quantize(x, 2, 64, -1, scale_bits=bits) for bits in (16, 8))
-    assert torch.equal(coarse.scale, unpack_grid(pack_grid(coarse.scale, coarse.zero_point))[0])
-    assert torch.equal(coarse.zero_point, unpack_grid(pack_grid(coarse.scale, coarse.zero_point))[1])
+    assert torch.equal(coarse.scale, unpack_grid(pack_grid(coarse.scale, coarse.offset))[0])
+    assert torch.equal(coarse.offset, unpack_grid(pack_grid(coarse.scale, coarse.offset))[1])
     errors = [float((dequantize(*part, 64, -1) - x).square().mean()) for part in (fine, coarse)]
     assert errors[1] < 1.05 * errors[0]
 
 
-def test_a_zero_point_far_from_zero_widens_a_scale_of_eight_bits() -> None:
+def test_a_offset_far_from_zero_widens_a_scale_of_eight_bits() -> None:
     x = torch.tensor([[0.0] * 4, [3.7] * 4, [-1000.0, -999.9, -999.8, -1000.0]])
     back = dequantize(*quantize(x, 2, 4, -1, scale_bits=8), 4, -1)
     assert torch.equal(back[0], x[0])

@@ -10,11 +10,9 @@ from kvconvert.kernels.pages import (
     ChannelScales,
     LayerFormat,
     PageFormat,
-    dequantize_keys,
-    dequantize_values,
+    dequantize_pages,
     new_pages,
-    quantize_keys,
-    quantize_values,
+    quantize_pages,
 )
 from kvconvert.kernels.quantizer import affine_grid, quantize_static
 
@@ -29,7 +27,7 @@ def by_hand(x, bits, scales) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=torch.float64)
     for head in range(x.shape[1]):
         for channel in range(x.shape[3]):
-            scale, low = float(scales.scale[head, channel]), float(scales.zero_point[head, channel])
+            scale, low = float(scales.scale[head, channel]), float(scales.offset[head, channel])
             values = x[:, head, :, channel].double()
             codes = ((values - low) / scale).round().clamp(0, 2**bits - 1) if scale else torch.zeros_like(values)
             out[:, head, :, channel] = codes * scale + low
@@ -39,9 +37,9 @@ def by_hand(x, bits, scales) -> torch.Tensor:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_what_lies_outside_is_clamped_and_a_constant_channel_gets_code_zero(bits):
     top = 2**bits - 1
-    scale, zero_point = torch.tensor([0.5, 0.0]).half(), torch.tensor([-1.0, 3.0]).half()
+    scale, offset = torch.tensor([0.5, 0.0]).half(), torch.tensor([-1.0, 3.0]).half()
     x = torch.tensor([[-1e30, -7.0], [-1.0, 3.0], [-0.3, 3.1], [top / 2 - 1, 9.0], [top / 2 - 0.7, 0.0], [1e30, 1e30]])
-    assert quantize_static(x, bits, scale, zero_point).tolist() == [
+    assert quantize_static(x, bits, scale, offset).tolist() == [
         [0, 0],
         [0, 0],
         [1, 0],
@@ -53,8 +51,8 @@ def test_what_lies_outside_is_clamped_and_a_constant_channel_gets_code_zero(bits
 
 def test_codes_come_from_the_stored_scale():
     # 100 / 255 as float16 is 0.39209, with which 50 is code 127.52; with the exact quotient it would be 127.5 and even.
-    scale, zero_point = affine_grid(torch.tensor(0.0), torch.tensor(100.0), 8)
-    assert quantize_static(torch.tensor([50.0]), 8, scale, zero_point).tolist() == [round(50 / float(scale))]
+    scale, offset = affine_grid(torch.tensor(0.0), torch.tensor(100.0), 8)
+    assert quantize_static(torch.tensor([50.0]), 8, scale, offset).tolist() == [round(50 / float(scale))]
 
 
 @pytest.mark.parametrize("bits", [(4, 8), (8, 4)])
@@ -67,10 +65,10 @@ def test_pages_come_back_as_the_formula_says(bits, dim, dtype):
     key_scales, value_scales = scales_for(keys.float(), bits[0], 0.7), scales_for(values.float(), bits[1])
     keys_as = PageFormat.keys(2, dim, 128, bits[0], 128, static=True)
     values_as = PageFormat.values(2, dim, 128, bits[1], dim, static=True)
-    got_keys = dequantize_keys(quantize_keys(keys, keys_as, static=key_scales), keys_as, static=key_scales)
-    got_values = dequantize_values(quantize_values(values, values_as, value_scales), values_as, value_scales)
+    got_keys = dequantize_pages(quantize_pages(keys, keys_as, static=key_scales), static=key_scales)
+    got_values = dequantize_pages(quantize_pages(values, values_as, static=value_scales), static=value_scales)
     # float32 against float64: a value on the edge between two codes may fall either way, so nearly all rather than all
-    assert ((got_keys.transpose(2, 3) - by_hand(keys, bits[0], key_scales)).abs() < 1e-4).float().mean() > 0.999
+    assert ((got_keys - by_hand(keys, bits[0], key_scales)).abs() < 1e-4).float().mean() > 0.999
     assert ((got_values - by_hand(values, bits[1], value_scales)).abs() < 1e-4).float().mean() > 0.999
     assert (got_values[..., 7] == 1.5).all()
 
@@ -83,9 +81,9 @@ def test_static_pages_hold_codes_alone():
     keys, values = torch.randn(5, 2, 128, 64), torch.randn(5, 2, 128, 48)
     device = torch.device("cpu")
     for pages, room, size in (
-        (quantize_keys(keys, keys_as, static=scales_for(keys, 8)), new_pages(5, keys_as, torch.float32, device), 64),
+        (quantize_pages(keys, keys_as, static=scales_for(keys, 8)), new_pages(5, keys_as, torch.float32, device), 64),
         (
-            quantize_values(values, values_as, scales_for(values, 4)),
+            quantize_pages(values, values_as, static=scales_for(values, 4)),
             new_pages(5, values_as, torch.float32, device),
             24,
         ),
@@ -100,7 +98,7 @@ def test_what_is_no_number_is_an_error_that_knows_the_head(number):
     scales = scales_for(keys, 8)
     keys[1, 2, 5, 3] = number
     with pytest.raises(NumericError, match="NaN or infinity") as caught:
-        quantize_keys(keys, PageFormat.keys(3, 16, 128, 8, 128, static=True), static=scales)
+        quantize_pages(keys, PageFormat.keys(3, 16, 128, 8, 128, static=True), static=scales)
     assert caught.value.index[:2] == (1, 2)
 
 
@@ -117,8 +115,8 @@ def test_attention_equals_float64_attention_over_the_dequantized_tokens(bits, le
         static_keys=static[0],
         static_values=static[1],
     )
-    key_pages = quantize_keys(keys, format.keys, static=static[0])
-    value_pages = quantize_values(values, format.values, static[1])
+    key_pages = quantize_pages(keys, format.keys, static=static[0])
+    value_pages = quantize_pages(values, format.values, static=static[1])
     rows = torch.tensor([0, 1, 1, 1])
     residual = ResidualTokens(torch.tensor([0]), torch.randn(1, heads, 9, key_dim), torch.randn(1, heads, 9, value_dim))
     queries = torch.randn(2, 3 * heads, length, key_dim)
@@ -126,8 +124,8 @@ def test_attention_equals_float64_attention_over_the_dequantized_tokens(bits, le
         PageTile(key_pages.select(part), value_pages.select(part), rows[part]) for part in (slice(0, 3), slice(3, 4))
     ]
     got = paged_attention(queries, tiles, [residual], format, 0.3)
-    stored_keys = dequantize_keys(key_pages, format.keys, static=static[0]).transpose(2, 3)
-    stored_values = dequantize_values(value_pages, format.values, static[1])
+    stored_keys = dequantize_pages(key_pages, static=static[0])
+    stored_values = dequantize_pages(value_pages, static=static[1])
     for row in range(2):
         k, v = (x[rows == row].transpose(0, 1).flatten(1, 2) for x in (stored_keys, stored_values))
         if row == 0:

@@ -20,7 +20,7 @@ def sylvester(d: int) -> torch.Tensor:
 
 
 def fake_quantize(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """Groups along the last dimension; scale and zero_point rounded to float16 as they are stored."""
+    """Groups along the last dimension; scale and offset rounded to float16 as they are stored."""
     groups = x.unflatten(-1, (-1, group))
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     scale = ((high - low) / (2**bits - 1)).half().to(x.dtype)

@@ -10,8 +10,8 @@ from transformers import LlamaConfig
 
 from kvconvert.kernels.attention.reference import attention_reference
 from kvconvert.kernels.decode.plan import plan_work
-from kvconvert.kernels.pages import dequantize_keys, dequantize_values, new_pages
-from kvconvert.kernels.spans import Span, span_keys, span_values
+from kvconvert.kernels.pages import dequantize_pages, new_pages
+from kvconvert.kernels.spans import Span, SpanSide, span_keys, span_values
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache import group_tables as tables_module
@@ -79,7 +79,7 @@ def page(tables, offset: int, f, dtype):
     """One page's dequantized tokens [H, P, channels]."""
     room = new_pages(1, f, dtype, torch.device("cpu"))
     room.buffer.copy_(raw(tables.base, 16 * offset, room.buffer.numel(), room.buffer.dtype).view(room.buffer.shape))
-    return dequantize_keys(room, f)[0].transpose(1, 2) if f.is_key else dequantize_values(room, f)[0]
+    return dequantize_pages(room)[0]
 
 
 def followed(layer, row: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,7 +125,7 @@ def followed(layer, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         scales = [
             raw(tables.base, 16 * o, 32, torch.float16).view(2, 16) for o in tables.shared[0][segment.scales].tolist()
         ]
-        span = Span(segment.tokens, codes[0], *scales[:2], codes[1], *scales[2:])
+        span = Span(segment.tokens, SpanSide(codes[0], *scales[:2]), SpanSide(codes[1], *scales[2:]))
         sides[0].append(span_keys(span, layer.store.span_format))
         sides[1].append(span_values(span, layer.store.span_format))
     return tuple(torch.cat([*parts, last], 1) for parts, last in zip(sides, residuals, strict=True))

@@ -11,11 +11,9 @@ from transformers import DynamicCache
 
 from kvconvert.kernels.attention.reference import attention_reference
 from kvconvert.kernels.pages import (
-    dequantize_keys,
-    dequantize_values,
+    dequantize_pages,
     page_centers,
-    quantize_keys,
-    quantize_values,
+    quantize_pages,
 )
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.methods import KVScheme
@@ -75,13 +73,13 @@ def by_hand(layer, lengths, sliding_window=None, softcap=None, rows=3) -> list[t
                     hidden = 0 if first else scheme.sink_tokens
                     page = stored[row][side][None, :, first : first + 128]
                     if side:
-                        image = dequantize_values(quantize_values(page, f.values, hidden=hidden), f.values)
+                        image = dequantize_pages(quantize_pages(page, f.values, hidden=hidden))
                     else:
                         center = page_centers(torch.tensor([first]), 128, layer.store.format.key_center)
                         rotated = layer.store.rotations.keys
                         page = hadamard_transform(page) if rotated else page
-                        pages = quantize_keys(page - center, f.keys, hidden=hidden)
-                        image = dequantize_keys(pages, f.keys).transpose(2, 3) + center
+                        pages = quantize_pages(page - center, f.keys, hidden=hidden)
+                        image = dequantize_pages(pages) + center
                         image = hadamard_transform(image, inverse=True) if rotated else image
                     stored[row][side] = stored[row][side].clone()
                     stored[row][side][:, first + hidden : first + 128] = image[0, :, hidden:]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvconvert.errors import CacheError
-from kvconvert.kernels.pages import PageFormat, dequantize_keys, quantize_keys
+from kvconvert.kernels.pages import PageFormat, dequantize_pages, quantize_pages
 from kvconvert.runtime.cache.pool import PageNumbers, PageStorage
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ def key_pool(f=FORMAT, dtype=torch.bfloat16, capacity=None) -> PageStorage:
 
 
 def some_pages(count: int, f=FORMAT):
-    return quantize_keys(torch.randn(count, 2, 128, 16).bfloat16(), f)
+    return quantize_pages(torch.randn(count, 2, 128, 16).bfloat16(), f)
 
 
 def store(pool: PageStorage, pages) -> tuple[int, ...]:
@@ -82,7 +82,7 @@ def test_views_of_reserved_pages_are_where_reading_finds_them():
     for run in runs:
         run.record.copy_(pages.record[at : at + len(run)])
         at += len(run)
-    assert torch.equal(dequantize_keys(pool.read(numbers), FORMAT), dequantize_keys(pages, FORMAT))
+    assert torch.equal(dequantize_pages(pool.read(numbers)), dequantize_pages(pages))
     assert torch.equal(pool.read(numbers[::-1]).record, pages.record.flip(0))
 
 

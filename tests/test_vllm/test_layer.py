@@ -12,7 +12,7 @@ from kvconvert.cache.format import CacheFormat, with_plan
 from kvconvert.kernels.attention.reference import attention_reference
 from kvconvert.kernels.device import interpreted
 from kvconvert.kernels.launches import record_specializations
-from kvconvert.kernels.pages import dequantize_keys, dequantize_values, page_centers, quantize_keys, quantize_values
+from kvconvert.kernels.pages import dequantize_pages, page_centers, quantize_pages
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.methods import KVScheme
 from kvconvert.vllm.attention import LayerStep, quantize_pending
@@ -133,11 +133,11 @@ class Layer:
                 if f.key_center is not None:
                     center = page_centers(torch.tensor([128 * number]), 128, f.key_center)
                 whole = self.keys[row][None, :, part] - center
-                page = quantize_keys(whole, f.keys, f.boosted, f.static_keys, f.key_feedback, hidden)
-                stored = dequantize_keys(page, f.keys, f.boosted, f.static_keys).transpose(2, 3) + center
+                page = quantize_pages(whole, f.keys, f.boosted, f.static_keys, f.key_feedback, hidden)
+                stored = dequantize_pages(page, f.boosted, f.static_keys) + center
             else:
-                page = quantize_values(self.values[row][None, :, part], g, f.static_values, hidden)
-                stored = dequantize_values(page, g, f.static_values)
+                page = quantize_pages(self.values[row][None, :, part], g, static=f.static_values, hidden=hidden)
+                stored = dequantize_pages(page, static=f.static_values)
             self.pages[side, row, number] = stored[0]
         return self.pages[side, row, number]
 

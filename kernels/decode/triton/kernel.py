@@ -4,7 +4,7 @@ launch.
 One program of one warp serves one KV head of one work item (see `kernels/decode/plan.py`) for all query heads that
 read it, so that nothing is repeated per query head. Codes are the M operand of the matrix products and queries the N
 operand, which is padded to eight columns anyway. Key scales go into the query and value scales into the probabilities,
-group by group; zero points become one product per group. Sums of probabilities stay spread over the warp until the end.
+group by group; offsets become one product per group. Sums of probabilities stay spread over the warp until the end.
 
 Scores are kept times log2(e), so that exponentials are powers of two.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvconvert.kernels.decode.plan import Item
 from kvconvert.kernels.decode.triton.center import page_center
 from kvconvert.kernels.decode.triton.queries import (
     boosted_queries,
@@ -49,8 +50,12 @@ from kvconvert.kernels.launches.triton import kernel
 
 # Stands for minus infinity among maxima; differences of two of them are 0 instead of NaN.
 LOWEST = tl.constexpr(-1e30)
-# Columns of a work item and of a row's description, see `kernels/decode/plan.py`.
-ITEM = tl.constexpr(18)
+(SEQUENCE, PAGES_FROM, PAGES_TO, HALF_FROM, HALF_TO, RESIDUAL_FROM, RESIDUAL_TO, PAGES_SLOT, HALF_SLOT, RESIDUAL_SLOT,
+ SCALES, TOKENS, PAGES_MASK, HALF_MASK, RESIDUAL_MASK, HALF_ENTRY, PAGES_HIDDEN, HALF_HIDDEN) = (
+    tl.constexpr(column.value) for column in Item
+)  # fmt: skip
+ITEM = tl.constexpr(len(Item))
+# Columns of a row's description, see `ResidualWindows`.
 ROW = tl.constexpr(8)
 # Tokens of a page of 16 bits that are taken at a time, and how often.
 CHUNK = tl.constexpr(32)
@@ -59,16 +64,16 @@ CHUNKS = tl.constexpr(4)
 
 @triton.jit
 def page_parts(key_base, shared, key_unit, scale_row, head, F: tl.constexpr):
-    """Pointers to a key page's head part, norms, scales and zero points."""
+    """Pointers to a key page's head part, norms, scales and offsets."""
     record = key_base + key_unit * 8
     page = record + head * F.key_head
     norms = record + F.joint_norm if F.norm == 1 else page + F.key_norm
     if F.key_groups > 0:
-        return page, norms, page + F.key_scale, page + F.key_zero_point
+        return page, norms, page + F.key_scale, page + F.key_offset
     else:
         scales = key_base + tl.load(shared + scale_row * 4) * 8 + head * F.key_dim
-        zero_points = key_base + tl.load(shared + scale_row * 4 + 1) * 8 + head * F.key_dim
-        return page, norms, scales, zero_points
+        offsets = key_base + tl.load(shared + scale_row * 4 + 1) * 8 + head * F.key_dim
+        return page, norms, scales, offsets
 
 
 @triton.jit
@@ -91,8 +96,8 @@ def key_products(
         page = (key_base + unit * 8).to(tl.pointer_type(DTYPE)) + head * PAGE * F.key_dim
         return residual_scores(page, token * F.key_dim, token < PAGE, page_query, F)
     else:
-        page, norms, scales, zero_points = page_parts(key_base, shared, unit, scale_row, head, F)
-        return page_scores(page, norms, scales, zero_points, operands, boost, boost_channel, F)
+        page, norms, scales, offsets = page_parts(key_base, shared, unit, scale_row, head, F)
+        return page_scores(page, norms, scales, offsets, operands, boost, boost_channel, F)
 
 
 @triton.jit
@@ -125,17 +130,17 @@ def extremes_kernel(
     head = tl.program_id(1)
     block = tl.program_id(2)
     item = items + tl.program_id(0) * ITEM
-    scale_row = tl.load(item + 10)
-    limit = tl.load(item + 11)
-    first = column_queries(tl.load(item), head, block, query_row, query_head, query_token, count, F)
+    scale_row = tl.load(item + SCALES)
+    limit = tl.load(item + TOKENS)
+    first = column_queries(tl.load(item + SEQUENCE), head, block, query_row, query_head, query_token, count, F)
     largest = largest_power(queries, first, F)
     factor = rows_of_columns(largest, F) * scaling
     operands = code_operands(queries, first, largest, F)
-    begin = tl.load(item + 1)
+    begin = tl.load(item + PAGES_FROM)
     low = tl.full([LANES, R], float("inf"), tl.float32)
     high = tl.full([LANES, R], float("-inf"), tl.float32)
     key_next = tl.load(key_table + begin)
-    for page in tl.range(begin, tl.load(item + 2), num_stages=STAGES):
+    for page in tl.range(begin, tl.load(item + PAGES_TO), num_stages=STAGES):
         key_unit = key_next
         key_next = tl.load(key_table + page + 1)
         x = key_products(
@@ -212,26 +217,26 @@ def decode_kernel(
     block = tl.program_id(2)
     blocks = tl.num_programs(2)
     item = items + tl.program_id(0) * ITEM
-    row = tl.load(item)
-    slot = tl.load(item + 7) * blocks + block
-    scale_row = tl.load(item + 10)
+    row = tl.load(item + SEQUENCE)
+    slot = tl.load(item + PAGES_SLOT) * blocks + block
+    scale_row = tl.load(item + SCALES)
     first = column_queries(row, head, block, query_row, query_head, query_token, count, F)
     mask_here = mask + row.to(tl.int64) * mask_row + head * mask_head + block * F.queries * mask_query
     described = rows + row * ROW
     places += row.to(tl.int64) * place_row
 
     # The residual window comes first: nothing that it needs has to stay in registers while pages are read.
-    begin = tl.load(item + 5)
-    if begin < tl.load(item + 6):
+    begin = tl.load(item + RESIDUAL_FROM)
+    if begin < tl.load(item + RESIDUAL_TO):
         # The plan's last end is open.
-        stop = tl.minimum(tl.load(item + 6), tl.load(described + 7).to(tl.int32))
-        residual_mask = mask_here + tl.load(item + 14)
+        stop = tl.minimum(tl.load(item + RESIDUAL_TO), tl.load(described + 7).to(tl.int32))
+        residual_mask = mask_here + tl.load(item + RESIDUAL_MASK)
         sink_tokens = tl.load(described + 4)
         keys = residual + (tl.load(described) + head * tl.load(described + 1)) * 8
         values = residual + (tl.load(described + 2) + head * tl.load(described + 3)) * 8
         key_skip = tl.load(described + 5)
         value_skip = tl.load(described + 6)
-        residual_slot = tl.load(item + 9) * tl.num_programs(2) + block
+        residual_slot = tl.load(item + RESIDUAL_SLOT) * tl.num_programs(2) + block
         maximum = tl.full([R], LOWEST, tl.float32)
         weight = tl.zeros([R], tl.float32)
         total = tl.zeros([block_of(F.value_dim), R * query_columns(F)], tl.float32)
@@ -279,23 +284,23 @@ def decode_kernel(
             tl.atomic_add(clamped_rows, tl.sum((flat & real).to(tl.int64), 0))
 
     if F.half_quantized > 0:
-        if tl.load(item + 3) < tl.load(item + 4):
+        if tl.load(item + HALF_FROM) < tl.load(item + HALF_TO):
             # Pages whose other side is still in the buffer: behind the sink tokens, or from its beginning on where the
             # side has no pages yet.
-            begin = tl.load(item + 3)
-            hidden = tl.load(item + 17)
-            half_quantized_mask = mask_here + tl.load(item + 13)
-            table_begin = tl.load(item + 15)
+            begin = tl.load(item + HALF_FROM)
+            hidden = tl.load(item + HALF_HIDDEN)
+            half_quantized_mask = mask_here + tl.load(item + HALF_MASK)
+            table_begin = tl.load(item + HALF_ENTRY)
             key_begin = (tl.load(described + 4) + tl.load(described + 5)) % PAGE
             value_begin = (tl.load(described + 4) + tl.load(described + 6)) % PAGE
-            half_quantized_slot = tl.load(item + 8) * tl.num_programs(2) + block
+            half_quantized_slot = tl.load(item + HALF_SLOT) * tl.num_programs(2) + block
             in_page = tl.arange(0, PAGE)
             maximum = tl.full([R], LOWEST, tl.float32)
             if F.half_quantized == 1:
                 weight = tl.zeros([KEY_LANES, R], tl.float32)
                 total = tl.zeros([block_of(F.value_dim), R * query_columns(F)], tl.float32)
                 values = residual + (tl.load(described + 2) + head * tl.load(described + 3)) * 8
-                for page in tl.range(begin, tl.load(item + 4), num_stages=STAGES):
+                for page in tl.range(begin, tl.load(item + HALF_TO), num_stages=STAGES):
                     key_unit = tl.load(key_table + table_begin + page)
                     boost, boost_channel = boosted_queries(
                         queries, key_base, key_unit, boosted, head, first, largest, F
@@ -332,10 +337,10 @@ def decode_kernel(
                 )
             else:
                 weight = tl.zeros([PAGE, R], tl.float32)
-                totals, offsets = no_values(PAGE, F)
+                totals, constants = no_values(PAGE, F)
                 keys = residual + (tl.load(described) + head * tl.load(described + 1)) * 8
                 half_quantized_query = plain_queries(queries, first, F, DTYPE)
-                for page in tl.range(begin, tl.load(item + 4), num_stages=STAGES):
+                for page in tl.range(begin, tl.load(item + HALF_TO), num_stages=STAGES):
                     token = key_begin + page * PAGE + in_page
                     place = token_places(token, in_page < PAGE, places, F.key_dim, DTYPE, F)
                     x = residual_scores(keys, place, in_page < PAGE, half_quantized_query, F)
@@ -345,7 +350,7 @@ def decode_kernel(
                     p, maximum, alpha = softmax_step(x, maximum, F)
                     weight = weight * alpha[None, :] + tl.sum(p, 2)
                     value_unit = tl.load(value_table + table_begin + page)
-                    totals, offsets = add_values(value_base, value_unit, head, p, alpha, totals, offsets, F, DTYPE)
+                    totals, constants = add_values(value_base, value_unit, head, p, alpha, totals, constants, F, DTYPE)
                 total_weight = tl.sum(weight, 0)
                 store_stats(stats, half_quantized_slot, head, heads, maximum, total_weight, F)
                 store_page_values(
@@ -354,7 +359,7 @@ def decode_kernel(
                     head,
                     heads,
                     totals,
-                    offsets,
+                    constants,
                     total_weight,
                     value_base,
                     shared,
@@ -362,18 +367,18 @@ def decode_kernel(
                     F,
                 )
 
-    if tl.load(item + 1) < tl.load(item + 2):
-        begin = tl.load(item + 1)
-        hidden = tl.load(item + 16)
-        limit = tl.load(item + 11)
-        page_mask = mask_here + tl.load(item + 12)
+    if tl.load(item + PAGES_FROM) < tl.load(item + PAGES_TO):
+        begin = tl.load(item + PAGES_FROM)
+        hidden = tl.load(item + PAGES_HIDDEN)
+        limit = tl.load(item + TOKENS)
+        page_mask = mask_here + tl.load(item + PAGES_MASK)
         maximum = tl.full([R], LOWEST, tl.float32)
         if F.key_bits == 16 and F.value_bits == 16:
             weight = tl.zeros([R], tl.float32)
             total = tl.zeros([block_of(F.value_dim), R * query_columns(F)], tl.float32)
             in_chunk = tl.arange(0, CHUNK)
             known = in_chunk < CHUNK
-            for chunk in tl.range(begin * CHUNKS, tl.load(item + 2) * CHUNKS, num_stages=STAGES):
+            for chunk in tl.range(begin * CHUNKS, tl.load(item + PAGES_TO) * CHUNKS, num_stages=STAGES):
                 step = chunk - begin * CHUNKS
                 token, entry = step % CHUNKS * CHUNK + in_chunk, begin + step // CHUNKS
                 keys = (key_base + tl.load(key_table + entry) * 8).to(tl.pointer_type(DTYPE))
@@ -391,10 +396,10 @@ def decode_kernel(
             store_partial(out, slot, head, heads, value_channel, value_channel < F.value_dim, total, F)
         else:
             weight = tl.zeros([KEY_LANES, R], tl.float32)
-            totals, offsets = no_values(KEY_LANES, F)
+            totals, constants = no_values(KEY_LANES, F)
             key_next = tl.load(key_table + begin)
             value_next = tl.load(value_table + begin)
-            for page in tl.range(begin, tl.load(item + 2), num_stages=STAGES):
+            for page in tl.range(begin, tl.load(item + PAGES_TO), num_stages=STAGES):
                 key_unit = key_next
                 value_unit = value_next
                 # The tables have one entry more than there are pages.
@@ -413,7 +418,7 @@ def decode_kernel(
                 x = hide(x, token, hidden, limit, page_mask, mask_query, F)
                 p, maximum, alpha = softmax_step(x, maximum, F)
                 weight = weight * alpha[None, :] + tl.sum(p, 2)
-                totals, offsets = add_values(value_base, value_unit, head, p, alpha, totals, offsets, F, DTYPE)
+                totals, constants = add_values(value_base, value_unit, head, p, alpha, totals, constants, F, DTYPE)
             total_weight = tl.sum(weight, 0)
             store_stats(stats, slot, head, heads, maximum, total_weight, F)
-            store_page_values(out, slot, head, heads, totals, offsets, total_weight, value_base, shared, scale_row, F)
+            store_page_values(out, slot, head, heads, totals, constants, total_weight, value_base, shared, scale_row, F)

@@ -17,7 +17,7 @@ from kvconvert.kernels.device import compiles, multiprocessors, overlaps_launche
 from kvconvert.kernels.launches import skips_launches
 from kvconvert.kernels.pages.formats import PAGE_SIZE, LayerFormat, PageFormat
 from kvconvert.kernels.pages.layout import PageLayout
-from kvconvert.kernels.spans.formats import SpanFormat
+from kvconvert.kernels.spans.formats import SpanFormat, key_blocks, value_blocks
 
 # Registers of a thread, and how many one-warp programs with that many fit a multiprocessor, whose four parts hold
 # 16,384 registers each: two or three programs. Where three would spill, two are faster.
@@ -87,20 +87,13 @@ def decode_shape(
 ) -> DecodeShape:
     """The specialisation for a layer."""
     key, value = format.keys, format.values
-    key_bits, value_bits = (key.bits, value.bits) if span is None else (span.key_bits, span.value_bits)
     if span is not None:
-        fields = {"key_groups": 0, "value_groups": 0, "boosted": 0, "boost_rows": 0, "boost_stored": False, "norm": 0}
-        fields |= dict.fromkeys(("key_high", "key_scale", "key_zero_point", "key_norm", "key_channels"), -1)
-        fields |= {"joint_norm": -1, "value_scale": -1, "value_zero_point": -1}
-        fields["key_head"] = key.head_dim * PAGE_SIZE * key_bits // 16
-        fields["value_head"] = value.head_dim * PAGE_SIZE * value_bits // 16
-    else:
-        fields = _key_fields(key) | _value_fields(value)
+        key = key_blocks(key.heads, key.head_dim, span.key_bits)
+        value = value_blocks(value.heads, value.head_dim, span.value_bits)
     return DecodeShape(
-        key_bits=key_bits,
-        value_bits=value_bits,
-        key_dim=key.head_dim,
-        value_dim=value.head_dim,
+        **_side_fields("key", key),
+        **_side_fields("value", value),
+        **_key_fields(key),
         group=group,
         queries=queries,
         split_query=dtype == torch.float32,
@@ -113,43 +106,34 @@ def decode_shape(
         placed=placed,
         tile=TILE,
         inline_asm=inline_asm,
-        **fields,
     )
+
+
+def _layout(f: PageFormat) -> PageLayout | None:
+    """The record of a page; None at 16 bits."""
+    return None if f.bits == 16 else PageLayout.of(f)
+
+
+@lru_cache(maxsize=1024)
+def _side_fields(side: str, f: PageFormat) -> dict[str, int]:
+    """What both sides have in a `DecodeShape`."""
+    layout, fields = _layout(f), {"bits": f.bits, "dim": f.head_dim}
+    fields["groups"], fields["head"] = (layout.groups, layout.head_stride) if layout else (0, 0)
+    fields["scale"], fields["offset"] = (layout.scale, layout.offset) if layout else (-1, -1)
+    return {f"{side}_{name}": value for name, value in fields.items()}
 
 
 @lru_cache(maxsize=1024)
 def _key_fields(f: PageFormat) -> dict[str, int]:
-    if f.bits == 16:
-        none = dict.fromkeys(("key_high", "key_scale", "key_zero_point", "key_norm", "key_channels", "joint_norm"), -1)
-        return none | {"key_groups": 0, "key_head": 0, "boosted": 0, "boost_rows": 0, "boost_stored": False, "norm": 0}
-    layout = PageLayout.of(f)
-    return {
-        "key_groups": layout.groups,
-        "boosted": f.boosted,
-        "boost_rows": layout.high_rows,
-        "boost_stored": f.boosted > 0 and not f.fixed_channels,
-        "norm": f.token_norm.mode,
-        "key_high": layout.high,
-        "key_scale": layout.scale,
-        "key_zero_point": layout.zero_point,
-        "key_norm": layout.norm,
-        "key_channels": layout.channels,
-        "key_head": layout.head_stride,
-        "joint_norm": layout.joint_norm,
-    }
-
-
-@lru_cache(maxsize=1024)
-def _value_fields(f: PageFormat) -> dict[str, int]:
-    if f.bits == 16:
-        return {"value_groups": 0, "value_scale": -1, "value_zero_point": -1, "value_head": 0}
-    layout = PageLayout.of(f)
-    return {
-        "value_groups": layout.groups,
-        "value_scale": layout.scale,
-        "value_zero_point": layout.zero_point,
-        "value_head": layout.head_stride,
-    }
+    """What keys alone have in a `DecodeShape`."""
+    layout = _layout(f)
+    fields = {"boosted": 0, "boost_rows": 0, "boost_stored": False, "norm": 0}
+    if layout is None:
+        return fields | dict.fromkeys(("key_high", "key_norm", "key_channels", "joint_norm"), -1)
+    fields |= {"boosted": f.boosted, "boost_rows": layout.high_rows, "norm": f.token_norm.mode}
+    fields["boost_stored"] = f.boosted > 0 and not f.fixed_channels
+    fields |= {"key_high": layout.high, "key_norm": layout.norm, "key_channels": layout.channels}
+    return fields | {"joint_norm": layout.joint_norm}
 
 
 def decode_attention(

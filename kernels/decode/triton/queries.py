@@ -36,7 +36,7 @@ def high_and_low(query, F: tl.constexpr):
 
 @triton.jit
 def fp16_queries(queries, channel, known, first, unit, F: tl.constexpr):
-    """Operands for `scaled_query` and for the product with zero points."""
+    """Operands for `scaled_query` and for the product with offsets."""
     if F.split_query:
         query = load_queries(queries, channel, known, first, F, 2) / unit[None, :]
         return query, high_and_low(query, F)

@@ -30,7 +30,7 @@ class DecodeShape:
             scores are added.
         placed: whether a table says where each full-precision token is, instead of one beside the other.
         tile: full-precision tokens per step.
-        key_scale to key_channels, value_scale, value_zero_point: offsets within a head's part of a page's record, which
+        key_scale to key_channels, value_scale, value_offset: offsets within a head's part of a page's record, which
             begins with the codes; key_head, value_head: from one head's part to the next; joint_norm: within the
             record.
         inline_asm: False under the interpreter.
@@ -59,13 +59,13 @@ class DecodeShape:
     tile: int
     key_high: int
     key_scale: int
-    key_zero_point: int
+    key_offset: int
     key_norm: int
     key_channels: int
     key_head: int
     joint_norm: int
     value_scale: int
-    value_zero_point: int
+    value_offset: int
     value_head: int
     inline_asm: bool
 

@@ -24,7 +24,7 @@ from kvconvert.kernels.decode.triton.tiles import (
     spread_columns,
 )
 from kvconvert.kernels.launches.triton import kernel
-from kvconvert.kernels.pages.triton.affine import ZERO_POINT_UNIT, in_bytes
+from kvconvert.kernels.pages.triton.affine import OFFSET_UNIT, in_bytes
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)
@@ -51,7 +51,7 @@ def store_stats(stats, slot, head, heads, maximum, weight, F: tl.constexpr):
 
 @triton.jit
 def shared_value_scales(value_base, shared, scale_row, head, F: tl.constexpr, J: tl.constexpr):
-    """Scale and zero point of the channels of plane J, where many pages share them."""
+    """Scale and offset of the channels of plane J, where many pages share them."""
     LANES: tl.constexpr = value_lanes(F)
     lane = tl.arange(0, block_of(LANES))
     known = lane < LANES
@@ -66,34 +66,36 @@ def no_values(key_lanes: tl.constexpr, F: tl.constexpr):
     """Sums of weighted values to begin with, for `add_page_values`, or for `add_residual_values` at 16 bits."""
     N: tl.constexpr = query_rows(F) * query_columns(F)
     totals = ()
-    offsets = ()
+    constants = ()
     if F.value_bits == 16:
         totals = (tl.zeros([block_of(F.value_dim), N], tl.float32),)
-        offsets = (tl.zeros([1], tl.float32),)
+        constants = (tl.zeros([1], tl.float32),)
     else:
         for _ in tl.static_range(16 // field_bits(F.value_bits)):
             totals = totals + (tl.zeros([block_of(value_lanes(F)), N], tl.float32),)
         for _ in tl.static_range(max(F.value_groups, 1)):
-            offsets = offsets + (tl.zeros([key_lanes, query_rows(F)], tl.float32),)
-    return totals, offsets
+            constants = constants + (tl.zeros([key_lanes, query_rows(F)], tl.float32),)
+    return totals, constants
 
 
 @triton.jit
-def add_values(value_base, unit, head, p, alpha, totals, offsets, F: tl.constexpr, DTYPE: tl.constexpr):
+def add_values(value_base, unit, head, p, alpha, totals, constants, F: tl.constexpr, DTYPE: tl.constexpr):
     """The page at `unit` of the value pool, weighted by p [lanes, rows, planes], added to the sums."""
     if F.value_bits == 16:
         token = tl.arange(0, PAGE)
         page = (value_base + unit * 8).to(tl.pointer_type(DTYPE)) + head * PAGE * F.value_dim
         total = add_residual_values(page, token * F.value_dim, token < PAGE, in_token_order(p), alpha, totals[0], F)
-        return (total,), offsets
+        return (total,), constants
     else:
         page = value_base + unit * 8 + head * F.value_head
-        return add_page_values(page, page + F.value_scale, page + F.value_zero_point, p, alpha, totals, offsets, F)
+        return add_page_values(page, page + F.value_scale, page + F.value_offset, p, alpha, totals, constants, F)
 
 
 @triton.jit
-def store_page_values(out, slot, head, heads, totals, offsets, weight, value_base, shared, scale_row, F: tl.constexpr):
-    """The weighted values of all channels, with scales that were left out and zero points, as one partial."""
+def store_page_values(
+    out, slot, head, heads, totals, constants, weight, value_base, shared, scale_row, F: tl.constexpr
+):
+    """The weighted values of all channels, with scales that were left out and offsets, as one partial."""
     if F.value_bits == 16:
         channel = tl.arange(0, block_of(F.value_dim))
         store_partial(out, slot, head, heads, channel, channel < F.value_dim, totals[0], F)
@@ -106,10 +108,10 @@ def store_page_values(out, slot, head, heads, totals, offsets, weight, value_bas
             if F.value_groups > 0:
                 for group in tl.static_range(first_group(j, LANES, GROUP_SIZE), last_group(j, LANES, GROUP_SIZE) + 1):
                     own = (j * LANES + lane) // GROUP_SIZE == group
-                    offset = spread_columns(tl.sum(offsets[group], 0)[None, :], F)
-                    if in_bytes(F.value_scale, F.value_zero_point):
-                        offset *= ZERO_POINT_UNIT
-                    total = tl.where(own[:, None], total + offset, total)
+                    constant = spread_columns(tl.sum(constants[group], 0)[None, :], F)
+                    if in_bytes(F.value_scale, F.value_offset):
+                        constant *= OFFSET_UNIT
+                    total = tl.where(own[:, None], total + constant, total)
             else:
                 scale, least = shared_value_scales(value_base, shared, scale_row, head, F, j)
                 total = total * scale[:, None] + least[:, None] * spread_columns(weight[None, :], F)

@@ -29,7 +29,7 @@ from kvconvert.kernels.decode.triton.shape import (
     value_lanes,
 )
 from kvconvert.kernels.pages.formats import PAGE_SIZE
-from kvconvert.kernels.pages.triton.affine import ZERO_POINT_UNIT, in_bytes, load_counts, load_scale
+from kvconvert.kernels.pages.triton.affine import OFFSET_UNIT, in_bytes, load_counts, load_scale
 
 PAGE: tl.constexpr = tl.constexpr(PAGE_SIZE)
 
@@ -223,52 +223,51 @@ def add_columns(x, F: tl.constexpr):
 
 @triton.jit
 def group_operands(
-    scales, zero_points, operands, boost, boost_channel, GROUP: tl.constexpr, LANES: tl.constexpr, F: tl.constexpr
+    scales, offsets, operands, boost, boost_channel, GROUP: tl.constexpr, LANES: tl.constexpr, F: tl.constexpr
 ):
     """Scaled queries for the codes of one group of tokens, for the upper halves of pairs, for boosted channels; and
-    the products of queries with the zero points, [LANES, N], equal in all rows.
+    the products of queries with the offsets, [LANES, N], equal in all rows.
     """
     ROWS: tl.constexpr = code_rows(F.key_bits, F.key_dim)
     channel = tl.arange(0, block_of(ROWS))
     real = channel < ROWS
-    BYTES: tl.constexpr = in_bytes(F.key_scale, F.key_zero_point)
+    BYTES: tl.constexpr = in_bytes(F.key_scale, F.key_offset)
     scale_row = scales + GROUP * F.key_dim
-    zero_point_row = zero_points + GROUP * F.key_dim
-    scale, zero_point = load_counts(scale_row + channel, zero_point_row + channel, real, BYTES)
+    offset_row = offsets + GROUP * F.key_dim
+    scale, offset = load_counts(scale_row + channel, offset_row + channel, real, BYTES)
     lower = scaled_query(operands[0], scale, F)
     none = tl.zeros([LANES, lower.shape[1]], tl.float32)
-    # Zero points that are in units of their scale are multiplied with the scaled query.
+    # Offsets that are in units of their scale are multiplied with the scaled query.
     bias = lower if BYTES else operands[1]
-    offset = tl.dot(tl.broadcast_to(zero_point[None, :], [LANES, block_of(ROWS)]), bias, none)
+    constant = tl.dot(tl.broadcast_to(offset[None, :], [LANES, block_of(ROWS)]), bias, none)
     upper = lower
     boost_lower = lower
     if F.key_dim > ROWS:
-        scale, zero_point = load_counts(scale_row + ROWS + channel, zero_point_row + ROWS + channel, real, BYTES)
+        scale, offset = load_counts(scale_row + ROWS + channel, offset_row + ROWS + channel, real, BYTES)
         upper = scaled_query(operands[2], scale * upper_factor(F.key_bits), F)
         if BYTES:
-            zero_point *= 1.0 / upper_factor(F.key_bits)
+            offset *= 1.0 / upper_factor(F.key_bits)
         bias = upper if BYTES else operands[3]
-        offset = tl.dot(tl.broadcast_to(zero_point[None, :], [LANES, block_of(ROWS)]), bias, offset)
+        constant = tl.dot(tl.broadcast_to(offset[None, :], [LANES, block_of(ROWS)]), bias, constant)
     if BYTES:
-        offset *= ZERO_POINT_UNIT
+        constant *= OFFSET_UNIT
     if F.boosted > 0:
         # The upper bits count 2^bits times as much as the lower ones.
         WEIGHT: tl.constexpr = 1 << F.key_bits
         scale = load_scale(scale_row + boost_channel, boost_channel >= 0, BYTES)
         boost_lower = scaled_query(boost, scale * WEIGHT, F)
-    return lower, upper, boost_lower, offset
+    return lower, upper, boost_lower, constant
 
 
 @triton.jit
-def page_scores(page, norms, scales, zero_points, operands, boost, boost_channel, F: tl.constexpr):
+def page_scores(page, norms, scales, offsets, operands, boost, boost_channel, F: tl.constexpr):
     """Products of queries with the 128 keys of a page: fp32 [lanes, rows, planes], token = plane * lanes + lane.
 
     Args:
         page: pointer to the head's part of the page.
-        norms, scales, zero_points: pointers to the token norms [128] and to the groups' scales and zero
-            points [groups, D].
+        norms, scales, offsets: pointers to the token norms [128] and to the groups' scales and offsets [groups, D].
         operands: queries of the channels of the code rows, see `scaled_query`, and the same as fp16 in all cases, for
-            the product with the zero points; at 1 and 3 bits of the lower half of the channels, followed by both of the
+            the product with the offsets; at 1 and 3 bits of the lower half of the channels, followed by both of the
             upper half.
         boost, boost_channel: queries of the boosted channels [boosted, N], and their numbers; unused without boost.
     """
@@ -290,8 +289,8 @@ def page_scores(page, norms, scales, zero_points, operands, boost, boost_channel
     # One group serves several planes, or several groups share a plane.
     for step in tl.static_range(max(GROUPS, PLANES)):
         if step % max(PLANES // GROUPS, 1) == 0:
-            lower, upper, boost_lower, offset = group_operands(
-                scales, zero_points, operands, boost, boost_channel, step * GROUPS // max(GROUPS, PLANES), LANES, F
+            lower, upper, boost_lower, constant = group_operands(
+                scales, offsets, operands, boost, boost_channel, step * GROUPS // max(GROUPS, PLANES), LANES, F
             )
         none = tl.zeros([LANES, lower.shape[1]], tl.float32)
         if F.key_bits == 3 and GROUPS == 1:
@@ -302,7 +301,7 @@ def page_scores(page, norms, scales, zero_points, operands, boost, boost_channel
             product = plane_product(words, lower, upper, none, step // STEPS, F.key_bits, F.inline_asm)
         if F.boosted > 0:
             product = tl.dot(plane(high, step // STEPS, 0, F.key_bits, F.inline_asm), boost_lower, product)
-        product = product * plane_weight(step // STEPS, F.key_bits) + offset
+        product = product * plane_weight(step // STEPS, F.key_bits) + constant
         if STEPS == 1:
             products = products + (product,)
         else:
@@ -412,19 +411,19 @@ def add_residual_page(values, places, token, p, alpha, total, DTYPE: tl.constexp
 
 
 @triton.jit
-def add_page_values(page, scales, zero_points, p, alpha, totals, offsets, F: tl.constexpr):
-    """Code sums of a page by plane, times alpha plus this page's; the same of the sums that zero points are added
+def add_page_values(page, scales, offsets, p, alpha, totals, constants, F: tl.constexpr):
+    """Code sums of a page by plane, times alpha plus this page's; the same of the sums that offsets are added
     to.
 
     Args:
-        page: pointer to the head's part of the page; scales, zero_points: to those of its tokens [groups, 128].
+        page: pointer to the head's part of the page; scales, offsets: to those of its tokens [groups, 128].
         p: weights, [lanes, rows, planes] in the order of the KEY page. alpha: [rows].
-        totals: per plane fp32 [value lanes, N]; offsets: per group fp32 [key lanes, rows], to be summed over the lanes,
-            in units of ZERO_POINT_UNIT where scales have 8 bits.
+        totals: per plane fp32 [value lanes, N]; constants: per group fp32 [key lanes, rows], to be summed over the
+            lanes, in units of OFFSET_UNIT where scales have 8 bits.
     """
     TOKENS: tl.constexpr = code_rows(F.value_bits, PAGE)
     LANES: tl.constexpr = value_lanes(F)
-    BYTES: tl.constexpr = in_bytes(F.value_scale, F.value_zero_point)
+    BYTES: tl.constexpr = in_bytes(F.value_scale, F.value_offset)
     GROUPS: tl.constexpr = max(F.value_groups, 1)
     GROUP_SIZE: tl.constexpr = F.value_dim // GROUPS
     BLOCK: tl.constexpr = block_of(LANES)
@@ -439,14 +438,14 @@ def add_page_values(page, scales, zero_points, p, alpha, totals, offsets, F: tl.
     for group in tl.static_range(GROUPS):
         if F.value_groups > 0:
             place = group * PAGE + token
-            scale, zero_point = load_counts(scales + place, zero_points + place, None, BYTES)
+            scale, offset = load_counts(scales + place, offsets + place, None, BYTES)
             scaled = p * scale.to(tl.float32)[:, None, :]
             base = scaled if BYTES else p
-            offset = tl.sum(base * zero_point.to(tl.float32)[:, None, :], 2)
-            sums = sums + (offsets[group] * alpha[None, :] + offset,)
+            constant = tl.sum(base * offset.to(tl.float32)[:, None, :], 2)
+            sums = sums + (constants[group] * alpha[None, :] + constant,)
             weights = in_token_order(scaled.to(tl.float16))
         else:
-            sums = sums + (offsets[group],)
+            sums = sums + (constants[group],)
             weights = in_token_order(p.to(tl.float16))
         weights = spread_columns(weights, F)
         if TOKENS < PAGE:

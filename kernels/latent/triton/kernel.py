@@ -4,8 +4,8 @@ A program serves a block of heads for one work item (`kernels/decode/plan.py`); 
 What codes cost on their way to the tensor cores decides its forms. Words hold codes of one token, of channels that lie
 `columns` apart (`PageFormat.by_token`), and one field of them is a tile of latents in the layout of its words:
 
-    scores [heads, tokens]   = (queries * scale) codes^T  + queries . zero_point
-    sums   [heads, channels] = (weights codes) * scale    + sum of weights * zero_point
+    scores [heads, tokens]   = (queries * scale) codes^T  + queries . offset
+    sums   [heads, channels] = (weights codes) * scale    + sum of weights * offset
 
 With the page's scales, one for a channel, in the queries and in the sums, codes stay the subnormal fp16 numbers that an
 AND cuts out of their words (`kernels/decode/triton/tiles.py`). A thread cuts them out of registers in the layout that a
@@ -23,7 +23,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvconvert.kernels.decode.triton.kernel import ITEM, LOWEST, ROW, buffer_token
+from kvconvert.kernels.decode.triton.kernel import (
+    ITEM,
+    LOWEST,
+    PAGES_FROM,
+    PAGES_HIDDEN,
+    PAGES_SLOT,
+    PAGES_TO,
+    RESIDUAL_FROM,
+    RESIDUAL_SLOT,
+    RESIDUAL_TO,
+    ROW,
+    SEQUENCE,
+    TOKENS,
+    buffer_token,
+)
 from kvconvert.kernels.decode.triton.queries import power_above
 from kvconvert.kernels.decode.triton.scores import LOG2_E
 from kvconvert.kernels.decode.triton.shape import block_of
@@ -153,16 +167,16 @@ def rope_words(record, token, F: tl.constexpr):
 
 @triton.jit
 def channel_scales(record, channel, known, F: tl.constexpr):
-    """Scales and zero points, fp16, of a page's channels."""
+    """Scales and offsets, fp16, of a page's channels."""
     scales, ALL = half_pointer(record) + channel, columns(F) == column_tile(F)
-    return load(scales + F.scale, known, ALL), load(scales + F.zero_point, known, ALL)
+    return load(scales + F.scale, known, ALL), load(scales + F.offset, known, ALL)
 
 
 @triton.jit
 def token_scales(record, token, F: tl.constexpr):
     """The same of the tokens of a page's RoPE parts."""
     scales = half_pointer(record) + token
-    return tl.load(scales + F.rope_scale), tl.load(scales + F.rope_zero_point)
+    return tl.load(scales + F.rope_scale), tl.load(scales + F.rope_offset)
 
 
 @triton.jit
@@ -233,13 +247,13 @@ def dequantized_step(queries, record, rope_record, token, hidden, factor, sums, 
     column, index = tl.arange(0, column_tile(F))[None, :], tl.arange(0, fields(F) * column_tile(F))
     words = load(record + token[:, None] * columns(F) + column, column < columns(F), columns(F) == column_tile(F))
     channel, known = latent_channel(index, F)
-    scale, zero_point = channel_scales(record, channel, known, F)
+    scale, offset = channel_scales(record, channel, known, F)
     scale = (scale.to(tl.float32) * tl.exp2(-(index // column_tile(F) * F.bits % 8).to(tl.float32))).to(tl.float16)
-    tile = whole_numbers(words, 0, fields(F), F.bits, F) * scale[None, :] + zero_point[None, :]
-    scale, zero_point = token_scales(rope_record, token, F)
+    tile = whole_numbers(words, 0, fields(F), F.bits, F) * scale[None, :] + offset[None, :]
+    scale, offset = token_scales(rope_record, token, F)
     words = rope_words(rope_record, token, F)
     rope = one_below_the_other(whole_number(words, 0, 8, F), whole_number(words, 1, 8, F))
-    rope = rope * scale[None, :] + zero_point[None, :]
+    rope = rope * scale[None, :] + offset[None, :]
     dtype: tl.constexpr = queries[0].dtype
     return tile_step(queries, tile.to(dtype), rope.to(dtype), hidden, factor, sums, F)
 
@@ -299,23 +313,23 @@ def code_step(queries, record, rope_record, hidden, factor, sums, F: tl.constexp
     chunks, rope_query, rope_sum = queries
     token = tl.arange(0, PAGE)
     scores = tl.zeros([chunks[0].shape[0], PAGE], tl.float32)
-    offset = tl.zeros(chunks[0].shape, tl.float32)
+    constant = tl.zeros(chunks[0].shape, tl.float32)
     for k in tl.static_range(column_tile(F) // chunk_columns(F)):
         words = tl.trans(chunk_words(record, k, F, False))
         for field in tl.static_range(fields(F)):
             channel, known = chunk_channel(k, field, F)
-            scale, zero_point = channel_scales(record, channel, known, F)
+            scale, offset = channel_scales(record, channel, known, F)
             query = chunks[k * fields(F) + field]
             lacking = 2.0 ** (field_place(field, F.bits) - top_place(F.bits))
-            offset += (query * zero_point[None, :]).to(tl.float32) * lacking
+            constant += (query * offset[None, :]).to(tl.float32) * lacking
             scores = product(query * scale[None, :], subnormal(words, field, F.bits, F), scores, F)
     words = rope_words(rope_record, token, F)
     rope_scores = product(rope_query[0], subnormal(words, 0, 8, F), tl.zeros(scores.shape, tl.float32), F)
     rope_scores = product(rope_query[1], subnormal(words, 1, 8, F), rope_scores, F)
-    scale, zero_point = token_scales(rope_record, token, F)
+    scale, offset = token_scales(rope_record, token, F)
     scores = scores * 2.0 ** (SUBNORMAL - top_place(F.bits))
     scores += rope_scores * (scale.to(tl.float32) * 2.0**SUBNORMAL)[None, :]
-    scores += tl.sum(offset, 1)[:, None] + rope_sum[:, None] * zero_point.to(tl.float32)[None, :]
+    scores += tl.sum(constant, 1)[:, None] + rope_sum[:, None] * offset.to(tl.float32)[None, :]
 
     p, added, kept, maximum, weight = weights_of(scores * factor, hidden, sums[0], sums[1], F)
     p = (p * 2.0**WEIGHT_POWER).to(tl.float16)
@@ -324,12 +338,12 @@ def code_step(queries, record, rope_record, hidden, factor, sums, F: tl.constexp
         words = chunk_words(record, k, F, True)
         for field in tl.static_range(fields(F)):
             channel, known = chunk_channel(k, field, F)
-            scale, zero_point = channel_scales(record, channel, known, F)
+            scale, offset = channel_scales(record, channel, known, F)
             none = tl.zeros(chunks[0].shape, tl.float32)
             total = product(p, subnormal(words, field, F.bits, F), none, F)
             total *= (scale.to(tl.float32) * 2.0 ** (SUBNORMAL - WEIGHT_POWER - field_place(field, F.bits)))[None, :]
             total += sums[2][k * fields(F) + field] * kept[:, None]
-            totals = totals + (total + added[:, None] * zero_point.to(tl.float32)[None, :],)
+            totals = totals + (total + added[:, None] * offset.to(tl.float32)[None, :],)
     return maximum, weight, totals
 
 
@@ -387,7 +401,7 @@ def latent_decode_kernel(
     STEPS: tl.constexpr = PAGE // TILE
     block = tl.program_id(1)
     item = items + tl.program_id(0) * ITEM
-    row = tl.load(item)
+    row = tl.load(item + SEQUENCE)
     described = rows + row * ROW
     member = tl.arange(0, F.block)
     head = block * F.block + member
@@ -399,10 +413,10 @@ def latent_decode_kernel(
     every = tl.arange(0, block_of(F.rank))
 
     # The residual window comes first: nothing that it needs has to stay in registers while pages are read.
-    begin = tl.load(item + 5)
-    if begin < tl.load(item + 6):
+    begin = tl.load(item + RESIDUAL_FROM)
+    if begin < tl.load(item + RESIDUAL_TO):
         # The plan's last end is open.
-        stop = tl.minimum(tl.load(item + 6), tl.load(described + 7).to(tl.int32))
+        stop = tl.minimum(tl.load(item + RESIDUAL_TO), tl.load(described + 7).to(tl.int32))
         sink_tokens = tl.load(described + 4)
         latents = residual + tl.load(described) * 8
         rope = residual + tl.load(described + 2) * 8
@@ -414,14 +428,14 @@ def latent_decode_kernel(
             token = start + within
             place = buffer_token(token, sink_tokens, skip)
             sums = exact_step(given, latents, rope, place, token >= stop, factor, sums, False, F)
-        slot = (tl.load(item + 9) * tl.num_programs(1) + block).to(tl.int64) * F.block + member
+        slot = (tl.load(item + RESIDUAL_SLOT) * tl.num_programs(1) + block).to(tl.int64) * F.block + member
         store_stats(stats + slot * 2, sums[0], sums[1])
         store_sums(out + slot * F.rank, every, every < F.rank, sums[2])
 
-    begin, end = tl.load(item + 1), tl.load(item + 2)
+    begin, end = tl.load(item + PAGES_FROM), tl.load(item + PAGES_TO)
     if begin < end:
-        hidden, limit = tl.load(item + 16), tl.load(item + 11)
-        slot = (tl.load(item + 7) * tl.num_programs(1) + block).to(tl.int64) * F.block + member
+        hidden, limit = tl.load(item + PAGES_HIDDEN), tl.load(item + TOKENS)
+        slot = (tl.load(item + PAGES_SLOT) * tl.num_programs(1) + block).to(tl.int64) * F.block + member
         if F.bits == 16:
             given = exact_queries(queries, rope_queries, real, F)
             sums = no_sums(F.block, block_of(F.rank))

@@ -37,11 +37,11 @@ def latent_shape(format: LayerFormat, heads: int, device: torch.device) -> Laten
 def shape_for(format: LayerFormat, heads: int, many: bool, compiled: bool = True) -> LatentShape:
     """`latent_shape` for programs of `MANY_HEADS` if `many`, else of `FEW_HEADS`."""
     key, value = format.keys, format.values
-    offsets = dict.fromkeys(("scale", "zero_point", "rope_scale", "rope_zero_point"), -1)
+    offsets = dict.fromkeys(("scale", "offset", "rope_scale", "rope_offset"), -1)
     if key.bits < 16:
         latents, rope = PageLayout.of(key), PageLayout.of(value)
-        offsets = {"scale": latents.scale, "zero_point": latents.zero_point}
-        offsets |= {"rope_scale": rope.scale, "rope_zero_point": rope.zero_point}
+        offsets = {"scale": latents.scale, "offset": latents.offset}
+        offsets |= {"rope_scale": rope.scale, "rope_offset": rope.offset}
     return LatentShape(
         bits=key.bits,
         rank=key.head_dim,

@@ -19,7 +19,7 @@ class LatentShape:
         heads: query heads; block: those of one program.
         dequantizes: whether codes are dequantized to the queries' dtype, or multiplied as they are.
         chunk: words of a token that are read at a time, at most, where codes are multiplied as they are.
-        scale, zero_point: those of latents; rope_scale, rope_zero_point: those of RoPE parts.
+        scale, offset: those of latents; rope_scale, rope_offset: those of RoPE parts.
         compiled: False under the interpreter.
     """
 
@@ -31,9 +31,9 @@ class LatentShape:
     dequantizes: bool
     chunk: int
     scale: int
-    zero_point: int
+    offset: int
     rope_scale: int
-    rope_zero_point: int
+    rope_offset: int
     compiled: bool
 
 

@@ -1,6 +1,6 @@
 """What the kernels that quantize pages share: the affine quantizer, reading of tokens, and the report of bad numbers.
 
-The arithmetic is that of `kernels/quantizer.py`: codes computed from the stored float16 scale and zero point, in
+The arithmetic is that of `kernels/quantizer.py`: codes computed from the stored float16 scale and offset, in
 float32 rounded after every operation. Kernels that use it must be compiled without fusing products into sums.
 
 Codes are packed into lanes as in `kernels/packing.py`. Those of 1 and of 3 bits are handled in halves of the rows
@@ -19,9 +19,9 @@ from kvconvert.kernels import quantizer
 LARGEST_HALF = tl.constexpr(65504.0)
 # Added to a float32 in 0..255, it leaves the nearest whole number, ties to even, in the lowest bits; 16 zeros above.
 ROUNDER = tl.constexpr(12582912.0)
-ZERO_POINT_PARTS = tl.constexpr(quantizer.ZERO_POINT_PARTS)
+OFFSET_PARTS = tl.constexpr(quantizer.OFFSET_PARTS)
 LEAST_SCALE = tl.constexpr(quantizer.LEAST_SCALE)
-ZERO_POINT_UNIT = tl.constexpr(quantizer.ZERO_POINT_UNIT)
+OFFSET_UNIT = tl.constexpr(quantizer.OFFSET_UNIT)
 SCALE_MASK = tl.constexpr(quantizer.SCALE_MASK)
 COUNT_MASK = tl.constexpr(~quantizer.SCALE_MASK)
 # Columns of a page table, see kernels/pages/triton/launch.py.
@@ -36,12 +36,6 @@ def flag_if(bad, flag, page, head, KIND: tl.constexpr, HEADS: tl.constexpr):
 
 
 @triton.jit
-def any_true(condition):
-    """Whether a tensor of two or three dimensions has a true entry."""
-    return tl.max(tl.ravel(condition.to(tl.int32)), 0) > 0
-
-
-@triton.jit
 def quotient(x, divisor, inverse):
     """x / divisor rounded once, given the divisor's correctly rounded inverse (Markstein 1990); 0 for an inverse of 0.
 
@@ -53,7 +47,7 @@ def quotient(x, divisor, inverse):
 
 @triton.jit
 def affine_grid(low, high, levels, inverse_levels, factor, shrink):
-    """Float16 scale and zero point of ranges, as `affine_grid` in kernels/quantizer.py computes them."""
+    """Float16 scale and offset of ranges, as `affine_grid` in kernels/quantizer.py computes them."""
     extent = high - low
     scale = quotient(extent * factor, levels, inverse_levels)
     return scale.to(tl.float16), (low + extent * shrink).to(tl.float16)
@@ -62,34 +56,34 @@ def affine_grid(low, high, levels, inverse_levels, factor, shrink):
 @triton.jit
 def group_grid(low, high, levels, inverse_levels, factor, shrink, BYTES: tl.constexpr):
     """`affine_grid`, of 8 bits each if BYTES: `eight_bit_grid` in kernels/quantizer.py."""
-    scale, zero_point = affine_grid(low, high, levels, inverse_levels, factor, shrink)
+    scale, offset = affine_grid(low, high, levels, inverse_levels, factor, shrink)
     if BYTES:
-        least = tl.abs(zero_point.to(tl.float32)) * LEAST_SCALE
+        least = tl.abs(offset.to(tl.float32)) * LEAST_SCALE
         wide = tl.maximum(scale.to(tl.float32), least).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
         rounded = ((tl.minimum(wide, 0x7C00) + 64) >> 7) << 7
         scale = rounded.to(tl.int16).to(tl.float16, bitcast=True)
-        zero_point = (zero_point_code(zero_point, scale) * (scale.to(tl.float32) / ZERO_POINT_PARTS)).to(tl.float16)
-    return scale, zero_point
+        offset = (offset_code(offset, scale) * (scale.to(tl.float32) / OFFSET_PARTS)).to(tl.float16)
+    return scale, offset
 
 
 @triton.jit
-def zero_point_code(zero_point, scale):
-    """The number of parts of a scale that is nearest to a zero point, a whole float32 number, -127 to 127."""
-    step = scale.to(tl.float32) / ZERO_POINT_PARTS
-    code = quotient(zero_point.to(tl.float32), step, reciprocal(step))
+def offset_code(offset, scale):
+    """The number of parts of a scale that is nearest to an offset, a whole float32 number, -127 to 127."""
+    step = scale.to(tl.float32) / OFFSET_PARTS
+    code = quotient(offset.to(tl.float32), step, reciprocal(step))
     return tl.minimum(tl.maximum(code + ROUNDER - ROUNDER, -127.0), 127.0)
 
 
 @triton.jit
-def store_grid(scales, zero_points, scale, zero_point, there, BYTES: tl.constexpr):
-    """Store float16 scales and zero points at pointers to 16-bit units, or if BYTES both of `group_grid` in one."""
+def store_grid(scales, offsets, scale, offset, there, BYTES: tl.constexpr):
+    """Store float16 scales and offsets at pointers to 16-bit units, or if BYTES both of `group_grid` in one."""
     if BYTES:
-        count = zero_point_code(zero_point, scale).to(tl.int32)
+        count = offset_code(offset, scale).to(tl.int32)
         unit = scale.to(tl.int16, bitcast=True).to(tl.int32) | tl.abs(count) | tl.where(count < 0, 0x8000, 0)
         tl.store(scales, unit.to(tl.int16), mask=there)
     else:
         tl.store(scales, scale.to(tl.int16, bitcast=True), mask=there)
-        tl.store(zero_points, zero_point.to(tl.int16, bitcast=True), mask=there)
+        tl.store(offsets, offset.to(tl.int16, bitcast=True), mask=there)
 
 
 @triton.jit
@@ -103,7 +97,7 @@ def _units(pointers, there):
 
 @triton.jit
 def load_scale(scales, there, BYTES: tl.constexpr):
-    """Float16 scales at pointers to 16-bit units; 0 where there is none. If BYTES zero points share the units."""
+    """Float16 scales at pointers to 16-bit units; 0 where there is none. If BYTES offsets share the units."""
     unit = _units(scales, there)
     if BYTES:
         unit = unit & SCALE_MASK
@@ -111,30 +105,30 @@ def load_scale(scales, there, BYTES: tl.constexpr):
 
 
 @triton.jit
-def load_counts(scales, zero_points, there, BYTES: tl.constexpr):
-    """Float16 scales and zero points, these if BYTES in units of ZERO_POINT_UNIT times the scale; 0 where there is
+def load_counts(scales, offsets, there, BYTES: tl.constexpr):
+    """Float16 scales and offsets, these if BYTES in units of OFFSET_UNIT times the scale; 0 where there is
     none."""
     unit = _units(scales, there)
     if BYTES:
         return (unit & SCALE_MASK).to(tl.float16, bitcast=True), (unit & COUNT_MASK).to(tl.float16, bitcast=True)
     else:
-        return unit.to(tl.float16, bitcast=True), _units(zero_points, there).to(tl.float16, bitcast=True)
+        return unit.to(tl.float16, bitcast=True), _units(offsets, there).to(tl.float16, bitcast=True)
 
 
 @triton.jit
-def load_grid(scales, zero_points, there, BYTES: tl.constexpr):
-    """Float32 scales and zero points that `store_grid` stored; 0 where there is none."""
-    scale, zero_point = load_counts(scales, zero_points, there, BYTES)
-    scale, zero_point = scale.to(tl.float32), zero_point.to(tl.float32)
+def load_grid(scales, offsets, there, BYTES: tl.constexpr):
+    """Float32 scales and offsets that `store_grid` stored; 0 where there is none."""
+    scale, offset = load_counts(scales, offsets, there, BYTES)
+    scale, offset = scale.to(tl.float32), offset.to(tl.float32)
     if BYTES:
-        zero_point *= scale * ZERO_POINT_UNIT
-    return scale, zero_point
+        offset *= scale * OFFSET_UNIT
+    return scale, offset
 
 
 @triton.jit
-def storable(scale, zero_point):
+def storable(scale, offset):
     """Where both are finite, as float16 numbers have to be."""
-    return (tl.abs(scale.to(tl.float32)) <= LARGEST_HALF) & (tl.abs(zero_point.to(tl.float32)) <= LARGEST_HALF)
+    return (tl.abs(scale.to(tl.float32)) <= LARGEST_HALF) & (tl.abs(offset.to(tl.float32)) <= LARGEST_HALF)
 
 
 @triton.jit
@@ -149,28 +143,26 @@ def reciprocal(x):
 
 
 @triton.jit
-def nearest_codes(x, scale, zero_point, levels):
+def nearest_codes(x, scale, offset, levels):
     """Nearest codes in the lowest bits of an int32, whose bits 8 to 15 are zero and whose upper bits are not.
 
     A scale of 0 gives code 0.
     """
     step = scale.to(tl.float32)
-    position = quotient(x - zero_point.to(tl.float32), step, reciprocal(step))
+    position = quotient(x - offset.to(tl.float32), step, reciprocal(step))
     return (tl.minimum(tl.maximum(position, 0.0), levels) + ROUNDER).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def read_tokens(tokens, offset, token, hidden, channel, present, token_stride):
-    """Some channels of some tokens of one head, or of the first that is not hidden: [tokens, channels] in their
-    dtype."""
-    token = tl.maximum(token, hidden)[:, None]
-    return tl.load(tokens + offset + token * token_stride + channel[None, :], mask=present, other=0.0)
+def read_tokens(tokens, token, hidden, channel, present, token_stride):
+    """Channels of one head's tokens, or of the first token that is not hidden, in their dtype."""
+    return tl.load(tokens + tl.maximum(token, hidden) * token_stride + channel, mask=present, other=0.0)
 
 
 @triton.constexpr_function
-def in_bytes(scale, zero_point):
-    """Whether groups' scales and zero points have 8 bits each, from their offsets: they then share units."""
-    return scale == zero_point and scale >= 0
+def in_bytes(scale, offset):
+    """Whether groups' scales and offsets have 8 bits each, from where they lie: they then share units."""
+    return scale == offset and scale >= 0
 
 
 @triton.constexpr_function
@@ -198,28 +190,6 @@ def fields_of(codes, HALF: tl.constexpr, BITS: tl.constexpr):
         return ((codes >> 1) & 3) | ((codes & 1) << (16 + HALF))
     else:
         return codes << HALF
-
-
-@triton.jit
-def packed_codes(
-    codes,
-    first_plane,
-    HALF: tl.constexpr,
-    BITS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """Codes int32 [CHUNK tokens, CHANNELS] of one half of the channels in their places in words int32 [LANES,
-    CHANNELS]. Words of several chunks are added up, and at 1 bit those of both halves.
-
-    Args:
-        codes: numbers below 2^BITS.
-        first_plane: the first token's, which is its number in the page divided by LANES.
-    """
-    planes = tl.reshape(fields_of(codes, HALF, BITS), [CHUNK // LANES, LANES, CHANNELS])
-    shift = (first_plane + tl.arange(0, CHUNK // LANES)) * field_width(BITS)
-    return tl.sum(planes << shift[:, None, None], 0)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from kvconvert.kernels.pages.formats import PageFormat, TokenNorm
 from kvconvert.kernels.pages.layout import PageLayout
 from kvconvert.kernels.pages.records import PageAddresses
 from kvconvert.kernels.pages.triton.affine import channel_parts, field_width, in_bytes, load_grid
-from kvconvert.kernels.pages.triton.keys import JOINT, NO_NORM
+from kvconvert.kernels.pages.triton.quantize import JOINT, NO_NORM
 
 # Tile elements per thread.
 PER_THREAD = 16
@@ -107,7 +107,7 @@ def dequantize_kernel(
     HEAD_STRIDE: tl.constexpr,
     HIGH: tl.constexpr,
     SCALE: tl.constexpr,
-    ZERO_POINT: tl.constexpr,
+    OFFSET: tl.constexpr,
     NORMS: tl.constexpr,
     CHANNELS: tl.constexpr,
     PLACED: tl.constexpr,
@@ -116,7 +116,7 @@ def dequantize_kernel(
     (STORED_ROWS its `rows`, ROWS those of one of `channel_parts`), NORMS that of the norm that NORM says there is.
 
     Tokens begin at `places[page]` of `output` if pages are PLACED. `scales` int64 [2] leads to the layer's or span's
-    scale and zero point; `boosted` [HEADS, BOOSTED] are the channels where these are FIXED.
+    scale and offset; `boosted` [HEADS, BOOSTED] are the channels where these are FIXED.
     """
     HALVES: tl.constexpr = channel_parts(BITS, BY_TOKEN)
     PLANES: tl.constexpr = (PAGE if IS_KEY else HEAD_SIZE) // LANES
@@ -139,9 +139,9 @@ def dequantize_kernel(
     lowest = _lowest_bits(words, row_words, ROWS, BITS, real)
     if STATIC:
         scale_row = records + tl.load(scales) * 8 + head * HEAD_SIZE
-        zero_point_row = records + tl.load(scales + 1) * 8 + head * HEAD_SIZE
+        offset_row = records + tl.load(scales + 1) * 8 + head * HEAD_SIZE
     else:
-        scale_row, zero_point_row = part + SCALE, part + ZERO_POINT
+        scale_row, offset_row = part + SCALE, part + OFFSET
     norms = _halves(record + NORMS if NORM == JOINT else part + NORMS)
     for half in tl.static_range(HALVES):
         across = half * ROWS + row
@@ -177,8 +177,8 @@ def dequantize_kernel(
                 place = plane * LANES // GROUP * (HEAD_SIZE if IS_KEY else PAGE) + across
             else:
                 place = along // GROUP * (HEAD_SIZE if IS_KEY else PAGE) + across
-            scale, zero_point = load_grid(scale_row + place, zero_point_row + place, real, in_bytes(SCALE, ZERO_POINT))
-            x = code.to(tl.float32) * scale + zero_point
+            scale, offset = load_grid(scale_row + place, offset_row + place, real, in_bytes(SCALE, OFFSET))
+            x = code.to(tl.float32) * scale + offset
             if NORM != NO_NORM:
                 x = x * tl.load(norms + token).to(tl.float32)
             inside = real & (token < tokens - start)
@@ -271,7 +271,7 @@ def dequantize_constants(f: PageFormat) -> dict[str, int | bool]:
         "HEAD_STRIDE": layout.head_stride,
         "HIGH": layout.high,
         "SCALE": layout.scale,
-        "ZERO_POINT": layout.zero_point,
+        "OFFSET": layout.offset,
         "NORMS": layout.joint_norm if f.token_norm is TokenNorm.JOINT else layout.norm,
         "CHANNELS": layout.channels,
     }

@@ -27,7 +27,7 @@ from kvconvert.kernels.pages.triton.affine import (
     reciprocal,
     store_words,
 )
-from kvconvert.kernels.pages.triton.keys import JOINT, NO_NORM
+from kvconvert.kernels.pages.triton.quantize import JOINT, NO_NORM
 
 # Tokens of one program: those of one warp.
 FEEDBACK_TOKENS = 32
@@ -92,12 +92,12 @@ def _half(codes, HALF: tl.constexpr, SPAN: tl.constexpr):
 
 @kernel
 def key_feedback_kernel(
-    keys,
+    tokens,
     records,
     record_bytes,
     table,
     static_scales,
-    static_zero_points,
+    static_offsets,
     boosted,
     feedback,
     feedback_table,
@@ -122,12 +122,11 @@ def key_feedback_kernel(
     STORED_ROWS: tl.constexpr,
     HIGH: tl.constexpr,
     SCALE: tl.constexpr,
-    ZERO_POINT: tl.constexpr,
-    PER_HEAD_NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
+    NORM_START: tl.constexpr,
     CHANNELS: tl.constexpr,
-    JOINT_NORM: tl.constexpr,
 ):
-    """Codes of the tokens that share LANE_TILE lanes, of one head of a key page; constants as for `key_page_kernel`."""
+    """Codes of the tokens that share LANE_TILE lanes, of one head of a key page; constants as for `page_kernel`."""
     HALVES: tl.constexpr = halves_of(BITS)
     ROWS: tl.constexpr = HEAD_SIZE // HALVES
     SPAN: tl.constexpr = TILE // HALVES
@@ -139,11 +138,11 @@ def key_feedback_kernel(
     DIVISIONS: tl.constexpr = LANES // LANE_TILE
     division = tl.program_id(0) % DIVISIONS
     page, head = tl.program_id(0) // (DIVISIONS * HEADS), tl.program_id(0) // DIVISIONS % HEADS
-    offset = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS), 8)
-    offset += head * tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 1), 8)
+    start = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS), 8)
+    start += head * tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 1), 8)
     record = tl.multiple_of(tl.load(table + page * TABLE_COLUMNS + 2), 8)
     count = tl.load(table + page * TABLE_COLUMNS + 3)
-    hidden = tl.load(table + page * TABLE_COLUMNS + 4)
+    hidden = tl.load(table + page * TABLE_COLUMNS + 4).to(tl.int32)
     part = record + head * HEAD_STRIDE
     factors = feedback + tl.multiple_of(tl.load(feedback_table + page), 8) + head * HEAD_SIZE * HEAD_SIZE
 
@@ -155,9 +154,9 @@ def key_feedback_kernel(
     present = (channel < HEAD_SIZE)[None, :]
     if PARTIAL:
         present &= (token < count)[:, None]
-    w = read_tokens(keys, offset, token, hidden, channel, present, token_stride).to(tl.float32)
+    w = read_tokens(tokens + start, token[:, None], hidden, channel[None, :], present, token_stride).to(tl.float32)
     if NORM != NO_NORM:
-        norms = records + record + JOINT_NORM if NORM == JOINT else records + part + PER_HEAD_NORM
+        norms = records + (record if NORM == JOINT else part) + NORM_START
         norm = tl.load(norms + token).to(tl.float16, bitcast=True).to(tl.float32)
         w *= reciprocal(norm)[:, None]
     w = tl.trans(w)
@@ -187,16 +186,16 @@ def key_feedback_kernel(
             single = base + i if EVEN else tl.minimum(base + i, HEAD_SIZE - 1)
             if STATIC:
                 scale = tl.load(static_scales + head * HEAD_SIZE + single)
-                zero_point = tl.load(static_zero_points + head * HEAD_SIZE + single)
+                offset = tl.load(static_offsets + head * HEAD_SIZE + single)
             else:
                 at = records + group + single
-                scale, zero_point = load_grid(at + SCALE, at + ZERO_POINT, None, in_bytes(SCALE, ZERO_POINT))
+                scale, offset = load_grid(at + SCALE, at + OFFSET, None, in_bytes(SCALE, OFFSET))
             levels = 2.0**BITS - 1.0
             if BOOSTED > 0:
                 levels = tl.where(tl.max((chosen == single).to(tl.int32), 0) > 0, 4.0**BITS - 1.0, levels)
             value = _picked(current, row == i)
-            code = (nearest_codes(value, scale, zero_point, levels) & 255).to(tl.float32)
-            error = value - (code * scale.to(tl.float32) + zero_point.to(tl.float32))
+            code = (nearest_codes(value, scale, offset, levels) & 255).to(tl.float32)
+            error = value - (code * scale.to(tl.float32) + offset.to(tl.float32))
             if not EVEN:
                 error = tl.where(first + i < ROWS, error, 0.0)
             if EVEN:
@@ -253,10 +252,9 @@ def key_feedback_kernel(
 
 
 def feedback_constants(constants: dict[str, Any]) -> dict[str, Any]:
-    """Compile-time arguments of `key_feedback_kernel`, from those of `key_page_kernel` for the same pages."""
-    own = {
-        name: value for name, value in constants.items() if name not in ("CHUNK", "ROW_TILE", "MEAN_ABS", "BY_TOKEN")
-    }
+    """Compile-time arguments of `key_feedback_kernel`, from those of `page_kernel` for the same pages."""
+    others = ("KEYS", "CHUNK", "ROW_TILE", "LANE_TILE", "BY_TOKEN")
+    own = {name: value for name, value in constants.items() if name not in others}
     planes = constants["PAGE"] // constants["LANES"]
     lanes = min(constants["LANES"], FEEDBACK_TOKENS // planes)
     return own | {"LANE_TILE": lanes, "BLOCK": CHANNEL_BLOCK}
@@ -274,8 +272,8 @@ def launch_feedback(feedback: PageFeedback, pages: int, arguments: dict[str, Any
     Args:
         feedback: the pages' matrices.
         pages: how many.
-        arguments: the other arguments that the kernel shares with `key_page_kernel`, by name.
-        constants: those of `key_page_kernel`.
+        arguments: the other arguments that the kernel shares with `page_kernel`, by name.
+        constants: those of `page_kernel`.
     """
     own = feedback_constants(constants)
     programs = pages * own["HEADS"] * (own["LANES"] // own["LANE_TILE"])

@@ -1,4 +1,4 @@
-"""Quantization of pages on a GPU: launches of the kernels in keys.py and values.py.
+"""Quantization of pages on a GPU: launches of the kernels in quantize.py and feedback.py.
 
 Pages are addressed by a table, int64 [N, 5] on the device: the offset of the page's first token from a base tensor, the
 stride from head to head, the offset of the record from another base tensor, the page's number of tokens, and how many
@@ -19,7 +19,6 @@ import numpy as np
 import torch
 import triton
 
-from kvconvert.kernels.packing import field_bits
 from kvconvert.kernels.pages.center import KeyCenter
 from kvconvert.kernels.pages.formats import ChannelScales, PageFormat, TokenNorm
 from kvconvert.kernels.pages.layout import PageLayout
@@ -27,8 +26,7 @@ from kvconvert.kernels.pages.records import PageTensors, PageWrites
 from kvconvert.kernels.pages.triton.affine import channel_parts, halves_of
 from kvconvert.kernels.pages.triton.center import launch_centers, uploaded
 from kvconvert.kernels.pages.triton.feedback import PageFeedback, launch_feedback
-from kvconvert.kernels.pages.triton.keys import joint_norm_kernel, key_page_kernel
-from kvconvert.kernels.pages.triton.values import copy_page_kernel, value_page_kernel
+from kvconvert.kernels.pages.triton.quantize import copy_page_kernel, norm_kernel, page_kernel
 
 # Every operation is rounded by itself, as on a CPU.
 UNFUSED = {"enable_fp_fusion": False}
@@ -38,7 +36,7 @@ PER_THREAD = 64
 KEY_ROWS = 64
 # Tokens of one program of the values: one warp of 2 bits and 128 channels, so that no warp waits for another.
 VALUE_TOKENS = 16
-# Tokens of one program of the joint norm.
+# Tokens of one program of the norms.
 NORM_TOKENS = 16
 
 
@@ -48,7 +46,7 @@ class PageLaunch(NamedTuple):
     Attributes:
         base: any tensor of the tokens' dtype and device, from whose address the table counts tokens.
         token_stride: elements from one token to the next; a multiple of 8.
-        table: int64 [N, 5], see above.
+        table: int64 [N, 5], see the module.
         records: int16, from whose address the table counts records; of 16-bit pages, the tokens' dtype.
         flag: int32 [1], see `raise_if_flagged`.
         feedback: the pages' matrices where keys are rounded with error feedback; 16-bit keys are not rounded.
@@ -63,7 +61,7 @@ class PageLaunch(NamedTuple):
 
 
 def page_launch(writes: PageWrites, like: torch.Tensor, pages: PageTensors, flag: torch.Tensor) -> PageLaunch:
-    """The tables of a launch on the device; arguments as for `quantize_at` of kernels/pages/__init__.py."""
+    """The tables of a launch on the device; arguments as for `quantize_at`."""
     records = pages.buffer
     table = np.empty((len(writes.tokens), 5), dtype=np.int64)
     table[:, 0] = (writes.tokens - like.data_ptr()) // like.element_size()
@@ -84,22 +82,29 @@ def quantize_at(
     like: torch.Tensor,
     pages: PageTensors,
     flag: torch.Tensor,
-    channels: torch.Tensor | None,
-    static: ChannelScales | None,
-    center: KeyCenter | None,
+    channels: torch.Tensor | None = None,
+    static: ChannelScales | None = None,
+    center: KeyCenter | None = None,
 ) -> None:
-    """`quantize_at` of kernels/pages/__init__.py."""
+    """Quantize complete pages of many layers and sequences on a GPU and write them where they are to be stored.
+
+    Args:
+        writes: where the pages' tokens lie, which `unsupported` accepts, and where records go.
+        like: some of the tokens [H, n, channels].
+        pages: some pages of the same storage, for their format and dtype.
+        flag: what the kernels raise, see `raise_if_flagged`; from `new_flag`.
+        channels, static: as for `quantize_pages`.
+        center: that of any of the pages' layers, where `writes` has all of them; they are subtracted from the tokens
+            in place.
+    """
     f, launch = pages.format, page_launch(writes, like, pages, flag)
-    if not f.is_key:
-        quantize_value_pages(launch, f, static)
-        return
     if writes.centers is not None:
         bases, centers = (center.matrix, center.frequencies), writes.centers.copy()
         for column, base in enumerate(bases, 1):
             centers[:, column] = (centers[:, column] - base.data_ptr()) // base.element_size()
         on_device = uploaded(centers, like.device)
         launch_centers(like, launch.token_stride, launch.table, on_device, center, f.page_size, sign=-1)
-    quantize_key_pages(launch, f, channels, static)
+    quantize_pages(launch, f, channels, static)
 
 
 def quantize_listed(
@@ -108,109 +113,113 @@ def quantize_listed(
     records: torch.Tensor,
     f: PageFormat,
     flag: torch.Tensor,
+    *,
     centers: torch.Tensor,
-    channels: torch.Tensor | None,
-    static: ChannelScales | None,
-    feedback: torch.Tensor | None,
-    center: KeyCenter | None,
+    channels: torch.Tensor | None = None,
+    static: ChannelScales | None = None,
+    feedback: torch.Tensor | None = None,
+    center: KeyCenter | None = None,
 ) -> None:
-    """`quantize_listed` of kernels/pages/__init__.py."""
+    """Quantize complete pages of one layer on a GPU that a table there describes.
+
+    Args:
+        tokens: [H, W, channels] that `unsupported` accepts, from whose address the table counts tokens; those of pages
+            may be changed.
+        table: int64 [N, 5], see the module.
+        records: int16, or of 16-bit pages the tokens' dtype, from whose address the table counts records.
+        f: the format of the pages.
+        flag: as for `quantize_at`.
+        centers: int64 [N, 3], the position of each page's first token, and zeros.
+        channels, static, feedback: as for `quantize_pages`.
+        center: the layer's, subtracted from the tokens in place before they are quantized; None for whole keys.
+    """
     matrices = None if feedback is None else PageFeedback(feedback, torch.zeros_like(table[:, 0]))
     launch = PageLaunch(tokens, tokens.stride(1), table, records, flag, matrices)
-    if not f.is_key:
-        quantize_value_pages(launch, f, static)
-        return
     if center is not None:
         launch_centers(tokens, launch.token_stride, table, centers, center, f.page_size, sign=-1)
-    quantize_key_pages(launch, f, channels, static)
+    quantize_pages(launch, f, channels, static)
 
 
-def quantize_key_pages(
-    launch: PageLaunch, f: PageFormat, channels: torch.Tensor | None = None, static: ChannelScales | None = None
+def quantize_pages(
+    launch: PageLaunch,
+    f: PageFormat,
+    channels: torch.Tensor | None = None,
+    static: ChannelScales | None = None,
+    partial: bool = False,
 ) -> None:
-    """Write full key pages into their records; `quantize_keys` in kernels/pages/reference.py says what.
+    """Write pages into their records; `quantize_pages` in kernels/pages/reference.py says what.
 
     Args:
         launch: the pages.
         f: their format.
         channels: int64 [H, boosted], where the format fixes them.
         static: the layer's scales, where `f.static`.
+        partial: whether pages, of 8 bits or fewer, may have fewer tokens than `f.page_size`.
     """
-    base, stride, table, records, flag, _ = launch
-    pages, tile = table.shape[0], tile_of(f.head_dim, f.bits)
+    table, records, tile = launch.table, launch.records, tile_of(f.head_dim, f.bits)
     if f.bits == 16:
-        _copy_pages(launch, f)
-        return
-    layout = PageLayout.of(f)
-    mean_abs = f.token_norm_measure == "mean_abs"
-    if f.token_norm is TokenNorm.JOINT:
-        tokens = min(NORM_TOKENS, f.page_size)
-        joint_norm_kernel[(pages * (f.page_size // tokens),)](
-            base, records, table, flag, stride, f.heads, f.head_dim, tile, f.page_size, tokens, layout.joint_norm,
-            mean_abs, num_warps=warps_for(tokens * tile), **UNFUSED,
+        copy_page_kernel[(len(table) * f.heads,)](
+            launch.base, records, table, launch.token_stride, f.heads, f.head_dim, tile, f.page_size,
+            num_warps=warps_for(f.page_size * tile), **UNFUSED,
         )  # fmt: skip
-    launch_keys(launch, f, channels, static, partial=False)
-
-
-def _copy_pages(launch: PageLaunch, f: PageFormat) -> None:
-    tile = tile_of(f.head_dim, f.bits)
-    copy_page_kernel[(launch.table.shape[0] * f.heads,)](
-        launch.base, launch.records, launch.table, launch.token_stride, f.heads, f.head_dim, tile, f.page_size,
-        num_warps=warps_for(f.page_size * tile), **UNFUSED,
-    )  # fmt: skip
-
-
-def launch_keys(
-    launch: PageLaunch,
-    f: PageFormat,
-    channels: torch.Tensor | None,
-    static: ChannelScales | None,
-    partial: bool,
-) -> None:
-    """Write key pages of 8 bits or fewer, whose joint norms are there; `partial` pages may have fewer tokens."""
-    table, records = launch.table, launch.records
+        return
+    constants = page_constants(f, partial)
+    if f.token_norm is not TokenNorm.NONE:
+        own = norm_constants(f)
+        programs = len(table) * (f.heads // own["SHARED"]) * (f.page_size // own["TOKENS"])
+        norm_kernel[(programs,)](
+            launch.base, records, table, launch.flag, launch.token_stride, **own,
+            num_warps=warps_for(own["TOKENS"] * tile), **UNFUSED,
+        )  # fmt: skip
     dynamic = f.boosted > 0 and not f.fixed_channels
-    constants = key_constants(f, partial)
-    blocks = triton.cdiv(f.head_dim // channel_parts(f.bits, f.by_token), constants["ROW_TILE"])
     shared = {
-        "keys": launch.base,
+        "tokens": launch.base,
         "records": records,
         "record_bytes": records.view(torch.uint8) if dynamic else records,
         "table": table,
         "static_scales": static.scale if f.static else records,
-        "static_zero_points": static.zero_point if f.static else records,
+        "static_offsets": static.offset if f.static else records,
         "boosted": channels if f.boosted and not dynamic else table,
         "token_stride": launch.token_stride,
     }
     factor, shrink = shrinkage(f.clip_ratio)
-    key_page_kernel[(table.shape[0] * f.heads * blocks,)](
-        **shared, flag=launch.flag, factor=factor, shrink=shrink, **constants, num_warps=key_warps(constants), **UNFUSED
+    rows = (f.head_dim if f.is_key else f.page_size) // channel_parts(f.bits, f.by_token)
+    page_kernel[(len(table) * f.heads * triton.cdiv(rows, constants["ROW_TILE"]),)](
+        **shared,
+        flag=launch.flag,
+        factor=factor,
+        shrink=shrink,
+        **constants,
+        num_warps=page_warps(constants),
+        **UNFUSED,
     )
     if launch.feedback is not None:
-        launch_feedback(launch.feedback, table.shape[0], shared, constants)
+        launch_feedback(launch.feedback, len(table), shared, constants)
 
 
 @lru_cache(maxsize=1024)
-def key_constants(f: PageFormat, partial: bool) -> dict[str, Any]:
-    """Compile-time arguments of `key_page_kernel`."""
-    layout, tile = PageLayout.of(f), tile_of(f.head_dim, f.bits)
-    whole, most = tile // halves_of(f.bits), KEY_ROWS
-    if f.by_token:
-        most = KEY_ROWS // channel_parts(f.bits, True)
-    elif f.boosted or f.token_norm is TokenNorm.PER_HEAD:
-        most = 2 * KEY_ROWS
-    chunk = layout.lanes if f.static else max(f.group_size, layout.lanes)
+def page_constants(f: PageFormat, partial: bool = False) -> dict[str, Any]:
+    """Compile-time arguments of `page_kernel`."""
+    layout, tile, halves = PageLayout.of(f), tile_of(f.head_dim, f.bits), halves_of(f.bits)
+    if f.is_key:
+        rows = min(tile // halves, 2 * KEY_ROWS if f.boosted else KEY_ROWS)
+        if f.by_token:
+            rows = min(tile, KEY_ROWS // channel_parts(f.bits, True))
+        chunk = layout.lanes if f.static else max(f.group_size, layout.lanes)
+    else:
+        rows, chunk = min(VALUE_TOKENS, f.page_size // halves), f.head_dim
     return {
+        "KEYS": f.is_key,
         "HEADS": f.heads,
         "HEAD_SIZE": f.head_dim,
         "TILE": tile,
-        "ROW_TILE": min(whole, most),
+        "ROW_TILE": rows,
+        "LANE_TILE": triton.next_power_of_2(layout.lanes),
         "PAGE": f.page_size,
         "CHUNK": chunk,
         "BITS": f.bits,
         "GROUP": chunk if f.static else f.group_size,
         "NORM": f.token_norm.mode,
-        "MEAN_ABS": f.token_norm_measure == "mean_abs",
         "BOOSTED": f.boosted,
         "SLOTS": max(16, triton.next_power_of_2(f.boosted)),
         "DYNAMIC": not f.fixed_channels,
@@ -222,64 +231,25 @@ def key_constants(f: PageFormat, partial: bool) -> dict[str, Any]:
         "STORED_ROWS": layout.rows,
         "HIGH": layout.high,
         "SCALE": layout.scale,
-        "ZERO_POINT": layout.zero_point,
-        "PER_HEAD_NORM": layout.norm,
+        "OFFSET": layout.offset,
+        "NORM_START": layout.joint_norm if f.token_norm is TokenNorm.JOINT else layout.norm,
         "CHANNELS": layout.channels,
-        "JOINT_NORM": layout.joint_norm,
     }
 
 
-def quantize_value_pages(launch: PageLaunch, f: PageFormat, static: ChannelScales | None = None) -> None:
-    """Write full value pages into their records; arguments as for `quantize_key_pages`."""
-    if f.bits == 16:
-        _copy_pages(launch, f)
-    else:
-        launch_values(launch, f, static, partial=False)
-
-
-def launch_values(launch: PageLaunch, f: PageFormat, static: ChannelScales | None, partial: bool) -> None:
-    """Write value pages of 8 bits or fewer; `partial` pages may have fewer tokens."""
-    constants, records = value_constants(f, partial), launch.records
-    blocks = f.page_size // halves_of(f.bits) // constants["TOKENS"]
-    value_page_kernel[(launch.table.shape[0] * f.heads * blocks,)](
-        launch.base,
-        records,
-        launch.table,
-        static.scale if f.static else records,
-        static.zero_point if f.static else records,
-        launch.flag,
-        launch.token_stride,
-        *shrinkage(f.clip_ratio),
-        **constants,
-        num_warps=value_warps(constants),
-        **UNFUSED,
-    )
-
-
-@lru_cache(maxsize=1024)
-def value_constants(f: PageFormat, partial: bool) -> dict[str, Any]:
-    """Compile-time arguments of `value_page_kernel`."""
-    layout = PageLayout.of(f)
-    return {
-        "HEADS": f.heads,
-        "HEAD_SIZE": f.head_dim,
-        "PAGE": f.page_size,
-        "TOKENS": min(VALUE_TOKENS, f.page_size // halves_of(f.bits)),
-        "BITS": f.bits,
-        "GROUP": f.group_size,
-        "STATIC": f.static,
-        "PARTIAL": partial,
-        "HEAD_STRIDE": layout.head_stride,
-        "LANES": layout.lanes,
-        "STORED_ROWS": layout.rows,
-        "LANE_TILE": triton.next_power_of_2(layout.lanes),
-        "SCALE": layout.scale,
-        "ZERO_POINT": layout.zero_point,
+def norm_constants(f: PageFormat) -> dict[str, Any]:
+    """Compile-time arguments of `norm_kernel`."""
+    constants = page_constants(f)
+    return {name: constants[name] for name in ("HEADS", "HEAD_SIZE", "TILE", "PAGE", "HEAD_STRIDE")} | {
+        "SHARED": f.heads if f.token_norm is TokenNorm.JOINT else 1,
+        "TOKENS": min(NORM_TOKENS, f.page_size),
+        "START": constants["NORM_START"],
+        "MEAN_ABS": f.token_norm_measure == "mean_abs",
     }
 
 
 def shrinkage(factor: float) -> tuple[float, float]:
-    """What the extent of a range is multiplied with, and its part by which the zero point rises."""
+    """What the extent of a range is multiplied with, and its part by which the offset rises."""
     return factor, (1 - factor) / 2
 
 
@@ -294,25 +264,22 @@ def warps_for(elements: int) -> int:
     return min(32, max(1, elements // (32 * PER_THREAD)))
 
 
-def key_warps(constants: dict[str, Any]) -> int:
-    """Warps of `key_page_kernel`."""
-    elements = constants["CHUNK"] * constants["ROW_TILE"]
+def page_warps(constants: dict[str, Any]) -> int:
+    """Warps of `page_kernel`: where chunks follow one another, wider or paired codes take more registers for every
+    element.
+    """
+    bits, planes = constants["BITS"], constants["CHUNK"] // constants["LANES"]
+    elements = planes * constants["LANE_TILE"] * constants["ROW_TILE"]
+    if not constants["KEYS"]:
+        # Groups one by one, or two fields' halves, take more registers, too.
+        crowded = constants["LANES"] != constants["LANE_TILE"] or halves_of(bits) == 2
+        return warps_for(elements * (2 if crowded else 1))
     if constants["BY_TOKEN"]:
         # All parts are under way at once.
-        return warps_for(elements * {2: 16, 4: 4}[constants["BITS"]])
-    # Where chunks follow one another, wider or paired codes take more registers for every element.
+        return warps_for(elements * {2: 16, 4: 4}[bits])
     if constants["CHUNK"] < constants["PAGE"]:
-        return warps_for(elements * (2 if constants["STATIC"] else {1: 4, 2: 1, 3: 4, 4: 2, 8: 4}[constants["BITS"]]))
+        return warps_for(elements * (2 if constants["STATIC"] else {1: 4, 2: 1, 3: 4, 4: 2, 8: 4}[bits]))
     if constants["BOOSTED"]:
         # Ranking exchanges scores between all warps: the fewer the better, but for pairs, which take more registers.
-        return warps_for(elements * 2 if constants["BITS"] == 1 else elements // 2)
+        return warps_for(elements * 2 if bits == 1 else elements // 2)
     return warps_for(elements)
-
-
-def value_warps(constants: dict[str, Any]) -> int:
-    """Warps of `value_page_kernel`."""
-    planes = 16 // field_bits(constants["BITS"])
-    elements = planes * constants["TOKENS"] * constants["LANE_TILE"]
-    # Groups one by one, or two fields' halves, take more registers for every element.
-    crowded = constants["LANES"] != constants["LANE_TILE"] or halves_of(constants["BITS"]) == 2
-    return warps_for(elements * (2 if crowded else 1))

@@ -1,4 +1,4 @@
-"""The Triton kernels of prompts; `kernels/prompt/triton/launch.py` launches them."""
+"""The Triton kernels of prompts, of one sequence or many; `kernels/prompt/triton/launch.py` launches them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from kvconvert.kernels.launches.triton import kernel
+from kvconvert.kernels.ragged import tables
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -13,6 +14,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1.0e30)
 # Rows of the log-sum-exp, and the tiles read from them, start at multiples of this many numbers.
 ALIGNMENT = tl.constexpr(16)
+TILE_COLUMNS = tl.constexpr(tables.TILE)
 
 
 @triton.jit
@@ -67,21 +69,49 @@ def _capped(scores, scaling, softcap):
     return (softcap * LOG2_E) * (1.0 - 2.0 / (1.0 + grown))
 
 
-@triton.jit
-def softmax_over_keys(
-    query,
+LENGTHS = [
+    "query_head_stride",
+    "query_stride",
+    "key_head_stride",
+    "key_stride",
+    "value_head_stride",
+    "value_stride",
+    "output_head_stride",
+    "output_stride",
+    "query_count",
+    "key_count",
+    "first_query",
+    "tile_count",
+    "sum_stride",
+    "group",
+    "together",
+    "window",
+]
+
+
+@kernel(do_not_specialize=LENGTHS)
+def attention_kernel(
+    queries,
     keys,
     values,
     sink_logits,
-    head,
-    key_head,
-    first_column,
-    key_begin,
-    key_count,
+    tiles,
+    output,
+    log_sum_exp,
+    query_head_stride,
+    query_stride,
     key_head_stride,
     key_stride,
     value_head_stride,
     value_stride,
+    output_head_stride,
+    output_stride,
+    query_count,
+    key_count,
+    first_query,
+    tile_count,
+    group,
+    together,
     window,
     scaling,
     softcap,
@@ -94,14 +124,56 @@ def softmax_over_keys(
     SOFTCAP: tl.constexpr,
     SINK_LOGITS: tl.constexpr,
     WINDOWED: tl.constexpr,
+    RAGGED: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
+    IN_REGISTERS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Running softmax of a tile of queries: maxima and sums of weights [QUERY_ROWS], weighted values [., VALUE_TILE].
+    """One tile of queries of one head: `output` [Hq, T, E] and, of one sequence, `log_sum_exp` [Hq, T].
 
-    Query i stands at column first_column + i and sees keys up to its own column, of `key_count` ones in all. Key 0 is
-    row `key_begin` of `keys` and `values`; other rows, which DESCRIPTORS do not leave out, have to be numbers.
+    Query i has the position first_query + i and key j the position j; a query attends to keys up to its own position,
+    all of which may lie before the queries. The log-sum-exp is natural, that of the scaled and capped scores with the
+    sink logit; minus infinity, and an output of zeros, for a query that sees no key. VALUE_SIZE 0 leaves the output
+    out.
+
+    If RAGGED, the queries are those of many sequences, and `tiles` says where each tile's lie and its sequence's keys,
+    see `RaggedTables`; the rows between sequences have to be numbers.
+
+    Programs run head by head in sections of `together` query heads, whose keys and values the L2 cache can hold, and
+    within a section the tiles with the most keys, which are the last, first, so that the short ones fill the end.
     """
+    section, place = tl.program_id(0) // (tile_count * together), tl.program_id(0) % (tile_count * together)
+    head, tile = section * together + place % together, tile_count - 1 - place // together
+    key_head = head // group
+
+    first, query_end, key_begin = tile * QUERY_ROWS, query_count, 0
+    first_column = first + first_query
+    if RAGGED:
+        entry = tiles + tile * TILE_COLUMNS
+        first, query_end = tl.load(entry).to(tl.int32), tl.load(entry + 1).to(tl.int32)
+        if first >= query_end:
+            return
+        first_column, key_begin = tl.load(entry + 2).to(tl.int32), tl.load(entry + 3).to(tl.int32)
+        key_count = tl.load(entry + 4).to(tl.int32)
+    rows = first + tl.arange(0, QUERY_ROWS)
+    query = read_rows(
+        queries,
+        head,
+        first,
+        query_end,
+        query_head_stride,
+        query_stride,
+        QUERY_ROWS,
+        HEAD_SIZE,
+        HEAD_TILE,
+        DESCRIPTORS,
+        True,
+    )
+    if IN_REGISTERS:
+        # What has been computed with stays in registers, where Hopper's matrix product takes its left operand without
+        # reading shared memory again for every tile of keys. Rows beyond the last are zeros already.
+        query = tl.where(rows[:, None] < query_end, query, 0.0)
+
     query_columns = first_column + tl.arange(0, QUERY_ROWS)
     last_columns = tl.minimum(query_columns, key_count - 1)
     if SINK_LOGITS:
@@ -156,105 +228,18 @@ def softmax_over_keys(
                     KEY_ROWS, VALUE_SIZE, VALUE_TILE, DESCRIPTORS, masked,
                 )  # fmt: skip
                 accumulated = _product(weights.to(value.dtype), value, accumulated * shrink[:, None], INTERPRETED)
-    return maximum, total, accumulated
 
-
-LENGTHS = [
-    "query_head_stride",
-    "query_stride",
-    "key_head_stride",
-    "key_stride",
-    "value_head_stride",
-    "value_stride",
-    "query_count",
-    "key_count",
-    "first_query",
-    "sum_stride",
-    "group",
-    "together",
-    "window",
-]
-
-
-@kernel(do_not_specialize=LENGTHS)
-def attention_kernel(
-    queries,
-    keys,
-    values,
-    sink_logits,
-    output,
-    log_sum_exp,
-    query_head_stride,
-    query_stride,
-    key_head_stride,
-    key_stride,
-    value_head_stride,
-    value_stride,
-    query_count,
-    key_count,
-    first_query,
-    group,
-    together,
-    window,
-    scaling,
-    softcap,
-    QUERY_ROWS: tl.constexpr,
-    KEY_ROWS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_TILE: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    VALUE_TILE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SINK_LOGITS: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    IN_REGISTERS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """One tile of queries of one head: `output` [Hq, T, E] and `log_sum_exp` [Hq, T].
-
-    Query i has the position first_query + i and key j the position j; a query attends to keys up to its own position,
-    all of which may lie before the queries. The log-sum-exp is natural, that of the scaled and capped scores with the
-    sink logit; minus infinity, and an output of zeros, for a query that sees no key.
-
-    Programs run head by head in sections of `together` query heads, whose keys and values the L2 cache can hold, and
-    within a section the tiles with the most keys first, so that the short ones fill the end. VALUE_SIZE 0 leaves the
-    output out.
-    """
-    blocks = tl.cdiv(query_count, QUERY_ROWS)
-    section, place = tl.program_id(0) // (blocks * together), tl.program_id(0) % (blocks * together)
-    head, block = section * together + place % together, blocks - 1 - place // together
-
-    first = block * QUERY_ROWS
-    rows = first + tl.arange(0, QUERY_ROWS)
-    query = read_rows(
-        queries, head, first, query_count, query_head_stride, query_stride,
-        QUERY_ROWS, HEAD_SIZE, HEAD_TILE, DESCRIPTORS, True,
-    )  # fmt: skip
-    if IN_REGISTERS:
-        # What has been computed with stays in registers, where Hopper's matrix product takes its left operand without
-        # reading shared memory again for every tile of keys. Rows beyond the last are zeros already.
-        query = tl.where(rows[:, None] < query_count, query, 0.0)
-
-    maximum, total, accumulated = softmax_over_keys(
-        query, keys, values, sink_logits, head, head // group, first + first_query, 0, key_count, key_head_stride,
-        key_stride, value_head_stride, value_stride, window, scaling, softcap, QUERY_ROWS, KEY_ROWS, HEAD_SIZE,
-        HEAD_TILE, VALUE_SIZE, VALUE_TILE, SOFTCAP, SINK_LOGITS, WINDOWED, DESCRIPTORS, INTERPRETED,
-    )  # fmt: skip
-    place_of_first = head.to(tl.int64) * query_count + first
-    tl.store(
-        log_sum_exp + place_of_first + tl.arange(0, QUERY_ROWS),
-        (maximum + tl.log2(total)) * LN_2,
-        mask=rows < query_count,
-    )
+    if not RAGGED:
+        sums = (maximum + tl.log2(total)) * LN_2
+        tl.store(log_sum_exp + head.to(tl.int64) * query_count + rows, sums, mask=rows < query_end)
     if VALUE_SIZE > 0:
         total = tl.where(total > 0, total, 1.0)
         column = tl.arange(0, VALUE_TILE)[None, :]
-        own_output = output + place_of_first * VALUE_SIZE
+        own_output = output + (head.to(tl.int64) * output_head_stride + first * output_stride.to(tl.int64)) * 8
         tl.store(
-            own_output + tl.arange(0, QUERY_ROWS)[:, None] * VALUE_SIZE + column,
+            own_output + tl.arange(0, QUERY_ROWS)[:, None] * (output_stride * 8) + column,
             (accumulated / total[:, None]).to(output.dtype.element_ty),
-            mask=(rows < query_count)[:, None] & (column < VALUE_SIZE),
+            mask=(rows < query_end)[:, None] & (column < VALUE_SIZE),
         )
 
 

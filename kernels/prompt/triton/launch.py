@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kvconvert.errors import UsageError
 from kvconvert.kernels.device import capability, compiles
 from kvconvert.kernels.prompt.triton.kernels import ALIGNMENT, LOG2_E, attention_kernel, column_sums_kernel
+from kvconvert.kernels.ragged.tables import TILE_QUERIES
 
 # Bytes of one operand that programs running at the same time may share: they should find it in the L2 cache.
 SHARED_BYTES = 24 << 20
@@ -40,12 +41,15 @@ class Tiling:
     in_registers: bool = False
 
 
-def attention_tiling(device_capability: int, head_tile: int, value_tile: int) -> Tiling:
-    """Tiling of `attention_kernel` for heads of these padded sizes.
+def attention_tiling(device_capability: int, head_tile: int, value_tile: int, ragged: bool = False) -> Tiling:
+    """Tiling of `attention_kernel` for heads of these padded sizes, of one sequence or of the tiles of `RaggedTables`.
 
     Measured on an H200; elsewhere chosen by shared memory and registers.
     """
     largest = max(head_tile, value_tile)
+    if ragged:
+        key_rows = 64 if largest <= 128 or _copies_tiles(device_capability) else 32
+        return Tiling(TILE_QUERIES, key_rows, 4, 3) if largest <= 128 else Tiling(TILE_QUERIES, key_rows, 8, 2)
     if not _copies_tiles(device_capability):
         if largest <= 64:
             return Tiling(128, 64, 8, 3)
@@ -108,45 +112,108 @@ def attention(
     value_size = 0 if values is None else values.shape[2]
     output = queries.new_empty(heads, length, value_size)
     log_sum_exp = torch.empty(heads, length, dtype=torch.float32, device=queries.device)
-    head_tile, value_tile = tile_of(size), tile_of(value_size)
-    tiling = tiling or attention_tiling(_capability(queries.device), head_tile, value_tile)
-    queries, keys = _aligned(queries), _aligned(keys)
-    values = keys if values is None else _aligned(values)
-    together = _together(heads, heads // keys.shape[0], tokens * (size + value_size) * 2)
-    attention_kernel[(triton.cdiv(length, tiling.query_rows) * heads,)](
+    tiling = tiling or attention_tiling(_capability(queries.device), tile_of(size), tile_of(value_size))
+    _launch_attention(
+        queries,
+        keys,
+        values,
+        output,
+        (scaling, softcap, sink_logits, window),
+        tiling,
+        log_sum_exp=log_sum_exp,
+        first_query=first_query,
+        together=_together(heads, heads // keys.shape[0], tokens * (size + value_size) * 2),
+    )
+    return (None if value_size == 0 else output), log_sum_exp
+
+
+def ragged_attention(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tiles: torch.Tensor,
+    output: torch.Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+    window: int | None = None,
+) -> None:
+    """Causal attention of the queries of many sequences, each over its own keys.
+
+    Args:
+        queries: [Hq, N, D]; keys: [H, W, D]; values: [H, W, E]; sequence after sequence.
+        tiles: where each sequence's are, see `RaggedTables`.
+        output: [N, Hq, E], where the result goes; what no tile has is left as it is.
+        scaling, softcap, sink_logits, window: as in `attention`.
+    """
+    tiling = attention_tiling(_capability(queries.device), tile_of(queries.shape[2]), tile_of(values.shape[2]), True)
+    group, options = queries.shape[0] // keys.shape[0], (scaling, softcap, sink_logits, window or 0)
+    _launch_attention(queries, keys, values, output.transpose(0, 1), options, tiling, tiles=tiles, together=group)
+
+
+def _launch_attention(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor | None,
+    output: torch.Tensor,
+    options: tuple[float, float | None, torch.Tensor | None, int],
+    tiling: Tiling,
+    *,
+    together: int,
+    tiles: torch.Tensor | None = None,
+    log_sum_exp: torch.Tensor | None = None,
+    first_query: int = 0,
+) -> None:
+    """The launch of `attention_kernel`; `options` are scaling, softcap, sink logits, and the window, 0 without one."""
+    (heads, length, size), value_size = queries.shape, output.shape[2]
+    scaling, softcap, sink_logits, window = options
+    tile_count = triton.cdiv(length, tiling.query_rows) if tiles is None else len(tiles)
+    queries, keys = aligned(queries), aligned(keys)
+    values = keys if values is None else aligned(values)
+    attention_kernel[(tile_count * heads,)](
         _tiles(queries, tiling.query_rows, tiling),
         _tiles(keys, tiling.key_rows, tiling),
         _tiles(values, tiling.key_rows, tiling),
-        log_sum_exp if sink_logits is None else sink_logits.float().contiguous(),
+        output if sink_logits is None else sink_logits.float().contiguous(),
+        output if tiles is None else tiles,
         output,
-        log_sum_exp,
+        output if log_sum_exp is None else log_sum_exp,
         *_strides(queries),
         *_strides(keys),
         *_strides(values),
+        *_strides(output),
         length,
-        tokens,
+        keys.shape[1],
         first_query,
+        tile_count,
         heads // keys.shape[0],
         together,
         window,
         float(scaling),
         float(softcap or 1.0),
-        QUERY_ROWS=tiling.query_rows,
-        KEY_ROWS=tiling.key_rows,
-        HEAD_SIZE=size,
-        HEAD_TILE=head_tile,
-        VALUE_SIZE=value_size,
-        VALUE_TILE=value_tile,
+        **attention_constants(size, value_size, tiling),
         SOFTCAP=bool(softcap),
         SINK_LOGITS=sink_logits is not None,
         WINDOWED=window > 0,
-        DESCRIPTORS=tiling.descriptors,
-        IN_REGISTERS=tiling.in_registers,
+        RAGGED=tiles is not None,
         INTERPRETED=not compiles(queries.device),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
-    return (None if value_size == 0 else output), log_sum_exp
+
+
+def attention_constants(size: int, value_size: int, tiling: Tiling) -> dict[str, int]:
+    """Compile-time arguments of `attention_kernel` that follow from heads of these sizes."""
+    return {
+        "QUERY_ROWS": tiling.query_rows,
+        "KEY_ROWS": tiling.key_rows,
+        "HEAD_SIZE": size,
+        "HEAD_TILE": tile_of(size),
+        "VALUE_SIZE": value_size,
+        "VALUE_TILE": tile_of(value_size),
+        "DESCRIPTORS": tiling.descriptors,
+        "IN_REGISTERS": tiling.in_registers,
+    }
 
 
 def column_sums(
@@ -184,7 +251,7 @@ def column_sums(
     normalizers = torch.empty(heads, stride * ALIGNMENT.value, dtype=torch.float32, device=queries.device)
     torch.mul(log_sum_exp, LOG2_E.value, out=normalizers[:, :length])
     sums = torch.empty(heads, tokens, dtype=torch.float32, device=queries.device)
-    queries, keys = _aligned(queries), _aligned(keys)
+    queries, keys = aligned(queries), aligned(keys)
     column_sums_kernel[(triton.cdiv(tokens, tiling.key_rows) * heads,)](
         _tiles(queries, tiling.query_rows, tiling),
         _tiles(keys, tiling.key_rows, tiling),
@@ -248,8 +315,8 @@ def _capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy of it where its rows are not contiguous and at multiples of 16 bytes."""
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor [heads, N, channels], or a copy unless channels are side by side and tokens at multiples of 16 bytes."""
     if tensor.stride(2) == 1 and not (tensor.stride(0) % 8 or tensor.stride(1) % 8 or tensor.data_ptr() % 16):
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)

@@ -1,17 +1,15 @@
-"""The kernels of a pass over several sequences: append, copies to the workspace, attention."""
+"""The kernels of a pass over several sequences: append and copies to the workspace."""
 
 from __future__ import annotations
 
 import triton.language as tl
 
 from kvconvert.kernels.launches.triton import kernel
-from kvconvert.kernels.prompt.triton.kernels import read_rows, softmax_over_keys
 from kvconvert.kernels.ragged import tables
 from kvconvert.kernels.rotate.triton.kernels import rotate_rows
 
 TOKEN = tl.constexpr(tables.TOKEN)
 COPY = tl.constexpr(tables.COPY)
-TILE = tl.constexpr(tables.TILE)
 
 
 @kernel(do_not_specialize=["count"])
@@ -120,66 +118,3 @@ def copy_kernel(
         value_mask = (token < count) & (value_channel < VALUE_SIZE)
         value_at = token * VALUE_SIZE + value_channel
         tl.store(value_target + value_at, tl.load(value_source + value_at, mask=value_mask), mask=value_mask)
-
-
-@kernel(
-    do_not_specialize=[
-        *("query_head_stride", "query_stride", "key_head_stride", "key_stride", "value_head_stride", "value_stride"),
-        *("output_stride", "tile_count", "group", "window"),
-    ]
-)
-def ragged_attention_kernel(
-    queries,
-    keys,
-    values,
-    sink_logits,
-    tiles,
-    output,
-    query_head_stride,
-    query_stride,
-    key_head_stride,
-    key_stride,
-    value_head_stride,
-    value_stride,
-    output_stride,
-    tile_count,
-    group,
-    window,
-    scaling,
-    softcap,
-    QUERY_ROWS: tl.constexpr,
-    KEY_ROWS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_TILE: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    VALUE_TILE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SINK_LOGITS: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """One tile of queries of one head: `output` [N, Hq, E]. Strides are in units of 8 elements.
-
-    Programs run KV head by KV head, whose keys and values the L2 cache can hold, the tiles with the most keys first.
-    """
-    key_head, place = tl.program_id(0) // (tile_count * group), tl.program_id(0) % (tile_count * group)
-    head, tile = key_head * group + place % group, tiles + (tile_count - 1 - place // group) * TILE
-    first, end = tl.load(tile).to(tl.int32), tl.load(tile + 1).to(tl.int32)
-    if first >= end:
-        return
-    query = read_rows(
-        queries, head, first, end, query_head_stride, query_stride, QUERY_ROWS, HEAD_SIZE, HEAD_TILE, False, True
-    )
-    first_column, key_begin = tl.load(tile + 2).to(tl.int32), tl.load(tile + 3).to(tl.int32)
-    _, total, accumulated = softmax_over_keys(
-        query, keys, values, sink_logits, head, key_head, first_column, key_begin, tl.load(tile + 4).to(tl.int32),
-        key_head_stride, key_stride, value_head_stride, value_stride, window, scaling, softcap, QUERY_ROWS,
-        KEY_ROWS, HEAD_SIZE, HEAD_TILE, VALUE_SIZE, VALUE_TILE, SOFTCAP, SINK_LOGITS, WINDOWED, False, INTERPRETED,
-    )  # fmt: skip
-    total = tl.where(total > 0, total, 1.0)
-    row, column = (first + tl.arange(0, QUERY_ROWS))[:, None], tl.arange(0, VALUE_TILE)[None, :]
-    tl.store(
-        output + row.to(tl.int64) * output_stride * 8 + head * VALUE_SIZE + column,
-        (accumulated / total[:, None]).to(output.dtype.element_ty),
-        mask=(row < end) & (column < VALUE_SIZE),
-    )

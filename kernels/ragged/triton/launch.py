@@ -6,13 +6,12 @@ import torch
 import triton
 
 from kvconvert.kernels.blocks import copy_tokens
-from kvconvert.kernels.device import capability, compiles
 from kvconvert.kernels.pages.formats import LayerFormat
 from kvconvert.kernels.pages.triton.center import launch_centers
 from kvconvert.kernels.pages.triton.dequantize import dequantize_addressed
-from kvconvert.kernels.prompt.triton.launch import tile_of as head_tile_of
-from kvconvert.kernels.ragged.tables import COPIED_TOKENS, TILE_QUERIES, RaggedTables, TokensInBlocks
-from kvconvert.kernels.ragged.triton.kernels import append_kernel, copy_kernel, ragged_attention_kernel
+from kvconvert.kernels.prompt.triton.launch import aligned, ragged_attention
+from kvconvert.kernels.ragged.tables import COPIED_TOKENS, RaggedTables, TokensInBlocks
+from kvconvert.kernels.ragged.triton.kernels import append_kernel, copy_kernel
 from kvconvert.kernels.rotate import Rotations
 from kvconvert.kernels.rotate.matrices import hadamard_signs
 from kvconvert.kernels.rotate.triton.launch import columns_for, inner_for, tile_of
@@ -31,8 +30,19 @@ def append(
     format: LayerFormat,
     rotations: Rotations,
 ) -> torch.Tensor:
-    """`append` of kernels/ragged/__init__.py."""
-    queries, keys, values = (_aligned(x) for x in (queries, keys, values))
+    """Store new keys and values in their sequences' buffers and rotate what the scheme rotates, in one launch.
+
+    Args:
+        queries: [Hq, N, D]; rotated as the keys are.
+        keys, values: [H, N, D] and [H, N, E].
+        tables: the tables of the pass.
+        format: the format of the layer's pages.
+        rotations: which are rotated.
+
+    Returns:
+        the queries, rotated or as they were, [Hq, N, D].
+    """
+    queries, keys, values = (aligned(x) for x in (queries, keys, values))
     dtype, (query_heads, count, dim), (heads, _, value_dim) = keys.dtype, queries.shape, values.shape
     output = torch.empty_like(queries) if rotations.keys else queries
     key_signs = hadamard_signs(dim, dtype, keys.device) if rotations.keys else (keys, 1.0)
@@ -52,15 +62,28 @@ def attend(
     tables: RaggedTables,
     format: LayerFormat,
     scaling: float,
-    softcap: float | None,
-    sink_logits: torch.Tensor | None,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
     *,
-    window: int | None,
-    workspace: tuple[torch.Tensor, torch.Tensor] | None,
-    output: torch.Tensor | None,
+    window: int | None = None,
+    workspace: tuple[torch.Tensor, torch.Tensor] | None = None,
+    output: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`attend` of kernels/ragged/__init__.py."""
-    queries = _aligned(queries)
+    """Causal attention of each sequence's queries over its own stored tokens, the new ones included.
+
+    Args:
+        queries: [Hq, N, D], rotated if the keys are.
+        tables: the tables of the pass.
+        format: the format of the layer's pages.
+        scaling, softcap, sink_logits: as for `prompt_attention`.
+        window: tokens that a query sees, its own included, each sequence's being consecutive; None for all before it.
+        workspace: keys [H, capacity, D] and values [H, capacity, E] of a workspace that may hold some tokens already;
+            made if not given.
+        output: where the result goes, contiguous; made if not given.
+
+    Returns:
+        [N, Hq, E] in the queries' dtype; anything where no tile has the query.
+    """
     (query_heads, count, _), f = queries.shape, format
     if workspace is None:
         sides = f.keys, f.values
@@ -69,22 +92,17 @@ def attend(
     fill_workspace(tables, f, keys, values)
     if output is None:
         output = queries.new_empty(count, query_heads, f.values.head_dim)
-    group, windowed = query_heads // f.keys.heads, window is not None
-    constants, options = attention_constants(f, capability(queries.device))
-    ragged_attention_kernel[(len(tables.tiles) * query_heads,)](
-        queries, keys, values, queries if sink_logits is None else sink_logits.float().contiguous(), tables.tiles,
-        output, *(stride // 8 for x in (queries, keys, values) for stride in x.stride()[:2]), output.stride(0) // 8,
-        len(tables.tiles), group, window or 0, float(scaling), float(softcap or 1.0),
-        **constants, SOFTCAP=bool(softcap), SINK_LOGITS=sink_logits is not None, WINDOWED=windowed,
-        INTERPRETED=not compiles(queries.device), **options,
-    )  # fmt: skip
+    ragged_attention(queries, keys, values, tables.tiles, output, scaling, softcap, sink_logits, window)
     return output
 
 
 def fill_workspace(tables: RaggedTables, format: LayerFormat, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Put everything that the sequences have stored where `tables` say: keys [H, W, D] and values [H, W, E].
+    """Put everything that the sequences have stored where `tables` say, as `attend` does before it attends.
 
-    Full-precision tokens come last, since sink tokens lie in pages, too, where these begin at multiples of their size.
+    Args:
+        tables: the tables of the pass.
+        format: the format of the layer's pages.
+        keys, values: the workspace, as for `attend`.
     """
     f = format
     dequantize_addressed(tables.key_pages, keys, tables.key_places)
@@ -121,24 +139,6 @@ def append_constants(format: LayerFormat, dtype: torch.dtype, keys_rotate: bool,
     }
 
 
-def attention_constants(
-    format: LayerFormat, device_capability: tuple[int, int]
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Compile-time arguments of `ragged_attention_kernel`, and options of its launch."""
-    size, value_size = format.keys.head_dim, format.values.head_dim
-    largest = max(head_tile_of(size), head_tile_of(value_size))
-    max_capacity = (9, 0) <= device_capability < (12, 0)
-    constants = {
-        "QUERY_ROWS": TILE_QUERIES,
-        "KEY_ROWS": 64 if largest <= 128 or max_capacity else 32,
-        "HEAD_SIZE": size,
-        "HEAD_TILE": head_tile_of(size),
-        "VALUE_SIZE": value_size,
-        "VALUE_TILE": head_tile_of(value_size),
-    }
-    return constants, {"num_warps": 4 if largest <= 128 else 8, "num_stages": 3 if largest <= 128 else 2}
-
-
 def copy_constants(format: LayerFormat) -> dict[str, int]:
     """Compile-time arguments of `copy_kernel`."""
     size, value_size = format.keys.head_dim, format.values.head_dim
@@ -151,9 +151,3 @@ def copy_warps(format: LayerFormat) -> int:
     """Warps of `copy_kernel`."""
     widest = triton.next_power_of_2(max(format.keys.head_dim, format.values.head_dim))
     return max(1, COPIED_TOKENS * widest // (32 * PER_THREAD))
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """A tensor [heads, N, channels], or a copy unless channels are side by side and tokens at multiples of 16 bytes."""
-    aligned = x.stride(2) == 1 and x.data_ptr() % 16 == 0 and not any(stride % 8 for stride in x.stride()[:2])
-    return x if aligned else x.clone(memory_format=torch.contiguous_format)
