@@ -49,6 +49,7 @@ def kvconvert(*arguments):
 
 WRONG = [
     (["--help"], 0, "convert"),
+    (["calibrate", "--help"], 0, "--recipe"),
     (["calibrate", "gone/gone/gone", "-o", "WORK"], 1, "There is no model directory"),
     (["calibrate", "MODEL", "-o", "WORK", "--recipe", "defualt"], 2, "did you mean default?"),
     (["calibrate", "MODEL", "-o", "WORK", "--kv-bits", "2.5"], 2, "choose the --recipe auto"),
@@ -99,7 +100,9 @@ def answers(tmp_path_factory):
         shutil.copytree(GOLDEN, folder / str(number) / "BUNDLE")
     offline = {name: value for name, value in os.environ.items() if "TOKEN" not in name}
     given = json.dumps([arguments for arguments, _, _ in WRONG])
-    subprocess.run([sys.executable, "-c", FAST], cwd=folder, input=given, text=True, env=offline | {"HF_HUB_OFFLINE": "1"})
+    subprocess.run(
+        [sys.executable, "-c", FAST], cwd=folder, input=given, text=True, env=offline | {"HF_HUB_OFFLINE": "1"}
+    )
     return folder
 
 

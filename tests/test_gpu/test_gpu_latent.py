@@ -29,7 +29,10 @@ def read_on_a_cpu(model, ids, scheme, device):
 
 
 # There is no kernel for float32: every step of both layers falls back.
-@pytest.mark.parametrize(("dtype", "fallbacks", "most"), [(torch.float16, 0, 1e-2), pytest.param(torch.float32, 4, 2e-3, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("dtype", "fallbacks", "most"),
+    [(torch.float16, 0, 1e-2), pytest.param(torch.float32, 4, 2e-3, marks=pytest.mark.full)],
+)
 @pytest.mark.parametrize("preset", [pytest.param("latent-4bit", marks=pytest.mark.full), "latent-2bit"])
 def test_a_gpu_reads_latents_as_a_cpu_does(device, preset, dtype, fallbacks, most):
     # Without experts, which rounding would choose otherwise.
