@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(CURDIR)/build/pycache
 endif
 
-.PHONY: quickstart test test-readme test-lowest test-full test-vllm baselines quickstart-page docs real-model lint types clean
+.PHONY: quickstart test test-readme readme-torch test-lowest test-full test-vllm baselines quickstart-page docs real-model lint types clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/python examples/quickstart.py
@@ -34,18 +34,23 @@ quickstart-page: $(VENV)/ready
 # Where there is no GPU, Triton's interpreter stands in for one; it has to be chosen before Triton is imported.
 INTERPRET = TRITON_INTERPRET=$$($(BIN)/python -c "import torch; print(int(not torch.cuda.is_available()))")
 
+# Files in the order of their names: pytest-xdist would put those with few tests last, which are the longest.
 test: $(VENV)/ready test-readme
-	$(INTERPRET) OMP_NUM_THREADS=1 $(BIN)/pytest -m "not full" -n 2 --dist loadfile
+	$(INTERPRET) OMP_NUM_THREADS=1 $(BIN)/pytest -m "not full" -n 2 --dist loadfile --no-loadscope-reorder
 
 # What users get: README's install, without constraints. build/lib would put files that are gone into the package.
 README_LINES = tests/test_documents_run.py -k "lines_of_a_page and README.md-False"
 
-test-readme:
-	rm -rf build/readme build/lib
-	$(PYTHON) -m venv build/readme
-	build/readme/bin/pip install --quiet --no-compile torch
+# Both installations build the package in this folder, one after the other; that of torch may run beside the first.
+test-readme: $(VENV)/ready readme-torch
+	rm -rf build/lib
 	build/readme/bin/pip install --quiet --no-compile . pytest
 	OMP_NUM_THREADS=2 build/readme/bin/pytest -m "" $(README_LINES)
+
+readme-torch:
+	rm -rf build/readme
+	$(PYTHON) -m venv build/readme
+	build/readme/bin/pip install --quiet --no-compile torch
 
 LOWEST = import re, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	print(*(re.sub(r">=([\w.]+)[^;]*", r"==\1", line) for line in project["dependencies"]), sep="\n")

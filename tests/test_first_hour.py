@@ -1,6 +1,7 @@
 """What someone meets in the first hour: wrong arguments answered at once, in one sentence that helps."""
 
 import functools
+import json
 import os
 import shutil
 import signal
@@ -21,15 +22,24 @@ from kvconvert.cli import cli
 from kvconvert.errors import UsageError
 
 GOLDEN = Path(__file__).parent / "golden" / "format-1"
+# A process for each case, forked from one that has imported the command line alone.
 FAST = """
-import sys
+import json, os, sys
 from kvconvert.cli import cli
-try:
-    cli({arguments!r}, prog_name="kvconvert")
-except SystemExit as stopped:
-    code = stopped.code
-heavy = [name for name in ("pydantic", "torch", "transformers", "datasets") if name in sys.modules]
-print("AFTER", code, heavy)
+for number, arguments in enumerate(json.load(sys.stdin)):
+    if os.fork() == 0:
+        os.chdir(str(number))
+        with open("../said-%d" % number, "w") as said:
+            sys.stdout = sys.stderr = said
+            os.environ["HF_HOME"] = os.path.abspath("../hub-%d" % number)
+            try:
+                cli(arguments, prog_name="kvconvert")
+            except SystemExit as stopped:
+                code = stopped.code
+            heavy = [name for name in ("pydantic", "torch", "transformers", "datasets") if name in sys.modules]
+            print("AFTER", code, heavy)
+        os._exit(0)
+    os.wait()
 """
 
 
@@ -37,64 +47,73 @@ def kvconvert(*arguments):
     return CliRunner().invoke(cli, [str(argument) for argument in arguments])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (["--help"], 0, "convert"),
-        (["calibrate", "gone/gone/gone", "-o", "WORK"], 1, "There is no model directory"),
-        (["calibrate", "MODEL", "-o", "WORK", "--recipe", "defualt"], 2, "did you mean default?"),
-        (["calibrate", "MODEL", "-o", "WORK", "--kv-bits", "2.5"], 2, "choose the --recipe auto"),
-        (["calibrate", "MODEL", "-o", "WORK", "--set", "kv.bits=3"], 2, "bits is not a field of a KV scheme"),
-        (["calibrate", "MODEL", "-o", "WORK", "--recipe", "my.toml"], 2, "There is no recipe file my.toml;"),
-        (["calibrate", "MODEL", "-o", "WORK", "--set", "kv.sink_token=8"], 2, "did you mean sink_tokens?"),
-        (["calibrate", "MODEL", "-o", "WORK", "--weights", "awg"], 2, "choose 'awq',"),
-        (["calibrate", "MODEL", "-o", "WORK", "--data", "gone.txt"], 1, "gone.txt does not exist"),
-        (["calibrate", "someone/gone", "-o", "WORK"], 1, "because HF_HUB_OFFLINE is set"),
-        (["eval", "BUNDLE", "--data", "gone.jsonl"], 1, "gone.jsonl does not exist"),
-        (["calibrate", "MODEL", "-o", "BUNDLE"], 2, "BUNDLE is a bundle;"),
-        (["calibrate", "MODEL", "-o", "EMPTY/.."], 2, "not kvconvert's"),
-        (["quantize", "MODEL"], 2, "kvconvert convert quantizes"),
-        (["chat", "BUNDLE"], 2, "kvconvert generate BUNDLE --chat"),
-        (["convert", "EMPTY", "NEW"], 1, "is empty"),
-        (["convert", "BARE", "NEW"], 1, "holds no weights"),
-        (["convert", "MODEL", "BUNDLE"], 2, "replace it with --force"),
-        (["convert", "gone/gone/gone", "NEW"], 1, "There is no model directory"),
-        (["convert", "MODEL", "NEW", "--device", "cudaa"], 2, "--device may be cpu or cuda"),
-        (["plan", "gone/gone/gone"], 1, "There is no model directory"),
-        (["plan", "MODEL", "--gpu-memory", "24"], 2, "with its unit, as in 24GB"),
-        (["export", "gone", "-o", "NEW"], 2, "is not a working directory"),
-        (["export", "gone", "-o", "BUNDLE"], 2, "is not a working directory"),
-        (["generate", "BUNDLE", "--prompt", "x", "--dtype", "fp16"], 2, "--dtype is fp16; choose one of float32,"),
-        (["generate", "MODEL", "--prompt", "x"], 1, "kvconvert convert"),
-        (["eval", "gone"], 1, "no such directory"),
-        (["inspect", "gone"], 1, "no such directory"),
-        (["verify", "EMPTY"], 1, "is not a bundle"),
-        (["report", "gone"], 1, "no such directory"),
-        (["recipes", "defualt"], 2, "did you mean default?"),
-        (["pull", "someone"], 2, "user/name"),
-        (["eval", "BUNDLE", "--against", "gone/gone/gone"], 1, "There is no model directory"),
-        (["bench", "gone"], 1, "no such directory"),
-        (["push", "BUNDLE", "someone/model"], 2, "needs an access token"),
-    ],
-)
-def test_help_and_wrong_arguments_are_answered_before_torch_is_imported(tmp_path, arguments, code, said):
-    (tmp_path / "EMPTY").mkdir()
-    (tmp_path / "MODEL").mkdir()
-    (tmp_path / "MODEL" / "config.json").write_text("{}")
-    (tmp_path / "MODEL" / "model.safetensors").touch()
-    (tmp_path / "BARE").mkdir()
-    (tmp_path / "BARE" / "config.json").write_text("{}")
-    shutil.copytree(GOLDEN, tmp_path / "BUNDLE")
+WRONG = [
+    (["--help"], 0, "convert"),
+    (["calibrate", "--help"], 0, "--recipe"),
+    (["calibrate", "gone/gone/gone", "-o", "WORK"], 1, "There is no model directory"),
+    (["calibrate", "MODEL", "-o", "WORK", "--recipe", "defualt"], 2, "did you mean default?"),
+    (["calibrate", "MODEL", "-o", "WORK", "--kv-bits", "2.5"], 2, "choose the --recipe auto"),
+    (["calibrate", "MODEL", "-o", "WORK", "--set", "kv.bits=3"], 2, "bits is not a field of a KV scheme"),
+    (["calibrate", "MODEL", "-o", "WORK", "--recipe", "my.toml"], 2, "There is no recipe file my.toml;"),
+    (["calibrate", "MODEL", "-o", "WORK", "--set", "kv.sink_token=8"], 2, "did you mean sink_tokens?"),
+    (["calibrate", "MODEL", "-o", "WORK", "--weights", "awg"], 2, "choose 'awq',"),
+    (["calibrate", "MODEL", "-o", "WORK", "--data", "gone.txt"], 1, "gone.txt does not exist"),
+    (["calibrate", "someone/gone", "-o", "WORK"], 1, "because HF_HUB_OFFLINE is set"),
+    (["eval", "BUNDLE", "--data", "gone.jsonl"], 1, "gone.jsonl does not exist"),
+    (["calibrate", "MODEL", "-o", "BUNDLE"], 2, "BUNDLE is a bundle;"),
+    (["calibrate", "MODEL", "-o", "EMPTY/.."], 2, "not kvconvert's"),
+    (["quantize", "MODEL"], 2, "kvconvert convert quantizes"),
+    (["chat", "BUNDLE"], 2, "kvconvert generate BUNDLE --chat"),
+    (["convert", "EMPTY", "NEW"], 1, "is empty"),
+    (["convert", "BARE", "NEW"], 1, "holds no weights"),
+    (["convert", "MODEL", "BUNDLE"], 2, "replace it with --force"),
+    (["convert", "gone/gone/gone", "NEW"], 1, "There is no model directory"),
+    (["convert", "MODEL", "NEW", "--device", "cudaa"], 2, "--device may be cpu or cuda"),
+    (["plan", "gone/gone/gone"], 1, "There is no model directory"),
+    (["plan", "MODEL", "--gpu-memory", "24"], 2, "with its unit, as in 24GB"),
+    (["export", "gone", "-o", "NEW"], 2, "is not a working directory"),
+    (["export", "gone", "-o", "BUNDLE"], 2, "is not a working directory"),
+    (["generate", "BUNDLE", "--prompt", "x", "--dtype", "fp16"], 2, "--dtype is fp16; choose one of float32,"),
+    (["generate", "MODEL", "--prompt", "x"], 1, "kvconvert convert"),
+    (["eval", "gone"], 1, "no such directory"),
+    (["inspect", "gone"], 1, "no such directory"),
+    (["verify", "EMPTY"], 1, "is not a bundle"),
+    (["report", "gone"], 1, "no such directory"),
+    (["recipes", "defualt"], 2, "did you mean default?"),
+    (["pull", "someone"], 2, "user/name"),
+    (["eval", "BUNDLE", "--against", "gone/gone/gone"], 1, "There is no model directory"),
+    (["bench", "gone"], 1, "no such directory"),
+    (["push", "BUNDLE", "someone/model"], 2, "needs an access token"),
+]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """Code, modules and text of every case, and what is in its folder afterwards."""
+    folder = tmp_path_factory.mktemp("answers")
+    for number in range(len(WRONG)):
+        for name in ("EMPTY", "MODEL", "BARE"):
+            (folder / str(number) / name).mkdir(parents=True)
+        for name in ("MODEL", "BARE"):
+            (folder / str(number) / name / "config.json").write_text("{}")
+        (folder / str(number) / "MODEL" / "model.safetensors").touch()
+        shutil.copytree(GOLDEN, folder / str(number) / "BUNDLE")
     offline = {name: value for name, value in os.environ.items() if "TOKEN" not in name}
-    offline |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
-    program = [sys.executable, "-c", FAST.format(arguments=arguments)]
-    found = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, env=offline)
-    of_a_recipe = {"--recipe", "--kv-bits", "--set", "--weights", "recipes"} & {*arguments}
-    assert f"AFTER {code} {['pydantic'] if of_a_recipe else []}" in found.stdout, found.stderr
-    assert said in found.stdout + found.stderr
-    assert sorted(os.listdir(tmp_path)) == ["BARE", "BUNDLE", "EMPTY", "MODEL"] + (
-        ["hub"] if (tmp_path / "hub").exists() else []
+    given = json.dumps([arguments for arguments, _, _ in WRONG])
+    subprocess.run(
+        [sys.executable, "-c", FAST], cwd=folder, input=given, text=True, env=offline | {"HF_HUB_OFFLINE": "1"}
     )
+    return folder
+
+
+@pytest.mark.parametrize("number", range(len(WRONG)), ids=[" ".join(arguments) for arguments, _, _ in WRONG])
+def test_help_and_wrong_arguments_are_answered_before_torch_is_imported(answers, number):
+    arguments, code, expected = WRONG[number]
+    said = (answers / f"said-{number}").read_text()
+    of_a_recipe = {"--recipe", "--kv-bits", "--set", "--weights", "recipes"} & {*arguments}
+    assert f"AFTER {code} {['pydantic'] if of_a_recipe else []}" in said
+    assert expected in said
+    assert sorted(os.listdir(answers / str(number))) == ["BARE", "BUNDLE", "EMPTY", "MODEL"]
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])

@@ -1,6 +1,7 @@
 """Who may import whom, and what importing the runtime must not drag in."""
 
 import ast
+import functools
 import os
 import subprocess
 import sys
@@ -70,10 +71,16 @@ ALLOWED = {
 }
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf8"))
+
+
+@functools.cache
 def imports(path: Path) -> set[str]:
     """Full names of everything a file imports, wherever in the file."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -103,7 +110,7 @@ def test_kernels_bundle_and_cache_know_nothing_of_transformers(room):
 @pytest.mark.parametrize("room", EVERY_ROOM)
 def test_no_file_is_read_or_written_in_the_locales_encoding(room):
     for path in sorted((ROOT / room).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+        for node in ast.walk(parsed(path)):
             if not isinstance(node, ast.Call):
                 continue
             name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
@@ -188,7 +195,6 @@ def test_no_two_rooms_import_each_other_directly_or_round_a_ring():
 def test_vllm_is_imported_by_its_plugin_alone_and_there_by_the_files_that_vllm_loads():
     importing = {name for name, path in modules().items() if "vllm" in {found.split(".")[0] for found in imports(path)}}
     assert importing == {f"kvconvert.vllm.{name}" for name in ("backend", "flash", "plugin", "spec", "weights")}
-    assert not [name for name in imported_by("import kvconvert.vllm.settings") if name.split(".")[0] == "transformers"]
 
 
 def test_triton_is_imported_by_the_kernels_alone_and_these_by_their_operations_dispatch():
@@ -203,27 +209,29 @@ def test_triton_is_imported_by_the_kernels_alone_and_these_by_their_operations_d
             assert ".triton" not in found or is_dispatch, f"{path}: {found}"
 
 
-def imported_by(statement: str) -> set[str]:
-    """Modules that a fresh interpreter holds after a statement, the packages around them included."""
-    code = f"import sys; {statement}; print(*sys.modules)"
-    return set(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split())
+# What must not be there after each of these statements, made one after the other by a fresh interpreter. What the
+# command line imports is held by tests/test_first_hour.py.
+STATEMENTS = {
+    "import kvconvert; dir(kvconvert)": {"torch", "transformers", "datasets", "click", "pydantic", "numpy"},
+    "import kvconvert.methods": {"torch"},
+    "import kvconvert.kernels.attention.reference, kvconvert.kernels.linear": {"transformers"},
+    "import kvconvert.vllm.settings": {"transformers"},
+    "import kvconvert.runtime": {"click", "datasets", "onnx", "matplotlib", "starlette", "uvicorn"},
+}
 
 
-def test_the_runtime_imports_only_what_production_needs():
-    loaded = imported_by("import kvconvert.runtime")
+def test_nothing_is_imported_that_is_not_needed():
+    code = "import sys\n" + "\n".join(f"{statement}; print(*sys.modules)" for statement in STATEMENTS)
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    for (statement, unwanted), line in zip(STATEMENTS.items(), done.stdout.splitlines(), strict=True):
+        loaded = set(line.split())
+        assert not loaded & unwanted, statement
     assert "transformers" in loaded
-    assert not loaded & {"click", "datasets", "onnx", "matplotlib", "starlette", "uvicorn"}
     # transformers imports Pillow wherever it is installed; the runtime itself leaves images to processors.
     for path in (ROOT / "runtime").rglob("*.py"):
         assert not {name for name in imports(path) if name.split(".")[0] == "PIL"}, path
     unwanted = ("kvconvert.models.adapters", "kvconvert.calibration", "kvconvert.runtime.engine")
     assert not [name for name in loaded if name.startswith(unwanted)]
-
-
-def test_kernels_run_without_transformers_and_help_without_torch():
-    assert "transformers" not in imported_by("import kvconvert.kernels.attention.reference, kvconvert.kernels.linear")
-    assert not imported_by("import kvconvert, kvconvert.cli") & {"torch", "transformers", "datasets"}
-    assert "torch" not in imported_by("import kvconvert.methods")
 
 
 def test_an_installed_package_holds_every_file():
@@ -258,7 +266,7 @@ def test_every_function_that_is_launched_can_be_noted():
     """So that it can be compiled before: `kernels/launches/triton.py` has made a kernel of it."""
     kernels, launched = set(), set()
     for path in sorted((ROOT / "kernels").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.FunctionDef):
                 made = [d.func if isinstance(d, ast.Call) else d for d in node.decorator_list]
                 kernels |= {node.name for name in made if isinstance(name, ast.Name) and name.id == "kernel"}

@@ -1,9 +1,7 @@
 """Paths that do not exist, text that is none, and output that goes nowhere: one sentence each, and no network."""
 
-import ast
 import io
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +13,6 @@ from kvconvert.cli import cli
 from kvconvert.commands.generate import _lines
 from kvconvert.errors import UsageError
 
-ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parents[1] / "golden" / "format-1"
 
 
@@ -93,29 +90,3 @@ def test_an_argument_that_no_system_takes_is_a_sentence(arguments, monkeypatch, 
 
 def test_a_seed_beyond_64_bits_is_refused_before_a_model_is_looked_for():
     assert "64 bits" in refusal(["calibrate", "/nope", "-o", "work", "--seed", "9" * 30])
-
-
-def test_files_are_read_in_their_own_encoding_whatever_the_locale(tmp_path):
-    """Run where the default is ASCII: every text file that a command opens names its encoding."""
-    command = [sys.executable, "-X", "warn_default_encoding", "-W", "error::EncodingWarning:kvconvert", "-m"]
-    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    run = subprocess.run(
-        [*command, "kvconvert", "inspect", str(GOLDEN), "--layers"], env=environment, capture_output=True, timeout=300
-    )
-    assert run.returncode == 0, run.stderr
-
-
-def test_no_file_is_opened_without_its_encoding():
-    sources = [
-        path for room in ("kvconvert", "runtime", "calibration", "kernels") for path in (ROOT / room).rglob("*.py")
-    ]
-    unnamed = []
-    for path in sources:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name | ast.Attribute):
-                continue
-            name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
-            stated = any(word.arg == "encoding" for word in node.keywords) or len(node.args) > (name != "read_text")
-            if name in ("read_text", "write_text") and isinstance(node.func, ast.Attribute) and not stated:
-                unnamed.append(f"{path.relative_to(ROOT)}:{node.lineno}")
-    assert not unnamed

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tiny.interpreter import quick_interpreter
 
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     if "triton" in sys.modules:
@@ -32,7 +33,8 @@ def launches_know_their_arguments() -> Iterator[None]:
         call(self, *args, **named)
 
     GridExecutor.__call__ = checked
-    yield
+    with quick_interpreter():
+        yield
     GridExecutor.__call__ = call
 
 

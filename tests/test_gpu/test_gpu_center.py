@@ -22,33 +22,37 @@ from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import PassTokens
 
 SMALL = {"heads": 1, "half_quantized_pages": (0, 0, 0), "residual": (3, 0, 5)}
-HALF, BRAIN = torch.float16, torch.bfloat16
+HALF, BRAIN, FULL = torch.float16, torch.bfloat16, pytest.mark.full
 CASES = (
     Case(center=3.0),
     Case(center=3.0, dtype=HALF, heads=1, group=1, key_dim=64, value_dim=64, value_group=64, pages=(1, 5, 2)),
+    Case(center=3.0, dtype=HALF, boosted=16, softcap=5.0, sink_logits=True, **SMALL),
+    Case(center=3.0, dtype=HALF, half_quantized=1, half_quantized_pages=(1, 0, 2), pages=(0, 2, 1), value_bits=16),
+    Case(center=3.0, dtype=HALF, queries=3, masked=True, group=2),
+    # Programs that take tiles of several rows, one of them without pages.
+    Case(center=3.0, heads=4, group=8, key_dim=32, value_dim=32, value_group=32, pages=(3, 0, 5)),
+)
+# Other constants of kernels whose bits, norms, and sizes tests/test_gpu/test_gpu_decode.py has without a center.
+MORE_CASES = (
     Case(center=3.0, dtype=BRAIN, group=3, key_dim=80, value_dim=80, value_group=16, norm="joint"),
     Case(center=3.0, dtype=HALF, group=7, key_bits=4, value_bits=4, **SMALL),
     Case(center=3.0, dtype=HALF, key_bits=1, value_bits=1, key_dim=256, value_dim=256, value_group=256, **SMALL),
     Case(center=3.0, dtype=BRAIN, key_bits=3, norm="per_head", **SMALL),
-    Case(center=3.0, dtype=HALF, boosted=16, softcap=5.0, sink_logits=True, **SMALL),
-    Case(center=3.0, dtype=HALF, half_quantized=1, half_quantized_pages=(1, 0, 2), pages=(0, 2, 1), value_bits=16),
     Case(center=3.0, dtype=HALF, half_quantized=2, half_quantized_pages=(1, 0, 2)),
-    Case(center=3.0, dtype=HALF, queries=3, masked=True, group=2),
     Case(center=3.0, queries=9, group=4, key_group=32, pages=(2, 0, 0), **{**SMALL, "residual": (3, 1, 1)}),
     Case(center=300.0, position=130_000, pages=(1, 3, 2), key_dim=64, value_dim=64, value_group=64),
-    # Under the interpreter, programs that take tiles of several rows, one of them without pages, and half a row's.
-    Case(center=3.0, heads=4, group=8, key_dim=32, value_dim=32, value_group=32, pages=(3, 0, 5)),
+    # Programs that take half a row's tile.
     Case(center=3.0, dtype=HALF, heads=8, group=16, key_dim=48, value_dim=32, value_group=32, pages=(5, 1, 2)),
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=FULL) for case in MORE_CASES)], ids=str)
 def test_decoding_equals_float64_attention_over_whole_keys(case, device):
     error, _ = compare(case, device)
     assert error < TOLERANCE[case.dtype]
 
 
-@pytest.mark.parametrize("dtype", [HALF, BRAIN])
+@pytest.mark.parametrize("dtype", [HALF, pytest.param(BRAIN, marks=FULL)])
 def test_large_constant_parts_cost_no_more_than_rounding_keys_to_their_dtype(dtype, device):
     # Scores of some 30 times a normal number, of which fp16 keeps 11 bits.
     case = Case(center=300.0, position=130_000, pages=(1, 3, 2), key_dim=64, value_dim=64, value_group=64, dtype=dtype)
@@ -63,7 +67,8 @@ def test_queries_of_any_size_are_within_the_range_of_halves(device):
 
 
 @pytest.mark.parametrize(
-    ("dim", "page_size", "dtype"), [(64, 128, BRAIN), (80, 128, torch.float32), (256, 32, HALF), (8, 128, HALF)]
+    ("dim", "page_size", "dtype"),
+    [(64, 128, BRAIN), (80, 128, torch.float32), pytest.param(256, 32, HALF, marks=FULL), (8, 128, HALF)],
 )
 def test_what_is_taken_away_is_what_is_added(dim, page_size, dtype, device):
     case = Case(heads=3, key_dim=dim, center=50.0)
@@ -107,7 +112,7 @@ def attended(scheme: KVScheme, where: torch.device, lengths: tuple[int, ...], sl
     ("name", "lengths", "window"),
     [
         ("rotated", (290, 1, 40), None),
-        ("values stay longer", (390, 1, 3), None),
+        pytest.param("values stay longer", (390, 1, 3), None, marks=FULL),
         ("rotated", (420, 1, 5), prompt_chunks.WINDOW),
     ],
 )

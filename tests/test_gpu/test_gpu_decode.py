@@ -36,28 +36,28 @@ SHORT = (
     Case(half_quantized=2, half_quantized_pages=(1, 0, 2), key_dim=80, value_dim=96, value_group=16),
     Case(queries=3, masked=True, group=2, softcap=5.0, sink_logits=True),
 )
+HALVES = {"heads": 1, "half_quantized_pages": (2, 1, 3), "pages": (1, 0, 0), "residual": (9, 4, 77)}
 HIDING = (
-    Case(hides=True, pages=(3, 1, 0), residual=(40, 4, 9)),
-    Case(hides=True, key_bits=16, value_bits=16, dtype=torch.bfloat16),
-    Case(hides=True, half_quantized=1, half_quantized_pages=(2, 1, 3), pages=(1, 0, 0), residual=(9, 4, 77)),
-    Case(hides=True, half_quantized=2, half_quantized_pages=(2, 1, 3), pages=(1, 0, 0), residual=(9, 4, 77)),
-    Case(hides=True, queries=3, masked=True, group=2, sink_tokens=32, residual=(40, 33, 0), programs=5),
+    Case(hides=True, heads=1, pages=(3, 1, 0), residual=(40, 4, 9)),
+    Case(hides=True, half_quantized=1, **HALVES),
+    Case(hides=True, heads=1, queries=3, masked=True, group=2, sink_tokens=32, residual=(40, 33, 0), programs=5),
 )
 SMALL = {"heads": 1, "pages": (1, 1), "residual": (3, 0), "half_quantized_pages": (0, 0)}
 THREE_BITS = (
-    Case(key_bits=3, value_bits=2, norm="joint", dtype=torch.bfloat16, **SMALL),
-    Case(key_bits=3, value_bits=3, key_dim=64, value_dim=64, value_group=64, **SMALL),
+    Case(key_bits=3, value_bits=3, key_dim=64, value_dim=64, value_group=64, norm="joint", **SMALL),
     Case(key_bits=2, value_bits=3, key_dim=48, value_dim=96, key_group=32, value_group=48, **SMALL),
     Case(key_bits=4, value_bits=3, key_dim=96, value_dim=48, value_group=24, dtype=torch.float16, **SMALL),
 )
 BYTES = (
     Case(scale_bits=8, key_bits=1, value_bits=1, key_dim=64, value_dim=64, value_group=64, **SMALL),
-    Case(scale_bits=8, norm="joint", dtype=torch.bfloat16),
     Case(scale_bits=8, key_bits=3, value_bits=2, value_group=32, key_group=32, dtype=torch.float16, **SMALL),
     Case(scale_bits=8, key_bits=2, value_bits=4, boosted=16, dtype=torch.bfloat16, **SMALL),
 )
 WIDE = (
     Case(hides=True, key_bits=16, value_bits=16, dtype=torch.bfloat16),
+    Case(hides=True, half_quantized=2, **HALVES),
+    Case(scale_bits=8, norm="joint", dtype=torch.bfloat16),
+    Case(key_bits=3, value_bits=2, norm="joint", dtype=torch.bfloat16, **SMALL),
     *(Case(key_bits=bits, value_bits=bits, norm="joint" if bits < 16 else "none") for bits in (1, 2, 3, 4, 8, 16)),
     *(Case(key_bits=k, value_bits=v, **SMALL) for b in (1, 2, 4, 8, 16) for k, v in ((3, b), (b, 3))),
     *(Case(key_bits=3, value_bits=3, key_dim=d, value_dim=d, value_group=d, **SMALL) for d in (8, 48, 80, 96, 256)),

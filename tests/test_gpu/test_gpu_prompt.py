@@ -88,7 +88,7 @@ FULL = pytest.mark.full
 
 @pytest.mark.parametrize(
     "window",
-    [1, pytest.param(16, marks=FULL), 63, pytest.param(64, marks=FULL), 65, pytest.param(129, marks=FULL), 199, 200],
+    [1, 65, 199, *(pytest.param(window, marks=FULL) for window in (16, 63, 64, 129, 200))],
 )
 def test_windows_of_every_relation_to_the_tiles(device, window):
     tensors = inputs(device, 1, 1, 140, 200, 16, 16, torch.float16)
@@ -240,7 +240,8 @@ def test_keys_that_lie_before_the_queries(device, length, tokens, first_query, w
         torch.testing.assert_close(log_sum_exp.double(), scores.logsumexp(-1), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("length", [1, 64, 150])
+@pytest.mark.each_value
+@pytest.mark.parametrize("length", [1, 150, 64])
 @pytest.mark.parametrize(("start", "sinks"), [(0, 0), (70, 4)])
 @pytest.mark.parametrize(("dtype", "softcap"), [(torch.float16, None), (torch.bfloat16, 5.0)])
 def test_a_repeated_prompt_is_attended_to_and_scored(device, length, start, sinks, dtype, softcap):

@@ -135,19 +135,23 @@ def run(passed: Pass, rotations: Rotations = NO_ROTATION, **extras) -> float:
 CASES = [
     (Case(key_group=32, value_group=32, norm="joint", dtype=BRAIN), (1, 70, 129)),
     (Case(key_dim=64, value_dim=64, value_group=64, boosted=8, dtype=HALF), (65, 1, 2)),
-    (Case(key_dim=96, value_dim=48, value_group=48, dtype=HALF, group=1, heads=3), (17, 64, 3)),
     (Case(key_dim=64, value_dim=64, value_group=64, dtype=HALF, half_quantized=1, half_quantized_pages=(2, 0, 0)),
      (40, 3, 1)),
     (Case(key_dim=64, value_dim=64, value_group=64, dtype=HALF, half_quantized=2, half_quantized_pages=(1, 0, 0),
           sink_tokens=0), (40, 3, 1)),
-    (Case(key_dim=64, value_dim=64, static=True, key_bits=4, value_bits=8, dtype=HALF, group=2), (33, 5, 128)),
     (Case(key_dim=48, value_dim=48, value_group=48, key_bits=16, value_bits=1, dtype=HALF, residual=(0, 0, 0)),
-     (20, 140, 1)),
+     (20, 70, 1)),
     (Case(key_dim=64, value_dim=64, value_group=64, dtype=HALF, center=3.0, position=5000), (20, 7, 1)),
+]  # fmt: skip
+# Sizes and sources of scales other than those above.
+MORE_CASES = [
+    (Case(key_dim=96, value_dim=48, value_group=48, dtype=HALF, group=1, heads=3), (17, 64, 3)),
+    (Case(key_dim=64, value_dim=64, static=True, key_bits=4, value_bits=8, dtype=HALF, group=2), (33, 5, 128)),
     (Case(key_dim=256, value_dim=256, value_group=64, dtype=HALF, group=2, pages=(0, 1, 0)), (9, 64, 65)),
     (Case(key_dim=64, value_dim=64, value_group=64, dtype=HALF, pages=(0, 0), residual=(0, 0),
           half_quantized_pages=(0, 0)), (63, 130)),
 ]  # fmt: skip
+CASES += [pytest.param(*case, marks=FULL) for case in MORE_CASES]
 
 
 @pytest.mark.parametrize(("case", "lengths"), CASES, ids=str)
@@ -158,8 +162,8 @@ def test_new_tokens_of_several_sequences_over_all_that_each_has_stored(device, c
 @pytest.mark.parametrize(
     "extras",
     [
-        {"softcap": 3.0},
         {"window": 30, "sink_logits": True},
+        pytest.param({"softcap": 3.0}, marks=FULL),
         {"window": 290, "softcap": 4.0, "sink_logits": True},
         pytest.param({"window": 4000}, marks=FULL),
         pytest.param({"window": 1}, marks=FULL),
@@ -173,14 +177,14 @@ def test_caps_sink_logits_and_windows(device, extras):
 
 
 @pytest.mark.parametrize("rotations", [(True, True), (False, True), (True, False)], ids=str)
-@pytest.mark.parametrize("dim", [64, pytest.param(96, marks=FULL)])
+@pytest.mark.parametrize("dim", [32, pytest.param(96, marks=FULL)])
 def test_new_tokens_are_rotated_on_the_way(device, rotations, dim):
-    case = Case(key_dim=dim, value_dim=dim, value_group=32, dtype=HALF, group=2)
-    assert run(Pass(case, (33, 1, 17), device), Rotations(*rotations)) < 2 * TOLERANCE[HALF]
+    case = Case(key_dim=dim, value_dim=dim, value_group=32, dtype=HALF, group=2, pages=(1, 0, 1))
+    assert run(Pass(case, (17, 1, 3), device), Rotations(*rotations)) < 2 * TOLERANCE[HALF]
 
 
 def test_a_sequence_of_which_a_number_is_none_leaves_the_others_alone(device):
-    case = Case(key_dim=64, value_dim=64, value_group=64, dtype=HALF, group=2)
+    case = Case(key_dim=32, value_dim=32, value_group=32, dtype=HALF, group=1, pages=(1, 0, 1))
     passed = Pass(case, (33, 20, 17), device)
     tables, f = passed.tables(), passed.stored.format
     passed.keys[:, 40], passed.values[:, 41] = float("nan"), float("inf")

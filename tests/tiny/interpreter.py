@@ -1,0 +1,73 @@
+"""Triton's interpreter without work that its results do not depend on, most of what it spends on small kernels."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+
+@contextmanager
+def quick_interpreter() -> Iterator[None]:
+    """Interpret launches in about half the time.
+
+    - triton.language is patched when a launch begins, not again in every function that its kernel calls.
+    - Sums and products of integers are not computed a second time in 64 bits: the interpreter compares them with what
+      32 bits hold and, without its debug option, does nothing with the answer.
+    - The table of NumPy's types is made once.
+
+    Another version of Triton may have none of these places; it is left as it is.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    if not hasattr(interpreter, "_LangPatchScope") or interpreter.interpreter_builder.options.debug:
+        yield
+        return
+    patch_lang, numpy_type = interpreter._patch_lang, functools.cache(interpreter._get_np_dtype)
+    launch: list[interpreter._LangPatchScope] = []
+    patched = set()
+
+    @functools.cache
+    def builtins_of(package: object) -> list[tuple[str, object]]:
+        return [(name, member) for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
+
+    def patch_builtins(package: object, builder: object, scope: interpreter._LangPatchScope) -> None:
+        for name, member in builtins_of(package):
+            interpreter._patch_attr(package, name, member, builder, scope)
+
+    def patch_once(function: object) -> interpreter._LangPatchScope | None:
+        if launch and function in patched:
+            return None
+        scope = patch_lang(function)
+        patched.add(function)
+        if launch:  # A function that the kernel calls: what it needs stays until the launch ends.
+            launch[0]._changes += scope._changes
+            return None
+        launch.append(scope)
+        restore = scope.restore
+
+        def end() -> None:
+            launch.clear()
+            patched.clear()
+            restore()
+
+        scope.restore = end
+        return scope
+
+    def numpy_type_of(kind: tl.dtype) -> object:
+        return numpy_type(tl.uint64 if kind.scalar.is_ptr() else kind.scalar)
+
+    for package in (tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base):
+        builtins_of(package)
+    builder = interpreter.interpreter_builder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", patch_once)
+        patch.setattr(interpreter, "_patch_builtin", patch_builtins)
+        patch.setattr(interpreter, "_get_np_dtype", numpy_type_of)
+        patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
+        yield
