@@ -299,7 +299,10 @@ def _cholesky_(matrix: Tensor, block: int) -> bool:
 
 
 def _invert_(matrix: Tensor, block: int) -> bool:
-    """The inverse of an upper triangular matrix in its place; what is below its diagonal stays. Whether it is finite."""
+    """The inverse of an upper triangular matrix in its place, and whether it is finite.
+
+    What is below the diagonal stays.
+    """
     blocks = _blocks(len(matrix), block)
     for k, (start, stop) in enumerate(blocks):
         square = matrix[start:stop, start:stop]

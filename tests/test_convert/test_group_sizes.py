@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvconvert.convert.checks import fitted_group_size
+from kvconvert.convert.checks import fitted_weights
 from kvconvert.errors import RecipeError
 from kvconvert.methods.awq import WeightsRecipe
 from kvconvert.models.adapters import require_adapter
@@ -58,9 +58,9 @@ def runner_of(hidden, intermediate, heads, kv_heads, head_dim):
 @pytest.mark.parametrize("name", SHAPES)
 def test_auto_fits_common_shapes(name):
     *shape, expected = SHAPES[name]
-    assert fitted_group_size(runner_of(*shape), WeightsRecipe()).group_size == expected
+    assert fitted_weights(runner_of(*shape), WeightsRecipe()).group_size == expected
 
 
 def test_a_stated_group_size_that_does_not_fit_is_refused_with_one_that_does():
     with pytest.raises(RecipeError, match=r"128 does not divide the 576 inputs.*set group_size = 64"):
-        fitted_group_size(runner_of(*SHAPES["SmolLM2-135M"][:5]), WeightsRecipe(group_size=128))
+        fitted_weights(runner_of(*SHAPES["SmolLM2-135M"][:5]), WeightsRecipe(group_size=128))
