@@ -89,6 +89,8 @@ def evaluate(
         raise UsageError(f"--write records a whole evaluation; leave {instead} out.")
     if tasks is not None and task is not None:
         raise UsageError("--task and --harness measure different things; leave one of them out.")
+    if limit is not None and task is None and tasks is None:
+        raise UsageError("--limit is of the problems of --task or --harness; name some, or leave it out.")
     if seeds is not None and task is None:
         raise UsageError("--seeds are of the answers to --task; name one, or leave them out.")
     from kvconvert.bundle.locate import check_place
@@ -124,8 +126,6 @@ def evaluate(
         found = harness(bundle, [name.strip() for name in tasks.split(",") if name.strip()], limit=limit, **options)
         click.echo(json.dumps(found.to_dict(), indent=2) if as_json else found.table())
         return
-    if limit is not None:
-        raise UsageError("--limit is of the problems of --task or --harness; name some, or leave it out.")
     from kvconvert.fidelity import evaluate as run
 
     parts = None if only is None else [name.strip() for name in only.split(",") if name.strip()]
