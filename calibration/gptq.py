@@ -39,6 +39,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kvconvert.calibration.activations import MIN_EXPERT_TOKENS, input_points, point_of
 from kvconvert.calibration.awq import AwqPass
@@ -221,7 +222,8 @@ class GptqPass(CalibrationPass):
         for wanted, found in work.paired.of(work.layer, kept, names):
             y = found[point]
             if before is not None:
-                missing = wanted - found[before] - linear(y)
+                # Not by the module, whose hooks end this run.
+                missing = wanted - found[before] - functional.linear(y, linear.weight, linear.bias)
             else:
                 missing = (wanted if scale is None else wanted / scale) - y
             mismatch.add(missing.flatten(0, -2), y.flatten(0, -2))

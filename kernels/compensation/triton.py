@@ -29,7 +29,7 @@ def round_columns_kernel(
     count,
     outputs,
     factor_stride,
-    levels: tl.constexpr,
+    LEVELS: tl.constexpr,
     OUTPUTS: tl.constexpr,
 ):
     """See `round_columns_reference_`; tensors of columns are contiguous."""
@@ -43,7 +43,7 @@ def round_columns_kernel(
             value -= error * tl.load(factor + before * factor_stride + i)
         step = tl.load(scale + at, mask=mask, other=1.0)
         lowest = -tl.load(zero + at, mask=mask, other=0.0)
-        position = tl.minimum(tl.maximum(value / step, lowest), lowest + levels)
+        position = tl.minimum(tl.maximum(value / step, lowest), lowest + LEVELS)
         nearest = ((position + ROUNDER) - ROUNDER) * step
         tl.store(errors + at, (value - nearest) / tl.load(factor + i * factor_stride + i), mask=mask)
         tl.store(columns + at, nearest, mask=mask)
@@ -54,7 +54,7 @@ def round_columns_(columns: Tensor, scale: Tensor, zero: Tensor, factor: Tensor,
     """See `round_columns_reference_`."""
     errors, outputs = torch.empty_like(columns), columns.shape[1]
     round_columns_kernel[(triton.cdiv(outputs, OUTPUTS),)](
-        columns, scale, zero, factor, errors, len(columns), outputs, factor.stride(0), levels,
-        OUTPUTS=OUTPUTS, num_warps=OUTPUTS // 32,
+        columns, scale, zero, factor, errors, len(columns), outputs, factor.stride(0),
+        LEVELS=levels, OUTPUTS=OUTPUTS, num_warps=OUTPUTS // 32,
     )  # fmt: skip
     return errors

@@ -1,5 +1,6 @@
 """The group size "auto" fits the shapes that models come in."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -59,6 +60,17 @@ def runner_of(hidden, intermediate, heads, kv_heads, head_dim):
 def test_auto_fits_common_shapes(name):
     *shape, expected = SHAPES[name]
     assert fitted_weights(runner_of(*shape), WeightsRecipe()).group_size == expected
+
+
+def test_auto_weights_are_compensated_but_for_mixtures_of_experts():
+    runner = runner_of(*SHAPES["SmolLM2-135M"][:5])
+    assert fitted_weights(runner, WeightsRecipe()).method == "awq+gptq"
+    assert fitted_weights(runner, WeightsRecipe(method="rtn")).method == "rtn"
+    plain, number = runner.structure, iter(range(2))
+    # A mixture's first layers may be dense.
+    runner.structure = lambda index: replace(plain(0), experts=object() if next(number, 0) else None)
+    runner.num_layers = 2
+    assert fitted_weights(runner, WeightsRecipe()).method == "awq"
 
 
 def test_a_stated_group_size_that_does_not_fit_is_refused_with_one_that_does():
