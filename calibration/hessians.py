@@ -213,8 +213,8 @@ class Factor:
     @torch.no_grad()
     def output_error(self, weight: Tensor, rounded: Tensor) -> float:
         """Mean squared error of the outputs, summed over them: trace of D H D^T for D = rounded - weight, [out, in]."""
-        total = 0.0
-        for some, others in zip(weight.split(ERROR_ROWS), rounded.split(ERROR_ROWS), strict=True):
+        total, rows = 0.0, ERROR_ROWS if weight.device.type == "cpu" else len(weight)
+        for some, others in zip(weight.split(rows), rounded.split(rows), strict=True):
             delta = (others - some)[:, self.order]
             total += float((delta.square() * self.diagonal).sum(dtype=torch.float64))
             for start, stop in _blocks(len(self.order), FACTOR_BLOCK):

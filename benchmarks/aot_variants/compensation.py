@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from aot_variants.variant import Variant
-from kvconvert.kernels.compensation.triton import OUTPUTS, round_columns_kernel
+from kvconvert.kernels.compensation.triton import COLUMNS, OUTPUTS, round_columns_kernel
 
 
 def variants(capability: int) -> Iterator[Variant]:
@@ -16,7 +16,7 @@ def variants(capability: int) -> Iterator[Variant]:
             f"round-columns-{bits}",
             round_columns_kernel,
             "fp32",
-            {"LEVELS": 2**bits - 1, "OUTPUTS": OUTPUTS},
+            {"LEVELS": 2**bits - 1, "OUTPUTS": OUTPUTS, "COLUMNS": COLUMNS},
             num_warps=OUTPUTS // 32,
             types=pointers,
             axes={"bits": bits},

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
+from tiny.bundle import write_tiny_bundle
 from tiny.llama import write_recipe, write_tiny_llama
 
 from kvconvert.cli import cli
@@ -191,9 +192,8 @@ def test_a_lossy_cache_shows_in_answers_after_a_context(source, tmp_path, short)
         (["--task", "gsm8k"], "give --data"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(options, said, source, tmp_path):
-    bundle = tmp_path / "bundle"
-    bundle.mkdir()
-    result = CliRunner().invoke(cli, ["eval", str(bundle), *options])
+def test_options_that_mean_nothing_are_refused(options, said, tmp_path):
+    write_tiny_bundle(tmp_path)
+    result = CliRunner().invoke(cli, ["eval", str(tmp_path), *options])
     assert result.exit_code == 2
     assert said in result.stderr
