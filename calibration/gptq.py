@@ -39,6 +39,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kvconvert.calibration.activations import MIN_EXPERT_TOKENS, input_points, point_of
 from kvconvert.calibration.awq import AwqPass
@@ -47,6 +48,8 @@ from kvconvert.calibration.mismatch import Mismatch, correction
 from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork, PassResult
 from kvconvert.calibration.weight_grid import WeightGrid
 from kvconvert.errors import NumericError
+from kvconvert.kernels.compensation import round_columns_
+from kvconvert.kernels.device import tf32_products
 
 DAMPING = 0.3
 # Of the quantized model's inputs, and of the correction: benchmarks/WEIGHTS.md.
@@ -78,13 +81,8 @@ def compensate(weight: Tensor, factor: Factor, grid: WeightGrid) -> Tensor:
         place.copy_(weight[:, some].T)
     for start in range(0, columns, _BLOCK):
         stop = min(start + _BLOCK, columns)
-        block, errors = free[start:stop], torch.empty_like(free[start:stop])
         rows, (scale, zero) = factor.matrix[start:stop], grid.of_columns(order[start:stop])
-        for i in range(stop - start):
-            nearest = grid.nearest(block[i], scale[i], zero[i])
-            errors[i] = (block[i] - nearest) / rows[i, start + i]
-            block[i + 1 :].addr_(rows[i, start + i + 1 : stop], errors[i], alpha=-1)
-            block[i] = nearest
+        errors = round_columns_(free[start:stop], scale, zero, rows[:, start:stop], 2**grid.bits - 1)
         free[stop:].addmm_(rows[:, stop:].T, errors, alpha=-1)
     result = torch.empty_like(weight, dtype=torch.float32)
     for place, some in zip(free.split(_BLOCK), order.split(_BLOCK), strict=True):
@@ -174,6 +172,10 @@ class GptqPass(CalibrationPass):
 
     def apply(self, work: LayerWork) -> None:
         """Scale the layer, correct every Linear's weight, fix its grid, and replace it by values of that grid."""
+        with tf32_products(next(work.layer.parameters()).device):
+            self._apply(work)
+
+    def _apply(self, work: LayerWork) -> None:
         scales: dict[str, Tensor] = {}
         if self.awq is not None:
             self.awq.apply(work)
@@ -215,25 +217,27 @@ class GptqPass(CalibrationPass):
         linear = work.layer.get_submodule(point)
         outputs, inputs = linear.weight.shape
         before, after = work.structure.writers.get(point, (None, None))
-        mismatch = Mismatch(None if before is None else outputs, inputs, linear.weight.device)
+        mismatch = Mismatch(inputs if before is None else outputs, inputs, linear.weight.device)
         kept, names = (point, (point,)) if before is None else (after, (before, point))
         for wanted, found in work.paired.of(work.layer, kept, names):
+            y = found[point]
             if before is not None:
-                wanted = wanted - found[before] if linear.bias is None else wanted - found[before] - linear.bias
-            elif scale is not None:
-                wanted = wanted / scale
-            mismatch.add(wanted.flatten(0, -2), found[point].flatten(0, -2))
+                # Not by the module, whose hooks end this run.
+                missing = wanted - found[before] - functional.linear(y, linear.weight, linear.bias)
+            else:
+                missing = (wanted if scale is None else wanted / scale) - y
+            mismatch.add(missing.flatten(0, -2), y.flatten(0, -2))
         mismatch.reduce(work.ranks)
         if work.ranks.owner(number) != work.ranks.rank:
             return None
-        hessian, cross = mismatch.moments(linear.weight.data)
+        hessian, cross = mismatch.moments()
         try:
             factor = factorize(hessian, self._orders.pop(point), CORRECTED_DAMPING)
         except NumericError as error:
             raise NumericError(f"GPTQ cannot quantize {work.name}.{point}: {error}") from error
         for name in self._inputs[point]:
             weight = work.layer.get_submodule(name).weight.data
-            weight.add_(correction(mismatch.target(cross, weight), factor))
+            weight.add_(correction(weight @ cross if before is None else cross, factor))
         return factor
 
     def _set_grid(self, work: LayerWork, name: str, costs: Tensor) -> None:

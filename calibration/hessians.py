@@ -63,10 +63,10 @@ class SquareSum:
     def add(self, x: Tensor) -> None:
         """Count tokens [n, width], float32."""
         for start, block in self.blocks.items():
-            with float32_products(x.device):
-                product = x[:, start : start + len(block)].T @ x[:, start:]
-            for total, some in zip(block.split(_ADDED_ROWS), product.split(_ADDED_ROWS), strict=True):
-                total += some  # which makes a float64 copy of it
+            product = x[:, start : start + len(block)].T @ x[:, start:]
+            rows = _ADDED_ROWS if x.device.type == "cpu" else len(block)
+            for total, some in zip(block.split(rows), product.split(rows), strict=True):
+                total += some  # of which a CPU makes a float64 copy
             product = None
 
     def mean(self, count: int, release: bool = False) -> Tensor:
@@ -213,8 +213,8 @@ class Factor:
     @torch.no_grad()
     def output_error(self, weight: Tensor, rounded: Tensor) -> float:
         """Mean squared error of the outputs, summed over them: trace of D H D^T for D = rounded - weight, [out, in]."""
-        total = 0.0
-        for some, others in zip(weight.split(ERROR_ROWS), rounded.split(ERROR_ROWS), strict=True):
+        total, rows = 0.0, ERROR_ROWS if weight.device.type == "cpu" else len(weight)
+        for some, others in zip(weight.split(rows), rounded.split(rows), strict=True):
             delta = (others - some)[:, self.order]
             total += float((delta.square() * self.diagonal).sum(dtype=torch.float64))
             for start, stop in _blocks(len(self.order), FACTOR_BLOCK):
@@ -248,10 +248,10 @@ def factorize(hessian: Tensor, order: Tensor, damping: float, block: int = FACTO
     diagonal = matrix.diagonal().clone()
     while damping <= _MOST_DAMPING:
         matrix.diagonal().copy_(damped_diagonal(diagonal, damping))
-        if _cholesky_(matrix, block):
-            _invert_(matrix, block)
-            if all(rows.isfinite().all() for rows in matrix.split(block)):
-                return Factor(matrix, diagonal, order, damping)
+        with float32_products(matrix.device):
+            inverted = _cholesky_(matrix, block) and _invert_(matrix, block)
+        if inverted:
+            return Factor(matrix, diagonal, order, damping)
         for start, stop in _blocks(len(matrix), block):
             _set_upper(matrix[start:stop, start:stop], matrix[start:stop, start:stop].tril(-1).T)
             matrix[start:stop, stop:] = matrix[stop:, start:stop].T
@@ -298,8 +298,11 @@ def _cholesky_(matrix: Tensor, block: int) -> bool:
     return True
 
 
-def _invert_(matrix: Tensor, block: int) -> None:
-    """The inverse of an upper triangular matrix in its place; what is below its diagonal stays."""
+def _invert_(matrix: Tensor, block: int) -> bool:
+    """The inverse of an upper triangular matrix in its place, and whether it is finite.
+
+    What is below the diagonal stays.
+    """
     blocks = _blocks(len(matrix), block)
     for k, (start, stop) in enumerate(blocks):
         square = matrix[start:stop, start:stop]
@@ -311,3 +314,4 @@ def _invert_(matrix: Tensor, block: int) -> None:
             diagonal = matrix[first:last, first:last].triu()
             rows = (diagonal @ product[first:last]).addmm_(matrix[first:last, last:start], product[last:])
             matrix[first:last, start:stop] = rows.neg_()
+    return all(rows.isfinite().all() for rows in matrix.split(block))

@@ -13,9 +13,8 @@ and rounding costs tr (Q - W*) (H + lambda diag(H)) (Q - W*)^T more: GPTQ's prob
 inputs. Matching W x by one cross moment is Qronos (Zhang et al., arXiv 2505.11695) and, column by column, GPTAQ (Li et
 al., arXiv 2504.02692); adding r is what keeps errors from growing from layer to layer. Measured: benchmarks/WEIGHTS.md.
 
-Linears of a layer go one after another, each with the y that the rounded ones before it leave. What a writer's output
-would have to be, r + W x, is the source model's stream behind it less the quantized model's before it: with
-T = sum of (r + W x) y^T its E is T - W H, so that x is not needed.
+Linears of a layer go one after another, each with the y that the rounded ones before it leave. A writer's r + W (x - y)
+is the source model's stream behind it less the quantized model's with W y added, so that x is not needed.
 """
 
 from __future__ import annotations
@@ -25,84 +24,47 @@ from torch import Tensor
 
 from kvconvert.calibration.hessians import FACTOR_BLOCK, Factor, SquareSum, block_rows
 from kvconvert.calibration.ranks import Ranks
-from kvconvert.kernels.device import float32_products
-
-
-class CrossSum:
-    """The sum of e y^T in float64, for the same reason as in `SquareSum`.
-
-    Args:
-        rows, width: channels of e and of y.
-        device: of both.
-    """
-
-    def __init__(self, rows: int, width: int, device: torch.device) -> None:
-        self.total = torch.zeros(rows, width, dtype=torch.float64, device=device)
-
-    def add(self, e: Tensor, y: Tensor) -> None:
-        """Count tokens [n, rows] and [n, width], float32."""
-        for start, rows in block_rows(self.total.shape[0]):
-            with float32_products(y.device):
-                self.total[start : start + rows] += e[:, start : start + rows].T @ y
-
-    def mean(self, count: int) -> Tensor:
-        """The sum over `count`, float32 [rows, width]; the sum is given up."""
-        result = (self.total / count).float()
-        del self.total
-        return result
 
 
 class Mismatch:
-    """H and E of one input of the quantized model.
+    """H and E of one input of the quantized model, or what E is a Linear's weight times.
+
+    E is summed in float64, for the same reason as H in `SquareSum`.
 
     Args:
-        rows: outputs of the Linear where it writes to the residual stream: its E is gathered then. None gathers the sum
-            of (x - y) y^T, from which that of any Linear with this input follows.
+        rows: channels of what is missing: outputs of a Linear that writes to the residual stream, or the input's own.
         width: channels of the input.
         device: of all tensors.
     """
 
-    def __init__(self, rows: int | None, width: int, device: torch.device) -> None:
-        self.writes, self.tokens = rows is not None, 0
+    def __init__(self, rows: int, width: int, device: torch.device) -> None:
+        self.tokens = 0
         self._squares = SquareSum(width, device)
-        self._cross = CrossSum(width if rows is None else rows, width, device)
+        self._cross = torch.zeros(rows, width, dtype=torch.float64, device=device)
 
-    def add(self, wanted: Tensor, y: Tensor) -> None:
-        """Count tokens [n, in] of the quantized model.
+    def add(self, missing: Tensor, y: Tensor) -> None:
+        """Count tokens of the quantized model.
 
         Args:
-            wanted: what the source model has instead of y, [n, in]; of a writer r + W x, [n, out], which is what its
-                output would have to be.
-            y: the input.
+            missing: r + W (x - y), [n, rows], of a Linear that writes to the stream, else x - y; float32.
+            y: the input, float32 [n, in].
         """
         self._squares.add(y)
-        self._cross.add(wanted if self.writes else wanted - y, y)
+        for start, rows in block_rows(len(self._cross)):
+            self._cross[start : start + rows] += missing[:, start : start + rows].T @ y
         self.tokens += len(y)
 
     def reduce(self, ranks: Ranks) -> None:
         """Sum over all ranks' tokens."""
         self.tokens = int(ranks.sum_(torch.tensor(self.tokens)))
-        for block in (*self._squares.blocks.values(), self._cross.total):
+        for block in (*self._squares.blocks.values(), self._cross):
             ranks.sum_(block)
 
-    def moments(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """H per token, float32 [in, in], and E or what E is W times; the sums are given up.
-
-        Args:
-            weight: float32 [out, in], of the writer.
-        """
-        hessian, cross = self._squares.mean(self.tokens, release=True), self._cross.mean(self.tokens)
-        if self.writes:
-            with float32_products(cross.device):
-                cross.addmm_(weight, hessian, alpha=-1)
-        return hessian, cross
-
-    def target(self, cross: Tensor, weight: Tensor) -> Tensor:
-        """E per token of a Linear with this input, float32 [out, in], from what `moments` gives."""
-        if self.writes:
-            return cross
-        with float32_products(cross.device):
-            return weight @ cross
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """H per token, float32 [in, in], and the mean of missing y^T, float32 [rows, in]; the sums are given up."""
+        cross = (self._cross / self.tokens).float()
+        del self._cross
+        return self._squares.mean(self.tokens, release=True), cross
 
 
 @torch.no_grad()
@@ -117,10 +79,9 @@ def correction(target: Tensor, factor: Factor, block: int = FACTOR_BLOCK) -> Ten
     size = len(factor.order)
     blocks = [(start, min(start + block, size)) for start in range(0, size, block)]
     target, found = target[:, factor.order], torch.zeros_like(target)
-    with float32_products(target.device):
-        for start, stop in blocks:
-            rows = factor.matrix[start:stop, start:].triu()
-            found[:, start:].addmm_(target[:, start:] @ rows.T, rows)
+    for start, stop in blocks:
+        rows = factor.matrix[start:stop, start:].triu()
+        found[:, start:].addmm_(target[:, start:] @ rows.T, rows)
     result = torch.empty_like(found)
     result[:, factor.order] = found
     return result

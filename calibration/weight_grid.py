@@ -15,7 +15,7 @@ from kvconvert.kernels.quantizer import GroupRangeError
 
 _SMALLEST_HALF = 2.0**-24
 RANGES = tuple(1 - step / 20 for step in range(12))  # of a group's whole range, to search
-_SEARCHED_WEIGHTS = 2**20  # at a time
+_SEARCHED_WEIGHTS = {"cpu": 2**20, "cuda": 2**24}  # at a time
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class WeightGrid:
             GroupRangeError: see `of`.
         """
         parts = []
-        for rows in weight.split(max(1, _SEARCHED_WEIGHTS // weight.shape[1])):
+        for rows in weight.split(max(1, _SEARCHED_WEIGHTS[weight.device.type] // weight.shape[1])):
             whole, top = cls.of(rows, bits, group_size), 2**bits - 1
             groups, by_group = rows.unflatten(-1, (-1, group_size)), costs.unflatten(0, (-1, group_size))
             low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)

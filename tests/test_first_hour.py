@@ -56,7 +56,7 @@ WRONG = [
     (["calibrate", "MODEL", "-o", "WORK", "--set", "kv.bits=3"], 2, "bits is not a field of a KV scheme"),
     (["calibrate", "MODEL", "-o", "WORK", "--recipe", "my.toml"], 2, "There is no recipe file my.toml;"),
     (["calibrate", "MODEL", "-o", "WORK", "--set", "kv.sink_token=8"], 2, "did you mean sink_tokens?"),
-    (["calibrate", "MODEL", "-o", "WORK", "--weights", "awg"], 2, "choose 'awq',"),
+    (["calibrate", "MODEL", "-o", "WORK", "--weights", "awg"], 2, "choose 'auto',"),
     (["calibrate", "MODEL", "-o", "WORK", "--data", "gone.txt"], 1, "gone.txt does not exist"),
     (["calibrate", "someone/gone", "-o", "WORK"], 1, "because HF_HUB_OFFLINE is set"),
     (["eval", "BUNDLE", "--data", "gone.jsonl"], 1, "gone.jsonl does not exist"),

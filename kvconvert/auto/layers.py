@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from kvconvert.auto.allocation import Option
 from kvconvert.cache.format import CacheFormat
 from kvconvert.cache.size import LayerCache
 from kvconvert.calibration.attention_sample import AttentionSample, as_cached, causal
@@ -113,13 +112,6 @@ class SearchedLayer:
     def pairs(self) -> list[tuple[Candidate, Candidate]]:
         """Every way to store keys with every way to store values."""
         return [(key, value) for key in self.keys for value in self.values]
-
-    def options(self, losses: Mapping[str, float]) -> list[Option]:
-        """`pairs()` as options of an allocation, with losses by candidate's name."""
-        return [
-            Option(self.costs[key.name] + self.costs[value.name], losses[key.name] + losses[value.name])
-            for key, value in self.pairs()
-        ]
 
 
 def searched_layers(config: PretrainedConfig, jobs: Sequence[LayerJob], context: int) -> list[SearchedLayer]:

@@ -5,22 +5,29 @@ begins. Where errors of several layers, or of keys and values, work together, th
 therefore measured: the allocation itself, the best plans with the same choice in every layer, allocations in which
 keys, values, earlier or later layers weigh more, and then, beginning at the best of them, exchanges of bytes between
 two layers, those first that cost least by the sum. What is measured decides.
+
+Every combination of a key's and a value's candidate is another variant of the attention kernels, which a machine has to
+compile. So plans are made of few of them: of those in the exact allocation, one after another is dropped whose absence
+costs least, as long as the sum stays within `TOLERANCE` of the least.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
-from kvconvert.auto.allocation import allocate
+from kvconvert.auto.allocation import Option, allocate
 from kvconvert.auto.layers import SearchedLayer
 from kvconvert.methods.auto import Candidate
 
 UNIFORM = 3  # plans with the same choice in every layer that are measured
+TOLERANCE = 0.02  # of the least sum, given for fewer combinations of candidates
 TILT = 3.0  # how much more one kind of error counts in an allocation that is tried
 
-Plan = tuple[tuple[Candidate, Candidate], ...]
+Pair = tuple[Candidate, Candidate]
+Plan = tuple[Pair, ...]
 Losses = Sequence[Mapping[str, float]]
 
 
@@ -91,10 +98,43 @@ class PlanSearch:
             for layer, (key, value) in zip(self.layers, plan, strict=True)
         )
 
+    @cached_property
+    def combinations(self) -> frozenset[Pair]:
+        """Those that plans are made of, uniform ones aside."""
+        best = self._best_of(self.losses, None)
+        most, used = self.predicted(best) * (1 + TOLERANCE), frozenset(best)
+        while len(used) > 1:
+            fewer = [(self.predicted(plan), used - {pair}) for pair, plan in self._without(used)]
+            if not fewer or (least := min(fewer, key=lambda entry: entry[0]))[0] > most:
+                break
+            used = least[1]
+        return used
+
+    def _without(self, used: frozenset[Pair]) -> Iterator[tuple[Pair, Plan]]:
+        """Each combination, and the best plan that lacks it, if there is one; in an order of their own."""
+        for pair in sorted(used, key=lambda pair: (pair[0].name, pair[1].name)):
+            plan = self._best_of(self.losses, used - {pair})
+            if plan is not None:
+                yield pair, plan
+
     def _allocated(self, losses: Losses) -> Plan:
-        options = [layer.options(own) for layer, own in zip(self.layers, losses, strict=True)]
-        chosen = allocate(options, self.budget).options
-        return tuple(layer.pairs()[i] for layer, i in zip(self.layers, chosen, strict=True))
+        return self._best_of(losses, self.combinations)
+
+    def _best_of(self, losses: Losses, allowed: frozenset[Pair] | None) -> Plan | None:
+        """The plan of smallest sum made of these combinations, or of any; None where none fits the budget."""
+        pairs = [self._pairs(layer, allowed) for layer in self.layers]
+        options = [
+            [Option(sum(layer.costs[c.name] for c in pair), sum(own[c.name] for c in pair)) for pair in some]
+            for layer, own, some in zip(self.layers, losses, pairs, strict=True)
+        ]
+        chosen = allocate(options, self.budget) if all(pairs) else None
+        if chosen is None:
+            return None
+        return tuple(some[i] for some, i in zip(pairs, chosen.options, strict=True))
+
+    @staticmethod
+    def _pairs(layer: SearchedLayer, allowed: frozenset[Pair] | None) -> list[Pair]:
+        return [pair for pair in layer.pairs() if allowed is None or pair in allowed]
 
     def _others(self) -> Iterator[Plan]:
         """Uniform plans, the best by the sum of their parts first, then tilted allocations."""
@@ -121,7 +161,7 @@ class PlanSearch:
         room = self.budget - self.cost(plan)
         moves = []  # (layer, pair, bytes more, loss more)
         for number, (layer, losses, now) in enumerate(zip(self.layers, self.losses, plan, strict=True)):
-            for pair in layer.pairs():
+            for pair in self._pairs(layer, self.combinations):
                 if (pair[0] == now[0]) != (pair[1] == now[1]):
                     more = sum(layer.costs[c.name] for c in pair) - sum(layer.costs[c.name] for c in now)
                     worse = sum(losses[c.name] for c in pair) - sum(losses[c.name] for c in now)

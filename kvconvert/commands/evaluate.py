@@ -14,7 +14,11 @@ from kvconvert.errors import UsageError
 @click.command("eval")
 @click.argument("bundle")
 @click.option("--against", metavar="MODEL", help="Model to compare with; the bundle's source by default.")
-@click.option("--data", metavar="SOURCE", help="Held-out text; the text that ships with kvconvert by default.")
+@click.option(
+    "--data",
+    metavar="SOURCE",
+    help="Held-out text; the text that ships with kvconvert by default. Of --task gsm8k the file of its problems.",
+)
 @click.option(
     "--tokens",
     metavar="N",
@@ -25,7 +29,8 @@ from kvconvert.errors import UsageError
     "--context",
     metavar="N",
     type=click.IntRange(min=1),
-    help="Tokens of a segment, and of the prompts of recall and probes; 1024 by default.",
+    help="Tokens of a segment, and of the prompts of recall and probes; 1024 by default. With --task: before each "
+    "problem, none by default.",
 )
 @click.option(
     "--only",
@@ -42,7 +47,23 @@ from kvconvert.errors import UsageError
 @click.option(
     "--harness", "tasks", metavar="TASK,...", help="Measure tasks of lm-evaluation-harness, or .yaml files, instead."
 )
-@click.option("--limit", metavar="N", type=click.IntRange(min=1), help="Examples of each task of --harness.")
+@click.option(
+    "--task",
+    type=click.Choice(["humaneval", "gsm8k"]),
+    help="Let source and bundle solve problems with checkable answers instead.",
+)
+@click.option(
+    "--seeds",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="With --task: sampled answers to each problem beside the greedy one.",
+)
+@click.option(
+    "--limit",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Examples of each task of --harness, or problems of --task.",
+)
 @click.option("--write", is_flag=True, help="Put the figures into the bundle's manifest and card.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with every figure.")
 def evaluate(
@@ -50,6 +71,8 @@ def evaluate(
     only: str | None,
     tokens: int | None,
     tasks: str | None,
+    task: str | None,
+    seeds: int | None,
     limit: int | None,
     write: bool,
     as_json: bool,
@@ -57,10 +80,19 @@ def evaluate(
 ) -> None:
     """Measure how far BUNDLE departs from its source, decoding with the low-bit cache.
 
+    With --task, both solve the problems of a benchmark instead; programs that they write run in processes of their own.
     With --harness, tasks of lm-evaluation-harness are measured instead, and with --against those of that model, too.
     """
-    if write and (only is not None or tasks is not None):
-        raise UsageError(f"--write records a whole evaluation; leave {'--only' if only else '--harness'} out.")
+    given = {"only": only, "harness": tasks, "task": task}
+    instead = next((f"--{name}" for name, value in given.items() if value is not None), None)
+    if write and instead is not None:
+        raise UsageError(f"--write records a whole evaluation; leave {instead} out.")
+    if tasks is not None and task is not None:
+        raise UsageError("--task and --harness measure different things; leave one of them out.")
+    if limit is not None and task is None and tasks is None:
+        raise UsageError("--limit is of the problems of --task or --harness; name some, or leave it out.")
+    if seeds is not None and task is None:
+        raise UsageError("--seeds are of the answers to --task; name one, or leave them out.")
     from kvconvert.bundle.locate import check_place
 
     check_place(bundle)
@@ -68,6 +100,17 @@ def evaluate(
         from kvconvert.models import check_model
 
         check_model(options["against"])
+    if task is not None:
+        given = [f"--{name}" for name, value in {"only": only, "tokens": tokens}.items() if value is not None]
+        if given:
+            raise UsageError(f"{given[0]} says nothing to --task; leave one of them out.")
+        quiet()
+        from kvconvert.fidelity.tasks import solve
+
+        asked = {"limit": limit, "seeds": seeds or 0, "context": options.pop("context") or 0}
+        solved = solve(bundle, task, **asked, **options)
+        click.echo(json.dumps(solved.to_dict(), indent=2) if as_json else solved.table())
+        return
     if options["data"] is not None:
         from kvconvert.data.sources import check_sources
 
@@ -83,8 +126,6 @@ def evaluate(
         found = harness(bundle, [name.strip() for name in tasks.split(",") if name.strip()], limit=limit, **options)
         click.echo(json.dumps(found.to_dict(), indent=2) if as_json else found.table())
         return
-    if limit is not None:
-        raise UsageError("--limit is of the tasks of --harness; name some, or leave it out.")
     from kvconvert.fidelity import evaluate as run
 
     parts = None if only is None else [name.strip() for name in only.split(",") if name.strip()]

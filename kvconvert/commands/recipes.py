@@ -21,7 +21,7 @@ def recipe_changes(command: Callable[..., None]) -> Callable[..., None]:
     """The options, for a command that gives them to `changes_of`."""
     options = (
         click.option(
-            "--weights", metavar="METHOD", help="The recipe's weights.method: awq, gptq, awq+gptq, rtn or none."
+            "--weights", metavar="METHOD", help="The recipe's weights.method: auto, awq, gptq, awq+gptq, rtn or none."
         ),
         click.option("--group-size", metavar="N", help="Its weights.group_size: inputs that share a scale, or auto."),
         click.option("--key-bits", metavar="N", help="Its kv.key_bits: width of stored keys."),

@@ -106,14 +106,18 @@ def check_widths(runner: LayerRunner, weights: WeightsRecipe) -> None:
             )
 
 
-def fitted_group_size(runner: LayerRunner, weights: WeightsRecipe) -> WeightsRecipe:
-    """The weights' recipe with a group size that divides the inputs of every Linear to be quantized.
+def fitted_weights(runner: LayerRunner, weights: WeightsRecipe) -> WeightsRecipe:
+    """The weights' recipe with what it leaves to the model: the method, and a group size that divides the inputs of
+    every Linear to be quantized.
 
     Raises:
         RecipeError: the recipe's does not, or none of `AUTO_GROUP_SIZES` does; or a Linear's outputs cannot be packed.
     """
     if not weights.quantizes:
         return weights
+    if weights.method == "auto":
+        routed = any(runner.structure(index).experts is not None for index in range(runner.num_layers))
+        weights = weights.model_copy(update={"method": "awq" if routed else "awq+gptq"})
     inputs: dict[int, str] = {}
     checked: list[LayerStructure] = []
     for index in range(runner.num_layers):

@@ -110,16 +110,17 @@ class LayerCalibration:
             if work.paired is not None:
                 work.paired.release()
             if ranks.is_first:
-                commit = self._commit(job, work, dtypes, passes)
+                made, commit = self._commit(job, work, dtypes, passes)
                 # Inputs in files wait for the layer before them, so that a resume finds one or the other.
                 self.wait()
-                if self.executor is not None and ranks.size == 1 and not self._paired and _in_memory(writer):
+                if self.executor is not None and ranks.size == 1 and _in_memory(writer):
                     self.running.append(self.executor.submit(commit))
                 else:
                     commit()
             ranks.wait()
             if writer is not None and self._paired:
-                self._append_quantized(work, index, quantized, writer)
+                made = made if ranks.is_first else directory.layer_tensors(index)
+                self._append_quantized(work, index, quantized, writer, made)
             # Only now: a kill in between leaves the layer committed and its input in place, from which `_hidden_input`
             # goes on.
             if writer is not None:
@@ -137,8 +138,8 @@ class LayerCalibration:
 
     def _commit(
         self, job: LayerJob, work: LayerWork, dtypes: dict[str, torch.dtype], passes: list[CalibrationPass]
-    ) -> Callable[[], None]:
-        """What writes what the passes made of a layer."""
+    ) -> tuple[dict[str, Tensor], Callable[[], None]]:
+        """What the passes made of a layer, by the checkpoint's names, and what writes it."""
         runner, index, scheme = self.runner, job.index, job.scheme
         results = {calibration_pass.name: calibration_pass.result() for calibration_pass in passes}
         reasons = {name: text for result in results.values() for name, text in result.reasons.items()}
@@ -164,7 +165,7 @@ class LayerCalibration:
         keep = self.directory.mapped().copy if runner.maps_experts(index) else None
         tensors = converted_tensors(work, dtypes, job.weights, kept, keep)
         tensors = {names.of_tensor(name): tensor for name, tensor in tensors.items()}
-        return partial(self.directory.commit_layer, index, tensors, plan, record)
+        return tensors, partial(self.directory.commit_layer, index, tensors, plan, record)
 
     def _prepared(self, job: LayerJob, passes: list[CalibrationPass]) -> tuple[LayerWork, dict[str, torch.dtype]]:
         """A layer after its passes' `prepare`, which leaves its function as it is, and its parameters' dtypes."""
@@ -222,19 +223,24 @@ class LayerCalibration:
         return HiddenPart(states, 0, count, states.first), HiddenPart(states, count, 2 * count, states.first)
 
     def _append_quantized(
-        self, work: LayerWork, index: int, inputs: HiddenStates | HiddenPart, writer: HiddenWriter
+        self,
+        work: LayerWork,
+        index: int,
+        inputs: HiddenStates | HiddenPart,
+        writer: HiddenWriter,
+        stored: Mapping[str, Tensor],
     ) -> None:
-        """Run a layer as it was committed, so that a resumed calibration computes the same.
+        """Run a layer as it is stored, so that a resumed calibration computes the same.
 
-        From what its passes computed last, where what is read back is what they left.
+        From what its passes computed last, where what is stored is what they left.
         """
-        names, stored = self.runner.source.tensor_names, self.directory.layer_tensors(index)
+        names = self.runner.source.tensor_names
         for name, parameter in work.layer.state_dict().items():
             module, _, kind = name.rpartition(".")
             full = f"{work.name}.{module}".rstrip(".")
             packed = [stored.get(names.of_tensor(f"{full}.{field}")) for field in AwqWeight._fields]
             if kind == "weight" and all(field is not None for field in packed):
-                value = dequantize_weight(AwqWeight(*packed))
+                value = dequantize_weight(AwqWeight(*(field.to(parameter.device) for field in packed)))
             else:
                 value = stored[names.of_tensor(f"{full}.{kind}")]
             value = value.to(parameter.device, parameter.dtype)
@@ -266,7 +272,8 @@ class LayerCalibration:
             with self._writing(job.index + 1) as writer:
                 self._append(work.layer, hidden, job.index, writer)
                 if self._paired:
-                    self._append_quantized(work, job.index, quantized, writer)
+                    stored = directory.layer_tensors(job.index)
+                    self._append_quantized(work, job.index, quantized, writer, stored)
                 directory.commit_hidden(job.index + 1, writer)
             del work
         return self._parts(index)

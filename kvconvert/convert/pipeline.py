@@ -48,7 +48,7 @@ from kvconvert.convert.checks import (
     check_purpose,
     check_recipe,
     check_widths,
-    fitted_group_size,
+    fitted_weights,
 )
 from kvconvert.convert.host_memory import release_free_memory
 from kvconvert.convert.input_capture import CalibrationInputs
@@ -152,7 +152,7 @@ def calibrate(
             if target.type == "cuda":
                 check_layers_fit(runner, torch.cuda.get_device_properties(target).total_memory)
             if adapter is not None:
-                recipe = with_group_size(runner, recipe, progress)
+                recipe = with_fitted_weights(runner, recipe, progress)
             jobs = layer_jobs(runner, recipe)
             task = None if recipe.auto is None else search_task(runner.config, jobs, recipe, target)
             if recipe.weights.average_bits is not None:
@@ -266,17 +266,16 @@ def make_runner(source: SourceModel, weights: WeightsRecipe, device: torch.devic
     return LayerRunner(source, None, device)
 
 
-def with_group_size(runner: LayerRunner, recipe: Recipe, progress: bool) -> Recipe:
-    """The recipe with a group size of weights that fits the model."""
+def with_fitted_weights(runner: LayerRunner, recipe: Recipe, progress: bool) -> Recipe:
+    """The recipe with a method and a group size of weights that fit the model."""
     check_widths(runner, recipe.weights)
-    weights = fitted_group_size(runner, recipe.weights)
-    if weights == recipe.weights:
-        return recipe
-    _say(
-        f"Weights in groups of {weights.group_size}, the largest of {', '.join(map(str, AUTO_GROUP_SIZES))} that "
-        "divides the inputs of every quantized Linear.",
-        progress,
-    )
+    weights = fitted_weights(runner, recipe.weights)
+    if weights.group_size != recipe.weights.group_size:
+        _say(
+            f"Weights in groups of {weights.group_size}, the largest of {', '.join(map(str, AUTO_GROUP_SIZES))} that "
+            "divides the inputs of every quantized Linear.",
+            progress,
+        )
     return recipe.model_copy(update={"weights": weights})
 
 

@@ -126,7 +126,7 @@ def evaluate(
     opened = open_bundle(directory)
     manifest = opened.manifest
     was_fetched = against is None and manifest.source.revision is not None
-    checkpoint = open_source(_source_of(manifest, against), was_fetched=was_fetched)
+    checkpoint = open_source(source_of(manifest, against), was_fetched=was_fetched)
     computed_in = compute_dtype(dtype, place, checkpoint.config.dtype)
     _check_context(checkpoint, context)
     info = checkpoint.info(progress)
@@ -379,7 +379,7 @@ def _noise(checkpoint: SourceModel, device: torch.device, dtype: torch.dtype, id
     return NoiseFloor(float(kl.mean()), kl.numel(), f"the source in {name} from the source in float32")
 
 
-def _source_of(manifest: Manifest, against: str | Path | None) -> str:
+def source_of(manifest: Manifest, against: str | Path | None) -> str:
     if against is not None:
         return str(against)
     recorded = manifest.source

@@ -12,7 +12,7 @@ GROUP_SIZES = (16, 32, 64, 128, 256)
 # What "auto" chooses from, the largest first.
 AUTO_GROUP_SIZES = (128, 64, 32)
 # What a recipe can ask for.
-Method = Literal["awq", "gptq", "awq+gptq", "rtn", "none"]
+Method = Literal["auto", "awq", "gptq", "awq+gptq", "rtn", "none"]
 # Of a quantized module; "source" where the source has quantized it and does not tell how.
 QuantizedBy = Literal["awq", "gptq", "awq+gptq", "rtn", "source"]
 # Of a bundle's weights.
@@ -52,7 +52,9 @@ class WeightsRecipe(BaseModel):
 
     Attributes:
         method: "awq" searches scales and clips, "gptq" makes up for each column's rounding error in the columns after
-            it, "awq+gptq" does so on the scaled weights, "rtn" rounds to nearest, "none" keeps every weight.
+            it, "awq+gptq" does so on the scaled weights, "rtn" rounds to nearest, "none" keeps every weight. "auto"
+            becomes "awq+gptq" once the model is known, or "awq" where it has routed experts, for each of which GPTQ
+            would keep sums.
         bits: of a stored weight, 2, 3, 4 or 8; means nothing with "none".
         group_size: inputs that share one scale and zero point, or "auto", which becomes the largest of
             `AUTO_GROUP_SIZES` that divides the inputs of every Linear to be quantized once the model is known; means
@@ -64,7 +66,7 @@ class WeightsRecipe(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    method: Method = "awq"
+    method: Method = "auto"
     bits: int = 4
     group_size: int | Literal["auto"] = "auto"
     average_bits: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -120,10 +122,11 @@ class WeightsRecipe(BaseModel):
         return ("awq_scale", "awq_clip") * self.scales + ("gptq",) * self.compensates
 
 
-def describe(method: StoredMethod, widths: Collection[int]) -> str:
-    """What a card says of a bundle's weights, of all the widths that its quantized Linears have."""
+def describe(method: StoredMethod | Method, widths: Collection[int]) -> str:
+    """What a card says of a bundle's weights, or of a recipe's, with all the widths that quantized Linears have."""
     bits = " and ".join(filter(None, [", ".join(map(str, sorted(widths)[:-1])), str(max(widths, default=""))]))
     return {
+        "auto": f"weights scaled by AWQ and quantized by GPTQ, in mixtures of experts by AWQ ({bits} bits)",
         "awq": f"AWQ-quantized weights ({bits} bits)",
         "gptq": f"GPTQ-quantized weights ({bits} bits)",
         "awq+gptq": f"weights scaled by AWQ and quantized by GPTQ ({bits} bits)",

@@ -17,7 +17,7 @@ from kvconvert.convert.checks import check_purpose, check_recipe
 from kvconvert.convert.host_memory import anonymous_bytes
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.passes import layer_jobs
-from kvconvert.convert.pipeline import kept_tensors, make_runner, with_group_size
+from kvconvert.convert.pipeline import kept_tensors, make_runner, with_fitted_weights
 from kvconvert.data.samples import TEXT_LENGTH
 from kvconvert.errors import UsageError
 from kvconvert.methods.auto import DEFAULT_CONTEXT, AutoSearch
@@ -159,7 +159,7 @@ def plan(
     runner.check_headers()
     check_recipe(runner, recipe)
     if runner.adapter is not None:
-        recipe = with_group_size(runner, recipe, False)
+        recipe = with_fitted_weights(runner, recipe, False)
     positions = context_length(runner.config)
     length = min(TEXT_LENGTH, positions or TEXT_LENGTH) if seq_len is None else seq_len
     context = min(DEFAULT_CONTEXT, positions or DEFAULT_CONTEXT) if context is None else context

@@ -1,10 +1,10 @@
 """Recipes: what to do with a model's weights and its key-value cache, and how much fidelity it may cost.
 
-A recipe is a preset or a TOML file. Presets are those of the methods (`kvconvert.methods`), with AWQ weights, and the
+A recipe is a preset or a TOML file. Presets are those of the methods (`kvconvert.methods`), with 4-bit weights, and the
 files in `kvconvert/recipes/presets`; dropping one in extends the command line. A file looks like this:
 
     [weights]
-    method = "awq"        # awq, gptq, awq+gptq, rtn (round to nearest) or none
+    method = "auto"       # awq+gptq, in mixtures of experts awq; or awq, gptq, awq+gptq, rtn (round to nearest), none
     bits = 4              # 2, 3, 4 or 8
     group_size = "auto"   # the largest of 128, 64 and 32 that divides the inputs of every quantized Linear
 
@@ -35,7 +35,7 @@ files in `kvconvert/recipes/presets`; dropping one in extends the command line. 
     max_perplexity_increase = 0.05 # relative: 0.05 allows 5%
     min_passkey = 0.9              # share of passkeys found
 
-A table that is left out takes the default recipe's values: AWQ at 4 bits, the preset `default`, no limits.
+A table that is left out takes the default recipe's values: `auto` at 4 bits, the preset `default`, no limits.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ USES = {
     "auto": "the best pages for a given size; measures every layer (needs --kv-bits)",
     "kv-only": "no weight changes; the default cache, values rotated at run time",
     "weights-only": "the cache stays as it is",
-    "rtn": "quick, without a search of weights; what AWQ is compared with",
+    "rtn": "quick, without a search of weights; what others are compared with",
     "oscar": "pages of rotated keys and values with token norms",
     "oscar-g128": "the smallest pages of these; with --key-bits 4 less error than oscar",
     "kivi": "plain pages, no change to the weights",
@@ -123,7 +123,7 @@ def _explanation(recipe: Recipe) -> list[str]:
 
 
 _WEIGHTS_MEANING = {
-    "method": "awq, gptq, awq+gptq, rtn or none",
+    "method": "auto, awq, gptq, awq+gptq, rtn or none",
     "bits": "of a stored weight: 2, 3, 4 or 8",
     "group_size": "inputs that share a scale and zero point",
 }

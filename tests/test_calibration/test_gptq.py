@@ -174,7 +174,7 @@ def test_searches_weigh_errors_by_what_remains_of_them():
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_a_searched_grid_costs_least_of_those_in_the_middle_of_a_group(bits, monkeypatch):
-    monkeypatch.setattr(weight_grid, "_SEARCHED_WEIGHTS", 3 * 32)  # rows in parts
+    monkeypatch.setitem(weight_grid._SEARCHED_WEIGHTS, "cpu", 3 * 32)  # rows in parts
     weight, _ = problem(7, 32)
     weight[2] = weight[2].abs() + 1
     weight[3, :GROUP] = 0

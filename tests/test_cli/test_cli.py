@@ -178,7 +178,7 @@ def test_eval_measures_the_parts_that_are_chosen_and_refuses_others(folder):
         (["--context", "100000"], "more than the"),
         (["--device", "abacus"], "--device may be cpu or cuda"),
         (["--dtype", "int8"], "--dtype is int8"),
-        (["--limit", "3"], "--limit is of the tasks"),
+        (["--limit", "3"], "--limit is of the problems"),
     ):
         assert said in refusal(2, "eval", folder / "bundle", "--against", folder / "model", *options)
 

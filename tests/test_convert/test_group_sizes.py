@@ -1,12 +1,13 @@
 """The group size "auto" fits the shapes that models come in."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvconvert.convert.checks import fitted_group_size
+from kvconvert.convert.checks import fitted_weights
 from kvconvert.errors import RecipeError
 from kvconvert.methods.awq import WeightsRecipe
 from kvconvert.models.adapters import require_adapter
@@ -58,9 +59,20 @@ def runner_of(hidden, intermediate, heads, kv_heads, head_dim):
 @pytest.mark.parametrize("name", SHAPES)
 def test_auto_fits_common_shapes(name):
     *shape, expected = SHAPES[name]
-    assert fitted_group_size(runner_of(*shape), WeightsRecipe()).group_size == expected
+    assert fitted_weights(runner_of(*shape), WeightsRecipe()).group_size == expected
+
+
+def test_auto_weights_are_compensated_but_for_mixtures_of_experts():
+    runner = runner_of(*SHAPES["SmolLM2-135M"][:5])
+    assert fitted_weights(runner, WeightsRecipe()).method == "awq+gptq"
+    assert fitted_weights(runner, WeightsRecipe(method="rtn")).method == "rtn"
+    plain, number = runner.structure, iter(range(2))
+    # A mixture's first layers may be dense.
+    runner.structure = lambda index: replace(plain(0), experts=object() if next(number, 0) else None)
+    runner.num_layers = 2
+    assert fitted_weights(runner, WeightsRecipe()).method == "awq"
 
 
 def test_a_stated_group_size_that_does_not_fit_is_refused_with_one_that_does():
     with pytest.raises(RecipeError, match=r"128 does not divide the 576 inputs.*set group_size = 64"):
-        fitted_group_size(runner_of(*SHAPES["SmolLM2-135M"][:5]), WeightsRecipe(group_size=128))
+        fitted_weights(runner_of(*SHAPES["SmolLM2-135M"][:5]), WeightsRecipe(group_size=128))

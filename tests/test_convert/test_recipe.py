@@ -20,10 +20,10 @@ def test_every_preset_loads_and_survives_being_recorded(name):
     assert Recipe.from_dict(recipe.to_dict()) == recipe
 
 
-def test_default_is_awq_4_bit_with_a_cache_whose_keys_are_measured():
+def test_default_is_4_bits_with_a_cache_whose_keys_are_measured():
     recipe = Recipe.load("default")
     assert recipe.weights.model_dump() == {
-        "method": "awq",
+        "method": "auto",
         "bits": 4,
         "group_size": "auto",
         "average_bits": None,

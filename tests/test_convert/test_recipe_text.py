@@ -84,7 +84,8 @@ def test_a_recipe_that_is_shown_and_read_again_means_the_same(tmp_path, name):
 def test_what_differs_from_the_default_says_so():
     lines = run("recipes", "kitty", "--value-bits", "4", "--set", "weights.group_size=64").stdout.splitlines()
     assert lines[0].startswith(
-        "# kitty with kv.value_bits = 4, weights.group_size = 64: AWQ-quantized weights (4 bits)"
+        "# kitty with kv.value_bits = 4, weights.group_size = 64: weights scaled by AWQ and quantized by GPTQ, in "
+        "mixtures of experts by AWQ (4 bits)"
     )
     assert "value_bits = 4  # default: 2; the same for values" in lines
     assert 'group_size = 64  # default: "auto"; inputs that share a scale and zero point' in lines
