@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Hashable
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
@@ -291,10 +291,9 @@ class Service:
         prompts = asked.prompt if isinstance(asked, Completion) else [self._text(asked)]
         for prompt in prompts:
             self._check_length(asked, prompt)
-        for prompt in prompts:
+        for ids in self._ids(asked, prompts):
             if generation.cancelled:
                 break
-            ids = self._ids(asked, prompt) if isinstance(prompt, str) else prompt
             new = asked.new_tokens(self.limits, len(ids), self.engine.room(len(ids)))
             for sampling in samplings:
                 generation.add(
@@ -328,12 +327,13 @@ class Service:
             length = f"{least} tokens" if isinstance(prompt, list) else f"at least {least} tokens"
             raise asked.too_long(length, self.limits)
 
-    def _ids(self, asked: Completion | Chat, prompt: str) -> list[int]:
+    def _ids(self, asked: Completion | Chat, rendered: Sequence[str | list[int]] = ()) -> list[list[int]]:
+        """Token ids of each prompt; of a chat, of the text that its template wrote."""
         if isinstance(asked, Completion):
-            return encode_text(self._tokenizer, prompt)
+            return [encode_text(self._tokenizer, text) if isinstance(text, str) else text for text in asked.prompt]
         chat = self._chats.get()
         try:
-            return chat.encode_text(prompt)["input_ids"][0].tolist()
+            return [chat.encode_text(text)["input_ids"][0].tolist() for text in rendered]
         finally:
             self._chats.put(chat)
 
