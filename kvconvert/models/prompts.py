@@ -7,12 +7,13 @@ turn and begins none.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +48,15 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return ids if before and ids[: len(before)] == before else before + ids
 
 
+class _Outline(NamedTuple):
+    """What a template writes of a conversation by itself: a hash of its special tokens in order, None where it refuses
+    other texts than the conversation's, and added tokens.
+    """
+
+    special: int | None
+    added: frozenset[str]
+
+
 class Conversations:
     """Messages as a model's chat template writes them.
 
@@ -67,8 +77,8 @@ class Conversations:
         self._tokenizer, self._parse_special, self._renderer = tokenizer, parse_special, renderer or shared_renderer()
         self._owner = tokenizer if processor is None else processor
         self._accepted: dict[str, tuple[bool, bool]] = {}
-        self._outlines: dict[str, str | None] = {}
-        self._controls: dict[frozenset[str], re.Pattern[str]] = {}
+        self._outlines: dict[bytes, _Outline] = {}
+        self._controls: dict[tuple[str, frozenset[str]], re.Pattern[str]] = {}
 
     def text(self, messages: Sequence[Mapping[str, Any]], answer: bool, **variables: Any) -> str:
         """The conversation as text, with a `MARK` in every special token that a message spells.
@@ -85,10 +95,11 @@ class Conversations:
         if self._parse_special:
             return self._render(fitted, answer, variables)
         outline = self._outline(fitted, answer, variables)
-        control = self._control(outline or "")
+        control = self._control(outline.added)
         marked = [self._marked(message, control) for message in fitted]
         rendered = self._render(marked, answer, self._marked(variables, control))
-        if outline is not None and self._special.findall(rendered) == self._special.findall(outline):
+        tokens = self._special.findall(rendered)
+        if hash(tuple(tokens)) == outline.special:
             return rendered
         # The template may have made a token of texts that it joins or changes. It cannot of those whose signs are
         # apart: where it writes the same tokens around these, it wrote the others by itself.
@@ -97,10 +108,10 @@ class Conversations:
         except TemplateLimitError:
             raise
         except UsageError:
-            if outline is None:  # it asks for something that only the texts themselves have
+            if outline.special is None:  # it asks for something that only the texts themselves have
                 return rendered
             raise
-        return rendered if self._special.findall(apart) == self._special.findall(rendered) else apart
+        return rendered if self._special.findall(apart) == tokens else apart
 
     def encode(self, messages: Sequence[Mapping[str, Any]], answer: bool) -> list[int]:
         """Token ids of the conversation; see `text`."""
@@ -130,19 +141,22 @@ class Conversations:
             raise refused(str(error)) from error
         return text
 
-    def _outline(self, messages: list[dict[str, Any]], answer: bool, variables: Mapping[str, Any]) -> str | None:
-        """The conversation as the template writes it around other texts, which spell nothing; None where it refuses."""
+    def _outline(self, messages: list[dict[str, Any]], answer: bool, variables: Mapping[str, Any]) -> _Outline:
+        """What the template writes around texts that spell nothing."""
         plain = _said(messages, answer, variables, lambda text: _OTHER if text.strip() else text)
-        key = json.dumps([self.template, *plain], default=str)
+        key = hashlib.sha256(json.dumps([self.template, *plain], default=str).encode()).digest()
         if key not in self._outlines:
             if len(self._outlines) >= _OUTLINES:
                 self._outlines.clear()
             try:
-                self._outlines[key] = self._render(*plain)
+                text = self._render(*plain)
             except TemplateLimitError:
                 raise
             except UsageError:
-                self._outlines[key] = None
+                self._outlines[key] = _Outline(None, frozenset())
+            else:
+                added = frozenset(token for token in self._added if token in text)
+                self._outlines[key] = _Outline(hash(tuple(self._special.findall(text))), added)
         return self._outlines[key]
 
     def _fitted(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,13 +215,17 @@ class Conversations:
         """Any special token."""
         return _any_of(self._tokens)
 
-    def _control(self, outline: str) -> re.Pattern[str]:
+    @cached_property
+    def _added(self) -> list[str]:
+        return [token.content for token in self._tokenizer.added_tokens_decoder.values()]
+
+    def _control(self, added: frozenset[str]) -> re.Pattern[str]:
         """Any special token, or another added one that the template writes; the model's own answers may have these."""
-        added = [token.content for token in self._tokenizer.added_tokens_decoder.values()]
-        written = frozenset(token for token in added if token in self.template or token in outline)
-        if written not in self._controls:
-            self._controls[written] = _any_of(self._tokens | written)
-        return self._controls[written]
+        template = self.template
+        if (template, added) not in self._controls:
+            written = {token for token in self._added if token in template}
+            self._controls[template, added] = _any_of(self._tokens | written | added)
+        return self._controls[template, added]
 
     def _marked(self, message: Mapping[str, Any], control: re.Pattern[str]) -> dict[str, Any]:
         """The message with a mark after the first character of every special token that is spelled in it."""

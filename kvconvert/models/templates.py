@@ -19,7 +19,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from kvconvert.errors import KvconvertError, UsageError
+from kvconvert.errors import KvconvertError, UsageError, printable
 from kvconvert.models import template_process
 
 # Bytes that a conversation's text may have beyond four times what its messages have.
@@ -27,6 +27,8 @@ FURTHER_BYTES = 2**20
 _START_SECONDS = 120
 # Of a processor: for what others wait for, and for each character besides.
 QUICK_SECONDS, _SECONDS_OF_CHARACTER = 0.25, 5e-6
+# Characters of texts whose tokens are kept, and how many such texts.
+_SHORT, _MOST_SHORT = 3, 256
 _is_quick: ContextVar[bool] = ContextVar("kvconvert_is_quick", default=False)
 # Nothing else of this process's environment, which may hold keys.
 _ENVIRONMENT = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "TZ", "VIRTUAL_ENV")
@@ -200,13 +202,21 @@ class BoundedTokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, renderer: TemplateRenderer) -> None:
         self._tokenizer, self._renderer = tokenizer, renderer
+        self._short: dict[tuple[str, bool], list[int]] = {}  # what is asked for each text: what belongs around it
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
     def __call__(self, text: str, add_special_tokens: bool = True, **options: Any) -> dict[str, list[int]]:
         """`input_ids` of a text."""
-        return {"input_ids": self._renderer.encode(text, add_special_tokens)}
+        if len(text) > _SHORT:
+            return {"input_ids": self._renderer.encode(text, add_special_tokens)}
+        key = (text, add_special_tokens)
+        if key not in self._short:
+            if len(self._short) >= _MOST_SHORT:
+                self._short.clear()
+            self._short[key] = self._renderer.encode(text, add_special_tokens)
+        return {"input_ids": list(self._short[key])}
 
 
 def bounded(tokenizer: PreTrainedTokenizerBase, renderer: TemplateRenderer) -> Any:
@@ -233,4 +243,4 @@ def _json_of(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def refused(reason: str) -> UsageError:
     """What is said of a conversation that a template does not render."""
-    return UsageError(f"The model's chat template refuses the conversation ({reason}).")
+    return UsageError(f"The model's chat template refuses the conversation ({printable(reason)}).")

@@ -94,7 +94,6 @@ class Service:
         self._defaults = recommended(engine.generation.values, unstated=1.0)  # OpenAI's
         tokenizer = tokenizer_of(processor)
         self._renderer = TemplateRenderer(tokenizer)
-        self._renderer.start()
         self._tokenizer = bounded(tokenizer, self._renderer)
         self._token_bytes = token_bytes(tokenizer)
         # Each is used by one thread at a time.
@@ -140,6 +139,7 @@ class Service:
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         over = threading.Event()
+        self._renderer.start()
         self._stepper = threading.Thread(target=self.engine.run, args=[over], name="kvconvert-engine", daemon=True)
         self._stepper.start()
         try:
