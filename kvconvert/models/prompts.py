@@ -104,7 +104,7 @@ class Conversations:
         # The template may have made a token of texts that it joins or changes. It cannot of those whose signs are
         # apart: where it writes the same tokens around these, it wrote the others by itself.
         try:
-            apart = self._render(*_said(fitted, answer, variables, _apart))
+            apart = self._render(*_said(fitted, answer, variables, self._apart))
         except TemplateLimitError:
             raise
         except UsageError:
@@ -216,6 +216,15 @@ class Conversations:
         return _any_of(self._tokens)
 
     @cached_property
+    def _signs(self) -> re.Pattern[str]:
+        """What no special token is without: signs, where all have some."""
+        return re.compile(r"[\W_]" if all(re.search(r"[\W_]", token) for token in self._tokens) else "(?s:.)")
+
+    def _apart(self, text: str) -> str:
+        """A text with a mark on both sides of each sign, and of all of it."""
+        return re.sub(rf"{MARK}+", MARK, MARK + self._signs.sub(rf"{MARK}\g<0>{MARK}", text) + MARK)
+
+    @cached_property
     def _added(self) -> list[str]:
         return [token.content for token in self._tokenizer.added_tokens_decoder.values()]
 
@@ -235,11 +244,6 @@ class Conversations:
             return pattern.sub(lambda found: found[0][0] + MARK + found[0][1:], text.replace(MARK, ""))
 
         return _changed(message, spell)
-
-
-def _apart(text: str) -> str:
-    """A text with a mark on both sides of everything but letters and digits, and of all of it."""
-    return re.sub(rf"{MARK}+", MARK, MARK + re.sub(r"[\W_]", rf"{MARK}\g<0>{MARK}", text) + MARK)
 
 
 def _any_of(tokens: Collection[str]) -> re.Pattern[str]:

@@ -140,6 +140,15 @@ def test_a_template_makes_no_special_token_of_what_is_said(template, content, ex
     assert chat.encode(plain, False) == tokenizer(rendered)["input_ids"]
 
 
+def test_special_tokens_of_letters_alone_are_not_made_either():
+    fresh = AutoTokenizer.from_pretrained(REFERENCE)
+    fresh.add_special_tokens({"additional_special_tokens": ["EOSTOKEN"]})
+    fresh.chat_template = "{{ messages[0].content | upper }}"
+    ids = Conversations(fresh).encode([{"role": "user", "content": "eostoken"}], False)
+    assert fresh.convert_tokens_to_ids("EOSTOKEN") not in ids
+    assert fresh.decode(ids) == "EOSTOKEN"
+
+
 def test_a_template_may_write_special_tokens_by_what_is_said(tokenizer):
     tokenizer.chat_template = (
         "{% for m in messages %}{% for line in m.content.split('\\n') %}<|im_start|>{{ line }}{% endfor %}{% endfor %}"
