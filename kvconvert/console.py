@@ -24,6 +24,7 @@ from kvconvert.models.configuration import context_length, supports_images
 from kvconvert.models.processors import tokenizer_of
 from kvconvert.models.prompts import encode_text
 from kvconvert.models.source import choose_device, compute_dtype
+from kvconvert.models.templates import shared_renderer
 from kvconvert.runtime import Sampling, load
 from kvconvert.runtime.engine.processors import check_settings
 from kvconvert.runtime.engine.request import TextStream
@@ -153,6 +154,7 @@ class Console:
         parse_special: bool = False,
     ) -> None:
         place = choose_device(device)
+        shared_renderer().start()  # beside loading
         stated = None if dtype is None else compute_dtype(dtype, place, None)
         self.model: PreTrainedModel
         # On a GPU a model computes in its own dtype, on a CPU in what `load` finds best there.

@@ -97,14 +97,18 @@ _Stamp = tuple[int, ...]
 class BundleFiles:
     """The files that lie in a bundle's directory, and what they were when they were verified.
 
-    Links are refused, wherever they lead: nothing outside of the directory is read, hashed or uploaded. Those of the
-    Hub's cache are allowed, from snapshots/COMMIT to files in the folder `blobs` beside `snapshots`.
+    Links are not followed, wherever they lead: nothing outside of the directory is read, hashed or uploaded. Those of
+    the Hub's cache are, from snapshots/COMMIT to files in the folder `blobs` beside `snapshots`.
 
     Args:
         directory: of the bundle; a path that leads to it may have links.
 
+    Attributes:
+        names: of the files.
+        links: names of links in place of files that only people read. To everything here these files are absent.
+
     Raises:
-        BundleError: there is a link, or something that is neither a file nor a directory.
+        BundleError: any other file is a link, or something is neither a file nor a directory.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -112,6 +116,7 @@ class BundleFiles:
         root = Path(os.path.realpath(directory))
         self._blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else None
         self.names: list[str] = []
+        self.links: set[str] = set()
         self._stamps: dict[str, _Stamp] = {}
         folders = [""]
         while folders:
@@ -124,22 +129,28 @@ class BundleFiles:
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(name)
                         continue
-                    self._check_kind(entry, name)
-                    self.names.append(name)
+                    if self._is_own(entry, name):
+                        self.names.append(name)
+                    else:
+                        self.links.add(name)
         self.names.sort()
 
-    def _check_kind(self, entry: os.DirEntry[str], name: str) -> None:
+    def _is_own(self, entry: os.DirEntry[str], name: str) -> bool:
+        """Whether a file lies in the bundle or in the Hub's cache, and not behind a link (BundleError)."""
         if entry.is_file(follow_symlinks=False):
-            return
+            return True
         if not entry.is_symlink():
             raise mismatch(name, "the file", "a regular file", "something else")
         # Unlike Path.resolve, realpath gives an answer for links that lead in a circle: a path that is still a link.
         target = Path(os.path.realpath(entry.path))
-        if self._blobs is None or target.parent != self._blobs or not stat.S_ISREG(os.lstat(target).st_mode):
+        if self._blobs is not None and target.parent == self._blobs and stat.S_ISREG(os.lstat(target).st_mode):
+            return True
+        if not is_for_people(name) or _is_hidden(name):
             raise BundleError(
                 f"{printable(name)} of the bundle {self.directory} is a symbolic link, which could lead to files that "
                 "are none of the bundle's; remove it, or put what you meant in its place."
             )
+        return False
 
     def check_listed(self, manifest: Manifest, full: bool) -> None:
         """See `check_file`."""
@@ -160,8 +171,9 @@ class BundleFiles:
 
     def check_file(self, name: str, info: FileInfo, full: bool) -> None:
         """Refuse (BundleError) a file of another size than listed or, with `full`, of other contents."""
-        if not os.path.lexists(self.directory / name):
-            raise mismatch(name, "the file", "present", "no such file")
+        if name in self.links or not os.path.lexists(self.directory / name):
+            found = "a symbolic link" if name in self.links else "no such file"
+            raise mismatch(name, "the file", "present", found)
         with (self.directory / name).open("rb") as stream:
             before = os.fstat(stream.fileno())
             if before.st_size != info.size:

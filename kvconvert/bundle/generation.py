@@ -47,6 +47,8 @@ _NEUTRAL: dict[str, Any] = {
     **dict.fromkeys(("num_beams", "num_return_sequences"), 1),
     **dict.fromkeys(("prefill_chunk_size", "prompt_lookup_num_tokens"), 0),
 }
+# Rows that each prompt becomes, and the most that a file may ask for: each has a cache of its own.
+_TIMES, _MOST_TIMES = ("num_beams", "num_return_sequences"), 256
 # Logits divided by less are infinite in float32, and by more are all the same.
 _COLDEST, _HOTTEST = 1e-30, 1e30
 # Left to the caller, to speed, or to how the file came about: nothing that a token depends on.
@@ -191,6 +193,8 @@ def _checked(name: str, value: Any) -> Any:
             raise _wrong(name, value, "an integer")
         if value < (-1 if name == "top_k" else 0):
             raise _wrong(name, value, "an integer from 0 on")
+        if name in _TIMES and not 0 < value <= _MOST_TIMES:
+            raise _wrong(name, value, f"an integer from 1 to {_MOST_TIMES}")
         return max(value, 0)
     if name in _FLAGS:
         if not isinstance(value, bool):

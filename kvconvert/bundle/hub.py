@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ from kvconvert.bundle.files import may_be_loaded, own_files
 from kvconvert.bundle.locate import MANIFEST_NAME, check_output
 from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.bundle.writer import locked, put_in_place
-from kvconvert.errors import BundleError, HubError, UsageError
+from kvconvert.errors import BundleError, HubError, UsageError, listed, printable
 from kvconvert.io import disk
 from kvconvert.io.hub import ask_hub, check_can_push, check_id
 
+logger = logging.getLogger(__name__)
 CLIENT_FOLDER = ".cache"  # where the client notes, inside a directory that it fetches into, what it has
 ATTRIBUTES = ".gitattributes"  # written by the Hub into every repository
 
@@ -50,6 +52,9 @@ def upload(bundle: Bundle, repository: str, *, private: bool = False, revision: 
             f"{repository} on the Hub holds {foreign[0]} and is no bundle, so nothing was pushed; give another name."
         )
     bundle.files.check_unchanged()
+    if bundle.files.links:
+        names_of_links = printable(listed(sorted(bundle.files.links)))
+        logger.warning("Not uploaded, because they are symbolic links: %s.", names_of_links)
     commit = ask_hub(
         repository,
         lambda: api.upload_folder(

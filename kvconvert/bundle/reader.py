@@ -32,7 +32,7 @@ from kvconvert.bundle.weight_files import (
     read_tensors,
     words,
 )
-from kvconvert.errors import BundleError, RecipeError
+from kvconvert.errors import BundleError, RecipeError, listed, printable
 from kvconvert.io.records import TensorInfo
 from kvconvert.io.tensorfile import DTYPES, mismatch
 from kvconvert.methods import spread_ratios
@@ -173,12 +173,12 @@ class Bundle:
 def open_bundle(path: str | Path, verify: Literal["full", "headers", "plan"] = "full") -> Bundle:
     """Open a bundle after validating it.
 
-    Checked: no link in the directory; the manifest's version, schema and seal; names, sizes and, with "full", SHA-256
-    of every load-critical file; no loadable file beside them; safetensors headers; the index; every tensor's presence,
-    type and shape against the manifest; coverage and packing of quantized modules; scales and KV-plan tensors finite,
-    scales positive, and, with "full", all other floating-point tensors finite; agreement of config.json; settings that
-    would run code or fetch something absent. Whether the model that transformers builds fits the tensors is checked
-    where one is built (`runtime/hf/bundle_quantizer.py`).
+    Checked: no link in place of a file that loaders might read; the manifest's version, schema and seal; names, sizes
+    and, with "full", SHA-256 of every load-critical file; no loadable file beside them; safetensors headers; the index;
+    every tensor's presence, type and shape against the manifest; coverage and packing of quantized modules; scales and
+    KV-plan tensors finite, scales positive, and, with "full", all other floating-point tensors finite; agreement of
+    config.json; settings that would run code or fetch something absent. Whether the model that transformers builds fits
+    the tensors is checked where one is built (`runtime/hf/bundle_quantizer.py`).
 
     Args:
         path: the bundle's directory.
@@ -205,6 +205,8 @@ def open_bundle(path: str | Path, verify: Literal["full", "headers", "plan"] = "
         total = sum(info.size for info in manifest.files.values())
         how = "sizes and SHA-256" if verify == "full" else "sizes (not SHA-256)"
         checks.append(f"files: {how} of {len(manifest.files)} files, {total:,} bytes")
+        if files.links:
+            checks.append(f"links: {printable(listed(sorted(files.links)))} are not followed, read, or uploaded")
         check_plan_header(directory, manifest)
         weight_files = check_tensors(directory, manifest)
         checks.append(f"tensors: {len(manifest.tensors)} of the model, {len(manifest.plan)} of the KV plan")

@@ -22,10 +22,10 @@ from kvconvert.kernels.device import tf32_products
 from kvconvert.kernels.linear.awq_format import AwqWeight
 from kvconvert.kernels.quantizer import all_finite
 from kvconvert.models.adapters import Adapter
-from kvconvert.models.configuration import model_class
+from kvconvert.models.configuration import bounded_modules, model_class
 from kvconvert.models.experts import ExpertRoles, expert_modules, separate_experts, split_fused
 from kvconvert.models.formats import Packing
-from kvconvert.models.source import SourceModel
+from kvconvert.models.source import SourceModel, wrong_count
 from kvconvert.models.structure import LayerStructure
 
 BATCH_TOKENS = 4096  # calibration tokens that run through a layer at once, at most
@@ -293,7 +293,7 @@ def _first_overflow(layer: nn.Module, batch: Tensor, arguments: dict[str, Any]) 
 
 def _build_without_weights(source: SourceModel) -> PreTrainedModel:
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), bounded_modules(len(source.tensors), wrong_count):
             return model_class(source.config).from_config(
                 copy.deepcopy(source.config),
                 dtype=torch.float32,

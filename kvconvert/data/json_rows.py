@@ -6,7 +6,7 @@ values nested by the thousand end the process. Here a row costs what its own tex
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -24,20 +24,25 @@ class JsonRows:
 
     Texts become rows with the column `text`. Iterating raises DataError, naming the file, and the line where rows are
     lines.
+
+    Attributes:
+        files: paths or addresses.
+        open: opens one of them.
     """
 
-    files: list[Path]
+    files: Sequence[Path | str]
+    open: Callable[[Any, str], Any] = open
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for file in self.files:
             try:
-                with file.open("rb") as stream:
+                with self.open(file, "rb") as stream:
                     yield from _rows(file, stream)
             except OSError as error:
                 raise DataError(f"Data file {file} cannot be read ({error.strerror}); check the file.") from error
 
 
-def _rows(file: Path, stream: BinaryIO) -> Iterator[dict[str, Any]]:
+def _rows(file: Path | str, stream: BinaryIO) -> Iterator[dict[str, Any]]:
     lines = enumerate(stream, 1)
     start, first = next(((number, text) for number, line in lines if (text := _text(line))), (0, b""))
     try:
@@ -63,7 +68,7 @@ def _text(line: bytes) -> bytes:
     return line.removeprefix(_MARK).strip()
 
 
-def _document_rows(file: Path, content: bytes) -> Iterator[dict[str, Any]]:
+def _document_rows(file: Path | str, content: bytes) -> Iterator[dict[str, Any]]:
     try:
         found = parse_json(content)
     except ValueError as error:
@@ -81,5 +86,5 @@ def _document_rows(file: Path, content: bytes) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def _unreadable(file: Path, reason: str) -> DataError:
+def _unreadable(file: Path | str, reason: str) -> DataError:
     return DataError(f"Data file {file} cannot be read ({reason.rstrip('.')}); check the file.")

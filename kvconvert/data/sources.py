@@ -252,9 +252,7 @@ class Table:
         """Open a SOURCE: local files, or the id of a Hub data set where there are none (DataError)."""
         column = named_column(source)[1]
         if files and LOADERS[files[0].suffix] == "json":
-            rows = JsonRows(files)
-            names = dict.fromkeys(name for row in itertools.islice(rows, SHUFFLE_BUFFER) for name in row)
-            return cls(source, source, _known(names, column), column, files[0].parent, rows)
+            return cls._of_json(source, source, column, files[0].parent, JsonRows(files))
         import datasets
 
         hub = None if files else HubSource.parse(source)
@@ -263,7 +261,10 @@ class Table:
                 kind, names = LOADERS[files[0].suffix], [str(file) for file in files]
                 stream = datasets.load_dataset(kind, data_files=names, split="train", streaming=True)
             else:
-                stream = datasets.load_dataset(hub.name, hub.config, split=hub.split, streaming=True)
+                builder = datasets.load_dataset_builder(hub.name, hub.config)
+                if (rows := _json_rows(builder, hub.split)) is not None:
+                    return cls._of_json(source, hub.name, hub.column, None, rows)
+                stream = builder.as_streaming_dataset(split=hub.split)
             # Images stay encoded: each is decoded where it is used, so that an error can name its row.
             encoded = datasets.Image(decode=False)
             for name, feature in (stream.features or {}).items():
@@ -279,6 +280,11 @@ class Table:
         place, folder = (source, files[0].parent) if hub is None else (hub.name, None)
         return cls(source, place, columns, wanted, folder, stream)
 
+    @classmethod
+    def _of_json(cls, source: str, place: str, column: str | None, folder: Path | None, rows: JsonRows) -> Table:
+        names = dict.fromkeys(name for row in itertools.islice(rows, SHUFFLE_BUFFER) for name in row)
+        return cls(source, place, _known(names, column), column, folder, rows)
+
     def first(self, count: int) -> list[dict[str, Any]]:
         """The first rows."""
         with _readable(self.source, self.folder is not None):
@@ -292,6 +298,21 @@ class Table:
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         return ({name: row.get(name) for name in self.columns} for row in self._stream)
+
+
+def _json_rows(builder: Any, split: str) -> JsonRows | None:
+    """Rows of a data set of the Hub that is nothing but files of JSON; None for any other."""
+    import datasets
+    from datasets.packaged_modules.json.json import Json
+    from datasets.utils.file_utils import xopen
+
+    if not isinstance(builder, Json) or builder.config.field is not None:
+        return None
+    if split not in (found := builder.config.data_files or {}):
+        raise ValueError(f"there is no split {split!r}; there are {listed(map(str, found))}")
+    manager = datasets.StreamingDownloadManager(base_path=builder.base_path)
+    extracted = manager.download_and_extract(list(found[split]))
+    return JsonRows([file for entry in extracted for file in manager.iter_files(entry)], xopen)
 
 
 def _known(names: Iterable[str], wanted: str | None) -> list[str]:

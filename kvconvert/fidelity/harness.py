@@ -25,7 +25,7 @@ from kvconvert.io.progress import progress_bar
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.models.configuration import context_length
 from kvconvert.models.processors import tokenizer_of
-from kvconvert.models.prompts import encode_text
+from kvconvert.models.prompts import Conversations, encode_text
 from kvconvert.models.source import choose_device, compute_dtype, open_source
 from kvconvert.runtime import load
 from kvconvert.tables import text_table
@@ -200,12 +200,8 @@ class CachedLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A conversation as text."""
-        return self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+        conversations = Conversations(self.tokenizer, parse_special=True)
+        return conversations.text(chat_history, add_generation_prompt, continue_final_message=not add_generation_prompt)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts, each in windows of the model's positions."""

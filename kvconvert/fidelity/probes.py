@@ -15,11 +15,12 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from kvconvert.errors import listed
+from kvconvert.errors import UsageError, listed
 from kvconvert.fidelity.recall import NAMES
 from kvconvert.fidelity.scoring import Decoder, feed, read_prompt
 from kvconvert.io.progress import progress_bar
 from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.models.prompts import Conversations
 
 ASKED = 6  # answers of a prompt
 ROOM = 208  # tokens of question and answers
@@ -276,14 +277,14 @@ class Writer:
             messages.append({"role": "user", "content": user})
             if assistant is not None:
                 messages.append({"role": "assistant", "content": assistant})
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return Conversations(self.tokenizer, parse_special=True).text(messages, answer=True)
 
     def _template_is_plain(self) -> bool:
         """Whether a conversation of two turns stands in the rendered text word for word."""
         said = Conversation((("One\n {2}", "Three."),), "Four\n\n", "Five?", ())
         try:
             text = self._templated(said)
-        except Exception:  # templates raise jinja2 errors of any kind
+        except UsageError:
             return False
         places = [text.find(words) for words in ("One\n {2}", "Three.", "Four\n\nFive?")]
         return places[0] >= 0 and places == sorted(places)

@@ -29,6 +29,7 @@ from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.fidelity.scoring import Decoder, batches, generate_greedily
 from kvconvert.io.progress import progress_bar
 from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.models.prompts import Conversations
 
 NAMES = """
     Alice Boris Clara Daniel Emma Felix Grace Henry Irene Jacob Karen Louis Maria Nathan Olive Peter Quinn Rosa Simon
@@ -344,8 +345,8 @@ def _template(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
     """What stands before the prose, and after it with a place for the city; None where the template does not do it."""
     message = {"role": "user", "content": f"Read this text.\n\n{_PROSE}\n\n{QUESTION}"}
     try:
-        text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
-    except Exception:  # templates raise jinja2 errors of any kind
+        text = Conversations(tokenizer, parse_special=True).text([message], answer=True)
+    except UsageError:
         return None
     head, found, tail = text.partition(_PROSE)
     before, asked, after = tail.partition(QUESTION)

@@ -68,7 +68,7 @@ def record(bundle: str | Path, report: FidelityReport) -> Fidelity:
     fidelity = fidelity_of(before, Recipe.from_dict(before.recipe).limits, report)
     manifest = before.model_copy(update={"fidelity": fidelity})
     path = directory / CARD_NAME
-    card = path.read_text(encoding="utf-8") if path.is_file() else model_card(before, windows)
+    card = path.read_text(encoding="utf-8") if CARD_NAME in opened.files.names else model_card(before, windows)
     written = model_card(manifest, windows) if card == model_card(before, windows) else replace_fidelity(card, manifest)
     disk.replace_bytes(directory / MANIFEST_NAME, manifest.to_bytes())
     if written is not None and CARD_NAME in manifest.informative:

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase, ProcessorMix
 
 from kvconvert.models.processors import ImagePrompts, tokenizer_of
 from kvconvert.models.prompts import Conversations
-from kvconvert.models.templates import TemplateRenderer, refused
+from kvconvert.models.templates import TemplateRenderer, bounded
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -23,7 +23,7 @@ class ChatPrompts:
     Args:
         processor: the model's tokenizer or processor.
         config: the model's.
-        renderer: of templates that are not trusted; without one they are rendered in this process.
+        renderer: applies the template.
         parse_special: take special tokens that are spelled in messages for the tokens themselves, not for text.
 
     Attributes:
@@ -38,10 +38,11 @@ class ChatPrompts:
         *,
         parse_special: bool = False,
     ) -> None:
-        self._tokenizer, self._renderer = tokenizer_of(processor), renderer
-        whole = None if processor is self._tokenizer else processor
-        render = None if renderer is None else self._rendered
-        self._conversations = Conversations(self._tokenizer, whole, parse_special, render)
+        self._tokenizer = tokenizer = tokenizer_of(processor)
+        whole = None if processor is tokenizer else processor
+        if renderer is not None:
+            tokenizer = bounded(tokenizer, renderer)
+        self._conversations = Conversations(tokenizer, whole, parse_special, renderer)
         self.images = None if whole is None else ImagePrompts(whole, config, parse_special)
 
     @property
@@ -78,16 +79,3 @@ class ChatPrompts:
             UsageError: the template refuses the conversation.
         """
         return self.encode_text(self.text(messages), images)
-
-    def _rendered(self, messages: list[dict[str, Any]], answer: bool) -> str:
-        variables = self._tokenizer.special_tokens_map | {"add_generation_prompt": answer}
-        return self._renderer.render(self._template(), messages, variables)
-
-    def _template(self) -> str:
-        """The template of conversations, where a model has several."""
-        if self.images is None:
-            return self._tokenizer.get_chat_template()
-        template = self.images.processor.chat_template
-        if isinstance(template, dict) and "default" not in template:
-            raise refused("the processor has several, none of which is named default")
-        return template["default"] if isinstance(template, dict) else template

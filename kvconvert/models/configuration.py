@@ -37,16 +37,13 @@ from kvconvert.errors import BundleError, UnsupportedModelError
 from kvconvert.io.tensorfile import Refusal, mismatch
 from kvconvert.methods import UNQUANTIZED, KVScheme
 
-# Every layer has a tensor, so a config with more layers than the bundle has tensors is wrong. Small models leave out
+# Every layer has a tensor, so a config with more layers than the model has tensors is wrong. Small models leave out
 # towers that their config describes.
-_LAYERS = (
-    *("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth", "encoder_layers", "decoder_layers"),
-    *("depths", "num_blocks", "num_mtp_layers", "num_nextn_predict_layers", "num_residual_layers"),
-    "attention_types",  # of GPT-Neo: a list of layers' types and how often they recur
-)
 MOST_SPARE_LAYERS = 1000
 MOST_SPARE_MODULES = 100_000
-_MAX_LABELS = 1_000_000
+# No count, size, or position is larger, and a list of so many entries does no harm.
+_LARGEST = 2**24
+_MOST_STEPS = 5_000_000  # lines that Python runs while a configuration is made; most take some thousands
 _MOST_POSITIONS = 2**63
 _CLASSES = {
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -293,49 +290,87 @@ def read_config(directory: Path, contents: Mapping[str, Any], tensors: int) -> P
     Raises:
         BundleError: its config.json makes no configuration.
     """
-    check_counts(contents, tensors)
     try:
-        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        config = make_config(directory, contents, tensors)
+    except BundleError:
+        raise
     except Exception as error:  # classes of configs validate with exceptions of many kinds
         raise no_model(error) from error
+    for part, where in ((config, ""), (config.get_text_config(decoder=True), " of the language model")):
+        if getattr(part, "is_encoder_decoder", False):
+            raise mismatch("config.json", f"is_encoder_decoder{where}", "false", True)
+    return config
 
 
-def check_counts(contents: Any, tensors: int, refuse: Refusal = mismatch) -> None:
-    """Refuse counts for which building a model, or just its configuration, would take for ever.
+def make_config(
+    directory: Path, contents: Mapping[str, Any], tensors: int, refuse: Refusal = mismatch
+) -> PretrainedConfig:
+    """transformers' configuration of a directory, unless its numbers make it take for ever or fill the memory.
 
     Args:
-        contents: of a config.json.
+        directory: of a model.
+        contents: of its config.json.
         tensors: how many the model has.
         refuse: makes the error; the one for a bundle's file by default.
+
+    Raises:
+        Exception: what `refuse` makes, or what transformers raises.
     """
-    limit = max(MOST_SPARE_LAYERS, tensors)
-    for path, key, value in _integers(contents):
-        most = limit if key in _LAYERS else _MAX_LABELS if key == "num_labels" else None
-        if most is not None and value > most:
-            raise refuse("config.json", path, f"at most {most}", value)
+    for path, value in _integers(contents):
+        if value > _LARGEST:
+            raise refuse("config.json", path, f"at most {_LARGEST}", value)
+    with _bounded_steps():
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > (most := max(MOST_SPARE_LAYERS, tensors)):
+        raise refuse("config.json", "the number of layers", f"at most {most}", layers)
+    return config
 
 
-def _integers(value: object, path: str = "", name: str = "") -> list[tuple[str, str, int]]:
-    """Numbers at any depth: path, name of the entry that holds them, and the number."""
-    if isinstance(value, int | float):
-        return [(path, name, value)]
-    if isinstance(value, list):
-        return [found for entry in value for found in _integers(entry, path, name)]
-    entries = value.items() if isinstance(value, Mapping) else ()
-    return [found for key, entry in entries for found in _integers(entry, f"{path}.{key}" if path else key, key)]
+def _integers(value: object, path: str = "") -> Iterator[tuple[str, int]]:
+    """Whole numbers at any depth that may count something, which the base of a RoPE does not, and their paths."""
+    if isinstance(value, int):
+        if not path.endswith("theta"):
+            yield path, value
+    elif isinstance(value, list):
+        for entry in value:
+            yield from _integers(entry, path)
+    elif isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield from _integers(entry, f"{path}.{key}" if path else key)
 
 
 @contextmanager
-def bounded_modules(tensors: int) -> Iterator[None]:
+def _bounded_steps() -> Iterator[None]:
+    """End with an error (TimeoutError) what runs too many lines of Python in this thread within the block."""
+    left, before = _MOST_STEPS, sys.gettrace()
+
+    def count(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise TimeoutError("its numbers make it take too long")
+        return count
+
+    sys.settrace(count)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@contextmanager
+def bounded_modules(tensors: int, refuse: Refusal = mismatch) -> Iterator[None]:
     """Refuse, while this thread builds a model in the block, far more modules than its tensors can belong to.
 
     Counts of what a model has go by many names, and some of them only its own code knows.
 
     Args:
         tensors: how many the model has.
+        refuse: makes the error; the one for a bundle's file by default.
 
     Raises:
-        BundleError: there are too many modules.
+        KvconvertError: there are too many modules.
     """
     own, left = threading.get_ident(), MOST_SPARE_MODULES + 10 * tensors
 
@@ -344,7 +379,7 @@ def bounded_modules(tensors: int) -> Iterator[None]:
         if threading.get_ident() == own:
             left -= 1
             if left < 0:
-                raise mismatch("config.json", "the model it describes", "one of as many modules as its tensors", "more")
+                raise refuse("config.json", "the model it describes", "one of as many modules as its tensors", "more")
 
     handles = [register(count) for register in (on_module, on_parameter)]
     try:

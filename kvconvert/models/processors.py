@@ -28,6 +28,7 @@ from transformers.utils import is_torchvision_available, is_vision_available
 from kvconvert.errors import CheckpointError, UnsupportedModelError, UsageError, first_line
 from kvconvert.models.configuration import placeholder_ids
 from kvconvert.models.prompts import MARK, Conversations, added_around, without_marks
+from kvconvert.models.templates import shared_renderer
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _VIDEO = "video_processor"
@@ -52,6 +53,7 @@ def load_processor(directory: Path) -> ProcessorMixin:
         )
     if not is_vision_available():
         raise UsageError("Reading images needs Pillow; run pip install '.[images]' in a clone of kvconvert.")
+    check_tokenizer(directory)
     try:
         if is_torchvision_available():
             return AutoProcessor.from_pretrained(directory, trust_remote_code=False)
@@ -72,6 +74,7 @@ def tokenizer_of(processor: ProcessorMixin | PreTrainedTokenizerBase) -> PreTrai
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model; CheckpointError where transformers cannot load one."""
+    check_tokenizer(directory)
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
         if not isinstance(tokenizer, PreTrainedTokenizerBase):  # its configuration may name any class of transformers
@@ -85,6 +88,13 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
         raise CheckpointError(
             f"{directory} has no tokenizer that transformers can load ({reason}); fetch the model's tokenizer again."
         ) from error
+
+
+def check_tokenizer(directory: Path) -> None:
+    """Refuse (CheckpointError) a tokenizer.json by which short texts take seconds, gigabytes, or many tokens."""
+    path = directory / "tokenizer.json"
+    if path.is_file() and (reason := shared_renderer().try_tokenizer(path.resolve())):
+        raise CheckpointError(f"{path} is not applied to any text ({reason}); use another copy of the tokenizer.")
 
 
 def _load_without_torchvision(directory: Path) -> ProcessorMixin:

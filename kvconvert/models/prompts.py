@@ -7,23 +7,27 @@ turn and begins none.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from kvconvert.errors import UsageError
-from kvconvert.models.templates import TemplateLimitError, refused
+from kvconvert.models.templates import TemplateLimitError, TemplateRenderer, refused, shared_renderer
 
 # Stands within special tokens that are spelled in messages, until they were tokenized as text. Unicode reserves this
 # character for what never leaves a program.
 MARK = "\ufdd0"
 _PROBE = "kvconvert-probe"
+# What stands for any text, and how many conversations without their texts are kept.
+_OTHER, _OUTLINES = "a", 256
 
 
 def added_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
@@ -44,6 +48,15 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return ids if before and ids[: len(before)] == before else before + ids
 
 
+class _Outline(NamedTuple):
+    """What a template writes of a conversation by itself: a hash of its special tokens in order, None where it refuses
+    other texts than the conversation's, and added tokens.
+    """
+
+    special: int | None
+    added: frozenset[str]
+
+
 class Conversations:
     """Messages as a model's chat template writes them.
 
@@ -51,8 +64,7 @@ class Conversations:
         tokenizer: the tokenizer of the model.
         processor: the processor of the model, whose template is used instead of the tokenizer's.
         parse_special: take special tokens that are spelled in messages for the tokens themselves.
-        render: applies the template to messages in the form it takes, with the beginning of an answer or without; None
-            lets transformers do it.
+        renderer: applies the template.
     """
 
     def __init__(
@@ -60,32 +72,46 @@ class Conversations:
         tokenizer: PreTrainedTokenizerBase,
         processor: ProcessorMixin | None = None,
         parse_special: bool = False,
-        render: Callable[[list[dict[str, Any]], bool], str] | None = None,
+        renderer: TemplateRenderer | None = None,
     ) -> None:
-        self._tokenizer, self._parse_special, self._apply = tokenizer, parse_special, render or self._transformers
+        self._tokenizer, self._parse_special, self._renderer = tokenizer, parse_special, renderer or shared_renderer()
         self._owner = tokenizer if processor is None else processor
         self._accepted: dict[str, tuple[bool, bool]] = {}
+        self._outlines: dict[bytes, _Outline] = {}
+        self._controls: dict[tuple[str, frozenset[str]], re.Pattern[str]] = {}
 
-    def text(self, messages: Sequence[Mapping[str, Any]], answer: bool) -> str:
+    def text(self, messages: Sequence[Mapping[str, Any]], answer: bool, **variables: Any) -> str:
         """The conversation as text, with a `MARK` in every special token that a message spells.
 
         Args:
             messages: in transformers' form; contents may be text or lists of parts, whatever the template takes.
             answer: add what the model's answer follows.
+            variables: further ones of the template; what they spell is text as well.
 
         Raises:
             UsageError: the template refuses the conversation, or writes no parts of a kind that it has.
         """
         fitted = [self._fitted(message) for message in messages]
         if self._parse_special:
-            return self._render(fitted, answer)
-        rendered = self._render([self._marked(message) for message in fitted], answer)
-        if any(self._tail(text) for text in _texts(fitted)):
-            # Two messages may spell a token together, where the template writes one after the other.
-            apart = self._render([self._marked(message, tails=True) for message in fitted], answer)
-            if len(self._special.findall(apart)) != len(self._special.findall(rendered)):
-                return apart
-        return rendered
+            return self._render(fitted, answer, variables)
+        outline = self._outline(fitted, answer, variables)
+        control = self._control(outline.added)
+        marked = [self._marked(message, control) for message in fitted]
+        rendered = self._render(marked, answer, self._marked(variables, control))
+        tokens = self._special.findall(rendered)
+        if hash(tuple(tokens)) == outline.special:
+            return rendered
+        # The template may have made a token of texts that it joins or changes. It cannot of those whose signs are
+        # apart: where it writes the same tokens around these, it wrote the others by itself.
+        try:
+            apart = self._render(*_said(fitted, answer, variables, self._apart))
+        except TemplateLimitError:
+            raise
+        except UsageError:
+            if outline.special is None:  # it asks for something that only the texts themselves have
+                return rendered
+            raise
+        return rendered if self._special.findall(apart) == tokens else apart
 
     def encode(self, messages: Sequence[Mapping[str, Any]], answer: bool) -> list[int]:
         """Token ids of the conversation; see `text`."""
@@ -99,22 +125,39 @@ class Conversations:
         return [id for id, kept in zip(ids, unmarked(self._tokenizer, rendered, ids), strict=True) if kept]
 
     @property
-    def _template(self) -> str:
-        return str(self._owner.chat_template)
+    def template(self) -> str:
+        """The template of conversations, where a model has several; empty where it has none."""
+        template = self._owner.chat_template
+        if isinstance(template, dict) and "default" not in template:
+            raise refused("there are several, none of which is named default")
+        return (template["default"] if isinstance(template, dict) else template) or ""
 
-    def _transformers(self, messages: list[dict[str, Any]], answer: bool) -> str:
-        return self._owner.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer)
-
-    def _render(self, messages: list[dict[str, Any]], answer: bool) -> str:
+    def _render(self, messages: list[dict[str, Any]], answer: bool, variables: Mapping[str, Any]) -> str:
+        own = self._tokenizer.special_tokens_map | {"add_generation_prompt": answer}
+        text = self._renderer.render(self.template, messages, {**variables, **own})
         try:
-            text = self._apply(messages, answer)
-            text.encode()  # a template may write half of a surrogate pair, which is no text
-            return text
-        except UsageError:
-            raise
-        except Exception as error:  # templates raise jinja2 errors of their own making
-            reason = " ".join(str(error).split()).rstrip(".")[:500]
-            raise refused(reason) from error
+            text.encode()
+        except UnicodeError as error:  # half of a surrogate pair, which is no text
+            raise refused(str(error)) from error
+        return text
+
+    def _outline(self, messages: list[dict[str, Any]], answer: bool, variables: Mapping[str, Any]) -> _Outline:
+        """What the template writes around texts that spell nothing."""
+        plain = _said(messages, answer, variables, lambda text: _OTHER if text.strip() else text)
+        key = hashlib.sha256(json.dumps([self.template, *plain], default=str).encode()).digest()
+        if key not in self._outlines:
+            if len(self._outlines) >= _OUTLINES:
+                self._outlines.clear()
+            try:
+                text = self._render(*plain)
+            except TemplateLimitError:
+                raise
+            except UsageError:
+                self._outlines[key] = _Outline(None, frozenset())
+            else:
+                added = frozenset(token for token in self._added if token in text)
+                self._outlines[key] = _Outline(hash(tuple(self._special.findall(text))), added)
+        return self._outlines[key]
 
     def _fitted(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """The message without empty fields, its contents in the form that the template takes: text, or parts."""
@@ -145,7 +188,7 @@ class Conversations:
 
     def _accepts(self) -> tuple[bool, bool]:
         """Whether the template writes contents that are text, and contents that are lists of parts."""
-        template = self._template
+        template = self.template
         if template not in self._accepted:
             forms = (_PROBE, [{"type": "text", "text": _PROBE}])
             self._accepted[template] = tuple(self._writes(form) for form in forms)  # type: ignore[assignment]
@@ -153,10 +196,10 @@ class Conversations:
 
     def _writes(self, content: Any) -> bool:
         try:
-            text = self._apply([{"role": "user", "content": content}], False)
+            text = self._render([{"role": "user", "content": content}], False, {})
         except TemplateLimitError:
             raise
-        except Exception:  # as above
+        except UsageError:
             return False
         # Not as Python or JSON writes a list.
         return _PROBE in text and not re.search(rf"""["']text["']: *["']{_PROBE}""", text)
@@ -173,38 +216,34 @@ class Conversations:
         return _any_of(self._tokens)
 
     @cached_property
-    def _control(self) -> re.Pattern[str]:
-        """Any special token, or another added one that the template writes; the model's own answers may have these."""
-        added = self._tokenizer.added_tokens_decoder.values()
-        return _any_of({*self._tokens, *(token.content for token in added if token.content in self._template)})
+    def _signs(self) -> re.Pattern[str]:
+        """What no special token is without: signs, where all have some."""
+        return re.compile(r"[\W_]" if all(re.search(r"[\W_]", token) for token in self._tokens) else "(?s:.)")
+
+    def _apart(self, text: str) -> str:
+        """A text with a mark on both sides of each sign, and of all of it."""
+        return re.sub(rf"{MARK}+", MARK, MARK + self._signs.sub(rf"{MARK}\g<0>{MARK}", text) + MARK)
 
     @cached_property
-    def _beginnings(self) -> set[str]:
-        return {token[:length] for token in self._tokens for length in range(1, len(token))}
+    def _added(self) -> list[str]:
+        return [token.content for token in self._tokenizer.added_tokens_decoder.values()]
 
-    def _tail(self, text: str) -> int:
-        """Characters at the end of a text with which a special token may begin."""
-        longest = max(map(len, self._beginnings), default=0)
-        text = text[-longest - 64 :].rstrip()
-        return next((n for n in range(min(longest, len(text)), 0, -1) if text[-n:] in self._beginnings), 0)
+    def _control(self, added: frozenset[str]) -> re.Pattern[str]:
+        """Any special token, or another added one that the template writes; the model's own answers may have these."""
+        template = self.template
+        if (template, added) not in self._controls:
+            written = {token for token in self._added if token in template}
+            self._controls[template, added] = _any_of(self._tokens | written | added)
+        return self._controls[template, added]
 
-    def _marked(self, message: dict[str, Any], tails: bool = False) -> dict[str, Any]:
-        """The message with a mark after the first character of every special token that is spelled in it, and of those
-        that may begin where one of its texts ends.
-        """
-        pattern = self._special if message.get("role") == "assistant" else self._control
+    def _marked(self, message: Mapping[str, Any], control: re.Pattern[str]) -> dict[str, Any]:
+        """The message with a mark after the first character of every special token that is spelled in it."""
+        pattern = self._special if message.get("role") == "assistant" else control
 
         def spell(text: str) -> str:
             return pattern.sub(lambda found: found[0][0] + MARK + found[0][1:], text.replace(MARK, ""))
 
-        def mark(text: str) -> str:
-            text = spell(text)
-            if tails and (length := self._tail(text)):
-                place = len(text.rstrip()) - length + 1
-                text = text[:place] + MARK + text[place:]
-            return text
-
-        return _changed(message, mark, spell)
+        return _changed(message, spell)
 
 
 def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
@@ -278,22 +317,26 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _changed(value: Any, change: Callable[[str], str], change_name: Callable[[str], str]) -> Any:
+def _changed(value: Any, change: Callable[[str], str], kept: Collection[str] = ()) -> Any:
     """A structure with every text in it changed, and names of fields where they are none of a message's own, which are
-    words: a template may write the arguments of a call as JSON.
+    words: a template may write the arguments of a call as JSON. Fields named in `kept` are left as they are.
     """
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
         return {
-            name if str(name).isidentifier() else change_name(str(name)): _changed(field, change, change_name)
+            name if str(name).isidentifier() else change(str(name)): field
+            if name in kept
+            else _changed(field, change, kept)
             for name, field in value.items()
         }
-    return [_changed(item, change, change_name) for item in value] if isinstance(value, list) else value
+    return [_changed(item, change, kept) for item in value] if isinstance(value, list) else value
 
 
-def _texts(value: Any) -> list[str]:
-    if isinstance(value, str):
-        return [value]
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    return [text for item in items for text in _texts(item)]
+def _said(
+    messages: Sequence[Mapping[str, Any]], answer: bool, variables: Mapping[str, Any], change: Callable[[str], str]
+) -> tuple[list[dict[str, Any]], bool, dict[str, Any]]:
+    """A conversation with its texts changed, but for those by which a template tells one kind of thing from another."""
+    names = [name for name, value in variables.items() if isinstance(value, str)]
+    kinds = ("role", "type", "id", "tool_call_id")
+    return [_changed(message, change, kinds) for message in messages], answer, _changed(variables, change, names)

@@ -20,7 +20,7 @@ import yaml
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError, first_line
 from kvconvert.io.checksums import FileStamps, begin, sha256
@@ -30,7 +30,7 @@ from kvconvert.io.records import MAX_TEXT, SourceInfo, TensorInfo, shortened
 from kvconvert.kernels.linear.awq_format import AwqWeight
 from kvconvert.kernels.quantizer import all_finite
 from kvconvert.models import locate_model
-from kvconvert.models.configuration import check_counts
+from kvconvert.models.configuration import make_config
 from kvconvert.models.formats import Encoded, Packing, find_format
 from kvconvert.models.formats.gguf import find_gguf, open_gguf
 from kvconvert.models.weight_files import TensorNames, read_weight_header, tensor_files, weight_files
@@ -365,9 +365,10 @@ def _load_config(directory: Path, tensors: int) -> PretrainedConfig:
         contents = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({first_line(error)}); fetch it again.") from error
-    check_counts(contents, tensors, _wrong_count)
     try:
-        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        return make_config(directory, contents, tensors, wrong_count)
+    except CheckpointError:
+        raise
     except Exception as error:  # classes of configs validate with exceptions of many kinds
         if isinstance(error, ValueError) and not isinstance(error, StrictDataclassError):
             raise UnsupportedModelError(
@@ -380,7 +381,8 @@ def _load_config(directory: Path, tensors: int) -> PretrainedConfig:
         ) from error
 
 
-def _wrong_count(file: str, field: str, expected: object, found: object) -> CheckpointError:
+def wrong_count(file: str, field: str, expected: object, found: object) -> CheckpointError:
+    """The error for a number in a source's file."""
     return CheckpointError(f"{file} says that {field} is {found}, and it should be {expected}; fetch the model again.")
 
 

@@ -1,19 +1,32 @@
-"""The process in which chat templates are rendered: run as a script, with a socket as its standard input.
+"""The processes in which chat templates are rendered and text is tokenized: run as a script, with a socket as its
+standard input.
 
-A template comes with the model, is a program, and may run for ever or fill the memory; this process may be killed.
-Each message on the socket is JSON after its length in eight bytes. The first one sent is empty and says that the
-process is ready; each one received asks for a text, and is answered with `text` or `error`.
+Both come with the model. A template is a program, a tokenizer has regular expressions and replacements, and either may
+run for ever or fill the memory. This process loads what its workers need, and forks one for each socket that it
+receives; a worker that takes more than it may is ended by the system. Each message is JSON after its length in eight
+bytes. The first one that a worker sends is empty; each one that it receives asks for something, and is answered with
+`text`, `ids`, or `error`.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import resource
+import signal
 import socket
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 LENGTH = 8
+# What is asked of the process that forks: a worker, for the socket that comes with it, or to be ready for templates.
+WORKER, TEMPLATES = b"w", b"t"
+# Characters of each text with which a tokenizer is tried, how many texts, and tokens or characters that may become of
+# each character.
+_PROBE, _PROBES, _GROWTH = 1024, 200, 64
 
 
 def send(connection: socket.socket, message: dict[str, Any]) -> None:
@@ -38,35 +51,115 @@ def _read(connection: socket.socket, size: int) -> bytearray:
     return content
 
 
-def answer(asked: dict[str, Any], template: str) -> dict[str, Any]:
-    """The text of a conversation as the template writes it, or why there is none."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
+def answer(asked: dict[str, Any], template: str, tokenizer: Any) -> dict[str, Any]:
+    """What is asked for, or why there is none."""
     try:
-        (text,), _ = render_jinja_template(
-            [asked["messages"]],
-            chat_template=template,
-            **{"add_generation_prompt": True} | asked["variables"],
-        )
-        most = asked["further_bytes"] + 4 * asked["bytes"]
-        if len(text) > most:
-            return {"error": f"its text has more than {most} characters"}
+        if "messages" in asked:
+            return {"text": _rendered(asked, template)}
+        if "probe" in asked:
+            return {"text": _try_tokenizer(asked["probe"])}
+        return {"ids": tokenizer.encode(asked["encode"], add_special_tokens=asked["special"]).ids}
     except MemoryError:
         return {"error": "it needs too much memory"}
-    except Exception as error:  # templates raise errors of their own making
+    except BaseException as error:  # templates raise errors of their own making, tokenizers panic
         return {"error": " ".join(str(error).split()).rstrip(".")[:500] or type(error).__name__}
-    return {"text": text}
 
 
-def main(seconds: int, memory: int) -> None:
-    """Answer until the other side is gone, with so many seconds of a processor for each text, and bytes of memory."""
-    from transformers.utils import chat_template_utils  # noqa: F401, before memory is limited
+def _rendered(asked: dict[str, Any], template: str) -> str:
+    from transformers.utils.chat_template_utils import render_jinja_template
 
-    connection = socket.socket(fileno=0)
+    variables = {"add_generation_prompt": True} | asked["variables"]
+    (text,), _ = render_jinja_template([asked["messages"]], chat_template=template, **variables)
+    most = asked["further_bytes"] + 4 * asked["bytes"]
+    if len(text) > most:
+        raise ValueError(f"its text has more than {most} characters")
+    return text
+
+
+def _try_tokenizer(path: str) -> str:
+    """Apply all of a tokenizer.json but the vocabulary to texts that show what grows or never ends; why it is refused,
+    or nothing.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        stated = json.loads(Path(path).read_bytes())
+        if stated["model"].get("type", "BPE") == "BPE":  # whose vocabulary is large and whose merges take linear time
+            stated["model"] |= {"type": "BPE", "vocab": {}, "merges": [], "unk_token": None}
+        tokenizer = Tokenizer.from_str(json.dumps(stated))
+    except MemoryError:
+        raise
+    except Exception:  # that it is none is said where it is loaded
+        return ""
+    for text in _probes({key: stated.get(key) for key in ("normalizer", "pre_tokenizer", "decoder")}):
+        for special in (False, True):
+            if len(tokenizer.encode(text, add_special_tokens=special).ids) > _GROWTH * _PROBE:
+                return f"{len(text)} characters become more than {_GROWTH * _PROBE} tokens"
+        if tokenizer.decoder is not None and len(tokenizer.decoder.decode([text])) > _GROWTH * _PROBE:
+            return f"a token of {len(text)} characters becomes more than {_GROWTH * _PROBE}"
+    return ""
+
+
+def _probes(steps: dict[str, Any]) -> Iterator[str]:
+    """Texts that repeat what patterns are about, and end otherwise, with all that a pattern may look for first."""
+    patterns = [text for text in _strings(steps) if text]
+    letters = dict.fromkeys([*" \na0A.é中<", *(letter for text in patterns for letter in text)])
+    end = "!" + "".join(letters)[:_PROBES]
+    words = dict.fromkeys(word for text in patterns for word in (text, *re.findall(r"[^\W_]{2,}", text)))
+    for part in [*letters, *words][:_PROBES]:
+        text = (part * _PROBE)[:_PROBE]
+        yield text + end
+        yield " ".join([text[: _PROBE // 2], text[: _PROBE // 2]])
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    for entry in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _strings(entry)
+
+
+def main(memory: int, tokenizer_file: int) -> None:
+    """Fork workers until the other side is gone.
+
+    Args:
+        memory: bytes that a worker may take.
+        tokenizer_file: descriptor of the tokenizer's JSON; 0 where there is none.
+    """
+    control, tokenizer = socket.socket(fileno=0), None
+    if tokenizer_file:
+        from tokenizers import Tokenizer
+
+        with os.fdopen(tokenizer_file, "rb") as file:
+            tokenizer = Tokenizer.from_str(file.read().decode())
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
     _limit(resource.RLIMIT_CORE, 0)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing is left of workers that end
+    while True:
+        wanted, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if wanted == TEMPLATES:
+            from transformers.utils import chat_template_utils  # noqa: F401, so that no worker has to import it
+        elif not descriptors:
+            return
+        else:
+            with socket.socket(fileno=descriptors[0]) as connection:
+                if os.fork():
+                    continue
+                control.close()
+                try:
+                    _work(connection, memory, tokenizer)
+                finally:
+                    os._exit(0)
+
+
+def _work(connection: socket.socket, memory: int, tokenizer: Any) -> None:
+    """Answer until the other side is gone."""
     if sys.platform == "linux":  # elsewhere there is no such limit
         with open("/proc/self/statm", encoding="ascii") as file:
             _limit(resource.RLIMIT_AS, int(file.read().split()[0]) * resource.getpagesize() + memory)
+    with open(os.devnull, "w", encoding="ascii") as nothing:
+        os.dup2(nothing.fileno(), 2)  # where tokenizers say at length why they panic
     send(connection, {})
     template = ""
     while True:
@@ -75,9 +168,18 @@ def main(seconds: int, memory: int) -> None:
         except EOFError:
             return
         template = asked.get("template", template)
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + seconds)
-        send(connection, answer(asked, template))
+        if "messages" in asked:
+            from transformers.utils import chat_template_utils  # noqa: F401, which takes longer than most templates
+        _allow(asked["seconds"])
+        found = answer(asked, template, tokenizer)
+        _allow(0)
+        send(connection, found)
+
+
+def _allow(seconds: float) -> None:
+    """Have the system end this process after some seconds of a processor, or four times as many; 0 for no limit."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, 4 * seconds)
 
 
 def _limit(which: int, value: int) -> None:

@@ -1,46 +1,74 @@
-"""Chat templates, rendered in a process of their own that has a limit of time and of memory."""
+"""Chat templates and tokenizers, which come with a model, at work in processes that have limits of time and memory."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from kvconvert.errors import KvconvertError, UsageError
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from kvconvert.errors import KvconvertError, UsageError, printable
 from kvconvert.models import template_process
 
 # Bytes that a conversation's text may have beyond four times what its messages have.
 FURTHER_BYTES = 2**20
 _START_SECONDS = 120
+# Of a processor: for what others wait for, and for each character besides.
+QUICK_SECONDS, _SECONDS_OF_CHARACTER = 0.25, 5e-6
+# Characters of texts whose tokens are kept, and how many such texts.
+_SHORT, _MOST_SHORT = 3, 256
+_is_quick: ContextVar[bool] = ContextVar("kvconvert_is_quick", default=False)
 # Nothing else of this process's environment, which may hold keys.
 _ENVIRONMENT = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "TZ", "VIRTUAL_ENV")
 
 
 class TemplateLimitError(UsageError):
-    """A template that was ended because it takes too much time or memory."""
+    """A template or a tokenizer that was ended because it takes too much time or memory."""
+
+
+@contextlib.contextmanager
+def quickly() -> Iterator[None]:
+    """Give up after `QUICK_SECONDS` what is rendered or tokenized in the block."""
+    token = _is_quick.set(True)
+    try:
+        yield
+    finally:
+        _is_quick.reset(token)
 
 
 class TemplateRenderer:
-    """Renders conversations by a model's chat template, one at a time, and survives whatever the template does.
+    """Renders conversations by a model's chat template, and tokenizes text, whatever the two of them do.
 
-    The process is started when it is first needed, and again after it was killed.
+    Each thread that uses it has a worker of its own, which is made when it is needed, and again after it was ended.
 
     Args:
-        seconds: of a processor that a template may take, and four times as many on the clock.
-        memory: bytes that it may take.
+        tokenizer: of the model; None where nothing is tokenized.
+        seconds: of a processor that a conversation may take, and four times as many on the clock; a text may take
+            more if it is long.
+        memory: bytes that a worker may take.
     """
 
-    def __init__(self, seconds: int = 5, memory: int = 512 * 2**20) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None = None, seconds: float = 5, memory: int = 512 * 2**20
+    ) -> None:
         self._seconds, self._memory = seconds, memory
+        self._tokenizer = "" if tokenizer is None else _json_of(tokenizer)
         self._process: subprocess.Popen[bytes] | None = None
-        self._connection: socket.socket | None = None
-        self._template: str | None = None  # that the process has
-        self._turn, self._closed = threading.Lock(), False
+        self._control: socket.socket | None = None
+        self._starting, self._closed = threading.Lock(), False
+        self._own = threading.local()
 
     def render(self, template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         """The text of a conversation in which the model speaks next.
@@ -54,64 +82,165 @@ class TemplateRenderer:
             UsageError: the template refuses the conversation, or takes more time, memory or text than it may.
             KvconvertError: there is no process to render it.
         """
-        asked: dict[str, Any] = {"messages": messages, "variables": variables, "further_bytes": FURTHER_BYTES}
-        with self._turn:
-            connection = self._started()
-            try:
-                if template != self._template:
-                    self._template = asked["template"] = template
-                connection.settimeout(4 * self._seconds)
-                template_process.send(connection, asked)
-                answer = template_process.receive(connection)
-            except (OSError, EOFError) as error:
-                self._kill()
-                limits = f"{self._seconds} seconds or {self._memory >> 20} MiB of memory"
-                raise TemplateLimitError(f"The model's chat template takes more than {limits}.") from error
+        asked = {"messages": messages, "variables": variables, "further_bytes": FURTHER_BYTES}
+        answer = self._ask(asked, "chat template", template=template)
         if "error" in answer:
             raise refused(answer["error"])
         return answer["text"]
 
-    def close(self) -> None:
-        """End the process, also while it renders for another thread."""
-        self._closed = True
-        self._kill()
+    @property
+    def tokenizes(self) -> bool:
+        """Whether `encode` works: for tokenizers that are described by JSON."""
+        return bool(self._tokenizer)
 
-    def _started(self) -> socket.socket:
-        """The connection to a process that is ready."""
-        if self._connection is not None:
-            return self._connection
-        here, there = socket.socketpair()
+    def encode(self, text: str, special: bool) -> list[int]:
+        """Token ids of a text, with the special tokens that belong around one or without.
+
+        Raises:
+            UsageError: the tokenizer refuses the text, or takes more time or memory than it may.
+            KvconvertError: there is no process.
+        """
+        answer = self._ask({"encode": text, "special": special}, "tokenizer", length=len(text))
+        if "error" in answer:
+            raise UsageError(f"The model's tokenizer refuses the text ({answer['error']}).")
+        return answer["ids"]
+
+    def try_tokenizer(self, path: Path) -> str:
+        """Why the steps of a tokenizer.json are refused, or nothing, also where the file is none."""
+        try:
+            answer = self._ask({"probe": str(path)}, "tokenizer")
+        except TemplateLimitError as error:
+            return str(error).rstrip(".")
+        return answer.get("error") or answer["text"]
+
+    def start(self) -> None:
+        """Start what makes workers, and have it made ready for templates, without waiting for either."""
+        with self._starting:
+            self._start()
+            if self._control is not None:
+                self._control.sendall(template_process.TEMPLATES)
+
+    def _start(self) -> None:
+        if self._closed or (self._process is not None and self._process.poll() is None):
+            return
+        self._end()
+        self._control, there = socket.socketpair()
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, "-P", template_process.__file__, str(self._seconds), str(self._memory)]
-        with there:
+        environment["TOKENIZERS_PARALLELISM"] = "false"
+        with there, tempfile.TemporaryFile() as file:
+            file.write(self._tokenizer.encode())
+            file.seek(0)
+            passed = [file.fileno()] if self._tokenizer else []
+            command = [sys.executable, "-P", template_process.__file__, str(self._memory), str(sum(passed))]
             self._process = subprocess.Popen(
-                command, stdin=there, stdout=subprocess.DEVNULL, env=environment, start_new_session=True
+                command,
+                stdin=there,
+                stdout=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,
+                pass_fds=passed,
             )
-        self._connection = here
+
+    def close(self) -> None:
+        """End all processes, also while they work for other threads."""
+        with self._starting:
+            self._closed = True
+            self._end()
+
+    def _end(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        if self._control is not None:
+            self._control.close()
+        self._process = self._control = None
+
+    def _ask(self, asked: dict[str, Any], what: str, length: int = 0, template: str | None = None) -> dict[str, Any]:
+        """The answer of this thread's worker (TemplateLimitError: there is none)."""
+        seconds = (QUICK_SECONDS if _is_quick.get() else self._seconds) + length * _SECONDS_OF_CHARACTER
+        own = self._own
+        connection = self._worker()
+        try:
+            if template is not None and template != own.template:
+                asked["template"] = own.template = template
+            connection.settimeout(_START_SECONDS + 4 * seconds)  # a worker ends itself
+            template_process.send(connection, asked | {"seconds": seconds})
+            return template_process.receive(connection)
+        except (OSError, EOFError) as error:
+            connection.close()
+            own.connection = None
+            limits = f"{seconds:.3g} seconds or {self._memory >> 20} MiB of memory"
+            raise TemplateLimitError(f"The model's {what} takes more than {limits}.") from error
+
+    def _worker(self) -> socket.socket:
+        """The connection to a worker that is ready."""
+        if getattr(self._own, "connection", None) is not None:
+            return self._own.connection
+        here, there = socket.socketpair()
         here.settimeout(_START_SECONDS)
         try:
+            with there, self._starting:
+                self._start()
+                if self._control is None:
+                    raise EOFError
+                socket.send_fds(self._control, [template_process.WORKER], [there.fileno()])
             template_process.receive(here)
         except (OSError, EOFError) as error:
-            self._kill()
-            raise KvconvertError("The process that renders chat templates did not start; see the log.") from error
-        if self._closed:
-            self._kill()
-            raise KvconvertError("The server is shutting down.")
+            here.close()
+            if self._closed:
+                raise KvconvertError("The server is shutting down.") from error
+            message = "The process that renders chat templates and tokenizes did not start; see the log."
+            raise KvconvertError(message) from error
+        self._own.connection, self._own.template = here, None
         return here
 
-    def _kill(self) -> None:
-        process, connection = self._process, self._connection
-        self._process = self._connection = self._template = None
-        if process is not None:
-            process.kill()
-            process.wait()
-        if connection is not None:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for an answer
-            connection.close()
+
+class BoundedTokenizer:
+    """A tokenizer whose work with texts is done by a `TemplateRenderer`; in all else it is the tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, renderer: TemplateRenderer) -> None:
+        self._tokenizer, self._renderer = tokenizer, renderer
+        self._short: dict[tuple[str, bool], list[int]] = {}  # what is asked for each text: what belongs around it
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, text: str, add_special_tokens: bool = True, **options: Any) -> dict[str, list[int]]:
+        """`input_ids` of a text."""
+        if len(text) > _SHORT:
+            return {"input_ids": self._renderer.encode(text, add_special_tokens)}
+        key = (text, add_special_tokens)
+        if key not in self._short:
+            if len(self._short) >= _MOST_SHORT:
+                self._short.clear()
+            self._short[key] = self._renderer.encode(text, add_special_tokens)
+        return {"input_ids": list(self._short[key])}
+
+
+def bounded(tokenizer: PreTrainedTokenizerBase, renderer: TemplateRenderer) -> Any:
+    """A tokenizer that works within limits, where a renderer has it."""
+    return BoundedTokenizer(tokenizer, renderer) if renderer.tokenizes else tokenizer
+
+
+@cache
+def shared_renderer() -> TemplateRenderer:
+    """What commands that serve nobody render with."""
+    renderer = TemplateRenderer()
+    atexit.register(renderer.close)
+    return renderer
+
+
+def _json_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What a worker makes a tokenizer of; nothing for one whose class does more than to apply its JSON."""
+    own, plain = type(tokenizer), PreTrainedTokenizerFast
+    applies = issubclass(own, plain) and own.__call__ is plain.__call__ and own._encode_plus is plain._encode_plus
+    if not applies or tokenizer.split_special_tokens:
+        return ""
+    return tokenizer.backend_tokenizer.to_str()
 
 
 def refused(reason: str) -> UsageError:
     """What is said of a conversation that a template does not render."""
-    return UsageError(f"The model's chat template refuses the conversation ({reason}).")
+    return UsageError(f"The model's chat template refuses the conversation ({printable(reason)}).")

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Hashable
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
@@ -27,7 +27,7 @@ from kvconvert.errors import KvconvertError
 from kvconvert.models.chat import ChatPrompts
 from kvconvert.models.processors import tokenizer_of
 from kvconvert.models.prompts import MARK, encode_text
-from kvconvert.models.templates import TemplateRenderer
+from kvconvert.models.templates import TemplateLimitError, TemplateRenderer, bounded, quickly
 from kvconvert.models.token_bytes import token_bytes
 from kvconvert.runtime import Engine
 from kvconvert.runtime.engine.processors import recommended
@@ -35,7 +35,7 @@ from kvconvert.serve.access import Access, Hosts
 from kvconvert.serve.answers import Answer, Form, Generation
 from kvconvert.serve.metrics import CONTENT_TYPE, Metrics
 from kvconvert.serve.places import Bodies, Body, Places
-from kvconvert.serve.readers import THREADS, Readers
+from kvconvert.serve.readers import THREADS, Readers, T
 from kvconvert.serve.refusal import Refusal, refusal_of
 from kvconvert.serve.requests import Chat, Completion, Limits, fields_of
 
@@ -92,17 +92,19 @@ class Service:
         self.places = Places(capacity, capacity_of_one or max(capacity - capacity // 4, min(capacity, limits.choices)))
         self.bodies = Bodies(LARGE_BODIES * limits.body_bytes)
         self._defaults = recommended(engine.generation.values, unstated=1.0)  # OpenAI's
-        self._renderers = [TemplateRenderer() for _ in range(THREADS)]
-        self._tokenizer = tokenizer_of(processor)
-        self._token_bytes = token_bytes(self._tokenizer)
+        tokenizer = tokenizer_of(processor)
+        self._renderer = TemplateRenderer(tokenizer)
+        self._tokenizer = bounded(tokenizer, self._renderer)
+        self._token_bytes = token_bytes(tokenizer)
         # Each is used by one thread at a time.
         self._chats: SimpleQueue[ChatPrompts] = SimpleQueue()
-        for renderer in self._renderers:
-            self._chats.put(ChatPrompts(processor, model.config, renderer, parse_special=parse_special))
+        for _ in range(2 * THREADS):
+            self._chats.put(ChatPrompts(processor, model.config, self._renderer, parse_special=parse_special))
         self._created = int(time.time())
         self._salted = bool(keys) and not share_prefixes
         self._running: set[Generation] = set()
         self._readers, self._template_readers = Readers("kvconvert-reader"), Readers("kvconvert-template")
+        self._slow_readers = Readers("kvconvert-slow")
         self._stepper: threading.Thread | None = None
         routes = [
             Route("/v1/completions", _Generate(self, Completion), methods=["POST"]),
@@ -137,16 +139,16 @@ class Service:
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         over = threading.Event()
+        self._renderer.start()
         self._stepper = threading.Thread(target=self.engine.run, args=[over], name="kvconvert-engine", daemon=True)
         self._stepper.start()
         try:
             yield
         finally:
             over.set()
-            for readers in (self._readers, self._template_readers):
+            for readers in (self._readers, self._template_readers, self._slow_readers):
                 readers.close()
-            for renderer in self._renderers:
-                renderer.close()
+            self._renderer.close()
             # A step, or the tokenizer, may take longer than there is time for.
             end = time.monotonic() + 2
             while self.busy and time.monotonic() < end:
@@ -156,7 +158,7 @@ class Service:
     def busy(self) -> bool:
         """Whether a thread still computes something."""
         stepping = self._stepper is not None and self._stepper.is_alive()
-        return stepping or self._readers.busy or self._template_readers.busy
+        return stepping or any(r.busy for r in (self._readers, self._template_readers, self._slow_readers))
 
     def _guarded(self, app: ASGIApp, access: Access, origins: Collection[str]) -> ASGIApp:
         """Ask for all that tells who asks before anything is read, and count responses."""
@@ -268,33 +270,27 @@ class Service:
         Raises:
             Refusal, ValidationError, KvconvertError: it is not served.
         """
-        # Conversations have threads of their own, which a template may keep.
+        # Conversations have threads of their own, and so has what a template or the tokenizer takes long for.
         readers = self._template_readers if kind is Chat else self._readers
-        job = partial(self._submit, kind, body, generation, take)
-        asked = await readers.run(body.client, len(body.content), job)
+        size, job = len(body.content), partial(self._submit, kind, body, generation, take)
+        try:
+            asked = await readers.run(body.client, size, partial(_in_a_hurry, job))
+        except TemplateLimitError:
+            asked = await self._slow_readers.run(body.client, size, job)
         self.bodies.release(body)
         return asked
 
     def _submit(
         self, kind: type[Completion | Chat], body: Body, generation: Generation, take: Callable[[int], None]
     ) -> Completion | Chat:
-        values = len(body.content)
-        if self.limits.prompt_tokens is not None:
-            values = max(self.limits.choices * self.limits.prompt_tokens, VALUES)
-        asked = kind.model_validate(fields_of(body.content, values))
-        body.content = bytearray()
-        self.check_name(asked.model)
-        count = len(asked.prompt) if isinstance(asked, Completion) else 1
-        asked.check(self.limits, count)
-        take(count * (asked.n or 1) - 1)
+        asked = body.asked = body.asked or self._checked(kind, body, take)
         samplings = [asked.sampling(self._defaults, choice) for choice in range(asked.n or 1)]
         prompts = asked.prompt if isinstance(asked, Completion) else [self._text(asked)]
         for prompt in prompts:
             self._check_length(asked, prompt)
-        for prompt in prompts:
+        for ids in self._ids(asked, prompts):
             if generation.cancelled:
                 break
-            ids = self._ids(asked, prompt) if isinstance(prompt, str) else prompt
             new = asked.new_tokens(self.limits, len(ids), self.engine.room(len(ids)))
             for sampling in samplings:
                 generation.add(
@@ -305,6 +301,19 @@ class Service:
                     stop_token_ids=[] if asked.ignore_eos else None,
                     prefix_salt=body.client if self._salted else b"",
                 )
+        return asked
+
+    def _checked(self, kind: type[Completion | Chat], body: Body, take: Callable[[int], None]) -> Completion | Chat:
+        """What a body asks for, which has its places then."""
+        values = len(body.content)
+        if self.limits.prompt_tokens is not None:
+            values = max(self.limits.choices * self.limits.prompt_tokens, VALUES)
+        asked = kind.model_validate(fields_of(body.content, values))
+        body.content = bytearray()
+        self.check_name(asked.model)
+        count = len(asked.prompt) if isinstance(asked, Completion) else 1
+        asked.check(self.limits, count)
+        take(count * (asked.n or 1) - 1)
         return asked
 
     def _text(self, asked: Chat) -> str:
@@ -328,12 +337,13 @@ class Service:
             length = f"{least} tokens" if isinstance(prompt, list) else f"at least {least} tokens"
             raise asked.too_long(length, self.limits)
 
-    def _ids(self, asked: Completion | Chat, prompt: str) -> list[int]:
+    def _ids(self, asked: Completion | Chat, rendered: Sequence[str | list[int]] = ()) -> list[list[int]]:
+        """Token ids of each prompt; of a chat, of the text that its template wrote."""
         if isinstance(asked, Completion):
-            return encode_text(self._tokenizer, prompt)
+            return [encode_text(self._tokenizer, text) if isinstance(text, str) else text for text in asked.prompt]
         chat = self._chats.get()
         try:
-            return chat.encode_text(prompt)["input_ids"][0].tolist()
+            return [chat.encode_text(text)["input_ids"][0].tolist() for text in rendered]
         finally:
             self._chats.put(chat)
 
@@ -366,6 +376,12 @@ class _Generate:
                 generation, form, prompts, begun, service.limits.client_seconds, service.metrics, asked.user
             )
             await answer.write(scope, receive, send, gone, stream=bool(asked.stream), usage=asked.include_usage)
+
+
+def _in_a_hurry(job: Callable[[], T]) -> T:
+    """Do a job for which others wait (TemplateLimitError: it takes long)."""
+    with quickly():
+        return job()
 
 
 async def _gone(receive: Receive) -> None:

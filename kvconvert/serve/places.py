@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvconvert.serve.refusal import Refusal
 
@@ -85,6 +86,7 @@ class Body:
     Attributes:
         client: whose it is.
         content: what has arrived.
+        asked: what it says, once it was parsed.
         size: bytes that are counted.
         begun: when it was asked for, by `time.monotonic`.
         arriving: the time limit of what has not arrived, which may be moved.
@@ -93,6 +95,7 @@ class Body:
 
     client: bytes
     content: bytearray = field(default_factory=bytearray)
+    asked: Any = None
     size: int = 0
     begun: float = field(default_factory=time.monotonic)
     arriving: asyncio.Timeout | None = None
@@ -125,7 +128,7 @@ class Bodies:
 
     def release(self, body: Body) -> None:
         """Drop a body."""
-        body.content = bytearray()
+        body.content, body.asked = bytearray(), None
         self._held.discard(body)
 
     def grow(self, body: Body, size: int) -> None:

@@ -235,7 +235,8 @@ class _Asked(BaseModel, extra="allow", strict=True):
         """
         given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
         given = {name: getattr(defaults, name) if value is None else value for name, value in given.items()}
-        return replace(defaults, **given, seed=None if self.seed is None else self.seed + choice)
+        seed = None if self.seed is None else (self.seed + choice + 2**63) % 2**64 - 2**63
+        return replace(defaults, **given, seed=seed)
 
     def new_tokens(self, limits: Limits, prompt_tokens: int, room: int | None) -> int:
         """Tokens that a choice may have (Refusal: too many, or too long a prompt).

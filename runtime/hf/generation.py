@@ -14,7 +14,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.generation import GenerationConfig, GenerationMode
 
-from kvconvert.errors import CacheError, UnsupportedModelError, UsageError
+from kvconvert.bundle.generation import PROCESSED
+from kvconvert.errors import CacheError, KvconvertError, UnsupportedModelError, UsageError, first_line
 from kvconvert.kernels.launches import make_ready, record_specializations
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme
@@ -59,6 +60,18 @@ class BundleModel:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' `generate`, which takes a cache by both of its names, `cache` and `past_key_values`."""
         return super().generate(*args, **_with_one_cache(self, kwargs))
+
+    def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> Any:
+        """Settings of a call, tried before anything is computed: on a GPU a wrong token id ends the process."""
+        from kvconvert.runtime.engine.processors import logits_processors
+        from kvconvert.runtime.engine.sampling import Sampling
+
+        config, rest = _in_one_sentence(super()._prepare_generation_config)(*args, **kwargs)
+        given = {name: value for name in PROCESSED if (value := getattr(config, name, None)) is not None}
+        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        stops = [end for end in ends if isinstance(end, int)]
+        logits_processors(self, Sampling(float(bool(config.do_sample)), settings=given), [0], 1, stops)
+        return config, rest
 
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> bool:
         """Whether `generate` calls what `get_compiled_call` returns: where steps may be replayed as CUDA graphs."""
@@ -180,6 +193,29 @@ class BundleModel:
     continuous_batching_context_manager = init_continuous_batching
 
 
+# Methods of transformers that look at nothing but the settings of `generate`.
+_CHECKS = (
+    *("_validate_model_kwargs", "_validate_generation_mode", "_prepare_special_tokens", "_prepare_generated_length"),
+    *("_validate_generated_length", "_get_logits_processor", "_get_stopping_criteria"),
+)
+
+
+def _in_one_sentence(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method whose refusal of settings is an error of this package."""
+
+    @functools.wraps(method)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except KvconvertError:
+            raise
+        except Exception as error:  # whatever a value of any type leads to
+            said = f"generate cannot use its settings ({first_line(error)}); correct them, or leave them out."
+            raise UsageError(said) from error
+
+    return checked
+
+
 _ADOPTED = {"use_cache": True, "return_dict": True, "output_attentions": False}
 
 
@@ -192,6 +228,7 @@ def adopt(model: PreTrainedModel, schemes: Sequence[KVScheme | None], plan: Mapp
     model.captured = CapturedSteps(functools.partial(base.forward, model), base.__name__)
     model.prompts = PackedPrompts(model.captured)
     members = {"__module__": base.__module__, "__doc__": base.__doc__, "forward": _replaying(base.forward)}
+    members |= {name: _in_one_sentence(getattr(base, name)) for name in _CHECKS}
     model.__class__ = type(base.__name__, (BundleModel, base), members)
     model.set_attn_implementation(NAME)
     read_by_sequence(model)

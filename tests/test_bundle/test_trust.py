@@ -1,6 +1,7 @@
 """What a bundle from a stranger cannot do: lead out of its directory, pass by its hashes, or end a command otherwise
 than in one sentence."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -41,18 +42,43 @@ WIDTHS = {
 }
 
 
-@pytest.mark.parametrize("verify", LEVELS)
-@pytest.mark.parametrize("name", ["README.md", "LICENSE", "notes.txt", "assets/plot.png", ".hidden/x", "config.json"])
-@pytest.mark.parametrize("target", ["file", "directory", "nothing", "inside"])
-def test_no_link_lies_in_a_bundle(bundle, name, verify, target):
+TARGETS = ("file", "directory", "nothing", "inside")
+
+
+def put_link(bundle, name, target):
     places = {"file": bundle.parent / "secret", "directory": bundle.parent, "nothing": bundle.parent / "gone"}
     (bundle.parent / "secret").write_text("TOP SECRET")
+    if target == "pipe":  # reading it would wait for ever
+        os.mkfifo(places.setdefault("pipe", bundle.parent / "pipe"))
     (bundle / name).unlink(missing_ok=True)
     (bundle / name).parent.mkdir(exist_ok=True)
     (bundle / name).symlink_to(places.get(target, bundle / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("verify", LEVELS)
+@pytest.mark.parametrize("name", [".hidden/x", "config.json", "chat_template.jinja", "vocab.txt", "x"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_no_link_lies_in_place_of_what_loaders_read(bundle, name, verify, target):
+    put_link(bundle, name, target)
     message = refusal(bundle, verify)
     assert f"{name} of the bundle" in message
     assert "symbolic link" in message
+
+
+@pytest.mark.parametrize("name", ["README.md", "LICENSE", "notes.txt", "assets/plot.png"])
+@pytest.mark.parametrize("target", [*TARGETS, "pipe"])
+def test_a_link_in_place_of_what_people_read_is_followed_by_nothing(bundle, name, target):
+    put_link(bundle, name, target)
+    for verify in LEVELS:
+        files = open_bundle(bundle, verify=verify).files
+        assert name not in files.names
+        assert name in files.links
+    if name == "README.md":
+        fields = json.loads((bundle / MANIFEST_NAME).read_text())
+        fields["informative"].remove(name)
+        fields["files"][name] = {"size": 10, "sha256": hashlib.sha256(b"TOP SECRET").hexdigest()}
+        (bundle / MANIFEST_NAME).write_bytes(sealed(fields))
+        assert "found a symbolic link" in refusal(bundle, "headers")
 
 
 def test_what_is_neither_file_nor_directory_is_refused_unread(bundle):
@@ -66,9 +92,9 @@ def test_a_hub_snapshot_whose_blobs_are_elsewhere_is_refused(pristine, tmp_path)
     snapshot.parent.mkdir()
     shutil.copytree(pristine, snapshot)
     outside.mkdir()
-    (snapshot / "README.md").rename(outside / "card")
+    (snapshot / "tokenizer.json").rename(outside / "words")
     (tmp_path / "blobs").symlink_to(outside)
-    (snapshot / "README.md").symlink_to("../../blobs/card")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/words")
     assert "symbolic link" in refusal(snapshot)
 
 

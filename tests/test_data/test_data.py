@@ -1,5 +1,6 @@
 """Samples are what was asked for, the same each time, or a sentence that says why not."""
 
+import gzip
 import hashlib
 import json
 import tracemalloc
@@ -8,6 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from datasets.packaged_modules.json.json import Json
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -190,19 +192,47 @@ def test_hub_rows_are_read_through_datasets_with_the_named_column(monkeypatch):
 
     asked = {}
 
-    def load_dataset(name, config=None, *, split, streaming):
-        asked.update(name=name, config=config, split=split, streaming=streaming)
-        rows = [{"text": "w1 w1", "story": words(10 * i, 10 * i + 5)} for i in range(10)]
-        return datasets.Dataset.from_list(rows).to_iterable_dataset()
+    class Builder:
+        def as_streaming_dataset(self, split):
+            asked.update(split=split)
+            rows = [{"text": "w1 w1", "story": words(10 * i, 10 * i + 5)} for i in range(10)]
+            return datasets.Dataset.from_list(rows).to_iterable_dataset()
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    def load_dataset_builder(name, config=None):
+        asked.update(name=name, config=config)
+        return Builder()
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
     tokenizer = word_tokenizer()
     data = load_token_samples("owner/name:part:test:story", tokenizer, 2, 12, seed=0)
-    assert asked == {"name": "owner/name", "config": "part", "split": "test", "streaming": True}
+    assert asked == {"name": "owner/name", "config": "part", "split": "test"}
     assert "w1" not in spoken(tokenizer, data.ids.flatten())
     assert data.info.source == "owner/name:part:test:story"
     with pytest.raises(DataError, match="no column 'plot'; its columns are text and story"):
         load_token_samples("owner/name:part:test:plot", tokenizer, 2, 12, seed=0)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "jsonl.gz"])
+def test_json_of_a_hub_data_set_costs_what_its_text_does(tmp_path, monkeypatch, kind):
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    wide = [{f"c{20 * i + n}": n for n in range(20)} | {"text": words(10 * i, 10 * i + 9)} for i in range(1000)]
+    text = json.dumps(wide) if kind == "json" else "\n".join(map(json.dumps, wide))
+    opened = gzip.open if kind.endswith("gz") else open
+    with opened(tmp_path / "owner" / "name" / f"train.{kind}", "wt") as file:
+        file.write(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Json, "_generate_tables", None)  # of all columns at once
+    table = Table.open("owner/name", None)
+    assert "text" in table.columns
+    assert [row["text"] for row in table.first(3)] == [row["text"] for row in wide[:3]]
+    assert table.place == "owner/name"
+    with pytest.raises(DataError, match="there is no split 'test'; there are train"):
+        Table.open("owner/name::test", None)
+    nested = tmp_path / "owner" / "deep"
+    nested.mkdir()
+    (nested / "train.jsonl").write_text('{"text": "a", "x": ' + "[" * 10**5 + "]" * 10**5 + "}\n")
+    with pytest.raises(DataError, match=r"train\.jsonl cannot be read"):
+        Table.open("owner/deep", None)
 
 
 def test_held_out_text_is_what_calibration_leaves_over(tmp_path):

@@ -249,6 +249,7 @@ def test_what_nothing_applies_is_named_when_a_bundle_is_loaded(fields, stating, 
         *('{"min_p": 2.0, "do_sample": true}', '{"typical_p": -1.0, "do_sample": true}', '{"min_new_tokens": -4}'),
         *('{"exponential_decay_length_penalty": 3}', '{"watermarking_config": {"seeding_scheme": "none"}}'),
         *('{"watermarking_config": 7}', '{"early_stopping": "often", "num_beams": 2}', '{"stop_strings": [1]}'),
+        *('{"num_beams": 0}', '{"num_beams": 257}', '{"num_return_sequences": 9999999}'),
         *('{"max_new_tokens": 0.5}', '{"use_cache": "no"}', "[]", "{", '"text"', '{"num_beams": 1e999}'),
     ],
 )

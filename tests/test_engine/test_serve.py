@@ -121,6 +121,8 @@ def test_a_seed_draws_the_same_choices_again_and_each_choice_its_own(client):
     assert len(set(three)) == 3
     assert texts(seed=7, n=3) == three
     assert [*texts(seed=7), *texts(seed=8), *texts(seed=9)] == three
+    # After the largest seed comes the smallest.
+    assert texts(seed=2**63 - 1, n=2) == [*texts(seed=2**63 - 1), *texts(seed=-(2**63))]
     assert texts() != texts()
     pieces = ["", "", ""]
     for piece in client.completions.create(**asked, seed=7, n=3, stream=True):

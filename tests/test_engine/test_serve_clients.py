@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from fake_model import FakeModel
 from serving import Letters, request, serving, wait_for
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from kvconvert.serve.requests import Limits
 
@@ -221,24 +223,41 @@ def test_a_template_that_loops_holds_up_nobody_and_not_the_end():
         return {"messages": [{"role": "user", "content": content}], "max_tokens": 3, "ignore_eos": True}
 
     with serving(FakeModel(), tokenizer, grace=1.0) as here, ThreadPoolExecutor(4) as pool:
-        for renderer in here.service._renderers:
-            renderer._seconds = 2
+        here.service._renderer._seconds = 2
         assert here.ask(chat, turns("hello"))[0] == 200
         status, _, told = here.ask(chat, turns("loop"))
         assert status == 400
         assert re.search("chat template takes more than 2 seconds or 512 MiB", told["error"]["message"])
         assert here.ask(chat, turns("hello"))[0] == 200
-        for renderer in here.service._renderers:
-            renderer._seconds = 60
+        here.service._renderer._seconds = 60
         looping = [pool.submit(here.ask, chat, turns("loop")) for _ in range(4)]
         wait_for(lambda: here.service.active == 4)
         begun = time.monotonic()
         assert here.ask(body={"prompt": "hello", "max_tokens": 3, "ignore_eos": True})[0] == 200
+        assert here.ask(chat, turns("hello"))[0] == 200
         assert here.ask("/health")[0] == 200
         assert time.monotonic() - begun < 10
         here.server.handle_exit(signal.SIGTERM, None)
         assert [answer.result(timeout=20)[0] for answer in looping] == [503] * 4
         wait_for(lambda: here.server.should_exit)
         assert here.server.cut == 4
-    assert all(renderer._process is None for renderer in here.service._renderers)
+    assert here.service._renderer._process is None
     assert not here.service.busy
+
+
+def test_a_tokenizer_that_loops_holds_up_nobody():
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "hi": 1}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Split(Regex("(.*,)+=|[a-z]+"), "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+    with serving(FakeModel(), tokenizer) as here, ThreadPoolExecutor(4) as pool:
+        here.service._renderer._seconds = 2
+        asked = {"max_tokens": 3, "ignore_eos": True}
+        looping = [pool.submit(here.ask, body=asked | {"prompt": ("," * 21 + "x\n") * 50}) for _ in range(3)]
+        begun = time.monotonic()
+        for _ in range(3):
+            assert here.ask(body=asked | {"prompt": "hi"})[0] == 200
+        assert time.monotonic() - begun < 10
+        for answer in looping:
+            status, _, told = answer.result(timeout=60)
+            assert status == 400
+            assert re.search(r"tokenizer takes more than 2\.\d* seconds or 512 MiB", told["error"]["message"])

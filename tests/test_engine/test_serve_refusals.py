@@ -68,7 +68,6 @@ COMPLETIONS = [
     ({"prompt": "x", "top_p": 0.0}, 400, None, "top_p = 0.0"),
     ({"prompt": "x", "top_k": -1}, 400, None, "top_k = -1"),
     ({"prompt": "x", "seed": 2**64}, 400, "invalid_value", "seed: .*less than or equal"),
-    ({"prompt": "x", "seed": 2**63 - 1, "n": 2}, 400, None, "seed = 9223372036854775808 cannot be used"),
     ({"prompt": "x", "seed": True}, 400, "invalid_value", "seed: .*valid integer"),
     ({"prompt": "x", "n": 5}, 400, None, "n times prompts is 5; at most 4"),
     ({"prompt": ["x", "y", "z"], "n": 2}, 400, None, "n times prompts is 6; at most 4"),

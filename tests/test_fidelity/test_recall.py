@@ -91,17 +91,15 @@ class ChatTokenizer:
     """The reference tokenizer with a chat template."""
 
     def __init__(self, tokenizer, template):
-        self.plain, self.chat_template = tokenizer, template
+        self.plain, self.special_tokens_map = tokenizer, {}
+        self.chat_template = template and template.replace("CONTENT", "{{ messages[0].content }}")
 
     def __call__(self, *args, **kwargs):
         return self.plain(*args, **kwargs)
 
-    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
-        return self.chat_template.replace("CONTENT", messages[0]["content"])
-
 
 def test_numbers_are_hidden_in_prose_and_asked_for_through_the_chat_template(tokenizer):
-    chat = ChatTokenizer(tokenizer, "[{user}] CONTENT [{assistant}]\n")
+    chat = ChatTokenizer(tokenizer, "[{user}] CONTENT [{assistant}]{{ '\\n' }}")
     prose = load_token_samples(None, tokenizer, 1, 1024, 0, "evaluation").ids.flatten().tolist()
     book = NumberBook(chat, prose, seed=0)
     drills = book.drills(400, 10)

@@ -1,18 +1,22 @@
 """Chat templates in a process of their own: the same text as transformers writes, and limits of what they take."""
 
+import json
+import shutil
 import time
 from pathlib import Path
+from threading import local
 from types import SimpleNamespace
 
 import pytest
 from transformers import AutoConfig
 
-from kvconvert.errors import UsageError
+from kvconvert.errors import CheckpointError, UsageError
 from kvconvert.models.chat import ChatPrompts
-from kvconvert.models.processors import load_processor
+from kvconvert.models.processors import load_processor, load_tokenizer
 from kvconvert.models.prompts import MARK
-from kvconvert.models.templates import TemplateLimitError, TemplateRenderer
+from kvconvert.models.templates import TemplateLimitError, TemplateRenderer, shared_renderer
 
+REFERENCE = Path(__file__).parents[2] / "examples" / "reference-lm"
 TURNS = [{"role": "system", "content": "Be \u2603 brief."}, {"role": "user", "content": "Why?\n"}]
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if loop.first %}\n  {%- continue %}{% endif %}<{{ m.role }}>"
@@ -62,7 +66,8 @@ def test_a_template_that_takes_too_much_is_a_sentence_and_the_next_one_is_render
 
 def test_nothing_of_the_environment_reaches_the_process(renderer, monkeypatch):
     monkeypatch.setenv("KVCONVERT_API_KEY", "a-key-that-nobody-else-has")
-    renderer._kill()
+    renderer._end()
+    renderer._own = local()
     renderer.render("ready", TURNS, {})
     with open(f"/proc/{renderer._process.pid}/environ", "rb") as file:
         assert b"a-key-that-nobody-else-has" not in file.read()
@@ -113,3 +118,63 @@ def test_a_vision_language_model_without_a_template_is_asked_in_plain_text():
         chat.message("user", "Oh"),
     ]
     assert chat.text(turns) == "<image>What is it?\nA dog.\nOh"
+
+
+def stated(tmp_path, **changes):
+    """A directory with the reference tokenizer, changed."""
+    fields = json.loads((REFERENCE / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields | changes))
+    shutil.copy(REFERENCE / "tokenizer_config.json", tmp_path)
+    return tmp_path
+
+
+def replace(pattern, content, times=1):
+    step = {"type": "Replace", "pattern": pattern, "content": content}
+    return {"type": "Sequence", "normalizers": [step] * times}
+
+
+def split(pattern):
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+HUNGRY = {
+    "doubles spaces": {"normalizer": replace({"String": " "}, "  ", 40)},
+    "doubles a word": {"normalizer": replace({"String": "Once"}, "OnceOnce", 40)},
+    "normalizer": {"normalizer": replace({"Regex": "(\\w+\\s?)+="}, "x")},
+    "exponential": {"pre_tokenizer": split("(a|aa)+$")},
+    "cubic": {"pre_tokenizer": split("x*x*x*[yz]")},
+    "decoder": {"decoder": {"type": "Replace", "pattern": {"String": "e"}, "content": "e" * 99}},
+    "decoder's expression": {"decoder": {"type": "Replace", "pattern": {"Regex": "(e+)+$"}, "content": "e"}},
+    "padding": {
+        "padding": {"strategy": {"Fixed": 10**7}, "direction": "Right", "pad_to_multiple_of": None}
+        | {"pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
+    },
+}
+
+
+@pytest.mark.parametrize("kind", HUNGRY)
+def test_a_tokenizer_that_takes_too_much_is_refused_before_it_reads_any_text(tmp_path, kind, monkeypatch):
+    monkeypatch.setattr(shared_renderer(), "_seconds", 1)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is not applied to any text \(.*\); use") as told:
+        load_tokenizer(stated(tmp_path, **HUNGRY[kind]))
+    assert "\n" not in str(told.value)
+
+
+def test_a_worker_tokenizes_as_transformers_does():
+    tokenizer = load_tokenizer(REFERENCE)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    renderer = TemplateRenderer(tokenizer)
+    for text in (
+        "",
+        "Hello  world\n",
+        "na\u00efve \u65e5\u672c \U0001f30d",
+        "a<|im_end|>b",
+        MARK * 3,
+        "x" * 5000,
+        "\0",
+    ):
+        for special in (True, False):
+            assert renderer.encode(text, special) == tokenizer(text, add_special_tokens=special)["input_ids"]
+    renderer.close()
+    tokenizer.split_special_tokens = True
+    assert not TemplateRenderer(tokenizer).tokenizes

@@ -114,6 +114,58 @@ def test_parts_and_turns_spell_no_token_together(tokenizer):
     assert not set(ids) & set(tokenizer.all_special_ids)
 
 
+@pytest.mark.parametrize(
+    ("template", "content", "expected"),
+    [
+        ("<|{{ messages[0].content }}|>", "im_end", "<|im_end|>"),
+        ("<|im_end|{{ messages[0].content }}x", ">", "<|im_end|>x"),
+        ("{{ messages[0].content }}im_end|>", "<|", "<|im_end|>"),
+        ("<{{ messages[0].content.split()[1] }}|>", "a |im_end b", "<|im_end|>"),
+        ("{{ messages[0].content | lower }}", "<|IM_END|>", "<|im_end|>"),
+        ("{{ messages[0].content | reverse }}", ">|dne_mi|<", "<|im_end|>"),
+        ("{{ messages[0].content | replace('~', '') }}", "<|im_~end|>", "<|im_end|>"),
+        ("{{ messages[0].content.split('x') | join }}", "<|im_xend|>", "<|im_end|>"),
+        ("{{ messages[0].content | striptags }}", "&lt;|im_end|&gt;", "&lt;|im_end|&gt;"),
+        ("{{ messages[0].content[:5] }}{{ messages[0].content[6:] }}", "<|im_~end|>", "<|m_~end|>"),
+    ],
+)
+def test_a_template_makes_no_special_token_of_what_is_said(template, content, expected, tokenizer):
+    tokenizer.chat_template = template
+    chat = Conversations(tokenizer)
+    ids = chat.encode([{"role": "user", "content": content}], False)
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") not in ids
+    assert tokenizer.decode(ids) == expected
+    plain = [{"role": "user", "content": "plain words here"}]
+    rendered = tokenizer.apply_chat_template(plain, tokenize=False)
+    assert chat.encode(plain, False) == tokenizer(rendered)["input_ids"]
+
+
+def test_special_tokens_of_letters_alone_are_not_made_either():
+    fresh = AutoTokenizer.from_pretrained(REFERENCE)
+    fresh.add_special_tokens({"additional_special_tokens": ["EOSTOKEN"]})
+    fresh.chat_template = "{{ messages[0].content | upper }}"
+    ids = Conversations(fresh).encode([{"role": "user", "content": "eostoken"}], False)
+    assert fresh.convert_tokens_to_ids("EOSTOKEN") not in ids
+    assert fresh.decode(ids) == "EOSTOKEN"
+
+
+def test_a_template_may_write_special_tokens_by_what_is_said(tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% for line in m.content.split('\\n') %}<|im_start|>{{ line }}{% endfor %}{% endfor %}"
+        "{% if messages[0].content | length > 3 %}<|im_end|>{% endif %}"
+    )
+    messages = [{"role": "user", "content": "one\ntwo\nthree"}]
+    expected = tokenizer.apply_chat_template(messages, return_dict=False)
+    assert Conversations(tokenizer).encode(messages, False) == expected
+
+
+def test_added_tokens_that_the_template_joins_are_text_where_a_user_spells_them(tokenizer):
+    tokenizer.chat_template = "{% for m in messages %}{{ '<' ~ 'think' ~ '>' }}{{ m.content }}{% endfor %}"
+    ids = Conversations(tokenizer).encode([{"role": "user", "content": "<think>"}], False)
+    assert ids.count(tokenizer.convert_tokens_to_ids("<think>")) == 1
+    assert tokenizer.decode(ids) == "<think><think>"
+
+
 def test_arguments_and_results_of_tools_are_text(tokenizer):
     tokenizer.chat_template = TEMPLATES["tools"]
     arguments = {"x": "<|im_end|>", "<|im_end|>": [{"<|im_start|>": 1}]}
@@ -166,12 +218,11 @@ def test_text_that_resembles_special_tokens_takes_no_longer_where_there_are_thou
     assert text.endswith(f"<{MARK}unused4999><{MARK}unused49>[end]")
 
 
-@pytest.mark.parametrize("render", [None, lambda messages, answer: f"{messages[0]['content']}\ud800"])
-def test_a_template_that_writes_no_text_is_refused(render):
+def test_a_template_that_writes_no_text_is_refused():
     tokenizer = AutoTokenizer.from_pretrained(REFERENCE)
     tokenizer.chat_template = "{{ messages[0].content }}{{ '\\ud800' }}"
     with pytest.raises(UsageError, match=r"^The model's chat template refuses the conversation \(.*surrogates"):
-        Conversations(tokenizer, render=render).encode([{"role": "user", "content": "Hi."}], True)
+        Conversations(tokenizer).encode([{"role": "user", "content": "Hi."}], True)
 
 
 def test_the_longest_special_token_is_found_first():

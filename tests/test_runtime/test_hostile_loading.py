@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.convert.work_files import check_place
 from kvconvert.errors import BundleError, KvconvertError, RecipeError, UsageError
+from kvconvert.models.configuration import make_config
 from kvconvert.runtime import KVCache, load
 from kvconvert.runtime.hf.bundle_quantizer import check_fits
 
@@ -46,6 +47,10 @@ CONTRADICTIONS = [
     {"rope_parameters": []},
     {"architectures": [7]},
     {"num_labels": 10**12},
+    {"num_labels": 2**24},
+    {"number_of_whatever": 2**25},
+    {"nested": [{"number_of_whatever": 10**30}]},
+    {"is_encoder_decoder": True},
     {"dtype": "no-such-type"},
     {"vision_config": {"depth": 10**9}},
 ]
@@ -67,9 +72,23 @@ def test_a_config_that_does_not_fit_is_refused_before_weights_are_used(bundle, c
         load(bundle, verify="headers")
 
 
+def test_layers_of_another_name_are_as_many_as_there_can_be(tmp_path):
+    contents = {"model_type": "gpt2", "n_layer": 2000}
+    (tmp_path / "config.json").write_text(json.dumps(contents))
+    assert make_config(tmp_path, contents, tensors=2000).num_hidden_layers == 2000
+    with pytest.raises(BundleError, match="the number of layers should be at most 1000, found 2000"):
+        make_config(tmp_path, contents, tensors=10)
+
+
+def test_large_positions_and_bases_of_a_rope_are_none_of_these(bundle):
+    edit_json(bundle / "config.json", max_position_embeddings=10_485_760, rope_theta=3_580_165_449)
+    reseal(bundle)
+    check_fits(open_bundle(bundle, verify="headers"))
+
+
 BUILT = {
-    "perceiver": {"model_type": "idefics2", "perceiver_config": {"resampler_depth": 10**9}},
-    "vision": {"model_type": "mllama", "vision_config": {"num_global_layers": 10**9}},
+    "perceiver": {"model_type": "idefics2", "perceiver_config": {"resampler_depth": 10**6}},
+    "vision": {"model_type": "mllama", "vision_config": {"num_global_layers": 10**6}},
     "audio": {"model_type": "phi4_multimodal", "audio_config": {"num_blocks": 10**9}},
     "stages": {"model_type": "florence2", "vision_config": {"depths": [10**9] * 4}},
     "types": {"model_type": "gpt_neo", "attention_types": [[["global", "local"], 10**9]]},

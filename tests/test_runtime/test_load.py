@@ -199,6 +199,45 @@ def test_contrastive_search_is_not_served_by_this_version_of_transformers(bundle
         model.generate(random_ids(1, 4), max_new_tokens=2, penalty_alpha=0.5, top_k=4, pad_token_id=0)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": -1.0},
+        {"temperature": "hot"},
+        {"temperature": 0.0},
+        {"top_k": -3},
+        {"min_p": 7.0},
+        {"typical_p": "x"},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": []},
+        {"no_repeat_ngram_size": "two"},
+        {"suppress_tokens": [[1]]},
+        {"bad_words_ids": 3},
+        {"sequence_bias": {"a": 1}},
+        {"sequence_bias": [[[10**7], 1.0]]},
+        {"forced_eos_token_id": 10**8},
+        {"exponential_decay_length_penalty": 3},
+        {"watermarking_config": {"greenlist_ratio": 9}},
+        {"watermarking_config": 1},
+        {"stop_strings": ["x"]},
+        {"eos_token_id": "end"},
+        {"max_new_tokens": 0},
+        {"max_new_tokens": "ten"},
+        {"max_length": -1, "max_new_tokens": None},
+        {"num_beams": 2, "num_return_sequences": 3},
+        {"no_such_setting": 1},
+        {"logits_processor": 3},
+    ],
+    ids=str,
+)
+def test_settings_that_generate_cannot_use_are_one_sentence(bundle, settings):
+    model, _ = load(bundle, verify="headers")
+    arguments = {"max_new_tokens": 2, "pad_token_id": 0, "do_sample": True} | settings
+    with pytest.raises(UsageError, match=r"cannot (be applied|use its settings) \(.*\); correct") as caught:
+        model.generate(random_ids(1, 4), **arguments)
+    assert "\n" not in str(caught.value)
+
+
 def test_streamers_receive_the_text(bundle):
     model, tokenizer = load(bundle, verify="headers")
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
