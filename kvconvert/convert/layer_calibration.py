@@ -46,7 +46,7 @@ class LayerCalibration:
     """What the layers of one calibration share.
 
     Attributes:
-        runner: of the model, which has an adapter and was given `inputs`.
+        runner: of the model, which knows the layers' structure and was given `inputs`.
         directory: where results are written.
         jobs: of all layers, in order.
         inputs: calibration sequences.
@@ -297,10 +297,10 @@ def resolved_fields(scheme: KVScheme | None, job: LayerJob) -> dict[str, Any]:
 
 
 def untouched_record(job: LayerJob) -> LayerRecord:
-    """A layer of an architecture without adapter: weights stay in the source, only the cache is described."""
+    """A layer of unknown structure: weights stay in the source, only the cache is described."""
     reason, searched = job.reason, job.search.searched(job.scheme)
     if job.scheme is not None and searched:
-        note = f"{', '.join(searched)} are the scheme's own, for no adapter describes this architecture's layers"
+        note = f"{', '.join(searched)} are the scheme's own, for the structure of this model's layers is unknown"
         reason = "; ".join(filter(None, (reason, note)))
     return LayerRecord(index=job.index, modules=[], reason=reason, **resolved_fields(job.scheme, job))
 

@@ -139,7 +139,7 @@ def _scheme(runner: LayerRunner, scheme: KVScheme | None, index: int, layer_type
     if scheme.folds_values:
         structure = runner.structure(index)
         unsupported_reason = (
-            "no adapter says that this architecture's values may be rotated in the weights"
+            "the structure of this model's layers is unknown"
             if structure is None
             else structure.fold_unsupported_reason
         )

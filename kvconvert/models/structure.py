@@ -1,6 +1,6 @@
 """The parts of a decoder layer: what its modules are called, and what may be done to them.
 
-Architecture adapters write these descriptions, calibration passes read them; they hold names and numbers, no modules.
+`kvconvert.convert.discovery` finds them, calibration passes read them; they hold names and numbers, no modules.
 """
 
 from __future__ import annotations
