@@ -130,7 +130,8 @@ class LayerStructure:
         output: Linear that reads what the attention computes.
         norm_groups: see `NormGroup`.
         pairs: see `ScalingPair`; value -> output is not among them.
-        num_attention_heads, num_key_value_heads, head_dim: shape of the attention.
+        num_attention_heads, num_key_value_heads, head_dim: shape of the attention, and channels of a value.
+        key_dim: channels of a key; None where it has those of a value.
         fold_unsupported_reason: why W_V and W_O may not carry a rotation of the values; None where they may.
         value_scaling_unsupported_reason: why no scale may move from value to output; None where it may.
         unquantized: modules with a weight matrix that is kept, with the reason. Readers of a norm are scaled with it
@@ -149,6 +150,7 @@ class LayerStructure:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
+    key_dim: int | None = None
     fold_unsupported_reason: str | None = None
     value_scaling_unsupported_reason: str | None = None
     unquantized: dict[str, str] = field(default_factory=dict)

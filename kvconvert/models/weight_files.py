@@ -8,6 +8,7 @@ Modules are called here as in the loaded model; files keep the checkpoint's name
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,16 +179,18 @@ class TensorNames:
 
 
 def _prefixes(stored: Mapping[str, str]) -> dict[str, str]:
-    """Modules whose names differ, and those inside them: everything before a common ending of two tensor names."""
-    prefixes: dict[str, str] = {}
+    """Modules whose names differ, and those inside them: everything before a common ending of two tensor names.
+
+    Where a module's tensors disagree (Hy3 moves the router into a module of its own), most of them decide.
+    """
+    found: dict[str, Counter[str]] = defaultdict(Counter)
     for loaded, name in stored.items():
         ours, theirs = loaded.split("."), name.split(".")
-        if ours == theirs:
-            continue
         while len(ours) > 1 and len(theirs) > 1 and ours[-1] == theirs[-1]:
             ours.pop()
             theirs.pop()
-            prefixes[".".join(ours)] = ".".join(theirs)
+            found[".".join(ours)][".".join(theirs)] += 1
+    prefixes = {module: names.most_common(1)[0][0] for module, names in found.items() if {*names} != {module}}
     # A module's own tensors take precedence over those of modules inside it, which a checkpoint may hold elsewhere.
     for loaded, name in stored.items():
         (ours, _, part), (theirs, _, other) = loaded.rpartition("."), name.rpartition(".")

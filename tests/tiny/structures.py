@@ -14,6 +14,7 @@ REFUSED_WEIGHTS = {
     "gemma3n_text": "some of its layers have no keys and values of their own",
     "gemma4_text_shared": "some of its layers have no keys and values of their own",
     "gpt2": "has no Linear that reads what it computes",
+    "bloom": "takes arguments that fit one sequence alone",
     "mpt": "does not run on token ids alone",
     "falcon": "compute attention in code of their own",
     "falcon_alibi": "compute attention in code of their own",

@@ -145,14 +145,19 @@ def _arguments(model: PreTrainedModel, base_name: str, layers_name: str) -> list
     compute_buffers(base, base, torch.device("cpu"), lambda name, buffer: _stand_in(buffer, random))
     capture = InputCapture(CalibrationInputs(_ids(model.config)), layers_name)
     try:
-        for _ in capture.run(base, base.get_submodule(inside), torch.device("cpu")):
-            pass
+        (hidden,) = capture.run(base, base.get_submodule(inside), torch.device("cpu"))
     except UnsupportedModelError:
         raise
     except Exception as error:  # code of any model, which may take more than token ids
         raise UnsupportedModelError(
             f"{type(model).__name__} does not run on token ids alone ({first_line(error)}); {ONLY_CACHE}."
         ) from error
+    expected = (1, TOKENS, model.config.get_text_config().hidden_size)
+    if tuple(hidden.shape) != expected:
+        raise UnsupportedModelError(
+            f"The layers of {type(model).__name__} take hidden states of shape {list(hidden.shape)}, not one stream "
+            f"{list(expected)}; {ONLY_CACHE}."
+        )
     return [capture.arguments(index, 0) for index in range(len(base.get_submodule(inside)))]
 
 
@@ -202,7 +207,10 @@ def _structure(model: PreTrainedModel, name: str, index: int, arguments: Mapping
         raise UnsupportedModelError(f"The experts {name}.{fused} cannot be separated; {ONLY_CACHE}.")
     owner, hidden = _models_around(model, name)[-1], model.config.get_text_config().hidden_size
     try:
-        return Finder(Experiment(layer, owner, arguments, TOKENS, hidden), config, name).structure()
+        experiment = Experiment(layer, owner, arguments, TOKENS, hidden)
+        if not experiment.takes_batches():
+            raise UnsupportedModelError(f"{name} takes arguments that fit one sequence alone; {ONLY_CACHE}.")
+        return Finder(experiment, config, name).structure()
     except UnsupportedModelError:
         raise
     except Exception as error:  # of the model's own code

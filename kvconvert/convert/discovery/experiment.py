@@ -80,9 +80,20 @@ class Experiment:
         self.arguments = _doubled(dict(arguments))
         self.observed = self.run()
 
+    @torch.no_grad()
+    def takes_batches(self) -> bool:
+        """Whether sequences side by side, with the arguments of one, give what each gives by itself."""
+        other = self.draw(*self.input.shape)
+        try:
+            both = self._compute(torch.cat([self.input, other]))
+        except RuntimeError:
+            return False
+        expected = torch.cat([self.observed.output, self._compute(other)])
+        return both.shape == expected.shape and _close_to(both, expected)
+
     def draw(self, *shape: int) -> Tensor:
         """Normally distributed numbers, float64."""
-        return torch.randn(*shape, dtype=torch.float64, generator=self._random)
+        return torch.randn(shape, dtype=torch.float64, generator=self._random)
 
     def factors(self, count: int) -> Tensor:
         """Positive factors over several orders of magnitude, so that bounds of what lies between show."""
@@ -145,8 +156,7 @@ class Experiment:
             changes: these values, by name.
             compared: those that it is compared with; None stands for its own.
         """
-        expected = self.observed.output if compared is None else self._with(compared)
-        return bool((self._with(changes) - expected).abs().max() <= PRESERVED * expected.abs().max())
+        return _close_to(self._with(changes), self.observed.output if compared is None else self._with(compared))
 
     @torch.no_grad()
     def _with(self, values: Mapping[str, Tensor]) -> Tensor:
@@ -160,6 +170,10 @@ class Experiment:
         finally:
             for name, value in own.items():
                 parameters[name].data = value
+
+
+def _close_to(output: Tensor, expected: Tensor) -> bool:
+    return bool((output - expected).abs().max() <= PRESERVED * expected.abs().max())
 
 
 def _recorder(seen: Observation, name: str, cuts: bool) -> Callable[..., Any]:

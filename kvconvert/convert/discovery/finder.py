@@ -96,6 +96,7 @@ class Finder:
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=channels,
+            key_dim=self._key_dim(channels),
             fold_unsupported_reason=fold,
             value_scaling_unsupported_reason=scaling,
             unquantized=self.kept,
@@ -165,6 +166,11 @@ class Finder:
         for _, query, _, value in self.experiment.observed.attention:
             return query.shape[1], value.shape[1], value.shape[-1]
         return self.config.num_attention_heads, key_value_heads(self.config), head_dim(self.config)
+
+    def _key_dim(self, channels: int) -> int | None:
+        """Channels of a key where it has others than a value."""
+        dims = {key.shape[-1] for _, _, key, _ in self.experiment.observed.attention}
+        return next((dim for dim in dims if dim != channels), None)
 
     # Norms and their readers.
 
@@ -434,7 +440,7 @@ class Finder:
         """Whether a matrix gives each token a number for each expert."""
         return self.experts is not None and self.modules[name].weight.shape[0] == self.experts.count
 
-    def _kept_linear(self, name: str, beside: set[str], attention: str) -> str | None:
+    def _kept_linear(self, name: str, grouped: set[str], beside: set[str], attention: str) -> str | None:
         """Why a Linear is not quantized that chooses experts, or makes but a few numbers for each token."""
         outputs, inputs = self.modules[name].weight.shape
         if name in beside and self._chooses(name):
@@ -443,11 +449,12 @@ class Finder:
             return SHARED_GATE
         if self._chooses(name) and not name.startswith(f"{attention}."):
             return ROUTER_APART
-        if outputs <= FEW_OUTPUTS and 8 * outputs <= inputs:
+        if name in grouped and outputs <= FEW_OUTPUTS and 8 * outputs <= inputs:
             return FEW
         return UNEVEN if outputs % 8 else None
 
     def _keep_the_rest(self, attended: set[str], groups: tuple[NormGroup, ...], attention: str) -> None:
+        grouped = {name for group in groups for name in group.readers}
         beside = {name for group in groups if any(map(self._is_expert, group.readers)) for name in group.readers}
         for name, module in self.modules.items():
             own = [parameter for parameter in module.parameters(recurse=False) if parameter.ndim > 1]
@@ -456,7 +463,7 @@ class Finder:
             if name in self.linears:
                 reason = UNEVEN if module.out_features % 8 else None
                 if name not in attended:
-                    reason = self._kept_linear(name, beside, attention)
+                    reason = self._kept_linear(name, grouped, beside, attention)
             elif isinstance(module, nn.Conv1d):
                 reason = CONVOLUTION
             elif isinstance(module, nn.Linear) and _is_linear(module):
