@@ -97,6 +97,7 @@ class Finder:
             num_key_value_heads=kv_heads,
             head_dim=channels,
             key_dim=self._key_dim(channels),
+            attends_once=len(self.experiment.observed.attention) < 2,
             fold_unsupported_reason=fold,
             value_scaling_unsupported_reason=scaling,
             unquantized=self.kept,
@@ -136,6 +137,10 @@ class Finder:
             if inside or not place:
                 break
             place = place.rpartition(".")[0]
+        if not self.calls[name][0].is_first:
+            raise UnsupportedModelError(
+                f"{self.name}.{name} takes its input otherwise than as hidden_states; {ONLY_CACHE}."
+            )
         if not inside:
             raise UnsupportedModelError(f"{self.name}.{name} has no Linear that reads what it computes; {ONLY_CACHE}.")
         return name, inside[-1]
@@ -273,13 +278,15 @@ class Finder:
                 continue
             if any(name in group.readers for group in groups):
                 continue
-            same = [
-                other for other, c in free.items() if not self._is_expert(other) and _same_numbers(c.input, call.input)
-            ]
+            same = [other for other, c in free.items() if self._is_fed(other, c, call.input)]
             names, inspected, _ = self._readers(same, call.input, attention)
             norm = next((path for path in self.calls if self._is_bare_norm(path, call.input)), None)
             groups.append(NormGroup(norm, names, inspected, unsupported_reason=NO_WEIGHT if norm else STREAM))
         return groups
+
+    def _is_fed(self, name: str, call: Call, read: Tensor) -> bool:
+        """Whether a matrix reads this tensor: all of it, or an expert its share."""
+        return self._reads(name, call, read) if self._is_expert(name) else _same_numbers(call.input, read)
 
     def _is_bare_norm(self, name: str, read: Tensor) -> bool:
         module, call = self.modules[name], self.calls[name][0]
@@ -466,12 +473,15 @@ class Finder:
                     reason = self._kept_linear(name, grouped, beside, attention)
             elif isinstance(module, nn.Conv1d):
                 reason = CONVOLUTION
-            elif isinstance(module, nn.Linear) and _is_linear(module):
+            elif _is_linear(module):
                 reason = UNCALLED
             else:
                 reason = ROUTER if name in beside else NO_LINEAR
             if reason is not None:
                 self.kept[name] = reason
+        chosen = [name for name in self.linears if name not in self.kept]
+        if not self.experiment.is_called(chosen):
+            self.kept |= {name: UNCALLED for name in chosen if not self.experiment.is_called([name])}
 
     # The residual stream.
 
