@@ -149,15 +149,15 @@ class TensorNames:
         merged: set[str] = set()
         rearranged: set[str] = set()
         for name in sorted(names):
-            loaded, converter = rename_source_key(name, renamings, converters, base, state)
-            if converter is not None:
-                first, *others = converter.target_patterns
+            loaded, pattern = rename_source_key(name, renamings, converters, base, state)
+            if pattern is not None:
+                first, *others = next(c.target_patterns for c in converters if pattern in c.source_patterns)
                 merged |= {loaded, *(loaded.replace(first, other) for other in others)}
-                experts = "experts" in loaded
+                is_expert = ".experts." in loaded
                 plain = apply_renamings(name, renamings)
                 nested = loaded.startswith(f"{base}.") and not plain.startswith(f"{base}.")
                 loaded = f"{base}.{plain}" if nested else plain
-                if not experts:
+                if not is_expert:
                     rearranged.add(loaded)
             elif loaded not in state and name in state:
                 loaded = name

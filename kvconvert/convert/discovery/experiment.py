@@ -133,8 +133,11 @@ class Experiment:
                 module._parameters[name] = made[id(parameter)]
 
     def _weight(self, name: str, parameter: Tensor) -> Tensor:
+        if parameter.ndim == 2:  # a vector's numbers along diagonals take no room, where a matrix may take gigabytes
+            vector = self.draw(sum(parameter.shape)).mul_(1.4 / math.sqrt(parameter.shape[1]))
+            return vector.as_strided(parameter.shape, (1, 1))
         drawn = self.draw(*parameter.shape)
-        if parameter.ndim > 1:
+        if parameter.ndim > 2:
             return drawn.mul_(1.4 / math.sqrt(max(1, parameter[0].numel())))
         return drawn.mul_(0.3).add_(1.0 if name == "weight" else 0.1)
 

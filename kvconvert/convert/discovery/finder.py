@@ -33,6 +33,7 @@ NONLINEAR = "what lies between them is not linear in its channels"
 VALUES_CHANGED = "values do not reach the output projection as they leave their own"
 NORM_BETWEEN = "a norm over each head lies between the state and the output projection"
 APART = "the router, without whose choice the experts cannot be compared, reads another input"
+UNREACHED = "nothing that could be scaled makes their input alone"
 MORE = "what reads the norm takes more than its output, so that candidates cannot be compared"
 ROUTER = "the router is scaled with its norm and never quantized"
 ROUTER_APART = "the router is never quantized"
@@ -85,6 +86,7 @@ class Finder:
         attended = {part.linear for part in (query, key, value) if part is not None}
         self._keep_the_rest(attended, groups, attention)
         groups = tuple(group for group in groups if group.norm or not self.kept.keys() >= {*group.readers})
+        groups += self._others({output, *grouped, *attended, *self.kept}, pairs)
         return LayerStructure(
             attention=attention,
             query=query,
@@ -257,8 +259,11 @@ class Finder:
         call = self.calls[name][0]
         if not call.is_unary or call.output is None:
             return False
-        output = self.experiment.compute(self.modules[name], call.input.reshape(1, -1, call.input.shape[-1]))
-        return output is not None and _same_numbers(output, call.output)
+        try:
+            output = self.experiment.compute(self.modules[name], call.input.reshape(1, -1, call.input.shape[-1]))
+        except TypeError:  # it takes more than tensors
+            return False
+        return isinstance(output, Tensor) and _same_numbers(output, call.output)
 
     def _may_scale(self, norm: str, readers: list[str], offset: bool) -> bool:
         module = self.modules[norm]
@@ -288,6 +293,25 @@ class Finder:
         """Whether a matrix reads this tensor: all of it, or an expert its share."""
         return self._reads(name, call, read) if self._is_expert(name) else _same_numbers(call.input, read)
 
+    def _others(self, named: set[str], pairs: tuple[ScalingPair, ...]) -> tuple[NormGroup, ...]:
+        """Linears that nothing else names: they are quantized, and no scale reaches their input."""
+        named = named | {name for pair in pairs for name in (pair.up.linear, pair.down)}
+        groups = [
+            NormGroup(None, (name,), (name,), unsupported_reason=UNREACHED)
+            for name in self.linears
+            if name not in named and not self._is_expert(name)
+        ]
+        if self.experts is not None:
+            linears = [self.experts.linears(number) for number in range(self.experts.count)]
+            firsts = tuple(name for gate, up, _ in linears for name in (gate, up))
+            if not named >= {*firsts}:
+                self.kept[self.experts.module] = HOLDS
+                readers = (self.experts.module, *firsts)
+                groups.append(NormGroup(None, readers, readers[:1], unsupported_reason=UNREACHED))
+            lasts = [down for *_, down in linears if down not in named]
+            groups += [NormGroup(None, (down,), (down,), unsupported_reason=UNREACHED) for down in lasts]
+        return tuple(groups)
+
     def _is_bare_norm(self, name: str, read: Tensor) -> bool:
         module, call = self.modules[name], self.calls[name][0]
         if any(True for _ in module.parameters()) or call.input is None or call.output is None:
@@ -313,7 +337,7 @@ class Finder:
         leaves = {name: calls[name][-1].output for name in self.matrices if calls[name][-1].output is not None}
         leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
         leaves[""] = hidden
-        weights = torch.rand_like(target) + 0.5
+        weights = self.experiment.draw(*target.shape).abs() + 0.5
         found = torch.autograd.grad((target * weights).sum(), [*leaves.values()], retain_graph=True, allow_unused=True)
         pairs = zip(leaves, found, strict=True)
         reached = {name: grad for name, grad in pairs if grad is not None and grad.any()}
