@@ -26,6 +26,8 @@ from kvconvert.calibration.activations import ActivationRecorder, ActivationStat
 from kvconvert.calibration.awq_clips import apply_clips, search_clips
 from kvconvert.calibration.awq_scales import search_scales
 from kvconvert.calibration.awq_scaling import apply_scales
+from kvconvert.convert.discovery import discover
+from kvconvert.convert.layer_runner import build_without_weights
 from kvconvert.data.text import load_token_samples
 from kvconvert.fidelity.bootstrap import Interval, bootstrap_mean
 from kvconvert.fidelity.evaluate import text_figures, versions
@@ -33,7 +35,6 @@ from kvconvert.fidelity.scoring import Comparison, Decoder, compare
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme
-from kvconvert.models.adapters import require_adapter
 from kvconvert.models.structure import LayerStructure
 from kvconvert.runtime import KVCache
 from kvconvert.tables import markdown_table as table
@@ -115,7 +116,7 @@ def quantized(
 
 def weight_variants(model: LlamaForCausalLM, ids: torch.Tensor, seed: int) -> dict[str, Decoder]:
     """Fake-quantized models by name; the searches are given ids [samples, length], nothing of the text reported on."""
-    structure = require_adapter(model.config).structure(model.config, 0)
+    structure = discover(build_without_weights(model.config)).structures[0]
     observed = observe(model, structure, ids)
     wrong = [shuffled(layer, structure, seed + index) for index, layer in enumerate(observed)]
     seen = dict(zip(WEIGHT_METHODS, (None, observed, wrong), strict=True))

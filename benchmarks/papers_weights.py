@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kvconvert.calibration.weight_grid import WeightGrid
+from kvconvert.convert.discovery import discover
+from kvconvert.convert.layer_runner import build_without_weights
 from kvconvert.data.text import load_token_samples
 from kvconvert.methods.awq import AUTO_GROUP_SIZES
-from kvconvert.models.adapters import require_adapter
 
 BITS = 3  # as in the paper's tables
 
@@ -79,10 +80,9 @@ def quantized(case: Case, directory: Path, samples: int, device: str) -> PreTrai
 
 def _linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     """The Linears that conversions quantize."""
-    adapter, found = require_adapter(model.config), {}
-    for index, layer in enumerate(model.model.layers):
-        names = adapter.structure(model.config, index).linears
-        found |= {f"{index}.{name}": layer.get_submodule(name) for name in names}
+    structures, found = discover(build_without_weights(model.config)).structures, {}
+    for index, (layer, structure) in enumerate(zip(model.model.layers, structures, strict=True)):
+        found |= {f"{index}.{name}": layer.get_submodule(name) for name in structure.linears}
     return found
 
 

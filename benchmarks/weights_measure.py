@@ -26,7 +26,6 @@ from kvconvert.errors import UsageError
 from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.methods import KVCalibration
 from kvconvert.methods.awq import WeightsRecipe
-from kvconvert.models.adapters import require_adapter
 from kvconvert.models.source import float_dtype, open_source
 
 SAMPLES, LENGTH = 64, 512  # of the calibration text: the defaults of `kvconvert calibrate`
@@ -112,7 +111,7 @@ def quantized_model(directory: Path, case: Case, calibration: Sources, seed: int
     tokenizer = AutoTokenizer.from_pretrained(directory)
     data = load_mixture(calibration, tokenizer, case.samples, case.length, seed)
     source = open_source(str(directory))
-    runner = LayerRunner(source, require_adapter(source.config), torch.device(device))
+    runner = LayerRunner(source, torch.device(device))
     structures = [runner.structure(index) for index in range(runner.num_layers)]
     paired = case.corrected and case.weights.compensates and all(structure.writers for structure in structures)
     if paired:

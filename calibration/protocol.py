@@ -115,7 +115,7 @@ class LayerJob:
         weights: how Linears are quantized.
         scheme: of the layer's cache; None where it is left alone.
         search: what calibration chooses of it.
-        structure: names of the layer's parts; None where no adapter describes them.
+        structure: names of the layer's parts; None where they are unknown.
         reason: why the scheme differs from the recipe's, or "".
         heads, head_dim: KV heads, and channels of each.
         value_head_dim: channels of a stored value where a key has others: of RoPE parts beside latents, of which no

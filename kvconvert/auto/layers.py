@@ -39,7 +39,7 @@ class SearchedLayer:
         costs: bytes of each candidate, summed over `lengths(context)`, by name.
         context: tokens of the sequence that costs are stated for.
         sliding_window: of the layer, or None.
-        output: name of its output projection, or None where no adapter describes it.
+        output: name of its output projection, or None where it is unknown.
     """
 
     index: int
@@ -172,12 +172,12 @@ def measured_layer(
     Args:
         layer: its scheme and candidates.
         call: the layer's attention on calibration sequences.
-        output_weight: [hidden, Hq * E], see `AttentionSample`; None where no adapter describes the layer, so that
+        output_weight: [hidden, Hq * E], see `AttentionSample`; None where the layer's structure is unknown, so that
             calibration can fit neither feedback nor a constant part.
         embeddings: what the layer got as `position_embeddings`.
         changing_rope: see `LayerWork`.
     """
-    search, constant = layer.search, "no adapter describes this architecture's layers"
+    search, constant = layer.search, "the structure of this model's layers is unknown"
     if output_weight is None:
         search = replace(search, calibrate_key_rounding=False, calibrate_keys=False)
     else:

@@ -53,7 +53,7 @@ class ModuleCoverage(Record):
     Attributes:
         name: as in the loaded model, for instance "model.layers.0.self_attn.q_proj".
         stored_name: as in the weight files, where that is another name; else "".
-        kind: "linear", "embedding", "norm", ... in the words of the adapter.
+        kind: "linear", "embedding", "norm", ...
         method: "awq", "gptq", "awq+gptq" or "rtn" (quantized), "source" (quantized in the source, which does not tell
             how), or "kept".
         bits, group_size: of a quantized module.

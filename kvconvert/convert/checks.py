@@ -51,16 +51,16 @@ def check_recipe(runner: LayerRunner, recipe: Recipe) -> None:
         if only is not None:
             placeholder_ids(runner.source.config, only)
         field = scheme.needs_calibration()
-        if runner.adapter is None and field is not None:
+        if runner.architecture is None and field is not None:
             raise RecipeError(
-                f"[kv] {field} = {getattr(scheme, field)!r} follows from calibration, and no adapter describes this "
-                "architecture's layers; choose a value that needs none."
+                f"[kv] {field} = {getattr(scheme, field)!r} follows from calibration, and the structure of this "
+                "model's layers is unknown; choose a value that needs none."
             )
 
 
 def check_layers_fit(runner: LayerRunner, memory: int) -> None:
     """Refuse a layer whose weights alone, in float32, are more than the `memory` bytes of the GPU that computes it."""
-    for index in range(runner.num_layers) if runner.adapter is not None else ():
+    for index in range(runner.num_layers) if runner.architecture is not None else ():
         layer = runner.model.get_submodule(runner.layer_name(index))
         size = 4 * sum(parameter.numel() for parameter in layer.parameters())
         if size > memory:
@@ -79,15 +79,14 @@ def check_packed(runner: LayerRunner, recipe: Recipe) -> None:
             f"The weights of {source.id} are quantized already ({source.stored_as}), and the recipe {recipe.name} "
             'would quantize them again; choose one that keeps them, [weights] method = "none": kv-only, for example.'
         )
-    inside = () if runner.adapter is None else tuple(f"{runner.layer_name(i)}." for i in range(runner.num_layers))
+    inside = () if runner.architecture is None else tuple(f"{runner.layer_name(i)}." for i in range(runner.num_layers))
     modules, experts = dict(runner.model.named_modules()), runner.expert_modules()
     for name in packings:
         module = modules.get(name.removesuffix(".weight"))
         if not name.startswith(inside) or name.startswith(experts) or not isinstance(module, nn.Linear):
             raise CheckpointError(
                 f"{source.directory} holds {name.removesuffix('.weight')} quantized, and quantized weights are kept in "
-                "the Linears of decoder layers that an adapter describes, experts excepted; convert the model that it "
-                "was made from."
+                "the Linears of decoder layers, experts excepted; convert the model that it was made from."
             )
 
 

@@ -8,7 +8,7 @@ adds between the layers (as Qwen3-VL adds image features).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -221,25 +221,72 @@ def fill(module: nn.Module, owner: PreTrainedModel, tensors: dict[str, Tensor], 
     values = {k: t.to(device, torch.float32 if t.is_floating_point() else t.dtype) for k, t in tensors.items()}
     module.load_state_dict(values, strict=False, assign=True)
     module.requires_grad_(False)
+
+    def refuse(name: str, buffer: Tensor) -> Tensor:
+        raise UnsupportedModelError(
+            f"transformers does not compute the buffer {name} of {type(owner).__name__}, which no checkpoint holds; it "
+            'can be converted with [weights] method = "none" only.'
+        )
+
+    compute_buffers(module, owner, device, refuse)
+
+
+@torch.no_grad()
+def compute_buffers(
+    module: nn.Module, owner: PreTrainedModel, device: torch.device, unknown: Callable[[str, Tensor], Tensor]
+) -> None:
+    """Give a module the buffers that its model computes, where they are on the meta device and parameters are not.
+
+    Args:
+        module: with parameters.
+        owner: the model that the module belongs to; computes buffers as when transformers loads it.
+        device: on which to put them.
+        unknown: makes a buffer that the model does not compute, from its name and its form on the meta device.
+    """
     for parameter in (*module.parameters(), *module.buffers()):
         # transformers initializes what does not carry this mark.
         parameter._is_hf_initialized = not parameter.is_meta
     for name, part in module.named_modules():
-        empty = [key for key, buffer in part.named_buffers(recurse=False) if buffer.is_meta]
+        empty = {key: buffer for key, buffer in part.named_buffers(recurse=False) if buffer.is_meta}
+        for key, buffer in part.named_buffers(recurse=False):
+            if not buffer.is_meta:
+                part._buffers[key] = buffer.to(device)
         if not empty or any(parameter.is_meta for parameter in part.parameters(recurse=False)):
             continue
-        for key in empty:
-            buffer = getattr(part, key)
-            unset = float("nan") if buffer.is_floating_point() else _UNSET if buffer.dtype.itemsize > 2 else 0
-            part._buffers[key] = torch.full_like(buffer, unset, device=device)
+        for key, buffer in empty.items():
+            part._buffers[key] = _unset(buffer, device)
         _owner_of(part, owner)._init_weights(part)
-        for key in empty:
-            buffer = getattr(part, key)
-            if (buffer != buffer).any() or (buffer.dtype.itemsize > 2 and (buffer == _UNSET).any()):
-                raise UnsupportedModelError(
-                    f"transformers does not compute the buffer {name}.{key} of {type(owner).__name__}, which no "
-                    'checkpoint holds; it can be converted with [weights] method = "none" only.'
-                )
+        for key, form in empty.items():
+            if not _is_set(getattr(part, key)):
+                part._buffers[key] = unknown(f"{name}.{key}", form)
+
+
+@torch.no_grad()
+def compute_outer_buffers(model: PreTrainedModel) -> None:
+    """Give modules of a model on the meta device the buffers that the models around them compute, all at once."""
+    forms = [
+        (part, key, buffer)
+        for part in model.modules()
+        for key, buffer in part.named_buffers(recurse=False)
+        if buffer.is_meta and key in part._non_persistent_buffers_set
+    ]
+    for part, key, form in forms:
+        part._buffers[key] = _unset(form, torch.device("cpu"))
+    for owner in [module for module in model.modules() if isinstance(module, PreTrainedModel)]:
+        owner._init_weights(owner)
+    for part, key, form in forms:
+        if not _is_set(getattr(part, key)):
+            part._buffers[key] = form
+
+
+def _unset(form: Tensor, device: torch.device) -> Tensor:
+    """A buffer of a form that shows whether it was computed."""
+    unset = float("nan") if form.is_floating_point() else _UNSET if form.dtype.itemsize > 2 else 0
+    return torch.full_like(form, unset, device=device)
+
+
+def _is_set(buffer: Tensor) -> bool:
+    return not ((buffer != buffer).any() or (buffer.dtype.itemsize > 2 and (buffer == _UNSET).any()))
 
 
 def _owner_of(part: nn.Module, owner: PreTrainedModel) -> PreTrainedModel:

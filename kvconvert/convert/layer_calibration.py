@@ -46,7 +46,7 @@ class LayerCalibration:
     """What the layers of one calibration share.
 
     Attributes:
-        runner: of the model, which has an adapter and was given `inputs`.
+        runner: of the model, which knows the layers' structure and was given `inputs`.
         directory: where results are written.
         jobs: of all layers, in order.
         inputs: calibration sequences.
@@ -304,10 +304,10 @@ def resolved_fields(scheme: KVScheme | None, job: LayerJob) -> dict[str, Any]:
 
 
 def untouched_record(job: LayerJob) -> LayerRecord:
-    """A layer of an architecture without adapter: weights stay in the source, only the cache is described."""
+    """A layer of unknown structure: weights stay in the source, only the cache is described."""
     reason, searched = job.reason, job.search.searched(job.scheme)
     if job.scheme is not None and searched:
-        note = f"{', '.join(searched)} are the scheme's own, for no adapter describes this architecture's layers"
+        note = f"{', '.join(searched)} are the scheme's own, for the structure of this model's layers is unknown"
         reason = "; ".join(filter(None, (reason, note)))
     return LayerRecord(index=job.index, modules=[], reason=reason, **resolved_fields(job.scheme, job))
 
@@ -376,7 +376,7 @@ def layer_coverage(
         for name in copied
     ]
     for name, module in work.layer.named_modules():
-        if name.startswith(copied) or not any(True for _ in module.parameters(recurse=False)):
+        if name.startswith(copied) or not _is_stored(module):
             continue
         full, linear = f"{work.name}.{name}".rstrip("."), name in work.structure.linears
         if name in kept:
@@ -408,6 +408,13 @@ def layer_coverage(
             kind = "linear" if matrix else module_kind(module)
             coverage.append(ModuleCoverage(name=full, kind=kind, method="kept", reason=reason))
     return coverage
+
+
+def _is_stored(module: nn.Module) -> bool:
+    """Whether a module has parameters, or matrices that checkpoints hold besides."""
+    derived = module._non_persistent_buffers_set
+    buffers = (buffer for name, buffer in module.named_buffers(recurse=False) if name not in derived)
+    return any(True for _ in module.parameters(recurse=False)) or any(buffer.ndim > 1 for buffer in buffers)
 
 
 def module_kind(module: nn.Module) -> str:

@@ -6,7 +6,8 @@ import copy
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,16 +15,22 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from kvconvert.calibration.attention_sample import RECORDING_ATTENTION
+from kvconvert.convert.discovery import ONLY_CACHE, Architecture, discover
 from kvconvert.convert.hidden_states import HiddenPart, HiddenStates
-from kvconvert.convert.input_capture import CalibrationInputs, InputCapture, fill, rows_as_looked_up
-from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError
+from kvconvert.convert.input_capture import (
+    CalibrationInputs,
+    InputCapture,
+    compute_outer_buffers,
+    fill,
+    rows_as_looked_up,
+)
+from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError, first_line
 from kvconvert.io.tensorfile import Mapped
 from kvconvert.kernels.device import tf32_products
 from kvconvert.kernels.linear.awq_format import AwqWeight
 from kvconvert.kernels.quantizer import all_finite
-from kvconvert.models.adapters import Adapter
 from kvconvert.models.configuration import bounded_modules, model_class
-from kvconvert.models.experts import ExpertRoles, expert_modules, separate_experts, split_fused
+from kvconvert.models.experts import expert_modules, split_fused
 from kvconvert.models.formats import Packing
 from kvconvert.models.source import SourceModel, wrong_count
 from kvconvert.models.structure import LayerStructure
@@ -43,42 +50,53 @@ class PackedLinear(NamedTuple):
 class LayerRunner:
     """Builds a model without weights and materialises its decoder layers one by one.
 
+    Args:
+        source: the checkpoint.
+        device: on which layers compute.
+        discovers: find the structure of the layers, without which only the cache can be described, uncalibrated.
+
     Attributes:
-        model: the model on the meta device.
+        model: the model on the meta device; with its structure found, with separate experts.
         source: its checkpoint, with tensors named as in the model.
+        architecture: what was found; None where nothing was sought.
+
+    Raises:
+        UnsupportedModelError: transformers builds no such model, or its layers cannot be run one by one.
     """
 
-    def __init__(self, source: SourceModel, adapter: Adapter | None, device: torch.device) -> None:
-        self.adapter, self.device = adapter, device
-        self.model = _build_without_weights(source)
+    def __init__(self, source: SourceModel, device: torch.device, discovers: bool = True) -> None:
+        self.device = device
+        self.model = build_without_weights(source.config, source.directory / "config.json", len(source.tensors))
         self.source = source.named_as(self.model)
+        self.architecture: Architecture | None = discover(self.model) if discovers else None
         self._capture: InputCapture | None = None
-        if adapter is not None:
-            self._separate_experts()
-            adapter.check(self.model)
+        if self.architecture is not None:
+            self._check_arrangement()
 
-    def _separate_experts(self) -> None:
-        """Replace fused experts by Linears for each expert, under the names in the layers' structures."""
-        for index in range(self.num_layers):
-            experts = self.structure(index).experts
-            if experts is not None:
-                roles = ExpertRoles(experts.gate, experts.up, experts.down)
-                separate_experts(self.model.get_submodule(self.layer_name(index)), roles)
+    def _check_arrangement(self) -> None:
+        """Refuse layers whose tensors are not stored as the model has them; experts are taken apart as needed."""
+        inside = f"{self.architecture.layers}."
+        rearranged = min((n for n in self.source.tensor_names.rearranged if n.startswith(inside)), default=None)
+        if rearranged is not None:
+            raise UnsupportedModelError(
+                f"transformers rearranges {rearranged} as it loads {self.architecture.model_type} models, which "
+                f"reading them layer by layer does not; {ONLY_CACHE}."
+            )
 
     def check_headers(self) -> None:
         """Refuse (CheckpointError) a checkpoint whose headers do not fit the model; no weights are read."""
-        check_headers(self.source, self.model, None if self.adapter is None else self.adapter.layers)
+        check_headers(self.source, self.model, None if self.architecture is None else self.architecture.layers)
 
     def expert_modules(self) -> tuple[str, ...]:
         """Full name prefixes of the routed experts of all layers ("model.layers.3.mlp.experts.")."""
-        if self.adapter is None:
+        if self.architecture is None:
             return ()
         structures = [(self.layer_name(index), self.structure(index).experts) for index in range(self.num_layers)]
         return tuple(f"{name}.{experts.module}." for name, experts in structures if experts is not None)
 
     def structure(self, index: int) -> LayerStructure | None:
-        """Names of a decoder layer's parts; None without an adapter."""
-        return None if self.adapter is None else self.adapter.structure(self.model.config, index)
+        """Names of a decoder layer's parts; None where they were not sought."""
+        return None if self.architecture is None else self.architecture.structures[index]
 
     @property
     def config(self) -> PretrainedConfig:
@@ -91,8 +109,8 @@ class LayerRunner:
         return self.config.num_hidden_layers
 
     def layer_name(self, index: int) -> str:
-        """Full name of a decoder layer; without an adapter, its number."""
-        return f"layer {index}" if self.adapter is None else f"{self.adapter.layers}.{index}"
+        """Full name of a decoder layer; where structure was not sought, its number."""
+        return f"layer {index}" if self.architecture is None else f"{self.architecture.layers}.{index}"
 
     def maps_experts(self, index: int) -> bool:
         """Whether a layer's experts are too large for host memory."""
@@ -153,7 +171,7 @@ class LayerRunner:
 
     def has_packed(self, index: int) -> bool:
         """Whether there are any."""
-        return self.adapter is not None and bool(self.source.packings(f"{self.layer_name(index)}."))
+        return self.architecture is not None and bool(self.source.packings(f"{self.layer_name(index)}."))
 
     def _owner(self, name: str) -> PreTrainedModel:
         """The innermost model around a module."""
@@ -166,13 +184,13 @@ class LayerRunner:
 
     def begin(self, inputs: CalibrationInputs) -> None:
         """Set the calibration inputs; before `first_input` and `forward`."""
-        self._capture = InputCapture(inputs, self.adapter.layers)
+        self._capture = InputCapture(inputs, self.architecture.layers)
 
     def first_input(self) -> Iterator[Tensor]:
         """Input of the first layer, sample by sample: float32 [1, length, hidden]."""
-        name = self.adapter.base
+        name = self.architecture.base
         base = copy.deepcopy(self.model.get_submodule(name))
-        layers = self.adapter.layers.removeprefix(f"{name}.")
+        layers = self.architecture.layers.removeprefix(f"{name}.")
         outside = [key for key in base.state_dict() if not key.startswith(f"{layers}.")]
         paths = {module: f"{path}.weight" for path, module in base.named_modules()}
         embedding = base.get_input_embeddings()
@@ -200,7 +218,7 @@ class LayerRunner:
 
         Half of its memory has to be enough for them and four times the weights of a layer in float32.
         """
-        if self.device.type != "cuda" or self.adapter is None:
+        if self.device.type != "cuda" or self.architecture is None:
             return False
         layers = (self.model.get_submodule(self.layer_name(index)) for index in range(self.num_layers))
         weights = max(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers)
@@ -291,28 +309,43 @@ def _first_overflow(layer: nn.Module, batch: Tensor, arguments: dict[str, Any]) 
     return found[0]
 
 
-def _build_without_weights(source: SourceModel) -> PreTrainedModel:
+def build_without_weights(
+    config: PretrainedConfig, origin: Path | str = "its configuration", tensors: int | None = None
+) -> PreTrainedModel:
+    """The model of a configuration on the meta device, which records what its attention computes on.
+
+    Args:
+        config: left as it is.
+        origin: where it is from, for messages.
+        tensors: of the model, which bound the modules that it may have; None for no bound.
+
+    Raises:
+        CheckpointError: it has far more modules than tensors.
+        UnsupportedModelError: transformers builds none.
+    """
     try:
-        with torch.device("meta"), bounded_modules(len(source.tensors), wrong_count):
-            return model_class(source.config).from_config(
-                copy.deepcopy(source.config),
+        with torch.device("meta"), nullcontext() if tensors is None else bounded_modules(tensors, wrong_count):
+            model = model_class(config).from_config(
+                copy.deepcopy(config),
                 dtype=torch.float32,
                 attn_implementation=RECORDING_ATTENTION,
                 trust_remote_code=False,
             )
     except (ValueError, KeyError, AttributeError, ImportError, TypeError, AssertionError) as error:
-        reason = str(error).strip().split("\n")[0].rstrip(".")
+        reason = first_line(error).rstrip(".")
         if "adding_idx" in reason:  # as torch says it, without the field's name
-            text = source.config.get_text_config()
+            text = config.get_text_config()
             reason = f"its pad_token_id, {text.pad_token_id}, is not among its {text.vocab_size} tokens"
         if RECORDING_ATTENTION in reason:
             raise UnsupportedModelError(
-                f"{source.config.model_type} models compute attention in code of their own, which does not go through "
+                f"{config.model_type} models compute attention in code of their own, which does not go through "
                 "transformers' attention interface; so that kvconvert can neither calibrate nor serve their cache."
             ) from error
         raise UnsupportedModelError(
-            f"transformers builds no causal language model from {source.directory / 'config.json'} ({reason})."
+            f"transformers builds no causal language model from {origin} ({reason})."
         ) from error
+    compute_outer_buffers(model)
+    return model
 
 
 def check_headers(source: SourceModel, model: PreTrainedModel, layers: str | None) -> None:

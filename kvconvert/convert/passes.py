@@ -22,7 +22,14 @@ from kvconvert.calibration.static_scales import StaticScalesPass
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.work_records import LayerRecord
 from kvconvert.methods import PLAN_TENSORS, KVScheme
-from kvconvert.models.configuration import layer_config, layer_types_of, pages_unsupported, stored_shape
+from kvconvert.models.configuration import (
+    ATTENDS_IN_PARTS,
+    is_latent,
+    layer_config,
+    layer_types_of,
+    pages_unsupported,
+    stored_shape,
+)
 from kvconvert.recipes.recipe import Recipe
 
 # In the order in which they work: what folds first, the searches for weights after it, and what depends on the values
@@ -131,18 +138,35 @@ def _scheme(runner: LayerRunner, scheme: KVScheme | None, index: int, layer_type
     """The recipe's scheme as one layer can have it, and why it differs."""
     if scheme is None:
         return None, ""
-    unsupported_reason = pages_unsupported(runner.config, layer_type, scheme)
+    structure = runner.structure(index)
+    unsupported_reason = pages_unsupported(runner.config, layer_type, scheme) or _shape_unsupported(runner, index)
     if unsupported_reason:
         return None, unsupported_reason
     if scheme.folds_values and runner.has_packed(index):
         return scheme.with_online_rotation(), "values are rotated at run time: the source's quantized weights are kept"
     if scheme.folds_values:
-        structure = runner.structure(index)
         unsupported_reason = (
-            "no adapter says that this architecture's values may be rotated in the weights"
+            "the structure of this model's layers is unknown"
             if structure is None
             else structure.fold_unsupported_reason
         )
         if unsupported_reason:
             return scheme.with_online_rotation(), f"values are rotated at run time: {unsupported_reason}"
     return scheme, ""
+
+
+def _shape_unsupported(runner: LayerRunner, index: int) -> str | None:
+    """Why a layer whose keys and values have other shapes than the configuration says keeps transformers' own cache."""
+    structure, config = runner.structure(index), layer_config(runner.config, index)
+    if structure is None or structure.key is None or is_latent(config):
+        return None
+    if not structure.attends_once:
+        return ATTENDS_IN_PARTS
+    channels = structure.head_dim
+    found = (structure.num_key_value_heads, structure.key_dim or channels, channels)
+    if found == stored_shape(config):
+        return None
+    return (
+        f"{found[0]} KV heads with keys of {found[1]} and values of {found[2]} channels are not what the configuration "
+        "says; its cache is left to transformers"
+    )

@@ -50,6 +50,7 @@ from kvconvert.convert.checks import (
     check_widths,
     fitted_weights,
 )
+from kvconvert.convert.discovery import Architecture
 from kvconvert.convert.host_memory import release_free_memory
 from kvconvert.convert.input_capture import CalibrationInputs
 from kvconvert.convert.layer_calibration import (
@@ -72,7 +73,6 @@ from kvconvert.io.progress import progress_bar
 from kvconvert.io.records import DataInfo
 from kvconvert.io.tensorfile import Mapped
 from kvconvert.methods.awq import AUTO_GROUP_SIZES
-from kvconvert.models.adapters import Adapter, find_adapter, require_adapter
 from kvconvert.models.configuration import supports_images
 from kvconvert.models.processors import load_tokenizer
 from kvconvert.models.source import SourceModel, choose_device, float_dtype, open_source
@@ -146,12 +146,11 @@ def calibrate(
             check_purpose(source.config, recipe)
             runner = make_runner(source, recipe.weights, target)
             runner.check_headers()
-            adapter = runner.adapter
             check_recipe(runner, recipe)
             check_packed(runner, recipe)
             if target.type == "cuda":
                 check_layers_fit(runner, torch.cuda.get_device_properties(target).total_memory)
-            if adapter is not None:
+            if runner.architecture is not None:
                 recipe = with_fitted_weights(runner, recipe, progress)
             jobs = layer_jobs(runner, recipe)
             task = None if recipe.auto is None else search_task(runner.config, jobs, recipe, target)
@@ -228,7 +227,7 @@ def _calibrate_layers(
     if task is not None or recipe.weights.average_bits is not None:
         jobs = layer_jobs(runner, recipe)
     inputs = CalibrationInputs(tokens.ids, tokens.extras, tokens.visual, directory.mapped(), tokens.random)
-    if runner.adapter is not None:
+    if runner.architecture is not None:
         runner.begin(inputs)
     done = count - len(todo)
     with ThreadPoolExecutor(1) as executor:
@@ -237,7 +236,7 @@ def _calibrate_layers(
             layers.running.append(executor.submit(source.check_finite, directory.state.kept_tensors))
         bar = progress_bar(todo, desc="layers", unit="layer", initial=done, total=count, shown=searches.progress)
         for index in bar:
-            if runner.adapter is not None:
+            if runner.architecture is not None:
                 layers.run(index)
             elif ranks.is_first:
                 directory.commit_layer(index, {}, {}, untouched_record(jobs[index]))
@@ -254,16 +253,14 @@ def _calibrate_layers(
 
 
 def make_runner(source: SourceModel, weights: WeightsRecipe, device: torch.device) -> LayerRunner:
-    """A runner with the model's adapter, which a recipe that keeps weights does without where it does not fit."""
-    if weights.method != "none":
-        return LayerRunner(source, require_adapter(source.config), device)
-    adapter = find_adapter(source.config)
-    if adapter is not None:
-        try:
-            return LayerRunner(source, adapter, device)
-        except UnsupportedModelError as error:
-            logger.warning("The cache is converted without calibration. %s", error)
-    return LayerRunner(source, None, device)
+    """A runner that knows the layers' structure, without which a recipe that keeps weights does where none is found."""
+    try:
+        return LayerRunner(source, device)
+    except UnsupportedModelError as error:
+        if weights.method != "none":
+            raise
+        logger.warning("The cache is converted without calibration. %s", error)
+    return LayerRunner(source, device, discovers=False)
 
 
 def with_fitted_weights(runner: LayerRunner, recipe: Recipe, progress: bool) -> Recipe:
@@ -288,13 +285,13 @@ def _initial_state(
     seed: int,
     progress: bool,
 ) -> WorkState:
-    source, adapter = runner.source, runner.adapter
-    prefix = f"{adapter.layers}." if adapter else None
+    source, found = runner.source, runner.architecture
+    prefix = f"{found.layers}." if found else None
     names = source.tensor_names
     kept = kept_tensors(runner, recipe.weights)
     modules = [
         ModuleCoverage(
-            name=name, kind=module_kind(module), method="kept", reason=_kept_reason(name, adapter)
+            name=name, kind=module_kind(module), method="kept", reason=_kept_reason(name, found)
         ).stored_under(names.of_module(name))
         for name, module in runner.model.named_modules()
         if (prefix is None or not name.startswith(prefix)) and any(True for _ in module.parameters(recurse=False))
@@ -312,7 +309,7 @@ def _initial_state(
         seed=seed,
         device=runner.device.type,
         num_layers=runner.num_layers,
-        adapter=adapter.model_type if adapter else None,
+        adapter=found.model_type if found else None,
         kept_tensors=kept,
         kept_modules=modules,
         transforms=transforms,
@@ -322,18 +319,18 @@ def _initial_state(
 def kept_tensors(runner: LayerRunner, weights: WeightsRecipe) -> list[str]:
     """Tensors, by the checkpoint's names, that export copies from the source."""
     # A checkpoint may hold more layers than the model has (for predicting several tokens); they are copied too.
-    layers = () if runner.adapter is None else tuple(f"{runner.layer_name(i)}." for i in range(runner.num_layers))
+    layers = () if runner.architecture is None else tuple(f"{runner.layer_name(i)}." for i in range(runner.num_layers))
     copied = () if weights.quantizes else runner.expert_modules()
     stored = runner.source.tensor_names.stored
     return sorted(own for name, own in stored.items() if not name.startswith(layers) or name.startswith(copied))
 
 
-def _kept_reason(name: str, adapter: Adapter | None) -> str:
+def _kept_reason(name: str, found: Architecture | None) -> str:
     """Why a module outside the decoder layers keeps its weights."""
-    if adapter is None:
+    if found is None:
         return "the recipe keeps weights"
-    language = adapter.layers.rpartition(".")[0]
-    if name.startswith(f"{adapter.base}.") and not f"{name}.".startswith(f"{language}."):
+    language = found.layers.rpartition(".")[0]
+    if name.startswith(f"{found.base}.") and not f"{name}.".startswith(f"{language}."):
         return "outside the language model, which alone is quantized"
     return "outside the decoder layers"
 
@@ -404,7 +401,7 @@ class Searches:
         text = load_held_out_mixture(data, load_tokenizer(source.directory), rows, length, self.seed, apart)
         model = source.load(_dtype(runner), attn_implementation=SIMULATED_ATTENTION)
         model = model.eval().requires_grad_(False).to(runner.device)
-        layers = () if runner.adapter is None else model.get_submodule(runner.adapter.layers)
+        layers = () if runner.architecture is None else model.get_submodule(runner.architecture.layers)
         return SearchRun(SimulatedModel(model, layers), text, self.directory, self.say, self.progress)
 
 

@@ -26,7 +26,7 @@ class WorkState(Record):
         model: the model as it was named, and `directory` where it was found; neither enters the fingerprint.
         seed, device: of the calibration.
         num_layers: decoder layers.
-        adapter: model type of the adapter, or None for an architecture without one.
+        adapter: model type, or None where the structure of the layers is not known.
         kept_tensors: source tensors that no layer file replaces: an exporter copies them as they are.
         kept_modules: coverage of the modules that own them.
         transforms: changes to the weights, in the order in which they are applied.

@@ -8,6 +8,7 @@ Modules are called here as in the loaded model; files keep the checkpoint's name
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,11 +110,13 @@ class TensorNames:
         stored: the checkpoint's name of each tensor, by the loaded model's name, in order of the latter.
         prefixes: the same for the modules around them, as far as they differ.
         merged: tensors of the loaded model that loading makes from others, by merging or rearranging them.
+        rearranged: the checkpoint's tensors, by the names that they have just before that, experts' excepted.
     """
 
     stored: Mapping[str, str]
     prefixes: Mapping[str, str]
     merged: frozenset[str] = frozenset()
+    rearranged: frozenset[str] = frozenset()
 
     @classmethod
     def same(cls, names: Iterable[str]) -> TensorNames:
@@ -144,13 +147,18 @@ class TensorNames:
         state, base = model.state_dict(), model.base_model_prefix
         stored: dict[str, str] = {}
         merged: set[str] = set()
+        rearranged: set[str] = set()
         for name in sorted(names):
-            loaded, converter = rename_source_key(name, renamings, converters, base, state)
-            if converter is not None:
-                merged.add(loaded)
+            loaded, pattern = rename_source_key(name, renamings, converters, base, state)
+            if pattern is not None:
+                first, *others = next(c.target_patterns for c in converters if pattern in c.source_patterns)
+                merged |= {loaded, *(loaded.replace(first, other) for other in others)}
+                is_expert = ".experts." in loaded
                 plain = apply_renamings(name, renamings)
                 nested = loaded.startswith(f"{base}.") and not plain.startswith(f"{base}.")
                 loaded = f"{base}.{plain}" if nested else plain
+                if not is_expert:
+                    rearranged.add(loaded)
             elif loaded not in state and name in state:
                 loaded = name
             if loaded in stored:
@@ -159,7 +167,7 @@ class TensorNames:
                     "transformers; remove the wrong one."
                 )
             stored[loaded] = name
-        return cls(dict(sorted(stored.items())), _prefixes(stored), frozenset(merged))
+        return cls(dict(sorted(stored.items())), _prefixes(stored), frozenset(merged), frozenset(rearranged))
 
     def of_tensor(self, name: str) -> str:
         """The checkpoint's name of a tensor, or the one that a new tensor of the same module has to get."""
@@ -178,16 +186,18 @@ class TensorNames:
 
 
 def _prefixes(stored: Mapping[str, str]) -> dict[str, str]:
-    """Modules whose names differ, and those inside them: everything before a common ending of two tensor names."""
-    prefixes: dict[str, str] = {}
+    """Modules whose names differ, and those inside them: everything before a common ending of two tensor names.
+
+    Where a module's tensors disagree (Hy3 moves the router into a module of its own), most of them decide.
+    """
+    found: dict[str, Counter[str]] = defaultdict(Counter)
     for loaded, name in stored.items():
         ours, theirs = loaded.split("."), name.split(".")
-        if ours == theirs:
-            continue
         while len(ours) > 1 and len(theirs) > 1 and ours[-1] == theirs[-1]:
             ours.pop()
             theirs.pop()
-            prefixes[".".join(ours)] = ".".join(theirs)
+            found[".".join(ours)][".".join(theirs)] += 1
+    prefixes = {module: names.most_common(1)[0][0] for module, names in found.items() if {*names} != {module}}
     # A module's own tensors take precedence over those of modules inside it, which a checkpoint may hold elsewhere.
     for loaded, name in stored.items():
         (ours, _, part), (theirs, _, other) = loaded.rpartition("."), name.rpartition(".")

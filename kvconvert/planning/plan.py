@@ -158,7 +158,7 @@ def plan(
     runner = make_runner(source, recipe.weights, target)
     runner.check_headers()
     check_recipe(runner, recipe)
-    if runner.adapter is not None:
+    if runner.architecture is not None:
         recipe = with_fitted_weights(runner, recipe, False)
     positions = context_length(runner.config)
     length = min(TEXT_LENGTH, positions or TEXT_LENGTH) if seq_len is None else seq_len
@@ -219,8 +219,8 @@ def _check_positions(positions: int | None, length: int, context: int) -> None:
 
 
 def _layers(runner: LayerRunner, recipe: Recipe) -> list[LayerSizes]:
-    """Of a model with an adapter; layers of others stay in the source, which is copied."""
-    if runner.adapter is None:
+    """Of a model whose structure is known; layers of others stay in the source, which is copied."""
+    if runner.architecture is None:
         return []
     return [LayerSizes.of(runner, index, recipe.weights) for index in range(runner.num_layers)]
 

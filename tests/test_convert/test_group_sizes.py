@@ -4,13 +4,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
 from kvconvert.convert.checks import fitted_weights
+from kvconvert.convert.discovery import discover
+from kvconvert.convert.layer_runner import build_without_weights
 from kvconvert.errors import RecipeError
 from kvconvert.methods.awq import WeightsRecipe
-from kvconvert.models.adapters import require_adapter
 
 # hidden, intermediate (of experts where they are routed), query heads, KV heads, head size, and the group size.
 SHAPES = {
@@ -45,14 +45,13 @@ def runner_of(hidden, intermediate, heads, kv_heads, head_dim):
         vocab_size=8, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=1,
         num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim,
     )  # fmt: skip
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    adapter = require_adapter(config)
+    model = build_without_weights(config)
+    architecture = discover(model)
     return SimpleNamespace(
         model=model,
         num_layers=1,
-        structure=lambda index: adapter.structure(config, index),
-        layer_name=lambda index: f"{adapter.layers}.{index}",
+        structure=lambda index: architecture.structures[index],
+        layer_name=lambda index: f"{architecture.layers}.{index}",
     )
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tiny.models import ARCHITECTURES, architectures
+from tiny.structures import REFUSED_WEIGHTS
 from torch import nn
 
 from kvconvert.convert.hidden_states import HiddenStates
@@ -11,11 +12,10 @@ from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.errors import NumericError, UnsupportedModelError
 from kvconvert.io import tensorfile
 from kvconvert.io.tensorfile import Mapped
-from kvconvert.models.adapters import find_adapter
 from kvconvert.models.source import open_source
 
 LENGTH = 24
-NAMES = [name for name, tiny in ARCHITECTURES.items() if not tiny.multimodal and find_adapter(tiny.config())]
+NAMES = [name for name, tiny in ARCHITECTURES.items() if not tiny.multimodal and name not in REFUSED_WEIGHTS]
 
 
 def through_layers(runner: LayerRunner, inputs: CalibrationInputs, directory) -> torch.Tensor:
@@ -39,15 +39,15 @@ def test_layers_one_by_one_compute_what_the_model_computes(name, tmp_path):
     source = open_source(str(tiny.write(tmp_path / "model")))
     model = tiny.build()
     ids = tiny.inputs(2, LENGTH)["input_ids"]
-    adapter = find_adapter(tiny.config())
+    runner = LayerRunner(source, torch.device("cpu"))
     expected = []
-    layers = model.get_submodule(adapter.layers)
+    layers = model.get_submodule(runner.architecture.layers)
     hook = layers[-1].register_forward_hook(lambda module, args, output: expected.append(output))
     with torch.no_grad():
         model(ids, use_cache=False)
     hook.remove()
     output = expected[0][0] if isinstance(expected[0], tuple) else expected[0]
-    found = through_layers(LayerRunner(source, adapter, torch.device("cpu")), CalibrationInputs(ids), tmp_path)
+    found = through_layers(runner, CalibrationInputs(ids), tmp_path)
     # Both in float32, with other kernels for attention: a few roundings per layer.
     torch.testing.assert_close(found, output, rtol=0, atol=1e-4 * float(output.abs().max()))
 
@@ -125,7 +125,7 @@ def test_an_embedding_has_only_the_rows_that_a_call_looks_up():
 def test_a_pad_token_beyond_the_tokens_of_a_batch_is_no_row_that_has_to_be_there(family, tmp_path):
     vocabulary = 128256
     source = open_source(str(ARCHITECTURES[family].write(tmp_path, vocab_size=vocabulary, pad_token_id=vocabulary - 1)))
-    runner = LayerRunner(source, find_adapter(source.config), torch.device("cpu"))
+    runner = LayerRunner(source, torch.device("cpu"))
     ids = torch.tensor([[5, 120000, vocabulary - 1, 5]])
     runner.begin(CalibrationInputs(ids))
     hidden = torch.cat(list(runner.first_input()))

@@ -16,7 +16,6 @@ from kvconvert.convert.checks import check_layers_fit
 from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.io import tensorfile
 from kvconvert.io.tensorfile import Mapped
-from kvconvert.models.adapters import find_adapter
 from kvconvert.models.source import open_source
 from kvconvert.recipes.recipe import Recipe, WeightsRecipe
 
@@ -64,7 +63,7 @@ def test_a_disk_without_room_for_experts_is_one_sentence(tmp_path, mixture, text
 
 def test_a_layer_larger_than_the_gpu_is_refused(mixture):
     source = open_source(str(mixture))
-    runner = layer_runner.LayerRunner(source, find_adapter(source.config), torch.device("cpu"))
+    runner = layer_runner.LayerRunner(source, torch.device("cpu"))
     size = 4 * sum(tensor.numel() for tensor in runner.model.get_submodule("model.layers.0").parameters())
     check_layers_fit(runner, size)
     with pytest.raises(UsageError, match=r"^model\.layers\.0 takes .* more than the GPU's .*`device` cpu"):

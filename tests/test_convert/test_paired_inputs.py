@@ -11,7 +11,6 @@ from kvconvert.convert.input_capture import CalibrationInputs
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.paired_inputs import RunnerInputs
 from kvconvert.data.mixture import load_mixture
-from kvconvert.models.adapters import require_adapter
 from kvconvert.models.source import open_source
 
 ATTENTION, MLP = "self_attn.q_proj", "mlp.gate_proj"
@@ -46,7 +45,7 @@ def test_parts_before_a_writer_run_once(tmp_path, plain):
     model, text = write_tiny_llama(tmp_path / "model"), save_text(tmp_path)
     ids = load_mixture(str(text), AutoTokenizer.from_pretrained(model), 6, 24, 0).ids
     source = open_source(str(model))
-    runner = LayerRunner(source, require_adapter(source.config), torch.device("cpu"))
+    runner = LayerRunner(source, torch.device("cpu"))
     runner.batch_size = lambda length: 4
     runner.begin(CalibrationInputs(ids))
     states = Held(torch.cat(list(runner.first_input())))

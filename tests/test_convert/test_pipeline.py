@@ -1,6 +1,5 @@
 """Calibrating a model end to end: what is stored, and what is refused."""
 
-import dataclasses
 import subprocess
 import sys
 
@@ -23,8 +22,6 @@ from kvconvert.errors import (
 )
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, quantize_weight
 from kvconvert.methods import KVScheme
-from kvconvert.models.adapters import ADAPTERS
-from kvconvert.models.adapters.adapter import LayerNames
 from kvconvert.models.source import float_dtype, open_source
 from kvconvert.recipes.recipe import Recipe, WeightsRecipe
 
@@ -131,17 +128,18 @@ def test_layer_inputs_come_from_unquantized_layers_with_the_models_own_masks(pla
         torch.testing.assert_close(work.layer_plan(2)[f"layers.2.{name}"], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_an_unknown_architecture_converts_its_cache_only_and_the_record_says_why(tmp_path, text):
-    model = ARCHITECTURES["falcon_h1"].write(tmp_path / "falcon_h1")
+def test_layers_of_unknown_structure_convert_their_cache_only_and_the_record_says_why(tmp_path, text):
+    model = ARCHITECTURES["gpt2"].write(tmp_path / "gpt2")
     work = run(model, tmp_path / "work", text, KV_ONLY)
     record = work.layer_record(1)
+    assert work.state.adapter is None
     assert record.scheme["rotate_values"] == "online"
-    assert "no adapter" in record.reason
+    assert "the structure of this model's layers is unknown" in record.reason
     assert work.layer_tensors(1) == {}
     assert set(work.state.kept_tensors) == set(load_file(model / "model.safetensors"))
-    linears = {m.name for m in work.state.kept_modules if m.kind == "linear"}
-    assert "model.layers.0.self_attn.q_proj" in linears
-    with pytest.raises(KvconvertError, match=r"No adapter describes FalconH1ForCausalLM.*method = \"none\""):
+    kept = {m.name: m.reason for m in work.state.kept_modules}
+    assert kept["transformer.h.0.attn.c_attn"] == "the recipe keeps weights"
+    with pytest.raises(KvconvertError, match=r"transformer\.h\.0\.attn has no Linear.*method = \"none\""):
         run(model, tmp_path / "other", text, AWQ)
 
 
@@ -149,16 +147,6 @@ def test_a_cache_that_the_model_would_never_fill_is_not_promised(tmp_path, text)
     model = ARCHITECTURES["bloom"].write(tmp_path / "bloom")
     with pytest.raises(UnsupportedModelError, match=r"nothing to convert.*bloom computes attention by itself"):
         run(model, tmp_path / "work", text, KV_ONLY)
-
-
-def test_a_model_that_its_adapter_does_not_fit_converts_its_cache_only(tmp_path, model, text, monkeypatch):
-    layer = LayerNames(unquantized={"mlp.conv": "a short convolution"})
-    monkeypatch.setitem(ADAPTERS, "llama", dataclasses.replace(ADAPTERS["llama"], layer=layer))
-    with pytest.raises(UnsupportedModelError, match=r"layer 0 has no mlp\.conv.*method = \"none\""):
-        run(model, tmp_path / "awq", text)
-    work = run(model, tmp_path / "work", text, KV_ONLY)
-    assert work.state.adapter is None
-    assert work.layer_record(0).scheme["rotate_values"] == "online"
 
 
 def test_layers_without_a_cache_of_their_own_have_no_scheme_and_the_record_says_why(tmp_path, text):
@@ -287,17 +275,15 @@ def test_a_layer_that_does_not_fit_its_configuration_is_refused(tmp_path, text, 
         run(model, tmp_path / "work", text)
 
 
-def test_where_the_fold_is_not_legal_values_rotate_on_line_and_weights_stay(tmp_path, model, text, monkeypatch):
-    unsupported_reason = "a gate lies between values and output projection"
-    adapter = dataclasses.replace(ADAPTERS["llama"], layer=LayerNames(fold_unsupported_reason=unsupported_reason))
-    monkeypatch.setitem(ADAPTERS, "llama", adapter)
+def test_where_the_fold_is_not_legal_values_rotate_on_line_and_weights_stay(tmp_path, text):
+    model = ARCHITECTURES["qwen3_5_text"].write(tmp_path / "model")
     work = run(model, tmp_path / "work", text, KV_ONLY)
-    record = work.layer_record(0)
+    record = work.layer_record(1)
     assert record.scheme["rotate_values"] == "online"
-    assert unsupported_reason in record.reason
+    assert "a gate weighs each channel of the values before the output projection" in record.reason
     assert work.state.transforms == []
-    source = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
-    assert all(torch.equal(tensor, source[name]) for name, tensor in work.layer_tensors(0).items())
+    source = load_file(model / "model.safetensors")
+    assert all(torch.equal(tensor, source[name]) for name, tensor in work.layer_tensors(1).items())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tiny.models import TinyModel
+from tiny.models import ARCHITECTURES, TinyModel
+from tiny.structures import REFUSED_WEIGHTS, architecture_of
 
 from kvconvert.bundle.manifest import Manifest
 from kvconvert.errors import UnsupportedModelError
 from kvconvert.methods import KVScheme
-from kvconvert.models.adapters import find_adapter, require_adapter
 from kvconvert.models.configuration import layer_types_of, pages_unsupported
 
 # Limits of the figures below; where they come from is said in test_kv.py and test_weights.py.
@@ -41,15 +41,11 @@ def cache_facts(entry: TinyModel) -> dict[str, Any]:
 
 
 def refused_weights(entry: TinyModel) -> dict[str, Any] | None:
-    """The reason of a refusal, or None where an adapter serves."""
-    config = entry.config()
-    if find_adapter(config):
-        return None
+    """The reason of a refusal, or None where weights are converted."""
     try:
-        require_adapter(config)
-    except UnsupportedModelError as refusal:
-        reason = re.search(r"cannot be converted \((.*?)\)", str(refusal))
-        return {"refused": reason[1] if reason else "no adapter describes it"}
+        architecture_of(entry.config())
+    except UnsupportedModelError:
+        return {"refused": REFUSED_WEIGHTS[next(name for name, tiny in ARCHITECTURES.items() if tiny is entry)]}
     return None
 
 
@@ -64,20 +60,19 @@ def weight_facts(entry: TinyModel, manifest: Manifest) -> dict[str, Any]:
         ValueError: a reason of the architecture's structure that the bundle's coverage does not repeat.
     """
     config = entry.config()
-    adapter = require_adapter(config)
+    architecture = architecture_of(config)
     reasons = " ".join(module.reason for module in manifest.modules)
     quantized: dict[str, None] = {}
     kept: dict[str, str] = {}
     for module in manifest.modules:
-        name = re.sub(r"\.\d+\.", ".*.", module.name.removeprefix(f"{adapter.layers}."))
+        name = re.sub(r"\.\d+\.", ".*.", module.name.removeprefix(f"{architecture.layers}."))
         name = re.sub(r"^\d+\.", "", name)
         if module.method != "kept":
             quantized[name] = None
-        elif module.name.startswith(f"{adapter.layers}.") and module.kind == "linear":
+        elif module.name.startswith(f"{architecture.layers}.") and module.kind == "linear":
             kept[name] = module.reason
     skipped: dict[str, str] = {}
-    for index in range(config.get_text_config().num_hidden_layers):
-        structure = adapter.structure(config, index)
+    for structure in architecture.structures:
         pairs = [
             (f"{group.norm or 'input'} → {_short(group.readers)}", group.unsupported_reason)
             for group in structure.norm_groups

@@ -15,6 +15,7 @@ from kv_cells import generate
 from kv_reference import reference_cache
 from safetensors.torch import load_file
 from tiny.models import TinyModel
+from tiny.structures import architecture_of, separated
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
@@ -26,8 +27,6 @@ from kvconvert.convert import layer_calibration, pipeline
 from kvconvert.convert.export import export
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 from kvconvert.methods import KVScheme
-from kvconvert.models.adapters import require_adapter
-from kvconvert.models.experts import ExpertRoles, separate_experts
 from kvconvert.recipes.recipe import Recipe
 from kvconvert.runtime import load
 
@@ -90,24 +89,14 @@ class Layers:
 
     def model(self, entry: TinyModel, dequantized: bool) -> PreTrainedModel:
         """The source with the transformed layers, or with what their quantized form stands for."""
-        model = separated(entry.build())
+        model = entry.build()
+        separated(model, architecture_of(model.config))
         for name, state in (self.final if dequantized else self.transformed).items():
             if dequantized:
                 names = [f"{linear}.weight" for linear in self.linears[name]]
                 state = state | {key: fake_quantize_weight(state[key], 4, GROUP) for key in names}
             model.get_submodule(name).load_state_dict(state)
         return model
-
-
-def separated(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with its fused experts taken apart, by the names of its adapter."""
-    adapter = require_adapter(model.config)
-    for index in range(model.config.get_text_config().num_hidden_layers):
-        experts = adapter.structure(model.config, index).experts
-        if experts is not None:
-            roles = ExpertRoles(experts.gate, experts.up, experts.down)
-            separate_experts(model.get_submodule(f"{adapter.layers}.{index}"), roles)
-    return model
 
 
 @dataclass(frozen=True)
@@ -207,11 +196,11 @@ def coverage_problems(manifest: Manifest, source: Path, bundle: Path, model: Pre
     problems += [f"{name} is listed and does not exist" for name in sorted(stated.keys() - owners)]
     before = _tensor_shapes(source)
     after = _tensor_shapes(bundle)
-    adapter = require_adapter(model.config)
+    layers = architecture_of(model.config).layers
     for name, module in stated.items():
         if name not in modules:
             continue
-        inside = name.startswith(f"{adapter.layers}.")
+        inside = name.startswith(f"{layers}.")
         is_linear = isinstance(modules[name], nn.Linear)
         problems += _method_problems(name, module, is_linear and inside, after)
     packed = {name.rpartition(".")[0] for name in after if name.endswith(".qweight")}

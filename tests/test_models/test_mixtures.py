@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from tiny.checkpoints import REFERENCE, save_text
 from tiny.mixtures import MIXTURES, few_and_full, tiny_mixture
 from tiny.models import ARCHITECTURES
 from tiny.processors import write_processor
-from transformers import AutoModelForCausalLM
+from tiny.structures import architecture_of, separated
 
 from kvconvert.bundle.describe import coverage
 from kvconvert.bundle.manifest import sealed
@@ -27,12 +28,9 @@ from kvconvert.calibration.awq_scales import search_scales
 from kvconvert.calibration.awq_scaling import apply_scales
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
-from kvconvert.errors import BundleError, CheckpointError, UnsupportedModelError
+from kvconvert.errors import BundleError, CheckpointError
 from kvconvert.kernels.linear import QuantizedLinear
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight
-from kvconvert.models.adapters import ADAPTERS, require_adapter
-from kvconvert.models.adapters.adapter import LayerNames
-from kvconvert.models.experts import ExpertRoles, separate_experts
 from kvconvert.models.structure import LayerStructure
 from kvconvert.recipes.recipe import Recipe, WeightsRecipe
 from kvconvert.runtime import load
@@ -40,19 +38,16 @@ from kvconvert.runtime import load
 AWQ = Recipe(weights=WeightsRecipe(method="awq", group_size=32))
 
 
-def separate(model: torch.nn.Module) -> list[LayerStructure]:
-    """Take the experts of every layer apart as the pipeline does, and compare the names."""
-    adapter = require_adapter(model.config)
-    layers = model.get_submodule(adapter.layers)
-    structures = [adapter.structure(model.config, index) for index in range(len(layers))]
-    for layer, structure in zip(layers, structures, strict=True):
-        if structure.experts is not None:
-            separate_experts(layer, ExpertRoles(structure.experts.gate, structure.experts.up, structure.experts.down))
-    adapter.check(model)
-    return structures
+def separate(model: torch.nn.Module) -> Sequence[LayerStructure]:
+    """Take the experts of every layer apart as the pipeline does."""
+    architecture = architecture_of(model.config)
+    separated(model, architecture)
+    return architecture.structures
 
 
-def observe(model: torch.nn.Module, structures: list[LayerStructure], ids: torch.Tensor) -> list[ActivationStatistics]:
+def observe(
+    model: torch.nn.Module, structures: Sequence[LayerStructure], ids: torch.Tensor
+) -> list[ActivationStatistics]:
     """What calibration records of every layer."""
     recorders = [ActivationRecorder(structure, *ids.shape, 16) for structure in structures]
     hooks = [recorder.attached(layer) for recorder, layer in zip(recorders, model.model.layers, strict=True)]
@@ -224,15 +219,6 @@ def test_an_expert_missing_from_a_checkpoint_is_refused_by_name(tmp_path):
         calibrate(
             str(source), tmp_path / "work", recipe=AWQ, data=save_text(tmp_path), samples=2, seq_len=16, progress=False
         )
-
-
-@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
-def test_an_adapter_that_forgets_the_experts_is_refused(model_type):
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(tiny_mixture(model_type).config)
-    adapter = dataclasses.replace(ADAPTERS[model_type], layer=LayerNames(), variants=())
-    with pytest.raises(UnsupportedModelError, match=r"layer 0 has a weight mlp\.(gate|router|experts)"):
-        adapter.check(model)
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss"])

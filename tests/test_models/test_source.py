@@ -10,7 +10,6 @@ from tiny.checkpoints import save_checkpoint
 
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError
-from kvconvert.models.adapters import find_adapter
 from kvconvert.models.source import open_source
 from kvconvert.models.weight_files import INDEX_FILE
 
@@ -232,7 +231,7 @@ def test_a_configuration_of_which_transformers_builds_no_model_is_refused(model,
     (model / "config.json").write_text(json.dumps(config | {"vocab_size": 4096, field: value}))
     source = open_source(str(model))
     with pytest.raises(UnsupportedModelError, match=f"builds no causal language model from .*{said}"):
-        LayerRunner(source, find_adapter(source.config), torch.device("cpu"))
+        LayerRunner(source, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -1,14 +1,13 @@
-"""Adapters know which Linears add to the residual stream: found by running every family's layers."""
+"""Structures say which Linears add to the residual stream: compared by running every family's layers."""
 
 from itertools import chain
 
 import pytest
 import torch
 from tiny.models import ARCHITECTURES
+from tiny.structures import REFUSED_WEIGHTS, architecture_of
 
-from kvconvert.models.adapters import find_adapter
-
-TEXTS = [name for name, tiny in ARCHITECTURES.items() if not tiny.multimodal and find_adapter(tiny.config())]
+TEXTS = [name for name, tiny in ARCHITECTURES.items() if not tiny.multimodal and name not in REFUSED_WEIGHTS]
 
 
 def module_inputs_and_outputs(layer, names):
@@ -29,16 +28,15 @@ def module_inputs_and_outputs(layer, names):
 @pytest.mark.parametrize("name", TEXTS)
 def test_writers_add_what_they_compute_to_the_stream(name):
     model = ARCHITECTURES[name].build()
-    adapter = find_adapter(model.config)
-    layers = model.get_submodule(adapter.layers)
-    structures = [adapter.structure(model.config, index) for index in range(len(layers))]
-    found = [
+    architecture = architecture_of(model.config)
+    layers, structures = model.get_submodule(architecture.layers), architecture.structures
+    recorded = [
         module_inputs_and_outputs(layer, {"", *structure.writers, *chain(*structure.writers.values())})
         for layer, structure in zip(layers, structures, strict=True)
     ]
     with torch.no_grad():
         model(torch.arange(3, 20)[None], use_cache=False)
-    for structure, seen in zip(structures, found, strict=True):
+    for structure, seen in zip(structures, recorded, strict=True):
         for writer, (before, after) in structure.writers.items():
             stream = seen[after][0] if after else seen[""][1]
             torch.testing.assert_close(seen[before][0] + seen[writer][1], stream, rtol=1e-4, atol=1e-5)
@@ -47,4 +45,4 @@ def test_writers_add_what_they_compute_to_the_stream(name):
 def test_the_families_measured_have_writers():
     for name in ("llama", "qwen2", "qwen3", "mistral"):
         config = ARCHITECTURES[name].config()
-        assert list(find_adapter(config).structure(config, 0).writers) == ["self_attn.o_proj", "mlp.down_proj"]
+        assert list(architecture_of(config).structures[0].writers) == ["self_attn.o_proj", "mlp.down_proj"]

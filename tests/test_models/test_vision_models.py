@@ -8,9 +8,9 @@ from PIL import Image
 from safetensors.torch import load_file
 from tiny.models import ARCHITECTURES, GREEDY
 from tiny.processors import LOADABLE, quick_and_full, write_processor, write_vision_model
+from tiny.structures import architecture_of
 from torch.nn.functional import pad
 from transformers import AutoConfig, AutoModelForImageTextToText, ProcessorMixin
-from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.convert.export import export
@@ -22,7 +22,6 @@ from kvconvert.data.drawings import draw
 from kvconvert.data.samples import load_samples
 from kvconvert.errors import UnsupportedModelError
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight
-from kvconvert.models.adapters import VISION, require_adapter
 from kvconvert.models.processors import ImagePrompts
 from kvconvert.models.source import open_source
 from kvconvert.runtime import load
@@ -56,11 +55,11 @@ def test_calibration_sees_what_the_model_computes(name, tmp_path):
     data = load_samples(source, None, 2, 96, seed=0)
     model = ARCHITECTURES[name].build()
     expected = []
-    for layer in model.get_submodule(require_adapter(source.config).layers):
+    runner = LayerRunner(source, torch.device("cpu"))
+    for layer in model.get_submodule(runner.architecture.layers):
         layer.register_forward_pre_hook(lambda module, arguments: expected.append(arguments[0]))
     for ids, extra in zip(data.ids, data.extras, strict=True):
         model(input_ids=ids[None], **extra)
-    runner = LayerRunner(source, require_adapter(source.config), torch.device("cpu"))
     runner.begin(CalibrationInputs(data.ids, data.extras, data.visual))
     states = torch.cat(list(runner.first_input()))
     for index in range(runner.num_layers):
@@ -214,20 +213,13 @@ def test_from_pretrained_loads_a_bundle_too(llava):
     assert type(model).__name__ == "LlavaForConditionalGeneration"
 
 
-@pytest.mark.parametrize("name", VISION)
-def test_adapters_name_what_transformers_builds(name):
-    assert MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[name] == VISION[name][0]
-
-
 def test_idefics3_has_its_layers_where_smolvlm_has_them():
     config = AutoConfig.for_model("idefics3", text_config=ARCHITECTURES["smolvlm"].settings["text_config"])
-    with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(config)
-    require_adapter(config).check(model)
+    assert architecture_of(config).layers == "model.text_model.layers"
 
 
-def test_a_language_model_that_no_adapter_describes_is_refused_by_name():
+def test_a_language_model_that_computes_attention_by_itself_is_refused_by_name():
     config = AutoConfig.for_model("llava", text_config={"model_type": "falcon"})
     config.architectures = ["LlavaForConditionalGeneration"]
-    with pytest.raises(UnsupportedModelError, match="LlavaForConditionalGeneration"):
-        require_adapter(config)
+    with pytest.raises(UnsupportedModelError, match="llava"):
+        architecture_of(config)

@@ -1,23 +1,21 @@
 """Every family's names are right if folding and scaling through them leave the model's function unchanged."""
 
 import copy
-import re
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 import torch
 from tiny.checkpoints import tiny_model
 from tiny.models import ARCHITECTURES
-from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
+from tiny.structures import REFUSED_WEIGHTS, architecture_of, separated
+from torch import nn
 
 from kvconvert.calibration.activations import ActivationRecorder
 from kvconvert.calibration.awq_scales import search_scales
 from kvconvert.calibration.awq_scaling import apply_scales
 from kvconvert.calibration.oscar import fold_value_rotation
-from kvconvert.errors import UnsupportedModelError
-from kvconvert.models.adapters import ADAPTERS, dense, find_adapter, require_adapter
-from kvconvert.models.experts import ExpertRoles, separate_experts
+from kvconvert.convert.discovery import discover
+from kvconvert.convert.layer_runner import build_without_weights
 
 # Family, query heads, KV heads, head size, further configuration. Together they cover each family with grouped-query
 # ratios 1, 2 and 4, all head sizes, and biases on and off.
@@ -38,7 +36,7 @@ CASES = [
 ]
 
 
-TEXTS = [name for name, tiny in ARCHITECTURES.items() if not tiny.multimodal and find_adapter(tiny.config())]
+TEXTS = [name for name, tiny in ARCHITECTURES.items() if not tiny.multimodal and name not in REFUSED_WEIGHTS]
 # Shapes that configurations give to layers; the models of `tiny.models` as they are stand in the matrix of all tests.
 MODELS = [
     ("stablelm", {"use_parallel_residual": True}),
@@ -60,14 +58,11 @@ MODELS = [
 def transformed(model, ids, fold, dtype=torch.float32):
     """A copy of the model, folded and then scaled layer by layer, and every scaling or the reason for none."""
     model = copy.deepcopy(model)
-    adapter = require_adapter(model.config)
-    layers = model.get_submodule(adapter.layers)
-    structures = [adapter.structure(model.config, index) for index in range(len(layers))]
+    architecture = architecture_of(model.config)
+    layers, structures = model.get_submodule(architecture.layers), architecture.structures
+    separated(model, architecture)
     recorders = [ActivationRecorder(structure, *ids.shape, 16) for structure in structures]
     for layer, structure in zip(layers, structures, strict=True):
-        if structure.experts is not None:
-            experts = structure.experts
-            separate_experts(layer, ExpertRoles(experts.gate, experts.up, experts.down))
         if fold and not structure.fold_unsupported_reason:
             fold_value_rotation(layer, structure)
     with torch.no_grad(), ExitStack() as hooks:
@@ -75,12 +70,12 @@ def transformed(model, ids, fold, dtype=torch.float32):
             hooks.enter_context(recorder.attached(layer))
         for sequence in ids.split(1):
             model(sequence, use_cache=False)
-    found = []
+    results = []
     for layer, structure, recorder in zip(layers, structures, recorders, strict=True):
         scalings, skipped = search_scales(layer, structure, recorder.result(), 3, 16, dtype=dtype)
         apply_scales(layer, structure, scalings, dtype)
-        found.append((structure, scalings, skipped))
-    return model, found
+        results.append((structure, scalings, skipped))
+    return model, results
 
 
 def random_ids():
@@ -90,40 +85,35 @@ def random_ids():
 @pytest.mark.parametrize(("name", "changes"), MODELS, ids=["-".join((n, *c)) for n, c in MODELS])
 def test_every_shape_of_layers_computes_the_same_after_folding_and_scaling(name, changes):
     model = ARCHITECTURES[name].build(**changes)
-    changed, found = transformed(model, random_ids(), fold=True)
+    changed, results = transformed(model, random_ids(), fold=True)
     with torch.no_grad():
         expected, logits = model(random_ids()).logits, changed(random_ids()).logits
     # 1e-4 is what the project promises; float32 rounding through two layers gives about 1e-6.
     assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
-    require_adapter(model.config).check(changed)
-    assert any(scaling.ratio > 0 for _, scalings, _ in found for scaling in scalings)
-    for structure, scalings, skipped in found:
+    assert any(scaling.ratio > 0 for _, scalings, _ in results for scaling in scalings)
+    for structure, scalings, skipped in results:
         values = structure.value is not None or structure.value_scaling_unsupported_reason is not None
         assert len(scalings) + len(skipped) >= len(structure.norm_groups) + len(structure.pairs) + values
     # Whatever says that it may be rotated has been.
-    adapter = require_adapter(model.config)
-    for index, (structure, *_) in enumerate(found):
+    layers = architecture_of(model.config).layers
+    for index, (structure, *_) in enumerate(results):
         if structure.value is not None and structure.fold_unsupported_reason is None:
-            before, after = (m.get_submodule(f"{adapter.layers}.{index}.{structure.output}") for m in (model, changed))
+            before, after = (m.get_submodule(f"{layers}.{index}.{structure.output}") for m in (model, changed))
             assert not torch.allclose(before.weight, after.weight)
 
 
-@pytest.mark.parametrize("name", [name for name in TEXTS if "moe" not in ARCHITECTURES[name].features])
-def test_every_linear_of_every_architecture_has_a_use_or_is_refused(name):
-    with torch.device("meta"):
-        model = ARCHITECTURES[name].build()
-    adapter = require_adapter(model.config)
-    adapter.check(model)
-    layers = model.get_submodule(adapter.layers)
-    layers[1].extra_proj = torch.nn.Linear(8, 8)
-    with pytest.raises(UnsupportedModelError, match=r"layer 1 has a Linear extra_proj"):
-        adapter.check(model)
-    del layers[1].extra_proj
-    for index, layer in enumerate(layers):
-        output = adapter.structure(model.config, index).output
-        layer.set_submodule(output, torch.nn.Identity())
-    with pytest.raises(UnsupportedModelError, match="is no Linear"):
-        adapter.check(model)
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_linear_of_every_architecture_is_quantized_or_kept_for_a_reason(name):
+    model = build_without_weights(ARCHITECTURES[name].config())
+    architecture = discover(model)
+    for layer, structure in zip(model.get_submodule(architecture.layers), architecture.structures, strict=True):
+        matrices = {
+            path
+            for path, module in layer.named_modules()
+            if isinstance(module, nn.Linear | nn.Conv1d) or getattr(getattr(module, "weight", None), "ndim", 0) > 1
+        }
+        assert matrices <= {*structure.named}
+        assert all(isinstance(layer.get_submodule(path), nn.Linear) for path in structure.linears)
 
 
 @pytest.mark.parametrize(
@@ -155,43 +145,3 @@ def test_scaled_norms_are_exact_in_bfloat16_and_lose_nothing_by_it():
         expected, found = model(ids).logits, changed(ids).logits
     # Rounding the norms to bfloat16 (2^-9 relative) would show at 1e-3; it is absorbed by the weights.
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
-
-
-def test_the_documented_example_is_the_entry_itself():
-    document = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    example = re.search(r"```python\n(.*?)```", document, re.DOTALL)[1]
-    assert eval(example, vars(dense)) == ADAPTERS["phi"]
-
-
-def test_an_unknown_architecture_is_refused_with_what_is_missing():
-    config = GPT2Config(architectures=["GPT2LMHeadModel"])
-    assert find_adapter(config) is None
-    with pytest.raises(UnsupportedModelError, match=r"GPT2LMHeadModel.*which Linears read each norm"):
-        require_adapter(config)
-
-
-@pytest.mark.parametrize(("model_type", "stated"), [("llama", "LLaMAForCausalLM"), ("phimoe", "PhiMoEForCausalLM")])
-def test_a_class_is_known_by_the_name_that_was_published_whatever_its_case(model_type, stated):
-    config = ARCHITECTURES[model_type].config(architectures=[stated])
-    assert require_adapter(config) is ADAPTERS[model_type]
-
-
-def test_a_model_that_is_not_a_causal_language_model_is_refused():
-    with pytest.raises(UnsupportedModelError, match="LlamaForSequenceClassification"):
-        require_adapter(LlamaConfig(architectures=["LlamaForSequenceClassification"]))
-
-
-def test_a_linear_without_a_name_is_reported_not_passed_over():
-    with torch.device("meta"):
-        model = LlamaForCausalLM(tiny_model("llama").config)
-        model.model.layers[1].mlp.extra_proj = torch.nn.Linear(64, 64)
-    with pytest.raises(UnsupportedModelError, match=r"layer 1 has a Linear mlp\.extra_proj"):
-        ADAPTERS["llama"].check(model)
-
-
-def test_a_matrix_that_is_no_linear_is_reported_not_passed_over():
-    with torch.device("meta"):
-        model = LlamaForCausalLM(tiny_model("llama").config)
-        model.model.layers[0].mlp.experts = torch.nn.Parameter(torch.empty(4, 64, 64))
-    with pytest.raises(UnsupportedModelError, match=r"layer 0 has a weight mlp\.experts"):
-        ADAPTERS["llama"].check(model)
