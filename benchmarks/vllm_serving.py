@@ -288,7 +288,7 @@ class Contender:
             from kvconvert.vllm.bundle import served_bundle
 
             ranks = CONTENDERS[self.name].get("tensor_parallel_size", 1)
-            blocks_for = served_bundle(str(self.model)).layout(torch.bfloat16, ranks).blocks_for
+            blocks_for = served_bundle(str(self.model)).layouts(torch.bfloat16, ranks)[0].blocks_for
         rows = 1
         while (
             rows < 256 // self.scale

@@ -13,13 +13,16 @@ from typing import Any
 
 from kvconvert.bundle.files import read_object, read_settings
 from kvconvert.bundle.generation import NAME, read_generation, stop_tokens
-from kvconvert.errors import BundleError
+from kvconvert.errors import BundleError, listed
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.vllm.bundle import ServedBundle, is_bundle, served_bundle
 
 logger = logging.getLogger(__name__)
 # Minor versions of vLLM whose interfaces the plugin was tried with.
 VERSIONS = ("0.32", "0.33")
+OWN_BACKEND = "bundles bring their own attention backend"
+# Tokens of a block of layers with sliding windows, which vLLM's backends take on CPUs and GPUs.
+WINDOW_BLOCK = 32
 
 
 def is_known(version: str) -> bool:
@@ -44,22 +47,38 @@ def choose_settings(arguments: Any, version: str) -> ServedBundle | None:
     served = served_bundle(arguments.model)
     if getattr(arguments, "generation_config", "auto") == "auto":
         arguments.generation_config = _generation_config(path)
+    if served.unused_schemes:
+        kinds = listed(sorted({served.layer_types[index] for index in served.unused_schemes}))
+        logger.warning(
+            "vLLM keeps the cache of %d layers of type %s itself, in the model's dtype: their schemes are not used.",
+            len(served.unused_schemes),
+            kinds,
+        )
     if not served.has_cache:
         return served
-    needed = {
-        "attention_backend": ("CUSTOM", "bundles bring their own attention backend"),
-        "block_size": (PAGE_SIZE, f"a block is a page of {PAGE_SIZE} tokens"),
-        "kv_cache_dtype": ("auto", "the bundle says how the cache is stored"),
-    }
+    needed = {"kv_cache_dtype": ("auto", "the bundle says how the cache is stored")}
+    if not served.is_hybrid:
+        needed["attention_backend"] = "CUSTOM", OWN_BACKEND
+        needed["block_size"] = PAGE_SIZE, f"a block is a page of {PAGE_SIZE} tokens"
+    elif served.has_states:
+        needed["block_size"] = None, "it follows from the sizes of pages and states"
+    elif arguments.block_size is None:
+        # Of the layers with windows; small blocks are easily put where our pages are.
+        arguments.block_size = WINDOW_BLOCK
     for name, (value, reason) in needed.items():
         given = getattr(arguments, name)
         given = getattr(given, "name", given)
         if given not in (None, "auto", value):
-            raise _refused(f"--{name.replace('_', '-')} {given}", reason)
+            raise refused(f"--{name.replace('_', '-')} {given}", reason)
         setattr(arguments, name, value)
     arguments.enable_prefix_caching = bool(arguments.enable_prefix_caching)
     if arguments.enable_prefix_caching and served.keeps_windows:
-        raise _refused("--enable-prefix-caching", "its newest tokens are in full precision, which no other request has")
+        raise refused("--enable-prefix-caching", "its newest tokens are in full precision, which no other request has")
+    if arguments.enable_prefix_caching and served.is_hybrid:
+        raise refused(
+            "--enable-prefix-caching",
+            "vLLM shortens a prefix to what its other layers have cached, and would cut the blocks of sink tokens",
+        )
     return served
 
 
@@ -94,7 +113,7 @@ def refuse_config(served: ServedBundle, config: Any) -> None:
     """Refuse a bundle, or vLLM's settings, that cannot be served (BundleError)."""
     parallel = config.parallel_config
     if parallel.tensor_parallel_size > 1 and served.has_own_weights:
-        raise _refused("tensor parallelism", "its weights have other widths than 4 bits")
+        raise refused("tensor parallelism", "its weights have other widths than 4 bits")
     if not served.has_cache:
         return
     reason = served.refusal(config.model_config.dtype, parallel.tensor_parallel_size)
@@ -107,12 +126,15 @@ def refuse_config(served: ServedBundle, config: Any) -> None:
     }
     for name, size in sizes.items():
         if size > 1:
-            raise _refused(name, "the plugin divides heads among devices and nothing else")
+            raise refused(name, "the plugin divides heads among devices and nothing else")
+    if served.has_windows and config.scheduler_config.disable_hybrid_kv_cache_manager:
+        raise refused("--disable-hybrid-kv-cache-manager", "layers with sliding windows have blocks of another size")
     if config.speculative_config is not None:
-        raise _refused("speculative decoding", "a page, once quantized, cannot give back rejected tokens")
+        raise refused("speculative decoding", "a page, once quantized, cannot give back rejected tokens")
     if config.kv_transfer_config is not None:
-        raise _refused("a KV connector", "tokens in full precision lie in blocks that it does not know")
+        raise refused("a KV connector", "tokens in full precision lie in blocks that it does not know")
 
 
-def _refused(what: str, reason: str) -> BundleError:
+def refused(what: str, reason: str) -> BundleError:
+    """What ends the start where a setting cannot be served, and why."""
     return BundleError(f"A kvconvert bundle cannot be served with {what}: {reason}; leave it out.")

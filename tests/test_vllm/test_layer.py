@@ -218,7 +218,7 @@ def test_layers_in_one_allocation_are_quantized_together_as_each_alone(name):
         for blocks in (layer.blocks, other.blocks):
             plan = plan_step(layer.layout, [0, 256, 512, 768], [256] * 3, table)
             for request, part in zip(plan.requests, own, strict=True):
-                blocks.write(*plan.places(request, 0, 256), *part.unbind(1))
+                blocks.write(*plan.places(layer.layout, request, 0, 256), *part.unbind(1))
     plan = plan_step(together[0].layout, [0, 1, 2, 3], [257] * 3, table)
     assert all(plan.pending)
     quantize_pending(groups, plan)

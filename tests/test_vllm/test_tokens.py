@@ -23,10 +23,11 @@ NEW = 200
 
 
 def bundle_of(folder: Path, settings: str, bits: int | None = None, group: int = 16) -> Path:
-    """A random Llama of two layers as a bundle; `settings` are lines of the recipe's [kv], `bits` and `group` those of
+    """A random Llama of two layers, or three for layers that differ, as a bundle; `settings` are lines of the recipe's [kv], `bits` and `group` those of
     weights.
     """
-    save_llama(folder / "model", tie_word_embeddings=False, max_position_embeddings=2048, **SIZES)
+    sizes = SIZES | {"max_position_embeddings": 2048, "num_hidden_layers": 3 if "kv.layers" in settings else 2}
+    save_llama(folder / "model", tie_word_embeddings=False, **sizes)
     recipe = RECIPE.format(method="rtn" if bits else "none", kv="kivi") + settings
     (folder / "recipe.toml").write_text(
         recipe.replace("group_size = 16", f"bits = {bits}\ngroup_size = {group}", 1) if bits else recipe
@@ -81,6 +82,12 @@ SCHEMES = {
         'boost_fraction = 0.125\nboost_select = "calibrated"\n'
     ),
     "static": 'key_bits = 8\nvalue_bits = 8\nstatic_scales = "calibrated"\n',
+    # Blocks of three sizes: a layer of 2 bits, one of 8 and 1, and one that is kept, which the others' windows fit.
+    "mixed": (
+        "value_recent_tokens = 128\n"
+        "[[kv.layers]]\nindex = [1]\nkey_bits = 8\nvalue_bits = 1\nboost_fraction = 0.0\n"
+        "[[kv.layers]]\nindex = [2]\nkey_bits = 16\nvalue_bits = 16\n"
+    ),
     "wide": "key_bits = 8\nvalue_bits = 4\nsink_tokens = 0\n",
 }
 
@@ -140,7 +147,7 @@ def test_requests_go_on_after_an_interruption(tmp_path):
     precision, what it had answered, so that it may go on otherwise; the first is never interrupted.
     """
     bundle, asked = bundle_of(tmp_path, SCHEMES["kivi"]), prompts(140, 150, 160)
-    blocks = 2 * served_bundle(str(bundle)).layout(torch.float32).blocks_for(256) + 1
+    blocks = 2 * served_bundle(str(bundle)).layouts(torch.float32)[0].blocks_for(256) + 1
     found, counted = in_vllm(bundle, [asked], num_gpu_blocks_override=1 + blocks, max_model_len=512)
     expected = in_runtime(bundle, asked)
     assert counted["interrupted"]
@@ -258,14 +265,14 @@ manifest = SimpleNamespace(schemes=lambda: [KVScheme.preset("kivi")], layers=lay
 attention = LowBitAttention.__new__(LowBitAttention)
 attention.served, attention.rank, attention.ranks = ServedBundle(SimpleNamespace(manifest=manifest, plan={})), 0, 1
 attention._blocks, attention.num_heads, attention.head_size = None, 4096, 64
-size = attention.served.layout(torch.bfloat16).block_bytes
+size = attention.served.layouts(torch.bfloat16)[0].block_bytes
 memory = torch.zeros(2, size, dtype=torch.int8)
 layer = SimpleNamespace(kv_cache=memory, layer_name="model.layers.0.attn", dtype=torch.bfloat16)
 with imagined(GPU((9, 0), 132)):
     said(lambda: attention.blocks(layer))
 
 windowed = SlidingWindowSpec(block_size=128, num_kv_heads=1, head_size=64, dtype=torch.bfloat16, sliding_window=512)
-said(lambda: LowBitBackend.customize_spec(windowed))
+said(lambda: LowBitBackend.spec("model.layers.0.attn", windowed))
 
 method = weights.BundleWeights()
 q = SimpleNamespace(name="model.layers.0.self_attn.q_proj", method="rtn")

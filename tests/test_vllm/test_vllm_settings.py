@@ -214,7 +214,7 @@ def test_a_rank_has_its_heads_of_the_plan():
         assert torch.equal(part.format.key_feedback, whole.format.key_feedback[own])
         assert torch.equal(part.format.boosted, whole.format.boosted[own])
         assert torch.equal(part.format.key_center.matrix, whole.format.key_center.matrix[own])
-        assert part.layout == found.layout(torch.bfloat16, 2)
+        assert part.layout == found.layouts(torch.bfloat16, 2)[0]
         assert 2 * part.layout.token_bytes == whole.layout.token_bytes
 
 
@@ -233,15 +233,16 @@ def test_schemes_that_blocks_cannot_hold_are_refused(scheme, said):
     refused(served(KIVI, scheme).refusal(torch.bfloat16), "Layer 1", said)
 
 
-def test_layers_of_nearly_one_size_share_it_and_others_are_refused():
-    normed = replace(KIVI, token_norm="per_head")
-    found = served(KIVI, normed)
+def test_layers_of_any_widths_windows_and_sink_tokens_are_served():
+    wide, windowed = KVScheme(key_bits=8, value_bits=8, sink_tokens=4), replace(KIVI, sink_tokens=8)
+    found = served(None, KIVI, wide, replace(windowed, value_recent_tokens=128))
     assert found.refusal(torch.bfloat16) is None
-    assert found.layer(0, torch.device("cpu"), torch.bfloat16).layout.block_bytes == max(
-        served(scheme).layout(torch.bfloat16).block_bytes for scheme in (KIVI, normed)
-    )
-    refused(served(KIVI, KIVI, KVScheme(key_bits=8, value_bits=8, sink_tokens=4)).refusal(torch.bfloat16), "bytes")
-    refused(served(KIVI, replace(KIVI, sink_tokens=8)).refusal(torch.bfloat16), "sink_tokens")
+    layouts = found.layouts(torch.bfloat16)
+    assert found.layer(2, torch.device("cpu"), torch.bfloat16).layout == layouts[2]
+    assert len({layout.block_bytes for layout in layouts}) == 3
+    assert len({layout.blocks_ahead for layout in layouts}) == 1
+    # A layer without a scheme finds its tokens as that after it does.
+    assert layouts[0].sink_tokens == KIVI.sink_tokens
 
 
 @pytest.mark.parametrize(
