@@ -122,6 +122,7 @@ class LayerStep:
             firsts = [page * PAGE_SIZE for page in range(first, end)]
             self.blocks.quantize(plan.pages(request, first, end), tokens.clone(), firsts, f)
         kept = max(min(self.blocks.layout.quantized(request.tokens - 1)) * PAGE_SIZE, request.stored)
+        kept = request.stored if request.drafted else kept
         if kept < request.tokens:
             own = slice(kept - request.stored, None)
             self._write(plan.places(self.blocks.layout, request, kept, request.tokens), keys[:, own], values[:, own])

@@ -34,9 +34,11 @@ class LowBitBackend(AttentionBackend):
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
-    # The one bundle of this process, once its first layer is built, and among how many ranks its heads are divided.
+    # The one bundle of this process, once its first layer is built, among how many ranks its heads are divided, and how
+    # many tokens may be drafted at a time.
     served: ClassVar[ServedBundle | None] = None
     ranks: ClassVar[int] = 1
+    drafts: ClassVar[int] = 0
 
     @staticmethod
     def get_name() -> str:
@@ -82,7 +84,7 @@ class LowBitBackend(AttentionBackend):
         """The bytes of a token in the mean over the layers, when vLLM asks without naming one; see `spec`."""
         if isinstance(spec, LowBitSpec) or cls.served is None:
             return spec
-        layouts = cls.served.layouts(spec.dtype, cls.ranks).values()
+        layouts = cls.served.layouts(spec.dtype, cls.ranks, cls.drafts).values()
         most = max(-(-layout.block_bytes // PAGE_SIZE) for layout in layouts)
         return replace(spec, num_head_slots=1, state_content_bytes=most)
 
@@ -93,7 +95,7 @@ class LowBitBackend(AttentionBackend):
         Raises:
             BundleError: the layer does not attend to all tokens.
         """
-        layouts = {} if cls.served is None else cls.served.layouts(spec.dtype, cls.ranks)
+        layouts = {} if cls.served is None else cls.served.layouts(spec.dtype, cls.ranks, cls.drafts)
         layout = layouts.get(layer_index(layer_name))
         if layout is None or not isinstance(spec, FullAttentionSpec):
             raise BundleError(
@@ -174,6 +176,7 @@ class LowBitAttention(AttentionImpl[LowBitMetadata]):
         config = get_current_vllm_config()
         LowBitBackend.served = self.served = served_bundle(config.model_config.model)
         LowBitBackend.ranks = self.ranks = config.parallel_config.tensor_parallel_size
+        LowBitBackend.drafts = config.num_speculative_tokens
         self.rank = get_tensor_model_parallel_rank()
         self._softcap, self._sinks, self.logits = logits_soft_cap or None, sinks, PLAIN
         self._blocks: LayerBlocks | None = None
@@ -186,7 +189,9 @@ class LowBitAttention(AttentionImpl[LowBitMetadata]):
         known = self._blocks is not None and self._blocks.words.data_ptr() == memory.data_ptr()
         if not known or len(self._blocks.words) != len(memory):
             index = layer_index(layer.layer_name)
-            cache = self.served.layer(index, memory.device, layer.dtype, self.rank, self.ranks)
+            cache = self.served.layer(
+                index, memory.device, layer.dtype, self.rank, self.ranks, LowBitBackend.drafts
+            )
             if runs_triton(memory.device):
                 query = torch.empty(1, self.num_heads, 1, self.head_size, dtype=layer.dtype, device=memory.device)
                 reason = unsupported(query, cache.format, layer.dtype)

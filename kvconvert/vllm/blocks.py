@@ -13,7 +13,7 @@ take, every `stride`-th from there on:
 
 As many consecutive pages as `stride` are in full precision at a time, on one side at least, and these entries differ
 for all of them, and from the entries of all of them. So tokens never move, and a page's blocks ahead are free again
-when it has been quantized. A token is one record: its keys of all heads, then its values.
+when it has been quantized. With drafts, as many more tokens as a pass may have to take back stay in full precision. A token is one record: its keys of all heads, then its values.
 
 The layer with the smallest blocks needs the most of them for its full-precision tokens, and all layers have as many. So
 the smallest blocks may be a little larger than their pages (`block_layouts`).
@@ -54,6 +54,7 @@ class BlockLayout:
         sink_tokens: first tokens of a sequence that stay in full precision.
         key_window, value_window: newest tokens whose keys, or values, stay in full precision besides the page being
             filled.
+        drafts: newest tokens that may be taken back.
         first_page: the entry of page 0, behind the sink tokens; the same in all layers.
         blocks_ahead: entries that a request has besides those of its pages; the same in all layers.
     """
@@ -65,17 +66,18 @@ class BlockLayout:
     sink_tokens: int
     key_window: int
     value_window: int
+    drafts: int = 0
     first_page: int = 0
     blocks_ahead: int = 0
 
     @classmethod
-    def of(cls, cache: CacheFormat, dtype: torch.dtype) -> BlockLayout:
+    def of(cls, cache: CacheFormat, dtype: torch.dtype, drafts: int = 0) -> BlockLayout:
         """The geometry of a layer alone, whose full-precision tokens have this dtype."""
         keys, values = cache.pages.keys, cache.pages.values
         token = (keys.heads * keys.head_dim + values.heads * values.head_dim) * dtype.itemsize
         sides = page_bytes(keys, dtype), page_bytes(values, dtype)
         windows = cache.keys.recent_tokens, cache.values.recent_tokens
-        layout = cls(*sides, sum(sides), token, cache.sink_tokens, *windows)
+        layout = cls(*sides, sum(sides), token, cache.sink_tokens, *windows, drafts)
         return layout.beside([layout])
 
     def beside(self, layouts: Sequence[BlockLayout]) -> BlockLayout:
@@ -97,7 +99,7 @@ class BlockLayout:
     @property
     def stride(self) -> int:
         """Distance between a page's blocks ahead: as many pages are in full precision at a time."""
-        return 1 + -(-max(self.key_window, self.value_window) // PAGE_SIZE)
+        return 1 + -(-(max(self.key_window, self.value_window) + self.drafts) // PAGE_SIZE)
 
     @property
     def half_quantized(self) -> int:
@@ -112,6 +114,10 @@ class BlockLayout:
         """Pages of keys and of values that are quantized once so many tokens are stored."""
         return max(0, tokens - self.key_window) // PAGE_SIZE, max(0, tokens - self.value_window) // PAGE_SIZE
 
+    def completes(self, tokens: int) -> bool:
+        """Whether the last of so many stored tokens completes a page on either side."""
+        return tokens > 0 and self.quantized(tokens) != self.quantized(tokens - 1)
+
     def places(self, positions: torch.Tensor) -> Places:
         """Where tokens at these positions, int64 [n], lie while their pages are in full precision."""
         pages, within = positions // PAGE_SIZE, positions % PAGE_SIZE
@@ -123,15 +129,18 @@ class BlockLayout:
         return Places(positions // self.tokens_per_block, positions % self.tokens_per_block)
 
 
-def block_layouts(caches: Sequence[CacheFormat], dtype: torch.dtype, equal: bool = False) -> list[BlockLayout]:
+def block_layouts(
+    caches: Sequence[CacheFormat], dtype: torch.dtype, equal: bool = False, drafts: int = 0
+) -> list[BlockLayout]:
     """The layouts of layers whose requests have the same rows: of all that pad little, those with the smallest cache.
 
     Args:
         caches: of the layers.
         dtype: of full-precision tokens.
         equal: give all blocks one size, whole bytes for each token, however much is padded.
+        drafts: newest tokens of a request that may be taken back.
     """
-    exact = [BlockLayout.of(cache, dtype) for cache in caches]
+    exact = [BlockLayout.of(cache, dtype, drafts) for cache in caches]
     if equal:
         largest = max((layout.block_bytes for layout in exact), default=0)
         own = [replace(layout, block_bytes=-(-largest // PAGE_SIZE) * PAGE_SIZE) for layout in exact]

@@ -152,25 +152,28 @@ class ServedBundle:
             )
         return None
 
-    def layer(self, index: int, device: torch.device, dtype: torch.dtype, rank: int = 0, ranks: int = 1) -> LayerCache:
+    def layer(
+        self, index: int, device: torch.device, dtype: torch.dtype, rank: int = 0, ranks: int = 1, drafts: int = 0
+    ) -> LayerCache:
         """The cache of a decoder layer, with its part of the KV plan on a device.
 
         Args:
             index: of the layer.
             device, dtype: of its full-precision tokens.
             rank, ranks: whose heads it holds, of how many that the heads are divided among.
+            drafts: newest tokens of a request that may be taken back.
         """
         scheme, cache = self._cache(index, ranks)
         prefix, heads = f"layers.{index}.", cache.pages.keys.heads
         plan = {name.removeprefix(prefix): t for name, t in self.bundle.plan.items() if name.startswith(prefix)}
         own = {name: t[rank * heads : (rank + 1) * heads] if name in OF_HEADS else t for name, t in plan.items()}
         pages = with_plan(cache.pages, scheme, own, device)
-        return LayerCache(pages, cache.rotations, self.layouts(dtype, ranks)[index], dtype)
+        return LayerCache(pages, cache.rotations, self.layouts(dtype, ranks, drafts)[index], dtype)
 
-    def layouts(self, dtype: torch.dtype, ranks: int = 1) -> dict[int, BlockLayout]:
+    def layouts(self, dtype: torch.dtype, ranks: int = 1, drafts: int = 0) -> dict[int, BlockLayout]:
         """The layout of each layer's blocks, all found by the same rows of a block table."""
         caches = tuple(self._cache(index, ranks)[1] for index in self.attending)
-        return dict(zip(self.attending, _layouts(caches, dtype, self.has_states), strict=True))
+        return dict(zip(self.attending, _layouts(caches, dtype, self.has_states, drafts), strict=True))
 
     def _division_refusal(self, index: int, ranks: int) -> str | None:
         """Why a layer's heads cannot be divided among ranks, to follow the layer's name; None if they can."""
@@ -201,8 +204,8 @@ class ServedBundle:
 
 
 @lru_cache(maxsize=16)
-def _layouts(caches: tuple[CacheFormat, ...], dtype: torch.dtype, equal: bool) -> list[BlockLayout]:
-    return block_layouts(caches, dtype, equal)
+def _layouts(caches: tuple[CacheFormat, ...], dtype: torch.dtype, equal: bool, drafts: int) -> list[BlockLayout]:
+    return block_layouts(caches, dtype, equal, drafts)
 
 
 def scheme_refusal(scheme: KVScheme) -> str | None:

@@ -135,6 +135,7 @@ class PassPlanner:
                 lengths[: common.num_reqs].tolist(),
                 common.block_table_tensor,
                 self._quantized_blocks(),
+                None if common.is_prefilling is None else common.is_prefilling.tolist(),
             )
             # Known before this pass's pages are noted.
             plan.pending  # noqa: B018

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import vllm
 from vllm.engine.arg_utils import EngineArgs
 
-from kvconvert.vllm.settings import OWN_BACKEND, choose_settings, is_known, refuse_config, refuse_hub, refused
+from kvconvert.vllm.settings import OWN_BACKEND, choose_settings, is_known, refuse_config, refused
 
 _BACKEND = "kvconvert.vllm.backend.LowBitBackend"
 
@@ -52,8 +51,6 @@ def _recognizing(create_engine_config: Any) -> Any:
         config = create_engine_config(arguments, *args, **kwargs)
         if served is not None:
             refuse_config(served, config)
-        elif not Path(config.model_config.model).is_dir():
-            refuse_hub(arguments, config.model_config.hf_config.to_dict())
         return config
 
     return wrapped

@@ -87,7 +87,7 @@ def divide_prompts(plan: StepPlan, packing: Packing | None) -> list[tuple[slice,
     parts: list[list[Request]] = []
     most = room = 0 if packing is None else packing.tokens
     for request in plan.prompts:
-        if not parts or request.tokens > room:
+        if not parts or request.tokens > room or parts[-1][-1].continues:
             parts.append([])
             room = most
         parts[-1].append(request)
@@ -111,9 +111,9 @@ class PackedPrompts:
 
     def __init__(self, plan: StepPlan, requests: Sequence[Request], packing: Packing):
         self.layout, self.packing = plan.layout, packing
-        self.rows, self.stored, self.lengths = (
-            np.array([getattr(request, name) for request in requests]) for name in ("row", "stored", "length")
-        )
+        names = "row", "stored", "length", "drafted", "continues"
+        fields = (np.array([getattr(request, name) for request in requests]) for name in names)
+        self.rows, self.stored, self.lengths, self._drafted, self._continues = fields
         self.totals = self.stored + self.lengths
         self.begins = np.cumsum(self.totals) - self.totals
         self.block_table = plan.block_table
@@ -133,10 +133,12 @@ class PackedPrompts:
         sinks = _ranges(nothing, np.where(any_page, layout.sink_tokens, 0))
         owner, position = _ranges(np.minimum(keys, values) * page, self.stored)
         side = (position >= keys[owner] * page) + 2 * (position >= values[owner] * page)
-        settled_until = [np.maximum(self.totals - 1 - n, 0) // page for n in (layout.key_window, layout.value_window)]
+        settling = self.totals - 1 + self._continues
+        settled_until = [np.maximum(settling - n, 0) // page for n in (layout.key_window, layout.value_window)]
         settled = [_ranges(*ends) for ends in zip((keys, values), settled_until, strict=True)]
         new_sinks = _ranges(nothing, np.where(any_page, 0, np.minimum(layout.sink_tokens, self.totals)))
-        kept = _ranges(np.maximum(np.minimum(*settled_until) * page, self.stored), self.totals)
+        kept_from = np.where(self._drafted, 0, np.minimum(*settled_until) * page)
+        kept = _ranges(np.maximum(kept_from, self.stored), self.totals)
 
         # Of both the tokens in blocks before the pass and those after it: sink tokens first.
         self._found = [self._pages(*pages) for pages in (*history, *settled)]

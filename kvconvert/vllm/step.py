@@ -22,12 +22,16 @@ class Request(NamedTuple):
         first: index of its first new token among those of the pass.
         stored: tokens stored before.
         length: new tokens, at least one.
+        drafted: whether some of these may be taken back, and stay in full precision besides.
+        continues: whether the next of the pass's requests are more tokens of this one, which see what these complete.
     """
 
     row: int
     first: int
     stored: int
     length: int
+    drafted: bool = False
+    continues: bool = False
 
     @property
     def tokens(self) -> int:
@@ -82,7 +86,8 @@ class StepPlan:
     @cached_property
     def decodes(self) -> Sequence[Request]:
         """Requests with one new token that come before all others, as vLLM orders them."""
-        count = next((i for i, request in enumerate(self.requests) if request.length > 1), len(self.requests))
+        others = (i for i, request in enumerate(self.requests) if request.length > 1 or request.drafted)
+        count = next(others, len(self.requests))
         return self.requests[:count]
 
     @property
@@ -115,16 +120,21 @@ class StepPlan:
     def settled(self, request: Request) -> Iterator[tuple[bool, int, int]]:
         """Of keys (True) and values: the pages that the tokens before a pass's last one complete, from begin to end.
 
-        A page that the last token completes is quantized when the request's next pass begins (`pending`).
+        A page that the last token completes is quantized when the request goes on: at once, or when its next pass
+        begins (`pending`), which may be the second time that drafts have come to that token.
         """
-        sides = zip((True, False), *map(self.layout.quantized, (request.stored, request.tokens - 1)), strict=True)
+        ends = request.stored, request.tokens - (not request.continues)
+        sides = zip((True, False), *map(self.layout.quantized, ends), strict=True)
         return ((is_key, begin, end) for is_key, begin, end in sides if begin < end)
 
     @cached_property
     def pending(self) -> tuple[PendingPages | None, PendingPages | None]:
         """Pages of keys and of values that the last token stored before this pass has completed."""
         found: list[list[tuple[int, int]]] = [[], []]
-        stored = np.array([request.stored for request in self.requests], np.int64)
+        # The second part of a request begins where the first has completed a page, and quantized it.
+        parts = zip((None, *self.requests), self.requests, strict=False)
+        begins = [request.stored if before is None or not before.continues else 0 for before, request in parts]
+        stored = np.array(begins, np.int64)
         ends = [stored % PAGE_SIZE == w % PAGE_SIZE for w in (self.layout.key_window, self.layout.value_window)]
         for index in np.flatnonzero((stored > 0) & (ends[0] | ends[1])).tolist():
             request = self.requests[index]
@@ -199,8 +209,10 @@ class StepPlan:
         begun, done = [], []
         for request in self.requests:
             begun += [(request.row, n) for n in range(-(-request.stored // PAGE_SIZE), -(-request.tokens // PAGE_SIZE))]
-            first = max(0, request.stored - 1) // PAGE_SIZE
-            done += [(request.row, n) for n in range(first, (request.tokens - 1) // PAGE_SIZE)]
+            # Several drafts may have been accepted since the pass before.
+            first = max(0, request.stored - 1 - self.layout.drafts) // PAGE_SIZE
+            end = request.stored if request.drafted else request.tokens - 1
+            done += [(request.row, n) for n in range(first, end // PAGE_SIZE)]
         for pages, value in ((begun, 0), (done, 1)):
             if pages:
                 rows, numbers = upload(torch.tensor(pages).T, self.device)
@@ -225,17 +237,28 @@ def plan_step(
     lengths: Sequence[int],
     block_table: torch.Tensor,
     quantized_blocks: torch.Tensor | None = None,
+    prompts: Sequence[bool] | None = None,
 ) -> StepPlan:
     """The plan of a pass.
+
+    Drafts that complete a page are divided there: later ones see it quantized, as they would without drafts.
 
     Args:
         layout: as in `StepPlan`.
         starts: where each request's tokens begin among those of the pass, and their number at the end.
         lengths: tokens of each request once the pass is over.
         block_table, quantized_blocks: as in `StepPlan`.
+        prompts: which requests' tokens are of prompts, and no drafts; None for all.
     """
-    spans = enumerate(zip(starts, starts[1:], lengths, strict=False))
-    requests = [
-        Request(row, first, tokens - end + first, end - first) for row, (first, end, tokens) in spans if end > first
-    ]
+    requests = []
+    for row, (first, end, tokens) in enumerate(zip(starts, starts[1:], lengths, strict=False)):
+        stored, length = tokens - end + first, end - first
+        if not layout.drafts or not 1 < length <= 1 + layout.drafts or prompts is None or prompts[row]:
+            requests += [Request(row, first, stored, length)] if length else []
+            continue
+        begin = stored
+        for after in range(stored + 1, tokens + 1):
+            if after == tokens or layout.completes(after):
+                requests.append(Request(row, first + begin - stored, begin, after - begin, True, after < tokens))
+                begin = after
     return StepPlan(layout, requests, block_table, quantized_blocks)

@@ -24,11 +24,14 @@ WINDOWS = [(0, 0), (0, 128), (130, 0), (20, 300), (256, 256)]
 
 @pytest.mark.parametrize(("key_window", "value_window"), WINDOWS)
 @pytest.mark.parametrize("sinks", [0, 4, 60])
-def test_no_token_lies_where_another_or_a_page_does(sinks, key_window, value_window):
-    found = layout(sink_tokens=sinks, key_recent_tokens=key_window, value_recent_tokens=value_window)
+@pytest.mark.parametrize("drafts", [0, 5])
+def test_no_token_lies_where_another_or_a_page_does(sinks, key_window, value_window, drafts):
+    fields = {"sink_tokens": sinks, "key_recent_tokens": key_window, "value_recent_tokens": value_window}
+    found = BlockLayout.of(cache(**fields), torch.bfloat16, drafts)
     for tokens in range(1, 1200):
-        # While the newest token is stored, pages count as quantized that all before it have completed.
-        quantized = found.quantized(tokens - 1)
+        # While the newest token is stored, pages count as quantized that all before it have completed; of drafts, all
+        # before the first.
+        quantized = found.quantized(max(0, tokens - 1 - drafts))
         exact = found.places(torch.arange(min(quantized) * PAGE_SIZE, tokens))
         places = list(zip(*(part.tolist() for part in exact), strict=True))
         kept = found.sinks(torch.arange(min(sinks, tokens)))

@@ -15,7 +15,7 @@ from kvconvert.kernels.launches import record_specializations
 from kvconvert.kernels.pages import dequantize_keys, dequantize_values, page_centers, quantize_keys, quantize_values
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.methods import KVScheme
-from kvconvert.vllm.attention import LayerStep, quantize_pending
+from kvconvert.vllm.attention import PLAIN, LayerStep, Logits, quantize_pending
 from kvconvert.vllm.blocks import BlockLayout
 from kvconvert.vllm.layer import LayerBatch, LayerBlocks, LayerCache, alike
 from kvconvert.vllm.prompts import Flash, PackedPrompts, Packing, divide_prompts
@@ -48,11 +48,13 @@ class Layer:
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
         flash: Flash | None = None,
+        drafts: int = 0,
+        logits: Logits = PLAIN,
     ):
         cache = CacheFormat.of(scheme, heads=HEADS, key_dim=DIM)
         self.device, self.dtype = torch.device(device), dtype
         self.format = with_plan(cache.pages, scheme, PLAN, torch.device("cpu"))
-        self.layout = BlockLayout.of(cache, dtype)
+        self.layout, self.logits = BlockLayout.of(cache, dtype, drafts), logits
         self.rotations, self.kernels = cache.rotations, kernels
         each = self.layout.blocks_for(LONGEST)
         shape = (1 + each * REQUESTS, 1, 1, self.layout.block_bytes // 2)
@@ -68,13 +70,17 @@ class Layer:
         self.keys, self.values = ([torch.zeros(HEADS, 0, DIM) for _ in range(REQUESTS)] for _ in range(2))
         self.pages: dict[tuple[str, int, int], torch.Tensor] = {}
 
-    def run(self, lengths: list[int]) -> float:
-        """One pass with so many new tokens of each request; the largest difference from the reference."""
+    def run(self, lengths: list[int], accepted: list[int] | None = None) -> float:
+        """One pass with so many new tokens of each request; the largest difference from the reference.
+
+        Where it is said how many are accepted, they are drafts of which others are taken back; what each attends to is
+        what it would attend to if it came alone.
+        """
         starts = [sum(lengths[:row]) for row in range(REQUESTS + 1)]
         queries = torch.randn(starts[-1], HEADS * GROUP, DIM).to(self.dtype)
         keys, values = torch.randn(2, starts[-1], HEADS, DIM).to(self.dtype)
         totals = [stored.shape[1] + new for stored, new in zip(self.keys, lengths, strict=True)]
-        plan = plan_step(self.layout, starts, totals, self.table)
+        plan = plan_step(self.layout, starts, totals, self.table, prompts=[accepted is None] * REQUESTS)
         with interpreted() if self.kernels and self.device.type == "cpu" else nullcontext():
             quantize_pending([LayerBatch([self.blocks])], plan)
             if self.tables is not None:
@@ -90,17 +96,29 @@ class Layer:
         for row in range(REQUESTS):
             new = slice(starts[row], starts[row + 1])
             if lengths[row]:
-                expected = self._attention(row, *(x[new].transpose(0, 1).float() for x in (queries, keys, values)))
+                own = [x[new].transpose(0, 1).float() for x in (queries, keys, values)]
+                if accepted is None:
+                    expected = self._attention(row, *own)
+                else:
+                    parts = zip(*(x.split(1, 1) for x in own), strict=True)
+                    expected = torch.cat([self._attention(row, *part) for part in parts], 1)
+                    self._take_back(row, lengths[row] - accepted[row])
                 difference = (output[new].transpose(0, 1) - expected).abs().max().item()
                 worst = max(worst, difference) if difference == difference else float("inf")
         return worst
+
+    def _take_back(self, row: int, count: int) -> None:
+        kept = self.keys[row].shape[1] - count
+        self.keys[row], self.values[row] = self.keys[row][:, :kept], self.values[row][:, :kept]
+        pages = dict(zip(("keys", "values"), self.layout.quantized(kept), strict=True))
+        self.pages = {key: page for key, page in self.pages.items() if key[1] != row or key[2] < pages[key[0]]}
 
     def attend(self, plan: StepPlan, *tokens: torch.Tensor) -> torch.Tensor:
         """The attention of queries, keys and values [n, heads, D] in one pass."""
         queries, keys, values = (x.to(self.device) for x in tokens)
         output = torch.full_like(queries, float("nan"))
         prompts = divide_prompts(plan, self.packing)
-        LayerStep(self.blocks, plan, DIM**-0.5, prompts, self.tables).run(queries, keys, values, output)
+        LayerStep(self.blocks, plan, DIM**-0.5, prompts, self.tables, self.logits).run(queries, keys, values, output)
         return output
 
     def _attention(self, row: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -121,7 +139,7 @@ class Layer:
         every = [torch.cat(side, 1) for side in zip(history, (keys, values), strict=True)]
         length = queries.shape[1]
         visible = torch.arange(stored + length) <= torch.arange(stored, stored + length).unsqueeze(1)
-        return attention_reference(queries, *every, visible, DIM**-0.5).output.float()
+        return attention_reference(queries, *every, visible, DIM**-0.5, *self.logits).output.float()
 
     def _page(self, side: str, row: int, number: int) -> torch.Tensor:
         """A complete page of a request's keys or values [HEADS, 128, DIM] as it is stored, computed once."""
@@ -236,6 +254,43 @@ def test_a_pass_attends_to_what_is_stored_as_it_is_stored(name):
 
 
 FULL = pytest.mark.full
+# New tokens of each request and how many of them are accepted: drafts that end before a page, at its end and behind it,
+# taken back to before it, to its end and not at all; pages that come to their end a second time.
+DRAFTED = [
+    ([125, 250, 100], None), ([4, 4, 4], [1, 4, 4]), ([1, 4, 4], [1, 2, 4]), ([4, 4, 1], [1, 1, 1]), ([4, 4, 4], [1, 1, 1]),
+    ([4, 1, 4], [3, 1, 2]), ([4, 4, 4], [4, 4, 4]), ([2, 3, 4], [2, 2, 1]), *[([4, 4, 4], [4, 3, 1])] * 40,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["kivi", "calibrated", "value window", "key window", "16-bit values"])
+def test_drafts_attend_to_what_they_would_without_and_are_taken_back(name):
+    torch.manual_seed(0)
+    layer = Layer(SCHEMES[name], kernels=False, drafts=3)
+    for lengths, accepted in DRAFTED:
+        assert layer.run(lengths, accepted) < 2e-6, (lengths, accepted)
+    # Pages that requests share are known by what was accepted.
+    assert max(keys.shape[1] for keys in layer.keys) > 3 * 128
+
+
+def test_drafts_are_divided_where_they_complete_a_page():
+    layout = Layer(SCHEMES["value window"], kernels=False, drafts=3).layout
+    table = torch.zeros(3, 40, dtype=torch.int32)
+    plan = plan_step(layout, [0, 4, 8, 12], [258, 130, 130], table, prompts=[False, True, False])
+    found = [(r.row, r.first, r.stored, r.length, r.drafted, r.continues) for r in plan.requests]
+    assert found == [
+        (0, 0, 254, 2, True, True), (0, 2, 256, 2, True, False), (1, 4, 126, 4, False, False),
+        (2, 8, 126, 2, True, True), (2, 10, 128, 2, True, False),
+    ]  # fmt: skip
+    assert not plan.decodes
+
+
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=FULL)])
+@pytest.mark.parametrize("logits", [Logits(softcap=2.0), Logits(sink_logits=torch.tensor([0.5, -1.0, 2.0, 0.0]))])
+def test_logits_are_capped_and_joined_by_those_of_sinks(logits, kernels):
+    torch.manual_seed(0)
+    layer = Layer(SCHEMES["calibrated"], kernels=kernels, logits=logits, flash=flash if kernels else None)
+    for lengths in [[127, 0, 0], [1, 40, 0], [1, 1, 1], [130, 3, 129], [1, 1, 1]]:
+        assert layer.run(lengths) < (1e-3 if kernels else 2e-6), lengths
 
 
 @pytest.mark.parametrize(
@@ -245,7 +300,7 @@ def test_kernels_with_tables_in_fixed_places_do_the_same(name):
     torch.manual_seed(0)
     layer = Layer(SCHEMES[name], kernels=True)
     with interpreted(), record_specializations() as rehearsed:
-        rehearse([layer.blocks], [HEADS * GROUP], layer.tables, layer.packing)
+        rehearse([layer.blocks], [(HEADS * GROUP, layer.logits)], layer.tables, layer.packing)
     with record_specializations(makes=True) as launched:
         # Products of two 16-bit parts of each float32 number.
         for lengths in [[127, 0, 0], [1, 40, 0], [1, 1, 1], [130, 0, 129], [1, 1, 1]]:
@@ -259,7 +314,7 @@ def test_one_request_at_a_time_launches_what_was_rehearsed():
     layer = Layer(SCHEMES["value window"], kernels=True)
     layer.tables = DecodeTables([layer.blocks], 1, 6)
     with interpreted(), record_specializations() as rehearsed:
-        rehearse([layer.blocks], [HEADS * GROUP], layer.tables, layer.packing)
+        rehearse([layer.blocks], [(HEADS * GROUP, layer.logits)], layer.tables, layer.packing)
     with record_specializations(makes=True) as launched:
         for lengths in [[255, 0, 0], [1, 0, 0], [1, 0, 0], [130, 0, 0], [1, 0, 0]]:
             assert layer.run(lengths) < 1e-3, lengths
