@@ -263,7 +263,9 @@ class DecodeTokens:
 
     def _exact(self, number: int, page: int) -> tuple[torch.Tensor, torch.Tensor]:
         request = self.plan.decodes[number]
-        return self.blocks.read(*self.plan.places(self.blocks.layout, request, page * PAGE_SIZE, (page + 1) * PAGE_SIZE))
+        return self.blocks.read(
+            *self.plan.places(self.blocks.layout, request, page * PAGE_SIZE, (page + 1) * PAGE_SIZE)
+        )
 
     def residual_tokens(self) -> Iterator[ResidualTokens]:
         """The full-precision tokens of each row."""

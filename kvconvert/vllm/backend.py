@@ -189,9 +189,7 @@ class LowBitAttention(AttentionImpl[LowBitMetadata]):
         known = self._blocks is not None and self._blocks.words.data_ptr() == memory.data_ptr()
         if not known or len(self._blocks.words) != len(memory):
             index = layer_index(layer.layer_name)
-            cache = self.served.layer(
-                index, memory.device, layer.dtype, self.rank, self.ranks, LowBitBackend.drafts
-            )
+            cache = self.served.layer(index, memory.device, layer.dtype, self.rank, self.ranks, LowBitBackend.drafts)
             if runs_triton(memory.device):
                 query = torch.empty(1, self.num_heads, 1, self.head_size, dtype=layer.dtype, device=memory.device)
                 reason = unsupported(query, cache.format, layer.dtype)

@@ -9,11 +9,12 @@ request's row of the block table is the same for all layers, whatever the sizes 
 Page j has entry `first_page + j` of the row. While it is not quantized its tokens are in entries that later pages will
 take, every `stride`-th from there on:
 
-    chunk c of page j  ->  entry  first_page + j + stride * (c + 1)        stride = 1 + ceil(window / 128)
+    chunk c of page j  ->  entry  first_page + j + stride * (c + 1)        stride = 1 + ceil((window + drafts) / 128)
 
 As many consecutive pages as `stride` are in full precision at a time, on one side at least, and these entries differ
 for all of them, and from the entries of all of them. So tokens never move, and a page's blocks ahead are free again
-when it has been quantized. With drafts, as many more tokens as a pass may have to take back stay in full precision. A token is one record: its keys of all heads, then its values.
+when it has been quantized. With drafts, the tokens that may be taken back stay in full precision as if they were in a
+window. A token is one record: its keys of all heads, then its values.
 
 The layer with the smallest blocks needs the most of them for its full-precision tokens, and all layers have as many. So
 the smallest blocks may be a little larger than their pages (`block_layouts`).

@@ -142,13 +142,14 @@ class ServedBundle:
             )
         others = sorted(set(self.layer_types) - {*OURS, *STATES, *WINDOWS, *WITHOUT_CACHE})
         if others:
-            return f"This model has layers of type {listed(others)}, which the plugin does not serve; use `kvconvert serve`."
+            kinds = listed(others)
+            return f"This model has layers of type {kinds}, which the plugin does not serve; use `kvconvert serve`."
         sizes = [layout.key_bytes + layout.value_bytes for layout in self.layouts(dtype, ranks).values()]
         if self.has_states and max(sizes) * len(sizes) > (1 + MOST_PADDING) * sum(sizes):
             return (
-                f"Pages of this bundle's layers take from {min(sizes):,} to {max(sizes):,} bytes, and beside the states "
-                "of other layers vLLM's blocks have one size; convert with one width for all layers, or use "
-                "`kvconvert serve`."
+                f"Pages of this bundle's layers take from {min(sizes):,} to {max(sizes):,} bytes, and beside layers "
+                "with a state vLLM's blocks have one size; convert with one width for all layers, or use `kvconvert "
+                "serve`."
             )
         return None
 

@@ -1,4 +1,4 @@
-"""Passes are planned once for all layers that find their tokens alike, though vLLM asks once for each size of blocks."""
+"""One plan of a pass for all layers that find their tokens alike, though vLLM asks once for each size of blocks."""
 
 from __future__ import annotations
 

@@ -116,7 +116,11 @@ def fetch_bundle(arguments: Any) -> None:
         HubError, BundleError: it cannot be fetched, or does not hold what its manifest says.
     """
     name, options = arguments.model, {"revision": arguments.revision, "token": arguments.hf_token}
-    if os.path.exists(name) or not is_hub_id(name) or os.environ.get("VLLM_USE_MODELSCOPE", "0").lower() in ("1", "true"):
+    if (
+        os.path.exists(name)
+        or not is_hub_id(name)
+        or os.environ.get("VLLM_USE_MODELSCOPE", "0").lower() in ("1", "true")
+    ):
         return
     try:
         config = fetch_config(name, **options)
@@ -162,8 +166,8 @@ def refuse_config(served: ServedBundle, config: Any) -> None:
     if config.kv_transfer_config is not None:
         raise refused(
             "a KV connector",
-            "it takes a request's n-th block for its n-th 128 tokens once these are computed, and here sink tokens come "
-            "first and a page is quantized later",
+            "it takes a request's n-th block for its n-th 128 tokens once these are computed, and here sink tokens "
+            "come first and a page is quantized later",
         )
 
 

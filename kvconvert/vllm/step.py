@@ -105,9 +105,7 @@ class StepPlan:
         first = self.layout.first_page
         return self.block_table[request.row, first + begin : first + end].long()
 
-    def places(
-        self, layout: BlockLayout, request: Request, begin: int, end: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def places(self, layout: BlockLayout, request: Request, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Blocks and slots of a request's full-precision tokens at positions begin..end-1."""
         places = layout.places(torch.arange(begin, end, device=self.device))
         return self.block_table[request.row, places.entries].long(), places.slots

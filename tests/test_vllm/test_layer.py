@@ -257,8 +257,9 @@ FULL = pytest.mark.full
 # New tokens of each request and how many of them are accepted: drafts that end before a page, at its end and behind it,
 # taken back to before it, to its end and not at all; pages that come to their end a second time.
 DRAFTED = [
-    ([125, 250, 100], None), ([4, 4, 4], [1, 4, 4]), ([1, 4, 4], [1, 2, 4]), ([4, 4, 1], [1, 1, 1]), ([4, 4, 4], [1, 1, 1]),
-    ([4, 1, 4], [3, 1, 2]), ([4, 4, 4], [4, 4, 4]), ([2, 3, 4], [2, 2, 1]), *[([4, 4, 4], [4, 3, 1])] * 40,
+    ([125, 250, 100], None), ([4, 4, 4], [1, 4, 4]), ([1, 4, 4], [1, 2, 4]), ([4, 4, 1], [1, 1, 1]),
+    ([4, 4, 4], [1, 1, 1]), ([4, 1, 4], [3, 1, 2]), ([4, 4, 4], [4, 4, 4]), ([2, 3, 4], [2, 2, 1]),
+    *[([4, 4, 4], [4, 3, 1])] * 40,
 ]  # fmt: skip
 
 

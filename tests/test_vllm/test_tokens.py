@@ -23,8 +23,8 @@ NEW = 200
 
 
 def bundle_of(folder: Path, settings: str, bits: int | None = None, group: int = 16) -> Path:
-    """A random Llama of two layers, or three for layers that differ, as a bundle; `settings` are lines of the recipe's [kv], `bits` and `group` those of
-    weights.
+    """A random Llama of two layers, or three for layers that differ, as a bundle; `settings` are lines of the recipe's
+    [kv], `bits` and `group` those of weights.
     """
     sizes = SIZES | {"max_position_embeddings": 2048, "num_hidden_layers": 3 if "kv.layers" in settings else 2}
     save_llama(folder / "model", tie_word_embeddings=False, **sizes)
