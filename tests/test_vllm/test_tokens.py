@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from test_vllm.generate import MARKER
 from tiny.llama import RECIPE, save_llama
+from tiny.models import ARCHITECTURES
 
 from kvconvert import calibrate, export, load
 from kvconvert.vllm.bundle import served_bundle
@@ -177,6 +179,40 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path):
     assert found == in_runtime(bundle, asked)
 
 
+def test_two_stages_give_the_tokens_of_one(tmp_path):
+    bundle, asked = bundle_of(tmp_path, SCHEMES["mixed"]), prompts(130, 300)
+    found, _ = in_vllm(bundle, [asked], pipeline_parallel_size=2, distributed_executor_backend="mp")
+    assert found == in_runtime(bundle, asked)
+
+
+@pytest.mark.parametrize("scheme", ["windows", "kivi"])
+def test_drafts_change_no_token(scheme, tmp_path):
+    bundle, asked = bundle_of(tmp_path, SCHEMES[scheme]), prompts(100, 300)
+    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    found, counted = in_vllm(bundle, [asked], speculative_config=drafts)
+    assert counted["accepted"]
+    assert found == in_runtime(bundle, asked)
+
+
+# Sliding windows with soft caps, and states of Mamba 2.
+HYBRIDS = {"gemma2": {"head_dim": 32, "query_pre_attn_scalar": 32}, "granitemoehybrid": {}}
+
+
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_layers_with_windows_and_states_are_left_to_vllm(architecture, tmp_path):
+    """With full precision where a bundle's scheme would not be used."""
+    tiny = ARCHITECTURES[architecture]
+    replace(tiny, settings=tiny.settings | HYBRIDS[architecture]).write(tmp_path / "model")
+    windows = [i for i, kind in enumerate(tiny.settings["layer_types"]) if kind == "sliding_attention"]
+    exact = f"[[kv.layers]]\nindex = {windows}\nkey_bits = 16\nvalue_bits = 16\n" if windows else ""
+    (tmp_path / "recipe.toml").write_text(RECIPE.format(method="none", kv="kivi") + exact)
+    recipe = {"recipe": str(tmp_path / "recipe.toml"), "samples": 2, "seq_len": 160, "progress": False}
+    calibrate(tmp_path / "model", tmp_path / "work", **recipe)
+    bundle, asked = export(tmp_path / "work", tmp_path / "bundle", progress=False), prompts(100, 300)
+    found, _ = in_vllm(bundle, [asked])
+    assert found == in_runtime(bundle, asked)
+
+
 def test_our_kernels_join_those_of_awq_on_gpus_alone_and_only_unasked():
     script = """
 from kvconvert.vllm import weights
@@ -219,9 +255,7 @@ def test_attention_that_is_not_served_is_refused():
     cases = {
         "alibi_slopes": ([0.5], "ALiBi slopes"),
         "sliding_window": (512, "a sliding window"),
-        "logits_soft_cap": (30.0, "a soft cap"),
         "kv_sharing_target_layer_name": ("model.layers.0.self_attn.attn", "another layer's cache"),
-        "sinks": ([1.0], "sinks"),
     }
     script = """
 import json, sys
