@@ -77,13 +77,15 @@ class LowBitBackend(AttentionBackend):
         """
         if cls.served is None or not cls.served.has_windows:
             return None
-        return KVCacheLayout.BLHNC, KVCacheLayout.BLNHC, KVCacheLayout.LBHNC
+        return KVCacheLayout.BLNHC, KVCacheLayout.BLHNC, KVCacheLayout.LBHNC
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """The bytes of a token in the mean over the layers, when vLLM asks without naming one; see `spec`."""
+        """The bytes of a token, for a block of one token that vLLM aligns states with; layers have theirs by `spec`."""
         if isinstance(spec, LowBitSpec) or cls.served is None:
             return spec
+        if spec.block_size > 1:
+            raise _unserved("a layer", spec)
         layouts = cls.served.layouts(spec.dtype, cls.ranks, cls.drafts).values()
         most = max(-(-layout.block_bytes // PAGE_SIZE) for layout in layouts)
         return replace(spec, num_head_slots=1, state_content_bytes=most)
@@ -98,15 +100,20 @@ class LowBitBackend(AttentionBackend):
         layouts = {} if cls.served is None else cls.served.layouts(spec.dtype, cls.ranks, cls.drafts)
         layout = layouts.get(layer_index(layer_name))
         if layout is None or not isinstance(spec, FullAttentionSpec):
-            raise BundleError(
-                f"The plugin serves causal attention over all tokens, and the cache of {layer_name} is a "
-                f"{type(spec).__name__}; use `kvconvert serve`."
-            )
+            raise _unserved(layer_name, spec)
         same = {field.name: getattr(spec, field.name) for field in fields(spec) if field.init}
         packed = {"num_head_slots": 1, "state_content_bytes": layout.block_bytes, "tokens_per_state": PAGE_SIZE}
         # Beside states blocks have the size that vLLM has chosen, several pages.
         packed["block_size"] = spec.block_size if cls.served.has_states else PAGE_SIZE
         return LowBitSpec(**same | packed, pages_ahead=layout.blocks_ahead, sink_pages=layout.first_page)
+
+
+def _unserved(layer: str, spec: AttentionSpec) -> BundleError:
+    kind = type(spec).__name__
+    return BundleError(
+        f"The plugin serves causal attention over all tokens, and the cache of {layer} is a {kind}; use `kvconvert "
+        "serve`."
+    )
 
 
 class LowBitMetadataBuilder(AttentionMetadataBuilder[LowBitMetadata]):
@@ -134,8 +141,11 @@ class LowBitMetadataBuilder(AttentionMetadataBuilder[LowBitMetadata]):
         if layers != self._known:
             self._known, self._alike = layers, alike(layers)
             self._planner = PassPlanner.of(self.vllm_config, layers, common_attn_metadata)
-            heads = [(context[name].impl.num_heads, context[name].impl.logits) for name in self.layer_names]
-            self._planner.rehearse(layers, heads, common_attn_metadata)
+            if self._planner.is_new:
+                # Those of all builders, so that their kernels are compiled side by side.
+                every = [one for one in context.values() if isinstance(getattr(one, "impl", None), LowBitAttention)]
+                blocks = [layer.impl.blocks(layer) for layer in every]
+                self._planner.rehearse(blocks, [(layer.impl.num_heads, layer.impl.logits) for layer in every])
         metadata = self._planner.plan(common_attn_metadata)
         quantize_pending(self._alike, metadata.plan)
         return metadata

@@ -87,6 +87,11 @@ class PassPlanner:
             cls._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         return cls._workspace
 
+    @property
+    def is_new(self) -> bool:
+        """Whether it has planned nothing yet."""
+        return self._metadata is None
+
     def _serves(self, layers: list[LayerBlocks]) -> bool:
         same = len({_tokens_of(blocks) for blocks in (self.like, *layers)}) == 1
         return same and (self._tables is None or _packs(layers) == (self._packing is not None))
@@ -104,24 +109,20 @@ class PassPlanner:
             pages = min(pages, len(self.like.words))
         return rows, pages
 
-    def rehearse(
-        self, layers: list[LayerBlocks], heads: list[tuple[int, Logits]], common: CommonAttentionMetadata
-    ) -> None:
-        """Compile what these layers launch, and describe their blocks, too.
+    def rehearse(self, layers: list[LayerBlocks], heads: list[tuple[int, Logits]]) -> None:
+        """Compile what those of these layers launch that it serves, all side by side, and describe their blocks.
 
         Args:
-            layers: of a builder.
+            layers: of the model.
             heads: of each, see `rehearse`.
-            common: of the pass that follows.
         """
         if self._tables is None:
             return
-        self._tables.include(layers)
-        args = layers, heads, self._tables, self._packing
+        own = [(blocks, own) for blocks, own in zip(layers, heads, strict=True) if self._serves([blocks])]
+        served, heads = zip(*own, strict=True)
+        self._tables.include(served)
+        args = served, heads, self._tables, self._packing
         prepare(self.like.words.device, lambda: rehearse(*args), rehearse_products)
-        if self._metadata is not None and self._common is common:
-            # The pass was planned before, for the layers of another builder.
-            self._write(common, self._metadata.plan)
 
     def plan(self, common: CommonAttentionMetadata) -> LowBitMetadata:
         """The plan of a pass, made when the first builder asks for it."""

@@ -16,7 +16,7 @@ from kvconvert.kernels.pages import dequantize_keys, dequantize_values, page_cen
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.methods import KVScheme
 from kvconvert.vllm.attention import PLAIN, LayerStep, Logits, quantize_pending
-from kvconvert.vllm.blocks import BlockLayout
+from kvconvert.vllm.blocks import BlockLayout, block_layouts
 from kvconvert.vllm.layer import LayerBatch, LayerBlocks, LayerCache, alike
 from kvconvert.vllm.prompts import Flash, PackedPrompts, Packing, divide_prompts
 from kvconvert.vllm.rehearsal import rehearse
@@ -50,11 +50,13 @@ class Layer:
         flash: Flash | None = None,
         drafts: int = 0,
         logits: Logits = PLAIN,
+        beside: Layer | None = None,
+        layout: BlockLayout | None = None,
     ):
         cache = CacheFormat.of(scheme, heads=HEADS, key_dim=DIM)
         self.device, self.dtype = torch.device(device), dtype
         self.format = with_plan(cache.pages, scheme, PLAN, torch.device("cpu"))
-        self.layout, self.logits = BlockLayout.of(cache, dtype, drafts), logits
+        self.layout, self.logits, self.beside = layout or BlockLayout.of(cache, dtype, drafts), logits, beside
         self.rotations, self.kernels = cache.rotations, kernels
         each = self.layout.blocks_for(LONGEST)
         shape = (1 + each * REQUESTS, 1, 1, self.layout.block_bytes // 2)
@@ -67,6 +69,10 @@ class Layer:
         self.table = self.table.to(self.device)
         self.tables = DecodeTables([self.blocks], REQUESTS + 2, 6 * REQUESTS) if kernels else None
         self.packing = Packing(self.blocks, flash, self.blocks.words.new_empty(1 << 19)) if kernels else None
+        if beside is not None:
+            self.table, self.tables, self.packing = beside.table, beside.tables, beside.packing
+        if beside is not None and kernels:
+            self.tables.include([self.blocks])
         self.keys, self.values = ([torch.zeros(HEADS, 0, DIM) for _ in range(REQUESTS)] for _ in range(2))
         self.pages: dict[tuple[str, int, int], torch.Tensor] = {}
 
@@ -80,10 +86,15 @@ class Layer:
         queries = torch.randn(starts[-1], HEADS * GROUP, DIM).to(self.dtype)
         keys, values = torch.randn(2, starts[-1], HEADS, DIM).to(self.dtype)
         totals = [stored.shape[1] + new for stored, new in zip(self.keys, lengths, strict=True)]
-        plan = plan_step(self.layout, starts, totals, self.table, prompts=[accepted is None] * REQUESTS)
+        if self.beside is None:
+            self.plan = plan_step(self.layout, starts, totals, self.table, prompts=[accepted is None] * REQUESTS)
+            self.prompts = divide_prompts(self.plan, self.packing)
+        else:
+            self.plan, self.prompts = self.beside.plan, self.beside.prompts
+        plan = self.plan
         with interpreted() if self.kernels and self.device.type == "cpu" else nullcontext():
             quantize_pending([LayerBatch([self.blocks])], plan)
-            if self.tables is not None:
+            if self.tables is not None and self.beside is None:
                 decodes = plan.decodes
                 self.tables.write(self.table, [r.row for r in decodes], [r.tokens for r in decodes])
             output = self.attend(plan, queries, keys, values).cpu().float()
@@ -117,8 +128,8 @@ class Layer:
         """The attention of queries, keys and values [n, heads, D] in one pass."""
         queries, keys, values = (x.to(self.device) for x in tokens)
         output = torch.full_like(queries, float("nan"))
-        prompts = divide_prompts(plan, self.packing)
-        LayerStep(self.blocks, plan, DIM**-0.5, prompts, self.tables, self.logits).run(queries, keys, values, output)
+        step = LayerStep(self.blocks, plan, DIM**-0.5, self.prompts, self.tables, self.logits)
+        step.run(queries, keys, values, output)
         return output
 
     def _attention(self, row: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -243,6 +254,22 @@ def test_layers_in_one_allocation_are_quantized_together_as_each_alone(name):
     for layer, other in zip(together, alone, strict=True):
         quantize_pending([LayerBatch([other.blocks])], plan)
         torch.testing.assert_close(layer.blocks.words, other.blocks.words, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_layers_with_blocks_of_different_sizes_follow_one_plan(kernels):
+    torch.manual_seed(0)
+    windows = {"sink_tokens": 4, "value_recent_tokens": 128}
+    schemes = [KVScheme(key_bits=bits, value_bits=bits, **windows) for bits in (2, 8, 16)]
+    caches = [CacheFormat.of(scheme, heads=HEADS, key_dim=DIM) for scheme in schemes]
+    layouts = block_layouts(caches, torch.float32)
+    assert len({layout.block_bytes for layout in layouts}) == len({layout.tokens_per_block for layout in layouts}) == 3
+    layers: list[Layer] = []
+    for scheme, layout in zip(schemes, layouts, strict=True):
+        layers.append(Layer(scheme, kernels=kernels, layout=layout, beside=layers[0] if layers else None))
+    for lengths in PASSES[:5] if kernels else PASSES + [[1, 1, 1]] * 140:
+        for layer in layers:
+            assert layer.run(lengths) < (1e-3 if kernels else 2e-6), lengths
 
 
 @pytest.mark.parametrize("name", SCHEMES)

@@ -79,7 +79,7 @@ def test_blocks_that_a_cpu_has_side_by_side_are_padded_and_still_smaller_than_fu
 def test_requests_of_8192_tokens_that_30_gb_hold(plans):
     held = {name: plan["blocks"] // plan["row"] for name, plan in plans.items()}
     full_precision = MEMORY // (8192 * 32 * 4 * 8 * 128)
-    assert held["alike"] > 5 * full_precision
+    assert held["alike"] > 4.5 * full_precision
     assert held["mixed"] > 2 * full_precision
 
 
