@@ -27,6 +27,8 @@ ARGUMENTS = {
     "enable_prefix_caching": None,
     "hf_token": None,
     "served_model_name": None,
+    "speculative_config": None,
+    "async_scheduling": None,
 }
 KNOWN = f"{VERSIONS[-1]}.0"
 PARALLEL = {f"{name}_parallel_size": 1 for name in ("tensor", "pipeline", "decode_context", "prefill_context", "data")}
@@ -47,7 +49,9 @@ def engine(**given: Any) -> SimpleNamespace:
     """vLLM's settings, which a bundle is refused with or not."""
     parallel = PARALLEL | {name: size for name, size in given.items() if name in PARALLEL}
     others = {"speculative_config": None, "kv_transfer_config": None, "lora_config": None}
-    others["scheduler_config"] = SimpleNamespace(disable_hybrid_kv_cache_manager=False)
+    others["scheduler_config"] = SimpleNamespace(disable_hybrid_kv_cache_manager=False, async_scheduling=False)
+    scheduler = vars(others["scheduler_config"])
+    scheduler |= {name: value for name, value in given.items() if name in scheduler}
     others |= {name: value for name, value in given.items() if name in others}
     model = SimpleNamespace(dtype=torch.bfloat16)
     return SimpleNamespace(parallel_config=SimpleNamespace(**parallel), model_config=model, **others)
@@ -190,7 +194,8 @@ def test_prefixes_are_shared_if_asked_for_and_no_window_forbids(tmp_path, monkey
     [
         ({"decode_context_parallel_size": 2}, "decode context parallelism"),
         ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
-        ({"speculative_config": object()}, "speculative decoding"),
+        ({"speculative_config": SimpleNamespace(method="eagle3")}, "drafts by eagle3"),
+        ({"speculative_config": SimpleNamespace(method="ngram"), "async_scheduling": True}, "--async-scheduling"),
         ({"kv_transfer_config": object()}, "a KV connector"),
         ({"lora_config": object()}, "LoRA adapters"),
     ],
@@ -200,6 +205,15 @@ def test_settings_that_are_not_served_are_refused(given, said):
     with pytest.raises(BundleError) as error:
         refuse_config(served(KIVI, KIVI), engine(**given))
     refused(str(error.value), said)
+
+
+def test_drafts_of_n_grams_are_served_one_pass_after_another(tmp_path):
+    refuse_config(served(KIVI), engine(speculative_config=SimpleNamespace(method="ngram"), pipeline_parallel_size=2))
+    write_tiny_bundle(tmp_path)
+    for given, expected in (({}, None), ({"speculative_config": {}}, False), ({"async_scheduling": True}, True)):
+        found = arguments(tmp_path, **given)
+        choose_settings(found, KNOWN)
+        assert found.async_scheduling is expected
 
 
 @pytest.mark.parametrize(
@@ -353,7 +367,7 @@ def test_settings_beside_windows_and_states(tmp_path, monkeypatch, caplog):
         refused(str(error.value), "--enable-prefix-caching", "sink tokens")
     # Of windows alone nothing is ours.
     assert chosen(["sliding_attention"] * 2, enable_prefix_caching=True, block_size=16).block_size == 16
-    alike = engine(scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True))
+    alike = engine(disable_hybrid_kv_cache_manager=True)
     refuse_config(served(KIVI, KIVI), alike)
     with pytest.raises(BundleError) as error:
         refuse_config(served(KIVI, KIVI, layer_types=windows), alike)
