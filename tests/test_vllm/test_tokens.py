@@ -297,7 +297,8 @@ def said(refuse):
 layers = [SimpleNamespace(num_key_value_heads=1, head_dim=64)]
 manifest = SimpleNamespace(schemes=lambda: [KVScheme.preset("kivi")], layers=layers, modules=[])
 attention = LowBitAttention.__new__(LowBitAttention)
-attention.served, attention.rank, attention.ranks = ServedBundle(SimpleNamespace(manifest=manifest, plan={})), 0, 1
+found = SimpleNamespace(manifest=manifest, plan={}, config={})
+attention.served, attention.rank, attention.ranks = ServedBundle(found), 0, 1
 attention._blocks, attention.num_heads, attention.head_size = None, 4096, 64
 size = attention.served.layouts(torch.bfloat16)[0].block_bytes
 memory = torch.zeros(2, size, dtype=torch.int8)

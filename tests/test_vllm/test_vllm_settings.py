@@ -338,7 +338,7 @@ def test_beside_states_all_blocks_have_one_size_of_whole_bytes_for_each_token():
     assert len(sizes) == 1
     assert sizes.pop() % 128 == 0
     assert found.refusal(torch.bfloat16) is None
-    refused(served(None, KIVI, EIGHT, **states).refusal(torch.bfloat16), "states", "one width")
+    refused(served(None, KIVI, EIGHT, **states).refusal(torch.bfloat16), "with a state", "one width")
 
 
 def test_settings_beside_windows_and_states(tmp_path, monkeypatch, caplog):
