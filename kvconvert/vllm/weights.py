@@ -263,14 +263,15 @@ class FewRowsLinearMethod(AutoAWQMarlinLinearMethod):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Make both layouts."""
-        stored = AwqWeight(layer.qweight.data, layer.qzeros.data, layer.scales.data)
+        layer.scales.data = layer.scales.data.to(self.dtype)
+        # The same numbers in both.
+        stored = AwqWeight(layer.qweight.data, layer.qzeros.data, layer.scales.data.half())
         layer.few_rows = None
         reason = unsupported(stored.scales.device, self.dtype, len(stored.qweight) // len(stored.scales))
         if self.has_room and reason is None:
             weight = pack_weight(stored)
             layer.few_rows, layer.few_rows_outputs = Parameter(weight.lanes, requires_grad=False), weight.outputs
             _packed[layer.few_rows.data_ptr()] = weight, self, layer
-        layer.scales.data = layer.scales.data.to(self.dtype)
         super().process_weights_after_loading(layer)
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:

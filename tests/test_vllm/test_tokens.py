@@ -215,6 +215,7 @@ def test_layers_with_windows_and_states_are_left_to_vllm(architecture, tmp_path)
 
 def test_our_kernels_join_those_of_awq_on_gpus_alone_and_only_unasked():
     script = """
+import torch
 from kvconvert.vllm import weights
 known = {"quant_method": "awq", "version": "gemm", "kvconvert": {}}
 asked = (known, None), (known, "awq"), (known | {"version": "kvconvert"}, None), ({"version": "gemm"}, None)
@@ -223,12 +224,20 @@ for is_gpu in (False, True):
     weights.current_platform.is_cuda = lambda: is_gpu
     for config, user in asked:
         print("SAID", [method.override_quantization_method(config, user) for method in methods])
+weights.current_platform.is_cuda = lambda: False
+known |= {"bits": 4, "group_size": 32, "zero_point": True}
+method = weights.FewRowsLinearMethod(weights.BundleAwqWeights.from_config(known), False)
+layer = torch.nn.Module()
+method.create_weights(layer, 64, [64], 64, 64, torch.bfloat16, weight_loader=print)
+print("SAID", layer.scales.dtype, method.dtype)
 """
     ended = subprocess.run([PYTHON, "-c", script], capture_output=True, text=True, timeout=300)
     said = [line.removeprefix("SAID ") for line in ended.stdout.splitlines() if line.startswith("SAID")]
     neither, other = "[None, None]", "['kvconvert', None]"
     on_gpus = "[None, 'kvconvert_awq']"
-    assert said == [neither, neither, other, neither, on_gpus, neither, other, neither], ended.stderr
+    # Loaded as they are stored, of which vLLM would warn otherwise.
+    scales = "torch.float16 torch.bfloat16"
+    assert said == [neither, neither, other, neither, on_gpus, neither, other, neither, scales], ended.stderr
 
 
 def test_kernels_of_all_bundles_are_compiled_into_one_folder():
