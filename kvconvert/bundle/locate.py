@@ -95,14 +95,20 @@ def fetch_repository(repository: str, *, revision: str | None = None, token: str
     return _fetch(repository, True, {"revision": revision, "token": token, "local_files_only": False})
 
 
-def fetch_config(repository: str, *, revision: str | None = None, token: str | bool | None = None) -> Path:
-    """A repository's config.json in the Hub's cache, which tells whether it is a bundle; raises HubError."""
+def fetch_config(name: str, *, revision: str | None = None, token: str | bool | None = None) -> Path | None:
+    """The config.json, in the Hub's cache, of the repository that a name is the id of; None for a path.
+
+    Raises:
+        HubError: there is none, or it cannot be fetched.
+    """
+    if os.path.exists(name) or not is_hub_id(name):
+        return None
     from huggingface_hub import hf_hub_download
 
     def fetch() -> str:
-        return hf_hub_download(repository, "config.json", revision=revision, token=token)
+        return hf_hub_download(name, "config.json", revision=revision, token=token)
 
-    return Path(ask_hub(repository, fetch, revision=revision, token=token))
+    return Path(ask_hub(name, fetch, revision=revision, token=token))
 
 
 def _fetch(bundle: str, weights: bool, options: dict[str, Any]) -> Path:

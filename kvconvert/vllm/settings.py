@@ -16,7 +16,6 @@ from kvconvert.bundle.generation import NAME, read_generation, stop_tokens
 from kvconvert.bundle.locate import fetch_config, fetch_repository
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import BundleError, HubError, listed
-from kvconvert.io.hub import is_hub_id
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.vllm.bundle import ServedBundle, is_bundle, served_bundle
 
@@ -116,18 +115,14 @@ def fetch_bundle(arguments: Any) -> None:
         HubError, BundleError: it cannot be fetched, or does not hold what its manifest says.
     """
     name, options = arguments.model, {"revision": arguments.revision, "token": arguments.hf_token}
-    if (
-        os.path.exists(name)
-        or not is_hub_id(name)
-        or os.environ.get("VLLM_USE_MODELSCOPE", "0").lower() in ("1", "true")
-    ):
+    if os.environ.get("VLLM_USE_MODELSCOPE", "0").lower() in ("1", "true"):
         return
     try:
         config = fetch_config(name, **options)
     except HubError:
         # vLLM needs that file, too, and says itself why it cannot have it.
         return
-    if is_bundle(read_object(config)):
+    if config is not None and is_bundle(read_object(config)):
         directory = fetch_repository(name, **options)
         open_bundle(directory)
         arguments.served_model_name = arguments.served_model_name or name
