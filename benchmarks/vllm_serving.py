@@ -5,7 +5,8 @@
 Needs vLLM in the same environment. Takes random weights of an 8B Llama's shape (AWQ in groups of 128 and `oscar-g128`
 for bundles) and a cache of --memory GiB for each. Contenders: bf16, awq-fp8, bundle (graphs for decoding and prompts),
 bundle-piecewise (for what is not attention), bundle-eager; and, if asked for, bundle-own-prompts (without
-FlashAttention 3), bundle-2-gpus, and bundle-per-head, the same with one GPU; each is started once, with --together all
+FlashAttention 3), bundle-mixed (layers of different widths, of as many bytes together), bundle-2-gpus, and
+bundle-per-head, the same with one GPU; each is started once, with --together all
 of them at the same time before any is measured. Cases: `ROWSxTOKENS` gives milliseconds until the last row's first
 token and per further token, medians of five runs where they are short, `fullx8192` the same of as many rows as the
 cache holds, `mixed` seconds for the requests of traffic.py, for the passes that read prompts (until the last first
@@ -59,6 +60,10 @@ TINY = {
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512,
 }  # fmt: skip
+# Widths of layers as `auto` mixes them, of as many bits together as one scheme of 2.
+MIXED: list[dict[str, int]] = [
+    {"key_bits": 3}, {"value_bits": 1}, {}, {"key_bits": 1}, {"value_bits": 3}, {"key_bits": 3, "value_bits": 1}
+]  # fmt: skip
 CONTENDERS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "awq-fp8": {"kv_cache_dtype": "fp8"},
@@ -66,6 +71,7 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "bundle-piecewise": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}},
     "bundle-eager": {"enforce_eager": True},
     "bundle-own-prompts": {"attention_config": {"flash_attn_version": 2}},
+    "bundle-mixed": {},
     "bundle-per-head": {},
     "bundle-2-gpus": {"tensor_parallel_size": 2},
 }
@@ -90,14 +96,15 @@ def write_model(folder: Path, contender: str, shape: dict[str, Any]) -> Path:
             "modules_to_not_convert": ["lm_head"],
         }  # fmt: skip
     if contender.startswith("bundle"):
-        write_bundle(folder, config, "per_head" if contender.endswith(("gpus", "head")) else "joint")
+        norm = "per_head" if contender.endswith(("gpus", "head")) else "joint"
+        write_bundle(folder, config, norm, MIXED if contender.endswith("mixed") else [{}])
     else:
         (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
-def write_bundle(folder: Path, config: dict[str, Any], token_norm: str) -> None:
-    """A bundle's description: config.json, manifest and an empty KV plan."""
+def write_bundle(folder: Path, config: dict[str, Any], token_norm: str, widths: list[dict[str, int]]) -> None:
+    """A bundle's description: config.json, manifest and an empty KV plan; layers have these widths in turn."""
     from kvconvert.bundle.locate import MANIFEST_NAME, PLAN_NAME
     from kvconvert.bundle.manifest import (
         FORMAT_VERSION,
@@ -111,7 +118,8 @@ def write_bundle(folder: Path, config: dict[str, Any], token_norm: str) -> None:
     from kvconvert.io.tensorfile import replace_tensors
     from kvconvert.methods import KVScheme
 
-    scheme = replace(KVScheme.preset("oscar-g128"), token_norm=token_norm)
+    preset = replace(KVScheme.preset("oscar-g128"), token_norm=token_norm)
+    schemes = [replace(preset, **widths[i % len(widths)]) for i in range(config["num_hidden_layers"])]
     modules, tensors = [], {}
     for layer in range(config["num_hidden_layers"]):
         for name, (inputs, outputs) in linears(config).items():
@@ -135,8 +143,7 @@ def write_bundle(folder: Path, config: dict[str, Any], token_norm: str) -> None:
         content = (folder / name).read_bytes()
         files[name] = FileInfo(size=len(content), sha256=hashlib.sha256(content).hexdigest())
     head_dim = config["head_dim"]
-    layer = {"kv": scheme.to_dict(), "head_dim": head_dim, "num_key_value_heads": config["num_key_value_heads"]}
-    layer["value_group_size"] = scheme.value_group_for(head_dim)
+    shape = {"head_dim": head_dim, "num_key_value_heads": config["num_key_value_heads"]}
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         kvconvert_version="0",
@@ -146,7 +153,10 @@ def write_bundle(folder: Path, config: dict[str, Any], token_norm: str) -> None:
         data=None,
         transforms=[],
         conventions={},
-        layers=[LayerPlan(index=i, **layer) for i in range(config["num_hidden_layers"])],
+        layers=[
+            LayerPlan(index=index, kv=scheme.to_dict(), value_group_size=scheme.value_group_for(head_dim), **shape)
+            for index, scheme in enumerate(schemes)
+        ],
         modules=modules,
         weights=weights,
         tensors=tensors,
@@ -288,7 +298,7 @@ class Contender:
             from kvconvert.vllm.bundle import served_bundle
 
             ranks = CONTENDERS[self.name].get("tensor_parallel_size", 1)
-            blocks_for = served_bundle(str(self.model)).layout(torch.bfloat16, ranks).blocks_for
+            blocks_for = served_bundle(str(self.model)).layouts(torch.bfloat16, ranks)[0].blocks_for
         rows = 1
         while (
             rows < 256 // self.scale

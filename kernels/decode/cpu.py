@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
@@ -73,9 +73,17 @@ def paged_attention(
     projected = None if center is None else scaled @ center.matrix.float()
     softmax = StreamingSoftmax(batch)
 
-    def weights_of(scores: torch.Tensor, rows: torch.Tensor | None, visible: torch.Tensor | None) -> torch.Tensor:
+    def weights_of(
+        scores: torch.Tensor,
+        rows: torch.Tensor | None,
+        visible: torch.Tensor | None,
+        hidden: Sequence[tuple[int, int]] = (),
+    ) -> torch.Tensor:
         if softcap:
             scores = capped(scores, scaling, softcap)
+        # After the cap, which makes every score finite.
+        for page, count in hidden:
+            scores[page, ..., :count] = float("-inf")
         return softmax.weights(scores if visible is None else _hide(scores, visible, length), rows)
 
     for tile in tiles:
@@ -83,9 +91,7 @@ def paged_attention(
         scores = page_scores(_of_rows(scaled, rows), tile.keys, format)
         if projected is not None and not isinstance(tile.keys, torch.Tensor):
             scores += projected_scores(_of_rows(projected, rows), tile.positions, format.keys.page_size, center)
-        for page, count in tile.hidden:
-            scores[page, ..., :count] = float("-inf")
-        weights = weights_of(scores, rows, tile.visible)
+        weights = weights_of(scores, rows, tile.visible, tile.hidden)
         softmax.add(weighted_page_values(weights, tile.values, format), rows)
     for part in residuals:
         rows = None if batch == 1 else part.rows

@@ -90,9 +90,25 @@ def check_output(output: Path, force: bool, marker: str = MANIFEST_NAME) -> None
         raise UsageError(f"The output {output} exists; choose another path, or replace it with `force=True`.")
 
 
-def fetch_repository(repository: str, *, revision: str | None = None) -> Path:
+def fetch_repository(repository: str, *, revision: str | None = None, token: str | bool | None = None) -> Path:
     """The directory of a bundle in the Hub's cache, whatever exists locally; raises as `locate` does."""
-    return _fetch(repository, True, {"revision": revision, "token": None, "local_files_only": False})
+    return _fetch(repository, True, {"revision": revision, "token": token, "local_files_only": False})
+
+
+def fetch_config(name: str, *, revision: str | None = None, token: str | bool | None = None) -> Path | None:
+    """The config.json, in the Hub's cache, of the repository that a name is the id of; None for a path.
+
+    Raises:
+        HubError: there is none, or it cannot be fetched.
+    """
+    if os.path.exists(name) or not is_hub_id(name):
+        return None
+    from huggingface_hub import hf_hub_download
+
+    def fetch() -> str:
+        return hf_hub_download(name, "config.json", revision=revision, token=token)
+
+    return Path(ask_hub(name, fetch, revision=revision, token=token))
 
 
 def _fetch(bundle: str, weights: bool, options: dict[str, Any]) -> Path:

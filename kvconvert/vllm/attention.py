@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from kvconvert.kernels.chunked_prefill import StoredPart, chunk_attention
+from kvconvert.kernels.chunked_prefill import StoredPart, chunk_attention, unsupported
+from kvconvert.kernels.chunked_prefill.parts import Workspace
 from kvconvert.kernels.decode import decode_attention
-from kvconvert.kernels.decode.cpu import pages_per_tile
+from kvconvert.kernels.decode.cpu import paged_attention, pages_per_tile
 from kvconvert.kernels.decode.stored import PageTables, PageTile, ResidualTokens, ResidualWindows, SpanTokens
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.kernels.rotate import hadamard_transform, rotate_and_append, unsupported_append
@@ -25,16 +27,32 @@ def quantize_pending(layers: Iterable[LayerBatch], plan: StepPlan) -> None:
     Sink tokens among theirs go where they stay; until then they lie with the others.
     """
     keys, values = plan.pending
+    if keys is None and values is None:
+        return
     # Both sides of a token are read at once.
-    together = [(keys, (True, False))] if keys is values else [(keys, (True,)), (values, (False,))]
-    for pages, sides in together:
-        if pages is not None:
-            for part in layers:
-                part.quantize_stored(pages.blocks, (pages.token_blocks, pages.token_slots), pages.firsts, sides)
-    sinks = plan.pending_sinks
-    if sinks is not None:
-        for part in layers:
-            part.copy(*sinks)
+    together = [(keys, 0, (True, False))] if keys is values else [(keys, 0, (True,)), (values, 1, (False,))]
+    for part in layers:
+        tokens = plan.pending_tokens(part.layers[0].layout)
+        for pages, number, sides in together:
+            if pages is not None:
+                part.quantize_stored(pages.blocks, tokens.sides[number], pages.firsts, sides)
+        if tokens.sinks is not None:
+            part.copy(*tokens.sinks)
+
+
+class Logits(NamedTuple):
+    """What becomes of a layer's dot products besides their scaling.
+
+    Attributes:
+        softcap: logits become softcap * tanh(logits / softcap) (Gemma 2).
+        sink_logits: float32 [Hq] logits of a virtual token without a value (gpt-oss).
+    """
+
+    softcap: float | None = None
+    sink_logits: torch.Tensor | None = None
+
+
+PLAIN = Logits()
 
 
 @dataclass(frozen=True)
@@ -47,6 +65,7 @@ class LayerStep:
         scaling: factor of the dot products.
         prompts: of the pass, see `divide_prompts`.
         tables: of the requests with one new token, where kernels run.
+        logits: of the layer.
     """
 
     blocks: LayerBlocks
@@ -54,6 +73,7 @@ class LayerStep:
     scaling: float
     prompts: Sequence[tuple[slice, PackedPrompts | Request]]
     tables: DecodeTables | None = None
+    logits: Logits = PLAIN
 
     def run(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, output: torch.Tensor) -> None:
         """Store the pass's tokens and write the attention of their queries.
@@ -70,7 +90,7 @@ class LayerStep:
         for part, prompts in self.prompts:
             own = [x[part] for x in (queries, keys, values)]
             if isinstance(prompts, PackedPrompts):
-                prompts.attend(self.blocks, *own, self.scaling, output[part])
+                prompts.attend(self.blocks, *own, self.scaling, output[part], *self.logits)
             else:
                 attended = self._prompt(prompts, *(x.transpose(0, 1) for x in self._turned(*own)))
                 output[part] = attended.transpose(0, 1)
@@ -90,22 +110,42 @@ class LayerStep:
     ) -> torch.Tensor:
         """Attention [Hq, T, E] of a chunk, queries [Hq, T, D], keys [H, T, D] and values [H, T, E]."""
         plan, begin = self.plan, self._exact_from(request)
-        stored = self.blocks.read(*plan.places(request, begin, request.stored))
-        attended = chunk_attention(queries, self._history(request, *stored), keys, values, self.scaling)
+        stored = self.blocks.read(*plan.places(self.blocks.layout, request, begin, request.stored))
+        attended = self._attended(queries, self._history(request, *stored), keys, values)
         every = [torch.cat(side, 1) for side in zip(stored, (keys, values), strict=True)]
-        sinks = min(self.plan.layout.sink_tokens, request.tokens)
-        if sinks and not max(plan.layout.quantized(request.stored)):
-            self._write(plan.sinks(request, 0, sinks), *(side[:, :sinks] for side in every))
+        sinks = min(self.blocks.layout.sink_tokens, request.tokens)
+        if sinks and not max(self.blocks.layout.quantized(request.stored)):
+            self._write(plan.sinks(self.blocks.layout, request, 0, sinks), *(side[:, :sinks] for side in every))
         for is_key, first, end in plan.settled(request):
             f = self.blocks.cache.format.keys if is_key else self.blocks.cache.format.values
             tokens = every[0 if is_key else 1][:, first * PAGE_SIZE - begin : end * PAGE_SIZE - begin]
             firsts = [page * PAGE_SIZE for page in range(first, end)]
             self.blocks.quantize(plan.pages(request, first, end), tokens.clone(), firsts, f)
-        kept = max(min(plan.layout.quantized(request.tokens - 1)) * PAGE_SIZE, request.stored)
+        kept = max(min(self.blocks.layout.quantized(request.tokens - 1)) * PAGE_SIZE, request.stored)
+        kept = request.stored if request.drafted else kept
         if kept < request.tokens:
             own = slice(kept - request.stored, None)
-            self._write(plan.places(request, kept, request.tokens), keys[:, own], values[:, own])
+            self._write(plan.places(self.blocks.layout, request, kept, request.tokens), keys[:, own], values[:, own])
         return attended
+
+    def _attended(
+        self, queries: torch.Tensor, history: list[StoredPart], keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention [Hq, T, E] of a chunk over what is stored before it and, causally, over itself."""
+        format, (softcap, sink_logits) = self.blocks.cache.format, self.logits
+        if unsupported(queries, format, keys.dtype, self.scaling, softcap) is None:
+            return chunk_attention(queries, history, keys, values, self.scaling, softcap, sink_logits)
+
+        def tokens() -> Iterator[ResidualTokens]:
+            heads, dim, value_dim = keys.shape[0], keys.shape[2], values.shape[2]
+            workspace = Workspace(keys.device, heads, dim, value_dim, torch.float32, None)
+            for count in workspace.tiles(history):
+                yield ResidualTokens(None, *(side[None, :, :count] for side in (workspace.keys, workspace.values)))
+            length = queries.shape[1]
+            causal = torch.ones(1, 1, length, length, dtype=torch.bool, device=keys.device).tril()
+            yield ResidualTokens(None, keys[None], values[None], causal)
+
+        return paged_attention(queries[None], (), tokens(), format, self.scaling, softcap, sink_logits)[0]
 
     def _write(self, places: tuple[torch.Tensor, torch.Tensor], keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store keys [H, n, D] and values [H, n, E]."""
@@ -113,16 +153,16 @@ class LayerStep:
 
     def _exact_from(self, request: Request) -> int:
         """Position of the first token that is stored in full precision on either side, sink tokens aside."""
-        return min(self.plan.layout.quantized(request.stored)) * PAGE_SIZE
+        return min(self.blocks.layout.quantized(request.stored)) * PAGE_SIZE
 
     def _history(self, request: Request, keys: torch.Tensor, values: torch.Tensor) -> list[StoredPart]:
         """What is stored before a chunk; keys [H, n, D] and values [H, n, E] are its full-precision tokens."""
         plan, center = self.plan, self.blocks.cache.format.key_center
-        quantized = plan.layout.quantized(request.stored)
+        quantized = self.blocks.layout.quantized(request.stored)
         both, pages = min(quantized), max(quantized)
         half = (pages - both) * PAGE_SIZE
-        sinks = plan.layout.sink_tokens if pages else 0
-        first = self.blocks.read(*plan.sinks(request, 0, sinks)) if sinks else None
+        sinks = self.blocks.layout.sink_tokens if pages else 0
+        first = self.blocks.read(*plan.sinks(self.blocks.layout, request, 0, sinks)) if sinks else None
         formats = self.blocks.cache.format.keys, self.blocks.cache.format.values
         whole = [self.blocks.source(plan.pages(request, 0, both), f) for f in formats]
         mixed = [
@@ -154,15 +194,17 @@ class LayerStep:
             queries, keys, values = self._turned(queries, keys, values)
             for number, request in enumerate(plan.decodes):
                 token = keys[number].unsqueeze(1), values[number].unsqueeze(1)
-                self._write(plan.places(request, request.stored, request.tokens), *token)
+                self._write(plan.places(self.blocks.layout, request, request.stored, request.tokens), *token)
         found = decode_attention(
             queries.unsqueeze(2),
             DecodeTokens(self.blocks, plan, tables, len(queries)),
             cache.format,
             cache.dtype,
             self.scaling,
-            half_quantized=plan.layout.half_quantized,
-            hides=plan.layout.sink_tokens > 0,
+            half_quantized=self.blocks.layout.half_quantized,
+            hides=self.blocks.layout.sink_tokens > 0,
+            softcap=self.logits.softcap,
+            sink_logits=self.logits.sink_logits,
             output=output.unsqueeze(2),
         )
         if tables is None:
@@ -192,20 +234,20 @@ class DecodeTokens:
         step = pages_per_tile(num_query_heads, num_queries, format)
         both, half = [], []
         for number, request in enumerate(plan.decodes):
-            quantized = plan.layout.quantized(request.stored)
+            quantized = self.blocks.layout.quantized(request.stored)
             both += [(number, page) for page in range(min(quantized))]
             half += [(number, page) for page in range(min(quantized), max(quantized))]
         for part in [both[i : i + step] for i in range(0, len(both), step)]:
             yield self._tile(part, True, True)
         for number, page in half:
-            keys, values = plan.layout.quantized(plan.decodes[number].stored)
+            keys, values = self.blocks.layout.quantized(plan.decodes[number].stored)
             yield self._tile([(number, page)], page < keys, page < values)
 
     def _tile(self, part: list[tuple[int, int]], key_pages: bool, value_pages: bool) -> PageTile:
         plan, format, device = self.plan, self.blocks.cache.format, self.plan.device
         rows = [plan.decodes[number].row for number, _ in part]
         pages = torch.tensor([page for _, page in part], device=device)
-        numbers = plan.block_table[torch.tensor(rows, device=device), self.plan.layout.first_page + pages].long()
+        numbers = plan.block_table[torch.tensor(rows, device=device), self.blocks.layout.first_page + pages].long()
         sides = []
         for index, (is_page, f) in enumerate(((key_pages, format.keys), (value_pages, format.values))):
             if is_page:
@@ -215,22 +257,24 @@ class DecodeTokens:
                 sides.append(torch.stack(exact))
         positions = pages * PAGE_SIZE if format.key_center is not None else None
         at = torch.tensor([number for number, _ in part], device=device)
-        sinks = plan.layout.sink_tokens
+        sinks = self.blocks.layout.sink_tokens
         hidden = [(i, sinks) for i, (_, page) in enumerate(part) if page == 0 and sinks]
         return PageTile(*sides, at, None, positions, hidden)
 
     def _exact(self, number: int, page: int) -> tuple[torch.Tensor, torch.Tensor]:
         request = self.plan.decodes[number]
-        return self.blocks.read(*self.plan.places(request, page * PAGE_SIZE, (page + 1) * PAGE_SIZE))
+        return self.blocks.read(
+            *self.plan.places(self.blocks.layout, request, page * PAGE_SIZE, (page + 1) * PAGE_SIZE)
+        )
 
     def residual_tokens(self) -> Iterator[ResidualTokens]:
         """The full-precision tokens of each row."""
         plan = self.plan
         for number, request in enumerate(plan.decodes):
-            begin = max(plan.layout.quantized(request.stored)) * PAGE_SIZE
-            sinks = plan.layout.sink_tokens if begin else 0
-            parts = [self.blocks.read(*plan.sinks(request, 0, sinks))] if sinks else []
-            parts.append(self.blocks.read(*plan.places(request, begin, request.tokens)))
+            begin = max(self.blocks.layout.quantized(request.stored)) * PAGE_SIZE
+            sinks = self.blocks.layout.sink_tokens if begin else 0
+            parts = [self.blocks.read(*plan.sinks(self.blocks.layout, request, 0, sinks))] if sinks else []
+            parts.append(self.blocks.read(*plan.places(self.blocks.layout, request, begin, request.tokens)))
             keys, values = (torch.cat(side, 1)[None] for side in zip(*parts, strict=True))
             yield ResidualTokens(torch.tensor([number], device=plan.device), keys, values)
 

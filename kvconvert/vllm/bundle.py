@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from kvconvert.cache.format import CacheFormat, with_plan
 from kvconvert.errors import BundleError, listed
 from kvconvert.methods import UNQUANTIZED, KVScheme
 from kvconvert.methods.scheme import Evict, Pages
-from kvconvert.vllm.blocks import BlockLayout
+from kvconvert.vllm.blocks import MOST_PADDING, BlockLayout, block_layouts
 from kvconvert.vllm.layer import LayerCache
 
 # Tensors of a layer's KV plan that have a part for each KV head.
@@ -26,8 +26,12 @@ OF_HEADS = {
     "boosted_channels",
     *(f"static_{side}_{part}" for side in ("key", "value") for part in ("scale", "zero_point")),
 }
-# How much larger than the mean page blocks may be, which have the size of the largest.
-MOST_PADDING = 1.25
+# Types of decoder layers, in transformers' words: those whose attention is to all tokens before, which is ours;
+# those that vLLM keeps a state of; and those that vLLM attends to its own way, over a cache of its own.
+OURS = ("full_attention", "attention", "hybrid")
+STATES = ("linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding")
+WINDOWS = ("sliding_attention", "hybrid_sliding")
+WITHOUT_CACHE = ("mlp", "moe", "sparse", "dense")
 
 
 def is_bundle(config: Mapping[str, Any]) -> bool:
@@ -52,15 +56,59 @@ class ServedBundle:
 
     bundle: Bundle
 
+    @cached_property
+    def layer_types(self) -> list[str]:
+        """The type of each decoder layer."""
+        config = self.bundle.config
+        text = config.get("text_config", config)
+        stated = text.get("layer_types") or text.get("layers_block_type")
+        if stated:
+            return list(stated)
+        windowed = text.get("sliding_window") and text.get("use_sliding_window", True)
+        return ["sliding_attention" if windowed else "full_attention"] * len(self.bundle.manifest.schemes())
+
+    @cached_property
+    def attending(self) -> list[int]:
+        """The decoder layers whose attention is ours."""
+        return [index for index, kind in enumerate(self.layer_types) if kind in OURS]
+
     @property
-    def schemes(self) -> list[KVScheme]:
-        """Of each decoder layer; layers without a scheme hold pages of the model's own dtype."""
-        return [scheme or UNQUANTIZED for scheme in self.bundle.manifest.schemes()]
+    def is_hybrid(self) -> bool:
+        """Whether vLLM has caches or states of its own besides."""
+        return self.has_windows or self.has_states
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether vLLM attends in some layers to a sliding window."""
+        return any(kind in WINDOWS for kind in self.layer_types)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether vLLM keeps states of some layers."""
+        return any(kind in STATES for kind in self.layer_types)
+
+    @cached_property
+    def schemes(self) -> dict[int, KVScheme]:
+        """The scheme of each layer whose attention is ours. One without holds pages of the model's own dtype, whose
+        tokens go where those of the others do, so that one plan serves all.
+        """
+        stated = self.bundle.manifest.schemes()
+        found = {index: stated[index] for index in self.attending}
+        first = next((scheme for scheme in found.values() if scheme is not None), UNQUANTIZED)
+        places = {name: getattr(first, name) for name in ("sink_tokens", "key_recent_tokens", "value_recent_tokens")}
+        return {index: scheme or replace(UNQUANTIZED, **places) for index, scheme in found.items()}
 
     @property
     def has_cache(self) -> bool:
-        """Whether any layer has a scheme; a bundle of weights alone needs no cache of ours."""
-        return any(self.bundle.manifest.schemes())
+        """Whether a layer whose attention is ours has a scheme; else vLLM needs no cache of ours."""
+        stated = self.bundle.manifest.schemes()
+        return any(stated[index] for index in self.attending)
+
+    @property
+    def unused_schemes(self) -> list[int]:
+        """Layers that have a scheme and are cached by vLLM, in the model's dtype."""
+        stated = self.bundle.manifest.schemes()
+        return [index for index, scheme in enumerate(stated) if scheme is not None and index not in self.attending]
 
     @property
     def has_own_weights(self) -> bool:
@@ -72,7 +120,7 @@ class ServedBundle:
     @property
     def keeps_windows(self) -> bool:
         """Whether newest tokens stay in full precision besides the page being filled."""
-        return any(scheme.key_recent_tokens or scheme.value_recent_tokens for scheme in self.schemes)
+        return any(s.key_recent_tokens or s.value_recent_tokens for s in self.schemes.values())
 
     def refusal(self, dtype: torch.dtype, ranks: int = 1) -> str | None:
         """Why the cache cannot be served, in one sentence; None if it can.
@@ -81,7 +129,7 @@ class ServedBundle:
             dtype: of the model.
             ranks: that KV heads are divided among.
         """
-        for index, scheme in enumerate(self.schemes):
+        for index, scheme in self.schemes.items():
             reason = scheme_refusal(scheme) or self._division_refusal(index, ranks)
             if reason is not None:
                 return f"Layer {index} of this bundle {reason}"
@@ -92,48 +140,41 @@ class ServedBundle:
                 "This model has latent attention (MLA), and the plugin serves keys and values per head; use "
                 "kvconvert.load and model.generate."
             )
-        others = sorted(set(text.get("layer_types") or ()) - {"full_attention"})
-        if not others and text.get("sliding_window") and text.get("use_sliding_window", True):
-            others = ["sliding_attention"]
+        others = sorted(set(self.layer_types) - {*OURS, *STATES, *WINDOWS, *WITHOUT_CACHE})
         if others:
+            kinds = listed(others)
+            return f"This model has layers of type {kinds}, which the plugin does not serve; use `kvconvert serve`."
+        sizes = [layout.key_bytes + layout.value_bytes for layout in self.layouts(dtype, ranks).values()]
+        if self.has_states and max(sizes) * len(sizes) > (1 + MOST_PADDING) * sum(sizes):
             return (
-                f"This model has layers of type {listed(others)}, and the plugin serves attention over all tokens "
-                "alone; use `kvconvert serve`."
-            )
-        own = [BlockLayout.of(self._cache(index, ranks)[1], dtype) for index in range(len(self.schemes))]
-        if len({(layout.sink_tokens, layout.key_window, layout.value_window) for layout in own}) > 1:
-            return (
-                "The layers of this bundle keep different numbers of tokens in full precision, and vLLM's blocks are "
-                "all alike; convert with one value of sink_tokens, key_recent_tokens and value_recent_tokens, or use "
-                "`kvconvert serve`."
-            )
-        largest, mean = max(x.block_bytes for x in own), sum(x.block_bytes for x in own) / len(own)
-        if largest > MOST_PADDING * mean:
-            return (
-                f"Pages of this bundle's layers take {mean:,.0f} bytes on average and {largest:,} at most, and vLLM's "
-                "blocks all have the largest size, which would undo what the narrower layers save; convert with one "
-                "width for all layers, or use `kvconvert serve`."
+                f"Pages of this bundle's layers take from {min(sizes):,} to {max(sizes):,} bytes, and beside layers "
+                "with a state vLLM's blocks have one size; convert with one width for all layers, or use `kvconvert "
+                "serve`."
             )
         return None
 
-    def layer(self, index: int, device: torch.device, dtype: torch.dtype, rank: int = 0, ranks: int = 1) -> LayerCache:
+    def layer(
+        self, index: int, device: torch.device, dtype: torch.dtype, rank: int = 0, ranks: int = 1, drafts: int = 0
+    ) -> LayerCache:
         """The cache of a decoder layer, with its part of the KV plan on a device.
 
         Args:
             index: of the layer.
             device, dtype: of its full-precision tokens.
             rank, ranks: whose heads it holds, of how many that the heads are divided among.
+            drafts: newest tokens of a request that may be taken back.
         """
         scheme, cache = self._cache(index, ranks)
         prefix, heads = f"layers.{index}.", cache.pages.keys.heads
         plan = {name.removeprefix(prefix): t for name, t in self.bundle.plan.items() if name.startswith(prefix)}
         own = {name: t[rank * heads : (rank + 1) * heads] if name in OF_HEADS else t for name, t in plan.items()}
         pages = with_plan(cache.pages, scheme, own, device)
-        return LayerCache(pages, cache.rotations, self._layout(cache, dtype, ranks), dtype)
+        return LayerCache(pages, cache.rotations, self.layouts(dtype, ranks, drafts)[index], dtype)
 
-    def layout(self, dtype: torch.dtype, ranks: int = 1) -> BlockLayout:
-        """Of every layer's blocks but for the sizes of its records, for a bundle that is not refused."""
-        return self._layout(self._cache(0, ranks)[1], dtype, ranks)
+    def layouts(self, dtype: torch.dtype, ranks: int = 1, drafts: int = 0) -> dict[int, BlockLayout]:
+        """The layout of each layer's blocks, all found by the same rows of a block table."""
+        caches = tuple(self._cache(index, ranks)[1] for index in self.attending)
+        return dict(zip(self.attending, _layouts(caches, dtype, self.has_states, drafts), strict=True))
 
     def _division_refusal(self, index: int, ranks: int) -> str | None:
         """Why a layer's heads cannot be divided among ranks, to follow the layer's name; None if they can."""
@@ -146,10 +187,6 @@ class ServedBundle:
                 'convert with token_norm = "per_head", or serve on one device.'
             )
         return None
-
-    def _layout(self, cache: CacheFormat, dtype: torch.dtype, ranks: int) -> BlockLayout:
-        every = (self._cache(index, ranks)[1] for index in range(len(self.schemes)))
-        return BlockLayout.of(cache, dtype, max(BlockLayout.of(other, dtype).block_bytes for other in every))
 
     def _cache(self, index: int, ranks: int) -> tuple[KVScheme, CacheFormat]:
         heads, head_dim = self._shape(index)
@@ -165,6 +202,11 @@ class ServedBundle:
             heads = text.get("num_key_value_heads", text["num_attention_heads"])
             head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
         return heads, head_dim
+
+
+@lru_cache(maxsize=16)
+def _layouts(caches: tuple[CacheFormat, ...], dtype: torch.dtype, equal: bool, drafts: int) -> list[BlockLayout]:
+    return block_layouts(caches, dtype, equal, drafts)
 
 
 def scheme_refusal(scheme: KVScheme) -> str | None:

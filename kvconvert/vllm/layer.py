@@ -70,6 +70,11 @@ class LayerBlocks:
         self.flag = new_flag(memory.device)
         self.tokens = self.tokens_of(self.words)
 
+    @property
+    def layout(self) -> BlockLayout:
+        """Of the blocks."""
+        return self.cache.layout
+
     @cached_property
     def block_units(self) -> int:
         """Distance from one block to the next in units of 16 bytes."""
@@ -78,13 +83,13 @@ class LayerBlocks:
     @cached_property
     def geometry(self) -> BlockGeometry:
         """The blocks as `kernels/blocks` knows them."""
-        layout = self.cache.layout
+        layout = self.layout
         fields = layout.first_page, layout.stride, layout.tokens_per_block, layout.sink_tokens, self.block_units
         return BlockGeometry(*fields, layout.token_bytes // 16, layout.key_bytes // 16)
 
     def tokens_of(self, words: torch.Tensor) -> torch.Tensor:
         """Full-precision tokens, a view [..., tokens of a block, numbers of a token] of such words as the layer's."""
-        numbers, each = self.cache.layout.token_bytes // self.cache.dtype.itemsize, self.cache.layout.tokens_per_block
+        numbers, each = self.layout.token_bytes // self.cache.dtype.itemsize, self.layout.tokens_per_block
         return words.view(self.cache.dtype)[..., : each * numbers].unflatten(-1, (each, numbers))
 
     def write(self, blocks: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -123,7 +128,7 @@ class LayerBlocks:
             return PageReader(lambda part: self.pages(blocks[part], f), f, channels, static)
         offsets, scales = blocks * self.block_units, None
         if not is_key:
-            offsets += self.cache.layout.key_bytes // 16
+            offsets += self.layout.key_bytes // 16
         if f.static:
             scales = self.static_scales[0, :2] if is_key else self.static_scales[0, 2:]
         return PageAddresses(f, self.words, offsets, scales, channels)
@@ -138,7 +143,7 @@ class LayerBlocks:
 
     def records(self, words: torch.Tensor, f: PageFormat) -> torch.Tensor:
         """Every block's record of one side, a view int16 [..., units] of such words as the layer's."""
-        keys, values = self.cache.layout.key_bytes // 2, self.cache.layout.value_bytes // 2
+        keys, values = self.layout.key_bytes // 2, self.layout.value_bytes // 2
         return words[..., :keys] if f.is_key else words[..., keys : keys + values]
 
     def buffer(self, records: torch.Tensor, f: PageFormat) -> torch.Tensor:
@@ -171,10 +176,9 @@ class LayerBatch:
         Args:
             sides: keys (True), values, or both.
         """
-        cache = self.layers[0].cache
-        f = cache.format
+        f, layout = self.layers[0].cache.format, self.layers[0].layout
         split = [side.heads * side.head_dim for side in (f.keys, f.values)]
-        at_once = max(1, WORKSPACE_BYTES // (len(places[0]) * cache.layout.token_bytes))
+        at_once = max(1, WORKSPACE_BYTES // (len(places[0]) * layout.token_bytes))
         for start in range(0, len(self.layers), at_once):
             part = LayerBatch(self.layers[start : start + at_once])
             # A copy, which may be changed.
@@ -199,7 +203,7 @@ class LayerBatch:
             f: of the side, in all layers.
         """
         first, is_key = self.layers[0], f.is_key
-        format, hidden = first.cache.format, [0 if n else first.cache.layout.sink_tokens for n in firsts]
+        format, hidden = first.cache.format, [0 if n else first.layout.sink_tokens for n in firsts]
         channels, static = (format.boosted, format.static_keys) if is_key else (None, format.static_values)
         records = first.records(self.words, f)
         pages = pages_of(first.buffer(records.new_empty(len(self.layers) * len(blocks), records.shape[2]), f), f)

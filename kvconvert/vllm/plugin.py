@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import vllm
 from vllm.engine.arg_utils import EngineArgs
 
-from kvconvert.vllm.settings import choose_settings, is_known, refuse_config, refuse_hub
+from kvconvert.vllm.settings import OWN_BACKEND, choose_settings, is_known, refuse_config, refused
 
 _BACKEND = "kvconvert.vllm.backend.LowBitBackend"
 
@@ -25,12 +24,14 @@ def register() -> None:
 
 
 def _register_backend() -> None:
+    from vllm.model_executor.layers.attention.attention import Attention
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     import kvconvert.vllm.weights  # noqa: F401
 
     register_backend(AttentionBackendEnum.CUSTOM, _BACKEND)
+    Attention.get_kv_cache_spec = _naming_the_layer(Attention.get_kv_cache_spec)
     if current_platform.is_cpu():
         # vLLM takes its own backend on a CPU whatever is asked for.
         platform = type(current_platform)
@@ -45,14 +46,28 @@ def _recognizing(create_engine_config: Any) -> Any:
         served = choose_settings(arguments, vllm.__version__)
         if served is not None:
             _share_kernels()
+            if served.has_cache and served.is_hybrid:
+                _attend_beside_others(arguments)
         config = create_engine_config(arguments, *args, **kwargs)
         if served is not None:
             refuse_config(served, config)
-        elif not Path(config.model_config.model).is_dir():
-            refuse_hub(arguments, config.model_config.hf_config.to_dict())
         return config
 
     return wrapped
+
+
+def _attend_beside_others(arguments: EngineArgs) -> None:
+    """Take the backend for attention to all tokens alone, and leave other layers to vLLM's own.
+
+    Raises:
+        BundleError: the arguments name another one for it.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    per_kind = arguments.attention_config.backend_per_kind
+    given = per_kind.setdefault("full_attention", AttentionBackendEnum.CUSTOM)
+    if given != AttentionBackendEnum.CUSTOM:
+        raise refused(f"--attention-config.backend_per_kind full_attention={given.name}", OWN_BACKEND)
 
 
 def _share_kernels() -> None:
@@ -76,3 +91,16 @@ def _honoring(get_attn_backend_cls: Any, custom: Any) -> Any:
         return get_attn_backend_cls(selected_backend, *args, **kwargs)
 
     return staticmethod(wrapped)
+
+
+def _naming_the_layer(get_kv_cache_spec: Any) -> Any:
+    """A backend is not told which layer's spec it customizes, and our layers have blocks of different sizes."""
+
+    @wraps(get_kv_cache_spec)
+    def wrapped(layer: Any, vllm_config: Any) -> Any:
+        spec, backend = get_kv_cache_spec(layer, vllm_config), layer.get_attn_backend()
+        if spec is None or f"{backend.__module__}.{backend.__qualname__}" != _BACKEND:
+            return spec
+        return backend.spec(layer.layer_name, spec)
+
+    return wrapped

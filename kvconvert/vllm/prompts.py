@@ -6,6 +6,7 @@ there pages that are complete are quantized into their blocks, and the tokens th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ import torch
 from kvconvert.kernels.blocks import BlockGeometry, copy_tokens
 from kvconvert.kernels.pages import PAGE_SIZE, PageAddresses, PageFormat, quantize_listed
 from kvconvert.kernels.ragged import TILE_QUERIES, RaggedTables, TokensInBlocks, append, attend, fill_workspace
+from kvconvert.vllm.blocks import BlockLayout
 from kvconvert.vllm.layer import LayerBlocks
 from kvconvert.vllm.step import Request, StepPlan, upload
 
@@ -85,7 +87,7 @@ def divide_prompts(plan: StepPlan, packing: Packing | None) -> list[tuple[slice,
     parts: list[list[Request]] = []
     most = room = 0 if packing is None else packing.tokens
     for request in plan.prompts:
-        if not parts or request.tokens > room:
+        if not parts or request.tokens > room or parts[-1][-1].continues:
             parts.append([])
             room = most
         parts[-1].append(request)
@@ -109,11 +111,12 @@ class PackedPrompts:
 
     def __init__(self, plan: StepPlan, requests: Sequence[Request], packing: Packing):
         self.layout, self.packing = plan.layout, packing
-        self.rows, self.stored, self.lengths = (
-            np.array([getattr(request, name) for request in requests]) for name in ("row", "stored", "length")
-        )
+        names = "row", "stored", "length", "drafted", "continues"
+        fields = (np.array([getattr(request, name) for request in requests]) for name in names)
+        self.rows, self.stored, self.lengths, self._drafted, self._continues = fields
         self.totals = self.stored + self.lengths
         self.begins = np.cumsum(self.totals) - self.totals
+        self.block_table = plan.block_table
         self._write(plan)
         self._of_geometry: dict[BlockGeometry, list[torch.Tensor]] = {}
         self._listed: dict[tuple[BlockGeometry, bool, int], torch.Tensor] = {}
@@ -130,23 +133,19 @@ class PackedPrompts:
         sinks = _ranges(nothing, np.where(any_page, layout.sink_tokens, 0))
         owner, position = _ranges(np.minimum(keys, values) * page, self.stored)
         side = (position >= keys[owner] * page) + 2 * (position >= values[owner] * page)
-        settled_until = [np.maximum(self.totals - 1 - n, 0) // page for n in (layout.key_window, layout.value_window)]
+        settling = self.totals - 1 + self._continues
+        settled_until = [np.maximum(settling - n, 0) // page for n in (layout.key_window, layout.value_window)]
         settled = [_ranges(*ends) for ends in zip((keys, values), settled_until, strict=True)]
         new_sinks = _ranges(nothing, np.where(any_page, 0, np.minimum(layout.sink_tokens, self.totals)))
-        kept = _ranges(np.maximum(np.minimum(*settled_until) * page, self.stored), self.totals)
+        kept_from = np.where(self._drafted, 0, np.minimum(*settled_until) * page)
+        kept = _ranges(np.maximum(kept_from, self.stored), self.totals)
 
-        tokens_in, tokens_out = [(*sinks, True), (owner, position, False)], [(*new_sinks, True), (*kept, False)]
-        listed = [self._pages(*pages) for pages in (*history, *settled)]
-        listed += [np.concatenate([self._tokens(*some) for some in part], 1) for part in (tokens_in, tokens_out)]
-        self._counts = [part.shape[1] for part in listed]
-        # What a kernel is given begins at a multiple of 16 bytes, on which it is specialized.
-        found = np.concatenate([np.pad(part, ((0, 0), (0, part.shape[1] % 2))) for part in listed], 1)
-        # A rehearsed length may need more entries than there are.
-        found[1] = np.minimum(found[1], plan.block_table.shape[1] - 1)
+        # Of both the tokens in blocks before the pass and those after it: sink tokens first.
+        self._found = [self._pages(*pages) for pages in (*history, *settled)]
+        self._tokens = ((*sinks, True), (owner, position, False)), ((*new_sinks, True), (*kept, False))
         full = [np.full(len(part[0]), BOTH_SIDES) for part in (sinks, new_sinks, kept)]
-        places = [self.begins[who] + where for who, where, _ in (*tokens_in, *tokens_out)]
+        places = [self.begins[who] + where for who, where, _ in itertools.chain(*self._tokens)]
         lines = {
-            "found": found,
             "places": np.column_stack([np.concatenate(places), np.concatenate([full[0], side, *full[1:]])]),
             "key_places": self._places(history[0]),
             "value_places": self._places(history[1]),
@@ -166,8 +165,6 @@ class PackedPrompts:
         for name, line in lines.items():
             self._on_device[name] = device[at : at + line.size].view(line.shape)
             at += line.size + line.size % 2
-        rows, entries, _ = self._on_device["found"]
-        self._blocks = plan.block_table[rows, entries].long()
         self._ends = self._on_device["ends"].int().unbind()
         self._most, self._all = (int(self.lengths.max()), int(self.totals.max())), int(self.totals.sum())
 
@@ -175,9 +172,9 @@ class PackedPrompts:
         """Of pages their rows of the block table, entries there, and 0: [3, n]."""
         return np.stack([self.rows[owner], self.layout.first_page + number, np.zeros_like(number)])
 
-    def _tokens(self, owner: np.ndarray, position: np.ndarray, sinks: bool) -> np.ndarray:
-        """Of full-precision tokens rows, entries, and slots within their blocks: [3, n]."""
-        places = (self.layout.sinks if sinks else self.layout.places)(torch.from_numpy(position))
+    def _in_blocks(self, layout: BlockLayout, owner: np.ndarray, position: np.ndarray, sinks: bool) -> np.ndarray:
+        """Of full-precision tokens rows, entries, and slots within blocks of a layout: [3, n]."""
+        places = (layout.sinks if sinks else layout.places)(torch.from_numpy(position))
         return np.stack([self.rows[owner], *(part.numpy() for part in places)])
 
     def _places(self, pages: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
@@ -212,6 +209,8 @@ class PackedPrompts:
         values: torch.Tensor,
         scaling: float,
         output: torch.Tensor,
+        softcap: float | None = None,
+        sink_logits: torch.Tensor | None = None,
     ) -> None:
         """Store a layer's new tokens, with what they complete, and attend.
 
@@ -220,6 +219,7 @@ class PackedPrompts:
             queries: [N, Hq, D]; keys: [N, H, D]; values: [N, H, E], of the prompts alone, as the model gives them.
             scaling: factor of the dot products.
             output: [N, Hq, E], for attention in the coordinates in which values are stored.
+            softcap, sink_logits: as in `kvconvert/vllm/attention.py`.
         """
         cache, device = blocks.cache, self._on_device
         f, records = cache.format, self._records(blocks)
@@ -243,8 +243,8 @@ class PackedPrompts:
         )
         turned = append(*(x.transpose(0, 1) for x in (queries, keys, values)), tables, f, cache.rotations)
         workspace = packing.keys, packing.values
-        if packing.flash is None:
-            attend(turned, tables, f, scaling, workspace=workspace, output=output)
+        if packing.flash is None or softcap or sink_logits is not None:
+            attend(turned, tables, f, scaling, softcap, sink_logits, workspace=workspace, output=output)
         else:
             fill_workspace(tables, f, *workspace)
             # Behind them is what was never written.
@@ -271,13 +271,19 @@ class PackedPrompts:
         """
         known = self._of_geometry.get(blocks.geometry)
         if known is None:
-            g = blocks.geometry
-            every = torch.add(self._blocks * g.block_units, self._on_device["found"][2], alpha=g.token_units)
-            parts = every.split([count + count % 2 for count in self._counts])
+            g, tokens = blocks.geometry, [[self._in_blocks(blocks.layout, *some) for some in t] for t in self._tokens]
+            listed = [*self._found, *(np.concatenate(part, 1) for part in tokens)]
+            # What a kernel is given begins at a multiple of 16 bytes, on which it is specialized.
+            found = np.concatenate([np.pad(part, ((0, 0), (0, part.shape[1] % 2))) for part in listed], 1)
+            # A rehearsed length may need more entries than there are.
+            found[1] = np.minimum(found[1], self.block_table.shape[1] - 1)
+            rows, entries, slots = upload(torch.from_numpy(found), self.block_table.device)
+            every = torch.add(self.block_table[rows, entries].long() * g.block_units, slots, alpha=g.token_units)
+            parts = every.split([part.shape[1] + part.shape[1] % 2 for part in listed])
             # Values lie behind keys.
             parts[1].add_(g.key_units)
             parts[3].add_(g.key_units)
-            known = [part[:count] for part, count in zip(parts, self._counts, strict=True)]
+            known = [part[: line.shape[1]] for part, line in zip(parts, listed, strict=True)]
             self._of_geometry[g] = known
         return known
 

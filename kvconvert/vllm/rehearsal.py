@@ -9,7 +9,7 @@ import torch
 from kvconvert.kernels.device import compiles
 from kvconvert.kernels.launches import make_ready, record_specializations
 from kvconvert.kernels.pages import PAGE_SIZE
-from kvconvert.vllm.attention import LayerStep, quantize_pending
+from kvconvert.vllm.attention import LayerStep, Logits, quantize_pending
 from kvconvert.vllm.layer import LayerBlocks, alike
 from kvconvert.vllm.prompts import Packing, divide_prompts
 from kvconvert.vllm.step import plan_step
@@ -17,7 +17,10 @@ from kvconvert.vllm.tables import DecodeTables
 
 
 def rehearse(
-    layers: Sequence[LayerBlocks], heads: Sequence[int], tables: DecodeTables, packing: Packing | None
+    layers: Sequence[LayerBlocks],
+    heads: Sequence[tuple[int, Logits]],
+    tables: DecodeTables,
+    packing: Packing | None,
 ) -> None:
     """Launch what passes launch: single tokens, prompts after others and without, and pages of both.
 
@@ -25,20 +28,22 @@ def rehearse(
 
     Args:
         layers: of the cache.
-        heads: query heads of each.
+        heads: query heads of each, and what becomes of its dot products.
         tables: of decoding steps, written anew before each of these.
         packing: of prompts, if they are packed.
     """
     first = layers[0]
-    layout, device, dtype = first.cache.layout, first.words.device, first.cache.dtype
+    layout, device, dtype = first.layout, first.words.device, first.cache.dtype
     windows = layout.key_window, layout.value_window
     long = 2 * PAGE_SIZE + max(windows)
     block_table = torch.zeros(2, layout.blocks_for(4 * long), dtype=torch.int32, device=device)
     # Layers that are alike launch the same.
     kinds = {}
-    for blocks, count in zip(layers, heads, strict=True):
-        f = blocks.cache.format
-        kinds[f.keys, f.values, blocks.geometry, f.key_center is None, f.key_feedback is None, count] = blocks, count
+    for blocks, (count, logits) in zip(layers, heads, strict=True):
+        f, own = blocks.cache.format, (count, logits.softcap, logits.sink_logits is None)
+        kinds[f.keys, f.values, blocks.geometry, f.key_center is None, f.key_feedback is None, own] = (
+            blocks, count, logits,
+        )  # fmt: skip
     # Requests with a page to quantize on either side, as many at a time as there are rows for.
     each = min(2, tables.rows)
     stored = [PAGE_SIZE + window + 1 for window in (windows if each == 2 else sorted(set(windows)))]
@@ -53,12 +58,12 @@ def rehearse(
         decodes = plan.decodes
         tables.write(block_table, [r.row for r in decodes], [r.tokens for r in decodes])
         parts = divide_prompts(plan, packing)
-        for blocks, query_heads in kinds.values():
+        for blocks, query_heads, logits in kinds.values():
             f = blocks.cache.format
             sizes = (query_heads, f.keys.head_dim), (f.keys.heads, f.keys.head_dim), (f.values.heads, f.values.head_dim)
             tokens = [torch.zeros(count, *size, dtype=dtype, device=device) for size in sizes]
             output = tokens[0].new_empty(count, query_heads, f.values.head_dim)
-            LayerStep(blocks, plan, 1.0, parts, tables).run(*tokens, output)
+            LayerStep(blocks, plan, 1.0, parts, tables, logits).run(*tokens, output)
 
 
 def prepare(device: torch.device, *rehearsals: Callable[[], None]) -> None:

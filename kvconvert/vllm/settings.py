@@ -5,21 +5,28 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import os
 import shutil
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kvconvert.bundle.files import read_object, read_settings
 from kvconvert.bundle.generation import NAME, read_generation, stop_tokens
-from kvconvert.errors import BundleError
+from kvconvert.bundle.locate import fetch_config, fetch_repository
+from kvconvert.bundle.reader import open_bundle
+from kvconvert.errors import BundleError, HubError, listed
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.vllm.bundle import ServedBundle, is_bundle, served_bundle
 
 logger = logging.getLogger(__name__)
 # Minor versions of vLLM whose interfaces the plugin was tried with.
 VERSIONS = ("0.32", "0.33")
+# Ways to draft that are not a model with attention of its own.
+DRAFTS = ("ngram", "suffix")
+OWN_BACKEND = "bundles bring their own attention backend"
+# Tokens of a block of layers with sliding windows, which vLLM's backends take on CPUs and GPUs.
+WINDOW_BLOCK = 32
 
 
 def is_known(version: str) -> bool:
@@ -32,7 +39,9 @@ def choose_settings(arguments: Any, version: str) -> ServedBundle | None:
 
     Raises:
         BundleError: an argument is set to what cannot be served, or the plugin was not tried with vLLM's version.
+        HubError: see `fetch_bundle`.
     """
+    fetch_bundle(arguments)
     path = Path(arguments.model)
     if not (path / "config.json").is_file() or not is_bundle(read_object(path / "config.json")):
         return None
@@ -44,22 +53,40 @@ def choose_settings(arguments: Any, version: str) -> ServedBundle | None:
     served = served_bundle(arguments.model)
     if getattr(arguments, "generation_config", "auto") == "auto":
         arguments.generation_config = _generation_config(path)
+    if served.unused_schemes:
+        kinds = listed(sorted({served.layer_types[index] for index in served.unused_schemes}))
+        logger.warning(
+            "vLLM keeps the cache of %d layers of type %s itself, in the model's dtype: their schemes are not used.",
+            len(served.unused_schemes),
+            kinds,
+        )
     if not served.has_cache:
         return served
-    needed = {
-        "attention_backend": ("CUSTOM", "bundles bring their own attention backend"),
-        "block_size": (PAGE_SIZE, f"a block is a page of {PAGE_SIZE} tokens"),
-        "kv_cache_dtype": ("auto", "the bundle says how the cache is stored"),
-    }
+    needed = {"kv_cache_dtype": ("auto", "the bundle says how the cache is stored")}
+    if not served.is_hybrid:
+        needed["attention_backend"] = "CUSTOM", OWN_BACKEND
+        needed["block_size"] = PAGE_SIZE, f"a block is a page of {PAGE_SIZE} tokens"
+    elif served.has_states:
+        needed["block_size"] = None, "it follows from the sizes of pages and states"
+    elif arguments.block_size is None:
+        # Of the layers with windows; small blocks are easily put where our pages are.
+        arguments.block_size = WINDOW_BLOCK
     for name, (value, reason) in needed.items():
         given = getattr(arguments, name)
         given = getattr(given, "name", given)
         if given not in (None, "auto", value):
-            raise _refused(f"--{name.replace('_', '-')} {given}", reason)
+            raise refused(f"--{name.replace('_', '-')} {given}", reason)
         setattr(arguments, name, value)
+    if arguments.speculative_config is not None and arguments.async_scheduling is None:
+        arguments.async_scheduling = False
     arguments.enable_prefix_caching = bool(arguments.enable_prefix_caching)
     if arguments.enable_prefix_caching and served.keeps_windows:
-        raise _refused("--enable-prefix-caching", "its newest tokens are in full precision, which no other request has")
+        raise refused("--enable-prefix-caching", "its newest tokens are in full precision, which no other request has")
+    if arguments.enable_prefix_caching and served.is_hybrid:
+        raise refused(
+            "--enable-prefix-caching",
+            "vLLM shortens a prefix to what its other layers have cached, and would cut the blocks of sink tokens",
+        )
     return served
 
 
@@ -81,38 +108,64 @@ def _generation_config(directory: Path) -> str:
     return str(folder)
 
 
-def refuse_hub(arguments: Any, config: Mapping[str, Any]) -> None:
-    """Refuse a bundle that vLLM fetched from the Hub, whose cache would not be served; `config` is its config.json."""
-    if is_bundle(config):
-        raise BundleError(
-            f"{arguments.model} is a kvconvert bundle on the Hub, and the plugin serves directories; fetch it with "
-            f"`kvconvert pull {arguments.model}` and serve what it writes."
-        )
+def fetch_bundle(arguments: Any) -> None:
+    """Let vLLM's engine arguments name a directory where they name a bundle on the Hub, which is fetched and verified.
+
+    Raises:
+        HubError, BundleError: it cannot be fetched, or does not hold what its manifest says.
+    """
+    name, options = arguments.model, {"revision": arguments.revision, "token": arguments.hf_token}
+    if os.environ.get("VLLM_USE_MODELSCOPE", "0").lower() in ("1", "true"):
+        return
+    try:
+        config = fetch_config(name, **options)
+    except HubError:
+        # vLLM needs that file, too, and says itself why it cannot have it.
+        return
+    if config is not None and is_bundle(read_object(config)):
+        directory = fetch_repository(name, **options)
+        open_bundle(directory)
+        arguments.served_model_name = arguments.served_model_name or name
+        arguments.model = str(directory)
 
 
 def refuse_config(served: ServedBundle, config: Any) -> None:
     """Refuse a bundle, or vLLM's settings, that cannot be served (BundleError)."""
     parallel = config.parallel_config
+    if config.lora_config is not None:
+        raise refused("LoRA adapters", "they belong to the source's weights, which were scaled and rotated since")
     if parallel.tensor_parallel_size > 1 and served.has_own_weights:
-        raise _refused("tensor parallelism", "its weights have other widths than 4 bits")
+        raise refused("tensor parallelism", "its weights have other widths than 4 bits")
     if not served.has_cache:
         return
     reason = served.refusal(config.model_config.dtype, parallel.tensor_parallel_size)
     if reason is not None:
         raise BundleError(reason)
     sizes = {
-        "pipeline parallelism": parallel.pipeline_parallel_size,
         "decode context parallelism": parallel.decode_context_parallel_size,
         "prefill context parallelism": parallel.prefill_context_parallel_size,
     }
     for name, size in sizes.items():
         if size > 1:
-            raise _refused(name, "the plugin divides heads among devices and nothing else")
-    if config.speculative_config is not None:
-        raise _refused("speculative decoding", "a page, once quantized, cannot give back rejected tokens")
+            raise refused(name, "the plugin divides heads among devices and nothing else")
+    if served.has_windows and config.scheduler_config.disable_hybrid_kv_cache_manager:
+        raise refused("--disable-hybrid-kv-cache-manager", "layers with sliding windows have blocks of another size")
+    drafts = config.speculative_config
+    if drafts is not None and drafts.method not in DRAFTS:
+        raise refused(
+            f"drafts by {drafts.method}",
+            "its layers would need a cache of their own beside the bundle's; n-grams and suffixes need none",
+        )
+    if drafts is not None and config.scheduler_config.async_scheduling:
+        raise refused("--async-scheduling and drafts", "passes are planned from how many drafts were accepted")
     if config.kv_transfer_config is not None:
-        raise _refused("a KV connector", "tokens in full precision lie in blocks that it does not know")
+        raise refused(
+            "a KV connector",
+            "it takes a request's n-th block for its n-th 128 tokens once these are computed, and here sink tokens "
+            "come first and a page is quantized later",
+        )
 
 
-def _refused(what: str, reason: str) -> BundleError:
+def refused(what: str, reason: str) -> BundleError:
+    """What ends the start where a setting cannot be served, and why."""
     return BundleError(f"A kvconvert bundle cannot be served with {what}: {reason}; leave it out.")

@@ -13,6 +13,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 
+from kvconvert.kernels.pages import PAGE_SIZE
+
 
 class BlocksAheadManager(FullAttentionManager):
     """Gives each request the blocks that its full-precision tokens take besides those of its pages.
@@ -23,7 +25,7 @@ class BlocksAheadManager(FullAttentionManager):
     """
 
     def _with_blocks_ahead(self, num_tokens: int) -> int:
-        return num_tokens + self.kv_cache_spec.blocks_ahead * self.block_size
+        return num_tokens + self.kv_cache_spec.pages_ahead * PAGE_SIZE
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
         """As vLLM's, for so many tokens and the blocks ahead."""
@@ -53,7 +55,7 @@ class BlocksAheadManager(FullAttentionManager):
     def add_local_computed_blocks(self, request_id: str, new_computed_blocks: Sequence, *args: Any) -> None:
         """As vLLM's, which counts pages alone."""
         super().add_local_computed_blocks(request_id, new_computed_blocks, *args)
-        self.num_cached_block[request_id] -= self.kv_cache_spec.sink_blocks if new_computed_blocks else 0
+        self.num_cached_block[request_id] -= self.kv_cache_spec.sink_pages if new_computed_blocks else 0
 
     def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Let requests share the pages that are quantized, whatever this step does with the newest."""
@@ -64,7 +66,7 @@ class BlocksAheadManager(FullAttentionManager):
             return
         blocks = self.req_to_blocks[request.request_id]
         self.block_pool.cache_full_blocks(
-            request, blocks[spec.sink_blocks :], cached, sealed, size, self.kv_cache_group_id
+            request, blocks[spec.sink_pages :], cached, sealed, size, self.kv_cache_group_id
         )
         if not cached:
             hashes = _sink_hashes(request.block_hashes, self.block_pool.hash_block_size, size, spec)
@@ -77,7 +79,7 @@ class BlocksAheadManager(FullAttentionManager):
 def _sink_hashes(block_hashes: Any, hash_block_size: int, block_size: int, spec: LowBitSpec) -> list[BlockHash]:
     """Of the blocks of sink tokens before a page whose hashes these are."""
     first = resolve_block_hashes(block_hashes, hash_block_size, block_size)[0]
-    return [BlockHash(first + b"sinks" + bytes([number])) for number in range(spec.sink_blocks)]
+    return [BlockHash(first + b"sinks" + bytes([number])) for number in range(spec.sink_pages)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,20 +87,21 @@ class LowBitSpec(FullAttentionSpec):
     """Blocks of quantized pages and of full-precision tokens, see `kvconvert/vllm/blocks.py`.
 
     Attributes:
-        blocks_ahead: of each request, besides one for every 128 tokens.
-        sink_blocks: of these, those of sink tokens, which are the first of its row.
+        pages_ahead: of each request, besides one for every 128 tokens.
+        sink_pages: of these, those of sink tokens, which are the first of its row.
     """
 
-    blocks_ahead: int
-    sink_blocks: int
+    pages_ahead: int
+    sink_pages: int
 
     def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
         """Entries of a request's row in the block table."""
-        return super().max_num_blocks_per_req(vllm_config, max_len) + self.blocks_ahead
+        return super().max_num_blocks_per_req(vllm_config, max_len + self.pages_ahead * PAGE_SIZE)
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         """Bytes of the longest request."""
-        return super().max_memory_usage_bytes(vllm_config) + self.blocks_ahead * self.page_size_bytes
+        most = vllm_config.model_config.max_model_len
+        return self.max_num_blocks_per_req(vllm_config, most) * self.page_size_bytes
 
     @classmethod
     def merge(cls, specs: Sequence[Self]) -> Self:

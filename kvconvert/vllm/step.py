@@ -22,12 +22,16 @@ class Request(NamedTuple):
         first: index of its first new token among those of the pass.
         stored: tokens stored before.
         length: new tokens, at least one.
+        drafted: whether some of these may be taken back, and stay in full precision besides.
+        continues: whether the next of the pass's requests are more tokens of this one, which see what these complete.
     """
 
     row: int
     first: int
     stored: int
     length: int
+    drafted: bool = False
+    continues: bool = False
 
     @property
     def tokens(self) -> int:
@@ -41,24 +45,33 @@ class PendingPages:
 
     Attributes:
         blocks: int64 [N], where they go.
-        token_blocks, token_slots: int64 [128 N], where their tokens are.
         firsts: position of each page's first token.
         rows: of the block table.
     """
 
     blocks: torch.Tensor
-    token_blocks: torch.Tensor
-    token_slots: torch.Tensor
     firsts: list[int]
     rows: list[int]
 
 
-@dataclass(frozen=True)
-class StepPlan:
-    """A forward pass.
+class PendingTokens(NamedTuple):
+    """Where the tokens of pending pages and sink tokens are, in layers with one layout of blocks: blocks and slots.
 
     Attributes:
-        layout: of every layer's blocks.
+        sides: of the tokens of keys' and of values' pages, int64 [128 N] each; the same object where both are.
+        sinks: of sink tokens that go where they stay, and where that is; None for none.
+    """
+
+    sides: tuple[tuple[torch.Tensor, torch.Tensor] | None, tuple[torch.Tensor, torch.Tensor] | None]
+    sinks: tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A forward pass, the same for all layers whose windows and sink tokens are.
+
+    Attributes:
+        layout: of one such layer's blocks; what depends on the size of blocks is asked for by a layer's own layout.
         requests: in the order of their tokens.
         block_table: int32 [rows, entries] on the device.
         quantized_blocks: uint8 [blocks], 1 for those that hold a quantized page, so that pages of a prefix that a
@@ -73,7 +86,8 @@ class StepPlan:
     @cached_property
     def decodes(self) -> Sequence[Request]:
         """Requests with one new token that come before all others, as vLLM orders them."""
-        count = next((i for i, request in enumerate(self.requests) if request.length > 1), len(self.requests))
+        others = (i for i, request in enumerate(self.requests) if request.length > 1 or request.drafted)
+        count = next(others, len(self.requests))
         return self.requests[:count]
 
     @property
@@ -91,29 +105,34 @@ class StepPlan:
         first = self.layout.first_page
         return self.block_table[request.row, first + begin : first + end].long()
 
-    def places(self, request: Request, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def places(self, layout: BlockLayout, request: Request, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Blocks and slots of a request's full-precision tokens at positions begin..end-1."""
-        places = self.layout.places(torch.arange(begin, end, device=self.device))
+        places = layout.places(torch.arange(begin, end, device=self.device))
         return self.block_table[request.row, places.entries].long(), places.slots
 
-    def sinks(self, request: Request, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def sinks(self, layout: BlockLayout, request: Request, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The same of its sink tokens."""
-        places = self.layout.sinks(torch.arange(begin, end, device=self.device))
+        places = layout.sinks(torch.arange(begin, end, device=self.device))
         return self.block_table[request.row, places.entries].long(), places.slots
 
     def settled(self, request: Request) -> Iterator[tuple[bool, int, int]]:
         """Of keys (True) and values: the pages that the tokens before a pass's last one complete, from begin to end.
 
-        A page that the last token completes is quantized when the request's next pass begins (`pending`).
+        A page that the last token completes is quantized when the request goes on: at once, or when its next pass
+        begins (`pending`), which may be the second time that drafts have come to that token.
         """
-        sides = zip((True, False), *map(self.layout.quantized, (request.stored, request.tokens - 1)), strict=True)
+        ends = request.stored, request.tokens - (not request.continues)
+        sides = zip((True, False), *map(self.layout.quantized, ends), strict=True)
         return ((is_key, begin, end) for is_key, begin, end in sides if begin < end)
 
     @cached_property
     def pending(self) -> tuple[PendingPages | None, PendingPages | None]:
         """Pages of keys and of values that the last token stored before this pass has completed."""
         found: list[list[tuple[int, int]]] = [[], []]
-        stored = np.array([request.stored for request in self.requests], np.int64)
+        # The second part of a request begins where the first has completed a page, and quantized it.
+        parts = zip((None, *self.requests), self.requests, strict=False)
+        begins = [request.stored if before is None or not before.continues else 0 for before, request in parts]
+        stored = np.array(begins, np.int64)
         ends = [stored % PAGE_SIZE == w % PAGE_SIZE for w in (self.layout.key_window, self.layout.value_window)]
         for index in np.flatnonzero((stored > 0) & (ends[0] | ends[1])).tolist():
             request = self.requests[index]
@@ -124,51 +143,62 @@ class StepPlan:
         keys = self._pending(found[0])
         return keys, keys if found[0] == found[1] else self._pending(found[1])
 
-    @cached_property
-    def pending_sinks(self) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None:
-        """Blocks and slots of the sink tokens of requests whose first page is pending on a side, and where they go."""
-        count = self.layout.sink_tokens
-        sides = [pages for pages in self.pending if pages is not None and 0 in pages.firsts]
-        if not sides or not count:
-            return None
-        found = sides[0]
-        first = upload([page for page, position in enumerate(found.firsts) if not position], self.device)
-        within = torch.arange(count, device=self.device)
-        every = (first[:, None] * PAGE_SIZE + within).flatten()
-        origin = found.token_blocks[every], found.token_slots[every]
-        rows = upload(
-            [row for row, position in zip(found.rows, found.firsts, strict=True) if not position], self.device
-        )
-        places = self.layout.sinks(within.repeat(len(rows)))
-        own = self.block_table[rows.repeat_interleave(count), places.entries].long()
-        if self.quantized_blocks is not None:
-            own = own.masked_fill(found.blocks[first].repeat_interleave(count) == 0, 0)
-        return origin, (own, places.slots)
-
     def _pending(self, pages: list[tuple[int, int]]) -> PendingPages | None:
         """These rows' pages, each a row and a number."""
         if not pages:
             return None
-        rows, numbers = torch.tensor(pages).T
-        entries, slots = self.layout.places((numbers[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten())
-        # Of the pages, then of their tokens.
-        every = torch.stack(
-            [
-                torch.cat([rows, rows.repeat_interleave(PAGE_SIZE)]),
-                torch.cat([self.layout.first_page + numbers, entries]),
-            ]
-        )
-        places = upload(torch.cat([every.flatten(), slots]), self.device)
-        rows_at, entries_at, slots = places.split([every.shape[1], every.shape[1], len(slots)])
-        own, blocks = self.block_table[rows_at, entries_at].long().split([len(pages), len(slots)])
+        rows, entries = zip(*((row, self.layout.first_page + number) for row, number in pages), strict=True)
+        places = upload([*rows, *entries], self.device)
+        blocks = self.block_table[places[: len(pages)], places[len(pages) :]].long()
         if self.quantized_blocks is not None:
-            known = self.quantized_blocks[own] > 0
+            known = self.quantized_blocks[blocks] > 0
             if self.device.type == "cpu" and known.any():
                 return self._pending([page for page, done in zip(pages, known.tolist(), strict=True) if not done])
             # A device need not tell: these go to block 0, which vLLM leaves to no request.
-            own = own.masked_fill(known, 0)
-        firsts = [number * PAGE_SIZE for _, number in pages]
-        return PendingPages(own, blocks, slots, firsts, [row for row, _ in pages])
+            blocks = blocks.masked_fill(known, 0)
+        return PendingPages(blocks, [number * PAGE_SIZE for _, number in pages], list(rows))
+
+    def pending_tokens(self, layout: BlockLayout) -> PendingTokens:
+        """Where the tokens of pending pages are in layers whose blocks have this layout."""
+        known = self._pending_tokens.get(layout.tokens_per_block)
+        if known is None:
+            keys, values = self.pending
+            of_keys = None if keys is None else self._page_tokens(layout, keys)
+            of_values = of_keys if keys is values else None if values is None else self._page_tokens(layout, values)
+            known = PendingTokens((of_keys, of_values), self._pending_sinks(layout))
+            self._pending_tokens[layout.tokens_per_block] = known
+        return known
+
+    @cached_property
+    def _pending_tokens(self) -> dict[int, PendingTokens]:
+        return {}
+
+    def _page_tokens(self, layout: BlockLayout, pages: PendingPages) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = torch.tensor(pages.firsts)[:, None] + torch.arange(PAGE_SIZE)
+        entries, slots = layout.places(positions.flatten())
+        rows = torch.tensor(pages.rows).repeat_interleave(PAGE_SIZE)
+        rows, entries, slots = upload(torch.stack([rows, entries, slots]), self.device)
+        return self.block_table[rows, entries].long(), slots
+
+    def _pending_sinks(
+        self, layout: BlockLayout
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None:
+        """Blocks and slots of the sink tokens of requests whose first page is pending on a side, and where they go."""
+        count = layout.sink_tokens
+        found = next((pages for pages in self.pending if pages is not None and 0 in pages.firsts), None)
+        if found is None or not count:
+            return None
+        first = [page for page, position in enumerate(found.firsts) if not position]
+        rows = torch.tensor([found.rows[page] for page in first]).repeat_interleave(count)
+        within = torch.arange(count).repeat(len(first))
+        places = *layout.places(within), *layout.sinks(within)
+        page, rows, *places = upload(
+            torch.stack([torch.tensor(first).repeat_interleave(count), rows, *places]), self.device
+        ).unbind()
+        blocks = [self.block_table[rows, entries].long() for entries in places[::2]]
+        if self.quantized_blocks is not None:
+            blocks[1] = blocks[1].masked_fill(found.blocks[page] == 0, 0)
+        return (blocks[0], places[1]), (blocks[1], places[3])
 
     def note_quantized(self) -> None:
         """Remember, where requests share pages, which ones this pass begins and which it quantizes."""
@@ -177,8 +207,10 @@ class StepPlan:
         begun, done = [], []
         for request in self.requests:
             begun += [(request.row, n) for n in range(-(-request.stored // PAGE_SIZE), -(-request.tokens // PAGE_SIZE))]
-            first = max(0, request.stored - 1) // PAGE_SIZE
-            done += [(request.row, n) for n in range(first, (request.tokens - 1) // PAGE_SIZE)]
+            # Several drafts may have been accepted since the pass before.
+            first = max(0, request.stored - 1 - self.layout.drafts) // PAGE_SIZE
+            end = request.stored if request.drafted else request.tokens - 1
+            done += [(request.row, n) for n in range(first, end // PAGE_SIZE)]
         for pages, value in ((begun, 0), (done, 1)):
             if pages:
                 rows, numbers = upload(torch.tensor(pages).T, self.device)
@@ -203,17 +235,28 @@ def plan_step(
     lengths: Sequence[int],
     block_table: torch.Tensor,
     quantized_blocks: torch.Tensor | None = None,
+    prompts: Sequence[bool] | None = None,
 ) -> StepPlan:
     """The plan of a pass.
 
+    Drafts that complete a page are divided there: later ones see it quantized, as they would without drafts.
+
     Args:
-        layout: of every layer's blocks.
+        layout: as in `StepPlan`.
         starts: where each request's tokens begin among those of the pass, and their number at the end.
         lengths: tokens of each request once the pass is over.
         block_table, quantized_blocks: as in `StepPlan`.
+        prompts: which requests' tokens are of prompts, and no drafts; None for all.
     """
-    spans = enumerate(zip(starts, starts[1:], lengths, strict=False))
-    requests = [
-        Request(row, first, tokens - end + first, end - first) for row, (first, end, tokens) in spans if end > first
-    ]
+    requests = []
+    for row, (first, end, tokens) in enumerate(zip(starts, starts[1:], lengths, strict=False)):
+        stored, length = tokens - end + first, end - first
+        if not layout.drafts or not 1 < length <= 1 + layout.drafts or prompts is None or prompts[row]:
+            requests += [Request(row, first, stored, length)] if length else []
+            continue
+        begin = stored
+        for after in range(stored + 1, tokens + 1):
+            if after == tokens or layout.completes(after):
+                requests.append(Request(row, first + begin - stored, begin, after - begin, True, after < tokens))
+                begin = after
     return StepPlan(layout, requests, block_table, quantized_blocks)

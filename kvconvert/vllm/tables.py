@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvconvert.kernels.blocks import ROW, DecodePlaces, locate
+from kvconvert.kernels.blocks import ROW, BlockGeometry, DecodePlaces, locate
 from kvconvert.kernels.decode.plan import Item, Segment, SequencePlan, WorkPlan, most_items, plan_rows, plan_work
 from kvconvert.kernels.decode.stored import PageTables, ResidualWindows
 from kvconvert.kernels.pages import PAGE_SIZE
@@ -49,7 +49,7 @@ class DecodeTables:
     """Where the tokens of requests with one new token lie.
 
     Args:
-        layers: of the cache, all of the same heads.
+        layers: of the cache, all of the same heads, windows, and sink tokens.
         rows: requests of a step at most.
         pages: of all requests together at most.
 
@@ -59,19 +59,26 @@ class DecodeTables:
     """
 
     def __init__(self, layers: Sequence[LayerBlocks], rows: int, pages: int):
-        self.rows, self.layout, first = rows, layers[0].cache.layout, layers[0]
+        self.rows, self.layout, first = rows, layers[0].layout, layers[0]
         self.device, self.dtype, f = first.words.device, first.cache.dtype, first.cache.format
         self.capacity = self.layout.sink_tokens + max(self.layout.key_window, self.layout.value_window) + PAGE_SIZE
         self.head_sizes = f.keys.heads, f.keys.head_dim, f.values.head_dim
         self._flat = torch.zeros(rows * sum(SIZES), dtype=torch.int64, device=self.device)
         parts = self._flat.split([rows * size for size in SIZES])
         self._on_device = _Rows(*(part.view(rows, -1) for part in parts[:3]), parts[3])
-        self._found = {blocks.geometry: self._empty_places(pages) for blocks in layers}
+        self._found: dict[BlockGeometry, DecodePlaces] = {}
         self._pages = pages
+        self.include(layers)
         # Of each request of a step its first page, pages quantized on both sides and on one, and room for the others.
         self._divided = np.zeros((4, 0), np.int64)
         self._work: dict[int, WorkPlan] = {}
         self._flat_work: dict[int, torch.Tensor] = {}
+
+    def include(self, layers: Sequence[LayerBlocks]) -> None:
+        """Describe these layers' blocks, too, from the next step on."""
+        for blocks in layers:
+            if blocks.geometry not in self._found:
+                self._found[blocks.geometry] = self._empty_places(self._pages)
 
     def _empty_places(self, pages: int) -> DecodePlaces:
         # The last entry of the pages' tables is loaded in advance and never followed.

@@ -201,8 +201,8 @@ class BundleAwqWeights(AutoAWQConfig):
         """vLLM's, with our kernels beside them for few rows."""
         method = super().get_quant_method(layer, prefix)
         # Activations that vLLM quantizes, too, are left to its kernels.
-        if type(method) is AutoAWQMarlinLinearMethod and method.input_dtype is None and self._has_room:
-            return FewRowsLinearMethod(self)
+        if type(method) is AutoAWQMarlinLinearMethod and method.input_dtype is None:
+            return FewRowsLinearMethod(self, self._has_room)
         return method
 
 
@@ -235,13 +235,40 @@ def rehearse_products() -> None:
 
 
 class FewRowsLinearMethod(AutoAWQMarlinLinearMethod):
-    """vLLM's way with 4-bit weights, and for up to `FEW_ROWS` rows ours, with a copy of the weights."""
+    """vLLM's way with 4-bit weights, and for up to `FEW_ROWS` rows ours, with a copy of the weights if there is room.
+
+    Args:
+        config: of all weights.
+        has_room: whether to keep a copy.
+    """
+
+    def __init__(self, config: BundleAwqWeights, has_room: bool):
+        super().__init__(config)
+        self.has_room = has_room
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """As vLLM's, with scales as they are stored until they are loaded, so that it need not warn of their dtype."""
+        sizes = input_size_per_partition, output_partition_sizes, input_size, output_size
+        super().create_weights(layer, *sizes, params_dtype, **extra_weight_attrs)
+        self.dtype, layer.scales.data = params_dtype, layer.scales.data.half()
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Make both layouts."""
+        layer.scales.data = layer.scales.data.to(self.dtype)
+        # The same numbers in both.
         stored = AwqWeight(layer.qweight.data, layer.qzeros.data, layer.scales.data.half())
-        self.dtype, layer.few_rows = layer.scales.dtype, None
-        if unsupported(stored.scales.device, self.dtype, len(stored.qweight) // len(stored.scales)) is None:
+        layer.few_rows = None
+        reason = unsupported(stored.scales.device, self.dtype, len(stored.qweight) // len(stored.scales))
+        if self.has_room and reason is None:
             weight = pack_weight(stored)
             layer.few_rows, layer.few_rows_outputs = Parameter(weight.lanes, requires_grad=False), weight.outputs
             _packed[layer.few_rows.data_ptr()] = weight, self, layer

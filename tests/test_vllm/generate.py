@@ -17,8 +17,8 @@ MARKER = "TOKENS "
 
 
 def generate(request: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
-    """The tokens of each prompt, and how many requests were interrupted, prompt tokens found in the prefix cache, and
-    4-bit weights kept in our layout.
+    """The tokens of each prompt, and how many requests were interrupted, prompt tokens found in the prefix cache,
+    drafts accepted, and 4-bit weights kept in our layout.
     """
     from vllm import LLM, SamplingParams
 
@@ -31,6 +31,7 @@ def generate(request: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
         prompts = [{"prompt_token_ids": prompt} for prompt in batch]
         found += [list(answer.outputs[0].token_ids) for answer in llm.generate(prompts, sampling, use_tqdm=False)]
     counted = {"interrupted": "vllm:num_preemptions", "hits": "vllm:prefix_cache_hits"}
+    counted["accepted"] = "vllm:spec_decode_num_accepted_tokens"
     metrics = llm.get_metrics()
     told = {key: int(sum(m.value for m in metrics if m.name == name)) for key, name in counted.items()}
     return found, told | {"packed": len(weights._packed)}

@@ -6,15 +6,17 @@ import pytest
 import torch
 
 from kvconvert.cache.format import CacheFormat
-from kvconvert.errors import BundleError
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme
-from kvconvert.vllm.blocks import BlockLayout
+from kvconvert.vllm.blocks import BlockLayout, block_layouts
 
 
-def layout(block_bytes: int | None = None, **fields: int) -> BlockLayout:
-    cache = CacheFormat.of(KVScheme(key_bits=2, value_bits=2, **fields), heads=2, key_dim=64)
-    return BlockLayout.of(cache, torch.bfloat16, block_bytes)
+def cache(**fields: int) -> CacheFormat:
+    return CacheFormat.of(KVScheme(**{"key_bits": 2, "value_bits": 2} | fields), heads=2, key_dim=64)
+
+
+def layout(**fields: int) -> BlockLayout:
+    return BlockLayout.of(cache(**fields), torch.bfloat16)
 
 
 WINDOWS = [(0, 0), (0, 128), (130, 0), (20, 300), (256, 256)]
@@ -22,11 +24,14 @@ WINDOWS = [(0, 0), (0, 128), (130, 0), (20, 300), (256, 256)]
 
 @pytest.mark.parametrize(("key_window", "value_window"), WINDOWS)
 @pytest.mark.parametrize("sinks", [0, 4, 60])
-def test_no_token_lies_where_another_or_a_page_does(sinks, key_window, value_window):
-    found = layout(sink_tokens=sinks, key_recent_tokens=key_window, value_recent_tokens=value_window)
+@pytest.mark.parametrize("drafts", [0, 5])
+def test_no_token_lies_where_another_or_a_page_does(sinks, key_window, value_window, drafts):
+    fields = {"sink_tokens": sinks, "key_recent_tokens": key_window, "value_recent_tokens": value_window}
+    found = BlockLayout.of(cache(**fields), torch.bfloat16, drafts)
     for tokens in range(1, 1200):
-        # While the newest token is stored, pages count as quantized that all before it have completed.
-        quantized = found.quantized(tokens - 1)
+        # While the newest token is stored, pages count as quantized that all before it have completed; of drafts, all
+        # before the first.
+        quantized = found.quantized(max(0, tokens - 1 - drafts))
         exact = found.places(torch.arange(min(quantized) * PAGE_SIZE, tokens))
         places = list(zip(*(part.tolist() for part in exact), strict=True))
         kept = found.sinks(torch.arange(min(sinks, tokens)))
@@ -46,15 +51,39 @@ def test_a_token_stays_where_it_is_until_its_page_is_quantized_and_a_page_does_n
     assert found.blocks_for(0) == 0
 
 
-def test_a_block_holds_as_many_tokens_as_fit_and_a_larger_block_more():
+def test_a_block_holds_as_many_tokens_as_fit():
     found = layout()
     assert found.tokens_per_block == found.block_bytes // found.token_bytes
     assert found.chunks * found.tokens_per_block >= PAGE_SIZE > (found.chunks - 1) * found.tokens_per_block
-    wider = layout(block_bytes=2 * found.block_bytes)
-    assert wider.tokens_per_block >= 2 * found.tokens_per_block
-    assert (wider.key_bytes, wider.value_bytes) == (found.key_bytes, found.value_bytes)
 
 
-def test_a_block_that_holds_no_token_is_refused():
-    with pytest.raises(BundleError, match="has no room for one token of 512"):
-        layout(block_bytes=500)
+MIXTURES = {
+    "two widths": [(2, 2)] * 3 + [(4, 4)],
+    "a narrow one": [(1, 1)] + [(2, 2)] * 31,
+    "from 1 to 16 bits": [(1, 1), (1, 2), (2, 2), (3, 2), (4, 3), (8, 8), (16, 16)],
+    "equal": [(2, 2)] * 4,
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("windows", [{}, {"sink_tokens": 60, "value_recent_tokens": 130}], ids=["", "windows"])
+def test_layers_of_different_widths_share_rows_and_lose_little_to_padding(name, windows):
+    caches = [cache(key_bits=key, value_bits=value, **windows) for key, value in MIXTURES[name]]
+    found = block_layouts(caches, torch.bfloat16)
+    assert len({(layout.first_page, layout.stride, layout.blocks_ahead) for layout in found}) == 1
+    pages = sum(layout.key_bytes + layout.value_bytes for layout in found)
+    assert sum(layout.block_bytes for layout in found) <= 1.03 * pages
+    for layout in found:
+        # Blocks of full-precision tokens end where the rows of the request do.
+        last = layout.places(torch.tensor([700])).entries.max()
+        assert last < layout.blocks_for(701)
+        assert -(-layout.sink_tokens // layout.tokens_per_block) <= layout.first_page
+
+
+def test_one_narrow_layer_does_not_take_more_blocks_for_the_tokens_of_all():
+    narrow, *others = block_layouts([cache(key_bits=k, value_bits=k) for k in (1, *(2,) * 31)], torch.bfloat16)
+    assert narrow.block_bytes == others[0].block_bytes > narrow.key_bytes + narrow.value_bytes
+    assert narrow.blocks_ahead == others[0].blocks_ahead == layout().blocks_ahead
+    # Where it would cost more, blocks are as large as pages.
+    for found in block_layouts([cache(key_bits=k, value_bits=k) for k in (1, 1, 2, 2)], torch.bfloat16):
+        assert found.block_bytes == found.key_bytes + found.value_bytes

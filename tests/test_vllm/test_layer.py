@@ -15,8 +15,8 @@ from kvconvert.kernels.launches import record_specializations
 from kvconvert.kernels.pages import dequantize_pages, page_centers, quantize_pages
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.methods import KVScheme
-from kvconvert.vllm.attention import LayerStep, quantize_pending
-from kvconvert.vllm.blocks import BlockLayout
+from kvconvert.vllm.attention import PLAIN, LayerStep, Logits, quantize_pending
+from kvconvert.vllm.blocks import BlockLayout, block_layouts
 from kvconvert.vllm.layer import LayerBatch, LayerBlocks, LayerCache, alike
 from kvconvert.vllm.prompts import Flash, PackedPrompts, Packing, divide_prompts
 from kvconvert.vllm.rehearsal import rehearse
@@ -48,11 +48,15 @@ class Layer:
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
         flash: Flash | None = None,
+        drafts: int = 0,
+        logits: Logits = PLAIN,
+        beside: Layer | None = None,
+        layout: BlockLayout | None = None,
     ):
         cache = CacheFormat.of(scheme, heads=HEADS, key_dim=DIM)
         self.device, self.dtype = torch.device(device), dtype
         self.format = with_plan(cache.pages, scheme, PLAN, torch.device("cpu"))
-        self.layout = BlockLayout.of(cache, dtype)
+        self.layout, self.logits, self.beside = layout or BlockLayout.of(cache, dtype, drafts), logits, beside
         self.rotations, self.kernels = cache.rotations, kernels
         each = self.layout.blocks_for(LONGEST)
         shape = (1 + each * REQUESTS, 1, 1, self.layout.block_bytes // 2)
@@ -65,19 +69,32 @@ class Layer:
         self.table = self.table.to(self.device)
         self.tables = DecodeTables([self.blocks], REQUESTS + 2, 6 * REQUESTS) if kernels else None
         self.packing = Packing(self.blocks, flash, self.blocks.words.new_empty(1 << 19)) if kernels else None
+        if beside is not None:
+            self.table, self.tables, self.packing = beside.table, beside.tables, beside.packing
+        if beside is not None and kernels:
+            self.tables.include([self.blocks])
         self.keys, self.values = ([torch.zeros(HEADS, 0, DIM) for _ in range(REQUESTS)] for _ in range(2))
         self.pages: dict[tuple[str, int, int], torch.Tensor] = {}
 
-    def run(self, lengths: list[int]) -> float:
-        """One pass with so many new tokens of each request; the largest difference from the reference."""
+    def run(self, lengths: list[int], accepted: list[int] | None = None) -> float:
+        """One pass with so many new tokens of each request; the largest difference from the reference.
+
+        Where it is said how many are accepted, they are drafts of which others are taken back; what each attends to is
+        what it would attend to if it came alone.
+        """
         starts = [sum(lengths[:row]) for row in range(REQUESTS + 1)]
         queries = torch.randn(starts[-1], HEADS * GROUP, DIM).to(self.dtype)
         keys, values = torch.randn(2, starts[-1], HEADS, DIM).to(self.dtype)
         totals = [stored.shape[1] + new for stored, new in zip(self.keys, lengths, strict=True)]
-        plan = plan_step(self.layout, starts, totals, self.table)
+        if self.beside is None:
+            self.plan = plan_step(self.layout, starts, totals, self.table, prompts=[accepted is None] * REQUESTS)
+            self.prompts = divide_prompts(self.plan, self.packing)
+        else:
+            self.plan, self.prompts = self.beside.plan, self.beside.prompts
+        plan = self.plan
         with interpreted() if self.kernels and self.device.type == "cpu" else nullcontext():
             quantize_pending([LayerBatch([self.blocks])], plan)
-            if self.tables is not None:
+            if self.tables is not None and self.beside is None:
                 decodes = plan.decodes
                 self.tables.write(self.table, [r.row for r in decodes], [r.tokens for r in decodes])
             output = self.attend(plan, queries, keys, values).cpu().float()
@@ -90,17 +107,29 @@ class Layer:
         for row in range(REQUESTS):
             new = slice(starts[row], starts[row + 1])
             if lengths[row]:
-                expected = self._attention(row, *(x[new].transpose(0, 1).float() for x in (queries, keys, values)))
+                own = [x[new].transpose(0, 1).float() for x in (queries, keys, values)]
+                if accepted is None:
+                    expected = self._attention(row, *own)
+                else:
+                    parts = zip(*(x.split(1, 1) for x in own), strict=True)
+                    expected = torch.cat([self._attention(row, *part) for part in parts], 1)
+                    self._take_back(row, lengths[row] - accepted[row])
                 difference = (output[new].transpose(0, 1) - expected).abs().max().item()
                 worst = max(worst, difference) if difference == difference else float("inf")
         return worst
+
+    def _take_back(self, row: int, count: int) -> None:
+        kept = self.keys[row].shape[1] - count
+        self.keys[row], self.values[row] = self.keys[row][:, :kept], self.values[row][:, :kept]
+        pages = dict(zip(("keys", "values"), self.layout.quantized(kept), strict=True))
+        self.pages = {key: page for key, page in self.pages.items() if key[1] != row or key[2] < pages[key[0]]}
 
     def attend(self, plan: StepPlan, *tokens: torch.Tensor) -> torch.Tensor:
         """The attention of queries, keys and values [n, heads, D] in one pass."""
         queries, keys, values = (x.to(self.device) for x in tokens)
         output = torch.full_like(queries, float("nan"))
-        prompts = divide_prompts(plan, self.packing)
-        LayerStep(self.blocks, plan, DIM**-0.5, prompts, self.tables).run(queries, keys, values, output)
+        step = LayerStep(self.blocks, plan, DIM**-0.5, self.prompts, self.tables, self.logits)
+        step.run(queries, keys, values, output)
         return output
 
     def _attention(self, row: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -121,7 +150,7 @@ class Layer:
         every = [torch.cat(side, 1) for side in zip(history, (keys, values), strict=True)]
         length = queries.shape[1]
         visible = torch.arange(stored + length) <= torch.arange(stored, stored + length).unsqueeze(1)
-        return attention_reference(queries, *every, visible, DIM**-0.5).output.float()
+        return attention_reference(queries, *every, visible, DIM**-0.5, *self.logits).output.float()
 
     def _page(self, side: str, row: int, number: int) -> torch.Tensor:
         """A complete page of a request's keys or values [HEADS, 128, DIM] as it is stored, computed once."""
@@ -218,13 +247,29 @@ def test_layers_in_one_allocation_are_quantized_together_as_each_alone(name):
         for blocks in (layer.blocks, other.blocks):
             plan = plan_step(layer.layout, [0, 256, 512, 768], [256] * 3, table)
             for request, part in zip(plan.requests, own, strict=True):
-                blocks.write(*plan.places(request, 0, 256), *part.unbind(1))
+                blocks.write(*plan.places(layer.layout, request, 0, 256), *part.unbind(1))
     plan = plan_step(together[0].layout, [0, 1, 2, 3], [257] * 3, table)
     assert all(plan.pending)
     quantize_pending(groups, plan)
     for layer, other in zip(together, alone, strict=True):
         quantize_pending([LayerBatch([other.blocks])], plan)
         torch.testing.assert_close(layer.blocks.words, other.blocks.words, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_layers_with_blocks_of_different_sizes_follow_one_plan(kernels):
+    torch.manual_seed(0)
+    windows = {"sink_tokens": 4, "value_recent_tokens": 128}
+    schemes = [KVScheme(key_bits=bits, value_bits=bits, **windows) for bits in (2, 8, 16)]
+    caches = [CacheFormat.of(scheme, heads=HEADS, key_dim=DIM) for scheme in schemes]
+    layouts = block_layouts(caches, torch.float32)
+    assert len({layout.block_bytes for layout in layouts}) == len({layout.tokens_per_block for layout in layouts}) == 3
+    layers: list[Layer] = []
+    for scheme, layout in zip(schemes, layouts, strict=True):
+        layers.append(Layer(scheme, kernels=kernels, layout=layout, beside=layers[0] if layers else None))
+    for lengths in PASSES[:5] if kernels else PASSES + [[1, 1, 1]] * 140:
+        for layer in layers:
+            assert layer.run(lengths) < (1e-3 if kernels else 2e-6), lengths
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -236,6 +281,44 @@ def test_a_pass_attends_to_what_is_stored_as_it_is_stored(name):
 
 
 FULL = pytest.mark.full
+# New tokens of each request and how many of them are accepted: drafts that end before a page, at its end and behind it,
+# taken back to before it, to its end and not at all; pages that come to their end a second time.
+DRAFTED = [
+    ([125, 250, 100], None), ([4, 4, 4], [1, 4, 4]), ([1, 4, 4], [1, 2, 4]), ([4, 4, 1], [1, 1, 1]),
+    ([4, 4, 4], [1, 1, 1]), ([4, 1, 4], [3, 1, 2]), ([4, 4, 4], [4, 4, 4]), ([2, 3, 4], [2, 2, 1]),
+    *[([4, 4, 4], [4, 3, 1])] * 40,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["kivi", "calibrated", "value window", "key window", "16-bit values"])
+def test_drafts_attend_to_what_they_would_without_and_are_taken_back(name):
+    torch.manual_seed(0)
+    layer = Layer(SCHEMES[name], kernels=False, drafts=3)
+    for lengths, accepted in DRAFTED:
+        assert layer.run(lengths, accepted) < 2e-6, (lengths, accepted)
+    # Pages that requests share are known by what was accepted.
+    assert max(keys.shape[1] for keys in layer.keys) > 3 * 128
+
+
+def test_drafts_are_divided_where_they_complete_a_page():
+    layout = Layer(SCHEMES["value window"], kernels=False, drafts=3).layout
+    table = torch.zeros(3, 40, dtype=torch.int32)
+    plan = plan_step(layout, [0, 4, 8, 12], [258, 130, 130], table, prompts=[False, True, False])
+    found = [(r.row, r.first, r.stored, r.length, r.drafted, r.continues) for r in plan.requests]
+    assert found == [
+        (0, 0, 254, 2, True, True), (0, 2, 256, 2, True, False), (1, 4, 126, 4, False, False),
+        (2, 8, 126, 2, True, True), (2, 10, 128, 2, True, False),
+    ]  # fmt: skip
+    assert not plan.decodes
+
+
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=FULL)])
+@pytest.mark.parametrize("logits", [Logits(softcap=2.0), Logits(sink_logits=torch.tensor([0.5, -1.0, 2.0, 0.0]))])
+def test_logits_are_capped_and_joined_by_those_of_sinks(logits, kernels):
+    torch.manual_seed(0)
+    layer = Layer(SCHEMES["calibrated"], kernels=kernels, logits=logits, flash=flash if kernels else None)
+    for lengths in [[127, 0, 0], [1, 40, 0], [1, 1, 1], [130, 3, 129], [1, 1, 1]]:
+        assert layer.run(lengths) < (1e-3 if kernels else 2e-6), lengths
 
 
 @pytest.mark.parametrize(
@@ -245,7 +328,7 @@ def test_kernels_with_tables_in_fixed_places_do_the_same(name):
     torch.manual_seed(0)
     layer = Layer(SCHEMES[name], kernels=True)
     with interpreted(), record_specializations() as rehearsed:
-        rehearse([layer.blocks], [HEADS * GROUP], layer.tables, layer.packing)
+        rehearse([layer.blocks], [(HEADS * GROUP, layer.logits)], layer.tables, layer.packing)
     with record_specializations(makes=True) as launched:
         # Products of two 16-bit parts of each float32 number.
         for lengths in [[127, 0, 0], [1, 40, 0], [1, 1, 1], [130, 0, 129], [1, 1, 1]]:
@@ -259,7 +342,7 @@ def test_one_request_at_a_time_launches_what_was_rehearsed():
     layer = Layer(SCHEMES["value window"], kernels=True)
     layer.tables = DecodeTables([layer.blocks], 1, 6)
     with interpreted(), record_specializations() as rehearsed:
-        rehearse([layer.blocks], [HEADS * GROUP], layer.tables, layer.packing)
+        rehearse([layer.blocks], [(HEADS * GROUP, layer.logits)], layer.tables, layer.packing)
     with record_specializations(makes=True) as launched:
         for lengths in [[255, 0, 0], [1, 0, 0], [1, 0, 0], [130, 0, 0], [1, 0, 0]]:
             assert layer.run(lengths) < 1e-3, lengths

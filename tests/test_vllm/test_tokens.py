@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from test_vllm.generate import MARKER
 from tiny.llama import RECIPE, save_llama
+from tiny.models import ARCHITECTURES
 
 from kvconvert import calibrate, export, load
 from kvconvert.vllm.bundle import served_bundle
@@ -23,10 +25,11 @@ NEW = 200
 
 
 def bundle_of(folder: Path, settings: str, bits: int | None = None, group: int = 16) -> Path:
-    """A random Llama of two layers as a bundle; `settings` are lines of the recipe's [kv], `bits` and `group` those of
-    weights.
+    """A random Llama of two layers, or three for layers that differ, as a bundle; `settings` are lines of the recipe's
+    [kv], `bits` and `group` those of weights.
     """
-    save_llama(folder / "model", tie_word_embeddings=False, max_position_embeddings=2048, **SIZES)
+    sizes = SIZES | {"max_position_embeddings": 2048, "num_hidden_layers": 3 if "kv.layers" in settings else 2}
+    save_llama(folder / "model", tie_word_embeddings=False, **sizes)
     recipe = RECIPE.format(method="rtn" if bits else "none", kv="kivi") + settings
     (folder / "recipe.toml").write_text(
         recipe.replace("group_size = 16", f"bits = {bits}\ngroup_size = {group}", 1) if bits else recipe
@@ -81,6 +84,12 @@ SCHEMES = {
         'boost_fraction = 0.125\nboost_select = "calibrated"\n'
     ),
     "static": 'key_bits = 8\nvalue_bits = 8\nstatic_scales = "calibrated"\n',
+    # Blocks of three sizes: a layer of 2 bits, one of 8 and 1, and one that is kept, which the others' windows fit.
+    "mixed": (
+        "value_recent_tokens = 128\n"
+        "[[kv.layers]]\nindex = [1]\nkey_bits = 8\nvalue_bits = 1\nboost_fraction = 0.0\n"
+        "[[kv.layers]]\nindex = [2]\nkey_bits = 16\nvalue_bits = 16\n"
+    ),
     "wide": "key_bits = 8\nvalue_bits = 4\nsink_tokens = 0\n",
 }
 
@@ -140,7 +149,7 @@ def test_requests_go_on_after_an_interruption(tmp_path):
     precision, what it had answered, so that it may go on otherwise; the first is never interrupted.
     """
     bundle, asked = bundle_of(tmp_path, SCHEMES["kivi"]), prompts(140, 150, 160)
-    blocks = 2 * served_bundle(str(bundle)).layout(torch.float32).blocks_for(256) + 1
+    blocks = 2 * served_bundle(str(bundle)).layouts(torch.float32)[0].blocks_for(256) + 1
     found, counted = in_vllm(bundle, [asked], num_gpu_blocks_override=1 + blocks, max_model_len=512)
     expected = in_runtime(bundle, asked)
     assert counted["interrupted"]
@@ -170,8 +179,43 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path):
     assert found == in_runtime(bundle, asked)
 
 
+def test_two_stages_give_the_tokens_of_one(tmp_path):
+    bundle, asked = bundle_of(tmp_path, SCHEMES["mixed"]), prompts(130, 300)
+    found, _ = in_vllm(bundle, [asked], pipeline_parallel_size=2, distributed_executor_backend="mp")
+    assert found == in_runtime(bundle, asked)
+
+
+@pytest.mark.parametrize("scheme", ["windows", "kivi"])
+def test_drafts_change_no_token(scheme, tmp_path):
+    bundle, asked = bundle_of(tmp_path, SCHEMES[scheme]), prompts(100, 300)
+    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    found, counted = in_vllm(bundle, [asked], speculative_config=drafts)
+    assert counted["accepted"]
+    assert found == in_runtime(bundle, asked)
+
+
+# Sliding windows with soft caps, and states of Mamba 2.
+HYBRIDS = {"gemma2": {"head_dim": 32, "query_pre_attn_scalar": 32}, "granitemoehybrid": {}}
+
+
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_layers_with_windows_and_states_are_left_to_vllm(architecture, tmp_path):
+    """With full precision where a bundle's scheme would not be used."""
+    tiny = ARCHITECTURES[architecture]
+    replace(tiny, settings=tiny.settings | HYBRIDS[architecture]).write(tmp_path / "model")
+    windows = [i for i, kind in enumerate(tiny.settings["layer_types"]) if kind == "sliding_attention"]
+    exact = f"[[kv.layers]]\nindex = {windows}\nkey_bits = 16\nvalue_bits = 16\n" if windows else ""
+    (tmp_path / "recipe.toml").write_text(RECIPE.format(method="none", kv="kivi") + exact)
+    recipe = {"recipe": str(tmp_path / "recipe.toml"), "samples": 2, "seq_len": 160, "progress": False}
+    calibrate(tmp_path / "model", tmp_path / "work", **recipe)
+    bundle, asked = export(tmp_path / "work", tmp_path / "bundle", progress=False), prompts(100, 300)
+    found, _ = in_vllm(bundle, [asked])
+    assert found == in_runtime(bundle, asked)
+
+
 def test_our_kernels_join_those_of_awq_on_gpus_alone_and_only_unasked():
     script = """
+import torch
 from kvconvert.vllm import weights
 known = {"quant_method": "awq", "version": "gemm", "kvconvert": {}}
 asked = (known, None), (known, "awq"), (known | {"version": "kvconvert"}, None), ({"version": "gemm"}, None)
@@ -180,12 +224,20 @@ for is_gpu in (False, True):
     weights.current_platform.is_cuda = lambda: is_gpu
     for config, user in asked:
         print("SAID", [method.override_quantization_method(config, user) for method in methods])
+weights.current_platform.is_cuda = lambda: False
+known |= {"bits": 4, "group_size": 32, "zero_point": True}
+method = weights.FewRowsLinearMethod(weights.BundleAwqWeights.from_config(known), False)
+layer = torch.nn.Module()
+method.create_weights(layer, 64, [64], 64, 64, torch.bfloat16, weight_loader=print)
+print("SAID", layer.scales.dtype, method.dtype)
 """
     ended = subprocess.run([PYTHON, "-c", script], capture_output=True, text=True, timeout=300)
     said = [line.removeprefix("SAID ") for line in ended.stdout.splitlines() if line.startswith("SAID")]
     neither, other = "[None, None]", "['kvconvert', None]"
     on_gpus = "[None, 'kvconvert_awq']"
-    assert said == [neither, neither, other, neither, on_gpus, neither, other, neither], ended.stderr
+    # Loaded as they are stored, of which vLLM would warn otherwise.
+    scales = "torch.float16 torch.bfloat16"
+    assert said == [neither, neither, other, neither, on_gpus, neither, other, neither, scales], ended.stderr
 
 
 def test_kernels_of_all_bundles_are_compiled_into_one_folder():
@@ -212,9 +264,7 @@ def test_attention_that_is_not_served_is_refused():
     cases = {
         "alibi_slopes": ([0.5], "ALiBi slopes"),
         "sliding_window": (512, "a sliding window"),
-        "logits_soft_cap": (30.0, "a soft cap"),
         "kv_sharing_target_layer_name": ("model.layers.0.self_attn.attn", "another layer's cache"),
-        "sinks": ([1.0], "sinks"),
     }
     script = """
 import json, sys
@@ -256,16 +306,17 @@ def said(refuse):
 layers = [SimpleNamespace(num_key_value_heads=1, head_dim=64)]
 manifest = SimpleNamespace(schemes=lambda: [KVScheme.preset("kivi")], layers=layers, modules=[])
 attention = LowBitAttention.__new__(LowBitAttention)
-attention.served, attention.rank, attention.ranks = ServedBundle(SimpleNamespace(manifest=manifest, plan={})), 0, 1
+found = SimpleNamespace(manifest=manifest, plan={}, config={})
+attention.served, attention.rank, attention.ranks = ServedBundle(found), 0, 1
 attention._blocks, attention.num_heads, attention.head_size = None, 4096, 64
-size = attention.served.layout(torch.bfloat16).block_bytes
+size = attention.served.layouts(torch.bfloat16)[0].block_bytes
 memory = torch.zeros(2, size, dtype=torch.int8)
 layer = SimpleNamespace(kv_cache=memory, layer_name="model.layers.0.attn", dtype=torch.bfloat16)
 with imagined(GPU((9, 0), 132)):
     said(lambda: attention.blocks(layer))
 
 windowed = SlidingWindowSpec(block_size=128, num_kv_heads=1, head_size=64, dtype=torch.bfloat16, sliding_window=512)
-said(lambda: LowBitBackend.customize_spec(windowed))
+said(lambda: LowBitBackend.spec("model.layers.0.attn", windowed))
 
 method = weights.BundleWeights()
 q = SimpleNamespace(name="model.layers.0.self_attn.q_proj", method="rtn")

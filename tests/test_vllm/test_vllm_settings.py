@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from tiny.bundle import edit_json, reseal, write_tiny_bundle
+from tiny.hub import Repository, standing_in
 
 from kvconvert.errors import BundleError
 from kvconvert.methods import KVScheme
 from kvconvert.vllm.bundle import ServedBundle, layer_index
-from kvconvert.vllm.settings import VERSIONS, choose_settings, refuse_config, refuse_hub
+from kvconvert.vllm.settings import VERSIONS, choose_settings, refuse_config
 
 ARGUMENTS = {
     "generation_config": "auto",
@@ -24,6 +25,10 @@ ARGUMENTS = {
     "block_size": None,
     "kv_cache_dtype": "auto",
     "enable_prefix_caching": None,
+    "hf_token": None,
+    "served_model_name": None,
+    "speculative_config": None,
+    "async_scheduling": None,
 }
 KNOWN = f"{VERSIONS[-1]}.0"
 PARALLEL = {f"{name}_parallel_size": 1 for name in ("tensor", "pipeline", "decode_context", "prefill_context", "data")}
@@ -43,7 +48,10 @@ def served(*schemes: KVScheme | None, **config: Any) -> ServedBundle:
 def engine(**given: Any) -> SimpleNamespace:
     """vLLM's settings, which a bundle is refused with or not."""
     parallel = PARALLEL | {name: size for name, size in given.items() if name in PARALLEL}
-    others = {"speculative_config": None, "kv_transfer_config": None}
+    others = {"speculative_config": None, "kv_transfer_config": None, "lora_config": None}
+    others["scheduler_config"] = SimpleNamespace(disable_hybrid_kv_cache_manager=False, async_scheduling=False)
+    scheduler = vars(others["scheduler_config"])
+    scheduler |= {name: value for name, value in given.items() if name in scheduler}
     others |= {name: value for name, value in given.items() if name in others}
     model = SimpleNamespace(dtype=torch.bfloat16)
     return SimpleNamespace(parallel_config=SimpleNamespace(**parallel), model_config=model, **others)
@@ -112,12 +120,44 @@ def test_generation_settings_are_those_of_generate(stated, read, named, tmp_path
     assert given.generation_config == "vllm"
 
 
-def test_another_model_is_left_alone(tmp_path):
+def test_another_model_is_left_alone(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "awq"}}))
-    for model in (tmp_path, "owner/name"):
-        given = arguments(model, block_size=16)
-        assert choose_settings(given, KNOWN) is None
-        assert vars(given) == vars(arguments(model, block_size=16))
+    with standing_in(monkeypatch, tmp_path) as hub:
+        hub.repositories["owner/name"] = Repository()
+        hub.repositories["owner/name"].commit("main", {"config.json": b"{}", "model.safetensors": b"weights"})
+        for model in (tmp_path, "owner/name", "owner/missing", "gpt2"):
+            given = arguments(model, block_size=16)
+            assert choose_settings(given, KNOWN) is None
+            assert vars(given) == vars(arguments(model, block_size=16))
+        # No more than vLLM fetches anyway.
+        assert set(hub.fetched()) == {"config.json"}
+
+
+def test_a_bundle_on_the_hub_is_fetched_and_verified(tmp_path, monkeypatch):
+    bundle = tmp_path / "bundle"
+    bundle.mkdir()
+    write_tiny_bundle(bundle)
+    files = {path.relative_to(bundle).as_posix(): path.read_bytes() for path in bundle.rglob("*") if path.is_file()}
+    with standing_in(monkeypatch, tmp_path) as hub:
+        hub.repositories["owner/name"] = Repository()
+        commit = hub.repositories["owner/name"].commit("main", files)
+        given = arguments("owner/name")
+        assert choose_settings(given, KNOWN) is not None
+        assert (given.served_model_name, Path(given.model).name) == ("owner/name", commit)
+        assert (Path(given.model) / "kvconvert.json").exists()
+        altered = next(name for name in files if name.endswith(".safetensors"))
+        hub.repositories["owner/name"].commit("main", files | {altered: files[altered][:-1] + b"x"})
+        with pytest.raises(BundleError, match="sha256"):
+            choose_settings(arguments("owner/name"), KNOWN)
+
+
+def test_a_directory_of_that_name_is_not_asked_for_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    write_tiny_bundle(tmp_path / "owner" / "name")
+    with standing_in(monkeypatch, tmp_path) as hub:
+        assert choose_settings(arguments("owner/name"), KNOWN) is not None
+        assert not hub.requests
 
 
 @pytest.mark.parametrize(
@@ -152,11 +192,12 @@ def test_prefixes_are_shared_if_asked_for_and_no_window_forbids(tmp_path, monkey
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"decode_context_parallel_size": 2}, "decode context parallelism"),
         ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
-        ({"speculative_config": object()}, "speculative decoding"),
+        ({"speculative_config": SimpleNamespace(method="eagle3")}, "drafts by eagle3"),
+        ({"speculative_config": SimpleNamespace(method="ngram"), "async_scheduling": True}, "--async-scheduling"),
         ({"kv_transfer_config": object()}, "a KV connector"),
+        ({"lora_config": object()}, "LoRA adapters"),
     ],
 )
 def test_settings_that_are_not_served_are_refused(given, said):
@@ -164,6 +205,15 @@ def test_settings_that_are_not_served_are_refused(given, said):
     with pytest.raises(BundleError) as error:
         refuse_config(served(KIVI, KIVI), engine(**given))
     refused(str(error.value), said)
+
+
+def test_drafts_of_n_grams_are_served_one_pass_after_another(tmp_path):
+    refuse_config(served(KIVI), engine(speculative_config=SimpleNamespace(method="ngram"), pipeline_parallel_size=2))
+    write_tiny_bundle(tmp_path)
+    for given, expected in (({}, None), ({"speculative_config": {}}, False), ({"async_scheduling": True}, True)):
+        found = arguments(tmp_path, **given)
+        choose_settings(found, KNOWN)
+        assert found.async_scheduling is expected
 
 
 @pytest.mark.parametrize(
@@ -214,7 +264,7 @@ def test_a_rank_has_its_heads_of_the_plan():
         assert torch.equal(part.format.key_feedback, whole.format.key_feedback[own])
         assert torch.equal(part.format.boosted, whole.format.boosted[own])
         assert torch.equal(part.format.key_center.matrix, whole.format.key_center.matrix[own])
-        assert part.layout == found.layout(torch.bfloat16, 2)
+        assert part.layout == found.layouts(torch.bfloat16, 2)[0]
         assert 2 * part.layout.token_bytes == whole.layout.token_bytes
 
 
@@ -233,37 +283,95 @@ def test_schemes_that_blocks_cannot_hold_are_refused(scheme, said):
     refused(served(KIVI, scheme).refusal(torch.bfloat16), "Layer 1", said)
 
 
-def test_layers_of_nearly_one_size_share_it_and_others_are_refused():
-    normed = replace(KIVI, token_norm="per_head")
-    found = served(KIVI, normed)
+def test_layers_of_any_widths_windows_and_sink_tokens_are_served():
+    wide, windowed = KVScheme(key_bits=8, value_bits=8, sink_tokens=4), replace(KIVI, sink_tokens=8)
+    found = served(None, KIVI, wide, replace(windowed, value_recent_tokens=128))
     assert found.refusal(torch.bfloat16) is None
-    assert found.layer(0, torch.device("cpu"), torch.bfloat16).layout.block_bytes == max(
-        served(scheme).layout(torch.bfloat16).block_bytes for scheme in (KIVI, normed)
-    )
-    refused(served(KIVI, KIVI, KVScheme(key_bits=8, value_bits=8, sink_tokens=4)).refusal(torch.bfloat16), "bytes")
-    refused(served(KIVI, replace(KIVI, sink_tokens=8)).refusal(torch.bfloat16), "sink_tokens")
+    layouts = list(found.layouts(torch.bfloat16).values())
+    assert found.layer(2, torch.device("cpu"), torch.bfloat16).layout == layouts[2]
+    assert len({layout.block_bytes for layout in layouts}) == 3
+    assert len({layout.blocks_ahead for layout in layouts}) == 1
+    # A layer without a scheme finds its tokens as that after it does.
+    assert layouts[0].sink_tokens == KIVI.sink_tokens
 
 
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"sliding_window": 512}, "sliding_attention"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-        ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
-        ({"text_config": {"layer_types": ["chunked_attention"]}}, "chunked_attention"),
+        ({"text_config": {"layer_types": ["chunked_attention", "full_attention"]}}, "chunked_attention"),
         ({"kv_lora_rank": 512}, "latent attention"),
     ],
 )
 def test_layers_of_other_types_are_refused(config, said):
-    refused(served(KIVI, **config).refusal(torch.bfloat16), said)
-    assert served(KIVI, sliding_window=512, use_sliding_window=False).refusal(torch.bfloat16) is None
+    refused(served(KIVI, KIVI, **config).refusal(torch.bfloat16), said)
 
 
-def test_a_bundle_on_the_hub_is_refused_instead_of_being_served_without_its_cache():
-    refuse_hub(arguments("owner/name"), {"quantization_config": {"quant_method": "awq"}})
+EIGHT = KVScheme(key_bits=8, value_bits=8, sink_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("config", "windows", "states", "attending"),
+    [
+        ({}, False, False, [0, 1]),
+        ({"sliding_window": 512}, True, False, []),
+        ({"sliding_window": 512, "use_sliding_window": False}, False, False, [0, 1]),
+        ({"text_config": {"layer_types": ["sliding_attention", "full_attention"]}}, True, False, [1]),
+        ({"layer_types": ["linear_attention", "full_attention"]}, False, True, [1]),
+        ({"layers_block_type": ["mamba", "attention"]}, False, True, [1]),
+        ({"layer_types": ["hybrid", "hybrid_sliding"]}, True, True, [0]),
+    ],
+    ids=str,
+)
+def test_layers_that_attend_to_all_tokens_are_ours(config, windows, states, attending):
+    found = served(EIGHT, EIGHT, **config)
+    assert (found.has_windows, found.has_states, found.attending) == (windows, states, attending)
+    assert list(found.layouts(torch.bfloat16)) == list(found.schemes) == attending
+    assert found.has_cache == bool(attending)
+    assert found.unused_schemes == [index for index in (0, 1) if index not in attending]
+    assert found.refusal(torch.bfloat16) is None
+
+
+def test_beside_states_all_blocks_have_one_size_of_whole_bytes_for_each_token():
+    states = {"layer_types": ["linear_attention", "full_attention", "full_attention"]}
+    found = served(None, KIVI, replace(KIVI, token_norm="per_head"), **states)
+    sizes = {layout.block_bytes for layout in found.layouts(torch.bfloat16).values()}
+    assert len(sizes) == 1
+    assert sizes.pop() % 128 == 0
+    assert found.refusal(torch.bfloat16) is None
+    refused(served(None, KIVI, EIGHT, **states).refusal(torch.bfloat16), "with a state", "one width")
+
+
+def test_settings_beside_windows_and_states(tmp_path, monkeypatch, caplog):
+    write_tiny_bundle(tmp_path)
+
+    def chosen(types: list[str], **given: Any) -> SimpleNamespace:
+        found = arguments(tmp_path, **given)
+        monkeypatch.setattr(
+            "kvconvert.vllm.settings.served_bundle", lambda directory: served(KIVI, KIVI, layer_types=types)
+        )
+        choose_settings(found, KNOWN)
+        return found
+
+    windows, states = ["sliding_attention", "full_attention"], ["linear_attention", "full_attention"]
+    given = chosen(windows, attention_backend="FLASH_ATTN")
+    assert (given.attention_backend, given.block_size) == ("FLASH_ATTN", 32)
+    assert "1 layers of type sliding_attention" in caplog.text
+    assert chosen(windows, block_size=64).block_size == 64
+    assert chosen(states).block_size is None
     with pytest.raises(BundleError) as error:
-        refuse_hub(arguments("owner/name"), {"quantization_config": {"quant_method": "awq", "kvconvert": {}}})
-    refused(str(error.value), "owner/name", "kvconvert pull")
+        chosen(states, block_size=64)
+    refused(str(error.value), "--block-size 64")
+    for types in (windows, states):
+        with pytest.raises(BundleError) as error:
+            chosen(types, enable_prefix_caching=True)
+        refused(str(error.value), "--enable-prefix-caching", "sink tokens")
+    # Of windows alone nothing is ours.
+    assert chosen(["sliding_attention"] * 2, enable_prefix_caching=True, block_size=16).block_size == 16
+    alike = engine(disable_hybrid_kv_cache_manager=True)
+    refuse_config(served(KIVI, KIVI), alike)
+    with pytest.raises(BundleError) as error:
+        refuse_config(served(KIVI, KIVI, layer_types=windows), alike)
+    refused(str(error.value), "--disable-hybrid-kv-cache-manager")
 
 
 def test_a_module_tells_its_layer_or_is_refused():

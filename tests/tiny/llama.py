@@ -16,7 +16,7 @@ def save_llama(directory: Path, **sizes: int | bool) -> LlamaForCausalLM:
     """Save a random two-layer model in bfloat16 with the reference model's tokenizer; `sizes` are of its config."""
     torch.manual_seed(0)
     common = {"vocab_size": 4096, "num_hidden_layers": 2, "head_dim": 16, "bos_token_id": 0, "eos_token_id": 0}
-    model = LlamaForCausalLM(LlamaConfig(**common, **sizes, dtype="bfloat16")).to(torch.bfloat16)
+    model = LlamaForCausalLM(LlamaConfig(**common | sizes, dtype="bfloat16")).to(torch.bfloat16)
     model.save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copyfile(TOKENIZER / name, directory / name)

@@ -1,0 +1,177 @@
+"""One plan of a pass for all layers that find their tokens alike, though vLLM asks once for each size of blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import AttentionMetadata, CommonAttentionMetadata
+
+from kvconvert.kernels import ragged
+from kvconvert.kernels.device import runs_triton
+from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.vllm.attention import Logits
+from kvconvert.vllm.flash import flash_attention
+from kvconvert.vllm.layer import LayerBlocks
+from kvconvert.vllm.prompts import WORKSPACE_BYTES, PackedPrompts, Packing, divide_prompts
+from kvconvert.vllm.rehearsal import prepare, rehearse
+from kvconvert.vllm.step import Request, StepPlan, plan_step
+from kvconvert.vllm.tables import DecodeTables
+from kvconvert.vllm.weights import rehearse_products
+
+
+@dataclass
+class LowBitMetadata(AttentionMetadata):
+    """A pass.
+
+    Attributes:
+        plan: of every layer.
+        num_actual_tokens: without those that vLLM pads with.
+        prompts: of the pass, see `divide_prompts`.
+        tables: of requests with one new token, where kernels run.
+    """
+
+    plan: StepPlan
+    num_actual_tokens: int
+    prompts: list[tuple[slice, PackedPrompts | Request]]
+    tables: DecodeTables | None
+
+
+class PassPlanner:
+    """What the layers of one group share whose heads, windows, and sink tokens are the same.
+
+    Args:
+        config: vLLM's.
+        layers: the first of them.
+    """
+
+    # The planner of the newest pass. All builders of a group are given the same object for a pass.
+    newest: ClassVar[PassPlanner | None] = None
+    _workspace: ClassVar[torch.Tensor | None] = None
+
+    def __init__(self, config: VllmConfig, layers: list[LayerBlocks]):
+        self.config, self.like = config, layers[0]
+        self._common: CommonAttentionMetadata | None = None
+        self._metadata: LowBitMetadata | None = None
+        self._quantized: torch.Tensor | None = None
+        self._tables: DecodeTables | None = None
+        self._packing: Packing | None = None
+        if runs_triton(self.like.words.device):
+            self._tables = DecodeTables(layers, *self._most())
+            if _packs(layers):
+                first = self.like.cache
+                dims = first.format.keys.head_dim, first.format.values.head_dim
+                flash = flash_attention(first.dtype, *dims, config.attention_config.flash_attn_version)
+                self._packing = Packing(self.like, flash, self.workspace(self.like.words.device))
+
+    @classmethod
+    def of(cls, config: VllmConfig, layers: list[LayerBlocks], common: CommonAttentionMetadata) -> PassPlanner:
+        """The planner of layers that another builder has given this pass to before, if it serves these; else a new one.
+
+        Args:
+            config: vLLM's.
+            layers: of a builder.
+            common: of the pass.
+        """
+        known = cls.newest
+        if known is None or known._common is not common or not known._serves(layers):
+            return cls(config, layers)
+        return known
+
+    @classmethod
+    def workspace(cls, device: torch.device) -> torch.Tensor:
+        """Memory for prompts, reserved once and before vLLM gives the rest to the cache."""
+        if cls._workspace is None or cls._workspace.device != device:
+            cls._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        return cls._workspace
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it has planned nothing yet."""
+        return self._metadata is None
+
+    def _serves(self, layers: list[LayerBlocks]) -> bool:
+        same = len({_tokens_of(blocks) for blocks in (self.like, *layers)}) == 1
+        return same and (self._tables is None or _packs(layers) == (self._packing is not None))
+
+    def _most(self) -> tuple[int, int]:
+        """Requests of a pass, and pages of all of them, at most."""
+        config = self.config
+        most = config.scheduler_config.max_num_seqs
+        recorded = config.compilation_config.cudagraph_capture_sizes or []
+        # A recorded pass may be padded to more rows than there are requests.
+        rows = max(most, min((size for size in recorded if size >= most), default=most))
+        pages = rows * -(-config.model_config.max_model_len // PAGE_SIZE)
+        if not config.cache_config.enable_prefix_caching:
+            # None is another request's.
+            pages = min(pages, len(self.like.words))
+        return rows, pages
+
+    def rehearse(self, layers: list[LayerBlocks], heads: list[tuple[int, Logits]]) -> None:
+        """Compile what those of these layers launch that it serves, all side by side, and describe their blocks.
+
+        Args:
+            layers: of the model.
+            heads: of each, see `rehearse`.
+        """
+        if self._tables is None:
+            return
+        own = [(blocks, own) for blocks, own in zip(layers, heads, strict=True) if self._serves([blocks])]
+        served, heads = zip(*own, strict=True)
+        self._tables.include(served)
+        args = served, heads, self._tables, self._packing
+        prepare(self.like.words.device, lambda: rehearse(*args), rehearse_products)
+
+    def plan(self, common: CommonAttentionMetadata) -> LowBitMetadata:
+        """The plan of a pass, made when the first builder asks for it."""
+        if self._metadata is None or self._common is not common:
+            lengths = common.seq_lens_cpu_upper_bound
+            if lengths is None:
+                lengths = common.seq_lens
+            plan = plan_step(
+                self.like.layout,
+                common.query_start_loc_cpu[: common.num_reqs + 1].tolist(),
+                lengths[: common.num_reqs].tolist(),
+                common.block_table_tensor,
+                self._quantized_blocks(),
+                None if common.is_prefilling is None else common.is_prefilling.tolist(),
+            )
+            # Known before this pass's pages are noted.
+            plan.pending  # noqa: B018
+            plan.note_quantized()
+            self._write(common, plan)
+            prompts = divide_prompts(plan, self._packing)
+            self._common = common
+            self._metadata = LowBitMetadata(plan, common.num_actual_tokens, prompts, self._tables)
+        PassPlanner.newest = self
+        return self._metadata
+
+    def _write(self, common: CommonAttentionMetadata, plan: StepPlan) -> None:
+        if self._tables is not None:
+            rows = range(common.num_reqs) if not plan.prompts else [request.row for request in plan.decodes]
+            tokens = dict.fromkeys(rows, 0) | {request.row: request.tokens for request in plan.decodes}
+            self._tables.write(common.block_table_tensor, list(tokens), list(tokens.values()))
+
+    def _quantized_blocks(self) -> torch.Tensor | None:
+        """Where requests share pages, which blocks hold quantized ones: uint8 [blocks]."""
+        if not self.config.cache_config.enable_prefix_caching:
+            return None
+        words = self.like.words
+        if self._quantized is None or len(self._quantized) != len(words):
+            self._quantized = torch.zeros(len(words), dtype=torch.uint8, device=words.device)
+        return self._quantized
+
+
+def _tokens_of(blocks: LayerBlocks) -> tuple[object, ...]:
+    """What decides how a layer's tokens are found."""
+    f, layout = blocks.cache.format, blocks.layout
+    heads = f.keys.heads, f.keys.head_dim, f.values.head_dim
+    windows = layout.sink_tokens, layout.key_window, layout.value_window
+    return *heads, blocks.cache.dtype, *windows, layout.first_page, len(blocks.words)
+
+
+def _packs(layers: list[LayerBlocks]) -> bool:
+    """Whether `kernels/ragged` serves prompts in all of these."""
+    return not any(ragged.unsupported(b.cache.format, b.cache.dtype, b.words.device) for b in layers)
