@@ -138,12 +138,12 @@ class ServedBundle:
         if text.get("kv_lora_rank"):
             return (
                 "This model has latent attention (MLA), and the plugin serves keys and values per head; use "
-                "kvconvert.load and model.generate."
+                "`kvconvert serve`."
             )
         others = sorted(set(self.layer_types) - {*OURS, *STATES, *WINDOWS, *WITHOUT_CACHE})
         if others:
             kinds = listed(others)
-            return f"This model has layers of type {kinds}, which the plugin does not serve; use `kvconvert serve`."
+            return f"This model has layers of type {kinds}, which the plugin does not serve; use model.generate."
         sizes = [layout.key_bytes + layout.value_bytes for layout in self.layouts(dtype, ranks).values()]
         if self.has_states and max(sizes) * len(sizes) > (1 + MOST_PADDING) * sum(sizes):
             return (

@@ -1,4 +1,4 @@
-"""Bundles of models with latent attention (MLA): calibrated, exported, loaded; refused where they are not served."""
+"""Bundles of models with latent attention (MLA): calibrated, exported, loaded, served."""
 
 import pytest
 import torch
@@ -7,7 +7,6 @@ from tiny.models import ARCHITECTURES, random_ids
 from kvconvert import KVCache, Recipe, calibrate, export, load
 from kvconvert.bundle.describe import kv_size
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.errors import UnsupportedModelError
 from kvconvert.methods import KVScheme
 from kvconvert.models.configuration import model_cache
 from kvconvert.runtime.engine import Engine
@@ -53,11 +52,15 @@ def test_a_bundle_generates_what_its_model_does_with_the_scheme(bundle):
     assert stats.bytes_used < stats.values * 4 / 3  # of float32
 
 
-def test_an_engine_and_vllm_refuse_latents_by_name(bundle):
+def test_vllm_sends_latents_to_an_engine_which_serves_them(bundle):
+    refusal = ServedBundle(open_bundle(bundle)).refusal(torch.bfloat16)
+    assert refusal.startswith("This model has latent attention (MLA)")
+    assert refusal.endswith("use `kvconvert serve`.")
     model, tokenizer = load(bundle, device_map="cpu")
-    with pytest.raises(UnsupportedModelError, match="latent attention, MLA"):
-        Engine(model, tokenizer)
-    assert "latent attention (MLA)" in ServedBundle(open_bundle(bundle)).refusal(torch.bfloat16)
+    engine = Engine(model, tokenizer)
+    request = engine.add(random_ids(1, 20), max_new_tokens=3, stop_token_ids=[])
+    engine.run()
+    assert len(request.tokens) == 3
 
 
 def test_latents_alone_are_something_to_convert(tmp_path):

@@ -13,17 +13,12 @@ from kvconvert.methods import KVScheme
 from kvconvert.runtime import Engine
 from kvconvert.runtime.hf.generation import adopt
 
-STATES = "layers that keep transformers' own states"
-SHARED = "layers read earlier layers' keys and values"
 REFUSED = {
     "llama4_text": "chunks of llama4_text models' attention are counted from the beginning of the batch",
     "bloom": "bloom models take no position_ids",
     "mpt": "mpt models take no position_ids",
-    "gemma3n_text": SHARED,
-    "gemma4_text_shared": SHARED,
-    "deepseek_v3": "latent attention",
     "falcon": "computes attention by itself",
-} | {name: STATES for name, entry in ARCHITECTURES.items() if "linear_attention" in entry.features}
+}
 # `generate` counts PaliGemma's positions from 1 and an Engine from 0: the same attention, but other pages.
 ONE_BASED = {"paligemma"}
 # A sliding window, soft caps, sink logits, a mixture, and text prompts of a vision-language model.
@@ -31,7 +26,7 @@ ALWAYS = ("mistral", "gemma2", "gpt_oss", "qwen3_moe", "qwen2_5_vl")
 SERVED = [
     pytest.param(name, marks=() if name in ALWAYS else pytest.mark.full)
     for name, entry in ARCHITECTURES.items()
-    if name not in REFUSED and not {"mla", "linear_attention"} & entry.features and name != "falcon_alibi"
+    if name not in REFUSED and "mla" not in entry.features and name != "falcon_alibi"
 ]
 SMOLLM2 = os.environ.get("KVCONVERT_SMOLLM2")
 BEGINNINGS = (
