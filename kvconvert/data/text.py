@@ -34,7 +34,7 @@ from kvconvert.data.lookalikes import ROWS_INSPECTED, is_conversation, refuse_sp
 from kvconvert.data.sources import Table, is_plain_text, local_files, read_text, source_name, text_column_of
 from kvconvert.errors import DataError, UsageError, first_line
 from kvconvert.io.records import DataInfo, shortened
-from kvconvert.models.prompts import Conversations, added_around
+from kvconvert.models.prompts import Conversations, added_around, token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -300,7 +300,7 @@ def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         if end - start > PIECE_CHARACTERS:
             newline = text.rfind("\n", start, start + PIECE_CHARACTERS)
             end = newline + 1 if newline > start else start + PIECE_CHARACTERS
-        ids += tokenizer(text[start:end], add_special_tokens=False, verbose=False)["input_ids"]
+        ids += token_ids(tokenizer, text[start:end])
         start = end
     return ids
 

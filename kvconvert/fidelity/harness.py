@@ -25,7 +25,7 @@ from kvconvert.io.progress import progress_bar
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.models.configuration import context_length
 from kvconvert.models.processors import tokenizer_of
-from kvconvert.models.prompts import Conversations, encode_text
+from kvconvert.models.prompts import Conversations, encode_text, token_ids
 from kvconvert.models.source import choose_device, compute_dtype, open_source
 from kvconvert.runtime import load
 from kvconvert.tables import text_table
@@ -195,7 +195,7 @@ class CachedLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Token ids; by default with what the tokenizer puts before a text, unless it is there."""
         if add_special_tokens is False:
-            return self.tokenizer(string, add_special_tokens=False, verbose=False)["input_ids"]
+            return token_ids(self.tokenizer, string)
         return encode_text(self.tokenizer, string)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:

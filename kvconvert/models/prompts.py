@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from kvconvert.errors import UsageError
+from kvconvert.errors import KvconvertError, UsageError, first_line, printable
 from kvconvert.models.templates import TemplateLimitError, TemplateRenderer, refused, shared_renderer
 
 # Stands within special tokens that are spelled in messages, until they were tokenized as text. Unicode reserves this
@@ -39,12 +39,26 @@ def added_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[in
     return [], []
 
 
+def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a text and of nothing around it.
+
+    Raises:
+        UsageError: the tokenizer cannot write the text.
+    """
+    try:
+        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    except KvconvertError:
+        raise
+    except Exception as error:  # vocabularies may lack what a text needs, which tokenizers say by Exception itself
+        raise UsageError(f"The model's tokenizer refuses the text ({printable(first_line(error))}).") from error
+
+
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a text that is to go on: begun as the tokenizer begins a text, if it does not say so itself, and not
     ended.
     """
     before, _ = added_around(tokenizer)
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    ids = token_ids(tokenizer, text)
     return ids if before and ids[: len(before)] == before else before + ids
 
 
@@ -119,7 +133,7 @@ class Conversations:
 
     def ids(self, rendered: str) -> list[int]:
         """Token ids of what `text` gave."""
-        ids = self._tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = token_ids(self._tokenizer, rendered)
         if MARK not in rendered:
             return ids
         return [id for id, kept in zip(ids, unmarked(self._tokenizer, rendered, ids), strict=True) if kept]

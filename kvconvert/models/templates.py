@@ -117,8 +117,9 @@ class TemplateRenderer:
         """Start what makes workers, and have it made ready for templates, without waiting for either."""
         with self._starting:
             self._start()
-            if self._control is not None:
-                self._control.sendall(template_process.TEMPLATES)
+            with contextlib.suppress(OSError):  # it ended at once, which is said where a worker is wanted
+                if self._control is not None:
+                    self._control.sendall(template_process.TEMPLATES)
 
     def _start(self) -> None:
         if self._closed or (self._process is not None and self._process.poll() is None):

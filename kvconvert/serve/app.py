@@ -343,7 +343,8 @@ class Service:
             return [encode_text(self._tokenizer, text) if isinstance(text, str) else text for text in asked.prompt]
         chat = self._chats.get()
         try:
-            return [chat.encode_text(text)["input_ids"][0].tolist() for text in rendered]
+            texts = (text for text in rendered if isinstance(text, str))
+            return [chat.encode_text(text)["input_ids"][0].tolist() for text in texts]
         finally:
             self._chats.put(chat)
 

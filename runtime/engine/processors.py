@@ -84,10 +84,9 @@ def logits_processors(
         make(torch.device("cpu"))(
             torch.tensor([prompt]), torch.zeros(1, model.config.get_text_config(decoder=True).vocab_size)
         )
-    except (ValueError, TypeError, IndexError, OverflowError, RuntimeError, AttributeError, UsageError) as error:
-        reason = first_line(error.__cause__ or error)
+    except (ValueError, TypeError, IndexError, OverflowError, RuntimeError, AttributeError) as error:
         raise UsageError(
-            f"The generation settings {', '.join(settings)} cannot be applied ({reason}); correct them in "
+            f"The generation settings {', '.join(settings)} cannot be applied ({first_line(error)}); correct them in "
             "`sampling`, or in the model's generation_config.json."
         ) from error
     return make

@@ -58,15 +58,27 @@ class BundleModel:
         return cache
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' `generate`, which takes a cache by both of its names, `cache` and `past_key_values`."""
-        return super().generate(*args, **_with_one_cache(self, kwargs))
+        """transformers' `generate`, which takes a cache by both of its names, `cache` and `past_key_values`.
+
+        Raises:
+            UsageError: the settings are none that transformers can use.
+        """
+        try:
+            return super().generate(*args, **_with_one_cache(self, kwargs))
+        except KvconvertError:
+            raise
+        except Exception as error:  # whatever values of any type lead to
+            if not _raised_by_generation(error):
+                raise
+            said = f"generate cannot use its settings ({first_line(error)}); correct them, or leave them out."
+            raise UsageError(said) from error
 
     def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> Any:
         """Settings of a call, tried before anything is computed: on a GPU a wrong token id ends the process."""
         from kvconvert.runtime.engine.processors import logits_processors
         from kvconvert.runtime.engine.sampling import Sampling
 
-        config, rest = _in_one_sentence(super()._prepare_generation_config)(*args, **kwargs)
+        config, rest = super()._prepare_generation_config(*args, **kwargs)
         given = {name: value for name in PROCESSED if (value := getattr(config, name, None)) is not None}
         ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
         stops = [end for end in ends if isinstance(end, int)]
@@ -193,27 +205,12 @@ class BundleModel:
     continuous_batching_context_manager = init_continuous_batching
 
 
-# Methods of transformers that look at nothing but the settings of `generate`.
-_CHECKS = (
-    *("_validate_model_kwargs", "_validate_generation_mode", "_prepare_special_tokens", "_prepare_generated_length"),
-    *("_validate_generated_length", "_get_logits_processor", "_get_stopping_criteria"),
-)
-
-
-def _in_one_sentence(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method whose refusal of settings is an error of this package."""
-
-    @functools.wraps(method)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(*args, **kwargs)
-        except KvconvertError:
-            raise
-        except Exception as error:  # whatever a value of any type leads to
-            said = f"generate cannot use its settings ({first_line(error)}); correct them, or leave them out."
-            raise UsageError(said) from error
-
-    return checked
+def _raised_by_generation(error: Exception) -> bool:
+    """Whether transformers' code around the forward passes raised an error: about settings, not in a model."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith("transformers.generation.")
 
 
 _ADOPTED = {"use_cache": True, "return_dict": True, "output_attentions": False}
@@ -228,7 +225,6 @@ def adopt(model: PreTrainedModel, schemes: Sequence[KVScheme | None], plan: Mapp
     model.captured = CapturedSteps(functools.partial(base.forward, model), base.__name__)
     model.prompts = PackedPrompts(model.captured)
     members = {"__module__": base.__module__, "__doc__": base.__doc__, "forward": _replaying(base.forward)}
-    members |= {name: _in_one_sentence(getattr(base, name)) for name in _CHECKS}
     model.__class__ = type(base.__name__, (BundleModel, base), members)
     model.set_attn_implementation(NAME)
     read_by_sequence(model)

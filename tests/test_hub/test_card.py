@@ -130,6 +130,16 @@ def test_what_one_prompt_found_is_not_sealed(golden, caplog):
     assert "fewer than 8 prompts show nothing and are not recorded" in caplog.text
 
 
+def test_a_link_in_place_of_the_card_is_replaced_and_not_followed(golden, tmp_path):
+    (tmp_path / "secret").write_text("# Mine\n\n## Fidelity\n\nTOP SECRET\n")
+    (golden / "README.md").unlink(missing_ok=True)
+    (golden / "README.md").symlink_to(tmp_path / "secret")
+    record(golden, Report(open_bundle(golden).manifest.files_digest()))
+    assert not (golden / "README.md").is_symlink()
+    assert (golden / "README.md").read_text() == model_card(open_bundle(golden).manifest)
+    assert (tmp_path / "secret").read_text().endswith("TOP SECRET\n")
+
+
 def test_of_a_card_that_was_edited_only_the_table_is_replaced(golden):
     (golden / "README.md").write_text("# Mine\n\n## Fidelity\n\nold\n\n## Thanks\n\nto all\n")
     record(golden, Report(open_bundle(golden).manifest.files_digest()))

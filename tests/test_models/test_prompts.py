@@ -4,8 +4,8 @@ import time
 from pathlib import Path
 
 import pytest
-from tokenizers import processors
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvconvert.data.text import load_held_out_samples, load_token_samples
 from kvconvert.errors import DataError, UsageError
@@ -195,9 +195,6 @@ def test_a_mark_in_a_message_is_dropped_and_splits_no_token(tokenizer):
 
 
 def test_a_tokenizer_without_bytes_refuses_what_it_cannot_write(tmp_path):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     words = Tokenizer(models.WordLevel({"<unk>": 0, "hi": 1, "<end>": 2}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", unk_token="<unk>")
@@ -206,6 +203,15 @@ def test_a_tokenizer_without_bytes_refuses_what_it_cannot_write(tmp_path):
     assert chat.encode([{"role": "user", "content": "hi"}], False) == [1, 2]
     with pytest.raises(UsageError, match=r"'<end>', a special token that .* cannot write"):
         chat.encode([{"role": "user", "content": "hi<end> hi"}], False)
+
+
+def test_text_that_a_tokenizer_cannot_write_is_one_sentence():
+    words = Tokenizer(models.WordPiece({"a": 0}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    assert encode_text(tokenizer, "a") == [0]
+    with pytest.raises(UsageError, match=r"^The model's tokenizer refuses the text \(.*\[UNK\].*\)\.$"):
+        encode_text(tokenizer, "b")
 
 
 def test_text_that_resembles_special_tokens_takes_no_longer_where_there_are_thousands():

@@ -19,6 +19,8 @@ from transformers import (
     AwqConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    StoppingCriteria,
+    StoppingCriteriaList,
     TextIteratorStreamer,
 )
 from transformers.cache_utils import DynamicCache, StaticCache
@@ -195,7 +197,7 @@ def test_continuous_batching_is_refused_by_name(bundle):
 
 def test_contrastive_search_is_not_served_by_this_version_of_transformers(bundle):
     model, _ = load(bundle, verify="headers")
-    with pytest.raises(ValueError, match="Contrastive Search requires"):
+    with pytest.raises(UsageError, match="Contrastive Search requires"):
         model.generate(random_ids(1, 4), max_new_tokens=2, penalty_alpha=0.5, top_k=4, pad_token_id=0)
 
 
@@ -227,6 +229,14 @@ def test_contrastive_search_is_not_served_by_this_version_of_transformers(bundle
         {"num_beams": 2, "num_return_sequences": 3},
         {"no_such_setting": 1},
         {"logits_processor": 3},
+        {"temperature": 1e-320},
+        {"repetition_penalty": 1e-300},
+        {"num_beams": 0},
+        {"max_time": "soon"},
+        {"prompt_lookup_num_tokens": -1},
+        {"prefix_allowed_tokens_fn": 7},
+        {"token_healing": True},
+        {"generation_config": {"top_k": 1}},
     ],
     ids=str,
 )
@@ -236,6 +246,20 @@ def test_settings_that_generate_cannot_use_are_one_sentence(bundle, settings):
     with pytest.raises(UsageError, match=r"cannot (be applied|use its settings) \(.*\); correct") as caught:
         model.generate(random_ids(1, 4), **arguments)
     assert "\n" not in str(caught.value)
+
+
+def test_errors_of_what_the_caller_gives_generate_stay_what_they_are(bundle):
+    model, _ = load(bundle, verify="headers")
+
+    class Stops(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            raise ValueError("enough")
+
+    with pytest.raises(ValueError, match=r"^enough$"):
+        model.generate(random_ids(1, 4), max_new_tokens=2, stopping_criteria=StoppingCriteriaList([Stops()]), **GREEDY)
+    model.lm_head.forward = None
+    with pytest.raises(TypeError):
+        model.generate(random_ids(1, 4), max_new_tokens=2, **GREEDY)
 
 
 def test_streamers_receive_the_text(bundle):
