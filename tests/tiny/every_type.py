@@ -61,6 +61,10 @@ LISTED = {"intermediate_size": 128, "moe_intermediate_size": 32, "ffn_dim": 128}
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_blocks")
 SETTINGS: dict[str, dict[str, Any]] = {
     **{name: {"text_config": {"rope_parameters": GLM_ROPE}} for name in ("glm4v", "glm4v_moe", "glm46v", "glmga")},
+    "paddleocr_vl": {
+        "text_config": {"rope_parameters": GLM_ROPE | {"partial_rotary_factor": 1.0, "mrope_section": [2, 3, 3]}}
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "num_dense_layers": 1},
     "mistral4": {"head_dim": 2 * CHANNELS},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "step3p7": {"text_config": {"sliding_window": 40}},

@@ -87,6 +87,12 @@ class Finder:
         self._keep_the_rest(attended, groups, attention)
         groups = tuple(group for group in groups if not self.kept.keys() >= {*group.readers})
         groups += self._others({output, *grouped, *attended, *self.kept}, pairs)
+        # A scale is chosen by what rounding its reader costs.
+        pairs = tuple(
+            ScalingPair(pair.up, pair.down, self.kept[pair.down]) if pair.down in self.kept else pair for pair in pairs
+        )
+        if value is not None:
+            scaling = scaling or self.kept.get(output)
         return LayerStructure(
             attention=attention,
             query=query,
