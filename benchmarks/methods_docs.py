@@ -105,8 +105,8 @@ def architectures(results: dict[str, Any]) -> str:
         f"{len(models)} architectures, as tests found them on tiny models with their features. Folding and scaling "
         f"change no logit by more than {changed:.0e} of the largest one. Generation through 16-bit pages is that of "
         f"transformers' own cache, and through {presets} that of an independent reference, padded rows included "
-        f"(within {max(error for _, error in cells):.0e} of what quantizing changes). Values are rotated in the weights "
-        "unless the last column says otherwise."
+        f"(within {max(error for _, error in cells):.0e} of what quantizing changes). Values are rotated in the "
+        "weights unless the last column says otherwise."
     )
     return f"{about}\n\n{table(('model type', 'weights', 'KV cache', 'what is left out, and why'), rows)}"
 

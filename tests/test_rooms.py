@@ -232,7 +232,7 @@ def test_nothing_is_imported_that_is_not_needed():
     # transformers imports Pillow wherever it is installed; the runtime itself leaves images to processors.
     for path in (ROOT / "runtime").rglob("*.py"):
         assert not {name for name in imports(path) if name.split(".")[0] == "PIL"}, path
-    unwanted = ("kvconvert.models.adapters", "kvconvert.calibration", "kvconvert.runtime.engine")
+    unwanted = ("kvconvert.convert", "kvconvert.calibration", "kvconvert.runtime.engine")
     assert not [name for name in loaded if name.startswith(unwanted)]
 
 

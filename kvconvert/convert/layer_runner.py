@@ -192,6 +192,14 @@ class LayerRunner:
         base = copy.deepcopy(self.model.get_submodule(name))
         layers = self.architecture.layers.removeprefix(f"{name}.")
         outside = [key for key in base.state_dict() if not key.startswith(f"{layers}.")]
+        merged = self.source.tensor_names.merged - self.source.tensor_names.stored.keys()
+        absent = [key for key in outside if f"{name}.{key}" in merged]
+        if absent and self._capture.inputs.extras:
+            raise UnsupportedModelError(
+                f"transformers rearranges {name}.{absent[0]} as it loads {self.architecture.model_type} models, which "
+                "are therefore calibrated with text alone; give `data` without images."
+            )
+        outside = [key for key in outside if key not in absent]
         paths = {module: f"{path}.weight" for path, module in base.named_modules()}
         embedding = base.get_input_embeddings()
         with ExitStack() as stack:

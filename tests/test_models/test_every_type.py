@@ -6,7 +6,7 @@ import re
 import pytest
 from record_sweep import RESULTS
 from sweep import outcome
-from tiny.every_type import WITHOUT, names
+from tiny.every_type import UNTRIED, WITHOUT, names
 
 RECORDED = json.loads(RESULTS.read_text(encoding="utf8"))
 QUICK = ("arcee", "qwen3_5", "mimo_v2_flash", "gpt_neo")
@@ -20,8 +20,9 @@ def test_a_type_converts_as_recorded(name, tmp_path):
     assert outcome(name, tmp_path) == RECORDED[name]
 
 
-def test_every_type_with_keys_and_values_was_tried():
-    assert {*RECORDED} == {*names()} - WITHOUT.keys()
+def test_every_type_with_keys_and_values_was_tried_or_has_no_tiny_configuration():
+    assert {*RECORDED}.isdisjoint(UNTRIED)
+    assert {*RECORDED, *UNTRIED} == {*names()} - WITHOUT.keys()
 
 
 def test_most_convert_and_the_others_are_refused_in_one_sentence():
@@ -30,4 +31,4 @@ def test_most_convert_and_the_others_are_refused_in_one_sentence():
     for said in refused.values():
         assert not said.startswith("CRASH")
         assert "\n" not in said
-        assert re.search(r"[.)]$", said)
+        assert re.search(r"[.)\"]$", said)

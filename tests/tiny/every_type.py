@@ -37,7 +37,8 @@ SIZES: dict[str, Any] = (
     | dict.fromkeys(("head_dim", "kv_channels", "attention_head_dim", "swa_head_dim", "v_head_dim"), CHANNELS)
     | dict.fromkeys(("swa_v_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "global_head_dim"), CHANNELS)
     | dict.fromkeys(("rotary_dim", "index_head_dim", "attention_hidden_size"), CHANNELS)
-    | dict.fromkeys(("kv_lora_rank", "q_lora_rank", "o_lora_rank", "laurel_rank", "index_topk"), 32)
+    | {"qk_head_dim": 2 * CHANNELS, "index_topk": 512}
+    | dict.fromkeys(("kv_lora_rank", "q_lora_rank", "o_lora_rank", "laurel_rank"), 32)
     | dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4)
     | dict.fromkeys(("moe_num_primary_experts", "num_moe_experts"), 4)
     | dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k", "num_experts_per_token", "top_k"), 2)
@@ -60,6 +61,13 @@ LISTED = {"intermediate_size": 128, "moe_intermediate_size": 32, "ffn_dim": 128}
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_blocks")
 SETTINGS: dict[str, dict[str, Any]] = {
     **{name: {"text_config": {"rope_parameters": GLM_ROPE}} for name in ("glm4v", "glm4v_moe", "glm46v", "glmga")},
+    "paddleocr_vl": {
+        "text_config": {"rope_parameters": GLM_ROPE | {"partial_rotary_factor": 1.0, "mrope_section": [2, 3, 3]}}
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "num_dense_layers": 1},
+    "mistral4": {"head_dim": 2 * CHANNELS},
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "step3p7": {"text_config": {"sliding_window": 40}},
     "glm_ocr": {
         "text_config": {"rope_parameters": GLM_ROPE | {"partial_rotary_factor": 1.0, "mrope_section": [2, 3, 3]}}
     },

@@ -85,8 +85,14 @@ class Finder:
         heads, kv_heads, channels = self._shape()
         attended = {part.linear for part in (query, key, value) if part is not None}
         self._keep_the_rest(attended, groups, attention)
-        groups = tuple(group for group in groups if group.norm or not self.kept.keys() >= {*group.readers})
+        groups = tuple(group for group in groups if not self.kept.keys() >= {*group.readers})
         groups += self._others({output, *grouped, *attended, *self.kept}, pairs)
+        # A scale is chosen by what rounding its reader costs.
+        pairs = tuple(
+            ScalingPair(pair.up, pair.down, self.kept[pair.down]) if pair.down in self.kept else pair for pair in pairs
+        )
+        if value is not None:
+            scaling = scaling or self.kept.get(output)
         return LayerStructure(
             attention=attention,
             query=query,
@@ -235,13 +241,18 @@ class Finder:
             if not whole:
                 whole, reason = [block], APART
                 self.kept[block] = HOLDS
-        inspected = tuple(dict.fromkeys(places))
+        # Outputs of other widths (of a sparse indexer) cannot be added.
+        inspected = tuple(name for name in dict.fromkeys(places) if self._width(name) == self._width(places[0]))
         if reason is None and not all(name == attention or self._runs_alone(name) for name in inspected):
             reason = MORE
         if routed:
             linears = [self.experts.linears(number)[:2] for number in range(self.experts.count)]
             whole += [name for pair in linears for name in pair]
         return tuple(whole), inspected, reason
+
+    def _width(self, name: str) -> int:
+        output = self.calls[name][0].output
+        return 0 if output is None else output.shape[-1]
 
     def _outermost(self, reader: str, read: Tensor) -> str:
         """The outermost module around a reader that reads the same."""
