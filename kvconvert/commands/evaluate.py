@@ -83,8 +83,8 @@ def evaluate(
     With --task, both solve the problems of a benchmark instead; programs that they write run in processes of their own.
     With --harness, tasks of lm-evaluation-harness are measured instead, and with --against those of that model, too.
     """
-    given = {"only": only, "harness": tasks, "task": task}
-    instead = next((f"--{name}" for name, value in given.items() if value is not None), None)
+    other = {"only": only, "harness": tasks, "task": task}
+    instead = next((f"--{name}" for name, value in other.items() if value is not None), None)
     if write and instead is not None:
         raise UsageError(f"--write records a whole evaluation; leave {instead} out.")
     if tasks is not None and task is not None:
@@ -107,8 +107,8 @@ def evaluate(
         quiet()
         from kvconvert.fidelity.tasks import solve
 
-        asked = {"limit": limit, "seeds": seeds or 0, "context": options.pop("context") or 0}
-        solved = solve(bundle, task, **asked, **options)
+        before = options.pop("context") or 0
+        solved = solve(bundle, task, limit=limit, seeds=seeds or 0, context=before, **options)
         click.echo(json.dumps(solved.to_dict(), indent=2) if as_json else solved.table())
         return
     if options["data"] is not None:

@@ -20,6 +20,7 @@ from kvconvert.fidelity.tasks import problems as problems_of
 from kvconvert.fidelity.tasks import solve
 from kvconvert.fidelity.tasks.problems import TASKS, number, program, text_before
 from kvconvert.fidelity.tasks.programs import ends_well
+from kvconvert.fidelity.tasks.solving import _samplings
 from kvconvert.recipes.recipe import Recipe
 
 ROW = {
@@ -179,6 +180,16 @@ def test_a_lossy_cache_shows_in_answers_after_a_context(source, tmp_path, short)
     assert (found["sampled"], found["context"], len(found["answers"]["bundle"])) == (None, 300, 4)
     result = CliRunner().invoke(cli, [*arguments, "--limit", "1", "--context", "505"])
     assert "choose a smaller --context" in result.stderr
+
+
+def test_greedy_answers_are_without_penalties_and_sampled_ones_as_recommended():
+    engine = SimpleNamespace(generation=SimpleNamespace(values={"do_sample": True, "repetition_penalty": 1.1}))
+    greedy, sampled = _samplings(engine, 1, 5, "model")
+    assert (greedy.greedy, greedy.settings) == (True, {})
+    assert (sampled.temperature, sampled.seed, sampled.settings) == (1.0, 5, {"repetition_penalty": 1.1})
+    engine.generation.values = {}
+    with pytest.raises(UsageError, match="model recommends no sampling"):
+        _samplings(engine, 1, 5, "model")
 
 
 @pytest.mark.parametrize(

@@ -285,11 +285,11 @@ def _exact_schemes(model: PreTrainedModel) -> list[KVScheme | None]:
 
 
 def _samplings(engine: Engine, seeds: int, seed: int, name: str) -> list[Sampling]:
-    """Greedy, and as the model recommends it, by each seed."""
+    """Greedy, without the penalties that a model may recommend; and as it recommends, by each seed."""
     own = recommended(engine.generation.values)
     if seeds and own.greedy:
         raise UsageError(f"`seeds`: {name} recommends no sampling in its generation_config.json; leave them out.")
-    return [replace(own, temperature=0.0), *(replace(own, seed=seed + number) for number in range(seeds))]
+    return [Sampling(), *(replace(own, seed=seed + number) for number in range(seeds))]
 
 
 def _answers(
