@@ -8,19 +8,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 from tiny.bundle import write_tiny_bundle
+from tiny.commands import kvconvert
 from tiny.llama import write_recipe, write_tiny_llama
 
 from kvconvert.cli import cli
 from kvconvert.convert.work_files import read_sealed, sealed_json
 from kvconvert.models import CACHE
-
-
-def kvconvert(*arguments, stdin=""):
-    """Run a command in this process; an exception that is not kvconvert's own fails the test."""
-    result = CliRunner().invoke(cli, [str(argument) for argument in arguments], input=stdin)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
 
 
 def refusal(code, *arguments):
