@@ -249,19 +249,6 @@ def test_what_is_not_a_bundle_fails_with_one_sentence(tmp_path, command):
     refusal(1, *command, tmp_path / "gone")
 
 
-@pytest.mark.parametrize(
-    ("code", "options"),
-    [(2, ["--recipe", "nonsense"]), (2, ["--recipe", "gone.toml"]), (1, []), (2, ["--device", "abacus"])],
-)
-def test_calibrate_refuses_wrong_usage_with_2_and_a_missing_model_with_1(tmp_path, code, options):
-    model = tmp_path / ("model" if options else "gone")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    (tmp_path / "model" / "model.safetensors").touch()
-    refusal(code, "calibrate", model, "-o", tmp_path / "work", *options)
-    assert os.listdir(tmp_path) == ["model"]
-
-
 def test_options_that_do_not_exist_are_wrong_usage(tmp_path):
     assert kvconvert("verify", tmp_path, "--surprise").exit_code == 2
     assert kvconvert("calibrate", tmp_path).exit_code == 2
