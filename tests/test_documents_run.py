@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from tiny.checkpoints import save_checkpoint
+from tiny.commands import kvconvert
 
 from kvconvert.cli import cli
 from kvconvert.models import CACHE
@@ -58,9 +58,7 @@ def commands(page):
 
 
 def run(words):
-    result = CliRunner().invoke(cli, words)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
+    result = kvconvert(*words)
     assert result.exit_code == 0, (words, result.output)
     return result.stdout
 

@@ -6,12 +6,11 @@ import math
 
 import pytest
 import torch
-from click.testing import CliRunner
 from published.models import DATA, published
+from tiny.commands import kvconvert
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
-from kvconvert.cli import cli
 from kvconvert.errors import UnsupportedModelError
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache, load
@@ -21,14 +20,6 @@ PARTS = "perplexity,kl,cache,weights"  # what else there is takes minutes
 QUICK = ("unsloth/Llama-3.2-1B-Instruct", "microsoft/Phi-3-mini-128k-instruct", "openbmb/MiniCPM-2B-sft-bf16")
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in DATA]
 EXACT = KVScheme(key_bits=16, value_bits=16)
-
-
-def kvconvert(*arguments):
-    """Run a command in this process; an exception that is not kvconvert's own fails the test."""
-    result = CliRunner().invoke(cli, [str(argument) for argument in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
 
 
 def done(*arguments):

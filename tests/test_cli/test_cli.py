@@ -8,19 +8,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 from tiny.bundle import write_tiny_bundle
+from tiny.commands import kvconvert
 from tiny.llama import write_recipe, write_tiny_llama
 
 from kvconvert.cli import cli
 from kvconvert.convert.work_files import read_sealed, sealed_json
 from kvconvert.models import CACHE
-
-
-def kvconvert(*arguments, stdin=""):
-    """Run a command in this process; an exception that is not kvconvert's own fails the test."""
-    result = CliRunner().invoke(cli, [str(argument) for argument in arguments], input=stdin)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
 
 
 def refusal(code, *arguments):
@@ -254,19 +247,6 @@ def test_a_damaged_bundle_fails_with_one_sentence(tmp_path, command):
 def test_what_is_not_a_bundle_fails_with_one_sentence(tmp_path, command):
     refusal(1, *command, tmp_path)
     refusal(1, *command, tmp_path / "gone")
-
-
-@pytest.mark.parametrize(
-    ("code", "options"),
-    [(2, ["--recipe", "nonsense"]), (2, ["--recipe", "gone.toml"]), (1, []), (2, ["--device", "abacus"])],
-)
-def test_calibrate_refuses_wrong_usage_with_2_and_a_missing_model_with_1(tmp_path, code, options):
-    model = tmp_path / ("model" if options else "gone")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    (tmp_path / "model" / "model.safetensors").touch()
-    refusal(code, "calibrate", model, "-o", tmp_path / "work", *options)
-    assert os.listdir(tmp_path) == ["model"]
 
 
 def test_options_that_do_not_exist_are_wrong_usage(tmp_path):

@@ -8,24 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from packaging.requirements import Requirement
+from tiny.commands import kvconvert
 
-from kvconvert.cli import cli
 from kvconvert.commands import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run():
-    result = CliRunner().invoke(cli, ["doctor"])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
-
-
 def test_a_working_machine_is_one_screen_and_exit_code_0():
-    result = run()
+    result = kvconvert("doctor")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert len(lines) <= 24
@@ -56,7 +48,7 @@ def test_every_extra_is_present_or_comes_with_its_pip_line(monkeypatch):
         return version(name)
 
     monkeypatch.setattr(doctor.metadata, "version", without_onnx)
-    result = run()
+    result = kvconvert("doctor")
     assert result.exit_code == 0
     assert 'onnx: without onnx; pip install ".[onnx]" in a clone of kvconvert' in result.stdout
     assert not [extra for extra in extras if extra != "dev" and extra not in result.stdout]
@@ -85,7 +77,7 @@ def test_a_package_that_does_not_load_is_broken_and_the_exit_code_1(monkeypatch)
         return load(name, *arguments)
 
     monkeypatch.setattr(doctor, "importlib", types.SimpleNamespace(import_module=fail))
-    result = run()
+    result = kvconvert("doctor")
     assert result.exit_code == 1
     assert "!!  triton" in result.stdout
     assert result.stderr.startswith("Error: triton does not load (ImportError: libcuda.so: no such file)")

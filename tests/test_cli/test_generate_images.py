@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from click.testing import CliRunner
 from PIL import Image
+from tiny.commands import kvconvert
 from tiny.models import ARCHITECTURES
 from tiny.processors import quick_and_full, write_vision_model
 
-from kvconvert.cli import cli
 from kvconvert.console import Console
 from kvconvert.data.drawings import draw
 from kvconvert.errors import UsageError
@@ -24,13 +23,6 @@ from kvconvert.recipes.recipe import Limits
 from kvconvert.runtime import KVCache, load
 
 RECIPE = '[weights]\nmethod = "none"\n[kv]\npreset = "kivi"\n'
-
-
-def kvconvert(*arguments, stdin=""):
-    result = CliRunner().invoke(cli, [str(argument) for argument in arguments], input=stdin)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
 
 
 def converted(folder):

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from click.testing import CliRunner
+from tiny.commands import kvconvert
 
-from kvconvert.cli import cli
 from kvconvert.console import Choice, Console
 from kvconvert.errors import UsageError
 
@@ -20,11 +19,7 @@ def bundle(converted):
 
 
 def run(bundle, *options, stdin=""):
-    arguments = ["generate", str(bundle), "--device", "cpu", "--max-new-tokens", "12", *map(str, options)]
-    result = CliRunner().invoke(cli, arguments, input=stdin)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
+    return kvconvert("generate", bundle, "--device", "cpu", "--max-new-tokens", 12, *options, stdin=stdin)
 
 
 def text(bundle, *options):

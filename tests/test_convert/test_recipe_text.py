@@ -1,10 +1,9 @@
 """`kvconvert recipes`, and single values in the place of a recipe's own."""
 
 import pytest
-from click.testing import CliRunner
+from tiny.commands import kvconvert
 from tiny.llama import write_tiny_llama
 
-from kvconvert.cli import cli
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.errors import RecipeError, UsageError
 from kvconvert.methods import PAPER_PRESETS
@@ -56,13 +55,6 @@ value_bits = 8
 }
 
 
-def run(*arguments):
-    result = CliRunner().invoke(cli, [str(argument) for argument in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
-
-
 def meaning(recipe):
     """All that a recipe does; what [auto] replaces in every candidate means nothing."""
     values = recipe.to_dict() | {"name": ""}
@@ -82,7 +74,7 @@ def test_a_recipe_that_is_shown_and_read_again_means_the_same(tmp_path, name):
 
 
 def test_what_differs_from_the_default_says_so():
-    lines = run("recipes", "kitty", "--value-bits", "4", "--set", "weights.group_size=64").stdout.splitlines()
+    lines = kvconvert("recipes", "kitty", "--value-bits", "4", "--set", "weights.group_size=64").stdout.splitlines()
     assert lines[0].startswith(
         "# kitty with kv.value_bits = 4, weights.group_size = 64: weights scaled by AWQ and quantized by GPTQ, in "
         "mixtures of experts by AWQ (4 bits)"
@@ -93,7 +85,7 @@ def test_what_differs_from_the_default_says_so():
 
 
 def test_every_preset_is_listed_with_its_bits_and_when_to_take_it():
-    listed = run("recipes").stdout
+    listed = kvconvert("recipes").stdout
     rows = {line.split()[0]: line for line in listed.splitlines()[1:] if line}
     for name in preset_names():
         if name in PAPER_PRESETS:
@@ -159,16 +151,16 @@ def test_a_change_is_checked_like_a_file(recipe, changes, said):
 
 def test_one_value_is_changed_once():
     assert [*gathered([("weights.bits", 8), ("kv.key_bits", 3)])] == ["kv.key_bits", "weights.bits"]
-    result = run("recipes", "default", "--key-bits", "3", "--set", "kv.key_bits=4")
+    result = kvconvert("recipes", "default", "--key-bits", "3", "--set", "kv.key_bits=4")
     assert (result.exit_code, "kv.key_bits is given twice" in result.stderr) == (2, True)
-    assert run("recipes", "--key-bits", "3").exit_code == 2
+    assert kvconvert("recipes", "--key-bits", "3").exit_code == 2
 
 
 def test_options_of_calibrate_are_recorded_as_the_recipe(tmp_path):
     write_tiny_llama(tmp_path / "model", tied=True)
     options = ["--weights", "rtn", "--group-size", "16", "--value-bits", "4", "--set", "kv.sink_tokens=2"]
     sizes = ["--samples", "2", "--seq-len", "16"]
-    result = run("calibrate", tmp_path / "model", "-o", tmp_path / "work", *sizes, *options)
+    result = kvconvert("calibrate", tmp_path / "model", "-o", tmp_path / "work", *sizes, *options)
     assert result.exit_code == 0, result.output
     changes = {"kv.sink_tokens": 2, "kv.value_bits": 4, "weights.group_size": 16, "weights.method": "rtn"}
     assert WorkDir.open(tmp_path / "work").state.recipe == Recipe.load("default", changes).to_dict()

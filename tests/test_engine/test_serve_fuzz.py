@@ -104,7 +104,7 @@ def memory():
 
 
 @pytest.mark.parametrize("kind", [Completion, Chat])
-@pytest.mark.parametrize("count", [150, pytest.param(4000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [80, pytest.param(4000, marks=pytest.mark.full)])
 def test_any_body_is_served_or_refused_in_a_sentence(here, kind, count):
     path = "/v1/completions" if kind is Completion else "/v1/chat/completions"
     before = memory()

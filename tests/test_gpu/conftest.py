@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tiny.interpreter import quick_interpreter
 
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     if "triton" in sys.modules:
@@ -17,7 +16,7 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 
 
 @pytest.fixture(scope="session", autouse=True)
-def launches_know_their_arguments() -> Iterator[None]:
+def launches_know_their_arguments(quick_interpreter: None) -> Iterator[None]:
     """Let the interpreter refuse an argument that a kernel does not have, as a launch on a GPU does; by itself it
     leaves such arguments out.
     """
@@ -33,8 +32,7 @@ def launches_know_their_arguments() -> Iterator[None]:
         call(self, *args, **named)
 
     GridExecutor.__call__ = checked
-    with quick_interpreter():
-        yield
+    yield
     GridExecutor.__call__ = call
 
 
@@ -48,3 +46,13 @@ def device() -> Iterator[torch.device]:
 
     with interpreted():
         yield torch.device("cpu")
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Memory that `torch.empty` gives holds NaN, so that an output nothing wrote to shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -21,6 +19,7 @@ from kvconvert.kernels.elementwise import (
     unsupported,
 )
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 GATES = [
     Gate("silu"),
@@ -30,14 +29,6 @@ GATES = [
     Gate("silu", 1.702, 7.0, 1.0),
     Gate("silu", 1.0, 0.5),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> Iterator[None]:
-    """Memory that `torch.empty` gives holds NaN, so that an output nothing wrote to shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def random(*shape: int, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Tensor:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
 
 import pytest
 import torch
+from tiny.weights import relative_error
 from torch import Tensor
 
 from kvconvert.kernels.device import fallbacks
@@ -26,17 +26,10 @@ from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, qu
 
 # Of five roundings one after another, which the interpreter does by truncation for bfloat16.
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 3.5e-2}
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 HIDDEN, INTERMEDIATE = 64, 96
 SILU = Gate("silu")
 CLAMPED = Gate("silu", 1.702, 2.0, 1.0)
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> Iterator[None]:
-    """Memory that `torch.empty` gives holds NaN, so that an output nothing wrote to shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def linear(inputs: int, outputs: int, group_size: int, bias: bool, seed: int, device: torch.device) -> QuantizedLinear:
@@ -74,10 +67,6 @@ def routes(tokens: int, experts: int, per_token: int, device: torch.device) -> t
     generator = torch.Generator().manual_seed(tokens)
     scores, chosen = torch.rand(tokens, experts, generator=generator).topk(per_token, -1)
     return chosen.to(device), scores.to(device)
-
-
-def relative_error(y: Tensor, exact: Tensor) -> float:
-    return float((y.double() - exact).norm() / exact.norm())
 
 
 SIZES = [(1, 4, 2), (7, 5, 1)]

@@ -2,12 +2,11 @@
 
 import copy
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from tiny.weights import product_error, random_rows, random_weight
 
 from kvconvert.errors import UsageError
 from kvconvert.kernels import linear as dispatch
@@ -24,45 +23,22 @@ from kvconvert.kernels.linear.triton.prompt_shapes import PromptShape, split_sha
 FEW_ROWS_TOLERANCE = {torch.float16: 4e-4, torch.bfloat16: 4.5e-3}
 PROMPT_TOLERANCE = {torch.float16: 6e-4, torch.bfloat16: 9e-3}
 DTYPES = list(FEW_ROWS_TOLERANCE)
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 # Outputs that fill a part of a tile, one, several; inputs of one k block, of an odd number; every kind of group.
 SHAPES = [(64, 8, 32), (192, 40, 64), (128, 32, 128), (384, 72, 128), (512, 96, 256)]
 
 
-def random_weight(inputs: int, outputs: int, group_size: int, device: torch.device) -> AwqWeight:
-    generator = torch.Generator().manual_seed(inputs + outputs)
-    weight = torch.randn(outputs, inputs, generator=generator) + torch.randn(outputs, 1, generator=generator)
-    return AwqWeight(*(tensor.to(device) for tensor in quantize_weight(weight, 4, group_size)))
-
-
-def random_rows(rows: int, inputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).to(device, dtype)
-
-
-def relative_error(y: Tensor, x: Tensor, weight: AwqWeight) -> float:
-    exact = x.double() @ dequantize_weight(weight, torch.float64).T
-    return float((y.double() - exact).norm() / exact.norm())
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> Iterator[None]:
-    """Memory that `torch.empty` gives holds NaN, so that an output nothing wrote to shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize(("inputs", "outputs", "group_size"), SHAPES)
 def test_the_layout_is_turned_back_exactly(inputs: int, outputs: int, group_size: int) -> None:
-    weight = random_weight(inputs, outputs, group_size, torch.device("cpu"))
+    weight = random_weight(inputs, outputs, group_size)
     packed = pack_weight(weight)
     assert (packed.inputs, packed.group_size) == (inputs, group_size)
     assert torch.equal(unpack_codes(packed), weight.qweight)
 
 
 def test_the_layout_is_made_in_pieces_without_a_seam() -> None:
-    weight = random_weight(64, 200, 32, torch.device("cpu"))
+    weight = random_weight(64, 200, 32)
     whole = pack_weight(weight)
     pieces = pack_weight(weight, chunk_codes=64 * 64)
     assert torch.equal(pieces.lanes, whole.lanes)
@@ -75,7 +51,7 @@ def test_the_layout_is_made_in_pieces_without_a_seam() -> None:
 def test_dequantized_weights_are_rounded_once(
     device: torch.device, dtype: torch.dtype, inputs: int, outputs: int, group_size: int
 ) -> None:
-    weight = random_weight(inputs, outputs, group_size, device)
+    weight = random_weight(inputs, outputs, group_size, device=device)
     values = dequantize(pack_weight(weight), dtype)
     expected = dequantize_weight(weight, dtype)
     if device.type == "cuda" or dtype == torch.float16:
@@ -91,18 +67,18 @@ def test_dequantized_weights_are_rounded_once(
 def test_every_kernel_equals_dequantize_then_multiply(
     device: torch.device, dtype: torch.dtype, inputs: int, outputs: int, group_size: int, rows: int
 ) -> None:
-    weight, x = random_weight(inputs, outputs, group_size, device), random_rows(rows, inputs, dtype, device)
+    weight, x = random_weight(inputs, outputs, group_size, device=device), random_rows(rows, inputs, dtype, device)
     packed = pack_weight(weight)
-    assert relative_error(few_rows(x, packed), x, weight) < FEW_ROWS_TOLERANCE[dtype]
-    assert relative_error(prompt(x, packed), x, weight) < PROMPT_TOLERANCE[dtype]
+    assert product_error(few_rows(x, packed), x, weight) < FEW_ROWS_TOLERANCE[dtype]
+    assert product_error(prompt(x, packed), x, weight) < PROMPT_TOLERANCE[dtype]
     # Several pieces of outputs, the last one short.
-    assert relative_error(unpacked(x, packed, 64 * inputs), x, weight) < PROMPT_TOLERANCE[dtype]
+    assert product_error(unpacked(x, packed, 64 * inputs), x, weight) < PROMPT_TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kept_values_change_no_bit(device: torch.device, dtype: torch.dtype) -> None:
     inputs, outputs = 256, 200
-    weight, x = random_weight(inputs, outputs, 64, device), random_rows(17, inputs, dtype, device)
+    weight, x = random_weight(inputs, outputs, 64, device=device), random_rows(17, inputs, dtype, device)
     packed = pack_weight(weight)
     kept = replace(packed, values=dequantize(packed, dtype))
     for chunk in (64 * inputs, 1 << 26):
@@ -112,7 +88,7 @@ def test_kept_values_change_no_bit(device: torch.device, dtype: torch.dtype) -> 
 
 
 def test_values_are_kept_of_each_weight_once_and_go_with_the_layout(device: torch.device) -> None:
-    weights = [random_weight(256, outputs, 64, device) for outputs in (64, 32, 96)]
+    weights = [random_weight(256, outputs, 64, device=device) for outputs in (64, 32, 96)]
     q, k, o = map(QuantizedLinear.from_weight, weights)
     x = random_rows(700, 256, torch.bfloat16, device)
     expected = [linear(x) for linear in (q, k, o)]
@@ -134,17 +110,17 @@ def test_values_are_kept_of_each_weight_once_and_go_with_the_layout(device: torc
 def test_every_kernel_over_many_numbers_of_rows(
     device: torch.device, dtype: torch.dtype, inputs: int, outputs: int, group_size: int, rows: int
 ) -> None:
-    weight, x = random_weight(inputs, outputs, group_size, device), random_rows(rows, inputs, dtype, device)
+    weight, x = random_weight(inputs, outputs, group_size, device=device), random_rows(rows, inputs, dtype, device)
     packed = pack_weight(weight)
     if rows <= 65:
-        assert relative_error(few_rows(x, packed), x, weight) < FEW_ROWS_TOLERANCE[dtype]
-    assert relative_error(prompt(x, packed), x, weight) < PROMPT_TOLERANCE[dtype]
-    assert relative_error(unpacked(x, packed), x, weight) < PROMPT_TOLERANCE[dtype]
+        assert product_error(few_rows(x, packed), x, weight) < FEW_ROWS_TOLERANCE[dtype]
+    assert product_error(prompt(x, packed), x, weight) < PROMPT_TOLERANCE[dtype]
+    assert product_error(unpacked(x, packed), x, weight) < PROMPT_TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("rows", [1, 33])
 def test_outliers_beyond_fp16_survive_in_bfloat16(device: torch.device, rows: int) -> None:
-    weight, x = random_weight(256, 40, 128, device), random_rows(rows, 256, torch.bfloat16, device)
+    weight, x = random_weight(256, 40, 128, device=device), random_rows(rows, 256, torch.bfloat16, device)
     x[0, 17], x[-1, 200] = 1e5, -3e30
     kernel = few_rows if rows == 1 else prompt
     y = kernel(x, pack_weight(weight))
@@ -161,11 +137,14 @@ def test_outliers_beyond_fp16_survive_in_bfloat16(device: torch.device, rows: in
 def test_inputs_may_be_split_between_programs(
     device: torch.device, inputs: int, outputs: int, group_size: int, splits: int
 ) -> None:
-    weight, x = random_weight(inputs, outputs, group_size, device), random_rows(19, inputs, torch.float16, device)
+    weight, x = (
+        random_weight(inputs, outputs, group_size, device=device),
+        random_rows(19, inputs, torch.float16, device),
+    )
     bias = torch.randn(outputs, generator=torch.Generator().manual_seed(2)).to(device, torch.float16)
     packed, shape = pack_weight(weight), PromptShape(rows=16, tiles=4, warps=4, stages=3, splits=splits)
     y = prompt(x, packed, shape)
-    assert relative_error(y, x, weight) < PROMPT_TOLERANCE[torch.float16]
+    assert product_error(y, x, weight) < PROMPT_TOLERANCE[torch.float16]
     assert torch.equal(prompt(x, packed, shape), y)
     assert ((prompt(x, packed, shape, bias) - (y + bias)).abs() <= 2**-10 * (y.abs() + bias.abs())).all()
 
@@ -178,11 +157,11 @@ def test_inputs_may_be_split_between_programs(
 def test_the_chosen_splits_equal_dequantize_then_multiply(
     device: torch.device, inputs: int, group_size: int, rows: int, splits: int
 ) -> None:
-    weight, x = random_weight(inputs, 8, group_size, device), random_rows(rows, inputs, torch.bfloat16, device)
+    weight, x = random_weight(inputs, 8, group_size, device=device), random_rows(rows, inputs, torch.bfloat16, device)
     packed, groups = pack_weight(weight), inputs // group_size
     assert split_shape(rows, 1, groups, group_size, multiprocessors(device), capability(device)).splits == splits
     bias = torch.arange(8.0).to(device, torch.bfloat16)
-    assert relative_error(prompt(x, packed, bias=bias) - bias, x, weight) < 2 * PROMPT_TOLERANCE[torch.bfloat16]
+    assert product_error(prompt(x, packed, bias=bias) - bias, x, weight) < 2 * PROMPT_TOLERANCE[torch.bfloat16]
 
 
 def test_small_activations_and_scales_lose_nothing_in_fp16(device: torch.device) -> None:
@@ -193,26 +172,26 @@ def test_small_activations_and_scales_lose_nothing_in_fp16(device: torch.device)
     x = random_rows(2, 128, torch.float16, device)
     x[:, ::2] *= 2.0**-16
     y = few_rows(x * 64, pack_weight(weight))
-    assert relative_error(y, x * 64, weight) < 2 * FEW_ROWS_TOLERANCE[torch.float16]
+    assert product_error(y, x * 64, weight) < 2 * FEW_ROWS_TOLERANCE[torch.float16]
 
 
 def test_the_same_call_gives_the_same_bits(device: torch.device) -> None:
-    weight, x = random_weight(512, 96, 64, device), random_rows(5, 512, torch.bfloat16, device)
+    weight, x = random_weight(512, 96, 64, device=device), random_rows(5, 512, torch.bfloat16, device)
     packed = pack_weight(weight)
     for kernel in (few_rows, prompt, unpacked):
         assert torch.equal(kernel(x, packed), kernel(x, packed))
 
 
 def test_rows_that_are_not_contiguous_or_not_aligned(device: torch.device) -> None:
-    weight, x = random_weight(64, 32, 32, device), random_rows(4, 192, torch.float16, device)
+    weight, x = random_weight(64, 32, 32, device=device), random_rows(4, 192, torch.float16, device)
     packed = pack_weight(weight)
     for view in (x[:, 64:128], x[::2, :64], x.flatten()[3 : 3 + 4 * 64].view(4, 64)):
-        assert relative_error(few_rows(view, packed), view, weight) < FEW_ROWS_TOLERANCE[torch.float16]
-        assert relative_error(prompt(view, packed), view, weight) < PROMPT_TOLERANCE[torch.float16]
+        assert product_error(few_rows(view, packed), view, weight) < FEW_ROWS_TOLERANCE[torch.float16]
+        assert product_error(prompt(view, packed), view, weight) < PROMPT_TOLERANCE[torch.float16]
 
 
 def test_what_the_kernels_cannot_do_is_refused(device: torch.device) -> None:
-    packed = pack_weight(random_weight(64, 32, 32, device))
+    packed = pack_weight(random_weight(64, 32, 32, device=device))
     assert "fp16 and bf16" in dispatch.unsupported(device, torch.float32, 32)
     assert "not of 96" in dispatch.unsupported(device, torch.float16, 96)
     assert "no kernels for meta" in dispatch.unsupported(torch.device("meta"), torch.float16, 32)
@@ -220,12 +199,12 @@ def test_what_the_kernels_cannot_do_is_refused(device: torch.device) -> None:
     with pytest.raises(UsageError, match=r"\[rows, 64\]"):
         prompt(torch.zeros(1, 32, device=device, dtype=torch.float16), packed)
     with pytest.raises(UsageError, match="groups of 32"):
-        pack_weight(random_weight(96, 32, 96, device))
+        pack_weight(random_weight(96, 32, 96, device=device))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_linear_takes_the_kernels_and_keeps_its_promises(device: torch.device, dtype: torch.dtype) -> None:
-    weight = random_weight(256, 72, 64, device)
+    weight = random_weight(256, 72, 64, device=device)
     module = QuantizedLinear.from_weight(weight, torch.randn(72).to(device, dtype))
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     assert [module.path(rows, dtype, device) for rows in (1, 64, 65)] == ["few rows", "few rows", "unpacked"]
@@ -237,7 +216,7 @@ def test_the_linear_takes_the_kernels_and_keeps_its_promises(device: torch.devic
     for rows in (3, 65):
         x = random_rows(rows, 256, dtype, device)
         y = module(x)
-        assert relative_error(y - module.bias, x, weight) < 2 * PROMPT_TOLERANCE[dtype]
+        assert product_error(y - module.bias, x, weight) < 2 * PROMPT_TOLERANCE[dtype]
     assert not fallbacks
     assert module.qweight is None
     assert module.int4pack is None
@@ -253,7 +232,7 @@ def test_the_linear_takes_the_kernels_and_keeps_its_promises(device: torch.devic
     restored.bias = module.bias
     for other in (copy.deepcopy(module), restored, module.to(dtype), module.cpu().to(device)):
         assert torch.equal(other(x), y)
-    other_weight = random_weight(256, 72, 32, device)
+    other_weight = random_weight(256, 72, 32, device=device)
     with pytest.raises(RuntimeError):
         module.load_state_dict(QuantizedLinear.from_weight(other_weight).state_dict(), strict=False)
     assert module(x.new_empty(0, 256)).shape == (0, 72)
@@ -264,11 +243,11 @@ def test_the_linear_leaves_the_gpu_layout_for_the_cpus_paths() -> None:
 
     if torch.cuda.is_available():
         pytest.skip("the interpreter is for machines without a GPU")
-    weight = random_weight(256, 64, 64, torch.device("cpu"))
+    weight = random_weight(256, 64, 64)
     module, x = QuantizedLinear.from_weight(weight), random_rows(2, 256, torch.bfloat16, torch.device("cpu"))
     y = module(x)
     with interpreted():
-        assert relative_error(module(x), x, weight) < FEW_ROWS_TOLERANCE[torch.bfloat16]
+        assert product_error(module(x), x, weight) < FEW_ROWS_TOLERANCE[torch.bfloat16]
         assert module.gpu_lanes is not None
         assert module.int4pack is None
     assert torch.equal(module(x), y)
@@ -276,7 +255,7 @@ def test_the_linear_leaves_the_gpu_layout_for_the_cpus_paths() -> None:
 
 
 def test_gradients_reach_the_input_through_the_kernels(device: torch.device) -> None:
-    weight = random_weight(64, 32, 32, device)
+    weight = random_weight(64, 32, 32, device=device)
     module = QuantizedLinear.from_weight(weight)
     x = random_rows(3, 64, torch.float16, device).requires_grad_()
     y = module(x)
@@ -290,13 +269,13 @@ def test_what_has_no_kernel_is_served_by_the_reference_with_one_warning_each(
     device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
     fallbacks.clear()
-    odd, plain = (random_weight(192, 32, group_size, device) for group_size in (96, 32))
+    odd, plain = (random_weight(192, 32, group_size, device=device) for group_size in (96, 32))
     with caplog.at_level(logging.WARNING, logger="kvconvert"):
         for _ in range(2):
             x = random_rows(2, 192, torch.float16, device)
             assert QuantizedLinear.from_weight(odd).path(2, torch.float16, device) == "reference"
-            assert relative_error(QuantizedLinear.from_weight(odd)(x), x, odd) < FEW_ROWS_TOLERANCE[torch.float16]
-            assert relative_error(QuantizedLinear.from_weight(plain)(x.float()), x, plain) < 1e-5
+            assert product_error(QuantizedLinear.from_weight(odd)(x), x, odd) < FEW_ROWS_TOLERANCE[torch.float16]
+            assert product_error(QuantizedLinear.from_weight(plain)(x.float()), x, plain) < 1e-5
     messages = [record.message for record in caplog.records]
     assert len(messages) == 2
     assert "not of 96" in messages[0]
@@ -304,7 +283,7 @@ def test_what_has_no_kernel_is_served_by_the_reference_with_one_warning_each(
 
 
 def test_padding_never_reaches_the_output(device: torch.device) -> None:
-    weight = random_weight(64, 40, 32, device)
+    weight = random_weight(64, 40, 32, device=device)
     packed = pack_weight(weight)
     lanes = packed.lanes.clone()
     # Rows 8 to 15 of the last tile's lanes are padding in both classes.

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from tiny.weights import product_error, random_rows, random_weight
 
 from kvconvert.kernels.device import fallbacks
 from kvconvert.kernels.elementwise import Gate
 from kvconvert.kernels.experts import experts_reference, routed_experts, store_experts, unsupported
 from kvconvert.kernels.linear import QuantizedLinear, share_input
-from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, quantize_weight
+from kvconvert.kernels.linear.awq_format import dequantize_weight
 from kvconvert.kernels.linear.packed_layout import LEAST_PART, PARTS, k_block_for, pack_weight, unpack_codes
 from kvconvert.kernels.linear.triton.few_rows import few_rows
 from kvconvert.kernels.linear.triton.many_rows import dequantize, prompt, unpacked
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 BITS = (2, 3, 8)
 # The interpreter truncates to bfloat16, where a GPU rounds.
 TOLERANCE = {torch.float16: 6e-4, torch.bfloat16: 1e-2}
@@ -27,33 +27,10 @@ SHAPES = [(160, 40, 32, None), (64, 8, 64, None), (384, 72, 128, None), (512, 96
 every_shape = [SHAPES[0], *(pytest.param(*shape, marks=pytest.mark.full) for shape in SHAPES[1:])]
 
 
-def random_weight(inputs: int, outputs: int, group_size: int, bits: int, device: torch.device) -> AwqWeight:
-    generator = torch.Generator().manual_seed(inputs + outputs)
-    weight = torch.randn(outputs, inputs, generator=generator) + torch.randn(outputs, 1, generator=generator)
-    return AwqWeight(*(tensor.to(device) for tensor in quantize_weight(weight, bits, group_size)))
-
-
-def random_rows(rows: int, inputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).to(device, dtype)
-
-
-def relative_error(y: Tensor, x: Tensor, weight: AwqWeight) -> float:
-    exact = x.double() @ dequantize_weight(weight, torch.float64).T
-    return float((y.double() - exact).norm() / exact.norm())
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> Iterator[None]:
-    """Memory that `torch.empty` gives holds NaN, so that an output nothing wrote to shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize(("inputs", "outputs", "group_size", "k_block"), SHAPES)
 def test_the_layout_is_turned_back_exactly(bits, inputs, outputs, group_size, k_block) -> None:
-    weight = random_weight(inputs, outputs, group_size, bits, torch.device("cpu"))
+    weight = random_weight(inputs, outputs, group_size, bits)
     for chunk_codes in (1 << 24, 64 * inputs):
         packed = pack_weight(weight, chunk_codes, k_block if bits < 8 else None)
         assert (packed.inputs, packed.group_size, packed.bits) == (inputs, group_size, bits)
@@ -91,7 +68,7 @@ def test_every_kernel_equals_dequantize_then_multiply(
     values, expected = dequantize(packed, dtype), dequantize_weight(weight, dtype)
     assert ((values - expected).abs() <= 2**-7 * expected.abs()).all()
     for kernel in (few_rows, prompt, unpacked):
-        assert relative_error(kernel(x, packed), x, weight) < TOLERANCE[dtype], kernel.__name__
+        assert product_error(kernel(x, packed), x, weight) < TOLERANCE[dtype], kernel.__name__
 
 
 def test_the_linear_takes_the_kernels_and_keeps_what_is_stored(device: torch.device) -> None:
@@ -99,7 +76,7 @@ def test_the_linear_takes_the_kernels_and_keeps_what_is_stored(device: torch.dev
     module = QuantizedLinear.from_weight(weight)
     fallbacks.clear()
     assert module.path(2, torch.float16, device) == "few rows"
-    assert relative_error(module(x), x, weight) < TOLERANCE[torch.float16]
+    assert product_error(module(x), x, weight) < TOLERANCE[torch.float16]
     assert module.qweight is None
     assert torch.equal(module.state_dict()["qweight"], weight.qweight)
     assert not fallbacks
@@ -113,7 +90,7 @@ def test_linears_of_one_width_share_a_product_and_others_do_not(device: torch.de
     assert share_input(same) is None
     with torch.no_grad():
         for module, weight in zip(same, weights, strict=False):
-            assert relative_error(module(x), x, weight) < TOLERANCE[torch.bfloat16]
+            assert product_error(module(x), x, weight) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.full

@@ -4,15 +4,14 @@ import traceback
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from huggingface_hub import constants
+from tiny import commands
 from tiny.bundle import write_tiny_bundle
 from tiny.hub import TOKEN, Repository
 
 from kvconvert.bundle.hub import fetch, upload
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.cli import cli
 from kvconvert.errors import BundleError, CheckpointError, HubError, UsageError
 from kvconvert.models.source import open_source
 
@@ -20,9 +19,7 @@ NAME = "somebody/tiny"
 
 
 def kvconvert(*arguments):
-    result = CliRunner().invoke(cli, [str(argument) for argument in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
+    result = commands.kvconvert(*arguments)
     assert TOKEN not in result.output
     return result
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny.weights import relative_error
 from torch import nn
 
 from kvconvert.kernels import device
@@ -14,10 +15,6 @@ def processor(request, monkeypatch):
     """Whether the processor multiplies bfloat16 by itself."""
     monkeypatch.setattr(device, "multiplies_bfloat16", lambda: request.param)
     return request.param
-
-
-def relative_error(y, exact):
-    return float((y.double() - exact).norm() / exact.norm())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

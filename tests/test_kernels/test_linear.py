@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tiny.weights import random_weight, relative_error
 from torch import nn
 
 from kvconvert.errors import UsageError
 from kvconvert.kernels import device as devices
 from kvconvert.kernels.device import fallbacks
 from kvconvert.kernels.linear import QuantizedLinear, cpu, w4a16_reference
-from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, quantize_weight, unpack_awq
+from kvconvert.kernels.linear.awq_format import dequantize_weight, quantize_weight, unpack_awq
 from kvconvert.kernels.linear.cpu import int4pack_block, unpack_int4pack
 
 # Relative error of a whole output, by input dtype. float32: sums of hundreds of products. float16: the result's
@@ -24,17 +25,6 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-4, torch.bfloat16: 5e-3, tor
 SHAPES = [(64, 8, 32), (256, 24, 64), (128, 176, 128), (256, 256, 32), (96, 112, 96), (512, 64, 256), (192, 1000, 64)]
 
 needs_int4pack = pytest.mark.skipif(int4pack_block() is None, reason="torch's int4 layout is unknown on this processor")
-
-
-def random_weight(inputs: int, outputs: int, group_size: int) -> AwqWeight:
-    generator = torch.Generator().manual_seed(inputs + outputs)
-    weight = torch.randn(outputs, inputs, generator=generator)
-    weight += torch.randn(outputs, 1, generator=generator)
-    return quantize_weight(weight, 4, group_size)
-
-
-def relative_error(y: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((y.double() - exact).norm() / exact.norm())
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

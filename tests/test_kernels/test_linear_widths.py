@@ -4,26 +4,16 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor
+from tiny.weights import random_weight, relative_error
 
 from kvconvert.errors import UsageError
 from kvconvert.kernels.linear import QuantizedLinear, cpu, w4a16_reference
-from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, quantize_weight
+from kvconvert.kernels.linear.awq_format import dequantize_weight
 from kvconvert.kernels.linear.cpu import int4pack_block
 
 # As in test_linear.py; a float16 weight of few codes makes sums that cancel.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 6e-3, torch.float64: 1e-12}
 SHAPES = [(64, 8, 32), (96, 112, 96), (256, 256, 32), (192, 1000, 64)]
-
-
-def random_weight(inputs: int, outputs: int, group_size: int, bits: int) -> AwqWeight:
-    generator = torch.Generator().manual_seed(inputs + outputs)
-    weight = torch.randn(outputs, inputs, generator=generator) + torch.randn(outputs, 1, generator=generator)
-    return quantize_weight(weight, bits, group_size)
-
-
-def relative_error(y: Tensor, exact: Tensor) -> float:
-    return float((y.double() - exact).norm() / exact.norm())
 
 
 @pytest.mark.parametrize("bits", [2, 3, 8])

@@ -23,6 +23,7 @@ from kvconvert.vllm.rehearsal import rehearse
 from kvconvert.vllm.step import StepPlan, plan_step
 from kvconvert.vllm.tables import DecodeTables
 
+pytestmark = pytest.mark.usefixtures("quick_interpreter")
 HEADS, GROUP, DIM, REQUESTS, LONGEST = 2, 2, 32, 3, 700
 # What calibration would leave of a layer.
 PLAN = {
