@@ -121,7 +121,8 @@ def types(outcomes: dict[str, str]) -> str:
     whole = sum(outcome == WHOLE for outcome in outcomes.values())
     rows = [(what, ", ".join(groups[what])) for what in (*OUTCOMES.values(), "refused") if what in groups]
     about = (
-        f"{whole} of {len(outcomes)} types convert with weights and cache ([all](../tests/test_models/sweep.json)), not so:"
+        f"{whole} of {len(outcomes)} types convert with weights and cache "
+        "([all](../tests/test_models/sweep.json)), not so:"
     )
     return f"{about}\n\n{table(('converted', 'types'), rows)}"
 
