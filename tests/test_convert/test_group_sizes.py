@@ -4,7 +4,8 @@ from functools import cache
 from types import SimpleNamespace
 
 import pytest
-from transformers import LlamaConfig
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvconvert.convert.checks import fitted_group_size
 from kvconvert.convert.discovery import discover
