@@ -52,10 +52,7 @@ def matrix() -> str:
 
 def types() -> str:
     """Every type of transformers, by what came of it."""
-    folder = ROOT / "tests"
-    return methods_docs.types(
-        read(folder / "test_models" / "sweep.json"), read(folder / "test_matrix" / "models.json")["models"]
-    )
+    return methods_docs.types(read(ROOT / "tests" / "test_models" / "sweep.json"))
 
 
 def picture(colors: dict[str, str]) -> str:

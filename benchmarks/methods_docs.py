@@ -25,7 +25,8 @@ FEATURES = {
 }
 # Bundles record these reasons as discovery spells them.
 AMERICAN = {"normalised": "normalized", "neighbouring": "neighboring"}
-OUTCOMES = {"weights and cache": "weights and cache", "weights": "weights; transformers' own cache"}
+WHOLE = "weights and cache"
+OUTCOMES = {"weights": "weights; transformers' own cache"}
 # What is kept, by a word of the reason.
 KEPT = {
     "shared expert's gate": "shared experts' gates",
@@ -111,18 +112,19 @@ def architectures(results: dict[str, Any]) -> str:
     return f"{about}\n\n{table(('model type', 'weights', 'KV cache', 'what is left out, and why'), rows)}"
 
 
-def types(outcomes: dict[str, str], models: dict[str, Any]) -> str:
-    """How many types of transformers convert; those that convert and are not among the architectures; the others."""
-    known = {entry["model_type"] for entry in models.values()}
+def types(outcomes: dict[str, str]) -> str:
+    """How many types of transformers convert, and which do not, or not with their cache."""
     groups: dict[str, list[str]] = {}
     for name, outcome in outcomes.items():
-        what = OUTCOMES.get(outcome, "refused")
-        if name not in known or what == "refused":
-            groups.setdefault(what, []).append(f"`{name}`")
-    converted = sum(outcome in OUTCOMES for outcome in outcomes.values())
+        if outcome != WHOLE:
+            groups.setdefault(OUTCOMES.get(outcome, "refused"), []).append(f"`{name}`")
+    whole = sum(outcome == WHOLE for outcome in outcomes.values())
     rows = [(what, ", ".join(groups[what])) for what in (*OUTCOMES.values(), "refused") if what in groups]
-    about = f"{converted} of {len(outcomes)} convert, the others are refused in one sentence."
-    return f"{about}\n\n{table(('converted', 'types beside those above'), rows)}"
+    about = (
+        f"{whole} of {len(outcomes)} types convert with weights and cache "
+        "([all](../tests/test_models/sweep.json)), not so:"
+    )
+    return f"{about}\n\n{table(('converted', 'types'), rows)}"
 
 
 def _label(name: str, models: dict[str, Any]) -> str:

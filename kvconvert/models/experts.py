@@ -74,8 +74,7 @@ def fused_layout(fused: nn.Module) -> FusedLayout:
     scored_before = name in SCORED_BEFORE
     names = {name for name, _ in fused.named_parameters(recurse=False)}
     gated = {"gate_up_proj", "down_proj"}
-    # Step 3 computes its own loop over such experts, without what transformers declares about others.
-    standard = scored_before or getattr(fused, "has_gate", hasattr(fused, "_apply_gate"))
+    standard = scored_before or getattr(fused, "has_gate", False)
     if not standard or names not in (gated, gated | {f"{name}_bias" for name in gated}):
         raise UnsupportedModelError(
             f"{name} with {', '.join(sorted(names))} are fused experts that kvconvert cannot split; use "
@@ -85,14 +84,14 @@ def fused_layout(fused: nn.Module) -> FusedLayout:
         raise UnsupportedModelError(
             f'{name} normalises the output of its experts, which is not supported; use [weights] method = "none".'
         )
-    transposed = scored_before or getattr(fused, "is_transposed", False)
+    transposed = scored_before or fused.is_transposed
     experts, rows, columns = fused.down_proj.shape
     return FusedLayout(
         num_experts=experts,
         hidden=columns if transposed else rows,
         intermediate=rows if transposed else columns,
         transposed=transposed,
-        interleaved=not scored_before and not getattr(fused, "is_concatenated", True),
+        interleaved=not scored_before and not fused.is_concatenated,
         bias="down_proj_bias" in names,
         scored_before=scored_before,
     )

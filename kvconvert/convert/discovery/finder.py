@@ -528,11 +528,10 @@ class Finder:
             return False
         first, second = (self.calls[group.norm][0].input for group in groups)
         added = [self.calls[name][0].output for name in (output, pairs[0].down)]
-        if first.numel() != second.numel() or any(part.numel() != first.numel() for part in added):
+        after = self.experiment.observed.output
+        if any(part is None or part.shape != first.shape for part in (second, *added, after)):
             return False
-        stream = first.flatten(0, -2) + added[0].flatten(0, -2)
-        after = second.flatten(0, -2) + added[1].flatten(0, -2)
-        return _same_numbers(stream, second) and _same_numbers(after, self.experiment.observed.output)
+        return _close(first + added[0], second) and _close(second + added[1], after)
 
 
 def _is_linear(module: nn.Module) -> bool:
