@@ -32,8 +32,9 @@ COMMANDS = (
 PROMPT = "It was a dark night, and the old house stood"
 BEGIN, END = "<!-- quickstart: written by `make quickstart-page` -->", "<!-- end of quickstart -->"
 # Relative difference from the page's figures that --check allows: other processors round differently, and 4-bit
-# codes and greedy recall amplify it. Sizes do not depend on the processor.
-TOLERANCE = {"perplexity": 0.02, "KL": 0.15, "recall": 0.35, "bytes": 0.0}
+# codes and greedy recall amplify it. The weights' size does not depend on it; the cache's does by a norm's bits, where two
+# treatments of a layer's keys are measured to be as good.
+TOLERANCE = {"perplexity": 0.02, "KL": 0.15, "recall": 0.35, "cache": 0.003, "bytes": 0.0}
 
 
 def run(*command: str) -> str:
@@ -73,7 +74,7 @@ def table(report: dict) -> list[tuple[str, str, str, str]]:
         ("KL", "KL divergence from the source, mean", "0", f"{report['kl']['mean']:.4f}"),
         ("recall", "same most likely token", "100%", percent(report["top1_agreement"])),
         ("recall", "passkey recalled", percent(report["passkey"]["source"]), percent(report["passkey"]["bundle"])),
-        ("bytes", "KV cache, bytes per token", f"{kv['source_bytes_per_token']:,.0f}", f"{kv['bytes_per_token']:,.0f}"),
+        ("cache", "KV cache, bytes per token", f"{kv['source_bytes_per_token']:,.0f}", f"{kv['bytes_per_token']:,.0f}"),
         ("bytes", "weights, bytes", f"{weights['source_bytes']:,}", f"{weights['bytes']:,}"),
     ]
 

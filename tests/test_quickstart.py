@@ -36,7 +36,7 @@ def test_a_small_conversion_of_the_reference_model_has_the_pages_sizes_and_diver
     source_bytes = sum(nbytes(info) for info in read_header(MODEL / "model.safetensors").values())
     rows = [
         ("KL", "KL divergence from the source, mean", "0", f"{float(scored.kl.mean()):.4f}"),
-        ("bytes", "KV cache, bytes per token", f"{cache.source_bytes_per_token:.0f}", f"{cache.bytes_per_token:.0f}"),
+        ("cache", "KV cache, bytes per token", f"{cache.source_bytes_per_token:.0f}", f"{cache.bytes_per_token:.0f}"),
         ("bytes", "weights, bytes", f"{source_bytes}", f"{manifest.weights.bytes}"),
     ]
     assert quickstart.compare(PAGE, rows) == []
