@@ -142,6 +142,7 @@ def refuse_config(served: ServedBundle, config: Any) -> None:
     if reason is not None:
         raise BundleError(reason)
     sizes = {
+        "pipeline parallelism": parallel.pipeline_parallel_size,
         "decode context parallelism": parallel.decode_context_parallel_size,
         "prefill context parallelism": parallel.prefill_context_parallel_size,
     }

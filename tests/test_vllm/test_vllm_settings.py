@@ -192,6 +192,7 @@ def test_prefixes_are_shared_if_asked_for_and_no_window_forbids(tmp_path, monkey
 @pytest.mark.parametrize(
     ("given", "said"),
     [
+        ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"decode_context_parallel_size": 2}, "decode context parallelism"),
         ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
         ({"speculative_config": SimpleNamespace(method="eagle3")}, "drafts by eagle3"),
@@ -208,7 +209,7 @@ def test_settings_that_are_not_served_are_refused(given, said):
 
 
 def test_drafts_of_n_grams_are_served_one_pass_after_another(tmp_path):
-    refuse_config(served(KIVI), engine(speculative_config=SimpleNamespace(method="ngram"), pipeline_parallel_size=2))
+    refuse_config(served(KIVI), engine(speculative_config=SimpleNamespace(method="ngram")))
     write_tiny_bundle(tmp_path)
     for given, expected in (({}, None), ({"speculative_config": {}}, False), ({"async_scheduling": True}, True)):
         found = arguments(tmp_path, **given)
