@@ -188,9 +188,8 @@ def test_drafts_change_no_token(scheme, tmp_path):
     assert found == in_runtime(bundle, asked)
 
 
-# Sliding windows with soft caps, and states of Mamba 2: what differs from the tiny model, lengths of prompts, and how many
-# tokens are compared. States of vLLM's kernels differ from transformers' by rounding, which now and then gives a 2-bit
-# code another value.
+# Sliding windows with soft caps, and states of Mamba 2: what differs from the tiny model, lengths of prompts, and how
+# many tokens are compared, of which beside states one of the answers has other ones later.
 HYBRIDS = {
     "gemma2": ({"head_dim": 32, "query_pre_attn_scalar": 32}, (3, 130, 300), 160),
     "granitemoehybrid": ({}, (100, 300), 30),
