@@ -50,6 +50,7 @@ def engine(**given: Any) -> SimpleNamespace:
     parallel = PARALLEL | {name: size for name, size in given.items() if name in PARALLEL}
     others = {"speculative_config": None, "kv_transfer_config": None, "lora_config": None}
     others["scheduler_config"] = SimpleNamespace(disable_hybrid_kv_cache_manager=False, async_scheduling=False)
+    others["device_config"] = SimpleNamespace(device_type="cuda")
     scheduler = vars(others["scheduler_config"])
     scheduler |= {name: value for name, value in given.items() if name in scheduler}
     others |= {name: value for name, value in given.items() if name in others}
@@ -366,6 +367,12 @@ def test_settings_beside_windows_and_states(tmp_path, monkeypatch, caplog):
         with pytest.raises(BundleError) as error:
             chosen(types, enable_prefix_caching=True)
         refused(str(error.value), "--enable-prefix-caching", "sink tokens")
+    on_cpu = engine(device_config=SimpleNamespace(device_type="cpu"))
+    refuse_config(served(KIVI, KIVI, layer_types=windows), on_cpu)
+    refuse_config(served(KIVI, KIVI, layer_types=states), engine())
+    with pytest.raises(BundleError) as error:
+        refuse_config(served(KIVI, KIVI, layer_types=states), on_cpu)
+    refused(str(error.value), "on a CPU", "several pages")
     # Of windows alone nothing is ours.
     assert chosen(["sliding_attention"] * 2, enable_prefix_caching=True, block_size=16).block_size == 16
     alike = engine(disable_hybrid_kv_cache_manager=True)
