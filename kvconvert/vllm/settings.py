@@ -142,12 +142,19 @@ def refuse_config(served: ServedBundle, config: Any) -> None:
     if reason is not None:
         raise BundleError(reason)
     sizes = {
+        "pipeline parallelism": parallel.pipeline_parallel_size,
         "decode context parallelism": parallel.decode_context_parallel_size,
         "prefill context parallelism": parallel.prefill_context_parallel_size,
     }
     for name, size in sizes.items():
         if size > 1:
             raise refused(name, "the plugin divides heads among devices and nothing else")
+    if served.has_states and config.device_config.device_type == "cpu":
+        # `CPUModelRunner._zero_block_ids` takes the number of a block for that of a part of one.
+        raise BundleError(
+            "vLLM on a CPU clears other blocks than it hands out where these hold several pages, as beside layers with "
+            "a state, and answers would be wrong; serve this bundle on a GPU, or use `kvconvert serve`."
+        )
     if served.has_windows and config.scheduler_config.disable_hybrid_kv_cache_manager:
         raise refused("--disable-hybrid-kv-cache-manager", "layers with sliding windows have blocks of another size")
     drafts = config.speculative_config

@@ -50,6 +50,7 @@ def engine(**given: Any) -> SimpleNamespace:
     parallel = PARALLEL | {name: size for name, size in given.items() if name in PARALLEL}
     others = {"speculative_config": None, "kv_transfer_config": None, "lora_config": None}
     others["scheduler_config"] = SimpleNamespace(disable_hybrid_kv_cache_manager=False, async_scheduling=False)
+    others["device_config"] = SimpleNamespace(device_type="cuda")
     scheduler = vars(others["scheduler_config"])
     scheduler |= {name: value for name, value in given.items() if name in scheduler}
     others |= {name: value for name, value in given.items() if name in others}
@@ -192,6 +193,7 @@ def test_prefixes_are_shared_if_asked_for_and_no_window_forbids(tmp_path, monkey
 @pytest.mark.parametrize(
     ("given", "said"),
     [
+        ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"decode_context_parallel_size": 2}, "decode context parallelism"),
         ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
         ({"speculative_config": SimpleNamespace(method="eagle3")}, "drafts by eagle3"),
@@ -208,7 +210,7 @@ def test_settings_that_are_not_served_are_refused(given, said):
 
 
 def test_drafts_of_n_grams_are_served_one_pass_after_another(tmp_path):
-    refuse_config(served(KIVI), engine(speculative_config=SimpleNamespace(method="ngram"), pipeline_parallel_size=2))
+    refuse_config(served(KIVI), engine(speculative_config=SimpleNamespace(method="ngram")))
     write_tiny_bundle(tmp_path)
     for given, expected in (({}, None), ({"speculative_config": {}}, False), ({"async_scheduling": True}, True)):
         found = arguments(tmp_path, **given)
@@ -365,6 +367,12 @@ def test_settings_beside_windows_and_states(tmp_path, monkeypatch, caplog):
         with pytest.raises(BundleError) as error:
             chosen(types, enable_prefix_caching=True)
         refused(str(error.value), "--enable-prefix-caching", "sink tokens")
+    on_cpu = engine(device_config=SimpleNamespace(device_type="cpu"))
+    refuse_config(served(KIVI, KIVI, layer_types=windows), on_cpu)
+    refuse_config(served(KIVI, KIVI, layer_types=states), engine())
+    with pytest.raises(BundleError) as error:
+        refuse_config(served(KIVI, KIVI, layer_types=states), on_cpu)
+    refused(str(error.value), "on a CPU", "several pages")
     # Of windows alone nothing is ours.
     assert chosen(["sliding_attention"] * 2, enable_prefix_caching=True, block_size=16).block_size == 16
     alike = engine(disable_hybrid_kv_cache_manager=True)
