@@ -51,8 +51,8 @@ class Conversations:
         tokenizer: the tokenizer of the model.
         processor: the processor of the model, whose template is used instead of the tokenizer's.
         parse_special: take special tokens that are spelled in messages for the tokens themselves.
-        render: applies the template to messages in the form it takes, with the beginning of an answer or without; None
-            lets transformers do it.
+        render: applies the template to messages in the form it takes, with the beginning of an answer or without, and
+            to further variables by name; None lets transformers do it.
     """
 
     def __init__(
@@ -60,29 +60,31 @@ class Conversations:
         tokenizer: PreTrainedTokenizerBase,
         processor: ProcessorMixin | None = None,
         parse_special: bool = False,
-        render: Callable[[list[dict[str, Any]], bool], str] | None = None,
+        render: Callable[..., str] | None = None,
     ) -> None:
         self._tokenizer, self._parse_special, self._apply = tokenizer, parse_special, render or self._transformers
         self._owner = tokenizer if processor is None else processor
         self._accepted: dict[str, tuple[bool, bool]] = {}
 
-    def text(self, messages: Sequence[Mapping[str, Any]], answer: bool) -> str:
+    def text(self, messages: Sequence[Mapping[str, Any]], answer: bool, **variables: Any) -> str:
         """The conversation as text, with a `MARK` in every special token that a message spells.
 
         Args:
             messages: in transformers' form; contents may be text or lists of parts, whatever the template takes.
             answer: add what the model's answer follows.
+            variables: further ones of the template, such as `tools`; what they spell is text as well.
 
         Raises:
             UsageError: the template refuses the conversation, or writes no parts of a kind that it has.
         """
         fitted = [self._fitted(message) for message in messages]
         if self._parse_special:
-            return self._render(fitted, answer)
-        rendered = self._render([self._marked(message) for message in fitted], answer)
-        if any(self._tail(text) for text in _texts(fitted)):
+            return self._render(fitted, answer, variables)
+        rendered = self._render([self._marked(m) for m in fitted], answer, self._marked(variables))
+        if any(self._tail(text) for text in _texts([*fitted, variables])):
             # Two messages may spell a token together, where the template writes one after the other.
-            apart = self._render([self._marked(message, tails=True) for message in fitted], answer)
+            tails = [self._marked(message, tails=True) for message in fitted]
+            apart = self._render(tails, answer, self._marked(variables, tails=True))
             if len(self._special.findall(apart)) != len(self._special.findall(rendered)):
                 return apart
         return rendered
@@ -102,12 +104,12 @@ class Conversations:
     def _template(self) -> str:
         return str(self._owner.chat_template)
 
-    def _transformers(self, messages: list[dict[str, Any]], answer: bool) -> str:
-        return self._owner.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer)
+    def _transformers(self, messages: list[dict[str, Any]], answer: bool, **variables: Any) -> str:
+        return self._owner.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer, **variables)
 
-    def _render(self, messages: list[dict[str, Any]], answer: bool) -> str:
+    def _render(self, messages: list[dict[str, Any]], answer: bool, variables: Mapping[str, Any]) -> str:
         try:
-            text = self._apply(messages, answer)
+            text = self._apply(messages, answer, **variables)
             text.encode()  # a template may write half of a surrogate pair, which is no text
             return text
         except UsageError:

@@ -9,6 +9,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,10 +18,14 @@ from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from kvconvert.errors import printable
+from kvconvert.models.token_bytes import TokenTexts
 from kvconvert.runtime import Engine
 from kvconvert.runtime.engine import Event, Request
+from kvconvert.runtime.engine.sampling import TokenLogprobs
+from kvconvert.serve.grammars import Constraint
 from kvconvert.serve.metrics import Metrics
 from kvconvert.serve.refusal import Refusal
+from kvconvert.serve.replies import Piece, Reply
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -33,10 +38,13 @@ class Generation:
 
     Attributes:
         requests: in the order of the choices.
+        replies: what divides their texts.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.requests: list[Request] = []
+        self.replies: list[Reply] = []
+        self._constraints: list[Constraint | None] = []
         self._engine, self._loop = engine, asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Event, float] | None] = asyncio.Queue()  # None: cancelled
         self._over = self._loop.create_future()
@@ -65,10 +73,12 @@ class Generation:
         await asyncio.gather(task, return_exceptions=True)
         raise ClientDisconnect if left else _ending()
 
-    def add(self, prompt: list[int], **options: Any) -> None:
-        """Queue one more choice; arguments and errors are those of `Engine.add`."""
+    def add(self, prompt: list[int], reply: Reply, constraint: Constraint | None = None, **options: Any) -> None:
+        """Queue one more choice, whose text `reply` divides; other arguments and errors are those of `Engine.add`."""
         report = partial(self._report, len(self.requests))
-        self.requests.append(self._engine.add(prompt, on_event=report, **options))
+        self.replies.append(reply)
+        self._constraints.append(constraint)
+        self.requests.append(self._engine.add(prompt, on_event=report, constraint=constraint, **options))
         if self.cancelled:  # while it was being added
             self.requests[-1].cancel()
 
@@ -95,6 +105,11 @@ class Generation:
             left -= sum(event.finish_reason is not None for _, event, _ in came)
             yield came
 
+    def failure(self, place: int) -> str | None:
+        """Why the grammar of a choice was given up."""
+        constraint = self._constraints[place]
+        return None if constraint is None else constraint.failure
+
     def usage(self, prompts: int) -> dict[str, Any]:
         """Tokens of prompts, those of them that stored prefixes had, and generated ones; the choices are equally many
         of each prompt.
@@ -114,42 +129,115 @@ class Generation:
             self._loop.call_soon_threadsafe(self._events.put_nowait, (place, event, time.perf_counter()))
 
 
+@dataclass
+class Step:
+    """What came of one choice, in one step or in all.
+
+    Attributes:
+        piece: of its answer.
+        reason: why it ended, if it did.
+        logprobs: of its tokens, with their ids.
+        offset: characters of tokens before.
+    """
+
+    piece: Piece = field(default_factory=Piece)
+    reason: str | None = None
+    logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
+    offset: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.piece or self.reason or self.logprobs)
+
+    def __iadd__(self, other: Step) -> Step:
+        self.piece += other.piece
+        self.reason = other.reason
+        self.logprobs += other.logprobs
+        return self
+
+
 class Form:
     """What the answers to one request look like.
 
     Args:
         chat: as a message, not as text.
         model: the name under which the bundle is served.
+        texts: of single tokens, for logprobs.
+        likeliest: how many of the likeliest tokens are told with each one; None for no logprobs at all.
     """
 
-    def __init__(self, chat: bool, model: str) -> None:
-        self.chat = chat
+    def __init__(self, chat: bool, model: str, texts: TokenTexts, likeliest: int | None = None) -> None:
+        self.chat, self._texts, self._likeliest = chat, texts, likeliest
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._model, self._created = model, int(time.time())
 
-    def whole(self, choices: list[tuple[str, str]], usage: dict[str, Any]) -> dict[str, Any]:
-        """The answer from text and finish reason of each choice."""
-        made: list[dict[str, Any]] = []
-        for text, reason in choices:
-            said = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
-            made.append({"index": len(made), **said, "logprobs": None, "finish_reason": reason})
+    def whole(self, choices: list[Step], usage: dict[str, Any]) -> dict[str, Any]:
+        """The answer from all that came of each choice."""
+        made = [
+            {"index": place, **self._said(step), "logprobs": self._logprobs(step), "finish_reason": step.reason}
+            for place, step in enumerate(choices)
+        ]
         return self._envelope("", made) | {"usage": usage}
+
+    def _said(self, step: Step) -> dict[str, Any]:
+        piece = step.piece
+        if not self.chat:
+            return {"text": piece.content}
+        content = piece.content.rstrip() or None if piece.calls else piece.content
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if piece.reasoning:
+            message["reasoning_content"] = piece.reasoning
+        if piece.calls:
+            message["tool_calls"] = [{n: v for n, v in call.items() if n != "index"} for call in piece.calls]
+        return {"message": message}
 
     def first(self, place: int) -> dict[str, Any]:
         """The piece that begins a choice of a chat."""
         return self._piece(place, {"delta": {"role": "assistant", "content": ""}}, None)
 
-    def piece(self, place: int, text: str, reason: str | None) -> dict[str, Any]:
+    def piece(self, place: int, step: Step) -> dict[str, Any]:
         """What a step brought a choice."""
-        said = {"delta": {"content": text} if text else {}} if self.chat else {"text": text}
-        return self._piece(place, said, reason)
+        piece = step.piece
+        fields = {"reasoning_content": piece.reasoning, "content": piece.content, "tool_calls": piece.calls}
+        delta = {name: value for name, value in fields.items() if value}
+        return self._piece(place, {"delta": delta} if self.chat else {"text": piece.content}, step)
 
     def last(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The piece that tells the usage."""
         return self._envelope(".chunk", []) | {"usage": usage}
 
-    def _piece(self, place: int, said: dict[str, Any], reason: str | None) -> dict[str, Any]:
-        return self._envelope(".chunk", [{"index": place, **said, "logprobs": None, "finish_reason": reason}])
+    def _piece(self, place: int, said: dict[str, Any], step: Step | None) -> dict[str, Any]:
+        logprobs = None if step is None else self._logprobs(step)
+        reason = None if step is None else step.reason
+        return self._envelope(".chunk", [{"index": place, **said, "logprobs": logprobs, "finish_reason": reason}])
+
+    def _logprobs(self, step: Step) -> dict[str, Any] | None:
+        """How likely the tokens of a step were, as chats and completions have it."""
+        if self._likeliest is None:
+            return None
+        texts = self._texts
+        if self.chat:
+
+            def entry(id: int, logprob: float) -> dict[str, Any]:
+                return {"token": texts.text(id), "logprob": _finite(logprob), "bytes": list(texts.bytes(id))}
+
+            said = [
+                entry(id, told.chosen) | {"top_logprobs": [entry(*likely) for likely in told.likeliest]}
+                for id, told in step.logprobs
+            ]
+            return {"content": said, "refusal": None}
+        tokens = [texts.text(id) for id, _ in step.logprobs]
+        offsets = [step.offset + sum(map(len, tokens[:place])) for place in range(len(tokens))]
+        likeliest = [{texts.text(id): _finite(logprob) for id, logprob in told.likeliest} for _, told in step.logprobs]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [_finite(told.chosen) for _, told in step.logprobs],
+            "top_logprobs": likeliest if self._likeliest else None,
+            "text_offset": offsets,
+        }
+
+    def length(self, step: Step) -> int:
+        """Characters of the tokens of a step, for the offsets of later ones."""
+        return sum(len(self._texts.text(id)) for id, _ in step.logprobs)
 
     def _envelope(self, part: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = f"chat.completion{part}" if self.chat else "text_completion"
@@ -227,13 +315,13 @@ class Answer:
         async with asyncio.timeout(self._client_seconds):
             await send(message)
 
-    async def _pieces(self) -> AsyncIterator[dict[int, tuple[str, str | None]]]:
-        """Text and finish reason of the choices that went on; several steps at once if the client or the event loop is
-        slower than the engine (Refusal: a choice ended without an answer).
+    async def _steps(self) -> AsyncIterator[dict[int, Step]]:
+        """What came of the choices that went on; several steps at once if the client or the event loop is slower than
+        the engine (Refusal: a choice ended without an answer).
         """
         newest: dict[int, float] = {}
         async for came in self._generation.events():
-            pieces: dict[int, tuple[str, str | None]] = {}
+            steps: dict[int, Step] = {}
             for place, event, when in came:
                 if event.tokens:
                     if place in newest:
@@ -245,15 +333,24 @@ class Answer:
                     raise Refusal(500, "The model failed while it served this request.", code="model_failed")
                 if event.finish_reason == "cancelled":
                     raise _ending()
-                before, _ = pieces.get(place, ("", None))
-                pieces[place] = before + event.text, event.finish_reason
-            yield pieces
+                step = steps.setdefault(place, Step())
+                step += self._step(place, event)
+            yield steps
+
+    def _step(self, place: int, event: Event) -> Step:
+        reply, reason = self._generation.replies[place], event.finish_reason
+        if reason is not None and (failure := self._generation.failure(place)) is not None:
+            message = f"The answer's form takes too much to hold it to ({failure.rstrip('.')}); simplify its schema."
+            raise Refusal(400, message, param="response_format", code="grammar_too_complex")
+        piece = reply.feed(event.text, last=reason is not None)
+        ended: str | None = "tool_calls" if reason == "stop" and reply.called else reason
+        return Step(piece, ended, list(zip(event.tokens, event.logprobs, strict=False)))
 
     async def _collect(self) -> dict[str, Any]:
-        reasons: dict[int, str] = {}
-        async for pieces in self._pieces():
-            reasons |= {place: reason for place, (_, reason) in pieces.items() if reason}
-        choices = [(request.text, reasons[place]) for place, request in enumerate(self._generation.requests)]
+        choices = [Step() for _ in self._generation.requests]
+        async for steps in self._steps():
+            for place, step in steps.items():
+                choices[place] += step
         return self._form.whole(choices, self._generation.usage(self._prompts))
 
     async def _stream(self, send: Send, usage: bool) -> None:
@@ -266,10 +363,14 @@ class Answer:
             if self._form.chat:
                 places = range(len(self._generation.requests))
                 await send(_part(*(_event(self._form.first(place) | extra) for place in places)))
-            async for pieces in self._pieces():
-                known = [(place, *piece) for place, piece in pieces.items() if any(piece)]
+            lengths = [0] * len(self._generation.requests)
+            async for steps in self._steps():
+                known = {place: step for place, step in steps.items() if step}
+                for place, step in known.items():
+                    step.offset = lengths[place]
+                    lengths[place] += self._form.length(step)
                 if known:
-                    await send(_part(*(_event(self._form.piece(*piece) | extra) for piece in known)))
+                    await send(_part(*(_event(self._form.piece(*step) | extra) for step in known.items())))
             last = [_event(self._form.last(self._generation.usage(self._prompts)))] if usage else []
             await send(_part(*last, "data: [DONE]\n\n"))
         except Refusal as refusal:
@@ -292,6 +393,11 @@ class Answer:
 
 def _ending() -> Refusal:
     return Refusal(503, "The server is shutting down; send the request again.", code="shutting_down")
+
+
+def _finite(logprob: float) -> float:
+    """A logarithm as JSON has it: OpenAI's number for what is out of the question."""
+    return max(logprob, -9999.0)
 
 
 def _event(piece: Mapping[str, Any]) -> str:

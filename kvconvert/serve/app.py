@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Hashable
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterator
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
@@ -27,16 +28,19 @@ from kvconvert.errors import KvconvertError
 from kvconvert.models.chat import ChatPrompts
 from kvconvert.models.processors import tokenizer_of
 from kvconvert.models.prompts import MARK, encode_text
+from kvconvert.models.responses import ResponseFormat, response_format
 from kvconvert.models.templates import TemplateRenderer
-from kvconvert.models.token_bytes import token_bytes
+from kvconvert.models.token_bytes import TokenTexts, token_bytes
 from kvconvert.runtime import Engine
 from kvconvert.runtime.engine.processors import recommended
 from kvconvert.serve.access import Access, Hosts
 from kvconvert.serve.answers import Answer, Form, Generation
+from kvconvert.serve.grammars import Constraint, Grammars
 from kvconvert.serve.metrics import CONTENT_TYPE, Metrics
 from kvconvert.serve.places import Bodies, Body, Places
 from kvconvert.serve.readers import THREADS, Readers
 from kvconvert.serve.refusal import Refusal, refusal_of
+from kvconvert.serve.replies import Reply
 from kvconvert.serve.requests import Chat, Completion, Limits, fields_of
 
 # Bodies of the largest size that may arrive at once.
@@ -94,7 +98,11 @@ class Service:
         self._defaults = recommended(engine.generation.values, unstated=1.0)  # OpenAI's
         self._renderers = [TemplateRenderer() for _ in range(THREADS)]
         self._tokenizer = tokenizer_of(processor)
-        self._token_bytes = token_bytes(self._tokenizer)
+        self._token_bytes, self.texts = token_bytes(self._tokenizer), TokenTexts(self._tokenizer)
+        vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        self._grammars = Grammars(self._tokenizer, vocabulary, engine.generation.stops)
+        self._format: ResponseFormat | None = None
+        self._formatting = threading.Lock()
         # Each is used by one thread at a time.
         self._chats: SimpleQueue[ChatPrompts] = SimpleQueue()
         for renderer in self._renderers:
@@ -288,7 +296,8 @@ class Service:
         asked.check(self.limits, count)
         take(count * (asked.n or 1) - 1)
         samplings = [asked.sampling(self._defaults, choice) for choice in range(asked.n or 1)]
-        prompts = asked.prompt if isinstance(asked, Completion) else [self._text(asked)]
+        format = self._response_format(asked) if isinstance(asked, Chat) else None
+        prompts = asked.prompt if isinstance(asked, Completion) else [self._text(asked, format)]
         for prompt in prompts:
             self._check_length(asked, prompt)
         for prompt in prompts:
@@ -296,28 +305,73 @@ class Service:
                 break
             ids = self._ids(asked, prompt) if isinstance(prompt, str) else prompt
             new = asked.new_tokens(self.limits, len(ids), self.engine.room(len(ids)))
+            asked.check_logprobs(new, count * len(samplings))
+            constraint = self._constraint(asked, format, prompt) if format is not None else None
             for sampling in samplings:
+                reply, special = self._reply(asked, format, prompt)
                 generation.add(
                     ids,
+                    reply,
+                    copy.deepcopy(constraint),
                     max_new_tokens=new,
                     sampling=sampling,
                     stop=asked.stop or (),
                     stop_token_ids=[] if asked.ignore_eos else None,
+                    likeliest=asked.likeliest,
+                    special_tokens=special,
                     prefix_salt=body.client if self._salted else b"",
                 )
         return asked
 
-    def _text(self, asked: Chat) -> str:
-        """A conversation as the model's template writes it (Refusal: it has none)."""
-        # "developer" is what newer clients call the system.
-        roles = {"developer": "system"}
+    @contextlib.contextmanager
+    def _chat(self) -> Iterator[ChatPrompts]:
         chat = self._chats.get()
         try:
-            if not chat.templated:
-                raise Refusal(400, "This model has no chat template; use /v1/completions.", param="messages")
-            return chat.text([chat.message(roles.get(t.role, t.role), t.content or "") for t in asked.messages])
+            yield chat
         finally:
             self._chats.put(chat)
+
+    def _response_format(self, asked: Chat) -> ResponseFormat:
+        """How the model calls tools and reasons (Refusal: its template does not, or there is none)."""
+        with self._chat() as chat:
+            if not chat.templated:
+                raise Refusal(400, "This model has no chat template; use /v1/completions.", param="messages")
+            with self._formatting:
+                if self._format is None:
+                    ends = [self.texts.text(id) for id in sorted(self.engine.generation.stops)]
+                    self._format = response_format(chat, ends)
+        if asked.tools and self._format.calls is None:
+            message = "The model's chat template writes no calls of tools; leave tools out, or serve another model."
+            raise Refusal(400, message, param="tools", code="unsupported_parameter")
+        return self._format
+
+    def _text(self, asked: Chat, format: ResponseFormat) -> str:
+        """A conversation as the model's template writes it."""
+        turns = [turn.turn(format.calls is not None and format.calls.as_text) for turn in asked.messages]
+        variables: dict[str, Any] = dict(asked.chat_template_kwargs or {})
+        if asked.tools and asked.tool_choice != "none":
+            variables["tools"] = [tool.model_dump(exclude_none=True) for tool in asked.tools]
+        with self._chat() as chat:
+            return chat.text(turns, **variables)
+
+    def _constraint(self, asked: Chat, format: ResponseFormat, prompt: str) -> Constraint | None:
+        """What an answer has to be, where the client says it (Refusal: it cannot be held to that)."""
+        begun = format.reasons_at_once(prompt)
+        reasoning = None if format.reasoning is None else (format.reasoning, begun)
+        if asked.forced is not None and format.calls is not None:
+            return self._grammars.calls(format.calls, asked.forced, reasoning, "tool_choice")
+        if asked.answer_schema is not None:
+            return self._grammars.schema(asked.answer_schema, reasoning, "response_format")
+        return None
+
+    def _reply(self, asked: Completion | Chat, format: ResponseFormat | None, prompt: str) -> tuple[Reply, bool]:
+        """What divides the text of one answer, and whether that text has to have special tokens in it."""
+        if format is None or not isinstance(asked, Chat) or not (asked.schemas or format.reasoning):
+            return Reply(), False
+        special = self._tokenizer.all_special_tokens
+        needed = any(token in mark for mark in format.marks for token in special)
+        parallel = asked.parallel_tool_calls is not False
+        return Reply(format, asked.schemas, prompt, parallel, special if needed else ()), needed
 
     def _check_length(self, asked: Completion | Chat, prompt: str | list[int]) -> None:
         """Refuse a prompt that is too long whatever its tokens are (Refusal), before they are made."""
@@ -331,11 +385,8 @@ class Service:
     def _ids(self, asked: Completion | Chat, prompt: str) -> list[int]:
         if isinstance(asked, Completion):
             return encode_text(self._tokenizer, prompt)
-        chat = self._chats.get()
-        try:
+        with self._chat() as chat:
             return chat.encode_text(prompt)["input_ids"][0].tolist()
-        finally:
-            self._chats.put(chat)
 
 
 class _Generate:
@@ -361,7 +412,7 @@ class _Generate:
                 service.metrics.gone += 1
                 raise
             prompts = len(asked.prompt) if isinstance(asked, Completion) else 1
-            form = Form(isinstance(asked, Chat), service.name)
+            form = Form(isinstance(asked, Chat), service.name, service.texts, asked.likeliest)
             answer = Answer(
                 generation, form, prompts, begun, service.limits.client_seconds, service.metrics, asked.user
             )
