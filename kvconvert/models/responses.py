@@ -142,7 +142,7 @@ def may_be_bare_call(text: str, names: Collection[str]) -> bool:
     """Whether a text begins, or may go on to begin, as a call of one of some functions without any marks."""
     text = text.lstrip()
     fence = next((fence for fence in _FENCES if text.startswith(fence)), "")
-    if not fence and text and any(fence.startswith(text) for fence in _FENCES):
+    if text and any(fence.startswith(text) for fence in _FENCES):
         return True
     longest = max(map(len, names), default=0)
     text = "".join(text[len(fence) : len(fence) + longest + 64].split()).removeprefix("[")
@@ -232,7 +232,7 @@ def _json_format(one: str, two: str | None, ends: Collection[str], as_text: bool
     if gap is None or not gap.strip():
         first, last = lead.strip(), _cut(tail, ends).strip()
     else:
-        first, last = _common_suffix(lead, gap).strip(), _common_prefix(gap, tail).strip()
+        last, first = _split(gap, len(_common_prefix(gap, tail)), len(_common_suffix(lead, gap)))
     return CallFormat(kind, first, last, before, after, between, as_text=as_text)
 
 
@@ -275,7 +275,12 @@ def _cut(text: str, ends: Collection[str]) -> str:
 
 
 def _split(gap: str, most_before: int, most_after: int) -> tuple[str, str]:
-    """What ends a value and what begins a key, of the text between these, of which so many letters may be either's."""
+    """What ends a thing and what begins the next one, of the text between them.
+
+    Args:
+        gap: the text.
+        most_before, most_after: letters at its beginning and at its end that also stand around a single thing.
+    """
     least = len(gap) - most_after
     if least > most_before:
         return gap[:most_before].strip(), gap[least:].strip()
@@ -286,10 +291,8 @@ def _split(gap: str, most_before: int, most_after: int) -> tuple[str, str]:
 
 
 def _common_prefix(first: str, second: str) -> str:
-    count = next(
-        (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )
-    return first[:count]
+    differs = (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return first[: next(differs, min(len(first), len(second)))]
 
 
 def _common_suffix(first: str, second: str) -> str:

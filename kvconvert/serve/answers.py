@@ -1,15 +1,12 @@
-"""Answers: the engine's requests behind an HTTP request, and their events as OpenAI's JSON, whole or as a stream."""
+"""Answers: the engine's requests behind an HTTP request, and how what comes of them is sent, whole or as a stream."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
-import uuid
-from collections.abc import AsyncIterator, Coroutine, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,14 +15,13 @@ from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from kvconvert.errors import printable
-from kvconvert.models.token_bytes import TokenTexts
 from kvconvert.runtime import Engine
 from kvconvert.runtime.engine import Event, Request
-from kvconvert.runtime.engine.sampling import TokenLogprobs
+from kvconvert.serve.forms import Form, Step
 from kvconvert.serve.grammars import Constraint
 from kvconvert.serve.metrics import Metrics
 from kvconvert.serve.refusal import Refusal
-from kvconvert.serve.replies import Piece, Reply
+from kvconvert.serve.replies import Reply
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -129,121 +125,6 @@ class Generation:
             self._loop.call_soon_threadsafe(self._events.put_nowait, (place, event, time.perf_counter()))
 
 
-@dataclass
-class Step:
-    """What came of one choice, in one step or in all.
-
-    Attributes:
-        piece: of its answer.
-        reason: why it ended, if it did.
-        logprobs: of its tokens, with their ids.
-        offset: characters of tokens before.
-    """
-
-    piece: Piece = field(default_factory=Piece)
-    reason: str | None = None
-    logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
-    offset: int = 0
-
-    def __bool__(self) -> bool:
-        return bool(self.piece or self.reason or self.logprobs)
-
-    def __iadd__(self, other: Step) -> Step:
-        self.piece += other.piece
-        self.reason = other.reason
-        self.logprobs += other.logprobs
-        return self
-
-
-class Form:
-    """What the answers to one request look like.
-
-    Args:
-        chat: as a message, not as text.
-        model: the name under which the bundle is served.
-        texts: of single tokens, for logprobs.
-        likeliest: how many of the likeliest tokens are told with each one; None for no logprobs at all.
-    """
-
-    def __init__(self, chat: bool, model: str, texts: TokenTexts, likeliest: int | None = None) -> None:
-        self.chat, self._texts, self._likeliest = chat, texts, likeliest
-        self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self._model, self._created = model, int(time.time())
-
-    def whole(self, choices: list[Step], usage: dict[str, Any]) -> dict[str, Any]:
-        """The answer from all that came of each choice."""
-        made = [
-            {"index": place, **self._said(step), "logprobs": self._logprobs(step), "finish_reason": step.reason}
-            for place, step in enumerate(choices)
-        ]
-        return self._envelope("", made) | {"usage": usage}
-
-    def _said(self, step: Step) -> dict[str, Any]:
-        piece = step.piece
-        if not self.chat:
-            return {"text": piece.content}
-        content = piece.content.rstrip() or None if piece.calls else piece.content
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if piece.reasoning:
-            message["reasoning_content"] = piece.reasoning
-        if piece.calls:
-            message["tool_calls"] = [{n: v for n, v in call.items() if n != "index"} for call in piece.calls]
-        return {"message": message}
-
-    def first(self, place: int) -> dict[str, Any]:
-        """The piece that begins a choice of a chat."""
-        return self._piece(place, {"delta": {"role": "assistant", "content": ""}}, None)
-
-    def piece(self, place: int, step: Step) -> dict[str, Any]:
-        """What a step brought a choice."""
-        piece = step.piece
-        fields = {"reasoning_content": piece.reasoning, "content": piece.content, "tool_calls": piece.calls}
-        delta = {name: value for name, value in fields.items() if value}
-        return self._piece(place, {"delta": delta} if self.chat else {"text": piece.content}, step)
-
-    def last(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """The piece that tells the usage."""
-        return self._envelope(".chunk", []) | {"usage": usage}
-
-    def _piece(self, place: int, said: dict[str, Any], step: Step | None) -> dict[str, Any]:
-        logprobs = None if step is None else self._logprobs(step)
-        reason = None if step is None else step.reason
-        return self._envelope(".chunk", [{"index": place, **said, "logprobs": logprobs, "finish_reason": reason}])
-
-    def _logprobs(self, step: Step) -> dict[str, Any] | None:
-        """How likely the tokens of a step were, as chats and completions have it."""
-        if self._likeliest is None:
-            return None
-        texts = self._texts
-        if self.chat:
-
-            def entry(id: int, logprob: float) -> dict[str, Any]:
-                return {"token": texts.text(id), "logprob": _finite(logprob), "bytes": list(texts.bytes(id))}
-
-            said = [
-                entry(id, told.chosen) | {"top_logprobs": [entry(*likely) for likely in told.likeliest]}
-                for id, told in step.logprobs
-            ]
-            return {"content": said, "refusal": None}
-        tokens = [texts.text(id) for id, _ in step.logprobs]
-        offsets = [step.offset + sum(map(len, tokens[:place])) for place in range(len(tokens))]
-        likeliest = [{texts.text(id): _finite(logprob) for id, logprob in told.likeliest} for _, told in step.logprobs]
-        return {
-            "tokens": tokens,
-            "token_logprobs": [_finite(told.chosen) for _, told in step.logprobs],
-            "top_logprobs": likeliest if self._likeliest else None,
-            "text_offset": offsets,
-        }
-
-    def length(self, step: Step) -> int:
-        """Characters of the tokens of a step, for the offsets of later ones."""
-        return sum(len(self._texts.text(id)) for id, _ in step.logprobs)
-
-    def _envelope(self, part: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        kind = f"chat.completion{part}" if self.chat else "text_completion"
-        return {"id": self.id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
-
-
 class Answer:
     """Writes the answer to one request while watching whether the client is still there.
 
@@ -272,10 +153,10 @@ class Answer:
         self._gone = False
 
     async def write(
-        self, scope: Scope, receive: Receive, send: Send, gone: asyncio.Task[None], *, stream: bool, usage: bool
+        self, scope: Scope, receive: Receive, send: Send, gone: asyncio.Task[None], *, stream: bool
     ) -> None:
-        """Send the answer, as a stream with or without usage; whatever ends this cancels what has not ended, and so
-        does the end of `gone`.
+        """Send the answer, whole or as a stream; whatever ends this cancels what has not ended, and so does the end of
+        `gone`.
 
         Raises:
             Refusal: the model failed or the server is shutting down, and nothing was sent.
@@ -284,7 +165,7 @@ class Answer:
         send = partial(self._send, send)
         try:
             if stream:
-                await self._stream(send, usage)
+                await self._stream(send)
             else:
                 await JSONResponse(await self._collect(), headers=self._headers())(scope, receive, send)
         except TimeoutError:
@@ -353,28 +234,20 @@ class Answer:
                 choices[place] += step
         return self._form.whole(choices, self._generation.usage(self._prompts))
 
-    async def _stream(self, send: Send, usage: bool) -> None:
+    async def _stream(self, send: Send) -> None:
         headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **self._headers()}
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
-        # Where usage is asked for, every other piece has an empty one.
-        extra = {"usage": None} if usage else {}
+        form, count = self._form, len(self._generation.requests)
         try:
-            if self._form.chat:
-                places = range(len(self._generation.requests))
-                await send(_part(*(_event(self._form.first(place) | extra) for place in places)))
-            lengths = [0] * len(self._generation.requests)
+            if opening := form.opening(count):
+                await send(_part(*opening))
             async for steps in self._steps():
-                known = {place: step for place, step in steps.items() if step}
-                for place, step in known.items():
-                    step.offset = lengths[place]
-                    lengths[place] += self._form.length(step)
-                if known:
-                    await send(_part(*(_event(self._form.piece(*step) | extra) for step in known.items())))
-            last = [_event(self._form.last(self._generation.usage(self._prompts)))] if usage else []
-            await send(_part(*last, "data: [DONE]\n\n"))
+                if known := form.events({place: step for place, step in steps.items() if step}):
+                    await send(_part(*known))
+            await send(_part(*form.closing(self._generation.usage(self._prompts))))
         except Refusal as refusal:
-            await send(_part(_event(refusal.body())))
+            await send(_part(form.failed(refusal)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _log(self) -> None:
@@ -393,16 +266,6 @@ class Answer:
 
 def _ending() -> Refusal:
     return Refusal(503, "The server is shutting down; send the request again.", code="shutting_down")
-
-
-def _finite(logprob: float) -> float:
-    """A logarithm as JSON has it: OpenAI's number for what is out of the question."""
-    return max(logprob, -9999.0)
-
-
-def _event(piece: Mapping[str, Any]) -> str:
-    """A piece as a server-sent event."""
-    return f"data: {json.dumps(piece, separators=(',', ':'))}\n\n"
 
 
 def _part(*events: str) -> Message:

@@ -34,7 +34,7 @@ from kvconvert.models.token_bytes import TokenTexts, token_bytes
 from kvconvert.runtime import Engine
 from kvconvert.runtime.engine.processors import recommended
 from kvconvert.serve.access import Access, Hosts
-from kvconvert.serve.answers import Answer, Form, Generation
+from kvconvert.serve.answers import Answer, Generation
 from kvconvert.serve.grammars import Constraint, Grammars
 from kvconvert.serve.metrics import CONTENT_TYPE, Metrics
 from kvconvert.serve.places import Bodies, Body, Places
@@ -42,6 +42,7 @@ from kvconvert.serve.readers import THREADS, Readers
 from kvconvert.serve.refusal import Refusal, refusal_of
 from kvconvert.serve.replies import Reply
 from kvconvert.serve.requests import Chat, Completion, Limits, fields_of
+from kvconvert.serve.responses import ResponsesChat
 
 # Bodies of the largest size that may arrive at once.
 LARGE_BODIES = 16
@@ -115,6 +116,7 @@ class Service:
         routes = [
             Route("/v1/completions", _Generate(self, Completion), methods=["POST"]),
             Route("/v1/chat/completions", _Generate(self, Chat), methods=["POST"]),
+            Route("/v1/responses", _Generate(self, ResponsesChat), methods=["POST"]),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
             Route("/health", self._health),
@@ -277,7 +279,7 @@ class Service:
             Refusal, ValidationError, KvconvertError: it is not served.
         """
         # Conversations have threads of their own, which a template may keep.
-        readers = self._template_readers if kind is Chat else self._readers
+        readers = self._readers if kind is Completion else self._template_readers
         job = partial(self._submit, kind, body, generation, take)
         asked = await readers.run(body.client, len(body.content), job)
         self.bodies.release(body)
@@ -289,14 +291,14 @@ class Service:
         values = len(body.content)
         if self.limits.prompt_tokens is not None:
             values = max(self.limits.choices * self.limits.prompt_tokens, VALUES)
-        asked = kind.model_validate(fields_of(body.content, values))
+        asked = kind.of(fields_of(body.content, values))
         body.content = bytearray()
         self.check_name(asked.model)
         count = len(asked.prompt) if isinstance(asked, Completion) else 1
         asked.check(self.limits, count)
         take(count * (asked.n or 1) - 1)
         samplings = [asked.sampling(self._defaults, choice) for choice in range(asked.n or 1)]
-        format = self._response_format(asked) if isinstance(asked, Chat) else None
+        format = self._response_format(asked) if isinstance(asked, Chat) else ResponseFormat()
         prompts = asked.prompt if isinstance(asked, Completion) else [self._text(asked, format)]
         for prompt in prompts:
             self._check_length(asked, prompt)
@@ -306,9 +308,10 @@ class Service:
             ids = self._ids(asked, prompt) if isinstance(prompt, str) else prompt
             new = asked.new_tokens(self.limits, len(ids), self.engine.room(len(ids)))
             asked.check_logprobs(new, count * len(samplings))
-            constraint = self._constraint(asked, format, prompt) if format is not None else None
+            text = prompt if isinstance(prompt, str) else ""
+            constraint = self._constraint(asked, format, text)
             for sampling in samplings:
-                reply, special = self._reply(asked, format, prompt)
+                reply, special = self._reply(asked, format, text)
                 generation.add(
                     ids,
                     reply,
@@ -354,8 +357,10 @@ class Service:
         with self._chat() as chat:
             return chat.text(turns, **variables)
 
-    def _constraint(self, asked: Chat, format: ResponseFormat, prompt: str) -> Constraint | None:
+    def _constraint(self, asked: Completion | Chat, format: ResponseFormat, prompt: str) -> Constraint | None:
         """What an answer has to be, where the client says it (Refusal: it cannot be held to that)."""
+        if not isinstance(asked, Chat):
+            return None
         begun = format.reasons_at_once(prompt)
         reasoning = None if format.reasoning is None else (format.reasoning, begun)
         if asked.forced is not None and format.calls is not None:
@@ -364,9 +369,9 @@ class Service:
             return self._grammars.schema(asked.answer_schema, reasoning, "response_format")
         return None
 
-    def _reply(self, asked: Completion | Chat, format: ResponseFormat | None, prompt: str) -> tuple[Reply, bool]:
+    def _reply(self, asked: Completion | Chat, format: ResponseFormat, prompt: str) -> tuple[Reply, bool]:
         """What divides the text of one answer, and whether that text has to have special tokens in it."""
-        if format is None or not isinstance(asked, Chat) or not (asked.schemas or format.reasoning):
+        if not isinstance(asked, Chat) or not (asked.schemas or format.reasoning):
             return Reply(), False
         special = self._tokenizer.all_special_tokens
         needed = any(token in mark for mark in format.marks for token in special)
@@ -412,11 +417,11 @@ class _Generate:
                 service.metrics.gone += 1
                 raise
             prompts = len(asked.prompt) if isinstance(asked, Completion) else 1
-            form = Form(isinstance(asked, Chat), service.name, service.texts, asked.likeliest)
+            form = asked.form(service.name, service.texts)
             answer = Answer(
                 generation, form, prompts, begun, service.limits.client_seconds, service.metrics, asked.user
             )
-            await answer.write(scope, receive, send, gone, stream=bool(asked.stream), usage=asked.include_usage)
+            await answer.write(scope, receive, send, gone, stream=bool(asked.stream))
 
 
 async def _gone(receive: Receive) -> None:

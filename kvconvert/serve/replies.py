@@ -85,7 +85,7 @@ class Reply:
         return piece
 
     def _parts(self, last: bool) -> Iterator[Piece]:
-        while self._text:
+        while self._text or (last and self._in_call):
             before = len(self._text), self._reasons, self._in_call
             read = self._in_call_part if self._in_call else self._reason if self._reasons else self._say
             if part := read(last):

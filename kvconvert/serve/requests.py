@@ -6,13 +6,15 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, Field
 
+from kvconvert.models.token_bytes import TokenTexts
 from kvconvert.runtime import Sampling
 from kvconvert.runtime.engine.request import MOST_LIKELIEST
+from kvconvert.serve.forms import Form
 from kvconvert.serve.refusal import Refusal
 
 
@@ -399,6 +401,20 @@ class _Asked(BaseModel, extra="allow", strict=True):
         return wanted
 
     prompt_field: ClassVar[str]
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> Self:
+        """The request of a body's fields (ValidationError, Refusal: they are none)."""
+        return cls.model_validate(fields)
+
+    def form(self, model: str, texts: TokenTexts) -> Form:
+        """What its answers look like.
+
+        Args:
+            model: the name under which the bundle is served.
+            texts: of single tokens.
+        """
+        return Form(isinstance(self, Chat), model, texts, self.likeliest, self.include_usage)
 
     def too_long(self, length: str, limits: Limits) -> Refusal:
         """The refusal of a prompt of some length, which says what is served."""
