@@ -110,7 +110,7 @@ def _whole_input() -> str:
     text = "" if sys.stdin.isatty() else "".join(_lines()).removesuffix("\n")
     if not text:
         raise UsageError(
-            "kvconvert generate needs a prompt: give it after BUNDLE, with --prompt TEXT or --chat, or as standard input."
+            "kvconvert generate needs a prompt: give it after BUNDLE, with --prompt TEXT or --chat, or as input."
         )
     return text
 

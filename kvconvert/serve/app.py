@@ -37,6 +37,7 @@ from kvconvert.serve.access import Access, Hosts
 from kvconvert.serve.answers import Answer, Generation
 from kvconvert.serve.grammars import Constraint, Grammars
 from kvconvert.serve.metrics import CONTENT_TYPE, Metrics
+from kvconvert.serve.page import BundleFacts, page
 from kvconvert.serve.places import Bodies, Body, Places
 from kvconvert.serve.readers import THREADS, Readers
 from kvconvert.serve.refusal import Refusal, refusal_of
@@ -66,6 +67,7 @@ class Service:
         origins: of web pages that may ask it.
         share_prefixes: whether requests of different keys share stored prefixes.
         parse_special: take special tokens that are spelled in messages for the tokens themselves, not for text.
+        facts: of the bundle, for its page; None for a server without one.
 
     Attributes:
         app: for an ASGI server.
@@ -88,8 +90,9 @@ class Service:
         origins: Collection[str] = (),
         share_prefixes: bool = False,
         parse_special: bool = False,
+        facts: BundleFacts | None = None,
     ) -> None:
-        self.engine, self.name = engine, name
+        self.engine, self.name, self._facts = engine, name, facts
         # What fits beside one token, for refusals that say what is served.
         longest = [tokens for tokens in (limits.prompt_tokens, engine.room(1)) if tokens is not None]
         self.limits = replace(limits, prompt_tokens=min(longest, default=None))
@@ -107,7 +110,9 @@ class Service:
         # Each is used by one thread at a time.
         self._chats: SimpleQueue[ChatPrompts] = SimpleQueue()
         for renderer in self._renderers:
-            self._chats.put(ChatPrompts(processor, model.config, renderer, parse_special=parse_special))
+            chat = ChatPrompts(processor, model.config, renderer, parse_special=parse_special)
+            self._templated = chat.templated
+            self._chats.put(chat)
         self._created = int(time.time())
         self._salted = bool(keys) and not share_prefixes
         self._running: set[Generation] = set()
@@ -122,6 +127,8 @@ class Service:
             Route("/health", self._health),
             Route("/metrics", self._metrics),
         ]
+        if facts is not None:
+            routes += [Route("/", self._page), Route("/v1/bundle", self._bundle)]
         handlers: dict[Any, Any] = {
             Refusal: lambda http, error: error.response(),
             KvconvertError: lambda http, error: refusal_of(error).response(),
@@ -226,6 +233,18 @@ class Service:
 
     async def _metrics(self, http: HTTPRequest) -> Response:
         return PlainTextResponse(self.metrics.text(self.engine.stats()), media_type=CONTENT_TYPE)
+
+    async def _page(self, http: HTTPRequest) -> Response:
+        return page()
+
+    async def _bundle(self, http: HTTPRequest) -> Response:
+        """What the page tells of the bundle, and of a cache of `tokens` tokens."""
+        assert self._facts is not None
+        stated = http.query_params.get("tokens", "0")
+        if not (stated.isascii() and stated.isdigit() and len(stated) < 10):
+            raise Refusal(400, f"tokens is {stated!r:.60}; give a number.", param="tokens", code="invalid_value")
+        cache = self._facts.at(int(stated))
+        return JSONResponse({"name": self.name, "chat": self._templated, "facts": self._facts.rows, "cache": cache})
 
     def check_name(self, name: str | None) -> None:
         """Refuse the name of another model (Refusal); none means the only one."""
