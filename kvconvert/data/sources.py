@@ -377,6 +377,7 @@ def text_column_of(columns: list[str], wanted: str | None, place: str) -> str:
         if name in columns:
             return name
     raise DataError(
-        f"Data source {place} has none of the text columns messages, {listed(TEXT_COLUMNS, 'or')}, "
-        f"and no columns of questions and answers; its columns are {listed(columns, 'and')}; rename one, or name it: name:config:split:column, file::column."
+        f"Data source {place} has none of the text columns messages, {listed(TEXT_COLUMNS, 'or')}, and no columns of "
+        f"questions and answers; its columns are {listed(columns, 'and')}; rename one, or name it: "
+        "name:config:split:column, file::column."
     )
