@@ -4,11 +4,14 @@ import base64
 import contextlib
 import hashlib
 import re
+import threading
 
 import pytest
 import torch
 from fake_model import FakeModel
-from serving import Letters, serving
+from serving import Letters, serving, wait_for
+from test_report.chromium import EXECUTABLE, chromium
+from test_serve_tools import Scripted, Templated
 
 from kvconvert import load
 from kvconvert.serve.access import Hosts
@@ -80,3 +83,46 @@ def test_with_keys_the_page_is_shown_and_tells_nothing(bundle):
         assert opened(keyed)[0] == 200
         assert opened(keyed, "/v1/bundle")[0] == 401
         assert opened(keyed, "/v1/bundle", {"Authorization": "Bearer secret"})[0] == 200
+
+
+def shown(browser, condition):
+    """Wait until a JavaScript expression is true."""
+    wait_for(lambda: browser.evaluate(condition))
+
+
+@pytest.mark.skipif(EXECUTABLE is None, reason="Chromium is not installed")
+@pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (420, "dark")])
+def test_a_browser_holds_a_conversation_by_keyboard(bundle, tmp_path, width, scheme):
+    model = Scripted(max_positions=10_000)
+    model.says = "<think>I count.</think>" + "Some words. " * 30
+    facts = BundleFacts.of(str(bundle), load(bundle)[0].config)
+    with serving(model, Templated(), of_service={"facts": facts}) as here, chromium(tmp_path / "profile") as browser:
+        address = f"http://127.0.0.1:{here.port}/"
+        browser.open(address, width, scheme)
+        shown(browser, "document.getElementById('facts').children.length > 4")
+        assert browser.evaluate("document.activeElement.id") == "text"
+        browser.call("Input.insertText", text="Hello")
+        browser.press("Enter")
+        shown(browser, "document.getElementById('cache').textContent.includes('16 bits would take')")
+        turns = "[...document.querySelectorAll('.turn')].map(turn => turn.textContent.trim())"
+        assert browser.evaluate(turns) == ["Hello", "I count.", ("Some words. " * 30).strip()]
+        assert "tokens per second" in browser.evaluate("document.getElementById('speed').textContent")
+        # Escape ends an answer, and the model with it.
+        gate = threading.Event()
+        model.before_pass = lambda: gate.wait(0.1) and None
+        browser.call("Input.insertText", text="Again")
+        browser.press("Enter")
+        shown(browser, "document.querySelectorAll('.turn.assistant').length == 2")
+        browser.press("Escape")
+        shown(browser, "document.getElementById('stop').hidden")
+        gate.set()
+        wait_for(lambda: here.service.metrics.gone == 1)
+        here.idle()
+        # Both are in the history, also after loading the page again.
+        browser.open(address, width, scheme)
+        shown(browser, "document.getElementById('history').options.length == 2")
+        assert browser.evaluate("document.scrollingElement.scrollWidth") <= width
+        dark = browser.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
+        assert dark == (scheme == "dark")
+        assert browser.console == []
+        assert {url.partition("//")[2].partition("/")[0] for url in browser.requests} == {f"127.0.0.1:{here.port}"}
