@@ -175,8 +175,6 @@ def _terminate(signum: int, frame: object) -> None:
 
 def main() -> None:
     """Entry point: a terminated process cleans up like an interrupted one."""
-    # Read when torch loads. Waiting threads that spin make small models ten times slower on a machine with other work.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # It would read the entry points of every installed package, longer than it takes to refuse a recipe.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     signal.signal(signal.SIGTERM, _terminate)

@@ -51,6 +51,14 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.parametrize(("stated", "found"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_importing_kvconvert_lets_no_thread_spin_unless_that_is_asked_for(stated, found):
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment |= {} if stated is None else {"OMP_WAIT_POLICY": stated}
+    code = "import sys, os, kvconvert; assert 'torch' not in sys.modules; print(os.environ['OMP_WAIT_POLICY'])"
+    assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True).strip() == found
+
+
 def test_help_and_wrong_usage_answer_without_importing_torch():
     code = (
         "import sys; from kvconvert.cli import cli\n"
