@@ -122,9 +122,10 @@ def json_calls(text: str) -> tuple[list[Call], str]:
     """Calls written as JSON at the beginning of a text, and what follows them (ValueError: there are none)."""
     decoder, calls, rest = json.JSONDecoder(), [], text.strip()
     while rest[:1] in ("{", "["):
-        value, end = decoder.raw_decode(rest)
+        doubled = rest.startswith("{{")  # as Qwen 2.5 Coder's template shows it
+        value, end = decoder.raw_decode(rest, int(doubled))
         calls += [_json_call(item) for item in (value if isinstance(value, list) else [value])]
-        rest = rest[end:].lstrip(" \t\r\n;,")
+        rest = rest[end:].removeprefix("}" if doubled else "").lstrip(" \t\r\n;,")
     if not calls:
         raise ValueError("it is no JSON")
     return calls, rest
@@ -146,6 +147,7 @@ def may_be_bare_call(text: str, names: Collection[str]) -> bool:
         return True
     longest = max(map(len, names), default=0)
     text = "".join(text[len(fence) : len(fence) + longest + 64].split()).removeprefix("[")
+    text = text[1:] if text.startswith("{{") else text
     begins = [
         begin + name + '"' for name in names for begin in ('{"name":"', '{"type":"function","function":{"name":"')
     ]

@@ -300,7 +300,10 @@ class Service:
         # Conversations have threads of their own, which a template may keep.
         readers = self._readers if kind is Completion else self._template_readers
         job = partial(self._submit, kind, body, generation, take)
-        asked = await readers.run(body.client, len(body.content), job)
+        try:
+            asked = await readers.run(body.client, len(body.content), job)
+        except RecursionError as error:  # a tool, a schema, or arguments of a call
+            raise Refusal(400, "The body is nested too deeply.", code="invalid_value") from error
         self.bodies.release(body)
         return asked
 

@@ -104,7 +104,9 @@ class Grammars:
         backend.no_truncation()
         try:
             self._tokens = llguidance.LLTokenizer(backend.to_str(), n_vocab=vocabulary, eos_token=self._stops)
-        except Exception as error:  # whatever a tokenizer holds that it does not expect
+        except BaseException as error:  # whatever a tokenizer holds that it does not expect, Rust's panics included
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
             self._missing = f"llguidance does not read the model's tokenizer ({first_line(error)})"
         self._matchers, self._limits = llguidance.LLMatcher, llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)
 

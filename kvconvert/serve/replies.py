@@ -137,9 +137,9 @@ class Reply:
             calls, rest = bare_calls(text)
             if not {name for name, _ in calls} <= set(self._tools):
                 raise ValueError("it calls what is no tool")
+            piece = self._call(calls)
         except (ValueError, RecursionError):
             return self._content(text)
-        piece = self._call(calls)
         piece += self._content(rest.strip())
         return piece
 

@@ -255,6 +255,24 @@ def test_what_cannot_be_served_is_a_sentence(here, body, said):
     assert "\n" not in told["error"]["message"]
 
 
+@pytest.mark.parametrize("depth", [100, 400, 900, 5000])
+@pytest.mark.parametrize("where", ["tool", "arguments", "schema"])
+def test_nothing_that_is_nested_deeply_fails_the_server(here, where, depth):
+    nested = '{"a":' * depth + "{}" + "}" * depth
+    body = {"messages": TURNS, "tools": TOOLS, "max_tokens": 2}
+    if where == "arguments":
+        call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": nested}}
+        body["messages"] = [*TURNS, {"role": "assistant", "tool_calls": [call]}, *TURNS]
+    elif where == "tool":
+        body["tools"] = [{"type": "function", "function": {"name": "f", "parameters": "NESTED"}}]
+    else:
+        body = {"messages": TURNS, "response_format": {"type": "json_schema", "json_schema": {"schema": "NESTED"}}}
+    status, _, told = here.ask("/v1/chat/completions", json.dumps(body).replace('"NESTED"', nested).encode())
+    assert status == 400 or (status == 200 and where != "schema"), told
+    if status == 400:
+        assert "\n" not in told["error"]["message"]
+
+
 def test_a_template_without_tools_is_told():
     tokenizer = Letters()
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -146,6 +146,7 @@ def test_reasoning_is_what_stands_between_the_marks_of_the_template(tokenizer):
     "text",
     [
         '{"name": "weather", "arguments": {"city": "Oslo"}}',
+        '{{"name": "weather", "arguments": {"city": "Oslo"}}}',
         '```json\n{"name": "weather", "arguments": {"city": "Oslo"}}\n```',
         '```json\n{\n  "name": "weather",\n  "parameters": {"city": "Oslo"}\n}\n```',
         '[{"type": "function", "function": {"name": "weather", "arguments": "{\\"city\\": \\"Oslo\\"}"}}]',
