@@ -68,7 +68,10 @@ def of(make: Callable[[Any], str], name: str) -> Callable[[], str]:
 # For each page its tables by the names of their places.
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"costs": lambda: readme_docs.costs(real_model_docs.reports())},
-    "docs/choosing.md": {"real models": lambda: real_model_docs.comparison(real_model_docs.reports())},
+    "docs/choosing.md": {
+        "sizes": methods_docs.sizes,
+        "real models": lambda: real_model_docs.comparison(real_model_docs.reports()),
+    },
     "docs/methods.md": {
         "methods": methods_docs.methods,
         "presets": methods_docs.presets,

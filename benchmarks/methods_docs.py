@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from kvconvert.cache.size import LayerCache, ModelCache
 from kvconvert.methods.scheme import (
     FIELDS,
     PAPER_PRESETS,
@@ -81,6 +82,37 @@ def _value(value: object) -> str:
 def _possible(rule: str) -> str:
     """A rule as the cell of a table: what is possible, without the verb of the message."""
     return re.sub(r"^(choose one of \(([^)]*)\)|choose |it is )", lambda match: match[2] or "", rule).rstrip(",")
+
+
+# Of Llama 3.1, Qwen3, and Llama 3.3: parameters of Linears and of embeddings, layers, KV heads of 128 channels.
+SHAPES = {
+    "8B": (6_979_000_000, 1_050_700_000, 32, 8),
+    "32B": (31_206_000_000, 1_555_800_000, 64, 8),
+    "70B": (68_452_000_000, 2_101_300_000, 80, 8),
+}
+AWQ_BITS = 4 + (16 + 4) / 128  # with a scale and a zero point of each group of 128
+GPUS = (24, 48, 80)
+
+
+def sizes() -> str:
+    """What bundles and caches of three sizes of models take, and how long a sequence may be on some GPUs."""
+    rows = []
+    for name, (linears, embeddings, layers, heads) in SHAPES.items():
+        bundle = linears * AWQ_BITS / 8 + 2 * embeddings
+        for recipe, scheme in (("default", PRESETS["default"]), ("weights-only", None)):
+            cache = ModelCache((LayerCache(heads, 128, 128, scheme),) * layers)
+            token = cache.bytes(32_768) / 32_768
+            fits = [max(0.0, 0.9e9 * memory - bundle) / token for memory in GPUS]
+            rows.append(
+                (
+                    f"{name}, {bundle / 1e9:.1f} GB",
+                    f"`{recipe}`",
+                    f"{cache.bytes(32_768) / 1e9:.2f} GB",
+                    *(f"{tokens / 1000:,.0f}K" if tokens >= 1000 else "none" for tokens in fits),
+                )
+            )
+    header = ("model, bundle", "recipe", "cache at 32K tokens", *(f"tokens in {memory} GB" for memory in GPUS))
+    return table(header, rows)
 
 
 def _changed(values: dict[str, object], plain: dict[str, object]) -> list[str]:

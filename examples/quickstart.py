@@ -73,7 +73,7 @@ def table(report: dict) -> list[tuple[str, str, str, str]]:
         ),
         ("KL", "KL divergence from the source, mean", "0", f"{report['kl']['mean']:.4f}"),
         ("recall", "same most likely token", "100%", percent(report["top1_agreement"])),
-        ("recall", "passkey recalled", percent(report["passkey"]["source"]), percent(report["passkey"]["bundle"])),
+        ("recall", "retrieval", percent(report["passkey"]["source"]), percent(report["passkey"]["bundle"])),
         ("cache", "KV cache, bytes per token", f"{kv['source_bytes_per_token']:,.0f}", f"{kv['bytes_per_token']:,.0f}"),
         ("bytes", "weights, bytes", f"{weights['source_bytes']:,}", f"{weights['bytes']:,}"),
     ]

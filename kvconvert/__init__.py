@@ -9,10 +9,14 @@ it is first used.
 """
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from kvconvert.errors import KvconvertError
 from kvconvert.version import __version__
+
+# Read when torch loads. Waiting threads that spin make small models ten times slower on a machine with other work.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 if TYPE_CHECKING:  # what editors and type checkers read; `_HOMES` says the same to Python
     from kvconvert.benchmark.bench import bench

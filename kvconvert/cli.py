@@ -13,6 +13,7 @@ import click
 
 from kvconvert.commands.bench import bench
 from kvconvert.commands.calibrate import calibrate, convert
+from kvconvert.commands.completion import completion
 from kvconvert.commands.doctor import doctor
 from kvconvert.commands.evaluate import evaluate
 from kvconvert.commands.export import export
@@ -32,6 +33,16 @@ _ELSEWHERE = {
     "run": "kvconvert generate answers a prompt, and kvconvert serve clients.",
     "chat": "kvconvert generate BUNDLE --chat is a conversation.",
 }
+_STEPS = """\
+From a model to a bundle in five steps, where MODEL is a directory or a Hub id:
+
+  kvconvert plan MODEL             what converting takes, and what fits
+  kvconvert convert MODEL BUNDLE   calibrate, and write the bundle
+  kvconvert eval BUNDLE            how far it departs from the model
+  kvconvert generate BUNDLE TEXT   what it says; or serve BUNDLE, for OpenAI's clients
+  kvconvert push BUNDLE USER/NAME  share it on the Hub
+
+kvconvert --help lists all commands, and kvconvert recipes what a bundle may be."""
 _INTERRUPTED = 128 + signal.SIGINT
 _PATH_ERRORS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT, errno.EBADF)
@@ -111,7 +122,7 @@ class _Commands(click.Group):
         return message
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Commands, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="kvconvert")
 @click.pass_context
 def cli(ctx: click.Context) -> None:
@@ -119,7 +130,10 @@ def cli(ctx: click.Context) -> None:
 
     Exit codes: 0 done, 1 failed, 2 wrong usage, 3 fidelity limit not met, 130 interrupted.
     """
-    if ctx.invoked_subcommand != "doctor":
+    if ctx.invoked_subcommand is None:
+        click.echo(_STEPS)
+        return
+    if ctx.invoked_subcommand not in ("doctor", "completion"):
         import kvconvert.models  # noqa: F401, refuses a version of transformers that was not tried
     processes = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
     if processes > 1 and ctx.invoked_subcommand != "calibrate":
@@ -150,6 +164,7 @@ for command in (
     rm,
     recipes,
     doctor,
+    completion,
 ):
     cli.add_command(command)
 
@@ -160,8 +175,6 @@ def _terminate(signum: int, frame: object) -> None:
 
 def main() -> None:
     """Entry point: a terminated process cleans up like an interrupted one."""
-    # Read when torch loads. Waiting threads that spin make small models ten times slower on a machine with other work.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # It would read the entry points of every installed package, longer than it takes to refuse a recipe.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     signal.signal(signal.SIGTERM, _terminate)

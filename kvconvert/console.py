@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import signal
 import sys
 from collections.abc import Iterable, Iterator
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 # Fields of generation_config.json that tokens printed as they come cannot follow.
 _NOT_APPLIED = ("num_beams", "num_return_sequences", "guidance_scale", "token_healing")
-IMAGE_COMMAND, RESET, BYE = "/image", "/reset", "/bye"
+IMAGE_COMMAND, RESET, BYE, HELP = "/image", "/reset", "/bye", "/help"
 
 
 @dataclass(frozen=True)
@@ -224,8 +225,8 @@ class Console:
         from the beginning, because in some models the positions after an image depend on all images before it.
 
         Args:
-            lines: the user's turns; `/reset` forgets all before it, `/bye` ends the conversation, and for a
-                vision-language model `/image FILE` gives an image to the next turn.
+            lines: the user's turns; `/help` says which lines are commands, `/reset` forgets all before it, `/bye` ends
+                the conversation, and for a vision-language model `/image FILE` gives an image to the next turn.
             images: given to the first line.
         """
         interactive = sys.stdin.isatty()
@@ -233,9 +234,10 @@ class Console:
         messages = self._begin()
         if not templated:
             print("This tokenizer has no chat template: the conversation is plain text.", file=sys.stderr)
+        image = "" if self.prompts.images is None else f", {IMAGE_COMMAND} FILE gives an image to the next line"
+        commands = f"Ctrl-C ends an answer, {RESET} forgets what was said, {BYE} leaves{image}."
         if interactive:
-            image = "" if self.prompts.images is None else f", {IMAGE_COMMAND} FILE gives an image to the next line"
-            print(f"Ctrl-C ends an answer, {RESET} forgets what was said, {BYE} leaves{image}.", file=sys.stderr)
+            print(commands, file=sys.stderr)
         waiting, shown = self._open(images), []
         sequence = torch.empty(1, 0, dtype=torch.long)
         cache: Any = None
@@ -249,6 +251,10 @@ class Console:
                 continue
             if self.prompts.images is not None and line.split(maxsplit=1)[:1] == [IMAGE_COMMAND]:
                 waiting += self._named(line, interactive)
+                continue
+            if re.fullmatch(r"/[a-z]+", line):
+                unknown = "" if line == HELP else f"There is no command {line}. "
+                print(f"{unknown}{commands}", file=sys.stderr)
                 continue
             if not line:
                 continue

@@ -217,7 +217,11 @@ def test_in_a_conversation_ctrl_c_ends_the_answer_reset_forgets_and_bye_leaves(m
 
     monkeypatch.setattr(talk, "_generate", noted)
     before = signal.getsignal(signal.SIGINT)
-    talk.chat(iter(["Hello\n", "And\n", "/reset\n", "Hello\n", "/bye\n", "never asked\n"]))
+    lines = ["Hello\n", "And\n", "/help\n", "/restart\n", "/reset\n", "Hello\n", "/bye\n", "never asked\n"]
+    talk.chat(iter(lines))
+    told = capsys.readouterr().err
+    assert told.count("/reset forgets what was said") == 2
+    assert "There is no command /restart." in told
     assert signal.getsignal(signal.SIGINT) is before
     (first, ended), (second, _), (again, _) = lengths
     assert first + 3 <= ended <= first + 4  # of twelve

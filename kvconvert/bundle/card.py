@@ -24,8 +24,8 @@ _FIGURES = {
     "top1_agreement": "top-1 agreement",
     "images.kl": "KL divergence on text about images, mean",
     "images.top1_agreement": "top-1 agreement on text about images",
-    "passkey.source": "passkeys found, source model",
-    "passkey.bundle": "passkeys found, this bundle",
+    "passkey.source": "retrieval, source model",
+    "passkey.bundle": "retrieval, this bundle",
     "kv.bits_per_value": "KV cache, bits per value",
     "kv.bytes_per_token": "KV cache, bytes per token",
 }

@@ -121,17 +121,21 @@ def kv_size(manifest: Manifest, windows: Sequence[int | None] = ()) -> KVSize | 
         windows: the sliding window of each layer, see `kvconvert.models.configuration`; empty for a model without any.
     """
     context = DEFAULT_CONTEXT if manifest.allocation is None else manifest.allocation.context
+    only = {t for scheme in manifest.schemes() if scheme is not None and (t := scheme.only_tokens()) is not None}
+    cache = kv_cache(manifest, windows)
+    bits, plain = cache.bits_per_value(context), cache.plain_bytes(context) / context
+    return None if bits is None else KVSize(context, bits / 16 * plain, plain, bits, tuple(sorted(only)))
+
+
+def kv_cache(manifest: Manifest, windows: Sequence[int | None] = ()) -> ModelCache:
+    """The cache of the planned layers; arguments are those of `kv_size`."""
     layers: list[LayerCache] = []
-    only: set[str] = set()
     for layer, scheme in zip(manifest.layers, spread_ratios(manifest.schemes()), strict=True):
         if scheme is not None:
             shape, window = layer.shape(), windows[layer.index] if windows else None
             value_dim = layer.value_head_dim or shape.head_dim
             layers.append(LayerCache(shape.num_key_value_heads, shape.head_dim, value_dim, scheme, window))
-            only |= {tokens} if (tokens := scheme.only_tokens()) is not None else set()
-    cache = ModelCache(tuple(layers))
-    bits, plain = cache.bits_per_value(context), cache.plain_bytes(context) / context
-    return None if bits is None else KVSize(context, bits / 16 * plain, plain, bits, tuple(sorted(only)))
+    return ModelCache(tuple(layers))
 
 
 def _ranges(layers: Iterable[LayerPlan]) -> list[tuple[str, LayerPlan]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import platform
 import re
@@ -10,7 +11,7 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -205,10 +206,15 @@ def report(findings: list[Finding]) -> str:
 
 
 @click.command()
-def doctor() -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
+def doctor(as_json: bool) -> None:
     """Show what this machine has of what kvconvert needs; fails if something that is needed is broken."""
     findings = examine()
-    click.echo(f"kvconvert {__version__}\n{report(findings)}")
+    if as_json:
+        found = {"kvconvert": __version__, "findings": [asdict(finding) for finding in findings]}
+        click.echo(json.dumps(found, indent=2))
+    else:
+        click.echo(f"kvconvert {__version__}\n{report(findings)}")
     problems = [finding.problem for finding in findings if finding.problem]
     if problems:
         raise KvconvertError(f"{'; '.join(problems)}.")

@@ -29,7 +29,7 @@ from kvconvert.errors import UsageError
     "--context",
     metavar="N",
     type=click.IntRange(min=1),
-    help="Tokens of a segment, and of the prompts of recall and probes; 1024 by default. With --task: before each "
+    help="Tokens of a segment, and of the prompts of retrieval and probes; 1024 by default. With --task: before each "
     "problem, none by default.",
 )
 @click.option(

@@ -15,7 +15,8 @@ from kvconvert.errors import UsageError
 
 @click.command()
 @click.argument("bundle")
-@click.option("--prompt", metavar="TEXT", help="What to say to the model, or, without a chat template, to continue.")
+@click.argument("text", metavar="[PROMPT]", required=False)
+@click.option("--prompt", metavar="TEXT", help="The same as PROMPT.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
 @click.option("--chat", is_flag=True, help="Converse, one line of input a turn.")
 @click.option("--system", metavar="TEXT", help="System message, for models with a chat template.")
@@ -51,6 +52,7 @@ from kvconvert.errors import UsageError
 )
 def generate(
     bundle: str,
+    text: str | None,
     prompt: str | None,
     raw: bool,
     chat: bool,
@@ -68,21 +70,26 @@ def generate(
 ) -> None:
     """Generate text with BUNDLE and its low-bit cache.
 
-    A model with a chat template answers the prompt; any other, or --raw, continues it. Without a sampling option tokens
-    are chosen as the model's generation_config.json says, and greedily where it says nothing.
+    A model with a chat template answers PROMPT, or what standard input holds; any other, or --raw, continues it.
+    Without a sampling option tokens are chosen as the model's generation_config.json says, and greedily where it says
+    nothing.
 
-    In a conversation, Ctrl-C ends an answer, a line `/reset` forgets what was said and `/bye` ends it; with a
-    vision-language model, `/image FILE` gives an image to the next line.
+    In a conversation, `/help` lists what else a line may be: Ctrl-C ends an answer, `/reset` forgets what was said,
+    `/bye` ends it, and with a vision-language model `/image FILE` gives an image to the next line.
     """
-    if chat == (prompt is not None):
-        raise UsageError("kvconvert generate needs either --prompt TEXT or --chat, and not both.")
+    given = [each for each in (text, prompt) if each is not None]
+    if len(given) + chat > 1:
+        raise UsageError("kvconvert generate takes one of PROMPT, --prompt TEXT or --chat; leave the others out.")
     if chat and raw:
         raise UsageError("--raw is for --prompt; a conversation goes through the model's chat template if it has one.")
-    for text, where in ((prompt, "--prompt"), (system, "--system"), *((text, "--stop") for text in stop)):
-        _require_text(text or "", where)
+    checked = [*((each, "PROMPT") for each in given), (system, "--system"), *((each, "--stop") for each in stop)]
+    for each, where in checked:
+        _require_text(each or "", where)
     from kvconvert.bundle.locate import check_place
 
     check_place(bundle)
+    if not given and not chat:
+        given = [_whole_input()]
     if sys.stderr.isatty():
         print(f"Loading {bundle} ...", file=sys.stderr, flush=True)
     quiet()
@@ -92,10 +99,20 @@ def generate(
     console = Console(
         bundle, max_new_tokens, device, dtype=dtype, choice=choice, system=system, parse_special=parse_special
     )
-    if prompt is not None:
-        console.complete(prompt, images, raw)
+    if given:
+        console.complete(given[0], images, raw)
     else:
         console.chat(_lines(), images)
+
+
+def _whole_input() -> str:
+    """The prompt that standard input holds (UsageError: there is none)."""
+    text = "" if sys.stdin.isatty() else "".join(_lines()).removesuffix("\n")
+    if not text:
+        raise UsageError(
+            "kvconvert generate needs a prompt: give it after BUNDLE, with --prompt TEXT or --chat, or as input."
+        )
+    return text
 
 
 def _lines() -> Iterator[str]:

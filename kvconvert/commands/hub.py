@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -50,11 +52,15 @@ def pull(repository: str, output: Path | None, revision: str | None, force: bool
 
 
 @click.command("list")
-def list_bundles() -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON, sizes in bytes.")
+def list_bundles(as_json: bool) -> None:
     """List the bundles in the Hub's cache: pulled without -o, or used by their id."""
     from kvconvert.bundle.locate import pulled
 
     found = pulled()
+    if as_json:
+        click.echo(json.dumps([asdict(bundle) for bundle in found], indent=2))
+        return
     if not found:
         click.echo("No bundle is in the Hub's cache; kvconvert pull USER/NAME fetches one.")
         return

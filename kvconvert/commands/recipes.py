@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import tomllib
 from collections.abc import Callable
 from typing import Any
 
@@ -50,7 +52,8 @@ def changes_of(changes: tuple[str, ...], **short: str | None) -> dict[str, Any]:
 @click.command()
 @click.argument("recipe", metavar="[PRESET|FILE.toml]", required=False)
 @recipe_changes
-def recipes(recipe: str | None, **changes: Any) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
+def recipes(recipe: str | None, as_json: bool, **changes: Any) -> None:
     """List the presets, or show one recipe with every value, as a file that calibrate --recipe takes.
 
     Values that differ from the defaults have a comment that says what they are.
@@ -61,9 +64,11 @@ def recipes(recipe: str | None, **changes: Any) -> None:
     from kvconvert.recipes.recipe import Recipe
 
     loaded = None if recipe is None else Recipe.load(recipe, stated)
-    from kvconvert.recipes.text import list_recipes, recipe_toml
+    from kvconvert.recipes.text import list_recipes, recipe_rows, recipe_toml
 
-    if loaded is None:
+    if as_json:
+        click.echo(json.dumps(recipe_rows() if loaded is None else tomllib.loads(recipe_toml(loaded)), indent=2))
+    elif loaded is None:
         click.echo(list_recipes())
     else:
         click.echo(recipe_toml(loaded), nl=False)

@@ -100,6 +100,7 @@ _COUNT = click.IntRange(min=1)
 )
 @click.option("--share-prefixes", is_flag=True, help="Share stored prefixes between API keys, too.")
 @click.option("--parse-special", is_flag=True, help="Read special tokens that messages spell as such, and not as text.")
+@click.option("--no-page", is_flag=True, help="Serve no page to chat with the model at /.")
 @click.option("--log-requests", is_flag=True, help="Log a line for each request, without its text.")
 def serve(
     bundle: str,
@@ -126,12 +127,14 @@ def serve(
     cors_origins: tuple[str, ...],
     share_prefixes: bool,
     parse_special: bool,
+    no_page: bool,
     log_requests: bool,
 ) -> None:
     """Serve BUNDLE over HTTP with the interface of OpenAI's clients.
 
-    /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics. On SIGTERM or Ctrl-C new requests are refused
-    and running ones finish: exit code 0, or 1 if some were ended by --grace or a second signal.
+    /v1/completions, /v1/chat/completions, /v1/responses, /v1/models, /health, /metrics, and at / a page to chat with
+    the model. On SIGTERM or Ctrl-C new requests are refused and running ones finish: exit code 0, or 1 if some were
+    ended by --grace or a second signal.
     """
     keys = _keys(api_key_file)
     from kvconvert.bundle.locate import check_place
@@ -160,6 +163,7 @@ def serve(
     from kvconvert.runtime import Engine, load
     from kvconvert.serve.access import Hosts
     from kvconvert.serve.app import Service
+    from kvconvert.serve.page import BundleFacts
     from kvconvert.serve.requests import Limits
     from kvconvert.serve.server import Server
 
@@ -198,9 +202,12 @@ def serve(
         origins=cors_origins,
         share_prefixes=share_prefixes,
         parse_special=parse_special,
+        facts=None if no_page else BundleFacts.of(bundle, model.config),
     )
     shown = f"[{address[0]}]" if ":" in address[0] else address[0]
     ready = f"Serving {name} at http://{shown}:{address[1]}/v1"
+    if not no_page:
+        ready = f"Its page is http://{shown}:{address[1]}/\n{ready}"
     # Garbage is looked for among what requests leave, not in the model as well: passes would wait for that.
     gc.collect()
     gc.freeze()

@@ -208,6 +208,7 @@ def read_text(file: Path) -> str:
     return text
 
 
+MESSAGES = "messages"
 TEXT_COLUMNS = ("text", "content", "document", "article", "passage", "body", "raw_content", "markdown", "code")
 ASKED_COLUMNS = ("instruction", "prompt", "question", "query", "input", "inputs")
 ANSWER_COLUMNS = ("output", "response", "answer", "answers", "completion", "chosen", "target", "targets", "outputs")
@@ -226,7 +227,7 @@ def holds_conversations(source: str | None) -> bool:
     if source is None or is_plain_text(files):
         return False
     table = Table.open(source, files)
-    return text_column_of(table.columns, table.wanted, table.place) == "messages"
+    return table.text_column == MESSAGES
 
 
 @dataclass(frozen=True)
@@ -296,8 +297,40 @@ class Table:
             for index, row in enumerate(_shuffled(self._rows(), seed)):
                 yield f"{self.place}, shuffled row {index}", row
 
+    @property
+    def text_column(self) -> str:
+        """The column that holds the text: the requested one, `messages`, or the first known name (DataError).
+
+        Where a row has what was asked and what was answered in columns of their own, both together are `messages`.
+        """
+        return MESSAGES if self._asked is not None else text_column_of(self.columns, self.wanted, self.place)
+
+    @property
+    def _asked(self) -> tuple[str, str, str | None] | None:
+        """The columns of question and answer, and of what the question is about; None where others hold the text."""
+        if self.wanted is not None or {MESSAGES, *TEXT_COLUMNS, *IMAGE_COLUMNS} & {*self.columns}:
+            return None
+        asked, answered = (
+            next((n for n in names if n in self.columns), None) for names in (ASKED_COLUMNS, ANSWER_COLUMNS)
+        )
+        about = "input" if asked == "instruction" and "input" in self.columns else None
+        return None if asked is None or answered is None else (asked, answered, about)
+
     def _rows(self) -> Iterator[dict[str, Any]]:
-        return ({name: row.get(name) for name in self.columns} for row in self._stream)
+        asked = self._asked
+        for row in self._stream:
+            yield {name: row.get(name) for name in self.columns} | ({} if asked is None else _turns(row, *asked))
+
+
+def _turns(row: dict[str, Any], asked: str, answered: str, about: str | None) -> dict[str, Any]:
+    """The messages of a row with a question and an answer; a row that lacks one of them has none."""
+    question, answer, subject = row.get(asked), row.get(answered), row.get(about) if about else None
+    if isinstance(answer, list) and answer:  # several, of which each is right
+        answer = answer[0]
+    if question is None or answer is None:
+        return {MESSAGES: None}
+    question = f"{question}\n\n{subject}" if subject else question
+    return {MESSAGES: [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
 def _json_rows(builder: Any, split: str) -> JsonRows | None:
@@ -361,17 +394,11 @@ def text_column_of(columns: list[str], wanted: str | None, place: str) -> str:
         if wanted not in columns:
             raise DataError(f"Data source {place} has no column {wanted!r}; its columns are {listed(columns, 'and')}.")
         return wanted
-    for name in ("messages", *TEXT_COLUMNS):
+    for name in (MESSAGES, *TEXT_COLUMNS):
         if name in columns:
             return name
-    asked, answered = (next((n for n in columns if n in names), None) for names in (ASKED_COLUMNS, ANSWER_COLUMNS))
-    if asked and answered:
-        raise DataError(
-            f"Data source {place} has what was asked in {asked} and what was answered in {answered}, and one column is "
-            'read; write both as messages ([{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]), '
-            f"or name one of them: name:config:split:{answered}, file::{answered}."
-        )
     raise DataError(
-        f"Data source {place} has none of the text columns messages, {listed(TEXT_COLUMNS, 'or')}; its columns are "
-        f"{listed(columns, 'and')}; rename one, or name it: name:config:split:column, file::column."
+        f"Data source {place} has none of the text columns messages, {listed(TEXT_COLUMNS, 'or')}, and no columns of "
+        f"questions and answers; its columns are {listed(columns, 'and')}; rename one, or name it: "
+        "name:config:split:column, file::column."
     )

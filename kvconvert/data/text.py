@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from kvconvert.data.lookalikes import ROWS_INSPECTED, is_conversation, refuse_spelled_conversations
-from kvconvert.data.sources import Table, is_plain_text, local_files, read_text, source_name, text_column_of
+from kvconvert.data.sources import Table, is_plain_text, local_files, read_text, source_name
 from kvconvert.errors import DataError, UsageError, first_line
 from kvconvert.io.records import DataInfo, shortened
 from kvconvert.models.prompts import Conversations, added_around, token_ids
@@ -251,7 +251,7 @@ def _row_ids(
 ) -> Iterator[list[int]]:
     """Token ids of each row in shuffled order."""
     table = Table.open(source, files)
-    column = text_column_of(table.columns, table.wanted, table.place)
+    column = table.text_column
     refuse_spelled_conversations((row.get(column) for row in table.first(ROWS_INSPECTED)), f"{source}, column {column}")
     conversations, empty = Conversations(tokenizer), 0
     for place, row in table.shuffled(seed):

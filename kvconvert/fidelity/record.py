@@ -98,7 +98,7 @@ def _without_few_prompts(figures: dict[str, Any]) -> dict[str, Any]:
     if not few and not few_recalled:
         return figures
     logger.warning(
-        "Recall and probes of fewer than %d prompts show nothing and are not recorded: score more tokens.", MIN_PROMPTS
+        "Retrieval and probes of fewer than %d prompts show nothing and are not recorded: score more.", MIN_PROMPTS
     )
     kept = {name: found for name, found in probes.items() if name not in few}
     return figures | {"passkey": None if few_recalled else passkey, "probes": kept}

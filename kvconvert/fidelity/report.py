@@ -19,7 +19,7 @@ PARTS = {
     "perplexity": "perplexity per token of held-out text",
     "kl": "KL divergence from the source's next-token distribution",
     "top1": "how often both rank the same token first",
-    "recall": "numbers found in the context; through the chat template, if the model has one",
+    "recall": "retrieval of numbers from the context; through the chat template, if the model has one",
     "probes": "exact lookups in JSON, assignments, prose, code and earlier turns",
     "free-running": "tokens until greedy continuations differ",
     "images": "the same on text about images, of vision-language models",
@@ -266,7 +266,7 @@ def _recall(report: FidelityReport) -> list[tuple[str, ...]]:
         for length in lengths[-1:] if report.recall_form == "chat template" else lengths:
             shares = [f"{share:.0%}" for share in found.by_length[length]]
             prompts = f"{found.prompts // len(lengths)} prompts, {report.recall_form}"
-            rows.append((f"number found in {int(length):,} tokens", *shares, prompts))
+            rows.append((f"retrieval at {int(length):,} tokens", *shares, prompts))
     if (free := report.free_running) is not None and free.prompts:
         told = f"of {free.generated}, {free.prompts} texts"
         rows.append(("tokens until texts differ", "", f"{free.agreement_tokens:.1f}", told))

@@ -25,7 +25,7 @@ MIN_SOURCE = 0.2
 MIN_PROMPTS = 8
 MIN_TOKENS = 512
 PILOT = 3  # prompts of which the source has to answer something before the others are asked
-TEXT, RECALL = "continuing text", "finding a number in prose"
+TEXT, RECALL = "continuing text", "retrieving a number from prose"
 ABILITIES = {probe.name: probe.ability for probe in PROBES}
 
 

@@ -56,15 +56,25 @@ class ChatPrompts:
             return {"role": role, "content": text}
         return {"role": role, "content": [{"type": "image"}] * images + [{"type": "text", "text": text}]}
 
-    def text(self, messages: Sequence[dict[str, Any]]) -> str:
+    @property
+    def template(self) -> str:
+        """The chat template's source; empty without one."""
+        return self._conversations.template
+
+    def text(self, messages: Sequence[dict[str, Any]], answer: bool = True, **variables: Any) -> str:
         """A conversation in which the model speaks next, as text for `encode_text`.
+
+        Args:
+            messages: in transformers' form.
+            answer: whether the model speaks next.
+            variables: further ones of the template, such as `tools`.
 
         Raises:
             UsageError: the template refuses the conversation.
         """
         if self.images is not None and not self.templated:
             return self.images.text(messages)
-        return self._conversations.text(messages, answer=True)
+        return self._conversations.text(messages, answer, **variables)
 
     def encode_text(self, text: str, images: Sequence[Image] = ()) -> dict[str, Tensor]:
         """The model's inputs of what `text` gave."""

@@ -100,7 +100,7 @@ class Conversations:
         Args:
             messages: in transformers' form; contents may be text or lists of parts, whatever the template takes.
             answer: add what the model's answer follows.
-            variables: further ones of the template; what they spell is text as well.
+            variables: further ones of the template, such as `tools`; what they spell is text as well.
 
         Raises:
             UsageError: the template refuses the conversation, or writes no parts of a kind that it has.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,36 @@ class TokenBytes:
     def least_tokens(self, text: str) -> int:
         """A number of tokens that a text has at least."""
         return -(-len(text.encode().translate(None, self.dropped)) // self.most)
+
+
+class TokenTexts:
+    """The text and the bytes of single tokens, of which a character may have several.
+
+    Args:
+        tokenizer: of the model.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._letters = {letter: byte for byte, letter in enumerate(_byte_letters())}
+
+    def text(self, id: int) -> str:
+        """What a token is alone; U+FFFD stands for bytes that are no character."""
+        return self.bytes(id).decode(errors="replace")
+
+    def bytes(self, id: int) -> bytes:
+        """The bytes of a token."""
+        decoded = self._tokenizer.decode([id], skip_special_tokens=False)
+        piece = getattr(self._tokenizer, "convert_ids_to_tokens", lambda _: None)(id)
+        if piece is None or decoded == piece:
+            return decoded.encode()
+        if re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
+            return bytes([int(piece[3:5], 16)])
+        if "\N{LOWER ONE EIGHTH BLOCK}" in piece:  # a space, which decoding leaves out at the beginning
+            return piece.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
+        if all(letter in self._letters for letter in piece):
+            return bytes(self._letters[letter] for letter in piece)
+        return decoded.encode()
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> TokenBytes | None:

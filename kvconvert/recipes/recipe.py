@@ -33,7 +33,7 @@ files in `kvconvert/recipes/presets`; dropping one in extends the command line. 
     [limits]
     max_kl = 0.1                   # mean KL divergence from the source model, in nats per token
     max_perplexity_increase = 0.05 # relative: 0.05 allows 5%
-    min_passkey = 0.9              # share of passkeys found
+    min_passkey = 0.9              # retrieval: share of hidden numbers found
 
 A table that is left out takes the default recipe's values: `auto` at 4 bits, the preset `default`, no limits.
 """

@@ -52,7 +52,7 @@ class Limits(Table):
     Attributes:
         max_kl: mean KL divergence, nats per token; on text, and on text about images where these were measured.
         max_perplexity_increase: relative to the source's perplexity (0.05 = 5%).
-        min_passkey: share of passkeys that the bundle finds, 0 to 1.
+        min_passkey: retrieval: the share of hidden numbers that the bundle finds, 0 to 1.
     """
 
     max_kl: float | None = Field(default=None, ge=0, allow_inf_nan=False)
@@ -84,7 +84,7 @@ class Limits(Table):
         if seen is not None:
             check("max_kl", self.max_kl, "the mean KL divergence on text about images", seen, True)
         check("max_perplexity_increase", self.max_perplexity_increase, "the perplexity's increase", increase, True)
-        check("min_passkey", self.min_passkey, "the share of passkeys found", figure(report, "passkey.bundle"), False)
+        check("min_passkey", self.min_passkey, "retrieval", figure(report, "passkey.bundle"), False)
         return missed
 
 

@@ -49,14 +49,22 @@ USES = {
 }
 
 
+_COLUMNS = ("recipe", "weights", "cache", "when")
+
+
+def recipe_rows() -> list[dict[str, str]]:
+    """All presets in the order of `list_recipes`, with its columns by name."""
+    names = preset_names()
+    order = [*(name for name in USES if name in names), *(name for name in names if name not in USES)]
+    described = ((name, *_sizes(Recipe.load(name)), USES.get(name, "see docs/methods.md")) for name in order)
+    return [dict(zip(_COLUMNS, row, strict=True)) for row in described]
+
+
 def list_recipes() -> str:
     """All presets, one line each: weights, stored bits per value of the cache, and when to take it."""
-    names = preset_names()
-    papers = [name for name in names if name in PAPER_PRESETS]
-    order = [*(name for name in USES if name in names), *(name for name in names if name not in {*USES, *papers})]
-    header = ("recipe", "weights", "cache", "when")
-    rows = [(name, *_sizes(Recipe.load(name)), USES.get(name, "see docs/methods.md")) for name in order]
-    lines = [text_table(header, rows), ""]
+    papers = [name for name in preset_names() if name in PAPER_PRESETS]
+    rows = [tuple(row.values()) for row in recipe_rows() if row["recipe"] not in papers]
+    lines = [text_table(_COLUMNS, rows), ""]
     lines.append(
         f"cache: bits per value at {DEFAULT_CONTEXT:,} tokens, everything included ({HEADS} KV heads of {HEAD_DIM}; "
         f"latents of {LATENTS[1]} with RoPE parts of {LATENTS[2]}); 16 without kvconvert."

@@ -394,6 +394,6 @@ def draw_recall(lengths: Sequence[int], source: Sequence[float], bundle: Sequenc
     axes.set_ylim(0, 100)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}%"))
     axes.set_xlabel("tokens of the text")
-    axes.set_ylabel("numbers found")
+    axes.set_ylabel("retrieval")
     _legend(axes)
     return figure

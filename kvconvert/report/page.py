@@ -9,6 +9,7 @@ from html import escape
 from kvconvert.errors import printable
 
 Row = tuple[str, ...]
+SENTENCE = 24  # letters beyond which a cell is one
 ROWS_SHOWN = 16  # longer tables are closed at first
 
 
@@ -105,6 +106,15 @@ def _card(section: Section) -> str:
     )
 
 
+def _without_repeats(rows: Sequence[Row]) -> list[Row]:
+    """The rows with "as above" for a sentence that the row before ends with, too."""
+    shown: list[Row] = []
+    for before, row in zip([(), *rows], rows, strict=False):
+        repeats = bool(before) and before[-1] == row[-1] and len(str(row[-1])) > SENTENCE
+        shown.append((*row[:-1], "as above") if repeats else row)
+    return shown
+
+
 def _table(section: Section) -> str:
     if not section.rows:
         return ""
@@ -116,7 +126,7 @@ def _table(section: Section) -> str:
         f'<tr><th scope="row">{text(row[0])}</th>'
         + "".join(f"<td{kind}>{text(cell)}</td>" for cell, kind in zip(row[1:], kinds[1:], strict=True))
         + "</tr>"
-        for row in section.rows
+        for row in _without_repeats(section.rows)
     )
     # Its own scroll container, which the keyboard reaches.
     table = (
@@ -189,7 +199,7 @@ footer{margin-top:1.4rem;color:var(--soft);font-size:.82rem}
 code{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
 @media (max-width:52rem){main{grid-template-columns:minmax(0,1fr)}body{padding:1.2rem .75rem 2rem}
 .card{padding:.9rem .9rem 1rem}}
-@media (max-width:34rem){tbody th{white-space:normal;overflow-wrap:anywhere;min-width:6.5rem}
-th,td{padding-right:.55rem}td:last-child:not(.n){min-width:0}}
+@media (max-width:34rem){tbody th,td:not(.n):not(:last-child){white-space:normal}
+tbody th{overflow-wrap:anywhere;min-width:6.5rem}th,td{padding-right:.55rem}td:last-child:not(.n){min-width:7.5rem}}
 @media print{body{background:none;padding:0}.card{break-inside:avoid}}
 """

@@ -70,7 +70,7 @@ def fidelity_rows(report: dict[str, Any]) -> list[Row]:
     single("KL divergence, 99.9th percentile", "kl.p999", ".4g", "0")
     single("KL of rounding alone", "noise.kl", ".2g")
     single("same most likely token", "top1_agreement", ".1%", "", _interval(report, "top1_agreement_interval", ".1%"))
-    pair("numbers found in the context", "passkey", ".0%")
+    pair("retrieval of numbers", "passkey", ".0%")
     for name, title in probes(report).items():
         pair(title, f"probes.{name}", ".0%", _points(report, f"probes.{name}.loss_interval"))
     single("tokens until continuations differ", "free_running.agreement_tokens", ".1f")
@@ -201,10 +201,10 @@ def _fidelity(c: Contents) -> None:
     figure, alt = None, ""
     if len(recall) > 1:
         figure = figures.draw_recall(*zip(*recall, strict=True))
-        alt = "Bars of the share of hidden numbers that source and bundle find, by length of the text: " + ", ".join(
+        alt = "Bars of the share of hidden numbers that source and bundle retrieve, by length: " + ", ".join(
             f"{length:,} tokens {source:.0%} and {bundle:.0%}" for length, source, bundle in recall
         )
-        caption += " The bars show how many hidden numbers each finds."
+        caption += " The bars show retrieval: how many hidden numbers each finds."
     how = how_measured(c.fidelity)
     c.add("fidelity", "Fidelity", f"{caption} {how + '.' if how else ''}".strip(), alt, figure, header=HEADER,
           rows=rows, wide=True)  # fmt: skip

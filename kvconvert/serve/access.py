@@ -50,9 +50,13 @@ class Hosts:
 
     def allow(self, header: str) -> bool:
         """Whether a request's Host is one of them."""
+        return ANY in self.names or self.named(header)
+
+    def named(self, header: str) -> bool:
+        """The same without a `*`: with it, a web page may have any name."""
         name = header.strip().lower()
         name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0].rstrip(".")
-        if name in self.names or ANY in self.names:
+        if name in self.names:
             return True
         try:
             return self.any_address and bool(ipaddress.ip_address(name))
@@ -80,7 +84,8 @@ class Access:
         if host and not self._hosts.allow(host):
             message = f"This server is not asked for as {host!r:.100}; --allowed-host names further hosts."
             raise Refusal(403, message, code="host_not_allowed")
-        if b"origin" in headers and not {origin, ANY} & self._origins:
+        own = self._hosts.named(host) and origin.partition("://")[2] == host  # the server's own page
+        if b"origin" in headers and not own and not {origin, ANY} & self._origins:
             message = f"Pages of {origin!r:.100} may not ask this server; --cors-origin names those that may."
             raise Refusal(403, message, code="origin_not_allowed")
 

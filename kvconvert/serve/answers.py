@@ -1,14 +1,12 @@
-"""Answers: the engine's requests behind an HTTP request, and their events as OpenAI's JSON, whole or as a stream."""
+"""Answers: the engine's requests behind an HTTP request, and how what comes of them is sent, whole or as a stream."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
-import uuid
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,8 +17,11 @@ from starlette.types import Message, Receive, Scope, Send
 from kvconvert.errors import printable
 from kvconvert.runtime import Engine
 from kvconvert.runtime.engine import Event, Request
+from kvconvert.serve.forms import Form, Step
+from kvconvert.serve.grammars import Constraint
 from kvconvert.serve.metrics import Metrics
 from kvconvert.serve.refusal import Refusal
+from kvconvert.serve.replies import Reply
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -33,10 +34,13 @@ class Generation:
 
     Attributes:
         requests: in the order of the choices.
+        replies: what divides their texts.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.requests: list[Request] = []
+        self.replies: list[Reply] = []
+        self._constraints: list[Constraint | None] = []
         self._engine, self._loop = engine, asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Event, float] | None] = asyncio.Queue()  # None: cancelled
         self._over = self._loop.create_future()
@@ -65,10 +69,12 @@ class Generation:
         await asyncio.gather(task, return_exceptions=True)
         raise ClientDisconnect if left else _ending()
 
-    def add(self, prompt: list[int], **options: Any) -> None:
-        """Queue one more choice; arguments and errors are those of `Engine.add`."""
+    def add(self, prompt: list[int], reply: Reply, constraint: Constraint | None = None, **options: Any) -> None:
+        """Queue one more choice, whose text `reply` divides; other arguments and errors are those of `Engine.add`."""
         report = partial(self._report, len(self.requests))
-        self.requests.append(self._engine.add(prompt, on_event=report, **options))
+        self.replies.append(reply)
+        self._constraints.append(constraint)
+        self.requests.append(self._engine.add(prompt, on_event=report, constraint=constraint, **options))
         if self.cancelled:  # while it was being added
             self.requests[-1].cancel()
 
@@ -95,6 +101,11 @@ class Generation:
             left -= sum(event.finish_reason is not None for _, event, _ in came)
             yield came
 
+    def failure(self, place: int) -> str | None:
+        """Why the grammar of a choice was given up."""
+        constraint = self._constraints[place]
+        return None if constraint is None else constraint.failure
+
     def usage(self, prompts: int) -> dict[str, Any]:
         """Tokens of prompts, those of them that stored prefixes had, and generated ones; the choices are equally many
         of each prompt.
@@ -112,48 +123,6 @@ class Generation:
     def _report(self, place: int, event: Event) -> None:
         with contextlib.suppress(RuntimeError):  # a pass may end after the event loop
             self._loop.call_soon_threadsafe(self._events.put_nowait, (place, event, time.perf_counter()))
-
-
-class Form:
-    """What the answers to one request look like.
-
-    Args:
-        chat: as a message, not as text.
-        model: the name under which the bundle is served.
-    """
-
-    def __init__(self, chat: bool, model: str) -> None:
-        self.chat = chat
-        self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self._model, self._created = model, int(time.time())
-
-    def whole(self, choices: list[tuple[str, str]], usage: dict[str, Any]) -> dict[str, Any]:
-        """The answer from text and finish reason of each choice."""
-        made: list[dict[str, Any]] = []
-        for text, reason in choices:
-            said = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
-            made.append({"index": len(made), **said, "logprobs": None, "finish_reason": reason})
-        return self._envelope("", made) | {"usage": usage}
-
-    def first(self, place: int) -> dict[str, Any]:
-        """The piece that begins a choice of a chat."""
-        return self._piece(place, {"delta": {"role": "assistant", "content": ""}}, None)
-
-    def piece(self, place: int, text: str, reason: str | None) -> dict[str, Any]:
-        """What a step brought a choice."""
-        said = {"delta": {"content": text} if text else {}} if self.chat else {"text": text}
-        return self._piece(place, said, reason)
-
-    def last(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """The piece that tells the usage."""
-        return self._envelope(".chunk", []) | {"usage": usage}
-
-    def _piece(self, place: int, said: dict[str, Any], reason: str | None) -> dict[str, Any]:
-        return self._envelope(".chunk", [{"index": place, **said, "logprobs": None, "finish_reason": reason}])
-
-    def _envelope(self, part: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        kind = f"chat.completion{part}" if self.chat else "text_completion"
-        return {"id": self.id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
 
 
 class Answer:
@@ -184,10 +153,10 @@ class Answer:
         self._gone = False
 
     async def write(
-        self, scope: Scope, receive: Receive, send: Send, gone: asyncio.Task[None], *, stream: bool, usage: bool
+        self, scope: Scope, receive: Receive, send: Send, gone: asyncio.Task[None], *, stream: bool
     ) -> None:
-        """Send the answer, as a stream with or without usage; whatever ends this cancels what has not ended, and so
-        does the end of `gone`.
+        """Send the answer, whole or as a stream; whatever ends this cancels what has not ended, and so does the end of
+        `gone`.
 
         Raises:
             Refusal: the model failed or the server is shutting down, and nothing was sent.
@@ -196,7 +165,7 @@ class Answer:
         send = partial(self._send, send)
         try:
             if stream:
-                await self._stream(send, usage)
+                await self._stream(send)
             else:
                 await JSONResponse(await self._collect(), headers=self._headers())(scope, receive, send)
         except TimeoutError:
@@ -227,13 +196,13 @@ class Answer:
         async with asyncio.timeout(self._client_seconds):
             await send(message)
 
-    async def _pieces(self) -> AsyncIterator[dict[int, tuple[str, str | None]]]:
-        """Text and finish reason of the choices that went on; several steps at once if the client or the event loop is
-        slower than the engine (Refusal: a choice ended without an answer).
+    async def _steps(self) -> AsyncIterator[dict[int, Step]]:
+        """What came of the choices that went on; several steps at once if the client or the event loop is slower than
+        the engine (Refusal: a choice ended without an answer).
         """
         newest: dict[int, float] = {}
         async for came in self._generation.events():
-            pieces: dict[int, tuple[str, str | None]] = {}
+            steps: dict[int, Step] = {}
             for place, event, when in came:
                 if event.tokens:
                     if place in newest:
@@ -245,35 +214,40 @@ class Answer:
                     raise Refusal(500, "The model failed while it served this request.", code="model_failed")
                 if event.finish_reason == "cancelled":
                     raise _ending()
-                before, _ = pieces.get(place, ("", None))
-                pieces[place] = before + event.text, event.finish_reason
-            yield pieces
+                step = steps.setdefault(place, Step())
+                step += self._step(place, event)
+            yield steps
+
+    def _step(self, place: int, event: Event) -> Step:
+        reply, reason = self._generation.replies[place], event.finish_reason
+        if reason is not None and (failure := self._generation.failure(place)) is not None:
+            message = f"The answer's form takes too much to hold it to ({failure.rstrip('.')}); simplify its schema."
+            raise Refusal(400, message, param="response_format", code="grammar_too_complex")
+        piece = reply.feed(event.text, last=reason is not None)
+        ended: str | None = "tool_calls" if reason == "stop" and reply.called else reason
+        return Step(piece, ended, list(zip(event.tokens, event.logprobs, strict=False)))
 
     async def _collect(self) -> dict[str, Any]:
-        reasons: dict[int, str] = {}
-        async for pieces in self._pieces():
-            reasons |= {place: reason for place, (_, reason) in pieces.items() if reason}
-        choices = [(request.text, reasons[place]) for place, request in enumerate(self._generation.requests)]
+        choices = [Step() for _ in self._generation.requests]
+        async for steps in self._steps():
+            for place, step in steps.items():
+                choices[place] += step
         return self._form.whole(choices, self._generation.usage(self._prompts))
 
-    async def _stream(self, send: Send, usage: bool) -> None:
+    async def _stream(self, send: Send) -> None:
         headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **self._headers()}
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
-        # Where usage is asked for, every other piece has an empty one.
-        extra = {"usage": None} if usage else {}
+        form, count = self._form, len(self._generation.requests)
         try:
-            if self._form.chat:
-                places = range(len(self._generation.requests))
-                await send(_part(*(_event(self._form.first(place) | extra) for place in places)))
-            async for pieces in self._pieces():
-                known = [(place, *piece) for place, piece in pieces.items() if any(piece)]
-                if known:
-                    await send(_part(*(_event(self._form.piece(*piece) | extra) for piece in known)))
-            last = [_event(self._form.last(self._generation.usage(self._prompts)))] if usage else []
-            await send(_part(*last, "data: [DONE]\n\n"))
+            if opening := form.opening(count):
+                await send(_part(*opening))
+            async for steps in self._steps():
+                if known := form.events({place: step for place, step in steps.items() if step}):
+                    await send(_part(*known))
+            await send(_part(*form.closing(self._generation.usage(self._prompts))))
         except Refusal as refusal:
-            await send(_part(_event(refusal.body())))
+            await send(_part(form.failed(refusal)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _log(self) -> None:
@@ -292,11 +266,6 @@ class Answer:
 
 def _ending() -> Refusal:
     return Refusal(503, "The server is shutting down; send the request again.", code="shutting_down")
-
-
-def _event(piece: Mapping[str, Any]) -> str:
-    """A piece as a server-sent event."""
-    return f"data: {json.dumps(piece, separators=(',', ':'))}\n\n"
 
 
 def _part(*events: str) -> Message:

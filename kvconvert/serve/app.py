@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Hashable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
@@ -27,17 +28,22 @@ from kvconvert.errors import KvconvertError
 from kvconvert.models.chat import ChatPrompts
 from kvconvert.models.processors import tokenizer_of
 from kvconvert.models.prompts import MARK, encode_text
+from kvconvert.models.responses import ResponseFormat, response_format
 from kvconvert.models.templates import TemplateLimitError, TemplateRenderer, bounded, quickly
-from kvconvert.models.token_bytes import token_bytes
+from kvconvert.models.token_bytes import TokenTexts, token_bytes
 from kvconvert.runtime import Engine
 from kvconvert.runtime.engine.processors import recommended
 from kvconvert.serve.access import Access, Hosts
-from kvconvert.serve.answers import Answer, Form, Generation
+from kvconvert.serve.answers import Answer, Generation
+from kvconvert.serve.grammars import Constraint, Grammars
 from kvconvert.serve.metrics import CONTENT_TYPE, Metrics
+from kvconvert.serve.page import BundleFacts, page
 from kvconvert.serve.places import Bodies, Body, Places
 from kvconvert.serve.readers import THREADS, Readers, T
 from kvconvert.serve.refusal import Refusal, refusal_of
+from kvconvert.serve.replies import Reply
 from kvconvert.serve.requests import Chat, Completion, Limits, fields_of
+from kvconvert.serve.responses import ResponsesChat
 
 # Bodies of the largest size that may arrive at once.
 LARGE_BODIES = 16
@@ -61,6 +67,7 @@ class Service:
         origins: of web pages that may ask it.
         share_prefixes: whether requests of different keys share stored prefixes.
         parse_special: take special tokens that are spelled in messages for the tokens themselves, not for text.
+        facts: of the bundle, for its page; None for a server without one.
 
     Attributes:
         app: for an ASGI server.
@@ -83,8 +90,9 @@ class Service:
         origins: Collection[str] = (),
         share_prefixes: bool = False,
         parse_special: bool = False,
+        facts: BundleFacts | None = None,
     ) -> None:
-        self.engine, self.name = engine, name
+        self.engine, self.name, self._facts = engine, name, facts
         # What fits beside one token, for refusals that say what is served.
         longest = [tokens for tokens in (limits.prompt_tokens, engine.room(1)) if tokens is not None]
         self.limits = replace(limits, prompt_tokens=min(longest, default=None))
@@ -95,11 +103,16 @@ class Service:
         tokenizer = tokenizer_of(processor)
         self._renderer = TemplateRenderer(tokenizer)
         self._tokenizer = bounded(tokenizer, self._renderer)
-        self._token_bytes = token_bytes(tokenizer)
+        self._token_bytes, self.texts = token_bytes(tokenizer), TokenTexts(tokenizer)
+        vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        self._grammars = Grammars(tokenizer, vocabulary, engine.generation.stops)
+        self._format: ResponseFormat | None = None
         # Each is used by one thread at a time.
         self._chats: SimpleQueue[ChatPrompts] = SimpleQueue()
         for _ in range(2 * THREADS):
-            self._chats.put(ChatPrompts(processor, model.config, self._renderer, parse_special=parse_special))
+            chat = ChatPrompts(processor, model.config, self._renderer, parse_special=parse_special)
+            self._templated = chat.templated
+            self._chats.put(chat)
         self._created = int(time.time())
         self._salted = bool(keys) and not share_prefixes
         self._running: set[Generation] = set()
@@ -109,11 +122,14 @@ class Service:
         routes = [
             Route("/v1/completions", _Generate(self, Completion), methods=["POST"]),
             Route("/v1/chat/completions", _Generate(self, Chat), methods=["POST"]),
+            Route("/v1/responses", _Generate(self, ResponsesChat), methods=["POST"]),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
             Route("/health", self._health),
             Route("/metrics", self._metrics),
         ]
+        if facts is not None:
+            routes += [Route("/", self._page), Route("/v1/bundle", self._bundle)]
         handlers: dict[Any, Any] = {
             Refusal: lambda http, error: error.response(),
             KvconvertError: lambda http, error: refusal_of(error).response(),
@@ -219,6 +235,18 @@ class Service:
     async def _metrics(self, http: HTTPRequest) -> Response:
         return PlainTextResponse(self.metrics.text(self.engine.stats()), media_type=CONTENT_TYPE)
 
+    async def _page(self, http: HTTPRequest) -> Response:
+        return page()
+
+    async def _bundle(self, http: HTTPRequest) -> Response:
+        """What the page tells of the bundle, and of a cache of `tokens` tokens."""
+        assert self._facts is not None
+        stated = http.query_params.get("tokens", "0")
+        if not (stated.isascii() and stated.isdigit() and len(stated) < 10):
+            raise Refusal(400, f"tokens is {stated!r:.60}; give a number.", param="tokens", code="invalid_value")
+        cache = self._facts.at(int(stated))
+        return JSONResponse({"name": self.name, "chat": self._templated, "facts": self._facts.rows, "cache": cache})
+
     def check_name(self, name: str | None) -> None:
         """Refuse the name of another model (Refusal); none means the only one."""
         if name is not None and name != self.name:
@@ -271,12 +299,15 @@ class Service:
             Refusal, ValidationError, KvconvertError: it is not served.
         """
         # Conversations have threads of their own, and so has what a template or the tokenizer takes long for.
-        readers = self._template_readers if kind is Chat else self._readers
+        readers = self._readers if kind is Completion else self._template_readers
         size, job = len(body.content), partial(self._submit, kind, body, generation, take)
         try:
-            asked = await readers.run(body.client, size, partial(_in_a_hurry, job))
-        except TemplateLimitError:
-            asked = await self._slow_readers.run(body.client, size, job)
+            try:
+                asked = await readers.run(body.client, size, partial(_in_a_hurry, job))
+            except TemplateLimitError:
+                asked = await self._slow_readers.run(body.client, size, job)
+        except RecursionError as error:  # a tool, a schema, or arguments of a call
+            raise Refusal(400, "The body is nested too deeply.", code="invalid_value") from error
         self.bodies.release(body)
         return asked
 
@@ -285,20 +316,29 @@ class Service:
     ) -> Completion | Chat:
         asked = body.asked = body.asked or self._checked(kind, body, take)
         samplings = [asked.sampling(self._defaults, choice) for choice in range(asked.n or 1)]
-        prompts = asked.prompt if isinstance(asked, Completion) else [self._text(asked)]
+        format = self._response_format(asked) if isinstance(asked, Chat) else ResponseFormat()
+        prompts = asked.prompt if isinstance(asked, Completion) else [self._text(asked, format)]
         for prompt in prompts:
             self._check_length(asked, prompt)
-        for ids in self._ids(asked, prompts):
+        for prompt, ids in zip(prompts, self._ids(asked, prompts), strict=True):
             if generation.cancelled:
                 break
             new = asked.new_tokens(self.limits, len(ids), self.engine.room(len(ids)))
+            asked.check_logprobs(new, len(prompts) * len(samplings))
+            text = prompt if isinstance(prompt, str) else ""
+            constraint = self._constraint(asked, format, text)
             for sampling in samplings:
+                reply, special = self._reply(asked, format, text)
                 generation.add(
                     ids,
+                    reply,
+                    copy.deepcopy(constraint),
                     max_new_tokens=new,
                     sampling=sampling,
                     stop=asked.stop or (),
                     stop_token_ids=[] if asked.ignore_eos else None,
+                    likeliest=asked.likeliest,
+                    special_tokens=special,
                     prefix_salt=body.client if self._salted else b"",
                 )
         return asked
@@ -308,7 +348,7 @@ class Service:
         values = len(body.content)
         if self.limits.prompt_tokens is not None:
             values = max(self.limits.choices * self.limits.prompt_tokens, VALUES)
-        asked = kind.model_validate(fields_of(body.content, values))
+        asked = kind.of(fields_of(body.content, values))
         body.content = bytearray()
         self.check_name(asked.model)
         count = len(asked.prompt) if isinstance(asked, Completion) else 1
@@ -316,17 +356,57 @@ class Service:
         take(count * (asked.n or 1) - 1)
         return asked
 
-    def _text(self, asked: Chat) -> str:
-        """A conversation as the model's template writes it (Refusal: it has none)."""
-        # "developer" is what newer clients call the system.
-        roles = {"developer": "system"}
+    @contextlib.contextmanager
+    def _chat(self) -> Iterator[ChatPrompts]:
         chat = self._chats.get()
         try:
-            if not chat.templated:
-                raise Refusal(400, "This model has no chat template; use /v1/completions.", param="messages")
-            return chat.text([chat.message(roles.get(t.role, t.role), t.content or "") for t in asked.messages])
+            yield chat
         finally:
             self._chats.put(chat)
+
+    def _response_format(self, asked: Chat) -> ResponseFormat:
+        """How the model calls tools and reasons (Refusal: its template does not, or there is none)."""
+        with self._chat() as chat:
+            if not chat.templated:
+                raise Refusal(400, "This model has no chat template; use /v1/completions.", param="messages")
+            format = self._format
+            if format is None:  # or by two threads, of which neither may have to wait for the other
+                ends = [self.texts.text(id) for id in sorted(self.engine.generation.stops)]
+                format = self._format = response_format(chat, ends)
+        if asked.tools and format.calls is None:
+            message = "The model's chat template writes no calls of tools; leave tools out, or serve another model."
+            raise Refusal(400, message, param="tools", code="unsupported_parameter")
+        return format
+
+    def _text(self, asked: Chat, format: ResponseFormat) -> str:
+        """A conversation as the model's template writes it."""
+        turns = [turn.turn(format.calls is not None and format.calls.as_text) for turn in asked.messages]
+        variables: dict[str, Any] = dict(asked.chat_template_kwargs or {})
+        if asked.tools and asked.tool_choice != "none":
+            variables["tools"] = [tool.model_dump(exclude_none=True) for tool in asked.tools]
+        with self._chat() as chat:
+            return chat.text(turns, **variables)
+
+    def _constraint(self, asked: Completion | Chat, format: ResponseFormat, prompt: str) -> Constraint | None:
+        """What an answer has to be, where the client says it (Refusal: it cannot be held to that)."""
+        if not isinstance(asked, Chat):
+            return None
+        begun = format.reasons_at_once(prompt)
+        reasoning = None if format.reasoning is None else (format.reasoning, begun)
+        if asked.forced is not None and format.calls is not None:
+            return self._grammars.calls(format.calls, asked.forced, reasoning, "tool_choice")
+        if asked.answer_schema is not None:
+            return self._grammars.schema(asked.answer_schema, reasoning, "response_format")
+        return None
+
+    def _reply(self, asked: Completion | Chat, format: ResponseFormat, prompt: str) -> tuple[Reply, bool]:
+        """What divides the text of one answer, and whether that text has to have special tokens in it."""
+        if not isinstance(asked, Chat) or not (asked.schemas or format.reasoning):
+            return Reply(), False
+        special = self._tokenizer.all_special_tokens
+        needed = any(token in mark for mark in format.marks for token in special)
+        parallel = asked.parallel_tool_calls is not False
+        return Reply(format, asked.schemas, prompt, parallel, special if needed else ()), needed
 
     def _check_length(self, asked: Completion | Chat, prompt: str | list[int]) -> None:
         """Refuse a prompt that is too long whatever its tokens are (Refusal), before they are made."""
@@ -341,12 +421,9 @@ class Service:
         """Token ids of each prompt; of a chat, of the text that its template wrote."""
         if isinstance(asked, Completion):
             return [encode_text(self._tokenizer, text) if isinstance(text, str) else text for text in asked.prompt]
-        chat = self._chats.get()
-        try:
+        with self._chat() as chat:
             texts = (text for text in rendered if isinstance(text, str))
             return [chat.encode_text(text)["input_ids"][0].tolist() for text in texts]
-        finally:
-            self._chats.put(chat)
 
 
 class _Generate:
@@ -372,11 +449,11 @@ class _Generate:
                 service.metrics.gone += 1
                 raise
             prompts = len(asked.prompt) if isinstance(asked, Completion) else 1
-            form = Form(isinstance(asked, Chat), service.name)
+            form = asked.form(service.name, service.texts)
             answer = Answer(
                 generation, form, prompts, begun, service.limits.client_seconds, service.metrics, asked.user
             )
-            await answer.write(scope, receive, send, gone, stream=bool(asked.stream), usage=asked.include_usage)
+            await answer.write(scope, receive, send, gone, stream=bool(asked.stream))
 
 
 def _in_a_hurry(job: Callable[[], T]) -> T:

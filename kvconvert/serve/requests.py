@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, Field
 
+from kvconvert.models.token_bytes import TokenTexts
 from kvconvert.runtime import Sampling
+from kvconvert.runtime.engine.request import MOST_LIKELIEST
+from kvconvert.serve.forms import Form
 from kvconvert.serve.refusal import Refusal
 
 
@@ -38,15 +42,19 @@ class Limits:
 
 # More than any conversation has; each costs a thousand bytes before it is looked at.
 MOST_MESSAGES = 8192
+MOST_TOOLS = 128
+MOST_BIASES = 1024
+# Probabilities in one answer, of all its tokens and of the likeliest ones beside them.
+MOST_LOGPROBS = 2**17
 # Of each number in a body: what 64 bits hold.
 Integer = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Field(ge=1, le=2**63 - 1)]
 
 # Fields of this and of other servers' interfaces that change nothing in an answer, whatever they hold.
 IGNORED = {
-    *("annotations", "cache_control", "cache_salt", "id", "metadata", "parallel_tool_calls", "prediction", "priority"),
-    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "reasoning", "reasoning_content"),
-    *("reasoning_details", "request_id", "safety_identifier", "service_tier", "store"),
+    *("annotations", "cache_control", "cache_salt", "id", "index", "metadata", "prediction", "priority"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "reasoning", "reasoning_details"),
+    *("request_id", "safety_identifier", "service_tier", "store"),
 }
 # Those that would change it and are not served, and what asks nothing of them; null, [] and {} never do.
 UNSERVED: dict[str, tuple[Any, ...]] = {
@@ -62,26 +70,15 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "include_obfuscation": (False,),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
-    "logit_bias": (),
-    "logprobs": (False,),
-    "min_p": (0,),
     "min_tokens": (0,),
     "modalities": (["text"],),
     "moderation": (),
-    "name": (),
     "presence_penalty": (0,),
     "reasoning_effort": (),
     "refusal": (),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
-    "tool_call_id": (),
-    "tool_calls": (),
-    "tool_choice": ("none", "auto"),
-    "tools": (),
-    "top_logprobs": (0,),
     "typical_p": (1,),
     "use_beam_search": (False,),
     "verbosity": (),
@@ -165,6 +162,9 @@ def _prompts(value: Any) -> Any:
     return prompts
 
 
+_MEDIA = ("image_url", "image", "input_image", "input_audio", "audio_url", "video_url", "file", "input_file")
+
+
 def _content(value: Any) -> Any:
     """The text of a message's parts, one part a line."""
     if not isinstance(value, list):
@@ -172,11 +172,20 @@ def _content(value: Any) -> Any:
     for part in value:
         if not isinstance(part, dict) or part.get("type") != "text":
             kind = part.get("type") if isinstance(part, dict) else part
+            if kind in _MEDIA:
+                raise ValueError(f"the server reads text alone, no {kind}; kvconvert chat takes images")
             raise ValueError(f"a part of the type {kind!r:.60} is not served; give parts of text")
         if not isinstance(part.get("text"), str):
             raise ValueError("the text of a part is no string")
         _refuse_others({name: part[name] for name in part if name not in ("type", "text")}, "a part's ")
     return "\n".join(part["text"] for part in value)
+
+
+def _token(name: str) -> int:
+    """A token id that is the name of a field (Refusal: it is none)."""
+    if not (name.isascii() and name.isdigit() and len(name) < 10):
+        raise Refusal(400, f"logit_bias: {name!r:.60} is no token id.", param="logit_bias", code="invalid_value")
+    return int(name)
 
 
 class StreamOptions(BaseModel, extra="allow", strict=True):
@@ -185,11 +194,117 @@ class StreamOptions(BaseModel, extra="allow", strict=True):
     include_usage: bool | None = None
 
 
+Name = Annotated[str, Field(pattern=r"^[\w.:/-]{1,128}$")]
+
+
+class Function(BaseModel, extra="allow", strict=True):
+    """What may be called: `parameters` is the JSON schema of its arguments."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel, extra="allow", strict=True):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class Called(BaseModel, extra="allow", strict=True):
+    """A function that was called, with its arguments as JSON text."""
+
+    name: Annotated[str, Field(max_length=256)]
+    arguments: str
+
+
+class ToolCall(BaseModel, extra="allow", strict=True):
+    """A call that an assistant made earlier."""
+
+    id: Annotated[str, Field(max_length=256)] | None = None
+    type: Literal["function"] = "function"
+    function: Called
+
+
 class Message(BaseModel, extra="allow", strict=True):
     """One turn of a conversation; what an assistant said may be null, as clients send it that got no text."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | None, BeforeValidator(_content)] = None
+    name: Annotated[str, Field(max_length=256)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS)] | None = None
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+    reasoning_content: str | None = None
+
+    def turn(self, arguments_as_text: bool) -> dict[str, Any]:
+        """The message as chat templates take it.
+
+        Args:
+            arguments_as_text: of calls, as JSON text instead of as an object.
+        """
+        # "developer" is what newer clients call the system.
+        turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
+        turn["content"] = self.content or ""
+        turn |= {n: value for n in ("name", "tool_call_id", "reasoning_content") if (value := getattr(self, n))}
+        if self.tool_calls:
+            turn["tool_calls"] = []
+            for call in self.tool_calls:
+                arguments: Any = call.function.arguments
+                if not arguments_as_text:
+                    arguments = _object(arguments)
+                function = {"name": call.function.name, "arguments": arguments}
+                turn["tool_calls"].append({"id": call.id or "", "type": "function", "function": function})
+        return turn
+
+    def check(self, where: str) -> None:
+        """Refuse what is not served or does not belong to the role (Refusal)."""
+        _refuse_others(self.model_extra or {}, where)
+        for place, call in enumerate(self.tool_calls or []):
+            _refuse_others(call.model_extra or {}, f"{where}tool_calls.{place}.")
+            _refuse_others(call.function.model_extra or {}, f"{where}tool_calls.{place}.function.")
+        if self.tool_calls and self.role != "assistant":
+            raise Refusal(400, f"{where}tool_calls belongs to an assistant.", param="messages", code="invalid_value")
+        if self.content is None and self.role != "assistant":
+            raise Refusal(400, f"{where}content: Field required.", param="messages", code="invalid_value")
+
+
+def _object(arguments: str) -> Any:
+    """Arguments of a call as an object; as they are where they are no JSON, which small models write."""
+    try:
+        return json.loads(arguments or "{}", parse_constant=_no_number)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+class NamedFunction(BaseModel, extra="forbid", strict=True):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(BaseModel, extra="forbid", strict=True):
+    """The tool that has to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class Schema(BaseModel, extra="forbid", strict=True):
+    """The JSON schema of an answer."""
+
+    name: Annotated[str, Field(max_length=256)] | None = None
+    description: str | None = None
+    strict: bool | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class AnswerFormat(BaseModel, extra="forbid", strict=True):
+    """What an answer has to be: text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
 
 
 class _Asked(BaseModel, extra="allow", strict=True):
@@ -203,6 +318,11 @@ class _Asked(BaseModel, extra="allow", strict=True):
     n: Count | None = None
     seed: Integer | None = None
     stop: Annotated[list[str], Field(fail_fast=True), BeforeValidator(_listed)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_BIASES)] | None = (
+        None
+    )
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -235,8 +355,27 @@ class _Asked(BaseModel, extra="allow", strict=True):
         """
         given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
         given = {name: getattr(defaults, name) if value is None else value for name, value in given.items()}
+        settings = dict(defaults.settings)
+        for name, neutral in (("min_p", 0), ("repetition_penalty", 1)):
+            if (value := getattr(self, name)) is not None:
+                settings.pop(name, None)
+                settings |= {name: value} if value != neutral else {}
+        if self.logit_bias:
+            biases = [[[_token(token)], float(bias)] for token, bias in self.logit_bias.items()]
+            settings["sequence_bias"] = [*settings.get("sequence_bias", []), *biases]
         seed = None if self.seed is None else (self.seed + choice + 2**63) % 2**64 - 2**63
-        return replace(defaults, **given, seed=seed)
+        return replace(defaults, **given, seed=seed, settings=settings)
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many of the likeliest tokens come with each one and its probability; None for neither."""
+        raise NotImplementedError
+
+    def check_logprobs(self, tokens: int, choices: int) -> None:
+        """Refuse more probabilities than an answer may have (Refusal)."""
+        if self.likeliest is not None and (count := tokens * choices * (1 + self.likeliest)) > MOST_LOGPROBS:
+            message = f"An answer may have {MOST_LOGPROBS} logprobs and this one could have {count}; lower max_tokens."
+            raise Refusal(400, message, param="logprobs")
 
     def new_tokens(self, limits: Limits, prompt_tokens: int, room: int | None) -> int:
         """Tokens that a choice may have (Refusal: too many, or too long a prompt).
@@ -263,6 +402,20 @@ class _Asked(BaseModel, extra="allow", strict=True):
 
     prompt_field: ClassVar[str]
 
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> Self:
+        """The request of a body's fields (ValidationError, Refusal: they are none)."""
+        return cls.model_validate(fields)
+
+    def form(self, model: str, texts: TokenTexts) -> Form:
+        """What its answers look like.
+
+        Args:
+            model: the name under which the bundle is served.
+            texts: of single tokens.
+        """
+        return Form(isinstance(self, Chat), model, texts, self.likeliest, self.include_usage)
+
     def too_long(self, length: str, limits: Limits) -> Refusal:
         """The refusal of a prompt of some length, which says what is served."""
         message = (
@@ -284,6 +437,12 @@ class Completion(_Asked):
 
     prompt_field: ClassVar[str] = "prompt"
     prompt: Annotated[list[str | list[int]], Field(fail_fast=True), BeforeValidator(_prompts)]
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELIEST)] | None = None
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many of the likeliest tokens come with each one and its probability; None for neither."""
+        return self.logprobs
 
     def unstated(self, limits: Limits) -> int:
         """16, OpenAI's number."""
@@ -296,18 +455,78 @@ class Chat(_Asked):
     prompt_field: ClassVar[str] = "messages"
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     max_completion_tokens: Count | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: AnswerFormat | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELIEST)] | None = None
+    chat_template_kwargs: dict[str, str | int | float | bool] | None = None
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many of the likeliest tokens come with each one and its probability; None for neither."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """JSON schemas of arguments, by the names of functions that may be called."""
+        if self.tool_choice == "none":
+            return {}
+        return {t.function.name: t.function.parameters or {"type": "object"} for t in self.tools or []}
+
+    @property
+    def forced(self) -> Mapping[str, Any] | None:
+        """Of `schemas`, those of which one has to be called; None where none has to be."""
+        if isinstance(self.tool_choice, NamedTool):
+            return {self.tool_choice.function.name: self.schemas[self.tool_choice.function.name]}
+        return self.schemas if self.tool_choice == "required" else None
+
+    @property
+    def answer_schema(self) -> dict[str, Any] | None:
+        """The JSON schema that the answer follows, if any."""
+        if self.response_format is None or self.response_format.type == "text":
+            return None
+        asked = self.response_format.json_schema
+        return {"type": "object"} if asked is None else asked.schema_
 
     def check(self, limits: Limits, prompts: int) -> None:
         """Refuse what is not served and what is beyond the limits (Refusal)."""
         super().check(limits, prompts)
         for place, turn in enumerate(self.messages):
-            _refuse_others(turn.model_extra or {}, f"messages.{place}.")
-            if turn.content is None and turn.role != "assistant":
-                message = f"messages.{place}.content: Field required."
-                raise Refusal(400, message, param="messages", code="invalid_value")
+            turn.check(f"messages.{place}.")
+        self._check_tools()
+        asked = self.response_format
+        if asked is not None and (asked.type == "json_schema") != (asked.json_schema is not None):
+            message = "response_format: json_schema belongs to the type json_schema, which needs it."
+            raise Refusal(400, message, param="response_format", code="invalid_value")
+        if self.top_logprobs and not self.logprobs:
+            raise Refusal(400, "top_logprobs needs logprobs = true.", param="top_logprobs", code="invalid_value")
+        if self.ignore_eos and (self.forced or self.answer_schema):
+            raise Refusal(
+                400, "An answer in a form of its own ends by itself; leave ignore_eos out.", param="ignore_eos"
+            )
         if None not in (self.max_tokens, self.max_completion_tokens):
             message = "max_tokens is the older name of max_completion_tokens; give one of them."
             raise Refusal(400, message, param="max_tokens")
+
+    def _check_tools(self) -> None:
+        for place, tool in enumerate(self.tools or []):
+            _refuse_others(tool.model_extra or {}, f"tools.{place}.")
+            _refuse_others(tool.function.model_extra or {}, f"tools.{place}.function.")
+        names = [tool.function.name for tool in self.tools or []]
+        wanted = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        said = None
+        if len(set(names)) < len(names):
+            said = "tools: two functions have one name."
+        elif wanted is not None and wanted not in names:
+            said = f"tool_choice: there is no tool {wanted!r:.150}."
+        elif self.tool_choice == "required" and not names:
+            said = "tool_choice: there are no tools."
+        elif self.forced and self.answer_schema:
+            said = "tool_choice asks for a call and response_format for another answer; leave one of them out."
+        if said is not None:
+            raise Refusal(400, said, param=said.partition(":")[0].split()[0], code="invalid_value")
 
     def wanted(self) -> tuple[int | None, str]:
         """The number of new tokens that is stated, and in which field."""

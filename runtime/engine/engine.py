@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from kvconvert.errors import KvconvertError, UsageError
+from kvconvert.runtime.cache.group_tables import upload
 from kvconvert.runtime.engine.model_steps import ModelSteps, PromptChunk
 from kvconvert.runtime.engine.prefixes import Prefixes, no_prefixes
 from kvconvert.runtime.engine.processors import check_settings, recommended
 from kvconvert.runtime.engine.request import EngineStats, Event, FinishReason, Request, UnreadStep, new_request
-from kvconvert.runtime.engine.sampling import Sampling
+from kvconvert.runtime.engine.sampling import Sampling, log_probabilities
 from kvconvert.runtime.engine.scheduler import RowState, Scheduler
 from kvconvert.runtime.hf.generation_config import generation_settings
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 # Fields of generation_config.json that `generate` knows and requests of a batch do not.
@@ -136,6 +137,9 @@ class Engine:
         sampling: Sampling | None = None,
         stop_token_ids: Sequence[int] | None = None,
         stop: Sequence[str] = (),
+        constraint: LogitsProcessor | None = None,
+        likeliest: int | None = None,
+        special_tokens: bool = False,
         prefix_salt: bytes = b"",
         on_event: Callable[[Event], None] | None = None,
     ) -> Request:
@@ -149,6 +153,11 @@ class Engine:
             stop_token_ids: tokens that end the request; None takes the model's end-of-sequence tokens, and the stop
                 strings of its generation_config.json beside `stop`.
             stop: strings that end the request and are no part of its text.
+            constraint: a processor of this request alone, called once for each token, before all settings, with the
+                tokens so far, int64 [1, n], and the logits, float32 [1, V]; it says what may follow, such as a grammar,
+                and must not raise.
+            likeliest: report how likely each token was, and so many of the likeliest ones, 20 at most.
+            special_tokens: whether special tokens leave text.
             prefix_salt: stored prefixes are shared among requests of the same salt alone.
             on_event: called by the thread that steps with each event of this request, the last one included; it should
                 return at once, and must not step.
@@ -163,7 +172,18 @@ class Engine:
                 stop_token_ids = self._stops
                 if not isinstance(stop, str):
                     stop = [*stop, *self.generation.values.get("stop_strings", ())]
-            request = new_request(self._steps, self._tokenizer, prompt, max_new_tokens, sampling, stop_token_ids, stop)
+            request = new_request(
+                self._steps,
+                self._tokenizer,
+                prompt,
+                max_new_tokens,
+                sampling,
+                stop_token_ids,
+                stop,
+                constraint=constraint,
+                likeliest=likeliest,
+                special_tokens=special_tokens,
+            )
             request.on_event, request.on_cancel, request.prefix_salt = on_event, self._cancel, prefix_salt
             with self._lock:
                 request.id, self._next_id = self._next_id, self._next_id + 1
@@ -228,7 +248,8 @@ class Engine:
             while True:
                 with self._lock:
                     reason = request.finish_reason
-                    event = Event(request, tuple(request.tokens[tokens:]), request.text[text:], reason)
+                    new, logprobs = tuple(request.tokens[tokens:]), tuple(request.logprobs[tokens:])
+                    event = Event(request, new, request.text[text:], reason, logprobs)
                 if event.tokens or event.text or reason:
                     tokens, text = tokens + len(event.tokens), text + len(event.text)
                     yield event
@@ -354,17 +375,29 @@ class Engine:
                     with self._lock:
                         self._scheduler.start(request)
         if given:
-            self._unread.append(UnreadStep(self._steps.fetch(chosen), given, joined))
+            logprobs = self._logprobs(logits, chosen, given)
+            self._unread.append(UnreadStep(self._steps.fetch(chosen), given, joined, logprobs))
         for request in given.values():
             request.launched += 1
             if request.launched == request.max_new_tokens:
                 self._free(request)
         return next(iter(failures.values()), None)
 
+    def _logprobs(
+        self, logits: Tensor, chosen: Tensor, given: dict[int, Request]
+    ) -> Callable[[], dict[int, list[float]]] | None:
+        """Begin to fetch how likely the tokens were of those requests that ask for it."""
+        asked = {row: request.likeliest for row, request in given.items() if request.likeliest is not None}
+        if not asked:
+            return None
+        rows = upload([*asked], logits.device)
+        fetched = self._steps.fetch(log_probabilities(logits[rows], chosen[rows], max(asked.values())))
+        return lambda: dict(zip(asked, fetched(), strict=True))
+
     def _collect(self, unread: UnreadStep) -> list[Event]:
         """Read the tokens of a step and hand them out."""
         try:
-            tokens = unread.read()
+            tokens, logprobs = unread.read(), unread.logprobs_of()
         except BaseException:
             # What a GPU computes fails when it is read, and with it what was launched after it.
             for request in {request for each in (unread, *self._unread) for request in each.rows.values()}:
@@ -386,7 +419,7 @@ class Engine:
         with self._lock:
             for row, request in unread.rows.items():
                 if not request.finished:
-                    events.append(request.take(tokens[row]))
+                    events.append(request.take(tokens[row], logprobs.get(request)))
         self._hand_out(events)
         if failed is not None:
             raise failed

@@ -49,10 +49,15 @@ def check_settings(model: PreTrainedModel, settings: Mapping[str, Any]) -> None:
 
 
 def logits_processors(
-    model: PreTrainedModel, sampling: Sampling, prompt: Sequence[int], max_new_tokens: int, stops: Collection[int]
+    model: PreTrainedModel,
+    sampling: Sampling,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    stops: Collection[int],
+    constraint: LogitsProcessor | None = None,
 ) -> Processors | None:
     """What makes the processors of a request on a device, those of temperature, top_k, and top_p included; None for a
-    request without `settings`.
+    request without `settings` and without a constraint.
 
     Args:
         model: as transformers' `generate` has it.
@@ -60,6 +65,7 @@ def logits_processors(
         prompt: its token ids.
         max_new_tokens: of the request.
         stops: tokens that end it.
+        constraint: applied before all others.
 
     Raises:
         UsageError: a setting that transformers does not accept.
@@ -67,21 +73,22 @@ def logits_processors(
     settings = {n: v for n, v in sampling.settings.items() if not (sampling.greedy and n in DRAWING)}
     if not stops:
         settings.pop("exponential_decay_length_penalty", None)  # there is nothing that it could make likelier
-    if not settings:
+    if not settings and constraint is None:
         return None
     drawn = {} if sampling.greedy else {name: getattr(sampling, name) for name in DRAWING[:3]}
 
-    def make(device: torch.device) -> LogitsProcessorList:
+    def make(device: torch.device, constrained: bool = True) -> LogitsProcessorList:
         config = GenerationConfig(**settings, **drawn, do_sample=not sampling.greedy)
         config.max_length = len(prompt) + max_new_tokens
         config._eos_token_tensor = torch.tensor(sorted(stops), device=device) if stops else None
         ids = torch.tensor([prompt], device=device)
         made = model._get_logits_processor(config, len(prompt), ids, None, LogitsProcessorList(), str(device), {})
-        return LogitsProcessorList([_Temperature(p) if isinstance(p, TemperatureLogitsWarper) else p for p in made])
+        made = [_Temperature(p) if isinstance(p, TemperatureLogitsWarper) else p for p in made]
+        return LogitsProcessorList(made if constraint is None or not constrained else [constraint, *made])
 
     # Some values are looked at only when the processors are called.
     try:
-        make(torch.device("cpu"))(
+        make(torch.device("cpu"), constrained=False)(
             torch.tensor([prompt]), torch.zeros(1, model.config.get_text_config(decoder=True).vocab_size)
         )
     except (ValueError, TypeError, IndexError, OverflowError, RuntimeError, AttributeError) as error:

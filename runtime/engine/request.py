@@ -12,15 +12,16 @@ from torch import Tensor
 from kvconvert.errors import UsageError
 from kvconvert.runtime.engine.model_steps import ModelSteps
 from kvconvert.runtime.engine.processors import Processors, logits_processors
-from kvconvert.runtime.engine.sampling import Sampling
+from kvconvert.runtime.engine.sampling import Sampling, TokenLogprobs
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 
 # Tokens of the prompt that are decoded along with the first generated ones, so that spaces between words are right.
 CONTEXT_TOKENS = 5
 INCOMPLETE = "\ufffd"  # what a decoder shows for bytes of a character whose rest has not come yet
+MOST_LIKELIEST = 20  # tokens whose probabilities come with each one, as in OpenAI's interface
 MOST_UNDECIDED = 16  # tokens; a character has four bytes at most
 
 
@@ -31,13 +32,20 @@ class TextStream:
     token decides.
 
     Args:
-        tokenizer: special tokens leave no text.
+        tokenizer: of the model.
         prompt: the prompt's token ids.
         stop: strings that end the text; the earliest one found counts.
+        special_tokens: whether special tokens leave text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stop: Sequence[str] = ()):
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt: Sequence[int],
+        stop: Sequence[str] = (),
+        special_tokens: bool = False,
+    ):
+        self._tokenizer, self._stop, self._skips = tokenizer, tuple(stop), not special_tokens
         self._ids = list(prompt[-CONTEXT_TOKENS:])
         self._begin, self._read = 0, len(self._ids)  # decoded again for context, and already shown
         self._held = ""
@@ -67,7 +75,7 @@ class TextStream:
         return self._decode(self._ids[self._begin :])[len(shown) :]
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skips)
 
     def _certain(self, piece: str) -> tuple[str, bool]:
         """Split what is held and `piece` into text to show and text that may still become a stop string."""
@@ -97,12 +105,14 @@ class Event:
         tokens: token ids generated since the event before.
         text: the text that became certain with them; empty without a tokenizer.
         finish_reason: with the last event, why the request ended, else None.
+        logprobs: of each of the tokens, where the request asks for them.
     """
 
     request: Request
     tokens: tuple[int, ...]
     text: str
     finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(eq=False)
@@ -121,6 +131,9 @@ class Request:
         cached_tokens: of the prompt, taken from stored prefixes instead of being read.
         finish_reason: "stop" (a stop token or stop string), "length" (max_new_tokens), "cancelled", "error" (the model
             failed while it was served), or None while the request goes on.
+        likeliest: with each token come the logarithms of its probability and of those of so many likeliest tokens; None
+            for neither.
+        logprobs: these, of each of `tokens`.
     """
 
     id: int
@@ -133,6 +146,8 @@ class Request:
     text: str = ""
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
+    likeliest: int | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list, repr=False)
     # The engine's bookkeeping.
     prefix_salt: bytes = field(default=b"", repr=False)
     pages: int = field(default=0, repr=False)
@@ -155,18 +170,20 @@ class Request:
         if self.on_cancel is not None:
             self.on_cancel(self)
 
-    def take(self, token: int) -> Event:
+    def take(self, token: int, logprobs: TokenLogprobs | None = None) -> Event:
         """Append a generated token: the text that became certain, and why the request ends with it, if it does."""
         self.tokens.append(token)
+        told = () if logprobs is None else (logprobs,)
+        self.logprobs += told
         if token in self.stop_token_ids:
-            return Event(self, (token,), self._flushed(), "stop")
+            return Event(self, (token,), self._flushed(), "stop", told)
         piece, stopped = self.text_stream.push(token) if self.text_stream else ("", False)
         self.text += piece
         if stopped:
-            return Event(self, (token,), piece, "stop")
+            return Event(self, (token,), piece, "stop", told)
         if len(self.tokens) == self.max_new_tokens:
-            return Event(self, (token,), piece + self._flushed(), "length")
-        return Event(self, (token,), piece, None)
+            return Event(self, (token,), piece + self._flushed(), "length", told)
+        return Event(self, (token,), piece, None, told)
 
     def _flushed(self) -> str:
         piece = self.text_stream.finish() if self.text_stream else ""
@@ -182,11 +199,18 @@ class UnreadStep:
         read: waits for their copy to the host.
         rows: whose they are, by row.
         joined: of requests whose prompts ended, what raises an error if these could not be stored.
+        logprobs: waits for what `log_probabilities` gave of rows that ask for it, by row; None where none does.
     """
 
     read: Callable[[], list[int]]
     rows: dict[int, Request]
     joined: dict[Request, Callable[[], None]]
+    logprobs: Callable[[], dict[int, list[float]]] | None = None
+
+    def logprobs_of(self) -> dict[Request, TokenLogprobs]:
+        """Of the step's tokens, those of the requests that ask for them."""
+        packed = {} if self.logprobs is None else self.logprobs()
+        return {self.rows[row]: TokenLogprobs.of(p, self.rows[row].likeliest or 0) for row, p in packed.items()}
 
 
 @dataclass(frozen=True)
@@ -238,6 +262,10 @@ def new_request(
     sampling: Sampling,
     stop_token_ids: Collection[int],
     stop: Sequence[str],
+    *,
+    constraint: LogitsProcessor | None = None,
+    likeliest: int | None = None,
+    special_tokens: bool = False,
 ) -> Request:
     """A request after every check of `Engine.add`'s arguments; its id is given later.
 
@@ -270,8 +298,13 @@ def new_request(
     if sampling.seed is None:
         sampling = replace(sampling, seed=random.getrandbits(63))
     request = Request(-1, ids, max_new_tokens, sampling, frozenset(stop_token_ids))
-    if sampling.settings:
-        request.processors = logits_processors(steps.model, sampling, ids, max_new_tokens, request.stop_token_ids)
+    if likeliest is not None and not 0 <= likeliest <= min(MOST_LIKELIEST, steps.vocabulary):
+        raise UsageError(f"`likeliest` is {likeliest}; it has to be 0 to {min(MOST_LIKELIEST, steps.vocabulary)}.")
+    request.likeliest = likeliest
+    if sampling.settings or constraint is not None:
+        request.processors = logits_processors(
+            steps.model, sampling, ids, max_new_tokens, request.stop_token_ids, constraint
+        )
     request.pages = steps.pages_needed(len(ids), max_new_tokens)
-    request.text_stream = TextStream(tokenizer, ids, stop) if tokenizer is not None else None
+    request.text_stream = TextStream(tokenizer, ids, stop, special_tokens) if tokenizer is not None else None
     return request

@@ -128,6 +128,41 @@ def sample(
     return torch.where(greedy, logits.argmax(-1), drawn)
 
 
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """How likely a token was by the model's logits, before any setting changed them.
+
+    Attributes:
+        chosen: natural logarithm of the token's probability.
+        likeliest: ids of the likeliest tokens, the likeliest first, each with the logarithm of its probability.
+    """
+
+    chosen: float
+    likeliest: tuple[tuple[int, float], ...]
+
+    @classmethod
+    def of(cls, packed: list[float], count: int) -> TokenLogprobs:
+        """What `log_probabilities` packed of one row, with so many of the likeliest tokens."""
+        most = len(packed) // 2
+        return cls(packed[0], tuple((int(packed[1 + n]), packed[1 + most + n]) for n in range(count)))
+
+
+def log_probabilities(logits: Tensor, chosen: Tensor, most: int) -> Tensor:
+    """Logarithms of the probabilities of the chosen and of the likeliest tokens, in one tensor that is fetched at once.
+
+    Args:
+        logits: [B, V], of any floating-point dtype.
+        chosen: int64 [B].
+        most: how many of the likeliest tokens.
+
+    Returns:
+        float64 [B, 1 + 2 * most]: of the chosen token, then the ids of the likeliest ones, then theirs.
+    """
+    logs = logits.float().log_softmax(-1)
+    values, ids = logs.topk(most, dim=-1)
+    return torch.cat([logs.gather(1, chosen[:, None]).double(), ids.double(), values.double()], 1)
+
+
 def _allowed(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Which tokens may be drawn, bool [B, V], of descending logits: top_k first, then top_p of what it left."""
     places = torch.arange(scaled.shape[1], device=scaled.device)

@@ -2,6 +2,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import types
 
 import pytest
@@ -40,6 +42,14 @@ def folder(tmp_path_factory):
     assert result.exit_code == 0, result.output
     assert "Exported" in result.stdout
     return folder
+
+
+@pytest.mark.parametrize(("stated", "found"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_importing_kvconvert_lets_no_thread_spin_unless_that_is_asked_for(stated, found):
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment |= {} if stated is None else {"OMP_WAIT_POLICY": stated}
+    code = "import sys, os, kvconvert; assert 'torch' not in sys.modules; print(os.environ['OMP_WAIT_POLICY'])"
+    assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True).strip() == found
 
 
 def test_a_fresh_bundle_verifies_and_says_what_was_checked(folder):
@@ -139,6 +149,45 @@ def test_a_prompt_longer_than_the_model_is_refused(folder):
 @pytest.mark.parametrize("options", [[], ["--prompt", "x", "--chat"]])
 def test_generate_wants_either_a_prompt_or_a_chat(folder, options):
     assert "--prompt TEXT or --chat" in refusal(2, "generate", folder / "bundle", *options)
+
+
+def test_a_prompt_may_come_after_the_bundle_or_as_standard_input(folder):
+    options = ["--max-new-tokens", "5", "--temperature", "0"]
+    stated = kvconvert("generate", folder / "bundle", "--prompt", "It was", *options)
+    assert kvconvert("generate", folder / "bundle", "It was", *options).stdout == stated.stdout
+    command = ["generate", str(folder / "bundle"), *options]
+    assert CliRunner().invoke(cli, command, input="It was\n").stdout == stated.stdout
+    assert "one of PROMPT, --prompt" in refusal(2, "generate", folder / "bundle", "It was", "--prompt", "x")
+
+
+def test_without_arguments_the_five_steps_are_shown():
+    result = kvconvert()
+    assert result.exit_code == 0
+    steps = re.findall(r"^  kvconvert (\w+)", result.stdout, re.MULTILINE)
+    assert steps == ["plan", "convert", "eval", "generate", "push"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_one_command(shell, monkeypatch, capsys):
+    source = kvconvert("completion", shell).stdout
+    assert "_KVCONVERT_COMPLETE" in source
+    words = {"COMP_WORDS": "kvconvert rec", "COMP_CWORD": "rec" if shell == "fish" else "1"}
+    for name, value in {"_KVCONVERT_COMPLETE": f"{shell}_complete", **words}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        cli(["rec"], prog_name="kvconvert")
+    assert "recipes" in capsys.readouterr().out
+
+
+def test_what_prints_a_table_prints_json(monkeypatch, tmp_path):
+    listed = json.loads(kvconvert("recipes", "--json").stdout)
+    shown = kvconvert("recipes").stdout
+    assert {"recipe", "weights", "cache", "when"} == set(listed[0])
+    assert all(row["cache"] in shown for row in listed if row["recipe"] in ("default", "oscar"))
+    assert json.loads(kvconvert("recipes", "default", "--json").stdout)["weights"]["method"] == "awq"
+    findings = json.loads(kvconvert("doctor", "--json").stdout)["findings"]
+    assert {"python", "torch"} <= {finding["name"] for finding in findings}
+    assert json.loads(kvconvert("list", "--json").stdout) == []
 
 
 def test_eval_prints_one_json_object_with_the_figures_of_the_contract(folder):

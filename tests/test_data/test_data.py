@@ -13,7 +13,7 @@ from datasets.packaged_modules.json.json import Json
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from kvconvert.data.sources import HubSource, Table, local_files
+from kvconvert.data.sources import HubSource, Table, holds_conversations, local_files
 from kvconvert.data.text import load_held_out_samples, load_token_samples, token_data, with_random_tokens
 from kvconvert.errors import DataError, UsageError
 
@@ -116,6 +116,18 @@ def test_messages_go_through_the_chat_template(tmp_path):
     )
     text = spoken(tokenizer, load_token_samples(source, tokenizer, 1, 10, seed=0).ids[0])
     assert sorted(" ".join(text).split(" </s> ")) == ["<user> w1 <assistant> w2", "<user> w1 w9 <assistant> w2"]
+
+
+def test_questions_and_answers_in_columns_of_their_own_are_conversations(tmp_path):
+    tokenizer = word_tokenizer(chat_template=CHAT)
+    rows = [{"instruction": "w1", "input": "", "output": "w2"}, {"instruction": "w1", "input": "w3", "output": "w4"}]
+    source = write_jsonl(tmp_path / "rows.jsonl", [*rows, {"instruction": "w5", "input": "", "output": None}])
+    assert holds_conversations(source)
+    text = " ".join(spoken(tokenizer, load_token_samples(source, tokenizer, 1, 10, seed=0).ids[0]))
+    assert sorted(text.split(" </s> ")) == ["<user> w1 <assistant> w2", "<user> w1 w3 <assistant> w4"]
+    # One column alone can still be named.
+    answers = " ".join(spoken(tokenizer, load_token_samples(f"{source}::output", tokenizer, 1, 3, seed=0).ids[0]))
+    assert set(answers.split()) <= {"w2", "w4", "</s>"}
 
 
 def test_messages_without_a_chat_template_are_refused_by_name(tmp_path):

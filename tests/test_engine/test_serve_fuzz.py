@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from serving import NAME, Letters, serving
 
 from kvconvert.serve.requests import IGNORED, UNSERVED, Chat, Completion, Limits
+from kvconvert.serve.responses import ResponsesChat
 
 LIMITS = Limits(body_bytes=2**18, new_tokens=3, client_seconds=10.0)
 HOSTILE = [
@@ -25,7 +26,11 @@ HOSTILE = [
 class Chatty(Letters):
     """Letters with a chat template."""
 
-    chat_template = "{% for turn in messages %}{{ turn.role[0] }}:{{ turn.content }};{% endfor %}"
+    chat_template = (
+        "{% for turn in messages %}{{ turn.role[0] }}:{{ turn.content }}{% for call in turn.tool_calls %}<c>"
+        """{{ '{"name": "' + call.function.name + '", "arguments": ' }}{{ call.function.arguments | tojson }}}</c>"""
+        "{% endfor %};{% endfor %}"
+    )
 
 
 def nested(depth):
@@ -63,19 +68,35 @@ GOOD = {
     "stream_options": [{"include_usage": True}, {"include_obfuscation": False}],
     "prompt": ["hello", [1, 2, 3], ["a", [4]]],
     "messages": [[{"role": "user", "content": [{"type": "text", "text": "x"}]}], [{"role": "assistant"}]],
+    "tools": [[{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}], []],
+    "tool_choice": ["auto", "required", {"type": "function", "function": {"name": "f"}}],
+    "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {}}}],
+    "logprobs": [True, 1],
+    "top_logprobs": [2],
+    "logit_bias": [{"5": 3}],
+    "chat_template_kwargs": [{"a": 1}],
+    "input": ["x", [{"role": "user", "content": "x"}, {"type": "function_call_output", "call_id": "1", "output": "y"}]],
+    "instructions": ["x"],
+    "max_output_tokens": [2],
+    "text": [{"format": {"type": "text"}}],
 }
 PART = st.dictionaries(st.sampled_from(["type", "text", "cache_control", "x"]), st.just("text") | VALUES)
-ROLE = st.sampled_from(["user", "assistant", "system", "developer"]) | VALUES
+ROLE = st.sampled_from(["user", "assistant", "system", "developer", "tool"]) | VALUES
+ARGUMENTS = ("{}", "", "[", "3", "[" * 900 + "]" * 900, '{"a":' * 700 + "1" + "}" * 700)
+CALLS = [[{"id": "1", "type": "function", "function": {"name": "f", "arguments": text}}] for text in ARGUMENTS]
 TURN = st.fixed_dictionaries(
     {"role": ROLE},
-    optional={"content": VALUES | st.lists(PART, max_size=3)} | dict.fromkeys(["name", "refusal"], VALUES),
+    optional={"content": VALUES | st.lists(PART, max_size=3)}
+    | dict.fromkeys(["name", "refusal", "tool_call_id", "reasoning_content"], VALUES)
+    | {"tool_calls": st.sampled_from(CALLS) | VALUES},
 )
 TURNS = st.lists(TURN | VALUES, max_size=4) | VALUES
 
 
 def bodies(kind):
     """Bodies of one kind of request: good ones of which some fields were changed."""
-    fields = [*kind.model_fields, *UNSERVED, *sorted(IGNORED), "whatever", "\ud800"]
+    own = ("input", "instructions", "max_output_tokens", "text") if kind is ResponsesChat else ()
+    fields = [*own, *kind.model_fields, *UNSERVED, *sorted(IGNORED), "whatever", "\ud800"]
     values = {name: st.sampled_from(GOOD[name]) if name in GOOD else VALUES for name in fields}
     optional = {name: values[name] for name in GOOD if name in fields and name != kind.prompt_field}
     good = st.fixed_dictionaries({kind.prompt_field: values[kind.prompt_field]}, optional=optional)
@@ -83,6 +104,8 @@ def bodies(kind):
     changed = st.tuples(good, changes).map(lambda both: both[0] | both[1])
     if kind is Chat:
         changed |= st.tuples(good, TURNS).map(lambda both: both[0] | {"messages": both[1]})
+    if kind is ResponsesChat:
+        changed |= st.tuples(good, TURNS).map(lambda both: both[0] | {"input": both[1]})
     text = changed.map(lambda fields: written(fields).encode("utf8", "surrogatepass"))
     cut = st.tuples(text, st.integers(0, 100), st.binary(max_size=3)).map(
         lambda t: t[0][: t[1]] + t[2] + t[0][t[1] + 1 :]
@@ -103,10 +126,13 @@ def memory():
         return int(file.read().split()[1]) * 4096
 
 
-@pytest.mark.parametrize("kind", [Completion, Chat])
+PATHS = {Completion: "/v1/completions", Chat: "/v1/chat/completions", ResponsesChat: "/v1/responses"}
+
+
+@pytest.mark.parametrize("kind", PATHS)
 @pytest.mark.parametrize("count", [80, pytest.param(4000, marks=pytest.mark.full)])
 def test_any_body_is_served_or_refused_in_a_sentence(here, kind, count):
-    path = "/v1/completions" if kind is Completion else "/v1/chat/completions"
+    path = PATHS[kind]
     before = memory()
 
     @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
@@ -124,7 +150,7 @@ def test_any_body_is_served_or_refused_in_a_sentence(here, kind, count):
             assert len(content) < 10_000
             assert "\n" not in error["message"]
         else:
-            assert b"error" not in content
+            assert b'"error":{' not in content
 
     check()
     here.idle()

@@ -161,12 +161,12 @@ def test_the_verdict_says_what_is_kept_what_is_lost_and_what_is_not_judged():
     }
     found = abilities(probes, PasskeyResult(0.5, 0.45, 60, {}, {}))
     assert verdict(found, (20.0, 21.0), 512) == (
-        "Fit for continuing text, finding a number in prose and finding needles; not fit for following chains (keeps "
-        "80%); not judged: reading code and listing keys."
+        "Fit for continuing text, retrieving a number from prose and finding needles; not fit for following chains "
+        "(keeps 80%); not judged: reading code and listing keys."
     )
     # Two of 60 prompts less are no evidence, and are not called fit.
     unclear = abilities({}, PasskeyResult(0.5, 0.4, 60, {}, {}, loss_interval=(-0.02, 0.22)))
-    assert verdict(unclear, None, 0) == "Unclear with so few prompts: finding a number in prose (keeps 80%)."
+    assert verdict(unclear, None, 0) == "Unclear with so few prompts: retrieving a number from prose (keeps 80%)."
     assert losses(found) == ["following chains (40% right, the source 50%)"]
     # A ninth more perplexity is a tenth less probability.
     assert verdict([], (20.0, 22.3), 512) == "Not fit for continuing text (keeps 89%)."

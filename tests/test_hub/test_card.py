@@ -119,7 +119,7 @@ def test_a_measurement_is_written_into_manifest_and_card_and_weights_are_untouch
 def test_what_one_prompt_found_is_not_sealed(golden, caplog):
     digest = open_bundle(golden).manifest.files_digest()
     record(golden, Report(digest))
-    assert "| passkeys found, this bundle | 1 |" in (golden / "README.md").read_text()
+    assert "| retrieval, this bundle | 1 |" in (golden / "README.md").read_text()
     assert "fewer than 8 prompts" not in caplog.text
     record(golden, Report(digest, prompts=1))
     report = open_bundle(golden).manifest.fidelity.report

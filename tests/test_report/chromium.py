@@ -58,13 +58,13 @@ class Chromium:
         self._last_event = event.get("method")
         return event
 
-    def open(self, page: Path, width: int, scheme: str = "light") -> None:
-        """Load a file in a window of `width` CSS pixels and wait until it is complete."""
+    def open(self, page: Path | str, width: int, scheme: str = "light") -> None:
+        """Load a file, or a URL, in a window of `width` CSS pixels and wait until it is complete."""
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
         )
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        self.call("Page.navigate", url=page.resolve().as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         while self._next().get("method") != "Page.loadEventFired":
             pass
         self.evaluate("document.fonts.ready.then(() => 1)")
@@ -73,6 +73,13 @@ class Chromium:
         """The value of a JavaScript expression, or of its promise."""
         found = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         return found["result"].get("value")
+
+    def press(self, key: str) -> None:
+        """Press and release a key, such as Enter, where the focus is."""
+        codes = {"Enter": (13, "\r"), "Escape": (27, "")}
+        code, text = codes[key]
+        for kind in ("keyDown", "keyUp"):
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, text=text)
 
     def screenshot(self, file: Path) -> None:
         """The whole page."""

@@ -1,0 +1,24 @@
+"""kvconvert completion SHELL."""
+
+from __future__ import annotations
+
+import click
+from click.shell_completion import get_completion_class
+
+_VARIABLE = "_KVCONVERT_COMPLETE"  # by which click asks a program what fits
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print what makes SHELL complete kvconvert's commands and options.
+
+    \b
+    bash, in ~/.bashrc:  eval "$(kvconvert completion bash)"
+    zsh, in ~/.zshrc:    eval "$(kvconvert completion zsh)"
+    fish:                kvconvert completion fish > ~/.config/fish/completions/kvconvert.fish
+    """
+    completer = get_completion_class(shell)
+    assert completer is not None
+    click.echo(completer(ctx.find_root().command, {}, "kvconvert", _VARIABLE).source())

@@ -1,0 +1,189 @@
+"""What an answer may be where a client says so: JSON by a schema, or calls of tools, held by llguidance on the logits.
+
+llguidance computes which tokens may follow as they are needed, and gives up, instead of going on for ever, where a
+grammar takes too many steps or states.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, PreTrainedTokenizerBase
+
+from kvconvert.errors import first_line
+from kvconvert.models.responses import PROBE_ID, PROBE_NAME, CallFormat
+from kvconvert.serve.refusal import Refusal
+from kvconvert.serve.replies import new_call_id
+
+# Bytes of one schema as JSON; a thousand properties are compiled in half a second.
+MOST_SCHEMA_BYTES = 2**15
+# Symbols of a grammar, states of its lexer (2 KB each), and what one token may cost.
+_LIMITS = {"max_grammar_size": 20_000, "max_lexer_states": 8192, "step_lexer_fuel": 200_000, "step_max_items": 50_000}
+# Between values: no endless white space, which small models tend to.
+_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"\n? {0,16}", "coerce_one_of": True}
+# The marks of reasoning, and whether a prompt has the first of them; None for none.
+Reasoning = tuple[tuple[str, str], bool] | None
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+class Constraint(LogitsProcessor):
+    """A grammar that an answer follows; for one request.
+
+    Args:
+        matcher: llguidance's, at its beginning.
+        vocabulary: logits of a token.
+
+    Attributes:
+        failure: why the grammar was given up; the answer then ends.
+    """
+
+    def __init__(self, matcher: Any, vocabulary: int, stops: Collection[int]) -> None:
+        self._matcher, self._stops = matcher, sorted(stops)
+        self._length: int | None = None
+        self._mask = torch.zeros(-(-vocabulary // 32), dtype=torch.int32)
+        self._bits = torch.arange(32, dtype=torch.int32)
+        self._vocabulary = vocabulary
+        self.failure: str | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Constraint:
+        return Constraint(self._matcher.deep_copy(), self._vocabulary, self._stops)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Logits of which only those are left that may follow."""
+        count = input_ids.shape[1]
+        # On a GPU this waits for the token before, which was chosen there.
+        new = [] if self._length is None else input_ids[0, self._length :].tolist()
+        self._length = count
+        if self.failure is None and new and not self._matcher.is_stopped():
+            self._matcher.consume_tokens(new)
+        allowed = torch.zeros(scores.shape[-1], dtype=torch.bool)
+        if self.failure is None and not self._matcher.is_stopped():
+            self._matcher.unsafe_compute_mask_ptr(self._mask.data_ptr(), self._mask.numel() * 4)
+            if not self._matcher.is_error():
+                bits = ((self._mask[:, None] >> self._bits) & 1).flatten().bool()
+                allowed[: self._vocabulary] = bits[: self._vocabulary]
+        if self.failure is None and self._matcher.is_error():
+            self.failure = first_line(self._matcher.get_error())
+        if self.failure is not None or not allowed.any():
+            allowed[:] = False
+            allowed[self._stops] = True
+        return scores.masked_fill(~allowed.to(scores.device), -torch.inf)
+
+
+class Grammars:
+    """Grammars over one tokenizer.
+
+    Args:
+        tokenizer: of the model.
+        vocabulary: logits of a token.
+        stops: tokens that end an answer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, stops: Collection[int]) -> None:
+        self._vocabulary, self._stops = vocabulary, sorted(stop for stop in stops if stop < vocabulary)
+        self._missing: str | None = None
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self._added = {token.content: id for id, token in added.items() if token.content}
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        try:
+            import llguidance
+        except ImportError:
+            self._missing = "llguidance is not installed; run pip install '.[serve]' in a clone of kvconvert"
+            return
+        if backend is None or not self._stops:
+            self._missing = "the model's tokenizer has no form that llguidance reads, or no token that ends an answer"
+            return
+        backend = copy.copy(backend)
+        backend.no_padding()
+        backend.no_truncation()
+        try:
+            self._tokens = llguidance.LLTokenizer(backend.to_str(), n_vocab=vocabulary, eos_token=self._stops)
+        except BaseException as error:  # whatever a tokenizer holds that it does not expect, Rust's panics included
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            self._missing = f"llguidance does not read the model's tokenizer ({first_line(error)})"
+        self._matchers, self._limits = llguidance.LLMatcher, llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)
+
+    def check(self, param: str) -> None:
+        """Refuse a field that needs a grammar where there can be none (Refusal)."""
+        if self._missing is not None:
+            message = f"{param} is not served: {self._missing}."
+            raise Refusal(400, message, param=param, code="unsupported_parameter")
+
+    def schema(self, schema: Any, reasoning: Reasoning, param: str) -> Constraint:
+        """An answer that is JSON of a schema (Refusal: the schema cannot be served).
+
+        Args:
+            schema: a JSON schema.
+            reasoning: the marks around reasoning that may come before, and whether the prompt has the first of them.
+            param: the field of the request.
+        """
+        return self._of(["start: before %json " + _json(schema, param)], reasoning, param)
+
+    def calls(self, format: CallFormat, tools: Mapping[str, Any], reasoning: Reasoning, param: str) -> Constraint:
+        """An answer that is a call of one of some tools; other arguments are those of `schema`.
+
+        What llguidance does not know of the tools' schemas is left to the model.
+
+        Args:
+            format: of the model's calls.
+            tools: JSON schemas of arguments, by names.
+        """
+        choices = []
+        for name, schema in tools.items():
+            before = format.before.replace(PROBE_NAME, name).replace(PROBE_ID, new_call_id())
+            after = format.after.replace(PROBE_NAME, name).replace(PROBE_ID, new_call_id())
+            if format.kind == "tagged":
+                before = before[: before.rindex(name) + len(name)] + format.between
+                choices.append(f"{self.literal(before)} rest")
+            else:
+                arguments = _json(schema, param, lenient=True)
+                choices.append(f"{self.literal(before)} %json {arguments} {self.literal(after)}".strip())
+        rules = [f"call_{place}: {choice}" for place, choice in enumerate(choices)]
+        names = " | ".join(f"call_{place}" for place in range(len(choices)))
+        if format.kind == "tagged":
+            marks = {self._added[mark] for mark in self._added if mark in format.end or mark in "".join(format.tags)}
+            rules.append("rest: (ANY" + "".join(f" | <[{id}]>" for id in sorted(marks)) + ")*\nANY: /(.|\\n)/")
+        return self._of([f"start: before ({names})", *rules], reasoning, param)
+
+    def literal(self, text: str) -> str:
+        """A text as a part of a grammar, in which added tokens are tokens."""
+        names = sorted(self._added, key=len, reverse=True)
+        parts = re.split("(" + "|".join(map(re.escape, names)) + ")", text) if names else [text]
+        made = [f"<[{self._added[part]}]>" if part in self._added else json.dumps(part) for part in parts if part]
+        return " ".join(made)
+
+    def _before(self, reasoning: Reasoning) -> list[str]:
+        """Rules of what may come before an answer."""
+        if reasoning is None:
+            return ['before: ""']
+        (begin, end), begun = reasoning
+        thinks = f"thinks: /(.|\\n)*/ {self.literal(end)}"
+        if end not in self._added:
+            thinks = f"thinks[suffix={json.dumps(end)}]: /(.|\\n)*/"
+        return ["before: thinks /\\s*/" if begun else f"before: ({self.literal(begin)} thinks /\\s*/)?", thinks]
+
+    def _of(self, rules: list[str], reasoning: Reasoning, param: str) -> Constraint:
+        self.check(param)
+        grammar = "\n".join([*rules, *self._before(reasoning)])
+        matcher = self._matchers(self._tokens, grammar, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            reason = first_line(matcher.get_error()).rstrip(".")
+            raise Refusal(400, f"{param} cannot be served: {reason}.", param=param, code="unsupported_parameter")
+        return Constraint(matcher, self._vocabulary, self._stops)
+
+
+def _json(schema: Any, param: str, lenient: bool = False) -> str:
+    if not isinstance(schema, dict):
+        raise Refusal(400, f"{param}: a JSON schema should be an object.", param=param, code="invalid_value")
+    text = json.dumps(schema | {"x-guidance": _OPTIONS | {"lenient": lenient}})
+    if len(text) > MOST_SCHEMA_BYTES:
+        message = f"{param}: a JSON schema may have {MOST_SCHEMA_BYTES} bytes at most, and one has {len(text)}."
+        raise Refusal(400, message, param=param, code="invalid_value")
+    return text

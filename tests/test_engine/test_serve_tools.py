@@ -1,0 +1,425 @@
+"""What agents ask of `kvconvert serve`: tools, answers in a form, reasoning, logprobs, and biases."""
+
+import contextlib
+import json
+
+import openai
+import pytest
+import torch
+from fake_model import FakeModel
+from pydantic import BaseModel
+from serving import NAME, Letters, serving
+
+from kvconvert import load
+from kvconvert.runtime.engine import sampling
+
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function | tojson }};{% endfor %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    """{% for c in m.tool_calls %}<call>{{ '{"name": "' + c.function.name + '", "arguments": ' }}"""
+    "{{ c.function.arguments | tojson }}}</call>{% endfor %};{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% if thinks %}<think>{% endif %}{% endif %}{# </think> #}"
+)
+WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "Weather.", "parameters": WEATHER}}]
+TURNS = [{"role": "user", "content": "Oslo?"}]
+CALL = '<call>{"name": "weather", "arguments": {"city": "Oslo"}}</call>'
+
+
+class Templated(Letters):
+    """Letters with a template of tools."""
+
+    chat_template = TEMPLATE
+
+
+class Scripted(FakeModel):
+    """Says what it is told after "assistant:", and the prompt's answer by hash where it is told nothing."""
+
+    says = ""
+
+    def _read(self, cache, ids, positions):
+        logits = super()._read(cache, ids, positions)
+        for row, sequence in enumerate(cache.rows):
+            _, begun, said = Letters().decode(sequence or [], False).rpartition("assistant:")
+            if begun and self.says:
+                rest = self.says.removeprefix("<think>") if said.startswith("<think>") else self.says
+                count = len(said.removeprefix("<think>")) if said.startswith("<think>") else len(said)
+                logits[row, 0, ord(rest[count]) - 31 if count < len(rest) else 0] += 1000
+        return logits
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Scripted()
+
+
+@pytest.fixture(scope="module")
+def here(model):
+    with serving(model, Templated()) as here:
+        yield here
+
+
+@pytest.fixture(scope="module")
+def client(here):
+    with here.client() as client:
+        yield client
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_tool_is_called_and_its_result_is_answered(here, model, client, stream):
+    def ask(messages, **options):
+        options = {"model": NAME, "messages": messages, "tools": TOOLS, "temperature": 0} | options
+        if not stream:
+            return client.chat.completions.create(**options).choices[0]
+        with client.chat.completions.stream(**options) as events:
+            for _ in events:
+                pass
+            return events.get_final_completion().choices[0]
+
+    model.says = "I look. " + CALL
+    choice = ask(TURNS, tool_choice="auto")
+    assert (choice.finish_reason, choice.message.content.strip()) == ("tool_calls", "I look.")
+    (call,) = choice.message.tool_calls
+    assert (call.type, call.function.name, call.function.arguments) == ("function", "weather", '{"city": "Oslo"}')
+    model.says = "Rain."
+    called = {"role": "assistant", "content": None, "tool_calls": [call.to_dict()]}
+    called["tool_calls"][0].pop("index", None)
+    read = here.engine.stats().prompt_tokens
+    told = [*TURNS, called, {"role": "tool", "tool_call_id": call.id, "content": "wet"}]
+    choice = ask(told)
+    assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("stop", "Rain.", None)
+    prompt = json.dumps(TOOLS[0]["function"]) + ";user:Oslo?;assistant:" + CALL + ";tool:wet;assistant:"
+    assert here.engine.stats().prompt_tokens - read == len(prompt)
+
+
+def test_without_tools_a_call_is_text(model, client):
+    model.says = CALL
+    for options in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        choice = client.chat.completions.create(model=NAME, messages=TURNS, temperature=0, **options).choices[0]
+        assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (CALL, None, "stop")
+
+
+def test_several_calls_are_one_where_the_client_says_so(model, client):
+    model.says = CALL + CALL.replace("Oslo", "Bergen")
+    ask = {"model": NAME, "messages": TURNS, "temperature": 0, "tools": TOOLS}
+    for parallel, cities in ((True, ["Oslo", "Bergen"]), (False, ["Oslo"])):
+        message = client.chat.completions.create(**ask, parallel_tool_calls=parallel).choices[0].message
+        assert [json.loads(call.function.arguments)["city"] for call in message.tool_calls] == cities
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("thinks", [True, False])
+def test_reasoning_is_no_content(here, model, stream, thinks):
+    model.says = "<think>Two and two.</think> Four."
+    body = {"messages": TURNS, "temperature": 0, "stream": stream, "chat_template_kwargs": {"thinks": thinks}}
+    if not stream:
+        message = here.ask("/v1/chat/completions", body)[2]["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("Two and two.", "Four.")
+        return
+    connection, response = here.open("/v1/chat/completions", body)
+    with contextlib.closing(connection):
+        events = response.read().decode().split("\n\n")[:-2]
+    deltas = [json.loads(event.removeprefix("data: "))["choices"][0]["delta"] for event in events]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Two and two."
+    assert "".join(delta.get("content", "") for delta in deltas) == "Four."
+
+
+def test_how_likely_each_token_was_is_told_in_both_forms(model, client):
+    model.says = ""
+    chat = {"model": NAME, "messages": TURNS, "temperature": 0, "max_tokens": 4, "extra_body": {"ignore_eos": True}}
+    whole = client.chat.completions.create(**chat, logprobs=True, top_logprobs=3).choices[0]
+    assert whole.message.content == "".join(token.token for token in whole.logprobs.content)
+    assert len(whole.logprobs.content) == 4
+    for token in whole.logprobs.content:
+        assert token.top_logprobs[0].token == token.token
+        assert token.top_logprobs[0].logprob == token.logprob > token.top_logprobs[1].logprob > -10
+        assert bytes(token.bytes).decode() == token.token
+    streamed = client.chat.completions.create(**chat, logprobs=True, top_logprobs=3, stream=True)
+    pieces = [piece.choices[0].logprobs for piece in streamed]
+    assert [token for piece in pieces if piece for token in piece.content] == whole.logprobs.content
+    plain = client.chat.completions.create(**chat, logprobs=True).choices[0].logprobs.content
+    assert [token.logprob for token in plain] == [token.logprob for token in whole.logprobs.content]
+    assert not any(token.top_logprobs for token in plain)
+    text = {"model": NAME, "prompt": "user:Oslo?;assistant:", "temperature": 0, "max_tokens": 4}
+    text |= {"extra_body": {"ignore_eos": True}}
+    told = client.completions.create(**text, logprobs=2).choices[0].logprobs
+    assert told.tokens == [token.token for token in whole.logprobs.content]
+    assert told.token_logprobs == [token.logprob for token in whole.logprobs.content]
+    assert [len(likeliest) for likeliest in told.top_logprobs] == [2] * 4
+    assert told.text_offset == [0, 1, 2, 3]
+    streamed = [piece.choices[0].logprobs for piece in client.completions.create(**text, logprobs=2, stream=True)]
+    assert [offset for piece in streamed if piece for offset in piece.text_offset] == told.text_offset
+
+
+def test_log_probabilities_are_those_of_the_logits():
+    logits = torch.randn(3, 50)
+    chosen = torch.tensor([4, 9, 49])
+    packed = sampling.log_probabilities(logits, chosen, 2).tolist()
+    expected = logits.log_softmax(-1)
+    for row, numbers in enumerate(packed):
+        told = sampling.TokenLogprobs.of(numbers, 1)
+        assert told.chosen == pytest.approx(expected[row, chosen[row]].item())
+        assert told.likeliest == ((expected[row].argmax().item(), pytest.approx(expected[row].max().item())),)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_responses_interface_is_the_same_in_other_words(model, client, stream):
+    function = {"type": "function", **TOOLS[0]["function"]}
+
+    def ask(**options):
+        if not stream:
+            return client.responses.create(model=NAME, temperature=0, **options)
+        with client.responses.stream(model=NAME, temperature=0, **options) as stream_of_events:
+            events = list(stream_of_events)
+        assert events[0].type == "response.created"
+        assert events[-1].type in ("response.completed", "response.incomplete")
+        return events[-1].response
+
+    model.says = "<think>Hm.</think>I look. " + CALL
+    asked = [{"role": "user", "content": [{"type": "input_text", "text": "Oslo?"}]}]
+    called = ask(input=asked, tools=[function], instructions="Be brief.")
+    assert called.status == "completed"
+    thought, said, call = called.output
+    assert (thought.type, thought.content[0].text, said.content[0].text.strip()) == ("reasoning", "Hm.", "I look.")
+    assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "weather", {"city": "Oslo"})
+    model.says = "Rain."
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "wet"}
+    items = [item.to_dict(exclude_none=True) for item in called.output]
+    final = ask(input=[*asked, *items, result], tools=[function])
+    assert (final.output_text, final.usage.output_tokens) == ("Rain.", len("Rain.") + 1)
+    short = ask(input="Oslo?", max_output_tokens=2)
+    assert (short.status, short.output_text) == ("incomplete", "Ra")
+    assert short.incomplete_details.reason == "max_output_tokens"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"input": [{"type": "web_search_call"}]}, "input.0.type: 'web_search_call' is not served"),
+        ({"input": 3}, "input: give text"),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools.0.type: 'web_search' is not served"),
+        (
+            {"input": "x", "previous_response_id": "r"},
+            "which keeps no responses",
+        ),
+        ({"input": "x", "include": ["message.output_text.logprobs"]}, "include is not served"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "no input_image",
+        ),
+    ],
+)
+def test_a_response_that_cannot_be_served_is_a_sentence(here, body, said):
+    status, _, told = here.ask("/v1/responses", body)
+    assert status == 400
+    assert said in told["error"]["message"]
+
+
+REFUSED = [
+    ({"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+    ({"tools": TOOLS * 2}, "two functions have one name"),
+    ({"tools": [{"type": "function", "function": {"name": f"f{n}"}} for n in range(129)]}, "at most 128"),
+    ({"tool_choice": "required"}, "there are no tools"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "there is no tool 'x'"),
+    ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "leave one of them out"),
+    ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice is not served: the model's tokenizer"),
+    ({"response_format": {"type": "json_object"}}, "response_format is not served: the model's tokenizer"),
+    ({"response_format": {"type": "json_schema"}}, "json_schema belongs to the type json_schema"),
+    ({"response_format": {"type": "grammar"}}, "response_format.type"),
+    ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "leave ignore_eos out"),
+    ({"top_logprobs": 3}, "top_logprobs needs logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "less than or equal to 20"),
+    ({"logprobs": True, "top_logprobs": 20, "n": 16, "max_tokens": 4000}, "could have 1344000; lower max_tokens"),
+    ({"logit_bias": {"x": 1}}, "'x' is no token id"),
+    ({"logit_bias": {"5": 101}}, "less than or equal to 100"),
+    ({"logit_bias": {str(n): 1 for n in range(1025)}}, "at most 1024"),
+    ({"messages": [{"role": "tool"}]}, "messages.0.content: Field required"),
+    ({"messages": [*TURNS, {"role": "user", "content": "x", "tool_calls": []}]}, None),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "kvconvert chat takes images",
+    ),
+    ({"presence_penalty": 0.5}, "presence_penalty is not served"),
+]
+
+
+@pytest.mark.parametrize(("body", "said"), REFUSED)
+def test_what_cannot_be_served_is_a_sentence(here, body, said):
+    status, _, told = here.ask("/v1/chat/completions", {"messages": TURNS, "max_tokens": 2} | body)
+    if said is None:
+        assert status == 200
+        return
+    assert status == 400
+    assert said in told["error"]["message"]
+    assert "\n" not in told["error"]["message"]
+
+
+@pytest.mark.parametrize("depth", [100, 400, 900, 5000])
+@pytest.mark.parametrize("where", ["tool", "arguments", "schema"])
+def test_nothing_that_is_nested_deeply_fails_the_server(here, where, depth):
+    nested = '{"a":' * depth + "{}" + "}" * depth
+    body = {"messages": TURNS, "tools": TOOLS, "max_tokens": 2}
+    if where == "arguments":
+        call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": nested}}
+        body["messages"] = [*TURNS, {"role": "assistant", "tool_calls": [call]}, *TURNS]
+    elif where == "tool":
+        body["tools"] = [{"type": "function", "function": {"name": "f", "parameters": "NESTED"}}]
+    else:
+        body = {"messages": TURNS, "response_format": {"type": "json_schema", "json_schema": {"schema": "NESTED"}}}
+    status, _, told = here.ask("/v1/chat/completions", json.dumps(body).replace('"NESTED"', nested).encode())
+    assert status == 400 or (status == 200 and where != "schema"), told
+    if status == 400:
+        assert "\n" not in told["error"]["message"]
+
+
+def test_a_template_without_tools_is_told():
+    tokenizer = Letters()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with serving(FakeModel(), tokenizer) as here:
+        status, _, told = here.ask("/v1/chat/completions", {"messages": TURNS, "tools": TOOLS})
+        assert status == 400
+        assert "chat template writes no calls of tools" in told["error"]["message"]
+
+
+class Person(BaseModel):
+    """A schema as the `openai` package makes it."""
+
+    name: str
+    age: int
+    tags: list[str]
+
+
+@pytest.fixture(scope="module")
+def tiny(converted):
+    """A model of random weights, which follows no form by itself."""
+    model, tokenizer = load(converted / "bundle", dtype=torch.float32)
+    tokenizer.chat_template = TEMPLATE.partition("{# ")[0]  # which does not reason
+    with serving(model, tokenizer, max_batch=3) as here:
+        yield here
+
+
+def test_biases_and_penalties_change_what_is_said(tiny):
+    def tokens(**options):
+        ask = {"prompt": [5, 6, 7], "max_tokens": 5, "temperature": 0, "ignore_eos": True, "logprobs": 0} | options
+        status, _, told = tiny.ask(body=ask)
+        return told["choices"][0]["logprobs"]["tokens"] if status == 200 else told["error"]["message"]
+
+    plain, letter = tokens(), tiny.service.texts.text(40)
+    assert tokens(logit_bias={"40": 100}) == [letter] * 5
+    first = next(id for id in range(4096) if tiny.service.texts.text(id) == plain[0])
+    assert tokens(logit_bias={str(first): -100})[0] != plain[0]
+    assert len(set(tokens(logit_bias={"40": 3}, repetition_penalty=50.0))) == 5
+    assert tokens(repetition_penalty=1.0, min_p=0) == plain
+    assert "generation settings sequence_bias cannot be applied" in tokens(logit_bias={"4096": 1})
+
+
+def schema(**properties):
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+def test_an_answer_follows_its_schema_whatever_the_model_likes(tiny):
+    strict = schema(name={"type": "string", "maxLength": 5}, age={"enum": [1, 20, 300]}, ok={"type": "boolean"})
+    named = {"name": "person", "schema": strict, "strict": True}
+    body = {"messages": TURNS, "n": 4, "seed": 1, "temperature": 2.0, "max_tokens": 400}
+    body["response_format"] = {"type": "json_schema", "json_schema": named}
+    first = tiny.ask("/v1/chat/completions", body)[2]["choices"]
+    assert [choice["finish_reason"] for choice in first] == ["stop"] * 4
+    for choice in first:
+        said = json.loads(choice["message"]["content"])
+        assert [*said] == ["name", "age", "ok"]
+        assert len(said["name"]) <= 5
+        assert said["age"] in (1, 20, 300)
+    assert len({choice["message"]["content"] for choice in first}) > 1
+    assert tiny.ask("/v1/chat/completions", body)[2]["choices"] == first
+    tiny.idle()
+
+
+def test_a_required_call_is_one_of_the_tools(tiny):
+    tools = [
+        {"type": "function", "function": {"name": f"tool-{n}", "parameters": schema(x={"enum": [n, n + 1]})}}
+        for n in range(2)
+    ]
+    body = {"messages": TURNS, "n": 3, "seed": 3, "temperature": 1.0, "tools": tools, "max_tokens": 250}
+    forced = {"type": "function", "function": {"name": "tool-1"}}
+    for choice in ("required", forced):
+        status, _, told = tiny.ask("/v1/chat/completions", body | {"tool_choice": choice})
+        assert status == 200, told
+        answered = told["choices"]
+        assert [one["finish_reason"] for one in answered] == ["tool_calls"] * 3
+        for one in answered:
+            (call,) = one["message"]["tool_calls"]
+            number = int(call["function"]["name"].removeprefix("tool-"))
+            assert json.loads(call["function"]["arguments"])["x"] in (number, number + 1)
+            assert choice == "required" or number == 1
+
+
+@pytest.mark.parametrize(
+    ("hostile", "said"),
+    [
+        ({"$ref": "http://127.0.0.1/x"}, "retriever does not fetch"),
+        ({"$ref": "file:///etc/passwd"}, "retriever does not fetch"),
+        ({"type": "string", "pattern": "("}, "regex parse error"),
+        ({"type": "thing"}, "Invalid type"),
+        ({"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(3000)}}, "32768 bytes at most"),
+        ({"anyOf": [{"type": "object", "properties": {str(n): {} for n in range(20)}} for _ in range(70)]}, None),
+        ({"type": "array", "minItems": 10**6, "items": {"type": "array", "minItems": 10**6}}, None),
+        ({"type": "string", "pattern": "^((a{1,1000}){1,1000}){1,1000}$"}, None),
+        (
+            {
+                "$ref": "#/$defs/0",
+                "$defs": {str(n): {"allOf": [{"$ref": f"#/$defs/{n + 1}"}] * 2} for n in range(30)},
+            },
+            None,
+        ),
+    ],
+)
+def test_a_schema_takes_little_or_is_refused(tiny, hostile, said):
+    body = {"messages": TURNS, "max_tokens": 3, "response_format": {"type": "json_schema"}}
+    body["response_format"]["json_schema"] = {"schema": hostile}
+    status, _, told = tiny.ask("/v1/chat/completions", body)
+    assert (status, "error" in told) in ((400, True), (200, False))
+    if said is not None:
+        assert said in told["error"]["message"]
+    tiny.idle()
+
+
+def test_a_grammar_that_is_given_up_ends_the_answer_with_an_error(tiny, monkeypatch):
+    matcher = tiny.service._grammars._matchers
+    calls = []
+
+    class Failing:
+        def __init__(self, *arguments, **options):
+            self.inner = matcher(*arguments, **options)
+
+        def deep_copy(self):
+            return self
+
+        def is_error(self):
+            return len(calls) > 3
+
+        def get_error(self):
+            return "too many states"
+
+        def consume_tokens(self, tokens):
+            calls.append(tokens)
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+    monkeypatch.setattr(tiny.service._grammars, "_matchers", Failing)
+    body = {"messages": TURNS, "max_tokens": 30, "response_format": {"type": "json_object"}}
+    status, _, told = tiny.ask("/v1/chat/completions", body)
+    assert (status, told["error"]["code"]) == (400, "grammar_too_complex")
+    assert "too many states" in told["error"]["message"]
+    tiny.idle()
+
+
+def test_the_package_parses_answers_of_a_model_class(tiny):
+    with tiny.client() as client:
+        limited = {"min_p": 1.0}  # greedy, as a random model would write long names
+        with contextlib.suppress(openai.LengthFinishReasonError):
+            parsed = client.chat.completions.parse(
+                model=NAME, messages=TURNS, response_format=Person, max_tokens=300, extra_body=limited
+            )
+            assert isinstance(parsed.choices[0].message.parsed, Person)
