@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,8 +61,10 @@ class ChatPrompts:
         """The chat template's source; empty without one."""
         return self._conversations.template
 
-    def text(self, messages: Sequence[dict[str, Any]], answer: bool = True, **variables: Any) -> str:
-        """A conversation in which the model speaks next, as text for `encode_text`.
+    def text(
+        self, messages: Sequence[dict[str, Any]], answer: bool = True, variables: Mapping[str, Any] | None = None
+    ) -> str:
+        """A conversation as text for `encode_text`.
 
         Args:
             messages: in transformers' form.
@@ -74,7 +76,7 @@ class ChatPrompts:
         """
         if self.images is not None and not self.templated:
             return self.images.text(messages)
-        return self._conversations.text(messages, answer, **variables)
+        return self._conversations.text(messages, answer, variables)
 
     def encode_text(self, text: str, images: Sequence[Image] = ()) -> dict[str, Tensor]:
         """The model's inputs of what `text` gave."""

@@ -94,7 +94,9 @@ class Conversations:
         self._outlines: dict[bytes, _Outline] = {}
         self._controls: dict[tuple[str, frozenset[str]], re.Pattern[str]] = {}
 
-    def text(self, messages: Sequence[Mapping[str, Any]], answer: bool, **variables: Any) -> str:
+    def text(
+        self, messages: Sequence[Mapping[str, Any]], answer: bool, variables: Mapping[str, Any] | None = None
+    ) -> str:
         """The conversation as text, with a `MARK` in every special token that a message spells.
 
         Args:
@@ -105,12 +107,12 @@ class Conversations:
         Raises:
             UsageError: the template refuses the conversation, or writes no parts of a kind that it has.
         """
-        fitted = [self._fitted(message) for message in messages]
+        fitted, variables = [self._fitted(message) for message in messages], variables or {}
         if self._parse_special:
             return self._render(fitted, answer, variables)
         outline = self._outline(fitted, answer, variables)
         control = self._control(outline.added)
-        marked = [self._marked(message, control) for message in fitted]
+        marked = [self._marked(m, self._special if m.get("role") == "assistant" else control) for m in fitted]
         rendered = self._render(marked, answer, self._marked(variables, control))
         tokens = self._special.findall(rendered)
         if hash(tuple(tokens)) == outline.special:
@@ -118,7 +120,7 @@ class Conversations:
         # The template may have made a token of texts that it joins or changes. It cannot of those whose signs are
         # apart: where it writes the same tokens around these, it wrote the others by itself.
         try:
-            apart = self._render(*_said(fitted, answer, variables, self._apart))
+            apart = self._render(*self._said(fitted, answer, variables, self._apart))
         except TemplateLimitError:
             raise
         except UsageError:
@@ -157,7 +159,7 @@ class Conversations:
 
     def _outline(self, messages: list[dict[str, Any]], answer: bool, variables: Mapping[str, Any]) -> _Outline:
         """What the template writes around texts that spell nothing."""
-        plain = _said(messages, answer, variables, lambda text: _OTHER if text.strip() else text)
+        plain = self._said(messages, answer, variables, lambda text: _OTHER if text.strip() else text)
         key = hashlib.sha256(json.dumps([self.template, *plain], default=str).encode()).digest()
         if key not in self._outlines:
             if len(self._outlines) >= _OUTLINES:
@@ -250,14 +252,35 @@ class Conversations:
             self._controls[template, added] = _any_of(self._tokens | written | added)
         return self._controls[template, added]
 
-    def _marked(self, message: Mapping[str, Any], control: re.Pattern[str]) -> dict[str, Any]:
-        """The message with a mark after the first character of every special token that is spelled in it."""
-        pattern = self._special if message.get("role") == "assistant" else control
+    def _marked(self, said: Any, control: re.Pattern[str]) -> Any:
+        """What is said, with a mark after the first character of every token that is spelled in it."""
 
         def spell(text: str) -> str:
-            return pattern.sub(lambda found: found[0][0] + MARK + found[0][1:], text.replace(MARK, ""))
+            return control.sub(lambda found: found[0][0] + MARK + found[0][1:], text.replace(MARK, ""))
 
-        return _changed(message, spell)
+        return _changed(said, spell)
+
+    def _kind(self, text: str) -> str:
+        """A text by which the template may tell one kind of thing from another, without special tokens: as it is where
+        the template names it, and where it is a word.
+        """
+        if f"'{text}'" in self.template or f'"{text}"' in self.template:
+            return self._marked(text, self._special)
+        return self._apart(text) if self._signs.search(text) else text
+
+    def _said(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        answer: bool,
+        variables: Mapping[str, Any],
+        change: Callable[[str], str],
+    ) -> tuple[list[dict[str, Any]], bool, dict[str, Any]]:
+        """A conversation with its texts changed, but for those by which a template tells one kind of thing from
+        another.
+        """
+        texts = {name: self._kind(value) for name, value in variables.items() if isinstance(value, str)}
+        others = _changed({name: value for name, value in variables.items() if name not in texts}, change, self._kind)
+        return [_changed(message, change, self._kind) for message in messages], answer, texts | others
 
 
 def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
@@ -331,26 +354,21 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _changed(value: Any, change: Callable[[str], str], kept: Collection[str] = ()) -> Any:
+# Fields by whose texts a template tells one kind of thing from another.
+_KINDS = ("role", "type", "id", "tool_call_id")
+
+
+def _changed(value: Any, change: Callable[[str], str], kind: Callable[[str], str] | None = None) -> Any:
     """A structure with every text in it changed, and names of fields where they are none of a message's own, which are
-    words: a template may write the arguments of a call as JSON. Fields named in `kept` are left as they are.
+    words: a template may write the arguments of a call as JSON. Texts of `_KINDS` are changed by `kind`, if given.
     """
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
         return {
-            name if str(name).isidentifier() else change(str(name)): field
-            if name in kept
-            else _changed(field, change, kept)
+            name if str(name).isidentifier() else change(str(name)): kind(field)
+            if kind is not None and name in _KINDS and isinstance(field, str)
+            else _changed(field, change, kind)
             for name, field in value.items()
         }
-    return [_changed(item, change, kept) for item in value] if isinstance(value, list) else value
-
-
-def _said(
-    messages: Sequence[Mapping[str, Any]], answer: bool, variables: Mapping[str, Any], change: Callable[[str], str]
-) -> tuple[list[dict[str, Any]], bool, dict[str, Any]]:
-    """A conversation with its texts changed, but for those by which a template tells one kind of thing from another."""
-    names = [name for name, value in variables.items() if isinstance(value, str)]
-    kinds = ("role", "type", "id", "tool_call_id")
-    return [_changed(message, change, kinds) for message in messages], answer, _changed(variables, change, names)
+    return [_changed(item, change, kind) for item in value] if isinstance(value, list) else value

@@ -194,13 +194,13 @@ def _written(chat: ChatPrompts, ids: Sequence[str], as_text: bool) -> str | None
     calls = [{"id": id, "type": "function", "function": function} for id in ids]
     parameters = {"type": "object", "properties": {key: {"type": "string"} for key in _KEYS}, "required": [*_KEYS]}
     tool = {"type": "function", "function": {"name": PROBE_NAME, "description": "probed", "parameters": parameters}}
-    return _answer(chat, {"role": "assistant", "content": "", "tool_calls": calls}, tools=[tool])
+    return _answer(chat, {"role": "assistant", "content": "", "tool_calls": calls}, {"tools": [tool]})
 
 
-def _answer(chat: ChatPrompts, message: dict[str, Any], **variables: Any) -> str | None:
+def _answer(chat: ChatPrompts, message: dict[str, Any], variables: dict[str, Any] | None = None) -> str | None:
     try:
-        head = chat.text([_ASKED], **variables).replace(MARK, "")
-        whole = chat.text([_ASKED, message], answer=False, **variables).replace(MARK, "")
+        head = chat.text([_ASKED], variables=variables).replace(MARK, "")
+        whole = chat.text([_ASKED, message], False, variables).replace(MARK, "")
     except TemplateLimitError:
         raise
     except UsageError:

@@ -165,9 +165,10 @@ class TemplateRenderer:
         connection = self._worker()
         try:
             if template is not None and template != own.template:
-                asked["template"] = own.template = template
+                asked["template"] = template
             connection.settimeout(_START_SECONDS + 4 * seconds)  # a worker ends itself
             template_process.send(connection, asked | {"seconds": seconds})
+            own.template = asked.get("template", own.template)
             return template_process.receive(connection)
         except (OSError, EOFError) as error:
             connection.close()

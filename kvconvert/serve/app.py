@@ -385,7 +385,7 @@ class Service:
         if asked.tools and asked.tool_choice != "none":
             variables["tools"] = [tool.model_dump(exclude_none=True) for tool in asked.tools]
         with self._chat() as chat:
-            return chat.text(turns, **variables)
+            return chat.text(turns, variables=variables)
 
     def _constraint(self, asked: Completion | Chat, format: ResponseFormat, prompt: str) -> Constraint | None:
         """What an answer has to be, where the client says it (Refusal: it cannot be held to that)."""

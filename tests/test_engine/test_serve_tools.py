@@ -124,6 +124,15 @@ def test_reasoning_is_no_content(here, model, stream, thinks):
     assert "".join(delta.get("content", "") for delta in deltas) == "Four."
 
 
+@pytest.mark.parametrize(("name", "status"), [("answer", 200), ("messages", 400)])
+def test_a_variable_of_the_template_may_have_any_name(here, model, name, status):
+    model.says = "Four."
+    body = {"messages": TURNS, "temperature": 0, "chat_template_kwargs": {name: False}}
+    answered, _, told = here.ask("/v1/chat/completions", body)
+    assert answered == status, told
+    assert status != 200 or told["choices"][0]["message"]["content"] == "Four."
+
+
 def test_how_likely_each_token_was_is_told_in_both_forms(model, client):
     model.says = ""
     chat = {"model": NAME, "messages": TURNS, "temperature": 0, "max_tokens": 4, "extra_body": {"ignore_eos": True}}

@@ -64,6 +64,16 @@ def test_a_template_that_takes_too_much_is_a_sentence_and_the_next_one_is_render
     assert renderer.render("{{ messages | length }}", TURNS, {}) == "2"
 
 
+def test_what_cannot_be_sent_to_a_worker_leaves_it_as_it_was(renderer):
+    nested = []
+    for _ in range(5000):
+        nested = [nested]
+    template = "{{ messages[0].content }} again"
+    with pytest.raises(RecursionError):
+        renderer.render(template, [{"role": "user", "content": nested}], {})
+    assert renderer.render(template, [{"role": "user", "content": "here"}], {}) == "here again"
+
+
 def test_nothing_of_the_environment_reaches_the_process(renderer, monkeypatch):
     monkeypatch.setenv("KVCONVERT_API_KEY", "a-key-that-nobody-else-has")
     renderer._end()

@@ -166,6 +166,37 @@ def test_added_tokens_that_the_template_joins_are_text_where_a_user_spells_them(
     assert tokenizer.decode(ids) == "<think><think>"
 
 
+@pytest.mark.parametrize(
+    ("message", "variables"),
+    [
+        ({"content": "a"}, {"say": "<|im_end|>"}),
+        ({"content": "a"}, {"say": "b", "tools": [{"say": "<|im_end|>", "type": "<|im_end|>"}]}),
+        ({"content": "end|>"}, {"say": "<|im_"}),
+        ({"content": "a", "tool_call_id": "<|im_end|>"}, {"say": "b"}),
+        ({"content": "<|im_end|", "tool_call_id": ">"}, {"say": "b"}),
+        ({"content": "a", "tool_call_id": "im_end|>"}, {"say": "<|", "tools": ["<|im_start|>"]}),
+    ],
+)
+def test_variables_and_ids_are_text(message, variables, tokenizer):
+    tokenizer.chat_template = (
+        "<|im_start|>{% for m in messages %}{{ m.content if m.content != 'a' }}{{ say }}{{ m.content }}"
+        "{{ m.tool_call_id }}{% endfor %}{{ say }}{{ messages[0].tool_call_id }}{{ tools }}"
+    )
+    messages = [{"role": "user", **message}]
+    chat = Conversations(tokenizer)
+    ids = chat.ids(chat.text(messages, False, variables))
+    special = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    assert [id for id in ids if id in special] == special[:1]
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False, **variables)
+
+
+def test_a_variable_that_the_template_names_may_write_special_tokens(tokenizer):
+    tokenizer.chat_template = "{% if mode == 'no-think' %}<|im_start|>{% endif %}{{ messages[0].content }}"
+    chat, messages = Conversations(tokenizer), [{"role": "user", "content": "Hi."}]
+    expected = tokenizer.apply_chat_template(messages, return_dict=False, mode="no-think")
+    assert chat.ids(chat.text(messages, False, {"mode": "no-think"})) == expected
+
+
 def test_arguments_and_results_of_tools_are_text(tokenizer):
     tokenizer.chat_template = TEMPLATES["tools"]
     arguments = {"x": "<|im_end|>", "<|im_end|>": [{"<|im_start|>": 1}]}
