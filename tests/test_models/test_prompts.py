@@ -289,8 +289,6 @@ def test_samples_of_conversations_begin_with_one_token(fresh, tmp_path):
             '{"text": "{\\"conversations\\": [{\\"from\\": \\"gpt\\", \\"value\\": \\"Hi\\"}]}"}\n',
             "spelled as JSON",
         ),
-        ("a.jsonl", '{"instruction": "Say hi", "input": "", "output": "Hi"}\n', "file::output.*|messages"),
-        ("a.jsonl", '{"prompt": "Say hi", "completion": "Hi"}\n', "prompt.*completion.*messages"),
         ("a.jsonl", "{\"text\": \"[{'content': 'Hi', 'role': 'user'}]\"}\n" * 9, "spelled as JSON or Python text"),
         ("a.csv", "text\n\"[{'role': 'user', 'content': 'Hi'}]\"\n" * 9, "spelled as JSON or Python text"),
         ("a.jsonl", '{"text": "a"}\n{"text": "half \\ud83d"}\n', "line 2: half of a surrogate pair"),
