@@ -67,7 +67,14 @@ ALLOWED = {
         "kvconvert.methods",
         "kvconvert.errors",
     ),
-    "kvconvert/serve": ("kvconvert.serve", "kvconvert.runtime", "kvconvert.models", "kvconvert.errors"),
+    "kvconvert/serve": (
+        "kvconvert.serve",
+        "kvconvert.runtime",
+        "kvconvert.bundle",
+        "kvconvert.cache",
+        "kvconvert.models",
+        "kvconvert.errors",
+    ),
 }
 
 

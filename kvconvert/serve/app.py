@@ -393,10 +393,10 @@ class Service:
             return None
         begun = format.reasons_at_once(prompt)
         reasoning = None if format.reasoning is None else (format.reasoning, begun)
-        if asked.forced is not None and format.calls is not None:
-            return self._grammars.calls(format.calls, asked.forced, reasoning, "tool_choice")
+        if asked.forced is not None:
+            return self._grammars.of(None, format.calls, asked.forced, reasoning, "tool_choice")
         if asked.answer_schema is not None:
-            return self._grammars.schema(asked.answer_schema, reasoning, "response_format")
+            return self._grammars.of(asked.answer_schema, format.calls, asked.schemas, reasoning, "response_format")
         return None
 
     def _reply(self, asked: Completion | Chat, format: ResponseFormat, prompt: str) -> tuple[Reply, bool]:

@@ -23,6 +23,7 @@ from kvconvert.serve.replies import new_call_id
 
 # Bytes of one schema as JSON; a thousand properties are compiled in half a second.
 MOST_SCHEMA_BYTES = 2**15
+MOST_GRAMMAR_BYTES = 2**17
 # Symbols of a grammar, states of its lexer (2 KB each), and what one token may cost.
 _LIMITS = {"max_grammar_size": 20_000, "max_lexer_states": 8192, "step_lexer_fuel": 200_000, "step_max_items": 50_000}
 # Between values: no endless white space, which small models tend to.
@@ -116,25 +117,36 @@ class Grammars:
             message = f"{param} is not served: {self._missing}."
             raise Refusal(400, message, param=param, code="unsupported_parameter")
 
-    def schema(self, schema: Any, reasoning: Reasoning, param: str) -> Constraint:
-        """An answer that is JSON of a schema (Refusal: the schema cannot be served).
-
-        Args:
-            schema: a JSON schema.
-            reasoning: the marks around reasoning that may come before, and whether the prompt has the first of them.
-            param: the field of the request.
-        """
-        return self._of(["start: before %json " + _json(schema, param)], reasoning, param)
-
-    def calls(self, format: CallFormat, tools: Mapping[str, Any], reasoning: Reasoning, param: str) -> Constraint:
-        """An answer that is a call of one of some tools; other arguments are those of `schema`.
+    def of(
+        self, schema: Any, format: CallFormat | None, tools: Mapping[str, Any], reasoning: Reasoning, param: str
+    ) -> Constraint:
+        """An answer that is JSON of a schema, or a call of one of some tools (Refusal: it cannot be served).
 
         What llguidance does not know of the tools' schemas is left to the model.
 
         Args:
+            schema: a JSON schema; None allows calls alone.
             format: of the model's calls.
             tools: JSON schemas of arguments, by names.
+            reasoning: the marks around reasoning that may come before, and whether the prompt has the first of them.
+            param: the field of the request.
         """
+        self.check(param)
+        choices = [] if schema is None else ["%json " + _json(schema, param)]
+        rules = [] if format is None or not tools else self._calls(format, tools, param)
+        choices += [rule.partition(":")[0] for rule in rules if rule.startswith("call_")]
+        grammar = "\n".join([f"start: before ({' | '.join(choices)})", *rules, *self._before(reasoning)])
+        if len(grammar) > MOST_GRAMMAR_BYTES:
+            message = f"{param}: all JSON schemas may have {MOST_GRAMMAR_BYTES} bytes at most, and have {len(grammar)}."
+            raise Refusal(400, message, param=param, code="invalid_value")
+        matcher = self._matchers(self._tokens, grammar, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            reason = first_line(matcher.get_error()).rstrip(".")
+            raise Refusal(400, f"{param} cannot be served: {reason}.", param=param, code="unsupported_parameter")
+        return Constraint(matcher, self._vocabulary, self._stops)
+
+    def _calls(self, format: CallFormat, tools: Mapping[str, Any], param: str) -> list[str]:
+        """Rules of a call of each of some tools."""
         choices = []
         for name, schema in tools.items():
             before = format.before.replace(PROBE_NAME, name).replace(PROBE_ID, new_call_id())
@@ -146,11 +158,10 @@ class Grammars:
                 arguments = _json(schema, param, lenient=True)
                 choices.append(f"{self.literal(before)} %json {arguments} {self.literal(after)}".strip())
         rules = [f"call_{place}: {choice}" for place, choice in enumerate(choices)]
-        names = " | ".join(f"call_{place}" for place in range(len(choices)))
         if format.kind == "tagged":
             marks = {self._added[mark] for mark in self._added if mark in format.end or mark in "".join(format.tags)}
             rules.append("rest: (ANY" + "".join(f" | <[{id}]>" for id in sorted(marks)) + ")*\nANY: /(.|\\n)/")
-        return self._of([f"start: before ({names})", *rules], reasoning, param)
+        return rules
 
     def literal(self, text: str) -> str:
         """A text as a part of a grammar, in which added tokens are tokens."""
@@ -168,15 +179,6 @@ class Grammars:
         if end not in self._added:
             thinks = f"thinks[suffix={json.dumps(end)}]: /(.|\\n)*/"
         return ["before: thinks /\\s*/" if begun else f"before: ({self.literal(begin)} thinks /\\s*/)?", thinks]
-
-    def _of(self, rules: list[str], reasoning: Reasoning, param: str) -> Constraint:
-        self.check(param)
-        grammar = "\n".join([*rules, *self._before(reasoning)])
-        matcher = self._matchers(self._tokens, grammar, log_level=0, limits=self._limits)
-        if matcher.is_error():
-            reason = first_line(matcher.get_error()).rstrip(".")
-            raise Refusal(400, f"{param} cannot be served: {reason}.", param=param, code="unsupported_parameter")
-        return Constraint(matcher, self._vocabulary, self._stops)
 
 
 def _json(schema: Any, param: str, lenient: bool = False) -> str:

@@ -11,7 +11,9 @@ from pydantic import BaseModel
 from serving import NAME, Letters, serving
 
 from kvconvert import load
+from kvconvert.models.responses import PROBE_NAME, CallFormat
 from kvconvert.runtime.engine import sampling
+from kvconvert.serve.refusal import Refusal
 
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t.function | tojson }};{% endfor %}"
@@ -361,6 +363,27 @@ def test_a_required_call_is_one_of_the_tools(tiny):
             number = int(call["function"]["name"].removeprefix("tool-"))
             assert json.loads(call["function"]["arguments"])["x"] in (number, number + 1)
             assert choice == "required" or number == 1
+
+
+def test_an_answer_in_a_form_may_call_tools_before(tiny):
+    """As agents ask that want an object in the end."""
+    tools = [{"type": "function", "function": {"name": "look", "parameters": schema(x={"enum": [1]})}}]
+    form = {"type": "json_schema", "json_schema": {"schema": schema(y={"enum": [2]})}}
+    body = {"messages": TURNS, "n": 16, "seed": 5, "temperature": 1.0, "max_tokens": 100}
+    answered = tiny.ask("/v1/chat/completions", body | {"tools": tools, "response_format": form})[2]["choices"]
+    calls = [one["message"].get("tool_calls") for one in answered]
+    assert any(calls)
+    assert not all(calls)
+    for one, called in zip(answered, calls, strict=True):
+        said = called[0]["function"]["arguments"] if called else one["message"]["content"]
+        assert json.loads(said) == ({"x": 1} if called else {"y": 2})
+
+
+def test_schemas_of_all_tools_together_are_bounded(tiny):
+    large = schema(**{f"p{n}": {"type": "string"} for n in range(300)})
+    format = CallFormat("json", "<call>", "</call>", f'<call>{{"name": "{PROBE_NAME}", "arguments": ', "}</call>")
+    with pytest.raises(Refusal, match="all JSON schemas may have 131072 bytes at most"):
+        tiny.service._grammars.of(None, format, {f"f{n}": large for n in range(20)}, None, "tool_choice")
 
 
 @pytest.mark.parametrize(

@@ -377,7 +377,6 @@ def test_samples_of_conversations_begin_with_one_token(fresh, tmp_path):
             '{"text": "{\\"conversations\\": [{\\"from\\": \\"gpt\\", \\"value\\": \\"Hi\\"}]}"}\n',
             "spelled as JSON",
         ),
-        ("a.jsonl", '{"task": "Say hi", "reaction": "Hi"}\n', "no columns of questions and answers.*task and reaction"),
         ("a.jsonl", "{\"text\": \"[{'content': 'Hi', 'role': 'user'}]\"}\n" * 9, "spelled as JSON or Python text"),
         ("a.csv", "text\n\"[{'role': 'user', 'content': 'Hi'}]\"\n" * 9, "spelled as JSON or Python text"),
         ("a.jsonl", '{"text": "a"}\n{"text": "half \\ud83d"}\n', "line 2: half of a surrogate pair"),
