@@ -174,13 +174,13 @@ def test_added_tokens_that_the_template_joins_are_text_where_a_user_spells_them(
         ({"content": "end|>"}, {"say": "<|im_"}),
         ({"content": "a", "tool_call_id": "<|im_end|>"}, {"say": "b"}),
         ({"content": "<|im_end|", "tool_call_id": ">"}, {"say": "b"}),
-        ({"content": "a", "tool_call_id": "im_end|>"}, {"say": "<|", "tools": ["<|im_start|>"]}),
+        ({"content": "a", "tool_call_id": "im_end|>"}, {"say": "<|", "tools": [{"id": "<|im_start|>"}]}),
     ],
 )
 def test_variables_and_ids_are_text(message, variables, tokenizer):
     tokenizer.chat_template = (
-        "<|im_start|>{% for m in messages %}{{ m.content if m.content != 'a' }}{{ say }}{{ m.content }}"
-        "{{ m.tool_call_id }}{% endfor %}{{ say }}{{ messages[0].tool_call_id }}{{ tools }}"
+        "<|im_start|>{% for m in messages %}{{ say }}{{ m.content }}"
+        "{{ m.tool_call_id }}{% endfor %}{{ say }}{{ messages[0].tool_call_id }}{{ tools | tojson if tools }}"
     )
     messages = [{"role": "user", **message}]
     chat = Conversations(tokenizer)
