@@ -50,6 +50,11 @@ def matrix() -> str:
     return methods_docs.architectures(read(file))
 
 
+def types() -> str:
+    """Every type of transformers, by what came of it."""
+    return methods_docs.types(read(ROOT / "tests" / "test_models" / "sweep.json"))
+
+
 def picture(colors: dict[str, str]) -> str:
     """README's picture, of the first model that has a report."""
     return readme_docs.picture(real_model_docs.reports()[0], results("engine"), colors)
@@ -71,6 +76,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/models.md": {
         "architectures": matrix,
+        "types": types,
         "images": of(multimodal.summary, "multimodal"),
     },
     "docs/performance.md": {

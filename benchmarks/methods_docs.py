@@ -23,8 +23,19 @@ FEATURES = {
     "moe": "experts",
     "alibi": "ALiBi",
 }
-# Bundles record these reasons as they are spelled in the adapters.
+# Bundles record these reasons as discovery spells them.
 AMERICAN = {"normalised": "normalized", "neighbouring": "neighboring"}
+WHOLE = "weights and cache"
+OUTCOMES = {"weights": "weights; transformers' own cache"}
+# What is kept, by a word of the reason.
+KEPT = {
+    "shared expert's gate": "shared experts' gates",
+    "router": "routers",
+    "convolution": "short convolutions",
+    "few numbers": "projections to a few numbers per token",
+    "not that of a Linear": "tables of routers",
+    "holds the experts": "routers",
+}
 OTHERS = {"dummy": "sharing layers", "linear_attention": "linear layers", "conv": "convolutions"}
 
 
@@ -92,14 +103,28 @@ def architectures(results: dict[str, Any]) -> str:
     ]
     presets = ", ".join(f"`{name}`" for name in dict.fromkeys(recipe for recipe, _ in cells))
     about = (
-        f"{len(models)} architectures, as tests found them: for each, a tiny model with its features is calibrated "
-        "with AWQ, exported, loaded, and compared. Folding and scaling change no logit by more than "
-        f"{changed:.0e} of the largest one. Generation through 16-bit pages is that of transformers' own cache, and "
-        f"through {presets} that of an independent reference, padded rows included (within "
-        f"{max(error for _, error in cells):.0e} of what quantizing changes). Values are rotated in the weights unless "
-        "the last column says otherwise."
+        f"{len(models)} architectures, as tests found them on tiny models with their features. Folding and scaling "
+        f"change no logit by more than {changed:.0e} of the largest one. Generation through 16-bit pages is that of "
+        f"transformers' own cache, and through {presets} that of an independent reference, padded rows included "
+        f"(within {max(error for _, error in cells):.0e} of what quantizing changes). Values are rotated in the "
+        "weights unless the last column says otherwise."
     )
     return f"{about}\n\n{table(('model type', 'weights', 'KV cache', 'what is left out, and why'), rows)}"
+
+
+def types(outcomes: dict[str, str]) -> str:
+    """How many types of transformers convert, and which do not, or not with their cache."""
+    groups: dict[str, list[str]] = {}
+    for name, outcome in outcomes.items():
+        if outcome != WHOLE:
+            groups.setdefault(OUTCOMES.get(outcome, "refused"), []).append(f"`{name}`")
+    whole = sum(outcome == WHOLE for outcome in outcomes.values())
+    rows = [(what, ", ".join(groups[what])) for what in (*OUTCOMES.values(), "refused") if what in groups]
+    about = (
+        f"{whole} of {len(outcomes)} types convert with weights and cache "
+        "([all](../tests/test_models/sweep.json)), not so:"
+    )
+    return f"{about}\n\n{table(('converted', 'types'), rows)}"
 
 
 def _label(name: str, models: dict[str, Any]) -> str:
@@ -120,7 +145,10 @@ def _treatment(entry: dict[str, Any]) -> tuple[str, str, str]:
     else:
         treated = "AWQ, expert by expert" if any("experts." in name for name in weights["quantized"]) else "AWQ"
         why |= {f"not scaled: {reason}": None for reason in weights["skipped"].values()}
-        why |= {f"kept: {reason}": None for reason in weights["kept"].values()}
+        kept = dict.fromkeys(
+            next((short for word, short in KEPT.items() if word in r), r) for r in weights["kept"].values()
+        )
+        why |= {f"kept: {', '.join(kept)}": None} if kept else {}
         why |= {f"values rotated at run time: {reason}": None for reason in weights["not_folded"]}
     if "refused" in cache:
         kept = "`latent-4bit`, `latent-2bit`" if "(MLA)" in cache["refused"] else "transformers' own"

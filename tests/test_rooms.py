@@ -216,7 +216,7 @@ def test_the_runtime_imports_only_what_production_needs():
     # transformers imports Pillow wherever it is installed; the runtime itself leaves images to processors.
     for path in (ROOT / "runtime").rglob("*.py"):
         assert not {name for name in imports(path) if name.split(".")[0] == "PIL"}, path
-    unwanted = ("kvconvert.models.adapters", "kvconvert.calibration", "kvconvert.runtime.engine")
+    unwanted = ("kvconvert.convert", "kvconvert.calibration", "kvconvert.runtime.engine")
     assert not [name for name in loaded if name.startswith(unwanted)]
 
 

@@ -369,7 +369,7 @@ def layer_coverage(
         for name in copied
     ]
     for name, module in work.layer.named_modules():
-        if name.startswith(copied) or not any(True for _ in module.parameters(recurse=False)):
+        if name.startswith(copied) or not _is_stored(module):
             continue
         full, linear = f"{work.name}.{name}".rstrip("."), name in work.structure.linears
         if name in kept:
@@ -401,6 +401,13 @@ def layer_coverage(
             kind = "linear" if matrix else module_kind(module)
             coverage.append(ModuleCoverage(name=full, kind=kind, method="kept", reason=reason))
     return coverage
+
+
+def _is_stored(module: nn.Module) -> bool:
+    """Whether a module has parameters, or matrices that checkpoints hold besides."""
+    derived = module._non_persistent_buffers_set
+    buffers = (buffer for name, buffer in module.named_buffers(recurse=False) if name not in derived)
+    return any(True for _ in module.parameters(recurse=False)) or any(buffer.ndim > 1 for buffer in buffers)
 
 
 def module_kind(module: nn.Module) -> str:

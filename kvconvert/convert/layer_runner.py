@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from kvconvert.calibration.attention_sample import RECORDING_ATTENTION
-from kvconvert.convert.discovery import Architecture, discover
+from kvconvert.convert.discovery import ONLY_CACHE, Architecture, discover
 from kvconvert.convert.hidden_states import HiddenPart, HiddenStates
 from kvconvert.convert.input_capture import (
     CalibrationInputs,
@@ -70,6 +70,18 @@ class LayerRunner:
         self.source = source.named_as(self.model)
         self.architecture: Architecture | None = discover(self.model) if discovers else None
         self._capture: InputCapture | None = None
+        if self.architecture is not None:
+            self._check_arrangement()
+
+    def _check_arrangement(self) -> None:
+        """Refuse layers whose tensors are not stored as the model has them; experts are taken apart as needed."""
+        inside = f"{self.architecture.layers}."
+        rearranged = min((n for n in self.source.tensor_names.rearranged if n.startswith(inside)), default=None)
+        if rearranged is not None:
+            raise UnsupportedModelError(
+                f"transformers rearranges {rearranged} as it loads {self.architecture.model_type} models, which "
+                f"reading them layer by layer does not; {ONLY_CACHE}."
+            )
 
     def check_headers(self) -> None:
         """Refuse (CheckpointError) a checkpoint whose headers do not fit the model; no weights are read."""
@@ -180,6 +192,14 @@ class LayerRunner:
         base = copy.deepcopy(self.model.get_submodule(name))
         layers = self.architecture.layers.removeprefix(f"{name}.")
         outside = [key for key in base.state_dict() if not key.startswith(f"{layers}.")]
+        merged = self.source.tensor_names.merged - self.source.tensor_names.stored.keys()
+        absent = [key for key in outside if f"{name}.{key}" in merged]
+        if absent and self._capture.inputs.extras:
+            raise UnsupportedModelError(
+                f"transformers rearranges {name}.{absent[0]} as it loads {self.architecture.model_type} models, which "
+                "are therefore calibrated with text alone; give `data` without images."
+            )
+        outside = [key for key in outside if key not in absent]
         paths = {module: f"{path}.weight" for path, module in base.named_modules()}
         embedding = base.get_input_embeddings()
         with ExitStack() as stack:

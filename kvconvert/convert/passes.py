@@ -22,7 +22,14 @@ from kvconvert.calibration.static_scales import StaticScalesPass
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.work_records import LayerRecord
 from kvconvert.methods import PLAN_TENSORS, KVScheme
-from kvconvert.models.configuration import is_latent, layer_config, layer_types_of, pages_unsupported, stored_shape
+from kvconvert.models.configuration import (
+    ATTENDS_IN_PARTS,
+    is_latent,
+    layer_config,
+    layer_types_of,
+    pages_unsupported,
+    stored_shape,
+)
 from kvconvert.recipes.recipe import Recipe
 
 # In the order in which they work: what folds first, the searches for weights after it, and what depends on the values
@@ -153,6 +160,8 @@ def _shape_unsupported(runner: LayerRunner, index: int) -> str | None:
     structure, config = runner.structure(index), layer_config(runner.config, index)
     if structure is None or structure.key is None or is_latent(config):
         return None
+    if not structure.attends_once:
+        return ATTENDS_IN_PARTS
     channels = structure.head_dim
     found = (structure.num_key_value_heads, structure.key_dim or channels, channels)
     if found == stored_shape(config):

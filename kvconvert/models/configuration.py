@@ -62,8 +62,16 @@ ATTENTION_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attenti
 HYBRID_LAYER_TYPES = ("hybrid", "hybrid_sliding")
 # Models with latent attention (MLA) over all tokens; others choose tokens, or have layers of several kinds.
 LATENT_MODELS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
-# Models that refuse every cache but their own class, in which linear attention has its states.
-OWN_CACHES = ("minimax",)
+ATTENDS_IN_PARTS = (
+    "its attention is computed in several calls, over parts of the values; its cache is left to transformers"
+)
+# Models that handle their cache otherwise than through a layer's update() and transformers' attention interface.
+OTHER_CACHES = {
+    "diffllama": ATTENDS_IN_PARTS,
+    "inkling_text": "a position bias is added to its attention scores; its cache is left to transformers",
+    "minimax": "minimax takes no cache but its own class of transformers, which holds its linear attention",
+    "mllama_text_model": "Llama 3.2 Vision reads the tensors of its cache by itself; its cache is left to transformers",
+}
 
 
 def model_class(config: PretrainedConfig) -> Any:
@@ -152,8 +160,8 @@ def pages_unsupported(config: PretrainedConfig, layer_type: str, scheme: KVSchem
                 "latent attention (MLA) stores latents instead of keys and values per head, for which there is the "
                 "preset latent-4bit; its cache is left to transformers"
             )
-    if text.model_type in OWN_CACHES:
-        return f"{text.model_type} takes no cache but its own class of transformers, which holds its linear attention"
+    if text.model_type in OTHER_CACHES:
+        return OTHER_CACHES[text.model_type]
     if not _uses_attention_interface(text):
         return (
             f"{text.model_type} computes attention by itself instead of through transformers' attention interface; its "

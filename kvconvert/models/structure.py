@@ -132,6 +132,7 @@ class LayerStructure:
         pairs: see `ScalingPair`; value -> output is not among them.
         num_attention_heads, num_key_value_heads, head_dim: shape of the attention, and channels of a value.
         key_dim: channels of a key; None where it has those of a value.
+        attends_once: attention is computed in one call.
         fold_unsupported_reason: why W_V and W_O may not carry a rotation of the values; None where they may.
         value_scaling_unsupported_reason: why no scale may move from value to output; None where it may.
         unquantized: modules with a weight matrix that is kept, with the reason. Readers of a norm are scaled with it
@@ -151,6 +152,7 @@ class LayerStructure:
     num_key_value_heads: int
     head_dim: int
     key_dim: int | None = None
+    attends_once: bool = True
     fold_unsupported_reason: str | None = None
     value_scaling_unsupported_reason: str | None = None
     unquantized: dict[str, str] = field(default_factory=dict)

@@ -110,11 +110,13 @@ class TensorNames:
         stored: the checkpoint's name of each tensor, by the loaded model's name, in order of the latter.
         prefixes: the same for the modules around them, as far as they differ.
         merged: tensors of the loaded model that loading makes from others, by merging or rearranging them.
+        rearranged: the checkpoint's tensors, by the names that they have just before that, experts' excepted.
     """
 
     stored: Mapping[str, str]
     prefixes: Mapping[str, str]
     merged: frozenset[str] = frozenset()
+    rearranged: frozenset[str] = frozenset()
 
     @classmethod
     def same(cls, names: Iterable[str]) -> TensorNames:
@@ -145,13 +147,18 @@ class TensorNames:
         state, base = model.state_dict(), model.base_model_prefix
         stored: dict[str, str] = {}
         merged: set[str] = set()
+        rearranged: set[str] = set()
         for name in sorted(names):
-            loaded, converter = rename_source_key(name, renamings, converters, base, state)
-            if converter is not None:
-                merged.add(loaded)
+            loaded, pattern = rename_source_key(name, renamings, converters, base, state)
+            if pattern is not None:
+                first, *others = next(c.target_patterns for c in converters if pattern in c.source_patterns)
+                merged |= {loaded, *(loaded.replace(first, other) for other in others)}
+                is_expert = ".experts." in loaded
                 plain = apply_renamings(name, renamings)
                 nested = loaded.startswith(f"{base}.") and not plain.startswith(f"{base}.")
                 loaded = f"{base}.{plain}" if nested else plain
+                if not is_expert:
+                    rearranged.add(loaded)
             elif loaded not in state and name in state:
                 loaded = name
             if loaded in stored:
@@ -160,7 +167,7 @@ class TensorNames:
                     "transformers; remove the wrong one."
                 )
             stored[loaded] = name
-        return cls(dict(sorted(stored.items())), _prefixes(stored), frozenset(merged))
+        return cls(dict(sorted(stored.items())), _prefixes(stored), frozenset(merged), frozenset(rearranged))
 
     def of_tensor(self, name: str) -> str:
         """The checkpoint's name of a tensor, or the one that a new tensor of the same module has to get."""

@@ -178,7 +178,7 @@ def test_other_architectures_are_searched_too(tmp_path, text, name):
 
 def test_a_budget_may_be_given_in_bytes(model):
     """2 layers of 2 heads of 16 channels: 128 numbers."""
-    runner = LayerRunner(open_source(model), None, torch.device("cpu"))
+    runner = LayerRunner(open_source(model), torch.device("cpu"), discovers=False)
     tasks = [
         search.search_task(runner.config, layer_jobs(runner, RECIPE), RECIPE.with_budget(**budget), runner.device)
         for budget in ({"kv_bits": BITS}, {"kv_bytes_per_token": BITS * 128 / 8})

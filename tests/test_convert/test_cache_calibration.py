@@ -262,7 +262,7 @@ def test_recipes_that_do_not_fit_the_model_are_refused_before_any_work(tmp_path,
         ({"heavy_ratio": 0.2, "recent_ratio": 0.2, "allocation": "calibrated"}, "allocation = 'calibrated' follows"),
     ],
 )
-def test_what_only_calibration_can_say_is_refused_without_an_adapter(tmp_path, text, change, said):
+def test_what_only_calibration_can_say_is_refused_where_layers_are_unknown(tmp_path, text, change, said):
     GPT2LMHeadModel(GPT2Config(vocab_size=4096, n_embd=64, n_layer=1, n_head=4)).save_pretrained(tmp_path / "gpt2")
     recipe = Recipe(weights=NO_WEIGHTS, kv=KVScheme(**change))
     with pytest.raises(RecipeError, match=said):

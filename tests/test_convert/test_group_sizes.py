@@ -1,9 +1,11 @@
 """The group size "auto" fits the shapes that models come in."""
 
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
-from transformers import LlamaConfig
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvconvert.convert.checks import fitted_group_size
 from kvconvert.convert.discovery import discover
@@ -38,19 +40,26 @@ SHAPES = {
 }
 
 
+@cache
+def structure():
+    """Of a Llama layer, whatever its size."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return discover(build_without_weights(LlamaConfig(vocab_size=8, num_hidden_layers=1, **sizes))).structures[0]
+
+
 def runner_of(hidden, intermediate, heads, kv_heads, head_dim):
     """A one-layer Llama of this shape on the meta device, as much of a runner as the check reads."""
     config = LlamaConfig(
         vocab_size=8, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=1,
         num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim,
     )  # fmt: skip
-    model = build_without_weights(config)
-    architecture = discover(model)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
     return SimpleNamespace(
         model=model,
         num_layers=1,
-        structure=lambda index: architecture.structures[index],
-        layer_name=lambda index: f"{architecture.layers}.{index}",
+        structure=lambda index: structure(),
+        layer_name=lambda index: f"model.layers.{index}",
     )
 
 

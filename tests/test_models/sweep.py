@@ -1,24 +1,12 @@
-"""Convert a tiny model of one type of transformers, load and run it, and say in one line what came of it.
-
-python tests/test_models/sweep.py [TYPE ...]    tries these types, or all, and records the lines in sweep.json
-"""
+"""Convert a tiny model of one type of transformers, load and run it, and say in one line what came of it."""
 
 from __future__ import annotations
 
-import json
-
-import sys
-import tempfile
 from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = Path(__file__).with_name("sweep.json")
-if __name__ == "__main__":
-    sys.path.append(str(ROOT / "tests"))
 
 import torch
 from safetensors.torch import load_file
-from tiny.every_type import names, tiny_config
+from tiny.every_type import tiny_config
 from tiny.models import randomise, write_tokenizer
 from tiny.structures import architecture_of, separated
 from torch import Tensor
@@ -92,13 +80,13 @@ def check(model: PreTrainedModel, loaded: PreTrainedModel, bundle: Path, has_pag
         _take_weights(model, bundle)
     size = min(model.config.get_text_config().vocab_size, 4000)
     ids = torch.randint(5, size, (1, PROMPT), generator=torch.Generator().manual_seed(1))
-    expected = model(ids, use_cache=False).logits
-    _compare("the bundle's", loaded(ids, use_cache=False).logits, expected)
+    expected = model(input_ids=ids, use_cache=False).logits
+    _compare("the bundle's", loaded(input_ids=ids, use_cache=False).logits, expected)
     generated = loaded.generate(
         ids, max_new_tokens=GENERATED, min_new_tokens=GENERATED, do_sample=False, output_logits=True,
         return_dict_in_generate=True, pad_token_id=0, eos_token_id=None,
     )  # fmt: skip
-    expected = model(generated.sequences, use_cache=False).logits[:, PROMPT - 1 : -1]
+    expected = model(input_ids=generated.sequences, use_cache=False).logits[:, PROMPT - 1 : -1]
     _compare("generation's", torch.stack(generated.logits, 1), expected)
 
 
@@ -122,27 +110,3 @@ def _compare(what: str, found: Tensor, expected: Tensor) -> None:
     error = float((found - expected).abs().max() / expected.abs().max())
     if not error < CLOSE:
         raise ValueError(f"{what} logits differ from transformers' by {error:.2g} of the largest one")
-
-
-def main() -> None:
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    results = json.loads(RESULTS.read_text(encoding="utf8")) if RESULTS.exists() else {}
-    for name in sys.argv[1:] or names():
-        with tempfile.TemporaryDirectory() as directory:
-            try:
-                results[name] = outcome(name, Path(directory))
-            except Exception as error:
-                results[name] = f"CRASH {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-                if len(sys.argv) > 1:
-                    import traceback
-
-                    traceback.print_exc()
-        print(name, results[name], flush=True)
-        RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf8")
-
-
-if __name__ == "__main__":
-    main()

@@ -25,8 +25,6 @@ BETTER = {
     "qwen3_next": ("query",),
     "qwen3_5_text": ("query",),
     "qwen3_5_moe_text": ("query",),
-    # Its Linears do add to the residual stream as they are.
-    "opt": ("writers",),
 }
 
 

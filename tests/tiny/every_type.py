@@ -30,12 +30,15 @@ SIZES: dict[str, Any] = (
     | dict.fromkeys(("shared_intermediate_size", "moe_shared_expert_intermediate_size", "expert_dim"), 32)
     | dict.fromkeys(("share_expert_dim", "ffn_expert_size", "routed_intermediate_size"), 32)
     | dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), HEADS)
+    | dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "encoder_heads"), HEADS)
+    | dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 128)
     | dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "n_kv_heads"), KV_HEADS)
     | dict.fromkeys(("swa_num_attention_heads",), HEADS)
     | dict.fromkeys(("head_dim", "kv_channels", "attention_head_dim", "swa_head_dim", "v_head_dim"), CHANNELS)
     | dict.fromkeys(("swa_v_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "global_head_dim"), CHANNELS)
     | dict.fromkeys(("rotary_dim", "index_head_dim", "attention_hidden_size"), CHANNELS)
-    | dict.fromkeys(("kv_lora_rank", "q_lora_rank", "o_lora_rank", "laurel_rank", "index_topk"), 32)
+    | {"qk_head_dim": 2 * CHANNELS, "index_topk": 512}
+    | dict.fromkeys(("kv_lora_rank", "q_lora_rank", "o_lora_rank", "laurel_rank"), 32)
     | dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4)
     | dict.fromkeys(("moe_num_primary_experts", "num_moe_experts"), 4)
     | dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k", "num_experts_per_token", "top_k"), 2)
@@ -54,13 +57,114 @@ SIZES: dict[str, Any] = (
     | {"dtype": "float32", "tie_word_embeddings": False}
 )
 GLM_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
+LISTED = {"intermediate_size": 128, "moe_intermediate_size": 32, "ffn_dim": 128}
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_blocks")
 SETTINGS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v", "glmga"), {"text_config": {"rope_parameters": GLM_ROPE}}),
+    **{name: {"text_config": {"rope_parameters": GLM_ROPE}} for name in ("glm4v", "glm4v_moe", "glm46v", "glmga")},
+    "paddleocr_vl": {
+        "text_config": {"rope_parameters": GLM_ROPE | {"partial_rotary_factor": 1.0, "mrope_section": [2, 3, 3]}}
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "num_dense_layers": 1},
+    "mistral4": {"head_dim": 2 * CHANNELS},
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "step3p7": {"text_config": {"sliding_window": 40}},
     "glm_ocr": {
         "text_config": {"rope_parameters": GLM_ROPE | {"partial_rotary_factor": 1.0, "mrope_section": [2, 3, 3]}}
     },
 }
+
+
+# Types that generate text and have no decoder of keys and values: encoders, encoder-decoders, recurrent models.
+WITHOUT = dict.fromkeys(
+    (
+        *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
+        *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm", "xlm-roberta", "xlm-roberta-xl"),
+        *("xlnet", "xmod", "reformer"),
+    ),
+    "an encoder",
+)
+WITHOUT |= dict.fromkeys(
+    (
+        *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "florence2", "marian", "mbart", "musicgen"),
+        *("musicgen_melody", "mvp", "pegasus", "pix2struct", "plbart", "pp_formulanet", "prophetnet", "t5gemma2"),
+        *("trocr", "udop", "vision-encoder-decoder", "whisper", "blip"),
+    ),
+    "an encoder and a decoder",
+)
+WITHOUT |= dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), "recurrent states alone")
+
+
+# Types whose defaults do not shrink to a tiny model that runs on text without further settings.
+UNTRIED = (
+    "apertus1p5",
+    "apertus1p5_text",
+    "blip-2",
+    "blt",
+    "chameleon",
+    "cohere_compass",
+    "cohere_compass_text",
+    "cpmant",
+    "dbrx",
+    "deepseek_ocr2",
+    "deepseek_v3",
+    "deepseek_vl_hybrid",
+    "diffusion_gemma",
+    "dory",
+    "dots3_note",
+    "dots3_note_text",
+    "emu3",
+    "ernie4_5_vl_moe",
+    "evolla",
+    "fast_vlm",
+    "fun_asr_nano",
+    "gemma3n",
+    "gemma3n_text",
+    "gemma4_assistant",
+    "gemma4_unified_assistant",
+    "gemma4_unified_text",
+    "git",
+    "glm4_moe_lite",
+    "glm5_next",
+    "glmga",
+    "gpt-sw3",
+    "granite4_vision",
+    "hrm_text",
+    "hunyuan_v1_moe",
+    "hunyuan_vl",
+    "hy_v4_vl",
+    "idefics",
+    "inkling2",
+    "inkling2_loop",
+    "inkling2_loop_text",
+    "inkling2_text",
+    "inkling_mm_model",
+    "instructblip",
+    "instructblipvideo",
+    "kosmos-2",
+    "kosmos-2.5",
+    "kyutai_speech_to_text",
+    "llama4",
+    "molmo2",
+    "muse_spark",
+    "nemo_speechlm",
+    "nemotron_h_omni",
+    "omniasr",
+    "paligemma",
+    "perception_lm",
+    "pi0",
+    "qwen2_5_omni",
+    "qwen3_omni_moe",
+    "qwen3_omni_moe_thinker",
+    "qwen4_exp",
+    "qwen4_exp_text",
+    "sarvam_mla",
+    "shieldgemma2",
+    "unlimited_ocr",
+    "voxtral_realtime",
+    "zamba",
+    "zamba2",
+    "zaya",
+)
 
 
 def names() -> list[str]:
@@ -97,7 +201,9 @@ def _smaller(config: PretrainedConfig) -> dict[str, Any]:
         part = getattr(config, key, None)
         if isinstance(part, PretrainedConfig):
             fields[key] = {"model_type": part.model_type} | _smaller(part)
-    fields |= {key: value for key, value in SIZES.items() if fields.get(key) is not None}
+    fields |= {key: value for key, value in SIZES.items() if isinstance(fields.get(key), int | float | str)}
+    if "head_dim" in fields:
+        fields["head_dim"] = CHANNELS
     if fields.get("kv_lora_rank"):
         fields["num_key_value_heads"] = HEADS
     fields.pop("per_layer_config", None)
@@ -113,8 +219,8 @@ def _smaller(config: PretrainedConfig) -> dict[str, Any]:
                 list(dict.fromkeys(value)) if all(isinstance(v, str | int | bool) for v in value) else value[:count]
             )
             fields[key] = (distinct * count)[:count]
-        elif key in SIZES and isinstance(value, list):
-            fields[key] = [SIZES[key]] * count
+        elif key in LISTED and isinstance(value, list):
+            fields[key] = [LISTED[key]] * (count if len(value) == original else len(value))
         elif key.endswith(("token_id", "token_index")) and isinstance(value, int) and value >= VOCABULARY:
             fields[key] = VOCABULARY - 1 - sum(map(ord, key)) % 60
     for key in ("rope_parameters", "rope_scaling"):

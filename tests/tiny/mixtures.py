@@ -1,4 +1,4 @@
-"""Tiny random models with experts, of every family that has an adapter."""
+"""Tiny random models with experts, of every family with experts."""
 
 from __future__ import annotations
 

@@ -95,9 +95,10 @@ def _check_layers(config: PretrainedConfig) -> None:
 def _places(model: PreTrainedModel) -> tuple[str, str]:
     """Names of the model without its head and of its list of decoder layers."""
     text = model.config.get_text_config()
-    found = []
+    found: list[tuple[str, PreTrainedModel]] = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == text.num_hidden_layers:
+        inside = any(name.startswith(f"{outer}.") for outer, _ in found)  # a list of heads, say, in one of the layers
+        if isinstance(module, nn.ModuleList) and len(module) == text.num_hidden_layers and not inside:
             around = _models_around(model, name)
             if around[-1].config.model_type == text.model_type and len(around) > 1:
                 found.append((name, around[1]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,11 +35,13 @@ class Call:
     Attributes:
         input, output: the first tensor that it got, and gave; None where there is none.
         is_unary: the input was its only argument that is a tensor or holds some.
+        is_first: the input was its only argument without a name, or is called hidden_states.
     """
 
     input: Tensor | None
     output: Tensor | None
     is_unary: bool
+    is_first: bool
 
 
 @dataclass
@@ -72,6 +74,7 @@ class Experiment:
         self, layer: nn.Module, owner: PreTrainedModel, arguments: Mapping[str, Any], tokens: int, hidden: int
     ) -> None:
         self._random = torch.Generator().manual_seed(0)
+        self._owner = owner
         self.layer = copy.deepcopy(layer).eval()
         self._give_weights()
         compute_buffers(self.layer, owner, torch.device("cpu"), self._unknown_buffer)
@@ -90,6 +93,23 @@ class Experiment:
             return False
         expected = torch.cat([self.observed.output, self._compute(other)])
         return both.shape == expected.shape and _close_to(both, expected)
+
+    def is_called(self, linears: Sequence[str]) -> bool:
+        """Whether the layer computes, and its model initializes it, through nothing but calls of these Linears."""
+        own = {name: self.layer.get_submodule(name) for name in linears}
+        try:
+            for name, linear in own.items():
+                self.layer.set_submodule(name, _Called(linear))
+            with torch.no_grad():
+                self._compute(self.input)
+                for module in self.layer.modules():
+                    self._owner._init_weights(module)
+        except AttributeError:
+            return False
+        finally:
+            for name, linear in own.items():
+                self.layer.set_submodule(name, linear)
+        return True
 
     def draw(self, *shape: int) -> Tensor:
         """Normally distributed numbers, float64."""
@@ -113,8 +133,11 @@ class Experiment:
                 module._parameters[name] = made[id(parameter)]
 
     def _weight(self, name: str, parameter: Tensor) -> Tensor:
+        if parameter.ndim == 2:  # a vector's numbers along diagonals take no room, where a matrix may take gigabytes
+            vector = self.draw(sum(parameter.shape)).mul_(1.4 / math.sqrt(parameter.shape[1]))
+            return vector.as_strided(parameter.shape, (1, 1))
         drawn = self.draw(*parameter.shape)
-        if parameter.ndim > 1:
+        if parameter.ndim > 2:
             return drawn.mul_(1.4 / math.sqrt(max(1, parameter[0].numel())))
         return drawn.mul_(0.3).add_(1.0 if name == "weight" else 0.1)
 
@@ -172,6 +195,18 @@ class Experiment:
                 parameters[name].data = value
 
 
+class _Called(nn.Module):
+    """A Linear without a weight, as packed ones are."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        self.__dict__["linear"] = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
 def _close_to(output: Tensor, expected: Tensor) -> bool:
     return bool((output - expected).abs().max() <= PRESERVED * expected.abs().max())
 
@@ -190,7 +225,8 @@ def _recorder(seen: Observation, name: str, cuts: bool) -> Callable[..., Any]:
         first = tensors[0] if tensors else None
         if not torch.is_grad_enabled():
             first, result = (None if tensor is None else tensor.clone() for tensor in (first, result))
-        call = Call(first, result, len(tensors) == 1 and not holders)
+        is_first = len(args) == 1 or (not args and isinstance(kwargs.get("hidden_states"), Tensor))
+        call = Call(first, result, len(tensors) == 1 and not holders, is_first)
         seen.calls.setdefault(name, []).append(call)
         return output
 

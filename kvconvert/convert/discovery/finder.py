@@ -33,6 +33,7 @@ NONLINEAR = "what lies between them is not linear in its channels"
 VALUES_CHANGED = "values do not reach the output projection as they leave their own"
 NORM_BETWEEN = "a norm over each head lies between the state and the output projection"
 APART = "the router, without whose choice the experts cannot be compared, reads another input"
+UNREACHED = "nothing that could be scaled makes their input alone"
 MORE = "what reads the norm takes more than its output, so that candidates cannot be compared"
 ROUTER = "the router is scaled with its norm and never quantized"
 ROUTER_APART = "the router is never quantized"
@@ -84,7 +85,14 @@ class Finder:
         heads, kv_heads, channels = self._shape()
         attended = {part.linear for part in (query, key, value) if part is not None}
         self._keep_the_rest(attended, groups, attention)
-        groups = tuple(group for group in groups if group.norm or not self.kept.keys() >= {*group.readers})
+        groups = tuple(group for group in groups if not self.kept.keys() >= {*group.readers})
+        groups += self._others({output, *grouped, *attended, *self.kept}, pairs)
+        # A scale is chosen by what rounding its reader costs.
+        pairs = tuple(
+            ScalingPair(pair.up, pair.down, self.kept[pair.down]) if pair.down in self.kept else pair for pair in pairs
+        )
+        if value is not None:
+            scaling = scaling or self.kept.get(output)
         return LayerStructure(
             attention=attention,
             query=query,
@@ -97,6 +105,7 @@ class Finder:
             num_key_value_heads=kv_heads,
             head_dim=channels,
             key_dim=self._key_dim(channels),
+            attends_once=len(self.experiment.observed.attention) < 2,
             fold_unsupported_reason=fold,
             value_scaling_unsupported_reason=scaling,
             unquantized=self.kept,
@@ -136,6 +145,10 @@ class Finder:
             if inside or not place:
                 break
             place = place.rpartition(".")[0]
+        if not self.calls[name][0].is_first:
+            raise UnsupportedModelError(
+                f"{self.name}.{name} takes its input otherwise than as hidden_states; {ONLY_CACHE}."
+            )
         if not inside:
             raise UnsupportedModelError(f"{self.name}.{name} has no Linear that reads what it computes; {ONLY_CACHE}.")
         return name, inside[-1]
@@ -228,13 +241,18 @@ class Finder:
             if not whole:
                 whole, reason = [block], APART
                 self.kept[block] = HOLDS
-        inspected = tuple(dict.fromkeys(places))
+        # Outputs of other widths (of a sparse indexer) cannot be added.
+        inspected = tuple(name for name in dict.fromkeys(places) if self._width(name) == self._width(places[0]))
         if reason is None and not all(name == attention or self._runs_alone(name) for name in inspected):
             reason = MORE
         if routed:
             linears = [self.experts.linears(number)[:2] for number in range(self.experts.count)]
             whole += [name for pair in linears for name in pair]
         return tuple(whole), inspected, reason
+
+    def _width(self, name: str) -> int:
+        output = self.calls[name][0].output
+        return 0 if output is None else output.shape[-1]
 
     def _outermost(self, reader: str, read: Tensor) -> str:
         """The outermost module around a reader that reads the same."""
@@ -252,8 +270,11 @@ class Finder:
         call = self.calls[name][0]
         if not call.is_unary or call.output is None:
             return False
-        output = self.experiment.compute(self.modules[name], call.input.reshape(1, -1, call.input.shape[-1]))
-        return output is not None and _same_numbers(output, call.output)
+        try:
+            output = self.experiment.compute(self.modules[name], call.input.reshape(1, -1, call.input.shape[-1]))
+        except TypeError:  # it takes more than tensors
+            return False
+        return isinstance(output, Tensor) and _same_numbers(output, call.output)
 
     def _may_scale(self, norm: str, readers: list[str], offset: bool) -> bool:
         module = self.modules[norm]
@@ -273,13 +294,34 @@ class Finder:
                 continue
             if any(name in group.readers for group in groups):
                 continue
-            same = [
-                other for other, c in free.items() if not self._is_expert(other) and _same_numbers(c.input, call.input)
-            ]
+            same = [other for other, c in free.items() if self._is_fed(other, c, call.input)]
             names, inspected, _ = self._readers(same, call.input, attention)
             norm = next((path for path in self.calls if self._is_bare_norm(path, call.input)), None)
             groups.append(NormGroup(norm, names, inspected, unsupported_reason=NO_WEIGHT if norm else STREAM))
         return groups
+
+    def _is_fed(self, name: str, call: Call, read: Tensor) -> bool:
+        """Whether a matrix reads this tensor: all of it, or an expert its share."""
+        return self._reads(name, call, read) if self._is_expert(name) else _same_numbers(call.input, read)
+
+    def _others(self, named: set[str], pairs: tuple[ScalingPair, ...]) -> tuple[NormGroup, ...]:
+        """Linears that nothing else names: they are quantized, and no scale reaches their input."""
+        named = named | {name for pair in pairs for name in (pair.up.linear, pair.down)}
+        groups = [
+            NormGroup(None, (name,), (name,), unsupported_reason=UNREACHED)
+            for name in self.linears
+            if name not in named and not self._is_expert(name)
+        ]
+        if self.experts is not None:
+            linears = [self.experts.linears(number) for number in range(self.experts.count)]
+            firsts = tuple(name for gate, up, _ in linears for name in (gate, up))
+            if not named >= {*firsts}:
+                self.kept[self.experts.module] = HOLDS
+                readers = (self.experts.module, *firsts)
+                groups.append(NormGroup(None, readers, readers[:1], unsupported_reason=UNREACHED))
+            lasts = [down for *_, down in linears if down not in named]
+            groups += [NormGroup(None, (down,), (down,), unsupported_reason=UNREACHED) for down in lasts]
+        return tuple(groups)
 
     def _is_bare_norm(self, name: str, read: Tensor) -> bool:
         module, call = self.modules[name], self.calls[name][0]
@@ -306,7 +348,7 @@ class Finder:
         leaves = {name: calls[name][-1].output for name in self.matrices if calls[name][-1].output is not None}
         leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
         leaves[""] = hidden
-        weights = torch.rand_like(target) + 0.5
+        weights = self.experiment.draw(*target.shape).abs() + 0.5
         found = torch.autograd.grad((target * weights).sum(), [*leaves.values()], retain_graph=True, allow_unused=True)
         pairs = zip(leaves, found, strict=True)
         reached = {name: grad for name, grad in pairs if grad is not None and grad.any()}
@@ -466,12 +508,15 @@ class Finder:
                     reason = self._kept_linear(name, grouped, beside, attention)
             elif isinstance(module, nn.Conv1d):
                 reason = CONVOLUTION
-            elif isinstance(module, nn.Linear) and _is_linear(module):
+            elif _is_linear(module):
                 reason = UNCALLED
             else:
                 reason = ROUTER if name in beside else NO_LINEAR
             if reason is not None:
                 self.kept[name] = reason
+        chosen = [name for name in self.linears if name not in self.kept]
+        if not self.experiment.is_called(chosen):
+            self.kept |= {name: UNCALLED for name in chosen if not self.experiment.is_called([name])}
 
     # The residual stream.
 
@@ -483,11 +528,10 @@ class Finder:
             return False
         first, second = (self.calls[group.norm][0].input for group in groups)
         added = [self.calls[name][0].output for name in (output, pairs[0].down)]
-        if first.numel() != second.numel() or any(part.numel() != first.numel() for part in added):
+        after = self.experiment.observed.output
+        if any(part is None or part.shape != first.shape for part in (second, *added, after)):
             return False
-        stream = first.flatten(0, -2) + added[0].flatten(0, -2)
-        after = second.flatten(0, -2) + added[1].flatten(0, -2)
-        return _same_numbers(stream, second) and _same_numbers(after, self.experiment.observed.output)
+        return _close(first + added[0], second) and _close(second + added[1], after)
 
 
 def _is_linear(module: nn.Module) -> bool:
