@@ -123,9 +123,11 @@ def quantized_model(directory: Path, case: Case, calibration: Sources, seed: int
     quantized = states  # the input of a layer in the model quantized so far
     for index, structure in enumerate(structures):
         name = runner.layer_name(index)
-        passes = make_passes(LayerJob(index, name, case.weights, None, KVCalibration(), structure))
+        bits = dict.fromkeys(structure.linears, case.weights.bits)
+        passes = make_passes(LayerJob(index, name, case.weights, None, KVCalibration(), structure, bits=bits))
         layer, _ = runner.layer(index)
-        work = LayerWork(name, layer, structure, inputs.text, data.ids.shape[1], dtype=float_dtype(source))
+        shape = inputs.text, data.ids.shape[1]
+        work = LayerWork(name, layer, structure, *shape, dtype=float_dtype(source), bits=bits)
         if paired:
             work.paired = RunnerInputs(runner, index, structure, quantized, lambda tensor: tensor)
         outputs = []

@@ -184,7 +184,7 @@ def test_what_prints_a_table_prints_json(monkeypatch, tmp_path):
     shown = kvconvert("recipes").stdout
     assert {"recipe", "weights", "cache", "when"} == set(listed[0])
     assert all(row["cache"] in shown for row in listed if row["recipe"] in ("default", "oscar"))
-    assert json.loads(kvconvert("recipes", "default", "--json").stdout)["weights"]["method"] == "awq"
+    assert json.loads(kvconvert("recipes", "default", "--json").stdout)["weights"]["method"] == "auto"
     findings = json.loads(kvconvert("doctor", "--json").stdout)["findings"]
     assert {"python", "torch"} <= {finding["name"] for finding in findings}
     assert json.loads(kvconvert("list", "--json").stdout) == []

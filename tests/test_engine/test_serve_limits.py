@@ -188,7 +188,7 @@ def test_pages_of_other_origins_and_other_names_are_refused():
     with serving(FakeModel(), Letters()) as here:
         for headers, code in (
             ({"Host": f"evil.example:{here.port}"}, "host_not_allowed"),
-            ({"Origin": f"http://127.0.0.1:{here.port}"}, "origin_not_allowed"),
+            ({"Origin": f"http://127.0.0.1:{here.port + 1}"}, "origin_not_allowed"),
             ({"Origin": "null"}, "origin_not_allowed"),
         ):
             for path, body in (("/v1/completions", ask), ("/v1/models", None), ("/metrics", None), ("/health", None)):
