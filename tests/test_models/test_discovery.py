@@ -164,3 +164,11 @@ def test_a_class_is_known_by_the_name_that_was_published_whatever_its_case(model
 def test_layers_without_linears_are_refused_by_name():
     with pytest.raises(UnsupportedModelError, match=r"transformer\.h\.0\.attn has no Linear.*method = \"none\""):
         architecture_of(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_is_found_does_not_depend_on_whether_the_caller_wants_gradients(mode):
+    expected = discover(build_without_weights(ARCHITECTURES["llama"].config())).structures
+    model = build_without_weights(ARCHITECTURES["llama"].config())
+    with mode():
+        assert discover(model).structures == expected

@@ -49,6 +49,8 @@ class Architecture:
     structures: tuple[LayerStructure, ...]
 
 
+@torch.inference_mode(False)  # gradients tell what depends on what, whatever the caller computes in
+@torch.enable_grad()
 def discover(model: PreTrainedModel) -> Architecture:
     """Find the structure of a model's decoder layers, and replace fused experts in them by separate ones.
 
