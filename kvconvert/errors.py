@@ -24,7 +24,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]}?" if close else f"choose one of {', '.join(known)}."
 
 
-def first_line(error: BaseException) -> str:
+def first_line(error: BaseException | str) -> str:
     """What another library's error says, to stand within a sentence."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 

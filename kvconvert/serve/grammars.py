@@ -25,7 +25,12 @@ from kvconvert.serve.replies import new_call_id
 MOST_SCHEMA_BYTES = 2**15
 MOST_GRAMMAR_BYTES = 2**17
 # Symbols of a grammar, states of its lexer (2 KB each), and what one token may cost.
-_LIMITS = {"max_grammar_size": 20_000, "max_lexer_states": 8192, "step_lexer_fuel": 200_000, "step_max_items": 50_000}
+_LIMITS: dict[str, Any] = {
+    "max_grammar_size": 20_000,
+    "max_lexer_states": 8192,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+}
 # Between values: no endless white space, which small models tend to.
 _OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"\n? {0,16}", "coerce_one_of": True}
 # The marks of reasoning, and whether a prompt has the first of them; None for none.
@@ -141,7 +146,7 @@ class Grammars:
             raise Refusal(400, message, param=param, code="invalid_value")
         matcher = self._matchers(self._tokens, grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
-            reason = first_line(matcher.get_error()).rstrip(".")
+            reason = first_line(matcher.get_error())
             raise Refusal(400, f"{param} cannot be served: {reason}.", param=param, code="unsupported_parameter")
         return Constraint(matcher, self._vocabulary, self._stops)
 
