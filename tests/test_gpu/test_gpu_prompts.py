@@ -142,10 +142,13 @@ def test_a_mask_that_differs_for_stored_positions_is_refused_before_anything_is_
 
 
 def test_a_cache_whose_prompt_was_interrupted_says_so(device, monkeypatch):
+    def interrupted(*args, **options):
+        raise RuntimeError("out of memory")
+
     model, ids = taught("oscar", device), random_ids(1, 6).to(device)
     cache = model.new_kv_cache()
     with monkeypatch.context() as patch:
-        patch.setattr(packed.PackedLayer, "attend", lambda *args: (_ for _ in ()).throw(RuntimeError("out of memory")))
+        patch.setattr(packed.PackedLayer, "attend", interrupted)
         with pytest.raises(RuntimeError, match="out of memory"):
             read(model, ids, None, cache=cache)
     with pytest.raises(CacheError, match="cannot be used further: out of memory"):
