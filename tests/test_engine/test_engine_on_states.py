@@ -26,7 +26,7 @@ TURNS = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16, 
 # Latent attention elsewhere, alone and beside linear attention.
 OTHERS = {"kimi_linear": TURNS, "bailing_hybrid": TURNS, "axk1": {}, "minicpm3": {}, "youtu": {}}
 OTHERS = {name: TinyModel(name, LATENTS | SMALL | EXPERTS | {"num_hidden_layers": 2} | o) for name, o in OTHERS.items()}
-EVERY += [name if name == "kimi_linear" else pytest.param(name, marks=pytest.mark.full) for name in OTHERS]
+EVERY += [pytest.param(name, marks=pytest.mark.full) for name in OTHERS]
 
 
 def bundle_model(name, scheme=EXACT, **overrides):
