@@ -104,7 +104,7 @@ class BundleFiles:
         directory: of the bundle; a path that leads to it may have links.
 
     Attributes:
-        names: of the files.
+        names: the names of the files.
         links: names of links in place of files that only people read. To everything here these files are absent.
 
     Raises:

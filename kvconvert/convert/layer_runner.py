@@ -325,7 +325,7 @@ def build_without_weights(
     Args:
         config: left as it is.
         origin: where it is from, for messages.
-        tensors: of the model, which bound the modules that it may have; None for no bound.
+        tensors: the number of the model's tensors, which bounds its number of modules; None for no bound.
 
     Raises:
         CheckpointError: it has far more modules than tensors.

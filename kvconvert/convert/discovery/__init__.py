@@ -37,10 +37,10 @@ class Architecture:
     """Where a model's decoder layers are, and what is in them.
 
     Attributes:
-        model_type: of the configuration.
+        model_type: the model type of the configuration.
         base: the model without its head, which takes token ids and returns hidden states.
         layers: list of decoder layers. Both are module names within the model.
-        structures: of each layer.
+        structures: the structure of each layer.
     """
 
     model_type: str

@@ -49,9 +49,9 @@ class Observation:
     """What a layer did on its way to `output`.
 
     Attributes:
-        output: of the layer, [1, tokens, hidden].
-        calls: of each module that was called, in the order of the first calls.
-        attention: of each call of transformers' attention interface, the module and its query, key and value
+        output: the output of the layer, [1, tokens, hidden].
+        calls: the calls of each module, in the order of the first calls.
+        attention: for each call of transformers' attention interface, the module and its query, key and value
             [1, heads, tokens, channels].
     """
 
@@ -66,7 +66,7 @@ class Experiment:
     Args:
         layer: on the meta device, with separate experts; it is copied.
         owner: the model that it belongs to, which computes buffers.
-        arguments: of the layer beside the hidden states.
+        arguments: the layer's arguments besides the hidden states.
         tokens, hidden: shape of these.
     """
 

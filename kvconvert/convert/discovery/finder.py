@@ -56,7 +56,7 @@ class Finder:
     Args:
         experiment: with the layer.
         config: text configuration of the layer, see `layer_config`.
-        name: of the layer, for messages.
+        name: the name of the layer, for messages.
     """
 
     def __init__(self, experiment: Experiment, config: PretrainedConfig, name: str) -> None:

@@ -183,7 +183,7 @@ def text_before(
 
     Args:
         pieces: of text; those that no longer fit end it.
-        tokens: at most so many.
+        tokens: the maximum number of tokens.
         divisible: take the beginning of the piece that no longer fits, up to the end of a line.
         encode, decode: of a tokenizer, without special tokens.
     """
