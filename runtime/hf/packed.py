@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from kvconvert.errors import CacheError
+from kvconvert.kernels.convolution import SideBySide
 from kvconvert.kernels.pages import LayerFormat
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.runtime.cache.attend import attend, store_and_attend
@@ -253,6 +254,7 @@ class PackedCache(Cache):
         first = self.segments[0].cache
         self.placeholders, self.prompts = first.placeholders, None
         self._tokens, self._rows = begin, self.segments[0] if rows else None
+        self._sequences: dict[tuple[int, ...], SideBySide] = {}
         self._step: PlannedStep | None = None
         self.key: Hashable | None = None
         kinds = [
@@ -341,6 +343,10 @@ class PackedCache(Cache):
             self.prompts, fits = prompts, prompts.write(rooms)
             if fits:
                 self.key = rooms, None if self._step is None else self._step.key()
+
+    def sequences(self, lengths: list[int], device: torch.device) -> SideBySide:
+        """Where sequences of these lengths lie side by side, one object for all layers."""
+        return self._sequences.setdefault(tuple(lengths), SideBySide(lengths, device))
 
     def fail(self, segment: Segment, error: Exception) -> None:
         """Go on without a segment, unless it is the last one."""

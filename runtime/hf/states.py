@@ -1,9 +1,12 @@
-"""Modules that keep states (linear attention, state-space models, short convolutions), sequence by sequence.
+"""Modules that keep states (linear attention, state-space models, short convolutions) in packed passes.
 
 transformers' modules of this kind read a batch of sequences, each from its state on. In a packed pass
-(`runtime/hf/packed.py`) the tokens of several caches lie side by side instead, so that a module runs once for each of
-the caches. And some of them pass over a stored state where they are given more than one token (Jamba's in transformers
-5.24): whether a module does so is found by running it, and it then reads what follows its first tokens one by one.
+(`runtime/hf/packed.py`) the tokens of several caches lie side by side instead. Decoding rows are such a batch. Prompts
+are read by one run of the module over all their tokens (`_SideBySide`): what treats each token by itself is as it was,
+and the convolution and the function that begins from a state are given each sequence's own. Whether a module can be read
+so is found by a trial; it runs once for each prompt otherwise. And some modules pass over a stored state where they are
+given more than one token (Jamba's in transformers 5.24): that is found by a trial, too, and they then read what follows
+their first tokens one by one.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ from __future__ import annotations
 import inspect
 import logging
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,6 +23,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from kvconvert.errors import CacheError
+from kvconvert.kernels.convolution import SideBySide, convolve
 from kvconvert.runtime.hf.layer import StateLayer
 from kvconvert.runtime.hf.packed import PackedCache, Segment
 
@@ -28,6 +33,8 @@ logger = logging.getLogger(__name__)
 _UPDATES = {"update_conv_state", "update_recurrent_state"}
 _CACHES = ("cache", "cache_params", "past_key_values")
 _ATTENTION = "ALL_ATTENTION_FUNCTIONS"
+# The function that convolves, and the arguments of functions that begin from a state.
+_CONVOLUTION, _INITIAL = "causal_conv1d_fn", ("initial_state", "initial_states")
 # Tokens and the relative difference of a trial. A module that passes over a state is wrong by about 1.
 _TRIAL, _TOLERANCE = 3, 0.1
 
@@ -65,39 +72,244 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(cache, PackedCache):
         return _read(self, cache, states, args, kwargs)
     output = torch.zeros_like(states)
-    for segment in cache.segments:
-        if segment.error is None:
-            take = _Part(segment, states.shape[1])
+    for part in _parts(self, cache, states):
+        try:
+            if len(part) > 1:
+                _read_side_by_side(self, cache, part, states, args, kwargs, output)
+                continue
+        except Exception:
+            # Nothing was stored, and whichever fails by itself is left out.
+            logger.debug("Prompts are read one by one.", exc_info=True)
+        for segment in part:
             try:
+                take = _Part(segment.cache, segment.tokens, segment.rows, states.shape[1])
                 own = tuple(map(take, args)), {name: take(value) for name, value in kwargs.items()}
-                found = _read(self, segment.cache, take(states), *own)
-                output[0, segment.tokens] = found.flatten(0, 1)
+                output[0, segment.tokens] = _read(self, segment.cache, take(states), *own).flatten(0, 1)
             except Exception as error:
                 cache.fail(segment, error)
     return output
 
 
+def _parts(module: nn.Module, cache: PackedCache, states: Tensor) -> list[list[Segment]]:
+    """The segments of a pass, those together that are read by one run of the module."""
+    parts: list[list[Segment]] = []
+    for segment in (segment for segment in cache.segments if segment.error is None):
+        before = parts[-1][-1] if parts else None
+        alone = before is None or max(before.rows, segment.rows) > 1 or before.tokens.stop != segment.tokens.start
+        if alone or not _keeps_apart(module, segment.cache.layers[module.layer_idx], states):
+            parts.append([segment])
+        else:
+            parts[-1].append(segment)
+    return parts
+
+
+def _read_side_by_side(
+    module: nn.Module,
+    cache: PackedCache,
+    part: list[Segment],
+    states: Tensor,
+    args: tuple,
+    kwargs: dict[str, Any],
+    output: Tensor,
+) -> None:
+    tokens = slice(part[0].tokens.start, part[-1].tokens.stop)
+    layers = [segment.cache.layers[module.layer_idx] for segment in part]
+    sequences = cache.sequences([segment.length for segment in part], states.device)
+    stand_in = _SideBySide(layers, sequences)
+    take = _Part(stand_in, tokens, 1, states.shape[1])
+    own = tuple(map(take, args)), {name: take(value) for name, value in kwargs.items()}
+    output[0, tokens] = stand_in.read(module, *own)[0]
+
+
 class _Part:
-    """What an argument of a packed pass is for one of its caches.
+    """What an argument of a packed pass is for some of its tokens.
 
     Args:
-        segment: of the cache.
+        cache: of these.
         tokens: of the pass.
+        rows: sequences that they are divided among.
+        count: tokens of the pass.
     """
 
-    def __init__(self, segment: Segment, tokens: int):
-        self.segment, self.tokens = segment, tokens
+    def __init__(self, cache: Any, tokens: slice, rows: int, count: int):
+        self.cache, self.tokens, self.rows, self.count = cache, tokens, rows, count
 
     def __call__(self, value: Any) -> Any:
         if isinstance(value, PackedCache):
-            return self.segment.cache
+            return self.cache
         if isinstance(value, tuple):
             return tuple(map(self, value))
         if not isinstance(value, Tensor):
             return value
-        if value.shape[:2] != (1, self.tokens):
+        if value.shape[:2] != (1, self.count):
             raise CacheError(f"A module with states was given a tensor of shape {list(value.shape)} in a packed pass.")
-        return value[0, self.segment.tokens].unflatten(0, (self.segment.rows, self.segment.length))
+        return value[0, self.tokens].unflatten(0, (self.rows, -1))
+
+
+class _SideBySide:
+    """The states of one layer in the place of a cache, while its module reads sequences that lie side by side.
+
+    The module's forward is run as it is, but for the functions that tokens of other sequences must not reach: the
+    convolution, and those that begin from a state. States are stored when it has ended.
+
+    Args:
+        layers: of the sequences' caches.
+        sequences: where each lies.
+    """
+
+    def __init__(self, layers: Sequence[StateLayer], sequences: SideBySide):
+        self.layers, self.sequences = layers, sequences
+        self._kernel_size: dict[int, int] = {}
+        self._number = 0
+        self._after: dict[tuple[str, int], Tensor] = {}
+
+    def read(self, module: nn.Module, *given: Any) -> Tensor:
+        """What the module gives for arguments and named arguments, [1, N, C]."""
+        own = inspect.unwrap(type(module).forward)
+        found = {name: own.__globals__[name] for name in own.__code__.co_names if name in own.__globals__}
+        scans = {name: self._scan(f) for name, f in found.items() if inspect.isfunction(f) and _initial(f)}
+        replaced = {**own.__globals__, **scans, _CONVOLUTION: self._convolve}
+        forward = types.FunctionType(own.__code__, replaced, own.__name__, own.__defaults__, own.__closure__)
+        forward.__kwdefaults__ = own.__kwdefaults__
+        output = forward(module, *given[0], **given[1])
+        for (kind, number), states in self._after.items():
+            for layer in self.layers:
+                if not getattr(layer, f"is_{kind}_states_initialized")[number]:
+                    size = {"conv_kernel_size": self._kernel_size[number]} if kind == "conv" else {}
+                    layer.lazy_initialization(**{f"{kind}_states": states[:1]}, state_idx=number, **size)
+                layer.has_previous_state[number] = True
+            stored = [getattr(layer, f"{kind}_states")[number] for layer in self.layers]
+            torch._foreach_copy_(stored, list(states.split(1)))
+        return output
+
+    def _stacked(self, kind: str, number: int, like: Tensor | None = None) -> Tensor | None:
+        """States [S, ...], zeros where a sequence has none yet; None if none has, and nothing says of what shape."""
+        own = [getattr(layer, f"{kind}_states")[number] for layer in self.layers]
+        known = next((state for state in own if state is not None), like)
+        if known is None:
+            return None
+        zeros = torch.zeros_like(known)
+        return torch.cat([zeros if state is None else state for state in own])
+
+    # What modules call of a cache.
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """No sequence is taken back."""
+        return False
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
+        """Whether any sequence has one."""
+        return any(layer.has_previous_state[state_idx] for layer in self.layers)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """None: the convolution finds them itself."""
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """[S, ...], to begin from."""
+        return self._stacked("recurrent", state_idx)
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
+    ) -> Tensor:
+        """The new tokens [1, C, N] alone; the convolution, which comes next, knows what is before them."""
+        if conv_kernel_size is None:
+            raise CacheError("A module does not say how many tokens its convolution keeps.")
+        self._number, self._kernel_size[state_idx] = state_idx, conv_kernel_size
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> None:
+        """Keep the states [S, ...] after these tokens."""
+        self._after["recurrent", state_idx] = recurrent_states
+
+    # What their forward calls instead of functions for a batch.
+
+    def _convolve(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **others: Any
+    ) -> Tensor:
+        if activation not in (None, "silu", "swish"):
+            raise CacheError(f"A convolution followed by {activation} is not computed side by side.")
+        kept = x.new_zeros(1, x.shape[1], self._kernel_size[self._number])
+        states = self._stacked("conv", self._number, kept)
+        if states is None or len(states) != len(self.layers):
+            states = kept.expand(len(self.layers), -1, -1)
+        tokens = x[0].T if x.stride(1) == 1 else x[0].T.contiguous()
+        y, after = convolve(tokens, weight, bias, states, self.sequences, activation is not None)
+        self._after["conv", self._number] = after
+        return y.T[None]
+
+    def _scan(self, function: Callable) -> Callable:
+        initial, lengths = _initial(function), self.sequences.lengths
+        whole = (1, sum(lengths))
+
+        def scan(*args: Any, **kwargs: Any) -> Any:
+            if _takes_ends(function, args[0].device):
+                return function(*args, **kwargs | {"cu_seqlens": self.sequences.ends})
+
+            def divided(value: Any) -> list[Any]:
+                is_whole = isinstance(value, Tensor) and value.shape[:2] == whole
+                return list(value.split(lengths, 1)) if is_whole else [value] * len(lengths)
+
+            states = kwargs.pop(initial)
+            own = [None] * len(lengths) if states is None else states.split(1)
+            lines = zip(zip(*map(divided, args), strict=True), *map(divided, kwargs.values()), own, strict=True)
+            found = [
+                function(*given, **dict(zip(kwargs, named, strict=True)), **{initial: state})
+                for given, *named, state in lines
+            ]
+            outputs, finals = zip(*found, strict=True)
+            return torch.cat(outputs, 1), torch.cat(finals)
+
+        return scan
+
+
+@lru_cache(maxsize=1024)
+def _initial(function: Callable) -> str | None:
+    """The argument by which a function begins from a state, if it has one."""
+    return next((name for name in inspect.signature(function).parameters if name in _INITIAL), None)
+
+
+@lru_cache(maxsize=1024)
+def _takes_ends(function: Callable, device: torch.device) -> bool:
+    """Whether what transformers calls is a kernel that keeps sequences apart: flash-linear-attention's."""
+    own = inspect.getclosurevars(function).nonlocals.get("implementation") if function.__closure__ else None
+    return device.type == "cuda" and own is not None and "cu_seqlens" in inspect.signature(own).parameters
+
+
+@torch.no_grad()
+def _keeps_apart(module: nn.Module, layer: StateLayer, like: Tensor) -> bool:
+    """Whether a module reads sequences side by side as if each were alone, found by a trial with random states.
+
+    Args:
+        module: that keeps states.
+        layer: of a cache.
+        like: hidden states [B, T, C] that it is given.
+    """
+    if "keeps_apart" not in module.__dict__:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(1, 2 * _TRIAL + 1, like.shape[2], generator=generator).to(like)
+        try:
+            module.keeps_apart = not hasattr(module, "_hf_hook") and _apart(module, layer, x, generator)
+        except Exception:
+            logger.debug("%s is not read side by side.", type(module).__name__, exc_info=True)
+            module.keeps_apart = False
+    return module.keeps_apart
+
+
+def _apart(module: nn.Module, layer: StateLayer, x: Tensor, generator: torch.Generator) -> bool:
+    """Whether tokens x [1, N, C] of two sequences, after one that each had, give the same side by side and apart."""
+    name, lengths = _cache_name(module), [_TRIAL + 1, _TRIAL]
+    found, states = [], []
+    for together in (True, False):
+        caches = [_trial_cache(module, layer.number_of_states, x[:, :1], generator.manual_seed(0)) for _ in lengths]
+        layers = [cache.layers[module.layer_idx] for cache in caches]
+        if together:
+            stand_in = _SideBySide(layers, SideBySide(lengths, x.device))
+            found.append(stand_in.read(module, (x,), {name: stand_in}))
+        else:
+            parts = zip(x.split(lengths, 1), caches, strict=True)
+            found.append(torch.cat([_read(module, cache, part, (part,), {name: cache}) for part, cache in parts], 1))
+        states.append([tensor for layer in layers for tensor in layer.tensors().values()])
+    return _close(*found) and all(map(_close, *states))
 
 
 def _read(module: nn.Module, cache: Cache | None, states: Tensor, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -132,7 +344,12 @@ def _continues(module: nn.Module, layer: StateLayer, like: Tensor) -> bool:
     if "continues" not in module.__dict__:
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(1, 1 + _TRIAL, like.shape[2], generator=generator).to(like)
-        module.continues = _agree(module, layer.number_of_states, x, generator)
+        found = []
+        for size in (_TRIAL, 1):
+            cache = _trial_cache(module, layer.number_of_states, x[:, :1], generator.manual_seed(0))
+            own, name = type(module).forward, _cache_name(module)
+            found.append(torch.cat([own(module, part, **{name: cache}) for part in x[:, 1:].split(size, 1)], 1))
+        module.continues = _close(*found)
         if not module.continues:
             logger.warning(
                 "%s passes over its stored state where it is given several tokens, so these are read one by one; that "
@@ -142,16 +359,19 @@ def _continues(module: nn.Module, layer: StateLayer, like: Tensor) -> bool:
     return module.continues
 
 
-def _agree(module: nn.Module, number_of_states: int, x: Tensor, generator: torch.Generator) -> bool:
-    """Whether tokens x [1, 1 + T, C] give the same at once and one by one, after the first one and random states."""
-    own = type(module).forward
-    name = next(name for name in inspect.signature(inspect.unwrap(own)).parameters if name in _CACHES)
-    states: dict[str, Tensor] = {}
-    found = []
-    for size in (_TRIAL, 1):
-        cache = Cache(layers=[StateLayer(number_of_states=number_of_states) for _ in range(module.layer_idx + 1)])
-        own(module, x[:, :1], **{name: cache})
-        for kind, tensor in cache.layers[module.layer_idx].tensors().items():
-            tensor.copy_(states.setdefault(kind, torch.randn(tensor.shape, generator=generator).to(tensor)))
-        found.append(torch.cat([own(module, part, **{name: cache}) for part in x[:, 1:].split(size, 1)], 1))
-    return bool((found[0] - found[1]).float().norm() <= _TOLERANCE * found[1].float().norm())
+def _cache_name(module: nn.Module) -> str:
+    """How a module names the cache among its arguments."""
+    return next(name for name in inspect.signature(inspect.unwrap(type(module).forward)).parameters if name in _CACHES)
+
+
+def _trial_cache(module: nn.Module, number_of_states: int, first: Tensor, generator: torch.Generator) -> Cache:
+    """A cache in which a module has read one token, [1, 1, C], and random states took the place of its own."""
+    cache = Cache(layers=[StateLayer(number_of_states=number_of_states) for _ in range(module.layer_idx + 1)])
+    type(module).forward(module, first, **{_cache_name(module): cache})
+    for tensor in cache.layers[module.layer_idx].tensors().values():
+        tensor.copy_(torch.randn(tensor.shape, generator=generator).to(tensor))
+    return cache
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    return bool((found - expected).float().norm() <= _TOLERANCE * expected.float().norm())
