@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel, Qwen3_5TextConfig
 from transformers.initialization import no_init_weights
 from transformers.models.auto import AutoModelForCausalLM
 
@@ -52,6 +52,29 @@ def llama_1b() -> LlamaConfig:
     return llama_8b(**sizes, max_position_embeddings=32768)
 
 
+def hybrid_9b(**changes: Any) -> Qwen3_5TextConfig:
+    """The shape of Qwen3.5-9B: three layers of linear attention, one of full attention, and so on."""
+    shape = {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 248320,
+        "max_position_embeddings": 1 << 18,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+    }
+    return Qwen3_5TextConfig(**shape | changes)
+
+
 @torch.no_grad()
 def dense_model(config: LlamaConfig, device: torch.device | str) -> PreTrainedModel:
     """A bf16 model with random weights."""
@@ -70,7 +93,9 @@ def _fill(model: PreTrainedModel, generator: torch.Generator) -> None:
 
 
 @torch.no_grad()
-def packed_model(config: LlamaConfig, schemes: Sequence[KVScheme], device: torch.device | str) -> PreTrainedModel:
+def packed_model(
+    config: LlamaConfig | Qwen3_5TextConfig, schemes: Sequence[KVScheme], device: torch.device | str
+) -> PreTrainedModel:
     """A model with random 4-bit weights in all Linears of its layers, and a cache of these schemes by default; as a
     bundle is once it is loaded on a GPU.
     """

@@ -11,8 +11,10 @@ a prompt is stored. The model is random, of an 8B Llama's shape (4-bit weights i
 
 `at_once`: all requests come at once; without vLLM and on a GPU a second round is profiled: which share of the time some
 kernel runs. `small`: the same with --small-kv-gib. `poisson`: --rate requests a second with exponential gaps.
-`first_token`: single prompts to `generate`, each of another length up to 128, 1,000 and 8,000 tokens, then all again. A
-tenth of the requests comes before what is measured. Of the slowest passes it is said what else happened in them.
+`first_token`: single prompts to `generate`, each of another length up to 128, 1,000 and 8,000 tokens, then all again.
+`steps`: milliseconds until the last row's first token, and per token while all rows answer, of 1 x 1,000, 1 x 130,000,
+and 32 x 8,192 tokens. A tenth of the requests comes before what is measured. Of the slowest passes it is said what else
+happened in them. With `--hybrid` the shape is that of Qwen3.5-9B: three layers of linear attention to one of softmax.
 
 With `--beside-vllm` (DIR may be "" if this Python imports vLLM) the cases, all of them by default, go to vLLM in bf16
 and then to the Engine, on the same GPU; --rate is then 70% of the requests per second that vLLM served all at once.
@@ -33,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_models import llama_8b, packed_model
+from engine_models import hybrid_9b, llama_8b, packed_model
 from mixed_load import SAMPLING, mixed_load
 from pass_times import PassTimes
 from runner import machine, need_gpu, option_parser, save
@@ -45,7 +47,9 @@ from kvconvert.methods import KVScheme
 from kvconvert.runtime import Engine, Sampling
 
 GIB = 1 << 30
-CASES = ("at_once", "poisson", "first_token", "small")
+CASES = ("at_once", "poisson", "first_token", "small", "steps")
+# Rows and prompt tokens of the case steps, and the tokens that each row answers while all do.
+STEPS, STEP_TOKENS = ((1, 1000), (1, 130_000), (32, 8192)), 64
 PROFILED_STEPS = 60
 PROMPTS = (128, 1000, 8000)
 REPEATS = 5
@@ -67,8 +71,18 @@ def requests_of(seed: int, scale: int, vocabulary: int, draw: int = 0) -> list[d
 
 def serve(engine: Engine, requests: list[dict[str, Any]], arrivals: Sequence[float]) -> dict[str, Any]:
     """Serve requests that come at these seconds, and measure them and the passes."""
+    cached = engine.stats().cached_tokens
+    told, took, passes = answered(engine, requests, arrivals)
+    found = summary(requests, arrivals, told, took)
+    return found | {"cached_tokens": engine.stats().cached_tokens - cached, "passes": passes.by_kind()}
+
+
+def answered(
+    engine: Engine, requests: list[dict[str, Any]], arrivals: Sequence[float]
+) -> tuple[list[list[float]], float, PassTimes]:
+    """Seconds after which each request's tokens were told, and all had ended; and the passes."""
     told: list[list[float]] = [[] for _ in requests]
-    added, cached, begin = 0, engine.stats().cached_tokens, time.perf_counter()
+    added, begin = 0, time.perf_counter()
     with PassTimes(engine) as passes:
         while added < len(requests) or engine.stats().waiting or engine.stats().running:
             while added < len(requests) and arrivals[added] <= time.perf_counter() - begin:
@@ -82,8 +96,24 @@ def serve(engine: Engine, requests: list[dict[str, Any]], arrivals: Sequence[flo
                 continue
             passes.step()
     engine.run()
-    found = summary(requests, arrivals, told, time.perf_counter() - begin)
-    return found | {"cached_tokens": engine.stats().cached_tokens - cached, "passes": passes.by_kind()}
+    return told, time.perf_counter() - begin, passes
+
+
+def step_cases(seed: int, scale: int, vocabulary: int) -> dict[str, list[tuple[list[int], int]]]:
+    """Prompts and tokens to answer of the case steps: all rows answer STEP_TOKENS after the last has begun."""
+    dice, found = random.Random(seed), {}
+    for rows, tokens in STEPS:
+        passes = -(-rows * tokens // 2048)
+        prompts = [dice.choices(range(5, vocabulary), k=tokens // scale) for _ in range(max(1, rows // scale))]
+        found[f"{rows} x {tokens:,}"] = [(prompt, STEP_TOKENS + (passes if rows > 1 else 0)) for prompt in prompts]
+    return found
+
+
+def step_times(told: list[list[float]]) -> dict[str, float]:
+    """Of the case steps, from the seconds after which tokens were told."""
+    begin, end = max(times[0] for times in told), min(times[-1] for times in told)
+    tokens = sum(begin < at <= end for times in told for at in times)
+    return {"first_token_s": begin, "token_ms": (end - begin) * 1e3 * len(told) / tokens}
 
 
 def summary(
@@ -150,7 +180,8 @@ def vllm_cases(arguments: Any, config: Any, requests: list[dict[str, Any]], scal
     report: dict[str, Any] = {}
     pairs = [(request["prompt"], request["max_new_tokens"]) for request in requests]
     at_once = [0.0] * len(pairs)
-    most = max(len(prompt) + answer for prompt, answer in pairs)
+    longest = step_cases(arguments.seed, scale, config.vocab_size).values() if "steps" in arguments.cases else []
+    most = max(len(prompt) + answer for some in (pairs, *longest) for prompt, answer in some)
     options = {
         "dtype": "bfloat16",
         "max_model_len": max(most, PROMPTS[-1] // scale + 1),
@@ -174,6 +205,9 @@ def vllm_cases(arguments: Any, config: Any, requests: list[dict[str, Any]], scal
         for length, prompts in prompts_of(arguments.seed, scale, config.vocab_size).items():
             times = [vllm.serve([(prompt, 1)], [0.0], {"temperature": 0.0})[1] for prompt in prompts]
             report[f"first_token_{length}_ms"] = statistics.median(times[1:]) * 1e3
+    if "steps" in arguments.cases:
+        for case, own in step_cases(arguments.seed, scale, config.vocab_size).items():
+            report[case] = step_times(vllm.serve(own, [0.0] * len(own), {"temperature": 0.0})[0])
     if "small" in arguments.cases:
         vllm.limit(int(vllm.blocks * arguments.small_kv_gib / arguments.kv_gib))
         report["small"] = summary(requests, at_once, *vllm.serve(pairs, at_once, SAMPLING))
@@ -213,6 +247,9 @@ def ratios(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
     if "poisson" in ours:
         for key in ("first_token_p50_s", "first_token_p99_s", "further_token_p99_ms"):
             found["poisson_" + key.rpartition("_")[0]] = ours["poisson"][key] / theirs["poisson"][key]
+    for case in (f"{rows} x {tokens:,}" for rows, tokens in STEPS):
+        if case in ours:
+            found |= {f"{case} {key}": ours[case][key] / theirs[case][key] for key in ours[case]}
     singles = [key for key in ours if key.startswith("first_token")]
     return found | {key.removesuffix("_ms"): ours[key] / theirs[key] for key in singles}
 
@@ -220,6 +257,7 @@ def ratios(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
 def main() -> None:
     parser = option_parser(__doc__)
     parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--hybrid", action="store_true", help="Qwen3.5-9B's shape instead of an 8B Llama's")
     parser.add_argument("--tiny", action="store_true", help="a small model on a CPU; requests and lengths by 8")
     parser.add_argument("--seed", type=int, default=0, help="of lengths, tokens and arrivals")
     parser.add_argument("--cases", nargs="+", choices=CASES, help="(default: at_once, and all of them beside vLLM)")
@@ -238,18 +276,22 @@ def main() -> None:
         parser.error("the case poisson needs --rate, or --beside-vllm to choose it")
     if not arguments.tiny:
         need_gpu()
-    device, scale, config = "cuda", 1, llama_8b()
+    device, scale, shape, make = "cuda", 1, {}, hybrid_9b if arguments.hybrid else llama_8b
     if arguments.tiny:
         device, scale = "cpu", 8
         shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512}
-        config = llama_8b(**shape, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+        shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+        if arguments.hybrid:
+            shape |= {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4}
+            shape |= {"linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    config = make(**shape)
     requests = requests_of(arguments.seed, scale, config.vocab_size)
     results: dict[str, Any] = {
         "machine": machine() if device == "cuda" else "CPU",
         "options": {name: value for name, value in vars(arguments).items() if name != "json"},
     }
     if beside:
-        config.architectures = ["LlamaForCausalLM"]
+        config.architectures = ["Qwen3_5ForCausalLM" if arguments.hybrid else "LlamaForCausalLM"]
         results["vllm"] = vllm_cases(arguments, config, requests, scale)
         print(json.dumps(results["vllm"], indent=1), flush=True)
         save(arguments.json, results)
@@ -286,7 +328,7 @@ def main() -> None:
     scheme = KVScheme.preset("oscar-g128").with_online_rotation()
     begin = time.perf_counter()
     model = packed_model(config, [scheme] * config.num_hidden_layers, device)
-    if {"at_once", "poisson"} & {*arguments.cases}:
+    if {"at_once", "poisson", "steps"} & {*arguments.cases}:
         engine = engine_with(arguments.kv_gib)
         measured("ready_seconds", time.perf_counter() - begin)
         round_of(engine, at_once, every=10)
@@ -295,6 +337,10 @@ def main() -> None:
         if "poisson" in arguments.cases:
             gaps = arrivals_at(arguments.rate, len(requests), arguments.seed)
             measured("poisson", round_of(engine, gaps))
+        if "steps" in arguments.cases:
+            for case, own in step_cases(arguments.seed, scale, config.vocab_size).items():
+                greedy = [{"prompt": ids, "max_new_tokens": new, "stop_token_ids": []} for ids, new in own]
+                measured(case, step_times(answered(engine, greedy, [0.0] * len(own))[0]))
         if not beside and device == "cuda":
             measured("gpu_busy", busy_share(engine, requests, PROFILED_STEPS))
         del engine

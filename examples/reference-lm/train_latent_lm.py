@@ -1,4 +1,4 @@
-"""Train a small language model on a CPU whose attention stores no keys and values per head.
+"""Train a small language model, on a GPU if there is one, whose attention stores no keys and values per head.
 
 The text, the drills of recall, and the phases are those of `train_reference_lm.py` with shorter rows; what differs is
 the attention. By default it is DeepSeek-V3's (MLA), which stores a latent vector of 128 channels and a shared RoPE part
@@ -82,6 +82,7 @@ def main() -> None:
     rows = Rows(tokenizer, tokenizer(text)["input_ids"], args.seed)
     held_out = Rows(tokenizer, tokenizer(args.val.read_text(encoding="utf-8")[:400_000])["input_ids"], args.seed + 1)
     model = AutoModelForCausalLM.from_config(config(len(tokenizer), tokenizer.eos_token_id, args.hybrid))
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
     print(f"{model.num_parameters():,} parameters, {len(rows.ids):,} tokens of text", flush=True)
     seen = 0
     for phase in PHASES:

@@ -10,7 +10,7 @@ from torch.nn import functional
 def convolve_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, lengths: list[int], silu: bool
 ) -> tuple[Tensor, Tensor]:
-    """See `convolve`; sums have the precision of the dtype of `weight`, and SiLU is applied to what is rounded to it."""
+    """See `convolve`; sums are taken in the dtype of `weight`, and SiLU is applied to what is rounded to it."""
     taps, kept, found, after = weight.shape[1], states.shape[2], [], []
     for part, state in zip(x.split(lengths), states, strict=True):
         whole = torch.cat([state, part.T.to(state.dtype)], 1)

@@ -3,10 +3,10 @@
 transformers' modules of this kind read a batch of sequences, each from its state on. In a packed pass
 (`runtime/hf/packed.py`) the tokens of several caches lie side by side instead. Decoding rows are such a batch. Prompts
 are read by one run of the module over all their tokens (`_SideBySide`): what treats each token by itself is as it was,
-and the convolution and the function that begins from a state are given each sequence's own. Whether a module can be read
-so is found by a trial; it runs once for each prompt otherwise. And some modules pass over a stored state where they are
-given more than one token (Jamba's in transformers 5.24): that is found by a trial, too, and they then read what follows
-their first tokens one by one.
+and the convolution and the function that begins from a state are given each sequence's own. A trial shows whether a
+module can be read so; else it runs once for each prompt. And some modules pass over a stored state where they are given
+more than one token (Jamba's in transformers 5.24), which another trial shows: they read what follows their first tokens
+one by one.
 """
 
 from __future__ import annotations
