@@ -26,6 +26,7 @@ from kvconvert.vllm.attention import PLAIN, LayerStep, Logits, quantize_pending
 from kvconvert.vllm.bundle import ServedBundle, layer_index, served_bundle
 from kvconvert.vllm.layer import LayerBatch, LayerBlocks, alike
 from kvconvert.vllm.passes import LowBitMetadata, PassPlanner
+from kvconvert.vllm.settings import MODEL_DRAFTS
 from kvconvert.vllm.spec import LowBitSpec
 
 
@@ -34,11 +35,12 @@ class LowBitBackend(AttentionBackend):
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
-    # The one bundle of this process, once its first layer is built, among how many ranks its heads are divided, and how
-    # many tokens may be drafted at a time.
+    # The one bundle of this process, once its first layer is built; among how many ranks its heads are divided; how many
+    # tokens may be drafted at a time, and whether by layers that have a cache.
     served: ClassVar[ServedBundle | None] = None
     ranks: ClassVar[int] = 1
     drafts: ClassVar[int] = 0
+    drafts_by_model: ClassVar[bool] = False
 
     @staticmethod
     def get_name() -> str:
@@ -72,10 +74,10 @@ class LowBitBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...] | None:
-        """Beside sliding windows, whose pages have other sizes, all layers' pages of a block side by side, if their
-        backend can read that; vLLM's for CPUs cannot.
+        """Beside layers of another backend, whose pages have other sizes, all layers' pages of a block side by side, if
+        that backend can read them so; vLLM's for CPUs cannot.
         """
-        if cls.served is None or not cls.served.has_windows:
+        if cls.served is None or not (cls.served.has_windows or cls.drafts_by_model):
             return None
         return KVCacheLayout.BLNHC, KVCacheLayout.BLHNC, KVCacheLayout.LBHNC
 
@@ -186,7 +188,8 @@ class LowBitAttention(AttentionImpl[LowBitMetadata]):
         config = get_current_vllm_config()
         LowBitBackend.served = self.served = served_bundle(config.model_config.model)
         LowBitBackend.ranks = self.ranks = config.parallel_config.tensor_parallel_size
-        LowBitBackend.drafts = config.num_speculative_tokens
+        LowBitBackend.drafts, drafts = config.num_speculative_tokens, config.speculative_config
+        LowBitBackend.drafts_by_model = drafts is not None and drafts.method in MODEL_DRAFTS
         self.rank = get_tensor_model_parallel_rank()
         self._softcap, self._sinks, self.logits = logits_soft_cap or None, sinks, PLAIN
         self._blocks: LayerBlocks | None = None

@@ -22,11 +22,12 @@ from kvconvert.vllm.bundle import ServedBundle, is_bundle, served_bundle
 logger = logging.getLogger(__name__)
 # Minor versions of vLLM whose interfaces the plugin was tried with.
 VERSIONS = ("0.32", "0.33")
-# Ways to draft that are not a model with attention of its own.
+# Ways to draft: without a model, and by one whose layers vLLM attends to over a cache of their own.
 DRAFTS = ("ngram", "suffix")
+MODEL_DRAFTS = ("eagle", "mtp")
 OWN_BACKEND = "bundles bring their own attention backend"
-# Tokens of a block of layers with sliding windows, which vLLM's backends take on CPUs and GPUs.
-WINDOW_BLOCK = 32
+# Tokens of a block of layers that are not ours, which vLLM's backends take on CPUs and GPUs.
+OTHERS_BLOCK = 32
 
 
 def is_known(version: str) -> bool:
@@ -63,28 +64,31 @@ def choose_settings(arguments: Any, version: str) -> ServedBundle | None:
     if not served.has_cache:
         return served
     needed = {"kv_cache_dtype": ("auto", "the bundle says how the cache is stored")}
+    drafts = arguments.speculative_config
+    by_model = drafts is not None and drafts.get("method") not in DRAFTS
     if not served.is_hybrid:
         needed["attention_backend"] = "CUSTOM", OWN_BACKEND
-        needed["block_size"] = PAGE_SIZE, f"a block is a page of {PAGE_SIZE} tokens"
-    elif served.has_states:
+    if served.has_states:
         needed["block_size"] = None, "it follows from the sizes of pages and states"
+    elif not (served.is_hybrid or by_model):
+        needed["block_size"] = PAGE_SIZE, f"a block is a page of {PAGE_SIZE} tokens"
     elif arguments.block_size is None:
-        # Of the layers with windows; small blocks are easily put where our pages are.
-        arguments.block_size = WINDOW_BLOCK
+        # Of the other layers; small blocks are easily put where our pages are.
+        arguments.block_size = OTHERS_BLOCK
     for name, (value, reason) in needed.items():
         given = getattr(arguments, name)
         given = getattr(given, "name", given)
         if given not in (None, "auto", value):
             raise refused(f"--{name.replace('_', '-')} {given}", reason)
         setattr(arguments, name, value)
-    if arguments.speculative_config is not None and arguments.async_scheduling is None:
+    if drafts is not None and arguments.async_scheduling is None:
         arguments.async_scheduling = False
     arguments.enable_prefix_caching = bool(arguments.enable_prefix_caching)
     if arguments.enable_prefix_caching and served.keeps_windows:
         raise refused("--enable-prefix-caching", "its newest tokens are in full precision, which no other request has")
-    if arguments.enable_prefix_caching and served.is_hybrid:
+    if arguments.enable_prefix_caching and (served.is_hybrid or by_model):
         raise refused(
-            "--enable-prefix-caching",
+            "--enable-prefix-caching" + " and drafts by a model" * (not served.is_hybrid),
             "vLLM shortens a prefix to what its other layers have cached, and would cut the blocks of sink tokens",
         )
     return served
@@ -158,11 +162,13 @@ def refuse_config(served: ServedBundle, config: Any) -> None:
     if served.has_windows and config.scheduler_config.disable_hybrid_kv_cache_manager:
         raise refused("--disable-hybrid-kv-cache-manager", "layers with sliding windows have blocks of another size")
     drafts = config.speculative_config
-    if drafts is not None and drafts.method not in DRAFTS:
+    if drafts is not None and drafts.method == "draft_model":
         raise refused(
-            f"drafts by {drafts.method}",
-            "its layers would need a cache of their own beside the bundle's; n-grams and suffixes need none",
+            "drafts by a model of their own",
+            "vLLM would write its tokens to the blocks of the bundle's layers",
         )
+    if drafts is not None and drafts.method not in (*DRAFTS, *MODEL_DRAFTS):
+        raise refused(f"drafts by {drafts.method}", f"the plugin was tried with {listed([*DRAFTS, *MODEL_DRAFTS])}")
     if drafts is not None and config.scheduler_config.async_scheduling:
         raise refused("--async-scheduling and drafts", "passes are planned from how many drafts were accepted")
     if config.kv_transfer_config is not None:

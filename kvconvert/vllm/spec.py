@@ -113,4 +113,4 @@ class LowBitSpec(FullAttentionSpec):
 
 # vLLM registers its own kinds when the first is asked for, but not once there is any.
 KVCacheSpecRegistry.check_kv_cache_spec_registry({})
-KVCacheSpecRegistry.register(LowBitSpec, BlocksAheadManager, uniform_type_base_spec=FullAttentionSpec)
+KVCacheSpecRegistry.register(LowBitSpec, BlocksAheadManager)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from test_vllm.generate import MARKER
 from tiny.llama import RECIPE, save_llama
 from tiny.models import ARCHITECTURES
@@ -31,12 +32,16 @@ def bundle_of(folder: Path, settings: str, bits: int | None = None, group: int =
     sizes = SIZES | {"max_position_embeddings": 2048, "num_hidden_layers": 3 if "kv.layers" in settings else 2}
     save_llama(folder / "model", tie_word_embeddings=False, **sizes)
     recipe = RECIPE.format(method="rtn" if bits else "none", kv="kivi") + settings
-    (folder / "recipe.toml").write_text(
-        recipe.replace("group_size = 16", f"bits = {bits}\ngroup_size = {group}", 1) if bits else recipe
+    return converted(
+        folder, recipe.replace("group_size = 16", f"bits = {bits}\ngroup_size = {group}", 1) if bits else recipe
     )
-    calibrate(
-        folder / "model", folder / "work", recipe=str(folder / "recipe.toml"), samples=2, seq_len=160, progress=False
-    )
+
+
+def converted(folder: Path, recipe: str) -> Path:
+    """The bundle of the model in `folder`."""
+    (folder / "recipe.toml").write_text(recipe)
+    options = {"recipe": str(folder / "recipe.toml"), "samples": 2, "seq_len": 160, "progress": False}
+    calibrate(folder / "model", folder / "work", **options)
     return export(folder / "work", folder / "bundle", progress=False)
 
 
@@ -188,6 +193,41 @@ def test_drafts_change_no_token(scheme, tmp_path):
     assert found == in_runtime(bundle, asked)
 
 
+def eagle(folder: Path, source: Path, weight: torch.Tensor) -> Path:
+    """A draft model (EAGLE) of the source's embedding and first layer; `weight` [C, 2 C] joins the embedding of a token
+    with the hidden state before it.
+    """
+    folder.mkdir()
+    found = load_file(source / "model.safetensors")
+    own = {name.removeprefix("model."): t for name, t in found.items() if name.startswith("model.layers.0.")}
+    del own["layers.0.input_layernorm.weight"]
+    own |= {"fc.weight": weight, "embed_tokens.weight": found["model.embed_tokens.weight"]}
+    save_file({name: t.contiguous() for name, t in own.items()}, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text()) | {"num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_drafts_of_a_model_change_no_token_however_many_are_accepted(tmp_path):
+    """A source that goes on mostly by its newest token, which one draft model looks at and the other does not."""
+    sizes = {"hidden_size": 128, "head_dim": 32, "max_position_embeddings": 2048, "num_hidden_layers": 2}
+    save_llama(tmp_path / "model", tie_word_embeddings=False, **SIZES | sizes)
+    found = load_file(file := tmp_path / "model" / "model.safetensors")
+    for name, tensor in found.items():
+        tensor.mul_(0.3 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0)
+    save_file(found, file, {"format": "pt"})
+    bundle, asked, size = converted(tmp_path, RECIPE.format(method="none", kv="kivi")), prompts(100, 300), 128
+    expected = [tokens[:100] for tokens in in_runtime(bundle, asked)]
+    generator = torch.Generator().manual_seed(3)
+    weights = torch.cat([torch.eye(size), torch.zeros(size, size)], 1), torch.randn(size, 2 * size, generator=generator)
+    for number, (weight, least, most) in enumerate(zip(weights, (50, 0), (150, 5), strict=True)):
+        drafts = {"method": "eagle", "num_speculative_tokens": 3}
+        drafts["model"] = str(eagle(tmp_path / f"eagle{number}", tmp_path / "model", weight))
+        tokens, counted = in_vllm(bundle, [asked], 100, speculative_config=drafts)
+        assert tokens == expected
+        assert least <= counted["accepted"] <= most
+
+
 def test_layers_with_windows_are_left_to_vllm(tmp_path):
     """Gemma 2, also with soft caps; in full precision where a bundle's scheme would not be used."""
     tiny = ARCHITECTURES["gemma2"]
@@ -195,10 +235,8 @@ def test_layers_with_windows_are_left_to_vllm(tmp_path):
     replace(tiny, settings=tiny.settings | sizes).write(tmp_path / "model")
     windows = [i for i, kind in enumerate(tiny.settings["layer_types"]) if kind == "sliding_attention"]
     exact = f"[[kv.layers]]\nindex = {windows}\nkey_bits = 16\nvalue_bits = 16\n"
-    (tmp_path / "recipe.toml").write_text('[weights]\nmethod = "none"\n\n[kv]\npreset = "kivi"\n' + exact)
-    recipe = {"recipe": str(tmp_path / "recipe.toml"), "samples": 2, "seq_len": 160, "progress": False}
-    calibrate(tmp_path / "model", tmp_path / "work", **recipe)
-    bundle, asked = export(tmp_path / "work", tmp_path / "bundle", progress=False), prompts(3, 130, 300)
+    recipe = '[weights]\nmethod = "none"\n\n[kv]\npreset = "kivi"\n' + exact
+    bundle, asked = converted(tmp_path, recipe), prompts(3, 130, 300)
     found, _ = in_vllm(bundle, [asked], 160)
     assert found == [tokens[:160] for tokens in in_runtime(bundle, asked)]
 

@@ -197,6 +197,7 @@ def test_prefixes_are_shared_if_asked_for_and_no_window_forbids(tmp_path, monkey
         ({"decode_context_parallel_size": 2}, "decode context parallelism"),
         ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
         ({"speculative_config": SimpleNamespace(method="eagle3")}, "drafts by eagle3"),
+        ({"speculative_config": SimpleNamespace(method="draft_model")}, "drafts by a model of their own"),
         ({"speculative_config": SimpleNamespace(method="ngram"), "async_scheduling": True}, "--async-scheduling"),
         ({"kv_transfer_config": object()}, "a KV connector"),
         ({"lora_config": object()}, "LoRA adapters"),
@@ -207,6 +208,19 @@ def test_settings_that_are_not_served_are_refused(given, said):
     with pytest.raises(BundleError) as error:
         refuse_config(served(KIVI, KIVI), engine(**given))
     refused(str(error.value), said)
+
+
+def test_layers_that_draft_have_small_blocks_and_no_shared_prefixes(tmp_path):
+    write_tiny_bundle(tmp_path)
+    for method, size in (("ngram", 128), ("eagle", 32), (None, 32)):
+        found = arguments(tmp_path, speculative_config={"method": method} if method else {"model": "eagle"})
+        choose_settings(found, KNOWN)
+        assert (found.attention_backend, found.block_size) == ("CUSTOM", size)
+    refuse_config(served(KIVI), engine(speculative_config=SimpleNamespace(method="eagle")))
+    found = arguments(tmp_path, speculative_config={"method": "eagle"}, enable_prefix_caching=True)
+    with pytest.raises(BundleError) as error:
+        choose_settings(found, KNOWN)
+    refused(str(error.value), "--enable-prefix-caching and drafts by a model")
 
 
 def test_drafts_of_n_grams_are_served_one_pass_after_another(tmp_path):
