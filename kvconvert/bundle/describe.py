@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from kvconvert.bundle.manifest import Allocation, LayerPlan, Manifest, ModuleCoverage, WeightAllocation, figure
+from kvconvert.bundle.figures import figure
+from kvconvert.bundle.manifest import Allocation, LayerPlan, Manifest, ModuleCoverage, WeightAllocation
 from kvconvert.cache.size import LayerCache, ModelCache
 from kvconvert.errors import printable
 from kvconvert.io.records import Record

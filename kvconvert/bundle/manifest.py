@@ -164,14 +164,6 @@ class Fidelity(Record):
     missed: list[Text] = Field(default_factory=list, max_length=MAX_LAYERS, fail_fast=True)
 
 
-def figure(report: dict[str, Any], name: str) -> Any:
-    """A figure of a fidelity report by its dotted name, or None where it was not measured."""
-    value: Any = report
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
-
-
 class LayerAllocation(Record):
     """One layer.
 

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from kvconvert.bundle.describe import describe, index_range
-from kvconvert.bundle.manifest import LayerPlan, Manifest, figure
+from kvconvert.bundle.figures import number, text
+from kvconvert.bundle.manifest import LayerPlan, Manifest
 from kvconvert.tables import text_table
 
 FULL_BITS = 16
@@ -75,10 +76,10 @@ def _facts(facts: Iterable[tuple[str, str]]) -> str:
 def _fidelity_line(manifest: Manifest) -> str:
     if manifest.fidelity is None:
         return "not measured at export; kvconvert eval measures it"
-    kl, fit = (figure(manifest.fidelity.report, name) for name in ("kl.mean", "verdict"))
-    said = [f"mean KL {kl:.4g} nats per token"] if isinstance(kl, int | float) else []
+    kl, fit = number(manifest.fidelity.report, "kl.mean"), text(manifest.fidelity.report, "verdict")
+    said = [] if kl is None else [f"mean KL {kl:.4g} nats per token"]
     said += manifest.fidelity.missed or ["all limits of the recipe met"]
-    said += [fit] if isinstance(fit, str) else []
+    said += [fit] if fit else []
     return "; ".join(said)
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from kvconvert.bundle.figures import figure
 from kvconvert.errors import RecipeError, UsageError, did_you_mean
 from kvconvert.methods import (
     OPTIONS,
@@ -65,8 +66,6 @@ class Limits(Table):
 
     def missed(self, report: dict[str, Any]) -> list[str]:
         """One clause per limit that a fidelity report misses; a figure not measured, or NaN, misses its limit."""
-        from kvconvert.bundle.manifest import figure  # whose records take longer to build than a recipe to refuse
-
         missed = []
 
         def check(limit: str, bound: float | None, words: str, found: float | None, at_most: bool) -> None:

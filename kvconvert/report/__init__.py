@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvconvert.bundle.describe import Description, describe
+from kvconvert.bundle.figures import number
 from kvconvert.bundle.locate import MANIFEST_NAME, locate
 from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.errors import UsageError
@@ -127,8 +128,6 @@ def _write(target: Path, html: str, images: dict[str, bytes]) -> None:
 
 
 def _tiles(found: Description, measured: dict[str, Any] | None) -> list[tuple[str, str]]:
-    from kvconvert.report.sections import number
-
     tiles, size = [], found.size
     if size is not None:
         tiles.append((f"{size.bits_per_value:.2f}", f"bits per cached value at {size.context:,} tokens"))
