@@ -290,11 +290,11 @@ def _in_memory(writer: HiddenWriter | None) -> bool:
 
 
 def resolved_fields(scheme: KVScheme | None, job: LayerJob) -> dict[str, Any]:
-    """Fields of a `LayerRecord` that describe the scheme."""
+    """Fields of a `LayerPlan` that describe the scheme."""
     if scheme is None:
-        return {"scheme": None}
+        return {"kv": None}
     return {
-        "scheme": scheme.to_dict(),
+        "kv": scheme.to_dict(),
         "head_dim": job.head_dim,
         "value_head_dim": job.value_head_dim,
         "num_key_value_heads": job.heads,

@@ -84,11 +84,11 @@ def resolve_layers(
     layers = {
         record.index: MeasuredLayer(
             nominal,
-            KVScheme.from_dict(record.scheme),
+            scheme,
             {name.split(".", 2)[2]: tensor for name, tensor in plan(record.index).items()},
         )
         for record in records
-        if record.scheme is not None and (nominal := recipe.scheme(record.index)) is not None
+        if (scheme := record.scheme()) is not None and (nominal := recipe.scheme(record.index)) is not None
     }
     resolved = {record.index: record for record in records}
     for kind in PASSES:
@@ -97,7 +97,7 @@ def resolve_layers(
             layers[index] = replace(layers[index], scheme=scheme)
             record = resolved[index]
             resolved[index] = record.model_copy(
-                update={"scheme": scheme.to_dict(), "statistics": record.statistics | {kind.name: statistics}}
+                update={"kv": scheme.to_dict(), "statistics": record.statistics | {kind.name: statistics}}
             )
     return [*resolved.values()]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import Field
 
-from kvconvert.bundle.manifest import MAX_LAYERS, Heads, LayerIndex, ModuleCoverage
-from kvconvert.io.records import DataInfo, Record, SourceInfo, Text
+from kvconvert.bundle.manifest import MAX_LAYERS, LayerPlan, ModuleCoverage
+from kvconvert.io.records import DataInfo, Record, SourceInfo
 
-WORK_FORMAT = 1
+WORK_FORMAT = 2
 
 
 class WorkState(Record):
@@ -75,29 +75,17 @@ class WorkState(Record):
         return self.model_copy(update={"fingerprint": hashlib.sha256(text.encode()).hexdigest()})
 
 
-class LayerRecord(Record):
-    """What happened to one decoder layer.
+class LayerRecord(LayerPlan):
+    """One decoder layer: its plan as the bundle will hold it, and the rest of what calibration made of it.
 
     Attributes:
-        index: number of the layer.
         modules: coverage of every module of the layer that owns tensors.
-        scheme: fields of the layer's `KVScheme` with rotations resolved, or None where the cache is left alone.
-        head_dim, value_head_dim, num_key_value_heads, value_group_size: resolved numbers of the scheme; value_head_dim
-            is None where values have head_dim channels, and value_group_size `KVScheme.value_group_for` theirs.
-        rotation: the Hadamard convention, or None without rotation.
-        reason: why the scheme differs from the recipe's, or "".
-        statistics: what the passes measured, by pass.
         files: SHA-256 of the layer's files of tensors by suffix, filled in by `WorkDir.commit_layer`.
     """
 
-    index: LayerIndex
     modules: list[ModuleCoverage]
-    scheme: dict[str, Any] | None
-    head_dim: Heads | None = None
-    value_head_dim: Heads | None = None
-    num_key_value_heads: Heads | None = None
-    value_group_size: Heads | None = None
-    rotation: str | None = None
-    reason: Text = ""
-    statistics: dict[str, Any] = Field(default_factory=dict)
     files: dict[str, str] = Field(default_factory=dict)
+
+    def plan(self) -> LayerPlan:
+        """The layer's entry in the manifest."""
+        return LayerPlan(**{name: getattr(self, name) for name in LayerPlan.model_fields})

@@ -38,7 +38,7 @@ def run(model, work, text, kv, **options):
 
 
 def schemes(work):
-    return [KVScheme.from_dict(work.layer_record(i).scheme) for i in range(work.state.num_layers)]
+    return [work.layer_record(i).scheme() for i in range(work.state.num_layers)]
 
 
 def plan(work, name):
