@@ -22,8 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from kvconvert.calibration.activations import same_argument_chunks
-from kvconvert.calibration.awq_clips import Widths, width_of
-from kvconvert.calibration.awq_scaling import Scaling, scaled_modules, scaled_parameters, while_computing
+from kvconvert.calibration.awq_scaling import (
+    Scaling,
+    Widths,
+    scaled_modules,
+    scaled_parameters,
+    while_computing,
+    width_of,
+)
 from kvconvert.calibration.protocol import LayerWork
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 from kvconvert.models.structure import LayerStructure

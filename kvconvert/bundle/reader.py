@@ -15,23 +15,21 @@ from torch import Tensor
 from kvconvert.bundle.files import (
     BundleFiles,
     check_names,
-    is_settings,
-    parse_object,
-    read_object,
-    read_settings,
-    unsafe_settings,
-)
-from kvconvert.bundle.locate import MANIFEST_NAME, PLAN_NAME, manifest_path
-from kvconvert.bundle.manifest import FORMAT_VERSION, Manifest, quantization_config, unseal
-from kvconvert.bundle.weight_files import (
     check_plan_header,
     check_scales,
     check_tensors,
     is_finite,
+    is_settings,
+    parse_object,
+    read_object,
     read_plan,
+    read_settings,
     read_tensors,
+    unsafe_settings,
     words,
 )
+from kvconvert.bundle.locate import MANIFEST_NAME, PLAN_NAME, manifest_path
+from kvconvert.bundle.manifest import FORMAT_VERSION, Manifest, quantization_config, unseal
 from kvconvert.errors import BundleError, RecipeError, listed, printable
 from kvconvert.io.records import TensorInfo
 from kvconvert.io.tensorfile import DTYPES, mismatch

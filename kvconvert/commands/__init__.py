@@ -38,7 +38,8 @@ Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 def count_option(*names: str, least: int = 1, **attributes: Any) -> Option:
     """An option whose value is a whole number of at least `least`; the attributes are those of `click.option`."""
-    return click.option(*names, **{"metavar": "N", "type": click.IntRange(min=least)} | attributes)
+    values: dict[str, Any] = {"metavar": "N", "type": click.IntRange(min=least)}
+    return click.option(*names, **values | attributes)
 
 
 def device_option(help: str = "cpu or cuda; a GPU by default if there is one.", **attributes: Any) -> Option:

@@ -65,7 +65,7 @@ def plan(model: str, recipe: str, data: tuple[str, ...], no_probe: bool, as_json
     from dataclasses import asdict
 
     from kvconvert.planning.plan import plan as run
-    from kvconvert.planning.text import plan_text
+    from kvconvert.planning.plan import plan_text
 
     found = run(model, recipe=loaded, data=list(data) or None, probe=not no_probe, **options)
     click.echo(json.dumps(asdict(found), indent=2) if as_json else plan_text(found))

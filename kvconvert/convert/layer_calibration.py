@@ -20,11 +20,9 @@ from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.calibration.weight_grid import WeightGrid
 from kvconvert.convert.hidden_states import HiddenPart, HiddenStates, HiddenWriter
 from kvconvert.convert.input_capture import CalibrationInputs
-from kvconvert.convert.layer_runner import LayerRunner, PackedLinear
-from kvconvert.convert.paired_inputs import RunnerInputs
+from kvconvert.convert.layer_runner import LayerRunner, PackedLinear, RunnerInputs
 from kvconvert.convert.passes import make_passes, plan_of
-from kvconvert.convert.work_records import LayerRecord
-from kvconvert.convert.workdir import WorkDir
+from kvconvert.convert.workdir import LayerRecord, WorkDir
 from kvconvert.errors import NumericError
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, pack_bits, quantize_weight
 from kvconvert.kernels.quantizer import GroupRangeError

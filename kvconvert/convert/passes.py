@@ -20,7 +20,7 @@ from kvconvert.calibration.oscar import OscarPass
 from kvconvert.calibration.protocol import CalibrationPass, LayerJob, MeasuredLayer, PassResult
 from kvconvert.calibration.static_scales import StaticScalesPass
 from kvconvert.convert.layer_runner import LayerRunner
-from kvconvert.convert.work_records import LayerRecord
+from kvconvert.convert.workdir import LayerRecord
 from kvconvert.methods import PLAN_TENSORS, KVScheme
 from kvconvert.models.configuration import (
     ATTENDS_IN_PARTS,

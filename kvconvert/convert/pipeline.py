@@ -62,8 +62,7 @@ from kvconvert.convert.layer_calibration import (
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.passes import layer_jobs, resolve_layers
 from kvconvert.convert.work_files import check_place
-from kvconvert.convert.work_records import WorkState
-from kvconvert.convert.workdir import WorkDir
+from kvconvert.convert.workdir import WorkDir, WorkState
 from kvconvert.data.mixture import load_held_out_mixture
 from kvconvert.data.samples import load_samples
 from kvconvert.data.sources import Sources

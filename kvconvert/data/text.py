@@ -30,8 +30,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from kvconvert.data.lookalikes import ROWS_INSPECTED, is_conversation, refuse_spelled_conversations
-from kvconvert.data.sources import Table, is_plain_text, local_files, read_text, source_name
+from kvconvert.data.sources import (
+    ROWS_INSPECTED,
+    Table,
+    is_conversation,
+    is_plain_text,
+    local_files,
+    read_text,
+    refuse_spelled_conversations,
+    source_name,
+)
 from kvconvert.errors import DataError, UsageError, first_line
 from kvconvert.io.records import DataInfo, shortened
 from kvconvert.models.prompts import Conversations, added_around, token_ids

@@ -30,8 +30,7 @@ from kvconvert.convert.input_capture import CalibrationInputs
 from kvconvert.convert.layer_calibration import LayerCalibration
 from kvconvert.convert.passes import layer_jobs
 from kvconvert.convert.pipeline import Searches, make_runner
-from kvconvert.convert.work_records import WorkState
-from kvconvert.convert.workdir import WorkDir
+from kvconvert.convert.workdir import WorkDir, WorkState
 from kvconvert.data.samples import load_samples
 from kvconvert.errors import KvconvertError
 from kvconvert.io.records import DataInfo, SourceInfo

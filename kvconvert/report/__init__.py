@@ -23,7 +23,7 @@ from kvconvert.models.configuration import read_config, sliding_windows
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from kvconvert.report.activations import KeySample
+    from kvconvert.report.data import KeySample
 
 PAGE_NAME = "report.html"
 
@@ -54,7 +54,7 @@ def write_report(
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("A report is drawn with matplotlib; run pip install '.[report]' in a clone of kvconvert.")
-    from kvconvert.report.activations import sample_keys
+    from kvconvert.report.data import sample_keys
     from kvconvert.report.sections import read_fidelity
 
     local = os.path.exists(bundle)

@@ -17,8 +17,7 @@ from kvconvert.bundle.manifest import Manifest
 from kvconvert.bundle.reader import Bundle
 from kvconvert.errors import BundleError, UsageError
 from kvconvert.report import data, figures
-from kvconvert.report.activations import KeySample
-from kvconvert.report.data import NotDrawnError
+from kvconvert.report.data import KeySample, NotDrawnError
 from kvconvert.report.page import Section
 
 

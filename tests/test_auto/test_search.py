@@ -14,8 +14,8 @@ from kvconvert import Recipe, calibrate, export, load
 from kvconvert.auto import search
 from kvconvert.auto.allocation import read_allocation
 from kvconvert.auto.model import SimulatedModel
+from kvconvert.bundle.describe import manifest_text
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.text import manifest_text
 from kvconvert.cli import cli
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.passes import layer_jobs

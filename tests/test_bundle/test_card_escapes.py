@@ -4,8 +4,8 @@ import yaml
 from tiny.bundle import tiny_manifest, tiny_tensors
 
 from kvconvert.bundle.card import model_card
+from kvconvert.bundle.describe import manifest_text
 from kvconvert.bundle.manifest import Fidelity
-from kvconvert.bundle.text import manifest_text
 from kvconvert.io.tensorfile import mismatch
 
 HOSTILE = (

@@ -8,8 +8,8 @@ from tiny.checkpoints import save_text
 from tiny.models import ARCHITECTURES, GREEDY
 from tiny.processors import write_vision_model
 
+from kvconvert.bundle.describe import manifest_text
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.text import manifest_text
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.errors import CacheError
