@@ -8,8 +8,7 @@ import real_model_docs as docs
 import torch
 from real_model_bench import over_a_page
 from real_model_cases import Case
-from real_model_lookup import ObjectBook
-from real_model_measure import cache_size, launches_of
+from real_model_measure import ObjectBook, cache_size, launches_of
 from tiny.checkpoints import REFERENCE, tiny_model
 from transformers import AutoTokenizer, Gemma3TextConfig
 
