@@ -40,7 +40,7 @@ def _device(layer: nn.Module) -> torch.device:
 
 
 class _Candidate(NamedTuple):
-    """What a layer may keep; `clips` as `search_clips` finds them."""
+    """Scales and clips that a layer may keep; `clips` as `search_clips` finds them."""
 
     name: str
     scalings: list[Scaling]

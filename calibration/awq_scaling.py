@@ -122,7 +122,7 @@ def scaling_label(producer: str | Projection | None, readers: tuple[str, ...]) -
 
 
 def reader_scales(scalings: Sequence[Scaling]) -> dict[str, Tensor]:
-    """What each reader's input channels are multiplied by."""
+    """Scales of each reader's input channels."""
     return {reader: scaling.reader_scale for scaling in scalings for reader in scaling.readers}
 
 
@@ -247,7 +247,7 @@ def apply_clips(layer: nn.Module, clips: dict[str, tuple[Tensor, float, float]],
 
 
 def _clipped_part(structure: LayerStructure, name: str) -> Projection | None:
-    """What of a Linear to clip: all of it, all but its query and key, or nothing."""
+    """The part of a Linear to clip: all of it, all but its query and key, or none."""
     inside = [part for part in (structure.query, structure.key) if part is not None and part.linear == name]
     if not inside:
         return Projection(name)

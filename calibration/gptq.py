@@ -182,7 +182,7 @@ _CHUNK_WEIGHTS = 2**24
 def outputs_at_once(outputs: int, inputs: int, device: str) -> int:
     """How many outputs of a weight are compensated together: none depends on another.
 
-    On a CPU so many as bounds what is beside the Hessian; on a GPU all, where every column costs a few launches.
+    On a CPU a number that bounds what is beside the Hessian; on a GPU all, where every column costs a few launches.
     """
     bounded = max(1, _CHUNK_WEIGHTS // inputs // ERROR_ROWS) * ERROR_ROWS
     return min(outputs, bounded) if device == "cpu" else outputs

@@ -13,7 +13,7 @@ is taken: the error of the layer's output with keys stored so and exact values, 
 The constant part is the mean of keys before RoPE, which is read off the tables that the model hands to its layers. A
 layer gets cos and sin [T, R] of positions 0, 1, ..., whatever made them: every scaling that leaves frequencies
 as they are for all lengths is in the angles (linear, llama3, YaRN), a factor on both (YaRN's attention factor) in their
-size, partial RoPE in R. How channels are paired does not always show in the tables: halves (i, i + R / 2) or neighbours
+size, partial RoPE in R. How channels are paired does not always show in the tables: halves (i, i + R / 2) or neighbors
 (2 i, 2 i + 1). The wrong pairing makes no constant of keys that have one, so that keys themselves decide.
 """
 
@@ -69,7 +69,7 @@ class Rope:
 
 
 def ropes_of(embeddings: object, dim: int) -> list[Rope] | str:
-    """What a layer's tables of cosines and sines may mean, or why they mean nothing that a constant can be kept for.
+    """Readings of a layer's tables of cosines and sines, or why no constant can be kept for them.
 
     Args:
         embeddings: (cos, sin), each [1, T, R] of positions 0 to T - 1, as layers get them; anything else is refused.
@@ -87,11 +87,11 @@ def ropes_of(embeddings: object, dim: int) -> list[Rope] | str:
     count = cos.shape[1]
     half = count // 2
     if torch.equal(cos[:, :half], cos[:, half:]) and torch.equal(sin[:, :half], sin[:, half:]):
-        cos, sin, arrangements = cos[:, :half], sin[:, :half], ("halves", "neighbours")
+        cos, sin, arrangements = cos[:, :half], sin[:, :half], ("halves", "neighbors")
     elif torch.equal(cos[:, ::2], cos[:, 1::2]) and torch.equal(sin[:, ::2], sin[:, 1::2]):
-        cos, sin, arrangements = cos[:, ::2], sin[:, ::2], ("neighbours",)
+        cos, sin, arrangements = cos[:, ::2], sin[:, ::2], ("neighbors",)
     else:
-        count, arrangements = 2 * count, ("halves", "neighbours")
+        count, arrangements = 2 * count, ("halves", "neighbors")
     if count > dim:
         return f"its RoPE turns {count} channels of heads of {dim}"
     scale = float(torch.hypot(cos[0], sin[0]).mean())
@@ -104,7 +104,7 @@ def ropes_of(embeddings: object, dim: int) -> list[Rope] | str:
     rest = torch.arange(count, dim).view(-1, 2)
     turned = torch.arange(count)
     frequencies = torch.cat([frequencies, frequencies.new_zeros(len(rest))]).float()
-    pairings = {"halves": turned.view(2, -1).T, "neighbours": turned.view(-1, 2)}
+    pairings = {"halves": turned.view(2, -1).T, "neighbors": turned.view(-1, 2)}
     return [Rope(frequencies, torch.cat([pairings[name], rest]), scale) for name in arrangements]
 
 
@@ -140,8 +140,8 @@ def constant_part(keys: Tensor, ropes: Sequence[Rope], first: int) -> tuple[Rope
     return best
 
 
-# With which treatments are compared, by the bits of their keys, on so many sequences of the sample: they differ by more
-# than clip ratios do. The pass that follows chooses the ratio, on all of the sample.
+# Clip ratios by the bits of keys, and the number of the sample's sequences, with which treatments are compared: they
+# differ by more than clip ratios do. The pass that follows chooses the ratio, on all of the sample.
 CLIP_RATIOS = {1: 0.5, 2: 0.85, 3: 0.95, 4: 1.0, 8: 1.0}
 SEQUENCES = 4
 
@@ -330,7 +330,7 @@ class KeyTreatmentPass(CalibrationPass):
         work.cache = replace(work.cache, pages=keys, rotations=self._cache.rotations)
 
     def result(self) -> PassResult:
-        """What was chosen, every treatment's error, and the constant part where it is kept."""
+        """Return the choice, every treatment's error, and the constant part where it is kept."""
         fields: dict[str, Any] = {} if self._chosen is None else dict(self._chosen.fields)
         kept = self.scheme.centers_keys if self._chosen is None else self._chosen.centers
         statistics: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What quantized weights cost the output of a whole decoder layer, on some of the calibration sequences.
+"""The error that quantized weights cause in a whole decoder layer's output, on some of the calibration sequences.
 
 Searches for weights look at parts of a layer: scales at the modules that read a norm, clips at groups of weights. What
 all of it together, rounded as it will be stored, makes of the layer's output is measured here, as the next layer reads

@@ -222,7 +222,7 @@ REPEATED, PASSAGE = 4, 64  # one token of so many is part of a repeated passage,
 
 @dataclass(frozen=True)
 class SearchTask:
-    """What is searched, settled before anything is measured.
+    """The scope of a search, settled before anything is measured.
 
     Attributes:
         context: tokens of the sequence that the budget is for.
@@ -456,7 +456,7 @@ class _Measuring:
         return significant(self.run.model.divergence(self.text, caches)) if caches else 0.0
 
     def _fitting(self, layer: SearchedLayer) -> TreatmentSearch:
-        """What a layer's candidates are fitted with, without the sample that it was made from."""
+        """Measurements that a layer's candidates are fitted with, without the sample they were made from."""
         if layer.index not in self.measured:
             self.measured[layer.index] = self._measured(layer)
             self.measured[layer.index].drop_sample()
@@ -492,7 +492,7 @@ class _Measuring:
         self.run.say(f"Measuring {what if left else plans} on {rows} x {length} tokens: about {time_left}.")
 
     def seconds(self, left: Sequence[SearchedLayer]) -> float:
-        """What measuring these layers and then plans will take: the first layer and one candidate of it are timed."""
+        """Estimate the seconds of measuring layers and plans: the first layer and one candidate of it are timed."""
         first = self.task.layers[0]
         taken = [0.0, 0.0]
         for _ in range(2):  # the first run is slower than all others

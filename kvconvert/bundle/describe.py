@@ -1,4 +1,4 @@
-"""What a bundle is, in words and tables: described once, rendered as text, Markdown (the card) and HTML (a report)."""
+"""A bundle in words and tables: described once, rendered as text, Markdown (the card) and HTML (a report)."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _ranges(layers: Iterable[LayerPlan]) -> list[tuple[str, LayerPlan]]:
 
 
 def _clauses(layer: LayerPlan) -> list[str]:
-    """What to say of one layer's cache."""
+    """Clauses that describe one layer's cache."""
     scheme = layer.scheme()
     if scheme is None:
         return [f"left to the model's own cache{f' ({layer.reason})' if layer.reason else ''}"]
@@ -169,7 +169,7 @@ def index_range(members: Sequence[int]) -> str:
 
 
 def _cautions(layers: Iterable[LayerPlan]) -> list[str]:
-    """What schemes of the plan are known to be poor at, one sentence each."""
+    """Known weaknesses of the plan's schemes, one sentence each."""
     schemes = [scheme for layer in layers if (scheme := layer.scheme()) is not None]
     return [*dict.fromkeys(sentence for scheme in schemes for sentence in scheme.cautions())]
 
@@ -273,7 +273,7 @@ def _weight_sensitivity(found: WeightAllocation) -> Table:
 
 
 def _divergence(found: Allocation | WeightAllocation, of: str, tried: str) -> str:
-    """What was measured and predicted, on which text."""
+    """Measured and predicted divergence, and the text."""
     text = found.data
     return (
         f"KL {found.measured_kl:.3g} measured {of}, {found.predicted_kl:.3g} as the sum of its parts ({tried} "

@@ -117,7 +117,7 @@ def _sizes(report: Mapping[str, Any]) -> list[Row]:
 
 
 def _abilities(report: Mapping[str, Any]) -> dict[str, str]:
-    """What each probe asks for, by its name."""
+    """Abilities that the probes ask for, by name."""
     found = figure(report, "probes")
     names = list(found)[:MOST_PROBES] if isinstance(found, dict) else []
     return {name: ability for name in names if (ability := text(report, f"probes.{name}.ability"))}

@@ -69,7 +69,7 @@ def own_files(manifest: Manifest) -> set[str]:
 
 
 def check_names(directory: Path, manifest: Manifest) -> None:
-    """What the manifest says of its files, looking at none of them (BundleError)."""
+    """Check the manifest's statements about its files, looking at none of them (BundleError)."""
     for name in own_files(manifest) - {MANIFEST_NAME}:
         if PurePosixPath(name).suffix.lower() in _CODE_SUFFIXES:
             raise BundleError(

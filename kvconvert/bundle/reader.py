@@ -233,7 +233,7 @@ def open_bundle(path: str | Path, verify: Literal["full", "headers", "plan"] = "
 
 
 def _described(files: BundleFiles, manifest: Manifest, checks: list[str]) -> Bundle:
-    """What can be said of a bundle without its weights."""
+    """Checks of a bundle that need none of its weights."""
     directory = files.directory
     for name in ("config.json", PLAN_NAME):
         files.check_file(name, manifest.files[name], full=True)
@@ -273,7 +273,7 @@ def _read_manifest(files: BundleFiles) -> Manifest:
 
 
 def _expected(found: Mapping[str, Any]) -> str:
-    """What pydantic says that a field should be, to stand behind "should be"."""
+    """Pydantic's rule for a field, to stand behind "should be"."""
     named = {"extra_forbidden": "absent", "missing": "present"}
     what, _, rest = found["msg"].partition(" should ")
     said = rest.removeprefix("be ") if rest.startswith("be ") else f"a {what.lower()} that should {rest}"

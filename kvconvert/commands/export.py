@@ -91,7 +91,7 @@ def export(
 
 
 def exported(bundle: Path) -> str:
-    """What is said of a bundle that has been written."""
+    """The message about a bundle that was written."""
     return (
         f"Exported {bundle}, {_size(bundle):,} bytes; next: kvconvert generate {shlex.quote(str(bundle))} --prompt TEXT"
     )

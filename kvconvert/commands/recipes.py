@@ -38,7 +38,7 @@ recipe_changes = with_options(
 
 
 def changes_of(options: dict[str, Any]) -> dict[str, Any]:
-    """What the options of `recipe_changes` change, by table and key; they are taken out of `options`."""
+    """Changes that the options of `recipe_changes` ask for, by table and key; they are taken out of `options`."""
     from kvconvert.recipes.recipe import gathered, parse_change
 
     typed = [f"{key}={value}" for name, key in _SHORT.items() if (value := options.pop(name)) is not None]

@@ -41,7 +41,7 @@ def pairs_models(jobs: Sequence[LayerJob]) -> bool:
 
 @dataclass(frozen=True)
 class LayerCalibration:
-    """What the layers of one calibration share.
+    """State that the layers of one calibration share.
 
     Attributes:
         runner: of the model, which knows the layers' structure and was given `inputs`.
@@ -137,7 +137,7 @@ class LayerCalibration:
     def _commit(
         self, job: LayerJob, work: LayerWork, dtypes: dict[str, torch.dtype], passes: list[CalibrationPass]
     ) -> tuple[dict[str, Tensor], Callable[[], None]]:
-        """What the passes made of a layer, by the checkpoint's names, and what writes it."""
+        """Return a layer's tensors by the checkpoint's names, and a function that writes them."""
         runner, index, scheme = self.runner, job.index, job.scheme
         results = {calibration_pass.name: calibration_pass.result() for calibration_pass in passes}
         reasons = {name: text for result in results.values() for name, text in result.reasons.items()}
@@ -365,7 +365,7 @@ def _pack(weight: Tensor, grid: WeightGrid) -> AwqWeight:
 def layer_coverage(
     work: LayerWork, weights: WeightsRecipe, reasons: dict[str, str], kept: Mapping[str, PackedLinear]
 ) -> list[ModuleCoverage]:
-    """What became of every module of a layer that has parameters; `reasons` are the passes', by Linear."""
+    """Coverage of every module of a layer that has parameters; `reasons` are the passes', by Linear."""
     copied = expert_modules(work.layer) if not weights.quantizes else ()
     coverage = [
         ModuleCoverage(

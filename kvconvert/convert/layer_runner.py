@@ -54,7 +54,7 @@ class PackedLinear(NamedTuple):
 
 
 class LayerRunner:
-    """Builds a model without weights and materialises its decoder layers one by one.
+    """Builds a model without weights and materializes its decoder layers one by one.
 
     Args:
         source: the checkpoint.
@@ -265,7 +265,7 @@ class LayerRunner:
     def inputs_of(
         self, layer: nn.Module, names: Sequence[str], inputs: HiddenStates | HiddenPart, index: int
     ) -> Iterator[dict[str, Tensor]]:
-        """What modules of a layer read, batch by batch; the layer runs as far as the last of them.
+        """Yield inputs of a layer's modules, batch by batch; the layer runs as far as the last of them.
 
         Args:
             layer: decoder layer.
@@ -541,7 +541,7 @@ class RunnerInputs:
                 hook.remove()
 
     def of(self, layer: nn.Module, kept: str, names: Sequence[str]) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        """What was kept under a name, and what modules read now, batch by batch."""
+        """Yield what was kept under a name and what modules read now, batch by batch."""
         last = names[-1]
         with self._resuming(layer):
             for found in self._counted(self.runner.inputs_of(layer, names, self.quantized, self.index)):
@@ -589,7 +589,7 @@ class RunnerInputs:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """What the module around a writer gives for the batch that runs."""
+        """Return the output of the module around a writer for the batch that runs."""
         number, device = self._number, writer.weight.device
         if number == len(written):
             written.append(self.keep(writer(read[number].to(device))))

@@ -342,7 +342,7 @@ def _say(message: str, progress: bool) -> None:
 
 @dataclass(frozen=True)
 class Searches:
-    """What both searches of a calibration share.
+    """State that both searches of a calibration share.
 
     Attributes:
         runner: of the model; its device is where everything is computed.
@@ -375,7 +375,7 @@ class Searches:
         return time.perf_counter() - begun + search_seconds(task, recipe, run, samples)
 
     def _cache_run(self, task: SearchTask) -> tuple[SearchRun, Tensor]:
-        """What the cache's search measures with, and the calibration sequences that it chooses clip ratios on."""
+        """The model and text that the cache's search measures with, and the sequences for its clip ratios."""
         data, tokens = self.data, self.tokens
         if tokens.extras:  # images: candidates are measured on text all the same
             tokenizer = load_tokenizer(self.runner.source.directory)

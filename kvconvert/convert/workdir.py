@@ -57,7 +57,7 @@ WORK_FORMAT = 2
 
 
 class WorkState(Record):
-    """What a calibration was started from.
+    """Inputs of a calibration.
 
     Attributes:
         format: of the working directory.
@@ -403,7 +403,7 @@ class WorkDir:
         return "f32" if share in (None, everything) else f"{share[0]}-{share[1]}.f32"
 
     def hidden(self, index: int, hidden_size: int, models: int = 1) -> HiddenStates:
-        """The input of layer `index`, in so many models one after another, which may or may not be there."""
+        """The input of layer `index`, in one or two models one after another, which may or may not be there."""
         first, stop = self._samples or (0, self.state.data.samples)
         shape = (models * (stop - first), self.state.data.length, hidden_size)
         name = f"{index:05d}.{self._hidden_name(self._samples)}"

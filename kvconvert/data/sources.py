@@ -1,4 +1,4 @@
-"""What a SOURCE of calibration data names (local files of one kind, source code, or a Hub data set), and its rows: JSON
+"""A SOURCE of calibration data (local files of one kind, source code, or a Hub data set), and its rows: JSON
 is read line by line, other tables and Hub data sets as a stream through `datasets`.
 
 `datasets` reads JSON through a table with every name that occurs in any row: 0.7 MB with 20,000 names become 3 GB, and

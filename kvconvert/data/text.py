@@ -122,7 +122,7 @@ def load_token_samples(
     return token_data(torch.tensor(rows), name, seed)
 
 
-RANDOM_SHARE = 32  # one of so many samples: benchmarks/WEIGHTS.md
+RANDOM_SHARE = 32  # samples per random one: benchmarks/WEIGHTS.md
 
 
 def with_random_tokens(data: TokenData, tokenizer: PreTrainedTokenizerBase, vocabulary: int, seed: int) -> TokenData:
@@ -195,7 +195,7 @@ def load_held_out_samples(
 
 
 def _prefix(tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[list[int], int]:
-    """What the tokenizer puts before each sample, and how many tokens of the text follow it (UsageError)."""
+    """Tokens that the tokenizer puts before each sample, and the number of the text's that follow (UsageError)."""
     prefix, _ = added_around(tokenizer)
     if len(prefix) >= length:
         raise UsageError(

@@ -245,7 +245,7 @@ def evaluate(
 
 
 def versions() -> dict[str, str]:
-    """What a figure may depend on besides its inputs."""
+    """Versions that a figure may depend on."""
     return {
         "kvconvert": __version__,
         "torch": torch.__version__,

@@ -47,7 +47,7 @@ WORDS = """
 
 @dataclass(frozen=True)
 class Conversation:
-    """What is said, in words.
+    """A conversation in words.
 
     Attributes:
         turns: (user, assistant) pairs that came before.
@@ -79,7 +79,7 @@ class Prompt:
     answers: tuple[tuple[int, int], ...]
 
 
-# Writes a conversation of a size: so many items, or words of the prose given.
+# Writes a conversation of a size: items, or words of the prose given.
 Write = Callable[[random.Random, int, Sequence[str]], Conversation]
 
 
@@ -414,7 +414,7 @@ def measure_probes(
 
 @dataclass(frozen=True)
 class Ability:
-    """What source and bundle can do.
+    """An ability of source and bundle.
 
     Attributes:
         name: in words.

@@ -103,7 +103,7 @@ class WeightSize:
 
 @dataclass(frozen=True)
 class EvaluationText:
-    """What was scored: the samples, and in each `prefill` tokens read first, then `scored` tokens in `chunk`s.
+    """The scored text: the samples, and in each `prefill` tokens read first, then `scored` tokens in `chunk`s.
 
     `scored_tokens` is 0 where no text was scored.
     """
@@ -125,7 +125,7 @@ class ComparedWith:
 
 @dataclass(frozen=True)
 class NoiseFloor:
-    """What rounding alone costs: a KL as small as this says nothing of the quantization.
+    """The cost of rounding alone: a KL as small as this says nothing of the quantization.
 
     Attributes:
         kl: of the source in the dtype of the evaluation from the source in float32, nats per token.

@@ -174,7 +174,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class Plan:
-    """What converting and serving a model takes; see the attributes' classes.
+    """Resources for converting and serving a model; see the attributes' classes.
 
     Attributes:
         model, recipe: as named.
@@ -404,7 +404,7 @@ def _budget_bits(auto: AutoSearch, cache: ModelCache) -> float:
 
 @dataclass(frozen=True)
 class Fit:
-    """What fits in a GPU's memory.
+    """Sequences that fit in a GPU's memory.
 
     Attributes:
         allowance: bytes set aside for the CUDA context, one prompt chunk's activations and logits of `batch` sequences.

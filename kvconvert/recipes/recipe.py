@@ -77,7 +77,7 @@ _OF_QUANTIZED_WEIGHTS = ("weights.bits", "weights.average_bits", "weights.group_
 
 
 class Table(BaseModel):
-    """What a recipe or a part of one is: fields that cannot change, without unknown ones."""
+    """A recipe, or a table of one: fields that cannot change, without unknown ones."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
 
@@ -91,7 +91,7 @@ class LayerOverride(Table):
 
 
 class Limits(Table):
-    """What a bundle may lose against its source; None leaves a figure unlimited.
+    """Limits on a bundle's loss against its source; None leaves a figure unlimited.
 
     Attributes:
         max_kl: mean KL divergence, nats per token; on text, and on text about images where these were measured.
@@ -316,7 +316,7 @@ _PRESET_FILES = Path(__file__).parent / "presets"
 
 
 class Budget(TypedDict, total=False):
-    """What the searches of a recipe may spend; each replaces what the recipe's tables say, None leaves that.
+    """Limits for the searches of a recipe; each replaces what the recipe's tables say, None leaves that.
 
     Attributes:
         kv_bits, kv_bytes_per_token: size of the cache, as average stored bits per value or as bytes per token.
@@ -413,7 +413,7 @@ class Recipe(Table):
         return next((override.kv for override in self.layers if index in override.index), self.kv)
 
     def calibration_of(self, index: int) -> KVCalibration:
-        """What calibration chooses for one layer's cache."""
+        """The calibration passes of one layer's cache."""
         return next((o.calibration for o in self.layers if index in o.index), self.calibration)
 
     def schemes(self) -> list[KVScheme]:

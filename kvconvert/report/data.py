@@ -417,7 +417,7 @@ def channel_ranges(measured: dict[int, Tensor]) -> ChannelRanges | None:
 
 
 def planned_channel_ranges(manifest: Manifest, plan: dict[str, Tensor]) -> ChannelRanges | None:
-    """What calibration left in the KV plan."""
+    """Ranges that calibration left in the KV plan."""
     names = {layer.index: f"layers.{layer.index}.key_channel_range" for layer in manifest.layers}
     return channel_ranges(
         {index: plan[name] for index, name in names.items() if name in plan and plan[name].dim() == 2}

@@ -44,7 +44,7 @@ NO_MODEL = "it needs the source's activations; give its directory or Hub id with
 
 @dataclass
 class Contents:
-    """What a report is made of, and what it collects.
+    """Inputs of a report, and the cards that it collects.
 
     Attributes:
         bundle: verified; its manifest is fit to be printed.
@@ -237,7 +237,7 @@ def _norms(c: Contents) -> None:
     layers, norms = c.sample.norms()
     ratio = norms / norms.median(1, keepdim=True).values.clamp(min=1e-30)
     at = int((ratio.amax(1) / ratio.amin(1).clamp(min=1e-30)).argmax())
-    caption = "Norm of each token's key over the median of its layer. Tokens that differ from their neighbours, mostly "
+    caption = "Norm of each token's key over the median of its layer. Tokens that differ from their neighbors, mostly "
     caption += "the first ones, stretch the scale of every channel that they share; sink tokens and token norms are "
     caption += f"for them. Below, layer {layers[at]}, where norms differ most."
     alt = f"Heat map of key norms, {norms.shape[0]} layers by {norms.shape[1]} tokens; norms reach from "

@@ -111,7 +111,7 @@ class Task(ABC):
 
     @abstractmethod
     def pieces(self, problems: Sequence[Problem], problem: Problem, rng: random.Random) -> Iterator[str]:
-        """What may stand before a problem, piece by piece."""
+        """Text to stand before a problem, piece by piece."""
 
 
 class HumanEval(Task):
