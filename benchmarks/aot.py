@@ -12,17 +12,17 @@ variants that a run does not compile stay in the files as they were, unless the 
 from __future__ import annotations
 
 import argparse
+import heapq
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import combinations
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
-
-from aot_cover import covering
 
 # Values that are left to the full run, where pairs of all values would take the subset too long.
 FULL_ONLY: dict[str, dict[str, tuple[Hashable, ...]]] = {
@@ -72,6 +72,30 @@ FULL_ONLY: dict[str, dict[str, tuple[Hashable, ...]]] = {
 TUNED_ON = 90
 # Modules with more variants than this are covered by pairs even in the full run, others by triples.
 MANY_VARIANTS = 300
+
+
+def covering(rows: Sequence[Mapping[str, Hashable]], strength: int = 2, first: Sequence[int] = ()) -> list[int]:
+    """Indices of rows that together have every combination of `strength` values that any row has, in order.
+
+    A combination is of values of different axes; rows may lack axes. The greedy choice, the row with most combinations
+    that are still missing and of equals the first, is deterministic and within a logarithm of the smallest subset. The
+    rows `first` are chosen beforehand.
+    """
+    have = [set(combinations(sorted(row.items(), key=lambda item: item[0]), min(strength, len(row)))) for row in rows]
+    missing = set().union(*have).difference(*(have[index] for index in first))
+    # Gains only shrink, so that a stale entry which still leads after an update is the best.
+    queue = [(-len(own), index) for index, own in enumerate(have)]
+    heapq.heapify(queue)
+    chosen = list(first)
+    while missing:
+        _, index = heapq.heappop(queue)
+        gain = len(have[index] & missing)
+        if gain and queue and (-gain, index) > queue[0]:
+            heapq.heappush(queue, (-gain, index))
+        elif gain:
+            chosen.append(index)
+            missing -= have[index]
+    return sorted(chosen)
 
 
 def selected(full: bool, names: list[str]) -> list[tuple[str, str, int]]:

@@ -15,9 +15,6 @@ from typing import Any
 import fidelity
 import gpu_docs
 import methods_docs
-import multimodal
-import papers
-import papers_docs
 import readme_docs
 import real_model_docs
 import weights_docs
@@ -80,31 +77,26 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/models.md": {
         "architectures": matrix,
         "types": types,
-        "images": of(multimodal.summary, "multimodal"),
     },
     "docs/performance.md": {
         "whole models": of(gpu_docs.whole_models, "engine"),
         "kernels": of(gpu_docs.kernels, "gpu"),
-        "products": of(gpu_docs.products, "linear_shapes"),
         "cpu": of(gpu_docs.on_cpu, "cpu_models"),
     },
     "docs/bundle.md": {"plan tensors": methods_docs.plan_tensors, "scheme fields": methods_docs.scheme_fields},
     "benchmarks/RESULTS.md": {
         "real models": lambda: real_model_docs.sections(real_model_docs.reports()),
         "fidelity": of(fidelity.tables, "fidelity"),
-        "images": of(multimodal.tables, "multimodal"),
         "memory": of(memory, "memory"),
     },
     "benchmarks/WEIGHTS.md": {
         "methods": of(weights_docs.methods, "weights"),
         "llm-compressor": of(weights_docs.beside_peers, "calibrate"),
     },
-    "benchmarks/PAPERS.md": {"papers": lambda: papers_docs.laboratory(papers_docs.reports(RESULTS), papers.TABLES)},
     "benchmarks/KERNELS.md": {
         "machine": of(gpu_docs.machine, "gpu"),
         "decode": of(gpu_docs.decode, "gpu"),
         "quantize": of(gpu_docs.quantize, "gpu"),
-        "steps": of(gpu_docs.steps, "gpu"),
         "prompts": of(gpu_docs.prompts, "gpu"),
         "linear": of(gpu_docs.linear, "gpu"),
     },

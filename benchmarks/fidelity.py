@@ -23,9 +23,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from kvconvert.calibration.activations import ActivationRecorder, ActivationStatistics
-from kvconvert.calibration.awq_clips import apply_clips, search_clips
 from kvconvert.calibration.awq_scales import search_scales
-from kvconvert.calibration.awq_scaling import apply_scales
+from kvconvert.calibration.awq_scaling import apply_clips, apply_scales, search_clips
 from kvconvert.convert.discovery import discover
 from kvconvert.convert.layer_runner import build_without_weights
 from kvconvert.data.text import load_token_samples

@@ -1,15 +1,14 @@
-"""Decode attention on a GPU: agreement with the float64 reference, and time against flash attention over bf16."""
+"""Decode attention on a GPU against flash attention over bf16. A section of benchmarks/gpu.py."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from gpu_timing import attention_launches, beyond_cache, buffers_beyond_cache, copy_bandwidth, graph_time
-from runner import checked
 
 from kvconvert.kernels.decode import PageTables, ResidualWindows
 from kvconvert.kernels.decode.plan import Segment, SequencePlan, plan_work
@@ -140,41 +139,6 @@ def peer_times(batch: int, tokens: int) -> dict[str, float]:
         for _ in range(buffers_beyond_cache(4 * batch * HEADS * tokens * DIM, most=16))
     ]
     return {name: graph_time(launches) for name, launches in attention_launches(sets).items()}
-
-
-def check(device: torch.device) -> list[dict[str, Any]]:
-    """The fused kernel over random stored tokens against float64 attention over what they dequantize to."""
-    # Random cases are shared with the tests, whose folder benchmarks/gpu.py puts on the path.
-    from decode_cases import Case as Stored
-    from decode_cases import compare
-
-    results = []
-    for dtype, tolerance in ((torch.float32, 4e-3), (torch.float16, 1e-2), (torch.bfloat16, 5e-2)):
-        for case in (
-            Stored(norm="joint", pages=(9, 0, 2), residual=(100, 33, 0)),
-            Stored(norm="joint", key_group=32, value_group=32),
-            Stored(key_bits=1, value_bits=1),
-            Stored(key_bits=4, value_bits=4, key_group=16, value_group=16, norm="per_head"),
-            Stored(key_bits=8, value_bits=8, key_group=32, value_group=32),
-            Stored(key_bits=3, value_bits=2, norm="joint"),
-            Stored(key_bits=2, value_bits=3, key_group=32, value_group=32),
-            Stored(key_bits=3, value_bits=3, key_dim=80, value_dim=48, value_group=24),
-            Stored(key_bits=16, value_bits=16),
-            Stored(key_bits=16, value_bits=2),
-            Stored(boosted=16, half_quantized=1, half_quantized_pages=(1, 0, 2)),
-            Stored(boosted=32, fixed_channels=True),
-            Stored(static=True, key_bits=4, value_bits=8),
-            Stored(key_dim=80, value_dim=80, key_group=64, value_group=16),
-            Stored(key_dim=256, value_dim=256, value_group=128),
-            Stored(half_quantized=2, half_quantized_pages=(1, 0, 2)),
-            Stored(queries=9, masked=True, group=2, softcap=5.0, sink_logits=True),
-            Stored(group=1),
-            Stored(group=16),
-        ):
-            case = replace(case, dtype=dtype)
-            error, _ = compare(case, device)
-            results.append(checked("decode", f"{case} {dtype}", error, tolerance))
-    return results
 
 
 def measure(device: torch.device) -> Iterator[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """What kernels and whole models take on a GPU, and models on a CPU, as tables.
 
-Every figure comes from the results of gpu.py, engine.py, linear_shapes.py, and cpu_models.py, or is computed from them.
+Every figure comes from the results of gpu.py, engine.py, and cpu_models.py, or is computed from them.
 """
 
 from __future__ import annotations
@@ -8,9 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvconvert.kernels.linear import gpu_path
-from kvconvert.kernels.linear.packed_layout import TILE
-from kvconvert.kernels.linear.triton.prompt_shapes import split_shape
 from kvconvert.tables import markdown_table as table
 
 Row = dict[str, Any]
@@ -24,8 +21,6 @@ SHOWN_DECODE = (
     "4 bits G = 128, 32 x 8,192",
     "8 bits G = 128, 32 x 8,192",
 )
-# Of the GPU that linear_shapes.json is from.
-GROUP_SIZE, MULTIPROCESSORS, CAPABILITY = 128, 132, (9, 0)
 
 
 def machine(results: dict[str, Any]) -> str:
@@ -88,23 +83,6 @@ def quantize(results: dict[str, Any]) -> str:
     )
 
 
-def steps(results: dict[str, Any]) -> str:
-    """Decode steps one by one, and what flushes of pages add to them."""
-    return _columns(
-        results["rows"]["steps"],
-        {
-            "median, us": lambda row: _us(row["us"]["median"]),
-            "99%, us": lambda row: _us(row["us"]["p99"]),
-            "median without flushes, us": lambda row: _us(row["us_without_flushes"]["median"]),
-            "99% without, us": lambda row: _us(row["us_without_flushes"]["p99"]),
-            "steps with a flush": lambda row: _percent(row["flush_steps"]),
-            "which adds, us": lambda row: _us(
-                row["flush_us"] + row["us_after_flush"] - row["us_without_flushes"]["median"]
-            ),
-        },
-    )
-
-
 def prompts(results: dict[str, Any]) -> str:
     """Attention of prompts, with every peer's time."""
     rows = results["rows"]["prompt"]
@@ -126,30 +104,6 @@ def linear(results: dict[str, Any]) -> str:
             "of copy bandwidth": lambda row: _percent(row["bandwidth_of_copy"]),
         },
     )
-
-
-def products(results: dict[str, Any]) -> str:
-    """How many times as fast as torch's bf16 product 4-bit products are, for users."""
-    cases = list(dict.fromkeys(row["case"] for row in results["rows"]))
-    found = {(row["case"], row["rows"]): row["times"]["bf16"] / chosen_path(row)[1] for row in results["rows"]}
-    counts = sorted({count for _, count in found})
-    rows = [(case, *(f"{found[case, count]:.2f}x" for count in counts)) for case in cases]
-    about = f"{results['gpu']}, Triton {results['triton']}; speed over torch's bf16 product by rows of activations."
-    return f"{about}\n\n{table(('inputs x outputs', *counts), rows)}"
-
-
-def chosen_path(row: Row) -> tuple[str, float]:
-    """The path that the package takes in one case of linear_shapes.json, and the microseconds that it took."""
-    inputs, outputs = map(int, row["case"].split(" x "))
-    path, groups = gpu_path(row["rows"], inputs, outputs), inputs // GROUP_SIZE
-    if path != "fused":
-        return path, row["times"]["few rows" if path == "few rows" else "unpacked 2^26"]
-    shape = split_shape(row["rows"], outputs // TILE, groups, GROUP_SIZE, MULTIPROCESSORS, CAPABILITY)
-    name = f"{shape.rows}x{shape.tiles}t {shape.warps}w {shape.stages}s /"
-    asked = (int(key.removeprefix(name)) for key in row["fused"] if key.startswith(name))
-    # By the number of splits that there are in fact, since each is of whole groups.
-    times = {-(-groups // -(-groups // splits)): row["fused"][f"{name}{splits}"] for splits in asked}
-    return path, times[shape.splits]
 
 
 def whole_models(results: dict[str, Any]) -> str:

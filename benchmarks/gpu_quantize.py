@@ -1,4 +1,4 @@
-"""Quantizing pages and rotating on a GPU: checked against the reference, then timed.
+"""Quantizing pages and rotating on a GPU. A section of benchmarks/gpu.py.
 
 One layer of 8 KV heads of 128 channels in bfloat16, 32 query heads. Bytes are what has to move: tokens read once,
 records written once. Error feedback is timed beside rounding to nearest: one page of each of 32 layers in one launch,
@@ -18,19 +18,14 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "test_gpu"))
 from gpu_timing import attention_launches, beyond_cache, graph_time, timed
-from page_writes import page_writes, store_pages
-from runner import checked
+from page_writes import page_writes
 
 from kvconvert.kernels.pages import (
     PAGE_SIZE,
     PageFormat,
-    PageTensors,
-    dequantize_pages,
     new_flag,
     new_pages,
-    quantize_pages,
 )
-from kvconvert.kernels.pages.reference import page_codes
 from kvconvert.kernels.pages.triton import launch as gpu
 from kvconvert.kernels.rotate import hadamard_matrix
 from kvconvert.kernels.rotate.triton.launch import rotate, rotate_and_append
@@ -55,19 +50,6 @@ FORMATS = {
         PageFormat.values(HEADS, DIM, PAGE_SIZE, 2, 128),
     ),
 }
-MORE_FORMATS = {
-    "1 bit": (
-        PageFormat.keys(HEADS, DIM, PAGE_SIZE, 1, 128, "per_head", clip_ratio=0.5),
-        PageFormat.values(HEADS, DIM, PAGE_SIZE, 1, 128),
-    ),
-    "4 bits": (PageFormat.keys(HEADS, DIM, PAGE_SIZE, 4, 16), PageFormat.values(HEADS, DIM, PAGE_SIZE, 4, 16)),
-    "8 bits": (PageFormat.keys(HEADS, DIM, PAGE_SIZE, 8, 64), PageFormat.values(HEADS, DIM, PAGE_SIZE, 8, 64)),
-    "head size 80": (
-        PageFormat.keys(HEADS, 80, PAGE_SIZE, 2, 32, "joint"),
-        PageFormat.values(HEADS, 80, PAGE_SIZE, 2, 16),
-    ),
-    "head size 256": (PageFormat.keys(4, 256, PAGE_SIZE, 2, 32, "joint"), PageFormat.values(4, 256, PAGE_SIZE, 2, 64)),
-}
 
 
 def _tokens(pages: int, f: PageFormat, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -75,17 +57,6 @@ def _tokens(pages: int, f: PageFormat, dtype: torch.dtype = torch.bfloat16) -> t
     x = torch.randn(f.heads, pages * PAGE_SIZE, f.head_dim, device="cuda") * (1 + torch.rand(f.head_dim, device="cuda"))
     x = x * (0.5 + torch.rand(pages * PAGE_SIZE, 1, device="cuda"))
     return x.to(dtype).unflatten(1, (pages, PAGE_SIZE)).transpose(0, 1)
-
-
-def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
-
-
-def _quantized(tokens: torch.Tensor, f: PageFormat) -> PageTensors:
-    """Pages of tokens [N, H, P, D]."""
-    pages = new_pages(len(tokens), f, tokens.dtype, tokens.device)
-    store_pages(list(tokens), [pages])
-    return pages
 
 
 def _matrices() -> torch.Tensor:
@@ -103,47 +74,6 @@ def append_table(
 
     rows = [(*entry(key, key_base), *entry(value, value_base)) for key, value in zip(keys, values, strict=True)]
     return torch.tensor(rows, dtype=torch.int64).to(key_base.device)
-
-
-def check(device: torch.device) -> list[dict[str, Any]]:
-    """Every kernel on this GPU: pages against the reference on a CPU, rotations against float64."""
-    torch.manual_seed(0)
-    rows: list[dict[str, Any]] = []
-
-    def report(*found: Any) -> None:
-        rows.append(checked(*found))
-
-    for name, (f, g) in (FORMATS | MORE_FORMATS).items():
-        for dtype in (torch.bfloat16, torch.float32) if name == "oscar" else (torch.bfloat16,):
-            keys, values = _tokens(4, f, dtype), _tokens(4, g, dtype)
-            # A norm may differ in its last place, a code where one rounding of float32 decides.
-            found, expected = _quantized(keys, f), quantize_pages(keys.cpu(), f)
-            error = _error(dequantize_pages(found).cpu(), dequantize_pages(expected))
-            report("page_kernel, keys", f"{name}, {dtype}", error, 5e-3)
-            found, expected = _quantized(values, g), quantize_pages(values.cpu(), g)
-            error = _error(dequantize_pages(found).cpu(), dequantize_pages(expected))
-            report("page_kernel, values", f"{name}, {dtype}", error, 1e-3)
-    for name, (f, _) in FORMATS.items():
-        keys, matrices, pages = _tokens(2, f), _matrices(), new_pages(2, f, torch.bfloat16, device)
-        store_pages(list(keys), [pages], feedback=[matrices])
-        expected = page_codes(quantize_pages(keys.cpu(), f, feedback=matrices.cpu()))
-        # A sum of another order may decide between two codes, and then later ones of that token differ.
-        apart = (page_codes(pages).cpu() != expected).any(2).float().mean().item()
-        report("key_feedback_kernel", f"{name}, tokens with other codes", apart, 0.02)
-    for dtype, tolerance in ((torch.bfloat16, 5e-3), (torch.float16, 6e-4), (torch.float32, 1e-6)):
-        for dim in (80, 128):
-            for inverse in {False, dim == 80}:
-                x = torch.randn(3, 5, 700, dim, device=device).to(dtype)
-                matrix = hadamard_matrix(dim, device=device)
-                expected = x.double() @ (matrix.T if inverse else matrix)
-                case = f"{dim}, {dtype}{', inverse' * inverse}"
-                report("rotate_kernel", case, _error(rotate(x, inverse), expected), tolerance)
-    step = DecodeStep(32, 64)
-    matrix = hadamard_matrix(DIM, device=device)
-    report("rotate_and_append_kernel", "queries", _error(step.run(), step.queries.double() @ matrix), 5e-3)
-    stored = torch.stack([buffer[:, 40] for buffer in step.buffers[0]])
-    report("rotate_and_append_kernel", "keys", _error(stored, step.keys[:, :, 0].double() @ matrix), 5e-3)
-    return rows
 
 
 class DecodeStep:

@@ -130,8 +130,8 @@ class Workshop:
         store = self.calibrate(case, keep_weights=True)
         layers = range(store.state.num_layers)
         plan = {name: tensor for layer in layers for name, tensor in store.layer_plan(layer).items()}
-        found = [store.layer_record(layer).scheme for layer in layers]
-        schemes = tuple(s if s is None else KVScheme.from_dict(s).with_online_rotation() for s in found)
+        found = [store.layer_record(layer).scheme() for layer in layers]
+        schemes = tuple(None if s is None else s.with_online_rotation() for s in found)
         if self._shared is None:
             self._shared = self.source("kvconvert")
         model = self._shared

@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from kvconvert.calibration.protocol import LayerJob, LayerWork
 from kvconvert.calibration.weight_grid import WeightGrid
 from kvconvert.convert.input_capture import CalibrationInputs
-from kvconvert.convert.layer_runner import LayerRunner
-from kvconvert.convert.paired_inputs import RunnerInputs
+from kvconvert.convert.layer_runner import LayerRunner, RunnerInputs
 from kvconvert.convert.passes import make_passes
 from kvconvert.data.mixture import load_mixture
 from kvconvert.data.sources import Sources

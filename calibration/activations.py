@@ -23,7 +23,7 @@ from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.errors import NumericError
 from kvconvert.models.structure import LayerStructure
 
-LOSS_TOKENS = 2048  # on the reference model 1024, 2048 and 4096 tokens lead to the same KL within 2 %
+LOSS_TOKENS = 2048  # on the reference model 1024, 2048 and 4096 tokens lead to the same KL within 2%
 EXPERT_TOKENS = 512
 MIN_EXPERT_TOKENS = 32  # benchmarks/RESULTS.md: with 16 tokens of its own an expert is worse, with 32 better
 
@@ -188,7 +188,7 @@ class ActivationRecorder:
         return self.structure.experts is not None and self.structure.experts.owner(point) is not None
 
     def _final_stride(self, point: str, total: int) -> int:
-        """The stride to which `_sample` thins out so many tokens."""
+        """The stride to which `_sample` thins out that number of tokens."""
         most = LOSS_TOKENS if point == self.structure.experts.module else EXPERT_TOKENS
         stride = 1
         while -(-total // stride) > most:

@@ -1,6 +1,7 @@
 """AWQ as a calibration pass (Lin et al., "Activation-aware Weight Quantization"): scales, then clips, by search.
 
-`awq_scales` searches what each input channel is multiplied by, and `awq_clips` how far weights are clamped afterwards.
+`awq_scales` searches what each input channel is multiplied by, and `awq_scaling.search_clips` how far weights are
+clamped afterwards.
 Each looks at a part of the layer, so that the whole can come out worse than plain rounding. A layer therefore keeps
 what gives its output the least error (`layer_error`): rounding alone, clips, or scales and clips; of equal ones the
 first.
@@ -18,9 +19,8 @@ from torch import Tensor, nn
 
 from kvconvert.cache.format import CacheFormat
 from kvconvert.calibration.activations import MIN_EXPERT_TOKENS, ActivationRecorder, ActivationStatistics
-from kvconvert.calibration.awq_clips import Widths, apply_clips, search_clips
 from kvconvert.calibration.awq_scales import search_scales
-from kvconvert.calibration.awq_scaling import Scaling, apply_scales, reader_scales
+from kvconvert.calibration.awq_scaling import Scaling, Widths, apply_clips, apply_scales, reader_scales, search_clips
 from kvconvert.calibration.layer_error import LayerSample, LayerSampler, quantized
 from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork, PassResult
 from kvconvert.errors import NumericError
@@ -40,7 +40,7 @@ def _device(layer: nn.Module) -> torch.device:
 
 
 class _Candidate(NamedTuple):
-    """What a layer may keep; `clips` as `search_clips` finds them."""
+    """Scales and clips that a layer may keep; `clips` as `search_clips` finds them."""
 
     name: str
     scalings: list[Scaling]

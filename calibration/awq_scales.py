@@ -39,8 +39,7 @@ import torch
 from torch import Tensor, nn
 
 from kvconvert.calibration.activations import ActivationStatistics, point_of
-from kvconvert.calibration.awq_clips import Widths, width_of
-from kvconvert.calibration.awq_scaling import Reader, Scaling, rounded, scaling_label
+from kvconvert.calibration.awq_scaling import Reader, Scaling, Widths, rounded, scaling_label, width_of
 from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 from kvconvert.kernels.quantizer import GroupRangeError

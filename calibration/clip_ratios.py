@@ -1,7 +1,7 @@
 """Calibration of clip ratios: how far to shrink each group's (min, max) before it is quantized.
 
 The best uniform quantizer of b bits does not reach to the extremes. Of 128 near-Gaussian values, min and max are about
-5.3 standard deviations apart, while the range that minimises the mean squared error spans about 3 at 2 bits and 1.6 at
+5.3 standard deviations apart, while the range that minimizes the mean squared error spans about 3 at 2 bits and 1.6 at
 1 bit: clamping a few values costs less than a coarse step costs all. The clip ratio r shrinks (min, max) about
 their midpoint. It is chosen per layer, for keys and for values, on a sample of the layer's attention,
 

@@ -98,7 +98,7 @@ class HessianRecorder:
     Args:
         structure: names of the layer's parts.
         ranks: processes that share the tokens.
-        stride: counts every so many of a batch's tokens.
+        stride: distance between the tokens of a batch that count.
     """
 
     def __init__(self, structure: LayerStructure, ranks: Ranks = ALONE, stride: int = 1) -> None:
@@ -186,7 +186,7 @@ class Factor:
 
     @torch.no_grad()
     def remaining(self) -> Tensor:
-        """What a squared rounding error of each input costs when those rounded later make up for it, float32 [in].
+        """The cost of each input's squared rounding error when those rounded later make up for it, float32 [in].
 
         1 / [H_FF^-1]_ii, the part of the input's second moment that no combination of the later ones has. The sum of
         these costs over all inputs is the compensated weight's error (with the damped Hessian), so that a search can

@@ -1,4 +1,4 @@
-"""What quantized weights cost the output of a whole decoder layer, on some of the calibration sequences.
+"""The error that quantized weights cause in a whole decoder layer's output, on some of the calibration sequences.
 
 Searches for weights look at parts of a layer: scales at the modules that read a norm, clips at groups of weights. What
 all of it together, rounded as it will be stored, makes of the layer's output is measured here, as the next layer reads
@@ -22,8 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from kvconvert.calibration.activations import same_argument_chunks
-from kvconvert.calibration.awq_clips import Widths, width_of
-from kvconvert.calibration.awq_scaling import Scaling, scaled_modules, scaled_parameters, while_computing
+from kvconvert.calibration.awq_scaling import (
+    Scaling,
+    Widths,
+    scaled_modules,
+    scaled_parameters,
+    while_computing,
+    width_of,
+)
 from kvconvert.calibration.protocol import LayerWork
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 from kvconvert.models.structure import LayerStructure

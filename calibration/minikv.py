@@ -8,7 +8,7 @@ then, for the queries q after the prompt, o_f(q) being the heads' outputs over t
     lost_attention(f) = mean over q of the attention weight on tokens that are not kept
     lost_output(f)    = mean over q of || (o_f(q) - o(q)) W_O^T ||^2, relative to that of || o(q) W_O^T ||^2
 
-The allocation `calibrated` minimises the sum of lost_output(f_l) over layers l at the nominal mean of f_l: budgets grow
+The allocation `calibrated` minimizes the sum of lost_output(f_l) over layers l at the nominal mean of f_l: budgets grow
 in the order of the loss that the next token saves, along each curve's convex hull, until the total is spent. Lost
 attention itself is not the objective: a layer that spreads its attention thinly loses most of it and little of its
 output. On the reference model, budgets by lost attention go to layer 0 and are worse on held-out text than uniform
@@ -45,7 +45,7 @@ Allocation = Literal["uniform", "pyramid", "calibrated"]
 
 @dataclass(frozen=True)
 class EvictionLoss:
-    """What a layer loses when its prompts keep a share i / (points - 1) of heavy hitters, i = 0 ... points - 1.
+    """The loss of a layer whose prompts keep a share i / (points - 1) of heavy hitters, i = 0 ... points - 1.
 
     Attributes:
         attention: mean attention weight of later queries on tokens that were evicted, float64 [points].
@@ -135,7 +135,7 @@ def allocate(
 
 
 def spend_by_marginal_loss(curves: Sequence[Tensor], budget: float, limit: float) -> list[float]:
-    """Shares, at most `limit` each and `budget` together, that minimise the sum of the curves' convex hulls.
+    """Shares, at most `limit` each and `budget` together, that minimize the sum of the curves' convex hulls.
 
     Args:
         curves: per layer, falling values over equally spaced shares from 0 to 1.

@@ -144,7 +144,7 @@ class OscarPass(CalibrationPass):
 
     @classmethod
     def of(cls, job: LayerJob, sampler: CalibrationPass) -> OscarPass | None:
-        """Of a scheme that rotates or normalises."""
+        """Of a scheme that rotates or normalizes."""
         scheme = job.scheme
         if scheme is None or not (scheme.rotates or scheme.token_norm != "none"):
             return None

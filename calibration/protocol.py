@@ -1,4 +1,4 @@
-"""What a calibration pass is.
+"""The interface of a calibration pass.
 
 The pipeline takes decoder layers one at a time. For each it makes a `LayerWork` and takes every pass through the same
 four steps: `prepare` (changes that need no data), `observe` (hooks while calibration data runs through the layer),
@@ -26,7 +26,7 @@ from kvconvert.models.structure import LayerStructure
 
 
 class PairedInputs(Protocol):
-    """What modules of a layer read in the source model, and in the model whose layers so far are quantized."""
+    """Inputs of a layer's modules in the source model, and in the model whose layers so far are quantized."""
 
     def recording(self, layer: nn.Module, names: Sequence[str]) -> AbstractContextManager[None]:
         """Keep what these modules read, and under "" what the layer gives, while the source model's data runs."""
@@ -108,7 +108,7 @@ class PassResult:
 
 @dataclass(frozen=True)
 class LayerJob:
-    """What a recipe asks for in one decoder layer of a model, resolved once.
+    """A recipe's job in one decoder layer of a model, resolved once.
 
     Attributes:
         index, name: of the layer; the name is the loaded model's ("model.layers.3").
@@ -183,7 +183,7 @@ class CalibrationPass:
 
     @classmethod
     def resolve(cls, layers: Mapping[int, MeasuredLayer], search: KVCalibration) -> dict[int, Resolution]:
-        """What can only be decided when every layer is measured; a pure function of the measurements."""
+        """Decide what depends on the measurements of all layers; a pure function of the measurements."""
         return {}
 
     def prepare(self, work: LayerWork) -> None:
@@ -200,7 +200,7 @@ class CalibrationPass:
         """Change the layer, or the format of its cache, by the chosen parameters."""
 
     def result(self) -> PassResult:
-        """What to record."""
+        """Return what to record."""
         return PassResult()
 
 

@@ -67,11 +67,11 @@ class Ranks:
         return items
 
     def broadcast_(self, tensor: Tensor, source: int) -> Tensor:
-        """What rank `source` has, in place."""
+        """Copy the tensor of rank `source`, in place."""
         return tensor
 
     def of_first(self, value: T) -> T:
-        """What rank 0 has."""
+        """The value of rank 0."""
         return value
 
     def wait(self) -> None:

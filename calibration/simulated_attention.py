@@ -30,7 +30,7 @@ SIMULATED_ATTENTION = "kvconvert_simulate"
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What one layer's attention was called with.
+    """Arguments of a call of one layer's attention.
 
     Attributes:
         queries: [B, Hq, T, D]; keys: [B, H, T, D]; values: [B, H, T, E].
@@ -46,7 +46,7 @@ class AttentionCall:
 
 
 class _Simulation:
-    """What the attention function is to do at the moment: caches by layer, and layers whose calls are kept."""
+    """State of the attention function: caches by layer, and layers whose calls are kept."""
 
     caches: Mapping[int, CacheFormat] = {}
     captured: dict[int, AttentionCall | None] | None = None

@@ -18,14 +18,14 @@ def printable(text: str) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """What to say of a name that does not exist: the one it resembles, or all that do."""
+    """Advice for a name that does not exist: the one it resembles, or all that do."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]}?" if close else f"choose one of {', '.join(known)}."
 
 
 def first_line(error: BaseException | str) -> str:
-    """What another library's error says, to stand within a sentence."""
+    """The message of another library's error, to stand within a sentence."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 

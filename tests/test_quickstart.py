@@ -13,8 +13,8 @@ from kvconvert import calibrate, export, load
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.data.text import load_token_samples
 from kvconvert.fidelity.evaluate import decoder_of
+from kvconvert.fidelity.report import measure_cache
 from kvconvert.fidelity.scoring import Decoder, compare
-from kvconvert.fidelity.sizes import measure_cache
 from kvconvert.io.tensorfile import nbytes, read_header
 from kvconvert.kernels.pages import PAGE_SIZE
 

@@ -1,16 +1,14 @@
-"""benchmarks/real_model.py: its case files are recipes of this version, and it measures what it says."""
+"""benchmarks/real_model.py: its baselines are recipes of this version, and it measures what it says."""
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import real_model_docs as docs
 import torch
 from real_model_bench import over_a_page
 from real_model_cases import Case
-from real_model_lookup import ObjectBook
-from real_model_measure import cache_size, launches_of
+from real_model_measure import ObjectBook, cache_size, launches_of
 from tiny.checkpoints import REFERENCE, tiny_model
 from transformers import AutoTokenizer, Gemma3TextConfig
 
@@ -22,13 +20,10 @@ from kvconvert.methods import PRESETS
 from kvconvert.models.configuration import head_dim, key_value_heads
 from kvconvert.runtime import KVCache
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-FILES = ("ablations.txt", "baselines.txt")
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|assistant|>"
-CASES = [case for file in FILES for case in docs.cases_of(BENCHMARKS / file)]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", docs.cases_of(docs.BASELINES))
 def test_a_line_of_a_case_file_is_a_recipe_of_a_cache(case, tmp_path):
     recipe = Case.parse(case).recipe(True, tmp_path)
     assert recipe.kv is not None

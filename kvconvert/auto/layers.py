@@ -96,7 +96,7 @@ class SearchedLayer:
         return replace(self, keys=keys, costs={**self.costs, **costs})
 
     def windowed(self, tokens: int) -> SearchedLayer:
-        """The layer with so many of the newest keys and values in full precision, whatever is chosen."""
+        """The layer with that number of newest keys and values in full precision, whatever is chosen."""
         layer = replace(self, scheme=replace(self.scheme, **dict.fromkeys(WINDOW_FIELDS, tokens)))
         return replace(layer, costs={candidate.name: layer.cost_of(candidate) for candidate in layer.candidates})
 
@@ -167,7 +167,7 @@ def measured_layer(
     embeddings: object,
     changing_rope: str | None,
 ) -> TreatmentSearch:
-    """What every candidate of a layer is fitted with.
+    """Measurements that every candidate of a layer is fitted with.
 
     Args:
         layer: its scheme and candidates.

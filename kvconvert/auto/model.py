@@ -28,7 +28,7 @@ SAME_MODEL = 1e-6  # divergence of a run that starts at a later layer, beyond ro
 
 @dataclass(frozen=True)
 class ExactText:
-    """What the model computes on a text without any cache being quantized.
+    """The model's results on a text without any cache being quantized.
 
     Attributes:
         ids: int64 [rows, length].
@@ -204,7 +204,7 @@ class SimulatedModel:
 
 @dataclass(frozen=True)
 class SearchRun:
-    """What a search measures with.
+    """The model and text that a search measures with.
 
     Attributes:
         model: the whole source model.

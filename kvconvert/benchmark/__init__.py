@@ -1,4 +1,4 @@
-"""What a bundle gains on the machine it is run on: speed and memory, against its source model."""
+"""A bundle's speed and memory on the machine it is run on, against its source model."""
 
 from kvconvert.benchmark.bench import BenchReport, bench
 from kvconvert.benchmark.contender import Measurement

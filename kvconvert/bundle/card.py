@@ -5,30 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from kvconvert.bundle.describe import Description, describe, printable_manifest
-from kvconvert.bundle.manifest import Manifest, figure
+from kvconvert.bundle.figures import HEADER, fidelity_rows, how_measured, text
+from kvconvert.bundle.manifest import Manifest
 from kvconvert.methods import awq
 from kvconvert.tables import markdown_table
 
 CARD_NAME = "README.md"
 FIDELITY = "## Fidelity"
-
-_FIGURES = {
-    "perplexity.source": "perplexity, source model",
-    "perplexity.bundle": "perplexity, this bundle",
-    "kl.mean": "KL divergence, mean (nats per token)",
-    "kl.p99": "KL divergence, 99th percentile",
-    "kl.p999": "KL divergence, 99.9th percentile",
-    "top1_agreement": "top-1 agreement",
-    "images.kl": "KL divergence on text about images, mean",
-    "images.top1_agreement": "top-1 agreement on text about images",
-    "passkey.source": "retrieval, source model",
-    "passkey.bundle": "retrieval, this bundle",
-    "kv.bits_per_value": "KV cache, bits per value",
-    "kv.bytes_per_token": "KV cache, bytes per token",
-}
 
 _INSTALL = (
     "Install [PyTorch](https://pytorch.org/get-started/locally/), then kvconvert in a clone of its repository "
@@ -176,43 +161,19 @@ def fidelity_section(manifest: Manifest) -> list[str]:
     if manifest.fidelity is None:
         return [FIDELITY, "", "Not measured; `kvconvert eval BUNDLE --write` measures it and fills this in.", ""]
     report, limits = manifest.fidelity.report, manifest.fidelity.limits
-    words = _FIGURES | _probe_figures(report)
-    rows = [
-        (_plain(what), f"{value:.4g}")
-        for name, what in words.items()
-        if isinstance(value := figure(report, name), int | float)
-    ]
-    fit = figure(report, "verdict")
+    rows = [tuple(map(_plain, row)) for row in fidelity_rows(report)]
+    fit, how = text(report, "verdict"), how_measured(report)
     bounds = ", ".join(f"{_plain(name)} = {value:g}" for name, value in limits.items())
     outcome = f" Limits of the recipe ({bounds}): {'missed' if manifest.fidelity.missed else 'met'}."
     return [
         FIDELITY,
         "",
-        *([f"**{_plain(fit)}**", ""] if isinstance(fit, str) else []),
-        f"Measured on exactly these files{_circumstances(report)}.{outcome if bounds else ''}",
+        *([f"**{_plain(fit)}**", ""] if fit else []),
+        f"Measured on exactly these files{how and f': {_plain(how)}'}.{outcome if bounds else ''}",
         "",
-        markdown_table(("figure", "value"), rows),
+        markdown_table(HEADER, rows),
         "",
     ]
-
-
-def _probe_figures(report: dict[str, Any]) -> dict[str, str]:
-    """Words for the figures of each probe by dotted name."""
-    found, words = figure(report, "probes"), {}
-    for name in found if isinstance(found, dict) else ():
-        ability = figure(report, f"probes.{name}.ability")
-        if isinstance(ability, str):
-            words[f"probes.{name}.source"] = f"{ability}: right answers, source model"
-            words[f"probes.{name}.bundle"] = f"{ability}: right answers, this bundle"
-    return words
-
-
-def _circumstances(report: dict[str, Any]) -> str:
-    """On which text, and how, as far as the report says so."""
-    text, tokens = figure(report, "text.samples.source"), figure(report, "text.scored_tokens")
-    dtype, device = figure(report, "compute_dtype"), figure(report, "device")
-    said = f": {tokens:,} tokens of {_plain(str(text))}" if text is not None and isinstance(tokens, int) else ""
-    return said + (f", in {_plain(str(dtype))} on {_plain(str(device))}" if dtype and device else "")
 
 
 def replace_fidelity(card: str, manifest: Manifest) -> str | None:

@@ -4,6 +4,8 @@ Files of JSON hold no settings that would make a loader run code, fetch somethin
 transformers and its relatives follow such settings while they read a configuration, a tokenizer or a processor. The
 exporter leaves them out, the reader refuses them, at any depth of any file. An entry that is null, false or empty asks
 for nothing and is accepted.
+
+Weight files are compared with the manifest by their headers, their index, their numbers, and what layers' schemes need.
 """
 
 from __future__ import annotations
@@ -17,12 +19,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
 from kvconvert.bundle.locate import FORMER_PLAN_NAME, MANIFEST_NAME, PLAN_NAME
-from kvconvert.bundle.manifest import Manifest
+from kvconvert.bundle.manifest import LayerPlan, Manifest
 from kvconvert.errors import BundleError, printable
 from kvconvert.io.json_text import parse_json
-from kvconvert.io.records import FileInfo
-from kvconvert.io.tensorfile import mismatch
+from kvconvert.io.records import FileInfo, TensorInfo
+from kvconvert.io.tensorfile import mismatch, nbytes, read_header, tensor_info
+from kvconvert.methods import PLAN_TENSORS
+from kvconvert.methods.scheme import FORMER_PLAN_TENSORS
 
 # Files of these kinds run code when they are loaded; a bundle holds none, listed or not.
 _CODE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".py", ".pyc", ".so"}
@@ -61,7 +69,7 @@ def own_files(manifest: Manifest) -> set[str]:
 
 
 def check_names(directory: Path, manifest: Manifest) -> None:
-    """What the manifest says of its files, looking at none of them (BundleError)."""
+    """Check the manifest's statements about its files, looking at none of them (BundleError)."""
     for name in own_files(manifest) - {MANIFEST_NAME}:
         if PurePosixPath(name).suffix.lower() in _CODE_SUFFIXES:
             raise BundleError(
@@ -349,3 +357,140 @@ def _allowed(key: str, value: Any) -> str | None:
 def _texts(value: Any) -> list[str]:
     values = value if isinstance(value, list) else [value]
     return [text for text in values if isinstance(text, str)]
+
+
+INDEX_NAME = "model.safetensors.index.json"
+_WEIGHT_FILE = re.compile(r"model(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors")
+
+
+def check_tensors(directory: Path, manifest: Manifest) -> dict[str, Path]:
+    """The file of each weight tensor, after comparing all headers and the index with the manifest (BundleError)."""
+    files = manifest.weight_files()
+    for name in files:
+        if "/" in name:
+            raise mismatch(MANIFEST_NAME, f"files: {name}", "weights beside config.json", "a file in a folder")
+        if not _WEIGHT_FILE.fullmatch(name):
+            raise mismatch(MANIFEST_NAME, f"files: {name}", "model.safetensors, or shards", name)
+    if INDEX_NAME not in manifest.files and files != ["model.safetensors"]:
+        raise mismatch(
+            MANIFEST_NAME, "files", f"model.safetensors alone, or shards with {INDEX_NAME}", ", ".join(files)
+        )
+    found: dict[str, TensorInfo] = {}
+    where: dict[str, Path] = {}
+    for file in files:
+        for name, info in read_header(directory / file).items():
+            if name in found:
+                raise mismatch(file, f"tensor {name}", "in one file", f"also in {where[name].name}")
+            found[name] = info
+            where[name] = directory / file
+    if INDEX_NAME in manifest.files:
+        _check_index(directory, found, where)
+    compare("The weights", manifest.tensors, found)
+    return where
+
+
+def _check_index(directory: Path, found: dict[str, TensorInfo], where: dict[str, Path]) -> None:
+    index = read_object(directory / INDEX_NAME)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise mismatch(INDEX_NAME, "weight_map", "files by tensor name", repr(weight_map)[:80])
+    for name in sorted(weight_map.keys() | where.keys()):
+        file = where[name].name if name in where else "no such tensor"
+        if weight_map.get(name) != file:
+            raise mismatch(INDEX_NAME, f"weight_map of {name}", file, weight_map.get(name, "no entry"))
+    metadata = index.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if total != sum(map(nbytes, found.values())):
+        raise mismatch(INDEX_NAME, "metadata.total_size", sum(map(nbytes, found.values())), total)
+
+
+def compare(file: str, expected: dict[str, TensorInfo], found: dict[str, TensorInfo]) -> None:
+    """Refuse (BundleError) tensors of `file` that are missing, left over, or of another type or shape."""
+    for name in sorted(expected.keys() | found.keys()):
+        if name not in found:
+            raise mismatch(file, f"tensor {name}", "present", "missing")
+        if name not in expected:
+            raise mismatch(file, f"tensor {name}", "absent", "an extra tensor")
+        if expected[name] != found[name]:
+            raise mismatch(file, f"tensor {name}", words(expected[name]), words(found[name]))
+
+
+def words(info: TensorInfo) -> str:
+    """A tensor's type and shape as messages show them."""
+    return f"{info.dtype} {info.shape}"
+
+
+def read_tensors(files: dict[str, Path], names: list[str]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors one at a time, by name, file after file."""
+    by_file: dict[Path, list[str]] = {}
+    for name in names:
+        by_file.setdefault(files[name], []).append(name)
+    for path, inside in by_file.items():
+        with safe_open(path, framework="pt") as stream:
+            for name in inside:
+                yield name, stream.get_tensor(name)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether there is no NaN or infinity, with little memory beside the tensor."""
+    for part in tensor.reshape(-1).split(2**22):
+        if not bool(torch.isfinite(part if part.element_size() > 1 else part.float()).all()):
+            return False
+    return True
+
+
+def check_scales(file: str, name: str, scales: Tensor) -> None:
+    """Refuse (BundleError) a scale that is not finite and above zero, by its index."""
+    if not bool(torch.isfinite(scales).all()):
+        row, column = (~torch.isfinite(scales)).nonzero()[0].tolist()
+        raise mismatch(file, f"{name}[{row}, {column}]", "a finite scale", scales[row, column].item())
+    if not bool((scales > 0).all()):
+        row, column = (scales <= 0).nonzero()[0].tolist()
+        raise mismatch(file, f"{name}[{row}, {column}]", "a scale above zero", scales[row, column].item())
+
+
+def check_plan_header(directory: Path, manifest: Manifest) -> None:
+    """Names, types and shapes of the plan's tensors are those in the manifest (BundleError)."""
+
+    def refuse(_: str, field: str, expected: object, found: object) -> BundleError:
+        return mismatch(PLAN_NAME, field, expected, found)
+
+    compare(PLAN_NAME, manifest.plan, read_header(directory / PLAN_NAME, refuse))
+
+
+def read_plan(directory: Path, manifest: Manifest) -> dict[str, Tensor]:
+    """The tensors of the KV plan by name, finite, with all that the layers' schemes need.
+
+    Raises:
+        BundleError: naming the tensor.
+    """
+    plan: dict[str, Tensor] = {}
+    for name, tensor in read_tensors(dict.fromkeys(manifest.plan, directory / PLAN_NAME), list(manifest.plan)):
+        match = re.fullmatch(r"layers\.([0-9]{1,4})\.(\w+)", name)
+        if match is None or int(match[1]) >= len(manifest.layers):
+            raise mismatch(PLAN_NAME, f"tensor {name}", f"a name layers.0 to layers.{len(manifest.layers) - 1}", name)
+        if match[2] not in (*PLAN_TENSORS, *FORMER_PLAN_TENSORS):
+            raise mismatch(PLAN_NAME, f"tensor {name}", f"one of {', '.join(PLAN_TENSORS)}", match[2])
+        if tensor.is_floating_point() and not is_finite(tensor):
+            raise mismatch(PLAN_NAME, f"tensor {name}", "finite values", "NaN or infinity")
+        plan[name] = tensor
+    for layer in manifest.layers:
+        _check_required(layer, plan)
+    return plan
+
+
+def _check_required(layer: LayerPlan, plan: dict[str, Tensor]) -> None:
+    """The tensors without which the layer's scheme cannot be served."""
+    scheme = layer.scheme()
+    wanted = {} if scheme is None else scheme.required_tensors(layer.shape())
+    for what, rule in wanted.items():
+        name = f"layers.{layer.index}.{what}"
+        if name not in plan:
+            raise mismatch(PLAN_NAME, f"tensor {name}", f"present ({rule.why})", "missing")
+        info = tensor_info(plan[name])
+        if (info.dtype, tuple(info.shape)) != (rule.dtype, rule.shape):
+            raise mismatch(PLAN_NAME, f"tensor {name}", f"{rule.dtype} {[*rule.shape]}", words(info))
+        values = plan[name].tolist()
+        expected = None if rule.fault is None else rule.fault(values)
+        if expected is not None:
+            raise mismatch(PLAN_NAME, f"tensor {name}", expected, repr(values)[:80])

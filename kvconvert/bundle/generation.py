@@ -1,4 +1,4 @@
-"""What generation_config.json says: read once for `generate`, the Engine, the server, and vLLM.
+"""Settings of generation_config.json: read once for `generate`, the Engine, the server, and vLLM.
 
 transformers takes the file as it is and finds out while it generates what it cannot apply; other programs pass over
 what they do not know. Here every field is checked, translated to what transformers applies, or named as left out.

@@ -48,7 +48,7 @@ _Version = Annotated[int, Field(ge=0, le=FORMAT_VERSION)]
 
 
 class ModuleCoverage(Record):
-    """What happened to one module: quantized how, or left as it was and why.
+    """Coverage of one module: how it was quantized, or why it was kept.
 
     Attributes:
         name: as in the loaded model, for instance "model.layers.0.self_attn.q_proj".
@@ -162,14 +162,6 @@ class Fidelity(Record):
     report: dict[str, Any]
     limits: Annotated[dict[Name, Number], FirstFaults]
     missed: list[Text] = Field(default_factory=list, max_length=MAX_LAYERS, fail_fast=True)
-
-
-def figure(report: dict[str, Any], name: str) -> Any:
-    """A figure of a fidelity report by its dotted name, or None where it was not measured."""
-    value: Any = report
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
 
 
 class LayerAllocation(Record):
@@ -406,7 +398,7 @@ def unseal(content: bytes, seal: str) -> str:
 
 
 def conventions(layers: list[LayerPlan], weights_method: StoredMethod, widths: Collection[int]) -> dict[str, Any]:
-    """What a reader that shares no code with kvconvert has to know to compute the same numbers from this bundle."""
+    """Conventions for a reader that shares no code with kvconvert to compute the same numbers from this bundle."""
     planned = [(scheme, layer.shape()) for layer in layers if (scheme := layer.scheme()) is not None]
     return awq.conventions(weights_method, widths) | layer_conventions(planned)
 

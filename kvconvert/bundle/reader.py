@@ -15,23 +15,21 @@ from torch import Tensor
 from kvconvert.bundle.files import (
     BundleFiles,
     check_names,
-    is_settings,
-    parse_object,
-    read_object,
-    read_settings,
-    unsafe_settings,
-)
-from kvconvert.bundle.locate import MANIFEST_NAME, PLAN_NAME, manifest_path
-from kvconvert.bundle.manifest import FORMAT_VERSION, Manifest, quantization_config, unseal
-from kvconvert.bundle.weight_files import (
     check_plan_header,
     check_scales,
     check_tensors,
     is_finite,
+    is_settings,
+    parse_object,
+    read_object,
     read_plan,
+    read_settings,
     read_tensors,
+    unsafe_settings,
     words,
 )
+from kvconvert.bundle.locate import MANIFEST_NAME, PLAN_NAME, manifest_path
+from kvconvert.bundle.manifest import FORMAT_VERSION, Manifest, quantization_config, unseal
 from kvconvert.errors import BundleError, RecipeError, listed, printable
 from kvconvert.io.records import TensorInfo
 from kvconvert.io.tensorfile import DTYPES, mismatch
@@ -235,7 +233,7 @@ def open_bundle(path: str | Path, verify: Literal["full", "headers", "plan"] = "
 
 
 def _described(files: BundleFiles, manifest: Manifest, checks: list[str]) -> Bundle:
-    """What can be said of a bundle without its weights."""
+    """Checks of a bundle that need none of its weights."""
     directory = files.directory
     for name in ("config.json", PLAN_NAME):
         files.check_file(name, manifest.files[name], full=True)
@@ -275,7 +273,7 @@ def _read_manifest(files: BundleFiles) -> Manifest:
 
 
 def _expected(found: Mapping[str, Any]) -> str:
-    """What pydantic says that a field should be, to stand behind "should be"."""
+    """Pydantic's rule for a field, to stand behind "should be"."""
     named = {"extra_forbidden": "absent", "missing": "present"}
     what, _, rest = found["msg"].partition(" should ")
     said = rest.removeprefix("be ") if rest.startswith("be ") else f"a {what.lower()} that should {rest}"

@@ -1,1 +1,1 @@
-"""What a KV scheme makes of a layer's keys and values: formats for kernels, and bytes."""
+"""The layout of a layer's keys and values by its KV scheme: formats for kernels, and bytes."""

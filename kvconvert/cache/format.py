@@ -222,5 +222,5 @@ def _static_scales(
 
 
 def rotations(scheme: KVScheme) -> Rotations:
-    """What a scheme rotates at run time; folded values are rotated by the weights."""
+    """Rotations at run time; folded values are rotated by the weights."""
     return Rotations(scheme.rotate_keys == "hadamard", scheme.rotate_values == "online")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import click
 
 from kvconvert.errors import UsageError, did_you_mean
@@ -28,6 +31,42 @@ def check_seed(ctx: click.Context, parameter: click.Parameter, value: int | None
     if value is not None and not -(2**63) <= value < 2**63:
         raise UsageError(f"--seed is {value!s:.40}, and no integer of 64 bits.")
     return value
+
+
+Option = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def count_option(*names: str, least: int = 1, **attributes: Any) -> Option:
+    """An option whose value is a whole number of at least `least`; the attributes are those of `click.option`."""
+    values: dict[str, Any] = {"metavar": "N", "type": click.IntRange(min=least)}
+    return click.option(*names, **values | attributes)
+
+
+def device_option(help: str = "cpu or cuda; a GPU by default if there is one.", **attributes: Any) -> Option:
+    """--device."""
+    return click.option("--device", callback=check_device, metavar="D", help=help, **attributes)
+
+
+def dtype_option(default: str) -> Option:
+    """--dtype, whose help says what holds without it."""
+    help = f"float32, bfloat16 or float16; by default {default}."
+    return click.option("--dtype", callback=check_dtype, metavar="T", help=help)
+
+
+def seed_option(**attributes: Any) -> Option:
+    """--seed."""
+    return click.option("--seed", callback=check_seed, metavar="S", **{"type": int} | attributes)
+
+
+def with_options(*options: Option) -> Option:
+    """Several options as one decorator, in this order."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
 
 
 def quiet() -> None:

@@ -4,75 +4,41 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
-from kvconvert.commands import check_device, check_seed
+from kvconvert.commands import count_option, device_option, seed_option, with_options
 from kvconvert.commands.recipes import changes_of, recipe_changes
 
-
-def _calibration(command: Callable[..., None]) -> Callable[..., None]:
-    """The options of both commands."""
-    options = (
-        click.option("--recipe", metavar="PRESET|FILE.toml", default="default", show_default=True, help="What to do."),
-        recipe_changes,
-        click.option(
-            "--data",
-            metavar="SOURCE[=WEIGHT]",
-            multiple=True,
-            help="Calibration data, may be repeated; by default what ships with kvconvert.",
-        ),
-        click.option(
-            "--samples", metavar="N", type=click.IntRange(min=1), default=64, show_default=True, help="Sequences."
-        ),
-        click.option(
-            "--seq-len",
-            metavar="L",
-            type=click.IntRange(min=1),
-            help="Tokens in each; 512 by default, or what an image needs.",
-        ),
-        click.option(
-            "--seed",
-            metavar="S",
-            type=int,
-            callback=check_seed,
-            default=0,
-            show_default=True,
-            help="Seed of the choice of samples.",
-        ),
-        click.option(
-            "--device",
-            callback=check_device,
-            metavar="D",
-            help="cpu or cuda, where layers are computed; a GPU by default if there is one.",
-        ),
-        click.option("--restart", is_flag=True, help="Discard an interrupted calibration instead of going on with it."),
-        click.option(
-            "--weight-bits", metavar="B", type=float, help="Average stored bits per weight, spent by measuring."
-        ),
-        click.option(
-            "--kv-bits", metavar="B", type=float, help="Recipe auto: average stored bits per value of the cache."
-        ),
-        click.option("--kv-bytes-per-token", metavar="N", type=float, help="Recipe auto: the same as bytes per token."),
-        click.option(
-            "--context", metavar="N", type=click.IntRange(min=1), help="Recipe auto: tokens for which that holds."
-        ),
-        click.option(
-            "--auto-tokens", metavar="N", type=int, help="Recipe auto: held-out tokens to measure candidates on."
-        ),
-        click.option(
-            "--auto-from",
-            metavar="WORK",
-            type=click.Path(path_type=Path),
-            help="Recipe auto: take measurements from there.",
-        ),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
+# Of both commands.
+_calibration = with_options(
+    click.option("--recipe", metavar="PRESET|FILE.toml", default="default", show_default=True, help="What to do."),
+    recipe_changes,
+    click.option(
+        "--data",
+        metavar="SOURCE[=WEIGHT]",
+        multiple=True,
+        help="Calibration data, may be repeated; by default what ships with kvconvert.",
+    ),
+    count_option("--samples", default=64, show_default=True, help="Sequences."),
+    count_option("--seq-len", metavar="L", help="Tokens in each; 512 by default, or what an image needs."),
+    seed_option(default=0, show_default=True, help="Seed of the choice of samples."),
+    device_option("cpu or cuda, where layers are computed; a GPU by default if there is one."),
+    click.option("--restart", is_flag=True, help="Discard an interrupted calibration instead of going on with it."),
+    click.option("--weight-bits", metavar="B", type=float, help="Average stored bits per weight, spent by measuring."),
+    click.option("--kv-bits", metavar="B", type=float, help="Recipe auto: average stored bits per value of the cache."),
+    click.option("--kv-bytes-per-token", metavar="N", type=float, help="Recipe auto: the same as bytes per token."),
+    count_option("--context", help="Recipe auto: tokens for which that holds."),
+    click.option("--auto-tokens", metavar="N", type=int, help="Recipe auto: held-out tokens to measure candidates on."),
+    click.option(
+        "--auto-from",
+        metavar="WORK",
+        type=click.Path(path_type=Path),
+        help="Recipe auto: take measurements from there.",
+    ),
+)
 
 
 @click.command()
@@ -130,25 +96,7 @@ def convert(model: str, bundle: Path, force: bool, **options: Any) -> None:
     click.echo(exported(bundle))
 
 
-def _run(
-    model: str,
-    work: Path,
-    *,
-    recipe: str,
-    data: tuple[str, ...],
-    samples: int,
-    seq_len: int | None,
-    seed: int,
-    device: str | None,
-    restart: bool,
-    weight_bits: float | None,
-    kv_bits: float | None,
-    kv_bytes_per_token: float | None,
-    context: int | None,
-    auto_tokens: int | None,
-    auto_from: Path | None,
-    **changes: Any,
-) -> None:
+def _run(model: str, work: Path, *, recipe: str, data: tuple[str, ...], **options: Any) -> None:
     from kvconvert.convert.work_files import check_place
     from kvconvert.data.sources import check_sources
     from kvconvert.models import check_model
@@ -158,15 +106,10 @@ def _run(
     check_sources(list(data) or None)
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun's processes would be in each other's way
         check_place(work)
-    from kvconvert.recipes.recipe import Recipe
+    from kvconvert.recipes.recipe import Budget, Recipe
 
-    loaded = Recipe.load(recipe, changes_of(**changes)).with_budget(
-        kv_bits=kv_bits,
-        kv_bytes_per_token=kv_bytes_per_token,
-        context=context,
-        auto_tokens=auto_tokens,
-        weight_bits=weight_bits,
-    )
+    loaded = Recipe.load(recipe, changes_of(options))
+    loaded = loaded.with_budget(**{name: options.pop(name) for name in Budget.__annotations__})
     from kvconvert.convert.host_memory import return_large_blocks
     from kvconvert.io.checksums import begin
 
@@ -175,15 +118,4 @@ def _run(
     begin(sorted(Path(model).glob("*.safetensors")))
     from kvconvert.convert.pipeline import calibrate
 
-    calibrate(
-        model,
-        work,
-        recipe=loaded,
-        data=list(data) or None,
-        samples=samples,
-        seq_len=seq_len,
-        seed=seed,
-        device=device,
-        restart=restart,
-        auto_from=auto_from,
-    )
+    calibrate(model, work, recipe=loaded, data=list(data) or None, **options)

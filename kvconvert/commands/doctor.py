@@ -58,7 +58,7 @@ def _python() -> Finding:
 
 
 def requirements(distribution: str = "kvconvert") -> list[Requirement]:
-    """What the installed package asks for, with its extras; none where it was not installed by an installer."""
+    """Requirements of the installed package, with its extras; none where it was not installed by an installer."""
     from packaging.requirements import Requirement
 
     try:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kvconvert.commands import check_device, check_dtype, quiet
+from kvconvert.commands import count_option, device_option, dtype_option, quiet
 from kvconvert.errors import UsageError
 
 
@@ -19,16 +19,9 @@ from kvconvert.errors import UsageError
     metavar="SOURCE",
     help="Held-out text; the text that ships with kvconvert by default. Of --task gsm8k the file of its problems.",
 )
-@click.option(
-    "--tokens",
-    metavar="N",
-    type=click.IntRange(min=1),
-    help="Tokens to score, rounded up to whole segments; 8192 by default.",
-)
-@click.option(
+@count_option("--tokens", help="Tokens to score, rounded up to whole segments; 8192 by default.")
+@count_option(
     "--context",
-    metavar="N",
-    type=click.IntRange(min=1),
     help="Tokens of a segment, and of the prompts of retrieval and probes; 1024 by default. With --task: before each "
     "problem, none by default.",
 )
@@ -37,13 +30,8 @@ from kvconvert.errors import UsageError
     metavar="PART,...",
     help="Measure these: perplexity, kl, top1, recall, probes, free-running, images, cache, weights.",
 )
-@click.option("--device", callback=check_device, metavar="D", help="cpu or cuda; a GPU by default if there is one.")
-@click.option(
-    "--dtype",
-    callback=check_dtype,
-    metavar="T",
-    help="float32, bfloat16 or float16; by default the model's, on a CPU float32.",
-)
+@device_option()
+@dtype_option("the model's, on a CPU float32")
 @click.option(
     "--harness", "tasks", metavar="TASK,...", help="Measure tasks of lm-evaluation-harness, or .yaml files, instead."
 )
@@ -52,18 +40,8 @@ from kvconvert.errors import UsageError
     type=click.Choice(["humaneval", "gsm8k"]),
     help="Let source and bundle solve problems with checkable answers instead.",
 )
-@click.option(
-    "--seeds",
-    metavar="N",
-    type=click.IntRange(min=1),
-    help="With --task: sampled answers to each problem beside the greedy one.",
-)
-@click.option(
-    "--limit",
-    metavar="N",
-    type=click.IntRange(min=1),
-    help="Examples of each task of --harness, or problems of --task.",
-)
+@count_option("--seeds", help="With --task: sampled answers to each problem beside the greedy one.")
+@count_option("--limit", help="Examples of each task of --harness, or problems of --task.")
 @click.option("--write", is_flag=True, help="Put the figures into the bundle's manifest and card.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with every figure.")
 def evaluate(

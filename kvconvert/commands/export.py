@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import click
 
-from kvconvert.commands import check_device
+from kvconvert.commands import device_option
 
 
 @click.command()
@@ -17,12 +17,7 @@ from kvconvert.commands import check_device
     "-o", "bundle", metavar="OUTPUT", required=True, type=click.Path(path_type=Path), help="Directory to write."
 )
 @click.option("--force", is_flag=True, help="Replace an existing output, and accept missed fidelity limits.")
-@click.option(
-    "--device",
-    callback=check_device,
-    metavar="D",
-    help="cpu or cuda, where [limits] are measured; a GPU by default if there is one.",
-)
+@device_option("cpu or cuda, where [limits] are measured; a GPU by default if there is one.")
 @click.option("--base-model", metavar="ID", help="Id on the Hub of a source that was a local directory.")
 @click.option(
     "--license", metavar="L", help="License, by the Hub's identifier; by default the one on the source's card."
@@ -96,7 +91,7 @@ def export(
 
 
 def exported(bundle: Path) -> str:
-    """What is said of a bundle that has been written."""
+    """The message about a bundle that was written."""
     return (
         f"Exported {bundle}, {_size(bundle):,} bytes; next: kvconvert generate {shlex.quote(str(bundle))} --prompt TEXT"
     )

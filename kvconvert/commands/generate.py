@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import click
 
-from kvconvert.commands import check_device, check_dtype, check_seed, quiet
+from kvconvert.commands import count_option, device_option, dtype_option, quiet, seed_option
 from kvconvert.errors import UsageError
 
 
@@ -28,45 +30,23 @@ from kvconvert.errors import UsageError
     type=click.Path(path_type=Path),
     help="Image that the prompt, or the first turn, is about; may be given again.",
 )
-@click.option(
-    "--max-new-tokens", metavar="N", type=click.IntRange(min=1), default=256, show_default=True, help="At most."
-)
+@count_option("--max-new-tokens", default=256, show_default=True, help="At most.")
 @click.option("--temperature", metavar="T", type=float, help="Divides the logits; 0 takes the most likely token.")
 @click.option("--top-p", metavar="P", type=float, help="Draw among the most likely tokens that sum up to P.")
 @click.option("--top-k", metavar="K", type=int, help="Draw among the K most likely tokens; 0 allows all.")
-@click.option(
-    "--seed",
-    callback=check_seed,
-    metavar="S",
-    type=click.IntRange(min=0),
-    help="The same seed draws the same tokens.",
-)
+@seed_option(type=click.IntRange(min=0), help="The same seed draws the same tokens.")
 @click.option("--stop", metavar="TEXT", multiple=True, help="End an answer before this text; may be given again.")
 @click.option("--parse-special", is_flag=True, help="Read special tokens that messages spell as such, and not as text.")
-@click.option("--device", callback=check_device, metavar="D", help="cpu or cuda; a GPU by default if there is one.")
-@click.option(
-    "--dtype",
-    callback=check_dtype,
-    metavar="T",
-    help="float32, bfloat16 or float16; by default what the bundle loads in.",
-)
+@device_option()
+@dtype_option("what the bundle loads in")
 def generate(
     bundle: str,
     text: str | None,
     prompt: str | None,
     raw: bool,
     chat: bool,
-    system: str | None,
     images: tuple[Path, ...],
-    max_new_tokens: int,
-    temperature: float | None,
-    top_p: float | None,
-    top_k: int | None,
-    seed: int | None,
-    stop: tuple[str, ...],
-    parse_special: bool,
-    device: str | None,
-    dtype: str | None,
+    **options: Any,
 ) -> None:
     """Generate text with BUNDLE and its low-bit cache.
 
@@ -82,7 +62,11 @@ def generate(
         raise UsageError("kvconvert generate takes one of PROMPT, --prompt TEXT or --chat; leave the others out.")
     if chat and raw:
         raise UsageError("--raw is for --prompt; a conversation goes through the model's chat template if it has one.")
-    checked = [*((each, "PROMPT") for each in given), (system, "--system"), *((each, "--stop") for each in stop)]
+    checked = [
+        *((each, "PROMPT") for each in given),
+        (options["system"], "--system"),
+        *((each, "--stop") for each in options["stop"]),
+    ]
     for each, where in checked:
         _require_text(each or "", where)
     from kvconvert.bundle.locate import check_place
@@ -95,10 +79,8 @@ def generate(
     quiet()
     from kvconvert.console import Choice, Console
 
-    choice = Choice(temperature, top_p, top_k, seed, stop)
-    console = Console(
-        bundle, max_new_tokens, device, dtype=dtype, choice=choice, system=system, parse_special=parse_special
-    )
+    choice = Choice(**{field.name: options.pop(field.name) for field in fields(Choice)})
+    console = Console(bundle, choice=choice, **options)
     if given:
         console.complete(given[0], images, raw)
     else:

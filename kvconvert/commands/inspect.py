@@ -28,9 +28,8 @@ def inspect(bundle: str, layers: bool, as_json: bool) -> None:
     directory = locate(bundle, weights=False)
     from dataclasses import asdict
 
-    from kvconvert.bundle.describe import kv_size
+    from kvconvert.bundle.describe import kv_size, manifest_text, summary
     from kvconvert.bundle.reader import open_bundle
-    from kvconvert.bundle.text import manifest_text, summary
 
     verify: Literal["headers", "plan"] = "headers" if os.path.exists(bundle) else "plan"
     opened = open_bundle(directory, verify=verify)

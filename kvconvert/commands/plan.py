@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kvconvert.commands import check_device
+from kvconvert.commands import count_option, device_option
 
 _UNITS = {"B": 1} | {
     f"{letter}{unit}": base**power
@@ -35,39 +35,18 @@ class ByteSize(click.ParamType):
 @click.argument("model")
 @click.option("--recipe", metavar="PRESET|FILE.toml", default="default", show_default=True, help="What to do.")
 @click.option("--gpu-memory", metavar="SIZE", type=ByteSize(), help="Of the GPU that will serve, as 24GB.")
-@click.option(
-    "--context", metavar="N", type=click.IntRange(min=1), help="Tokens of a sequence; 4,096 by default, or fewer."
-)
-@click.option(
-    "--batch", metavar="N", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences served."
-)
-@click.option("--samples", metavar="N", type=click.IntRange(min=1), default=64, show_default=True, help="As calibrate.")
-@click.option("--seq-len", metavar="L", type=click.IntRange(min=2), help="As calibrate; 512 by default.")
+@count_option("--context", help="Tokens of a sequence; 4,096 by default, or fewer.")
+@count_option("--batch", default=1, show_default=True, help="Sequences served.")
+@count_option("--samples", default=64, show_default=True, help="As calibrate.")
+@count_option("--seq-len", least=2, metavar="L", help="As calibrate; 512 by default.")
 @click.option("--data", metavar="SOURCE[=WEIGHT]", multiple=True, help="As calibrate.")
-@click.option(
-    "--device", callback=check_device, metavar="D", default="cpu", show_default=True, help="Where layers are computed."
-)
+@device_option("Where layers are computed.", default="cpu", show_default=True)
 @click.option("--kv-bits", metavar="B", type=float, help="Recipe auto: as calibrate.")
 @click.option("--kv-bytes-per-token", metavar="N", type=float, help="Recipe auto: as calibrate.")
 @click.option("--auto-tokens", metavar="N", type=int, help="Recipe auto: as calibrate.")
 @click.option("--no-probe", is_flag=True, help="Calibrate no layer: no time, and a lower bound of memory.")
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON, in bytes and seconds.")
-def plan(
-    model: str,
-    recipe: str,
-    gpu_memory: int | None,
-    context: int | None,
-    batch: int,
-    samples: int,
-    seq_len: int | None,
-    data: tuple[str, ...],
-    device: str,
-    kv_bits: float | None,
-    kv_bytes_per_token: float | None,
-    auto_tokens: int | None,
-    no_probe: bool,
-    as_json: bool,
-) -> None:
+def plan(model: str, recipe: str, data: tuple[str, ...], no_probe: bool, as_json: bool, **options: Any) -> None:
     """Show what converting MODEL takes and what will fit, before anything runs.
 
     Sizes follow from the headers of MODEL's files and its configuration. For time and memory one layer is calibrated on
@@ -80,25 +59,13 @@ def plan(
     check_sources(list(data) or None)
     from kvconvert.recipes.recipe import Recipe
 
-    loaded = Recipe.load(recipe).with_budget(
-        kv_bits=kv_bits, kv_bytes_per_token=kv_bytes_per_token, auto_tokens=auto_tokens
-    )
+    budget = {name: options.pop(name) for name in ("kv_bits", "kv_bytes_per_token", "auto_tokens")}
+    loaded = Recipe.load(recipe).with_budget(**budget)
     import json
     from dataclasses import asdict
 
     from kvconvert.planning.plan import plan as run
-    from kvconvert.planning.text import plan_text
+    from kvconvert.planning.plan import plan_text
 
-    found = run(
-        model,
-        recipe=loaded,
-        gpu_memory=gpu_memory,
-        context=context,
-        batch=batch,
-        samples=samples,
-        seq_len=seq_len,
-        data=list(data) or None,
-        device=device,
-        probe=not no_probe,
-    )
+    found = run(model, recipe=loaded, data=list(data) or None, probe=not no_probe, **options)
     click.echo(json.dumps(asdict(found), indent=2) if as_json else plan_text(found))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable
 from typing import Any
 
 import click
 
+from kvconvert.commands import with_options
 from kvconvert.errors import UsageError
 
 _SHORT = {
@@ -19,34 +19,30 @@ _SHORT = {
 }
 
 
-def recipe_changes(command: Callable[..., None]) -> Callable[..., None]:
-    """The options, for a command that gives them to `changes_of`."""
-    options = (
-        click.option(
-            "--weights", metavar="METHOD", help="The recipe's weights.method: auto, awq, gptq, awq+gptq, rtn or none."
-        ),
-        click.option("--group-size", metavar="N", help="Its weights.group_size: inputs that share a scale, or auto."),
-        click.option("--key-bits", metavar="N", help="Its kv.key_bits: width of stored keys."),
-        click.option("--value-bits", metavar="N", help="Its kv.value_bits: width of stored values."),
-        click.option(
-            "--set",
-            "changes",
-            metavar="TABLE.KEY=VALUE",
-            multiple=True,
-            help="Any value of the recipe, as in kv.sink_tokens=8; may be given again.",
-        ),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
+# For commands that give them to `changes_of`.
+recipe_changes = with_options(
+    click.option(
+        "--weights", metavar="METHOD", help="The recipe's weights.method: auto, awq, gptq, awq+gptq, rtn or none."
+    ),
+    click.option("--group-size", metavar="N", help="Its weights.group_size: inputs that share a scale, or auto."),
+    click.option("--key-bits", metavar="N", help="Its kv.key_bits: width of stored keys."),
+    click.option("--value-bits", metavar="N", help="Its kv.value_bits: width of stored values."),
+    click.option(
+        "--set",
+        "changes",
+        metavar="TABLE.KEY=VALUE",
+        multiple=True,
+        help="Any value of the recipe, as in kv.sink_tokens=8; may be given again.",
+    ),
+)
 
 
-def changes_of(changes: tuple[str, ...], **short: str | None) -> dict[str, Any]:
-    """What the options change, by table and key."""
-    from kvconvert.recipes.tables import gathered, parse_change
+def changes_of(options: dict[str, Any]) -> dict[str, Any]:
+    """Changes that the options of `recipe_changes` ask for, by table and key; they are taken out of `options`."""
+    from kvconvert.recipes.recipe import gathered, parse_change
 
-    typed = [f"{_SHORT[name]}={value}" for name, value in short.items() if value is not None]
-    return gathered(parse_change(text) for text in (*typed, *changes))
+    typed = [f"{key}={value}" for name, key in _SHORT.items() if (value := options.pop(name)) is not None]
+    return gathered(parse_change(text) for text in (*typed, *options.pop("changes")))
 
 
 @click.command()
@@ -58,7 +54,7 @@ def recipes(recipe: str | None, as_json: bool, **changes: Any) -> None:
 
     Values that differ from the defaults have a comment that says what they are.
     """
-    stated = changes_of(**changes)
+    stated = changes_of(changes)
     if recipe is None and stated:
         raise UsageError("Which recipe is to be changed is not said; name a preset or a file, for instance default.")
     from kvconvert.recipes.recipe import Recipe

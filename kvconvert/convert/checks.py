@@ -1,4 +1,4 @@
-"""What is refused before any work: recipes that the model at hand cannot have."""
+"""Checks before any work: recipes that the model at hand cannot have are refused."""
 
 from __future__ import annotations
 

@@ -23,10 +23,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from kvconvert.bundle.files import INDEX_NAME
 from kvconvert.bundle.locate import check_output
 from kvconvert.bundle.manifest import Manifest, ModuleCoverage
 from kvconvert.bundle.reader import Bundle, open_bundle
-from kvconvert.bundle.weight_files import INDEX_NAME
 from kvconvert.bundle.writer import MAX_SHARD_BYTES, replacing, write_json, write_weights
 from kvconvert.convert.export import export
 from kvconvert.errors import UsageError

@@ -19,7 +19,6 @@ from kvconvert.bundle.locate import PLAN_NAME, check_output
 from kvconvert.bundle.manifest import (
     FORMAT_VERSION,
     Fidelity,
-    LayerPlan,
     Manifest,
     ModuleCoverage,
     WeightsInfo,
@@ -338,7 +337,7 @@ def _settings(path: Path) -> Any:
 def _manifest(store: WorkDir, recipe: Recipe, contents: _Contents, source: SourceInfo) -> Manifest:
     """The manifest without files and fidelity."""
     state = store.state
-    layers = [_layer_plan(store, index) for index in range(state.num_layers)]
+    layers = [store.layer_record(index).plan() for index in range(state.num_layers)]
     quantizing = ["quantize_weights"] if recipe.weights.quantizes else []
     weights = _weights_info(contents)
     return Manifest(
@@ -358,21 +357,6 @@ def _manifest(store: WorkDir, recipe: Recipe, contents: _Contents, source: Sourc
         allocation=None if recipe.auto is None else read_allocation(store),
         weight_allocation=None if recipe.weights.average_bits is None else read_weight_allocation(store),
         files={},
-    )
-
-
-def _layer_plan(store: WorkDir, index: int) -> LayerPlan:
-    record = store.layer_record(index)
-    return LayerPlan(
-        index=index,
-        kv=record.scheme,
-        head_dim=record.head_dim,
-        value_head_dim=record.value_head_dim,
-        num_key_value_heads=record.num_key_value_heads,
-        value_group_size=record.value_group_size,
-        rotation=record.rotation,
-        reason=record.reason,
-        statistics=record.statistics,
     )
 
 

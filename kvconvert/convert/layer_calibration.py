@@ -20,11 +20,9 @@ from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.calibration.weight_grid import WeightGrid
 from kvconvert.convert.hidden_states import HiddenPart, HiddenStates, HiddenWriter
 from kvconvert.convert.input_capture import CalibrationInputs
-from kvconvert.convert.layer_runner import LayerRunner, PackedLinear
-from kvconvert.convert.paired_inputs import RunnerInputs
+from kvconvert.convert.layer_runner import LayerRunner, PackedLinear, RunnerInputs
 from kvconvert.convert.passes import make_passes, plan_of
-from kvconvert.convert.work_records import LayerRecord
-from kvconvert.convert.workdir import WorkDir
+from kvconvert.convert.workdir import LayerRecord, WorkDir
 from kvconvert.errors import NumericError
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, pack_bits, quantize_weight
 from kvconvert.kernels.quantizer import GroupRangeError
@@ -43,7 +41,7 @@ def pairs_models(jobs: Sequence[LayerJob]) -> bool:
 
 @dataclass(frozen=True)
 class LayerCalibration:
-    """What the layers of one calibration share.
+    """State that the layers of one calibration share.
 
     Attributes:
         runner: of the model, which knows the layers' structure and was given `inputs`.
@@ -139,7 +137,7 @@ class LayerCalibration:
     def _commit(
         self, job: LayerJob, work: LayerWork, dtypes: dict[str, torch.dtype], passes: list[CalibrationPass]
     ) -> tuple[dict[str, Tensor], Callable[[], None]]:
-        """What the passes made of a layer, by the checkpoint's names, and what writes it."""
+        """Return a layer's tensors by the checkpoint's names, and a function that writes them."""
         runner, index, scheme = self.runner, job.index, job.scheme
         results = {calibration_pass.name: calibration_pass.result() for calibration_pass in passes}
         reasons = {name: text for result in results.values() for name, text in result.reasons.items()}
@@ -290,11 +288,11 @@ def _in_memory(writer: HiddenWriter | None) -> bool:
 
 
 def resolved_fields(scheme: KVScheme | None, job: LayerJob) -> dict[str, Any]:
-    """Fields of a `LayerRecord` that describe the scheme."""
+    """Fields of a `LayerPlan` that describe the scheme."""
     if scheme is None:
-        return {"scheme": None}
+        return {"kv": None}
     return {
-        "scheme": scheme.to_dict(),
+        "kv": scheme.to_dict(),
         "head_dim": job.head_dim,
         "value_head_dim": job.value_head_dim,
         "num_key_value_heads": job.heads,
@@ -367,7 +365,7 @@ def _pack(weight: Tensor, grid: WeightGrid) -> AwqWeight:
 def layer_coverage(
     work: LayerWork, weights: WeightsRecipe, reasons: dict[str, str], kept: Mapping[str, PackedLinear]
 ) -> list[ModuleCoverage]:
-    """What became of every module of a layer that has parameters; `reasons` are the passes', by Linear."""
+    """Coverage of every module of a layer that has parameters; `reasons` are the passes', by Linear."""
     copied = expert_modules(work.layer) if not weights.quantizes else ()
     coverage = [
         ModuleCoverage(

@@ -20,7 +20,7 @@ from kvconvert.calibration.oscar import OscarPass
 from kvconvert.calibration.protocol import CalibrationPass, LayerJob, MeasuredLayer, PassResult
 from kvconvert.calibration.static_scales import StaticScalesPass
 from kvconvert.convert.layer_runner import LayerRunner
-from kvconvert.convert.work_records import LayerRecord
+from kvconvert.convert.workdir import LayerRecord
 from kvconvert.methods import PLAN_TENSORS, KVScheme
 from kvconvert.models.configuration import (
     ATTENDS_IN_PARTS,
@@ -84,11 +84,11 @@ def resolve_layers(
     layers = {
         record.index: MeasuredLayer(
             nominal,
-            KVScheme.from_dict(record.scheme),
+            scheme,
             {name.split(".", 2)[2]: tensor for name, tensor in plan(record.index).items()},
         )
         for record in records
-        if record.scheme is not None and (nominal := recipe.scheme(record.index)) is not None
+        if (scheme := record.scheme()) is not None and (nominal := recipe.scheme(record.index)) is not None
     }
     resolved = {record.index: record for record in records}
     for kind in PASSES:
@@ -97,7 +97,7 @@ def resolve_layers(
             layers[index] = replace(layers[index], scheme=scheme)
             record = resolved[index]
             resolved[index] = record.model_copy(
-                update={"scheme": scheme.to_dict(), "statistics": record.statistics | {kind.name: statistics}}
+                update={"kv": scheme.to_dict(), "statistics": record.statistics | {kind.name: statistics}}
             )
     return [*resolved.values()]
 

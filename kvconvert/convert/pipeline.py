@@ -62,8 +62,7 @@ from kvconvert.convert.layer_calibration import (
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.passes import layer_jobs, resolve_layers
 from kvconvert.convert.work_files import check_place
-from kvconvert.convert.work_records import WorkState
-from kvconvert.convert.workdir import WorkDir
+from kvconvert.convert.workdir import WorkDir, WorkState
 from kvconvert.data.mixture import load_held_out_mixture
 from kvconvert.data.samples import load_samples
 from kvconvert.data.sources import Sources
@@ -343,7 +342,7 @@ def _say(message: str, progress: bool) -> None:
 
 @dataclass(frozen=True)
 class Searches:
-    """What both searches of a calibration share.
+    """State that both searches of a calibration share.
 
     Attributes:
         runner: of the model; its device is where everything is computed.
@@ -376,7 +375,7 @@ class Searches:
         return time.perf_counter() - begun + search_seconds(task, recipe, run, samples)
 
     def _cache_run(self, task: SearchTask) -> tuple[SearchRun, Tensor]:
-        """What the cache's search measures with, and the calibration sequences that it chooses clip ratios on."""
+        """The model and text that the cache's search measures with, and the sequences for its clip ratios."""
         data, tokens = self.data, self.tokens
         if tokens.extras:  # images: candidates are measured on text all the same
             tokenizer = load_tokenizer(self.runner.source.directory)

@@ -20,6 +20,7 @@ inputs give equal bytes (on one machine with one number of threads).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import time
@@ -29,10 +30,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from safetensors.torch import load_file
 from torch import Tensor
 
+from kvconvert.bundle.manifest import MAX_LAYERS, LayerPlan, ModuleCoverage
 from kvconvert.convert.hidden_states import HiddenStates, HiddenWriter
 from kvconvert.convert.work_files import (
     REPEAT,
@@ -44,13 +46,92 @@ from kvconvert.convert.work_files import (
     sealed_json,
     work_lock,
 )
-from kvconvert.convert.work_records import WORK_FORMAT, LayerRecord, WorkState
 from kvconvert.errors import CheckpointError, UsageError, first_line
 from kvconvert.io import disk
 from kvconvert.io.checksums import known_sha256, remember
 from kvconvert.io.json_text import parse_json
-from kvconvert.io.records import TensorInfo
+from kvconvert.io.records import DataInfo, Record, SourceInfo, TensorInfo
 from kvconvert.io.tensorfile import Mapped, read_header, replace_tensors
+
+WORK_FORMAT = 2
+
+
+class WorkState(Record):
+    """Inputs of a calibration.
+
+    Attributes:
+        format: of the working directory.
+        fingerprint: SHA-256 over `inputs()`.
+        versions: of kvconvert and the libraries that shape its results.
+        recipe: as plain values.
+        source, data: fingerprints of the model and of the calibration tokens.
+        model: the model as it was named, and `directory` where it was found; neither enters the fingerprint.
+        seed, device: of the calibration.
+        num_layers: decoder layers.
+        adapter: model type, or None where the structure of the layers is not known.
+        kept_tensors: source tensors that no layer file replaces: an exporter copies them as they are.
+        kept_modules: coverage of the modules that own them.
+        transforms: changes to the weights, in the order in which they are applied.
+        complete: every layer is committed.
+    """
+
+    format: int = WORK_FORMAT
+    fingerprint: str = ""
+    versions: dict[str, str]
+    recipe: dict[str, Any]
+    source: SourceInfo
+    model: str
+    directory: str
+    data: DataInfo
+    seed: int
+    device: str
+    num_layers: int = Field(ge=0, le=MAX_LAYERS)
+    adapter: str | None
+    kept_tensors: list[str]
+    kept_modules: list[ModuleCoverage]
+    transforms: list[str]
+    complete: bool = False
+
+    def inputs(self) -> dict[str, Any]:
+        """Everything that the result depends on, flattened, with readable keys."""
+        inputs: dict[str, Any] = {"the model's config.json": self.source.config_sha256}
+        inputs |= {f"the model's {file}": digest for file, digest in self.source.weights_sha256.items()}
+        inputs |= {
+            "the number of samples": self.data.samples,
+            "the sample length": self.data.length,
+            "the seed": self.seed,
+            "the calibration data": self.data.sha256,
+            "the device": self.device,
+        }
+        inputs |= {f"the version of {name}": version for name, version in self.versions.items()}
+        for table, values in self.recipe.items():
+            if isinstance(values, dict):
+                inputs |= {f"the recipe's {table}.{key}": value for key, value in values.items()}
+            else:
+                inputs[f"the recipe's {table}"] = values
+        return inputs
+
+    def sealed(self) -> WorkState:
+        """The same state with its fingerprint computed."""
+        text = json.dumps(self.inputs(), sort_keys=True)
+        return self.model_copy(update={"fingerprint": hashlib.sha256(text.encode()).hexdigest()})
+
+
+class LayerRecord(LayerPlan):
+    """One decoder layer: its plan as the bundle will hold it, and the rest of what calibration made of it.
+
+    Attributes:
+        modules: coverage of every module of the layer that owns tensors.
+        files: SHA-256 of the layer's files of tensors by suffix, filled in by `WorkDir.commit_layer`.
+    """
+
+    modules: list[ModuleCoverage]
+    files: dict[str, str] = Field(default_factory=dict)
+
+    def plan(self) -> LayerPlan:
+        """The layer's entry in the manifest."""
+        return LayerPlan(**{name: getattr(self, name) for name in LayerPlan.model_fields})
+
 
 logger = logging.getLogger(__name__)
 
@@ -322,7 +403,7 @@ class WorkDir:
         return "f32" if share in (None, everything) else f"{share[0]}-{share[1]}.f32"
 
     def hidden(self, index: int, hidden_size: int, models: int = 1) -> HiddenStates:
-        """The input of layer `index`, in so many models one after another, which may or may not be there."""
+        """The input of layer `index`, in one or two models one after another, which may or may not be there."""
         first, stop = self._samples or (0, self.state.data.samples)
         shape = (models * (stop - first), self.state.data.length, hidden_size)
         name = f"{index:05d}.{self._hidden_name(self._samples)}"

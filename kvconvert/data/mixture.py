@@ -80,7 +80,7 @@ def _joined(sources: list[WeightedSource], parts: list[TokenData], seed: int) ->
 
 
 def unlike_the_model(data: Sources, tokens: TokenData, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What in the samples suggests that the model is used for something else: sentences, none where all is well.
+    """Warnings, one sentence each, where the samples suggest that the model is used for something else.
 
     Args:
         data: where the samples are from.

@@ -32,7 +32,15 @@ from kvconvert.data.images import (
     row_document,
 )
 from kvconvert.data.mixture import load_mixture, unlike_the_model
-from kvconvert.data.sources import Sources, Table, is_plain_text, local_files, source_name, weighted_sources
+from kvconvert.data.sources import (
+    ROWS_INSPECTED,
+    Sources,
+    Table,
+    is_plain_text,
+    local_files,
+    source_name,
+    weighted_sources,
+)
 from kvconvert.data.text import EMBEDDED, TokenData
 from kvconvert.errors import CheckpointError, DataError, UsageError
 from kvconvert.io.records import DataInfo, shortened
@@ -48,7 +56,6 @@ if TYPE_CHECKING:
 LENGTH_STEP = 512  # tokens; the default length of samples is a multiple of it
 _TEXT_SHARE = 128  # tokens that a sample of that length has at least besides one image
 IMAGE_BYTES = 500_000_000  # of pixels and the like of all samples that are held in memory
-_ROWS_INSPECTED = 64  # of conversations: without an image among them, they count as text
 _SLACK = 8  # tokens by which joining documents may change their number
 
 
@@ -62,7 +69,7 @@ def holds_images(source: str | None) -> bool:
     table = Table.open(source, files)
     if image_column(table.columns) is not None:
         return True
-    return "messages" in table.columns and any(has_image_parts(row["messages"]) for row in table.first(_ROWS_INSPECTED))
+    return "messages" in table.columns and any(has_image_parts(row["messages"]) for row in table.first(ROWS_INSPECTED))
 
 
 def load_image_samples(

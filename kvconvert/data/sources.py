@@ -1,23 +1,104 @@
-"""What a SOURCE of calibration data names (local files of one kind, source code, or a Hub data set), and its rows: JSON
+"""A SOURCE of calibration data (local files of one kind, source code, or a Hub data set), and its rows: JSON
 is read line by line, other tables and Hub data sets as a stream through `datasets`.
+
+`datasets` reads JSON through a table with every name that occurs in any row: 0.7 MB with 20,000 names become 3 GB, and
+values nested by the thousand end the process. Here a row costs what its own text does.
+
+What looks like text and is conversations spelled as JSON or Python is refused.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from kvconvert.data.json_rows import JsonRows
-from kvconvert.data.lookalikes import refuse_table
 from kvconvert.errors import DataError, UsageError, first_line, listed
 from kvconvert.io.hub import missing_below
+from kvconvert.io.json_text import parse_json
+
+_MARK = b"\xef\xbb\xbf"  # with which some programs begin UTF-8
+
+
+@dataclass(frozen=True)
+class JsonRows:
+    """Rows of files that hold an object in each line, a list of objects or of texts, or one object of columns.
+
+    Texts become rows with the column `text`. Iterating raises DataError, naming the file, and the line where rows are
+    lines.
+
+    Attributes:
+        files: paths or addresses.
+        open: opens one of them.
+    """
+
+    files: Sequence[Path | str]
+    open: Callable[[Any, str], Any] = open
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for file in self.files:
+            try:
+                with self.open(file, "rb") as stream:
+                    yield from _rows(file, stream)
+            except OSError as error:
+                raise DataError(f"Data file {file} cannot be read ({error.strerror}); check the file.") from error
+
+
+def _rows(file: Path | str, stream: BinaryIO) -> Iterator[dict[str, Any]]:
+    lines = enumerate(stream, 1)
+    start, first = next(((number, text) for number, line in lines if (text := _text(line))), (0, b""))
+    try:
+        whole = isinstance(parse_json(first), dict)
+    except ValueError:
+        whole = False
+    if not whole:
+        stream.seek(0)
+        yield from _document_rows(file, stream.read().removeprefix(_MARK))
+        return
+    for number, line in chain([(start, first)], lines):
+        if text := _text(line):
+            try:
+                row = parse_json(text)
+            except ValueError as error:
+                raise _unreadable(file, f"line {number}: {error}") from error
+            if not isinstance(row, dict):
+                raise _unreadable(file, f"line {number} is no object")
+            yield row
+
+
+def _text(line: bytes) -> bytes:
+    return line.removeprefix(_MARK).strip()
+
+
+def _document_rows(file: Path | str, content: bytes) -> Iterator[dict[str, Any]]:
+    try:
+        found = parse_json(content)
+    except ValueError as error:
+        raise _unreadable(file, str(error)) from error
+    if isinstance(found, dict):
+        columns = {name: column for name, column in found.items() if isinstance(column, list)}
+        if columns.keys() != found.keys() or len({len(column) for column in columns.values()}) > 1:
+            yield found
+            return
+        found = [dict(zip(columns, entries, strict=True)) for entries in zip(*columns.values(), strict=True)]
+    for index, entry in enumerate(found if isinstance(found, list) else [found]):
+        row = {"text": entry} if isinstance(entry, str) else entry
+        if not isinstance(row, dict):
+            raise _unreadable(file, f"entry {index} is neither an object nor text")
+        yield row
+
+
+def _unreadable(file: Path | str, reason: str) -> DataError:
+    return DataError(f"Data file {file} cannot be read ({reason.rstrip('.')}); check the file.")
+
 
 Sources = str | Sequence[str] | None
 _WEIGHTED = re.compile(r"(.+)=(\d+(?:\.\d+)?)")
@@ -402,3 +483,51 @@ def text_column_of(columns: list[str], wanted: str | None, place: str) -> str:
         f"questions and answers; its columns are {listed(columns, 'and')}; rename one, or name it: "
         "name:config:split:column, file::column."
     )
+
+
+ROWS_INSPECTED = 64  # of a table, to tell what it holds
+_LINES_INSPECTED = 8
+# Names of lists of messages, and of the fields that a message has in one form or another.
+_LISTS = ("messages", "conversations", "conversation", "dialog", "dialogue", "turns", "chosen")
+# How Python writes such a list, which tables made by pandas hold.
+_PYTHON = re.compile(r"\s*\[\s*\{\s*'(role|from|speaker|content|value)': ")
+_SPEAKERS, _SAID = {"role", "from", "speaker"}, {"content", "value", "text"}
+
+
+def is_conversation(value: Any) -> bool:
+    """Whether a value of JSON is a list of messages, or an object with one."""
+    if isinstance(value, dict):
+        return any(is_conversation(value[name]) for name in _LISTS if name in value)
+    turns = isinstance(value, list) and bool(value) and all(isinstance(turn, dict) for turn in value)
+    return turns and all(_SPEAKERS & {*turn} and _SAID & {*turn} for turn in value)
+
+
+def refuse_spelled_conversations(values: Iterable[Any], place: str) -> None:
+    """Refuse (DataError) a column most of whose texts are conversations as JSON or Python writes them."""
+    texts = [value for value in values if isinstance(value, str) and value.strip()]
+    spelled = sum(is_conversation(_json(text)) or _PYTHON.match(text) is not None for text in texts)
+    if 2 * spelled > len(texts):
+        raise DataError(
+            f"Data source {place} holds conversations spelled as JSON or Python text, which would be read as prose; "
+            "store them as lists of messages (json.loads of each), so that the chat template writes them."
+        )
+
+
+def refuse_table(text: str, file: Path) -> None:
+    """Refuse (DataError) a text whose lines, or which as a whole, are JSON."""
+    lines = list(islice((line for line in text.splitlines() if line.strip()), _LINES_INSPECTED))
+    if all(isinstance(_json(line), dict) for line in lines):
+        raise DataError(f"Data file {file} holds a JSON object a line, not prose; name it {file.stem}.jsonl.")
+    rows = _json(text) if text.lstrip()[:1] == "[" else None
+    if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
+        raise DataError(f"Data file {file} holds a JSON list of objects, not prose; name it {file.stem}.json.")
+
+
+def _json(text: str) -> Any:
+    """The JSON value that a text spells, or None."""
+    if text.lstrip()[:1] not in ("[", "{"):
+        return None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

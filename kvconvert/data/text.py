@@ -30,8 +30,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from kvconvert.data.lookalikes import ROWS_INSPECTED, is_conversation, refuse_spelled_conversations
-from kvconvert.data.sources import Table, is_plain_text, local_files, read_text, source_name
+from kvconvert.data.sources import (
+    ROWS_INSPECTED,
+    Table,
+    is_conversation,
+    is_plain_text,
+    local_files,
+    read_text,
+    refuse_spelled_conversations,
+    source_name,
+)
 from kvconvert.errors import DataError, UsageError, first_line
 from kvconvert.io.records import DataInfo, shortened
 from kvconvert.models.prompts import Conversations, added_around, token_ids
@@ -114,7 +122,7 @@ def load_token_samples(
     return token_data(torch.tensor(rows), name, seed)
 
 
-RANDOM_SHARE = 32  # one of so many samples: benchmarks/WEIGHTS.md
+RANDOM_SHARE = 32  # samples per random one: benchmarks/WEIGHTS.md
 
 
 def with_random_tokens(data: TokenData, tokenizer: PreTrainedTokenizerBase, vocabulary: int, seed: int) -> TokenData:
@@ -187,7 +195,7 @@ def load_held_out_samples(
 
 
 def _prefix(tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[list[int], int]:
-    """What the tokenizer puts before each sample, and how many tokens of the text follow it (UsageError)."""
+    """Tokens that the tokenizer puts before each sample, and the number of the text's that follow (UsageError)."""
     prefix, _ = added_around(tokenizer)
     if len(prefix) >= length:
         raise UsageError(

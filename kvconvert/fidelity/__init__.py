@@ -1,4 +1,4 @@
-"""How much of a model's behaviour its bundle keeps, measured through the quantized cache."""
+"""How much of a model's behavior its bundle keeps, measured through the quantized cache."""
 
 from kvconvert.fidelity.evaluate import evaluate
 from kvconvert.fidelity.recall import DrillCounts

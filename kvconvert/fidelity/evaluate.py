@@ -23,7 +23,7 @@ from kvconvert.bundle.reader import open_bundle
 from kvconvert.data.text import load_token_samples
 from kvconvert.errors import UsageError
 from kvconvert.fidelity.images import DRAWINGS, image_figures
-from kvconvert.fidelity.probes import PROBES, Prompt, Writer, probe_tokens
+from kvconvert.fidelity.probes import PROBES, Prompt, Writer, abilities, measure_probes, probe_tokens, verdict
 from kvconvert.fidelity.recall import (
     BATCH,
     FREE_CONTEXT,
@@ -44,7 +44,9 @@ from kvconvert.fidelity.report import (
     EvaluationText,
     FidelityReport,
     NoiseFloor,
+    measure_cache,
     text_figures,
+    weight_size,
 )
 from kvconvert.fidelity.scoring import (
     Decoder,
@@ -57,8 +59,6 @@ from kvconvert.fidelity.scoring import (
     treats_whole_prompts,
     words,
 )
-from kvconvert.fidelity.sizes import measure_cache, weight_size
-from kvconvert.fidelity.verdict import abilities, measure_probes, verdict
 from kvconvert.io.hub import is_hub_id
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods.auto import DEFAULT_CONTEXT
@@ -245,7 +245,7 @@ def evaluate(
 
 
 def versions() -> dict[str, str]:
-    """What a figure may depend on besides its inputs."""
+    """Versions that a figure may depend on."""
     return {
         "kvconvert": __version__,
         "torch": torch.__version__,

@@ -183,7 +183,7 @@ class CachedLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text without context begins with."""
+        """The token that a text without context begins with."""
         start = self.tokenizer.bos_token_id
         return self.eot_token_id if start is None else start
 

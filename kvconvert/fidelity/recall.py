@@ -311,7 +311,7 @@ class NumberBook:
         return self.cue_length + PASSKEY_ANSWER_TOKENS
 
     def fits(self, context: int) -> bool:
-        """Whether a number has room in so many tokens."""
+        """Whether a number fits into that number of tokens."""
         return context > len(self.encode(self.head)) + len(self.encode(FACT.format(city="Stockholm", number=10000)))
 
     def drill(self, context: int, depth: float) -> Drill:
@@ -342,7 +342,7 @@ def has_plain_template(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _template(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
-    """What stands before the prose, and after it with a place for the city; None where the template does not do it."""
+    """Text before the prose, and after it with a place for the city; None where the template does not do it."""
     message = {"role": "user", "content": f"Read this text.\n\n{_PROSE}\n\n{QUESTION}"}
     try:
         text = Conversations(tokenizer, parse_special=True).text([message], answer=True)

@@ -13,8 +13,8 @@ from kvconvert.bundle.locate import MANIFEST_NAME
 from kvconvert.bundle.manifest import Fidelity, Manifest
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import BundleError, UsageError
+from kvconvert.fidelity.probes import MIN_PROMPTS
 from kvconvert.fidelity.report import FidelityReport
-from kvconvert.fidelity.verdict import MIN_PROMPTS
 from kvconvert.io import disk
 from kvconvert.models.configuration import read_config, sliding_windows
 from kvconvert.recipes.recipe import Limits, Recipe

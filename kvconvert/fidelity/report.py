@@ -1,18 +1,30 @@
-"""The figures of one evaluation, as `evaluate` returns them, and as a table for a person; `--json` has every figure."""
+"""The figures of one evaluation, as `evaluate` returns them, and as a table for a person; `--json` has every figure.
+
+Sizes of the cache are computed and measured, those of the weights are from the files' headers.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from kvconvert.bundle.figures import HEADER, fidelity_rows
+from kvconvert.bundle.manifest import Manifest
+from kvconvert.errors import BundleError
 from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.fidelity.images import ImageFigures
+from kvconvert.fidelity.probes import ProbeResult, abilities, losses
 from kvconvert.fidelity.recall import FreeRunningResult, PasskeyResult
-from kvconvert.fidelity.scoring import Comparison
-from kvconvert.fidelity.verdict import ProbeResult, abilities, losses
+from kvconvert.fidelity.scoring import Comparison, Decoder, read_prompt
 from kvconvert.io.records import DataInfo
+from kvconvert.io.tensorfile import nbytes, read_header
+from kvconvert.models.configuration import model_cache
+from kvconvert.models.source import SourceModel
+from kvconvert.runtime import KVCache
 from kvconvert.tables import text_table
 
 PARTS = {
@@ -91,7 +103,7 @@ class WeightSize:
 
 @dataclass(frozen=True)
 class EvaluationText:
-    """What was scored: the samples, and in each `prefill` tokens read first, then `scored` tokens in `chunk`s.
+    """The scored text: the samples, and in each `prefill` tokens read first, then `scored` tokens in `chunk`s.
 
     `scored_tokens` is 0 where no text was scored.
     """
@@ -113,7 +125,7 @@ class ComparedWith:
 
 @dataclass(frozen=True)
 class NoiseFloor:
-    """What rounding alone costs: a KL as small as this says nothing of the quantization.
+    """The cost of rounding alone: a KL as small as this says nothing of the quantization.
 
     Attributes:
         kl: of the source in the dtype of the evaluation from the source in float32, nats per token.
@@ -140,7 +152,7 @@ class FidelityReport:
         passkey: numbers found in the context; `recall_form` says how they were asked for.
         recall_form: "chat template" or "plain text".
         probes: by name; without those that do not fit the model's positions.
-        verdict: what the bundle is fit for, in a sentence; see `kvconvert.fidelity.verdict`.
+        verdict: what the bundle is fit for, in a sentence; see `kvconvert.fidelity.probes`.
         images: of a vision-language model; None for any other, and where a conversation does not fit its positions.
         files_digest: of the bundle that was measured, see `Manifest.files_digest`.
         compute_dtype, device, seed, versions: how it was measured.
@@ -219,12 +231,8 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-HEADER = ("", "source", "bundle", "")
-
-
 def table(report: FidelityReport) -> str:
     """About twenty rows, what the bundle is fit for, then how all was measured."""
-    rows = [tuple(row) for part in (_text, _recall, _probes, _images, _sizes) for row in part(report)]
     text = report.text
     said = [f"computed in {report.compute_dtype} on {report.device} against {report.against.id}"]
     if text.scored_tokens:
@@ -234,88 +242,76 @@ def table(report: FidelityReport) -> str:
             f"{text.scored_per_segment:,} of each after {text.prefill:,} read first",
         )
     judged = [] if report.verdict is None else [report.verdict, ""]
-    return "\n".join([text_table(HEADER, rows), "", *judged, *said, *report.notes])
+    return "\n".join([text_table(HEADER, fidelity_rows(report.to_dict())), "", *judged, *said, *report.notes])
 
 
-def _text(report: FidelityReport) -> list[tuple[str, ...]]:
-    rows = []
-    if (p := report.perplexity) is not None:
-        rows.append(
-            (
-                "perplexity",
-                f"{p.source:.2f}",
-                f"{p.bundle:.2f}",
-                f"{p.increase:+.1%}{_range(p.increase_interval, '.1%')}",
-            )
-        )
-    if (kl := report.kl) is not None:
-        rows.append(("KL from the source, mean", "0", f"{kl.mean:.4g}", _range(kl.mean_interval, ".4g", "")))
-        rows.append(("KL, 99% and 99.9% of tokens below", "0", f"{kl.p99:.4g}, {kl.p999:.4g}", ""))
-    if report.noise is not None and report.kl is not None:
-        rows.append(("KL of rounding alone", f"{report.noise.kl:.2g}", "", report.noise.what))
-    if report.top1_agreement is not None:
-        interval = _range(report.top1_agreement_interval, ".1%", "")
-        rows.append(("same most likely token", "", f"{report.top1_agreement:.1%}", interval))
-    return rows
+CHUNK = 1024  # tokens per pass
 
 
-def _recall(report: FidelityReport) -> list[tuple[str, ...]]:
-    rows = []
-    if (found := report.passkey) is not None and found.prompts:
-        lengths = list(found.by_length)
-        for length in lengths[-1:] if report.recall_form == "chat template" else lengths:
-            shares = [f"{share:.0%}" for share in found.by_length[length]]
-            prompts = f"{found.prompts // len(lengths)} prompts, {report.recall_form}"
-            rows.append((f"retrieval at {int(length):,} tokens", *shares, prompts))
-    if (free := report.free_running) is not None and free.prompts:
-        told = f"of {free.generated}, {free.prompts} texts"
-        rows.append(("tokens until texts differ", "", f"{free.agreement_tokens:.1f}", told))
-    return rows
+@torch.no_grad()
+def measure_cache(
+    decoder: Decoder, ids: torch.Tensor, tokens: int, context: int, dtype: torch.dtype, comparison: Comparison | None
+) -> CacheSize:
+    """Fill the bundle's cache with `tokens` tokens and measure its tensors; sizes at `context` follow by arithmetic.
+
+    Args:
+        decoder: the bundle, which is left in `dtype`.
+        ids: of text, repeated where it is too short.
+        tokens: how many.
+        context: tokens for which bits per value are stated.
+        dtype: that the bundle serves, in which full-precision tokens are counted.
+        comparison: while which the share of full-precision tokens was counted, if there was one.
+    """
+    model = decoder.model
+    if model.dtype != dtype:
+        model.to(dtype)
+    flat = ids.flatten()
+    filler = flat.repeat(-(-tokens // len(flat)))[:tokens].unsqueeze(0)
+    cache = decoder.new_cache()
+    read_prompt(decoder, cache, filler, CHUNK)
+    schemes = cache.schemes if isinstance(cache, KVCache) else [None] * len(cache.layers)
+    size = model_cache(model.config, schemes, dtype)
+    bits = size.bits_per_value(context) or 0.0
+    if isinstance(cache, KVCache):
+        stats = cache.stats()
+        used, allocated, residual = stats.bytes_used, stats.bytes_allocated, stats.residual_tokens
+        if any(scheme is not None and scheme.only_tokens() for scheme in schemes):
+            context, bits = tokens, stats.bits_per_value  # the filler has none of those
+    else:
+        used = allocated = sum(_nbytes(layer) for layer in cache.layers)
+        residual = tokens
+    return CacheSize(
+        context=context,
+        bits_per_value=bits,
+        bytes_per_token=bits / 8 * size.numbers(context) / context,
+        bytes_used=used,
+        bytes_allocated=allocated,
+        source_bytes_per_token=size.plain_bytes(context) / context,
+        tokens=tokens,
+        residual_tokens=residual,
+        dtype=str(dtype).removeprefix("torch."),
+        residual_share=None if comparison is None else comparison.residual_share,
+        clamped_rows=None if comparison is None else comparison.clamped_rows,
+    )
 
 
-def _probes(report: FidelityReport) -> list[tuple[str, ...]]:
-    rows = []
-    for found in (report.probes or {}).values():
-        bundle = "" if found.bundle is None else f"{found.bundle:.0%}"
-        told = f"{found.answers} answers" if found.bundle is not None else "the source cannot do it"
-        if found.loss_interval is not None:
-            told = f"loses {_points(found.loss_interval)} points; {told}"
-        rows.append((found.ability, f"{found.source:.0%}", bundle, told))
-    return rows
+def _nbytes(layer: Any) -> int:
+    return sum(x.nbytes for x in vars(layer).values() if isinstance(x, torch.Tensor) and x.ndim == 4)
 
 
-def _points(interval: tuple[float, float]) -> str:
-    low, high = (round(100 * bound) for bound in interval)
-    return f"{low} to {high}"
+def weight_size(directory: Path, manifest: Manifest, checkpoint: SourceModel) -> WeightSize:
+    """Sizes from the headers of the files themselves."""
+    own = manifest.weight_files()
+    if not own:
+        raise BundleError(f"{directory} lists no weight files; export the bundle again.")
+    size = sum(nbytes(info) for name in own for info in read_header(directory / name).values())
+    files = [checkpoint.file(name) for name in set(checkpoint.weight_map.values())]
+    source_size = sum(_data_bytes(file) if file.suffix == ".safetensors" else file.stat().st_size for file in files)
+    parameters = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
+    return WeightSize(bytes=size, bits_per_weight=8 * size / parameters, source_bytes=source_size)
 
 
-def _images(report: FidelityReport) -> list[tuple[str, ...]]:
-    images = report.images
-    if images is None:
-        return []
-    interval = _range(images.kl_interval, ".4g", "")
-    return [("KL on text about images", "0", f"{images.kl:.4g}", interval or f"{images.drawings} images")]
-
-
-def _sizes(report: FidelityReport) -> list[tuple[str, ...]]:
-    rows = []
-    if (kv := report.kv) is not None:
-        plain = 8 * kv.source_bytes_per_token
-        ratio = kv.source_bytes_per_token / kv.bytes_per_token
-        exact = "" if kv.residual_share is None else f"{kv.residual_share:.0%} of attended tokens exact"
-        rows.append(("KV cache, bytes per token", f"{plain / 8:,.0f}", f"{kv.bytes_per_token:,.0f}", f"{ratio:.1f}x"))
-        told = ", ".join(filter(None, (f"at {kv.context:,} tokens", exact)))
-        rows.append(("KV cache, bits per value", f"{_plain_bits(kv.dtype)}", f"{kv.bits_per_value:.2f}", told))
-    if (weights := report.weights) is not None:
-        rows.append(
-            ("weights, bytes", f"{weights.source_bytes:,}", f"{weights.bytes:,}", f"{weights.bits_per_weight:.2f} bits")
-        )
-    return rows
-
-
-def _plain_bits(dtype: str) -> int:
-    return 32 if dtype == "float32" else 16
-
-
-def _range(interval: tuple[float, float] | None, form: str, before: str = " ") -> str:
-    return "" if interval is None else f"{before}({interval[0]:{form}} to {interval[1]:{form}})"
+def _data_bytes(file: Path) -> int:
+    """Bytes of the tensors in a safetensors file, whatever their types: all but the header and the length before it."""
+    with file.open("rb") as stream:
+        return file.stat().st_size - 8 - int.from_bytes(stream.read(8), "little")

@@ -85,7 +85,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Scores:
-    """What one chunk of logits says beside a reference's; all [B, n], on the host.
+    """Scores of one chunk of logits beside a reference's; all [B, n], on the host.
 
     Attributes:
         source_nll, other_nll: negative log-likelihood of the next token, float64.

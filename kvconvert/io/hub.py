@@ -69,7 +69,7 @@ def ask_hub(
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> Result:
-    """What `call` gives, a function that uses the Hub client; each of its errors becomes a sentence.
+    """Return the result of `call`, a function that uses the Hub client; its errors become sentences.
 
     Raises:
         HubError: with that sentence, and without the client's own exception.

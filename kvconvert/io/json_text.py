@@ -65,7 +65,7 @@ _TOO_DEEP = f"more than {MAX_DEPTH} lists and objects in each other"
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    """Whether lists and objects are nested in more than so many levels; looks at one level after another."""
+    """Whether lists and objects are nested in more than that number of levels; looks at one level after another."""
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(levels):
         level = [

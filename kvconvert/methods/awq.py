@@ -123,7 +123,7 @@ class WeightsRecipe(BaseModel):
 
 
 def describe(method: StoredMethod | Method, widths: Collection[int]) -> str:
-    """What a card says of a bundle's weights, or of a recipe's, with all the widths that quantized Linears have."""
+    """Words for a bundle's or a recipe's weights, with all the widths that quantized Linears have."""
     bits = " and ".join(filter(None, [", ".join(map(str, sorted(widths)[:-1])), str(max(widths, default=""))]))
     return {
         "auto": f"weights scaled by AWQ and quantized by GPTQ, in mixtures of experts by AWQ ({bits} bits)",
@@ -137,13 +137,13 @@ def describe(method: StoredMethod | Method, widths: Collection[int]) -> str:
 
 
 def tags(method: StoredMethod, widths: Collection[int]) -> list[str]:
-    """What the Hub calls such weights."""
+    """The Hub's tags for such weights."""
     stored = ["awq"] if {*widths} == {*AWQ_BITS} else []
     return [] if method == "none" else [*stored, *(f"{bits}-bit" for bits in sorted(widths))]
 
 
 def conventions(method: StoredMethod, widths: Collection[int]) -> dict[str, Any]:
-    """What is open to interpretation, as data for the manifest."""
+    """Conventions that are open to interpretation, as data for the manifest."""
     if method == "none":
         return {}
     if {*widths} <= {*AWQ_BITS}:

@@ -135,7 +135,7 @@ class CalibQuant(Part):
         return None if self.modality == "all" else self.modality
 
     def clauses(self, shape: LayerShape) -> list[str]:
-        """What goes to spans, at which width, and the shift."""
+        """Tokens that go to spans, their width, and the shift."""
         what = "prompts" if self.modality == "all" else f"{self.modality} tokens of prompts"
         length = f"spans of {self.span_tokens} tokens" if self.span_tokens else "spans"
         said = [f"{what} as {length}, keys {self.key_bits} bit and values {self.value_bits} bit per channel"]
@@ -177,7 +177,7 @@ class CalibQuant(Part):
 
 @dataclass(frozen=True, config=STRICT)
 class TauSearch:
-    """What calibration chooses of it."""
+    """The part of it that calibration chooses."""
 
     tau_grid: list[Annotated[float, Field(gt=-1e4, lt=1e4)]] = Field(
         default_factory=lambda: [0.0, 1.0, 2.0, 3.0],

@@ -56,7 +56,7 @@ class ClipRatio(Part):
 
 @dataclass(frozen=True, config=STRICT)
 class ClipRatioSearch:
-    """What calibration chooses of it."""
+    """The part of it that calibration chooses."""
 
     calibrate_clip_ratios: bool = option(True, "true or false", "choose both clip ratios of each layer")
 

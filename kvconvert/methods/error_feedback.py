@@ -83,7 +83,7 @@ class ErrorFeedback(Part):
 
 @dataclass(frozen=True, config=STRICT)
 class KeyRoundingSearch:
-    """What calibration chooses of it."""
+    """The part of it that calibration chooses."""
 
     # Calibration knows keys and values per head, no latents.
     presets = {name: {"calibrate_key_rounding": False} for name in ("latent-4bit", "latent-2bit")}

@@ -86,7 +86,7 @@ class KeyCenter(Part):
 
     @classmethod
     def conventions(cls, layers: Sequence[tuple[Any, LayerShape]]) -> dict[str, Any]:
-        """What is subtracted, and what attention adds."""
+        """The constant that is subtracted, and what attention adds."""
         return {
             "key_center": {
                 "constant": "c(t) = RoPE(t) mu for the token at position t of its sequence (0 for the first, padding "

@@ -50,7 +50,7 @@ class Treatment:
 
 
 def treatments(scheme: Any, head_dim: int) -> list[Treatment]:
-    """What keys of a scheme may become, the plainest first: they win where nothing is gained.
+    """Treatments that keys of a scheme may get, the plainest first: it wins where nothing is gained.
 
     Args:
         scheme: whose widths and groups count; a treatment may not take more bits than these and a norm per token.
@@ -76,7 +76,7 @@ def treatments(scheme: Any, head_dim: int) -> list[Treatment]:
 
 @checked_dataclass(frozen=True, config=STRICT)
 class KeyTreatmentSearch:
-    """What calibration chooses of it."""
+    """The part of it that calibration chooses."""
 
     # No paper compares them; the preset `default` does.
     paper = {"calibrate_keys": False}

@@ -12,7 +12,7 @@ from kvconvert.methods.part import STRICT, LayerShape, Part, option
 
 @dataclass(frozen=True, config=STRICT)
 class KVzip(Part):
-    """What decides which of a prompt's tokens are kept."""
+    """The choice of a prompt's tokens that are kept."""
 
     method = "KVzip"
     summary = (
@@ -54,7 +54,7 @@ class KVzip(Part):
             self.require(ok, "selection", rule)
 
     def clauses(self, shape: LayerShape) -> list[str]:
-        """What is kept."""
+        """Kept shares."""
         return [f"of the prompt {self.heavy_ratio + self.recent_ratio:.3g} kept, by reconstruction, over all KV heads"]
 
     @classmethod
@@ -70,7 +70,7 @@ class KVzip(Part):
 
     @classmethod
     def conventions(cls, layers: Sequence[tuple[Any, LayerShape]]) -> dict[str, Any]:
-        """What is counted, and what is kept."""
+        """Which tokens are counted and kept."""
         return {
             "eviction": {
                 "score": "largest attention weight that a token receives, in its KV head, from any query of its part "

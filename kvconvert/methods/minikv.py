@@ -93,7 +93,7 @@ class MiniKV(Part):
 
     @classmethod
     def conventions(cls, layers: Sequence[tuple[Any, LayerShape]]) -> dict[str, Any]:
-        """What is counted, and what is kept."""
+        """Which tokens are counted and kept."""
         return {
             "eviction": {
                 "score": "attention that a token receives from all queries of the prompt, summed over the query heads "

@@ -1,4 +1,4 @@
-"""What a method contributes to a key-value scheme.
+"""The contribution of a method to a key-value scheme.
 
 A `KVScheme` is composed of parts, one per paper: each brings its fields with their rules, its presets, the tensors of
 the KV plan that are its own, and what a manifest, a card and the documentation say of it. Code that handles schemes
@@ -131,11 +131,11 @@ class Part:
         return None
 
     def clauses(self, shape: LayerShape) -> list[str]:
-        """What to say of the scheme in one line."""
+        """Clauses that describe the scheme."""
         return []
 
     def cautions(self) -> list[str]:
-        """What the scheme is known to be poor at, one sentence each."""
+        """Known weaknesses of the scheme, one sentence each."""
         return []
 
     def transforms(self) -> tuple[str, ...]:
@@ -153,5 +153,5 @@ class Part:
 
     @classmethod
     def conventions(cls, layers: Sequence[tuple[Any, LayerShape]]) -> dict[str, Any]:
-        """What is open to interpretation in the layers' schemes, as data for the manifest; `layers` use the method."""
+        """Conventions that are open to interpretation, as data for the manifest; `layers` use the method."""
         return {}

@@ -59,7 +59,7 @@ class ScaleBits(Part):
 
     @classmethod
     def conventions(cls, layers: Sequence[tuple[Any, LayerShape]]) -> dict[str, Any]:
-        """What the bytes mean."""
+        """Meaning of the bytes."""
         return {
             "scale_bits": {
                 "unit": "one int16 per group in the place of its float16 scale; no zero points follow the scales",

@@ -119,7 +119,7 @@ class Evict:
 
 
 def prompt_of(scheme: Any) -> Pages | Spans | Evict:
-    """What becomes of a prompt, from a scheme's flat fields."""
+    """The treatment of a prompt, from a scheme's flat fields."""
     if scheme.is_span:
         return Spans(scheme.span_tokens, scheme.modality)
     return Evict(scheme.heavy_ratio, scheme.recent_ratio, scheme.reconstructs) if scheme.evicts else Pages()
@@ -218,7 +218,7 @@ class KVScheme(_Fields):
 
     @cached_property
     def prompt(self) -> Pages | Spans | Evict:
-        """What becomes of a complete prompt."""
+        """The treatment of a complete prompt."""
         return prompt_of(self)
 
     def parts(self) -> list[type[Part]]:
@@ -251,11 +251,11 @@ class KVScheme(_Fields):
         return any(part.compresses_prompts(self) for part in PARTS)
 
     def clauses(self, shape: LayerShape) -> list[str]:
-        """What to say of the scheme in one line, method by method."""
+        """Clauses that describe the scheme, method by method."""
         return [clause for part in self.parts() for clause in part.clauses(self, shape)]
 
     def cautions(self) -> list[str]:
-        """What the scheme is known to be poor at, one sentence each."""
+        """Known weaknesses of the scheme, one sentence each."""
         return [sentence for part in PARTS for sentence in part.cautions(self)]
 
     def only_tokens(self) -> str | None:
@@ -290,7 +290,7 @@ def _refusal(error: ValidationError) -> RecipeError:
 
 @dataclass(frozen=True)
 class FieldInfo:
-    """What is known of a field, for messages and documentation.
+    """A field, for messages and documentation.
 
     Attributes:
         name: of the field.
@@ -336,7 +336,7 @@ SEARCHED_FIELDS: tuple[str, ...] = tuple(field for part in PARTS for field in pa
 
 @validated_dataclass(frozen=True, config=STRICT)
 class KVCalibration(TauSearch, KeyRoundingSearch, ClipRatioSearch, KeyTreatmentSearch):
-    """What calibration chooses for the cache; it is no part of a `KVScheme`, which describes the outcome alone.
+    """Options of calibration for the cache; they are no part of a `KVScheme`, which describes the outcome alone.
 
     Attributes:
         given: those of `SEARCHED_FIELDS` that the recipe states, which are therefore not searched.
@@ -363,7 +363,7 @@ def refuse_renamed(preset: str | None) -> None:
 
 
 def preset_calibration(name: str) -> KVCalibration:
-    """What calibration chooses for a preset; for one of `PAPER_PRESETS` what some paper has."""
+    """Options of calibration for a preset; for one of `PAPER_PRESETS` those that some paper has."""
     if name not in PAPER_PRESETS:
         own = {
             option: value
@@ -382,7 +382,7 @@ WHOLE_MODEL_OPTIONS: dict[str, Any] = {
 
 
 def layer_conventions(layers: Sequence[tuple[KVScheme, LayerShape]]) -> dict[str, Any]:
-    """What is open to interpretation in the schemes of a model's layers, as data for the manifest."""
+    """Conventions of the schemes of a model's layers that are open to interpretation, as data for the manifest."""
     known: dict[str, Any] = {}
     for part in PARTS:
         using = [(scheme, shape) for scheme, shape in layers if part.in_use(scheme)]

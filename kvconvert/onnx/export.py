@@ -111,7 +111,7 @@ def _bundle(source: Path, output: Path, force: bool, device: str | None, progres
 
 
 def _plan(bundle: Bundle, kv_cache: str) -> tuple[Decoder, StaticCache | None]:
-    """What is to be built, after all refusals."""
+    """The graph to be built, after all refusals."""
     decoder = Decoder.of(AutoConfig.from_pretrained(bundle.directory, trust_remote_code=False))
     quantized = kv_cache == "plan" and has_plan(bundle)
     return decoder, static_cache(bundle, decoder.attention_softcap) if quantized else None

@@ -100,7 +100,7 @@ def served_bits(plan: LayerPlan) -> int:
 
 
 def _obstacle(scheme: KVScheme) -> str | None:
-    """What of a scheme with static scales the operator cannot do."""
+    """Settings of a scheme with static scales that the operator lacks."""
     keys, values = scheme.sides
     if keys.bits != values.bits or keys.bits not in (4, 8):
         return f"keys of {keys.bits} and values of {values.bits} bits, where both need 8 or both 4"

@@ -1,1 +1,1 @@
-"""What a conversion will take, and what will fit, before it runs: memory, disk, cache, time."""
+"""Estimates before a conversion runs: memory, disk, cache, time, and what will fit."""

@@ -1,13 +1,18 @@
-"""`plan`: what converting and serving a model takes, from its headers and configuration, and a probe of one layer."""
+"""`plan`: what converting and serving a model takes, from its headers and configuration, and a probe of one layer.
+
+Sizes of layers and of what calibration makes of them are exact; memory and time are the probe's.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from torch import nn
 
 from kvconvert.auto.search import search_task
 from kvconvert.cache.size import ModelCache
@@ -20,14 +25,94 @@ from kvconvert.convert.passes import layer_jobs
 from kvconvert.convert.pipeline import kept_tensors, make_runner, with_fitted_weights
 from kvconvert.data.samples import TEXT_LENGTH
 from kvconvert.errors import UsageError
+from kvconvert.io.records import TensorInfo
+from kvconvert.io.tensorfile import nbytes
 from kvconvert.methods.auto import DEFAULT_CONTEXT, AutoSearch
+from kvconvert.methods.awq import WeightsRecipe
 from kvconvert.methods.minikv import FORMULAS, spread_ratios
 from kvconvert.models.configuration import context_length, model_cache
+from kvconvert.models.experts import expert_modules
 from kvconvert.models.processors import load_tokenizer
 from kvconvert.models.source import SourceModel, choose_device, open_source
-from kvconvert.planning.layers import LayerSizes, kept_bytes
+from kvconvert.models.structure import LayerStructure
 from kvconvert.planning.probe import Probe, run_probe
 from kvconvert.recipes.recipe import Recipe
+from kvconvert.tables import text_table
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """One decoder layer.
+
+    Attributes:
+        structure: names of its parts.
+        parameters: numbers in it.
+        linears: (outputs, inputs) of each Linear, by its name within the layer.
+        stored_bytes: of the tensors that calibration makes of it.
+        mapped_parameters, mapped_stored_bytes: what of them is experts' and kept in files, see
+            `LayerRunner.maps_experts`.
+    """
+
+    structure: LayerStructure
+    parameters: int
+    linears: Mapping[str, tuple[int, int]]
+    stored_bytes: int
+    mapped_parameters: int = 0
+    mapped_stored_bytes: int = 0
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of its weights in float32, as they are calibrated; those in files left out."""
+        return 4 * (self.parameters - self.mapped_parameters)
+
+    @classmethod
+    def of(cls, runner: LayerRunner, index: int, weights: WeightsRecipe) -> LayerSizes:
+        """Of a layer of a model on the meta device."""
+        structure = runner.structure(index)
+        name = runner.layer_name(index)
+        layer = runner.model.get_submodule(name)
+        linears = {
+            linear: tuple(layer.get_submodule(linear).weight.shape)
+            for linear in structure.linears
+            if isinstance(layer.get_submodule(linear), nn.Module)
+        }
+        copied = () if weights.quantizes else expert_modules(layer)
+        stored = mapped_stored = 0
+        mapped = expert_modules(layer) if runner.maps_experts(index) else ()
+        for key, tensor in layer.state_dict().items():
+            module, _, part = key.rpartition(".")
+            if key.startswith(copied):
+                continue
+            if weights.quantizes and part == "weight" and module in linears:
+                bits = weights.bits_of(f"{name}.{module}", index)
+                size = packed_bytes(*linears[module], bits, weights.group_size)
+                mapped_stored += size if key.startswith(mapped) else 0
+            else:
+                size = tensor.numel() * _itemsize(runner, f"{name}.{key}")
+            stored += size
+        numbers = {key: parameter.numel() for key, parameter in layer.named_parameters()}
+        in_files = sum(number for key, number in numbers.items() if key.startswith(mapped))
+        return cls(structure, sum(numbers.values()), linears, stored, in_files, mapped_stored)
+
+
+def packed_bytes(outputs: int, inputs: int, bits: int, group_size: int) -> int:
+    """Bytes of a Linear's codes, zeros and float16 scales; see `kvconvert.kernels.linear.awq_format`."""
+    groups = inputs // group_size
+    return (inputs + groups) * outputs * bits // 8 + 2 * groups * outputs
+
+
+def kept_bytes(runner: LayerRunner, kept: list[str]) -> int:
+    """Bytes of tensors that a bundle takes over from the source as they are."""
+    return sum(nbytes(runner.source.tensors[name]) for name in kept)
+
+
+def _itemsize(runner: LayerRunner, name: str) -> int:
+    """Bytes per number of a tensor in the source."""
+    source = runner.source
+    stored = source.tensor_names.stored.get(name)
+    info = source.tensors[stored] if stored is not None else next(iter(source.tensors.values()))
+    return nbytes(TensorInfo(dtype=info.dtype, shape=[1]))
+
 
 CONTEXT_LIMIT = 2**30
 CHUNK_TOKENS = 2048  # of a prompt that is read at once, for the allowance
@@ -89,7 +174,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class Plan:
-    """What converting and serving a model takes; see the attributes' classes.
+    """Resources for converting and serving a model; see the attributes' classes.
 
     Attributes:
         model, recipe: as named.
@@ -319,7 +404,7 @@ def _budget_bits(auto: AutoSearch, cache: ModelCache) -> float:
 
 @dataclass(frozen=True)
 class Fit:
-    """What fits in a GPU's memory.
+    """Sequences that fit in a GPU's memory.
 
     Attributes:
         allowance: bytes set aside for the CUDA context, one prompt chunk's activations and logits of `batch` sequences.
@@ -366,3 +451,77 @@ def fit(
     each = cache.bytes(context) + allowance(2) - allowance(1)
     rows = max(0, int((memory - weights - allowance(0)) // each)) if each else 0
     return Fit(allowance(batch), longest, "the model's positions" if longest == most else "memory", rows)
+
+
+def plan_text(plan: Plan) -> str:
+    """Tables of what converting and serving take, with what each figure rests on."""
+    memory, disk, cache = plan.memory, plan.disk, plan.cache
+    least, basis = {
+        "probe": ("", "measured on one layer"),
+        "headers": ("at least ", "the largest layer's weights; a probe measures the rest"),
+    }[memory.source]
+    rows = [("host memory, calibrate", f"{least}{size(memory.calibrate)}", f"anonymous, {basis}")]
+    if memory.device is not None:
+        rows.append(("GPU memory, calibrate", f"{least}{size(memory.device)}", basis))
+    rows += [
+        ("host memory, export", size(memory.export), "anonymous; does not grow with the model"),
+        ("disk, working directory", size(disk.work), f"{size(disk.work_peak)} while it runs"),
+        ("disk, bundle", size(disk.bundle), f"{disk.bundle:,} bytes of tensors"),
+    ]
+    if plan.seconds is not None:
+        rows.append(("time", duration(plan.seconds), "calibrate and export, from a probe of one layer"))
+    if plan.searched:
+        passes = f"up to {plan.searched:,} passes of the model over {plan.search_tokens:,} tokens each"
+        if plan.search_seconds is None:
+            rows.append(("search", "", passes))
+        else:
+            rows.append(("search", duration(plan.search_seconds), f"of that time; {passes}"))
+    lines = [
+        f"{plan.model}, recipe {plan.recipe}: {plan.samples} sequences of {plan.length} tokens on {plan.device}",
+        "",
+        text_table(("converting", "", ""), rows),
+        "",
+    ]
+    bits = "no keys and values" if cache.bits_per_value is None else f"{cache.bits_per_value:.2f} bits per value"
+    rows = [
+        (
+            f"cache at {cache.context:,} tokens",
+            f"{cache.bytes_per_token:,.0f} bytes per token",
+            f"{bits}, {cache.basis}; {cache.plain_bytes_per_token:,.0f} bytes in 16 bits",
+        )
+    ]
+    if plan.fit is not None:
+        fit = plan.fit
+        rows += [
+            ("allowance", size(fit.allowance), "CUDA context, activations of a prompt chunk, logits; not measured"),
+            (
+                "longest context",
+                f"{fit.longest_context:,} tokens" if fit.longest_context else "none",
+                f"{_sequences(plan.batch)}, limited by {fit.limited_by}"
+                if fit.longest_context
+                else f"{_sequences(plan.batch)}: weights and allowance leave no room",
+            ),
+            ("largest batch", f"{fit.largest_batch:,}", f"sequences of {cache.context:,} tokens"),
+        ]
+    head = "serving" if plan.gpu_memory is None else f"serving in {size(plan.gpu_memory)}"
+    return "\n".join([*lines, text_table((head, "", ""), rows)])
+
+
+def _sequences(count: int) -> str:
+    return "one sequence" if count == 1 else f"each of {count} sequences"
+
+
+def size(count: int) -> str:
+    """Bytes in decimal units."""
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= factor:
+            return f"{count / factor:.2f} {unit}" if unit == "GB" else f"{count / factor:.0f} {unit}"
+    return f"{count} bytes"
+
+
+def duration(seconds: float) -> str:
+    """A time that is an estimate."""
+    if seconds < 120:
+        return f"about {max(1, round(seconds))} s"
+    minutes = round(seconds / 60)
+    return f"about {minutes} min" if minutes < 120 else f"about {minutes / 60:.1f} h"

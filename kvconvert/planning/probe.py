@@ -30,8 +30,7 @@ from kvconvert.convert.input_capture import CalibrationInputs
 from kvconvert.convert.layer_calibration import LayerCalibration
 from kvconvert.convert.passes import layer_jobs
 from kvconvert.convert.pipeline import Searches, make_runner
-from kvconvert.convert.work_records import WorkState
-from kvconvert.convert.workdir import WorkDir
+from kvconvert.convert.workdir import WorkDir, WorkState
 from kvconvert.data.samples import load_samples
 from kvconvert.errors import KvconvertError
 from kvconvert.io.records import DataInfo, SourceInfo
@@ -41,7 +40,7 @@ from kvconvert.recipes.recipe import Recipe
 
 @dataclass(frozen=True)
 class Probe:
-    """What one layer took.
+    """Time and memory of one layer.
 
     Attributes:
         layer: its number.
@@ -63,7 +62,7 @@ class Probe:
     search_seconds: float | None = None
 
     def layer_seconds(self, tokens: int) -> float:
-        """Of this layer on so many calibration tokens."""
+        """Seconds of this layer on that number of calibration tokens."""
         if len(self.tokens) == 1:
             return self.seconds[0] * max(1.0, tokens / self.tokens[0])
         (few, many), (first, second) = self.tokens, self.seconds
@@ -72,7 +71,7 @@ class Probe:
 
 
 def sequences_probed(samples: int, length: int) -> tuple[int, ...]:
-    """How many calibration sequences the probe runs: so many that searches have all the tokens that they use."""
+    """Numbers of calibration sequences that the probe runs: enough for all the tokens that searches use."""
     few = max(1, -(-LOSS_TOKENS // length))
     return (samples,) if samples <= 2 * few else (few, 2 * few)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvconvert.bundle.describe import Description, describe
+from kvconvert.bundle.figures import number
 from kvconvert.bundle.locate import MANIFEST_NAME, locate
 from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.errors import UsageError
@@ -22,7 +23,7 @@ from kvconvert.models.configuration import read_config, sliding_windows
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from kvconvert.report.activations import KeySample
+    from kvconvert.report.data import KeySample
 
 PAGE_NAME = "report.html"
 
@@ -53,7 +54,7 @@ def write_report(
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("A report is drawn with matplotlib; run pip install '.[report]' in a clone of kvconvert.")
-    from kvconvert.report.activations import sample_keys
+    from kvconvert.report.data import sample_keys
     from kvconvert.report.sections import read_fidelity
 
     local = os.path.exists(bundle)
@@ -127,8 +128,6 @@ def _write(target: Path, html: str, images: dict[str, bytes]) -> None:
 
 
 def _tiles(found: Description, measured: dict[str, Any] | None) -> list[tuple[str, str]]:
-    from kvconvert.report.sections import number
-
     tiles, size = [], found.size
     if size is not None:
         tiles.append((f"{size.bits_per_value:.2f}", f"bits per cached value at {size.context:,} tokens"))

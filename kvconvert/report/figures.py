@@ -1,6 +1,6 @@
 """The figures of a report, drawn with matplotlib: one function each, from the numbers of `kvconvert.report.data`.
 
-A figure is drawn once, in ink on a transparent ground. As SVG in the page its ink takes the page's own colour of text,
+A figure is drawn once, in ink on a transparent ground. As SVG in the page its ink takes the page's own color of text,
 light or dark; as PNG it lies on white.
 """
 
@@ -31,7 +31,7 @@ from kvconvert.report.data import (
     Widths,
 )
 
-INK = "#1f2429"  # of everything that follows the page's colour of text
+INK = "#1f2429"  # of everything that follows the page's color of text
 BLUE, ORANGE, GREEN, GREY = "#3b82f6", "#ea7317", "#16a34a", "#8b949e"
 SEQUENTIAL = "viridis"
 WIDTH = 5.8  # inches
@@ -88,7 +88,7 @@ def png(figure: Figure) -> bytes:
 
 
 def svg(figure: Figure, name: str, title: str) -> str:
-    """A figure as SVG to stand in a page: no metadata, ids that begin with `name`, ink in the page's colour.
+    """A figure as SVG to stand in a page: no metadata, ids that begin with `name`, ink in the page's color.
 
     Args:
         figure: drawn within `drawing`.
@@ -303,13 +303,13 @@ def draw_modules(found: Sequence[ModuleSize]) -> Figure:
     found = [each for each in found[:MOST_MODULES] if sum(each.parameters.values()) > most / 200][::-1]
     figure, axes = _plot(1.3 + 0.27 * len(found))
     widths = sorted({width for each in found for width in each.parameters if width})
-    colours = dict(zip(widths, (BLUE, ORANGE, GREEN, "#a855f7"), strict=False))
+    colors = dict(zip(widths, (BLUE, ORANGE, GREEN, "#a855f7"), strict=False))
     left = np.zeros(len(found))
     for width in (*widths, 0):
         size = np.array([each.parameters.get(width, 0) for each in found], np.float64) / 1e6
         if size.any():
             name = f"{width} bits" if width else "kept as it was"
-            axes.barh(range(len(found)), size, left=left, color=colours.get(width, GREY), height=0.7, label=name)
+            axes.barh(range(len(found)), size, left=left, color=colors.get(width, GREY), height=0.7, label=name)
             left += size
     axes.set_xlim(0, 1.04 * left.max())
     axes.set_yticks(range(len(found)), [label(each.name, 22) for each in found])
@@ -321,7 +321,7 @@ def draw_modules(found: Sequence[ModuleSize]) -> Figure:
 
 
 def draw_keys(before: Tensor, after: Tensor) -> Figure:
-    """Sizes of keys [T, head_dim] as computed and rotated, on one scale of colours."""
+    """Sizes of keys [T, head_dim] as computed and rotated, on one scale of colors."""
     figure = _figure(3.4)
     left, right = figure.subplots(1, 2, sharey=True)
     high = float(max(before.abs().max(), after.abs().max()))
@@ -341,12 +341,12 @@ def draw_keys(before: Tensor, after: Tensor) -> Figure:
 def draw_ranges(found: ChannelRanges) -> Figure:
     """A line each for the three stages."""
     figure, axes = _plot(3.2)
-    for values, colour, name in (
+    for values, color, name in (
         (found.original, GREY, "as computed"),
         (found.rotated, BLUE, "rotated"),
         (found.scaled, ORANGE, "rotated and scaled"),
     ):
-        axes.plot(found.layers, values, color=colour, linewidth=1.8, marker="o", markersize=3.5, label=name)
+        axes.plot(found.layers, values, color=color, linewidth=1.8, marker="o", markersize=3.5, label=name)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("channels' squared range")
     _layers_on(axes, found.layers)

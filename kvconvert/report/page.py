@@ -37,7 +37,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Heading:
-    """What stands above the cards.
+    """The heading above the cards.
 
     Attributes:
         title: of the page.

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from kvconvert.auto.layers import SearchedLayer
-from kvconvert.auto.plans import TOLERANCE, PlanSearch
+from kvconvert.auto.search import TOLERANCE, PlanSearch
 from kvconvert.methods import KVCalibration, KVScheme
 from kvconvert.methods.auto import Candidate
 

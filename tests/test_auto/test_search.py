@@ -14,14 +14,13 @@ from kvconvert import Recipe, calibrate, export, load
 from kvconvert.auto import search
 from kvconvert.auto.allocation import read_allocation
 from kvconvert.auto.model import SimulatedModel
+from kvconvert.bundle.describe import manifest_text
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.text import manifest_text
 from kvconvert.cli import cli
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.passes import layer_jobs
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.errors import RecipeError, UnsupportedModelError, UsageError
-from kvconvert.methods import KVScheme
 from kvconvert.methods.auto import AutoSearch
 from kvconvert.methods.awq import WeightsRecipe
 from kvconvert.models.configuration import model_cache
@@ -228,7 +227,7 @@ def test_an_architecture_without_calibration_is_measured_as_it_will_round(tmp_pa
     work = run(str(model), tmp_path / "work", text, recipe=RECIPE.model_copy(update={"auto": auto}), kv_bits=12.0)
     assert feedbacks
     assert all(feedback is None for feedback in feedbacks)
-    assert work.layer_record(0).scheme["key_rounding"] == "nearest"
+    assert work.layer_record(0).kv["key_rounding"] == "nearest"
 
 
 def test_a_model_without_a_layer_to_search_is_refused(tmp_path, text, monkeypatch):
@@ -278,7 +277,7 @@ def test_the_command_names_its_options(tmp_path, model):
 
 def test_the_chosen_layers_become_the_recipe(model, text, finished):
     """What is exported has the clip ratios that calibration found for the finished weights, on its own grid."""
-    schemes = [KVScheme.from_dict(finished.layer_record(i).scheme) for i in range(2)]
+    schemes = [finished.layer_record(i).scheme() for i in range(2)]
     found = read_allocation(finished)
     for own, scheme in zip(found.layers, schemes, strict=True):
         fields = found.candidates[own.keys] | found.candidates[own.values] | own.treatments.get(own.keys, {})
@@ -335,7 +334,7 @@ def test_all_layers_get_the_window_whose_plan_loses_less_and_it_counts_as_bytes(
     assert {0} in measured
     assert {16} in measured
     assert (found.measured_kl, found.plans) == (0.1, RECIPE.auto.repairs + 1)
-    schemes = [KVScheme.from_dict(work.layer_record(i).scheme) for i in range(2)]
+    schemes = [work.layer_record(i).scheme() for i in range(2)]
     assert {side.recent_tokens for scheme in schemes for side in scheme.sides} == {better}
     size = model_cache(AutoConfig.from_pretrained(model), schemes).bits_per_value(CONTEXT)
     assert size == pytest.approx(found.bits_per_value)

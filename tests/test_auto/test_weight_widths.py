@@ -7,8 +7,8 @@ import torch
 from tiny.llama import write_tiny_llama
 
 from kvconvert.auto.allocation import WEIGHTS_NAME
+from kvconvert.bundle.describe import manifest_text
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.text import manifest_text
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.convert.workdir import WorkDir

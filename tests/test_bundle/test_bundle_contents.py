@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from tiny.bundle import edit_json, refusal, replace_tensors, reseal
 
+from kvconvert.bundle.files import INDEX_NAME
 from kvconvert.bundle.locate import MANIFEST_NAME, PLAN_NAME
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.weight_files import INDEX_NAME
 from kvconvert.io.tensorfile import read_header
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

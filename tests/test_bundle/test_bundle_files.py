@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from tiny.bundle import refusal, reseal, tiny_tensors, write_tiny_bundle
 
+from kvconvert.bundle.files import INDEX_NAME
 from kvconvert.bundle.locate import MANIFEST_NAME, PLAN_NAME
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.weight_files import INDEX_NAME
 from kvconvert.errors import BundleError
 from kvconvert.io.tensorfile import read_header
 

@@ -4,8 +4,8 @@ import yaml
 from tiny.bundle import tiny_manifest, tiny_tensors
 
 from kvconvert.bundle.card import model_card
+from kvconvert.bundle.describe import manifest_text
 from kvconvert.bundle.manifest import Fidelity
-from kvconvert.bundle.text import manifest_text
 from kvconvert.io.tensorfile import mismatch
 
 HOSTILE = (
@@ -71,7 +71,7 @@ def test_the_card_says_what_the_bundle_is_fit_for_and_what_each_probe_found():
         manifest
     )
     assert "\n**Not fit for looking up values (keeps 55%).**\n" in card
-    assert "| looking up values: right answers, this bundle | 0.5 |" in card
+    assert "| looking up values | 90% | 50% |" in card
     assert "code" not in card.split("## Fidelity")[1].split("## Recipe")[0]
 
 

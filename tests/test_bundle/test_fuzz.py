@@ -10,9 +10,9 @@ import fuzzing
 import pytest
 
 from kvconvert.bundle.card import fidelity_section, model_card
+from kvconvert.bundle.describe import manifest_text, summary
 from kvconvert.bundle.files import own_files
 from kvconvert.bundle.reader import Bundle, open_bundle
-from kvconvert.bundle.text import manifest_text, summary
 from kvconvert.errors import KvconvertError
 from kvconvert.models.configuration import read_config, sliding_windows
 from kvconvert.report import render

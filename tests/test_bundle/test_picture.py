@@ -7,8 +7,8 @@ import pytest
 from tiny.bundle import tiny_manifest, write_tiny_bundle
 
 from kvconvert.bundle.card import model_card
+from kvconvert.bundle.describe import manifest_text, plan_picture, wrapped
 from kvconvert.bundle.manifest import LayerPlan
-from kvconvert.bundle.text import manifest_text, plan_picture, wrapped
 from kvconvert.commands.inspect import inspect
 from kvconvert.methods import PRESETS, KVScheme
 

@@ -11,7 +11,6 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from kvconvert.calibration.activations import LOSS_TOKENS, ActivationRecorder
 from kvconvert.calibration.awq import AwqPass, simulate_value_cache
-from kvconvert.calibration.awq_clips import apply_clips, search_clips
 from kvconvert.calibration.awq_scales import (
     _best_ratio,
     _linear_loss,
@@ -21,7 +20,7 @@ from kvconvert.calibration.awq_scales import (
     representable_scale,
     search_scales,
 )
-from kvconvert.calibration.awq_scaling import apply_scales
+from kvconvert.calibration.awq_scaling import apply_clips, apply_scales, search_clips
 from kvconvert.calibration.protocol import LayerWork
 from kvconvert.calibration.ranks import ALONE
 from kvconvert.errors import NumericError

@@ -14,10 +14,10 @@ from kvconvert.calibration.error_feedback import ErrorFeedbackPass
 from kvconvert.calibration.key_treatments import (
     ConstantPart,
     KeyTreatmentPass,
+    Rope,
     TreatmentSearch,
     measure_constant_part,
 )
-from kvconvert.calibration.rope import Rope
 from kvconvert.errors import UnsupportedModelError
 from kvconvert.kernels.pages import key_center, page_centers
 from kvconvert.methods import KVCalibration, KVScheme, preset_calibration

@@ -7,11 +7,10 @@ import pytest
 import torch
 from test_awq import GROUP, LENGTH, SAMPLES, STRUCTURE, Setting
 
-from kvconvert.calibration import mismatch
+from kvconvert.calibration import gptq
 from kvconvert.calibration.awq import AwqPass
-from kvconvert.calibration.gptq import GptqPass, rounding_order
+from kvconvert.calibration.gptq import GptqPass, Mismatch, correction, rounding_order
 from kvconvert.calibration.hessians import factorize
-from kvconvert.calibration.mismatch import Mismatch, correction
 from kvconvert.calibration.protocol import LayerWork
 from kvconvert.calibration.ranks import ALONE
 
@@ -82,7 +81,7 @@ def test_equal_inputs_correct_nothing():
 def test_moments_add_up_in_blocks_of_rows(monkeypatch):
     tokens = Tokens.random(outputs=30)
     whole = [moments_and_target(tokens, writes)[1] for writes in (False, True)]
-    monkeypatch.setattr(mismatch, "block_rows", lambda width: [(0, 13), (13, width - 13)])
+    monkeypatch.setattr(gptq, "block_rows", lambda width: [(0, 13), (13, width - 13)])
     for expected, writes in zip(whole, (False, True), strict=True):
         torch.testing.assert_close(moments_and_target(tokens, writes)[1], expected)
 

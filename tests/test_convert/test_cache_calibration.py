@@ -9,8 +9,8 @@ from calibrations import contents, killed_at_every_rename
 from tiny.checkpoints import save_checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from kvconvert.bundle.describe import manifest_text
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.text import manifest_text
 from kvconvert.calibration.calibquant import choose_taus
 from kvconvert.calibration.minikv import allocate
 from kvconvert.convert import workdir
@@ -38,7 +38,7 @@ def run(model, work, text, kv, **options):
 
 
 def schemes(work):
-    return [KVScheme.from_dict(work.layer_record(i).scheme) for i in range(work.state.num_layers)]
+    return [work.layer_record(i).scheme() for i in range(work.state.num_layers)]
 
 
 def plan(work, name):

@@ -52,7 +52,7 @@ def test_the_plan_holds_the_matrices_of_the_rotated_queries(work, model, text):
     stored = work.layer_plan(1)["layers.1.key_feedback"]
     assert stored.dtype == torch.float16
     torch.testing.assert_close(stored.double(), feedback_matrices(moments)[0], rtol=2**-9, atol=1e-3)
-    assert work.layer_record(1).scheme["key_rounding"] == "error_feedback"
+    assert work.layer_record(1).kv["key_rounding"] == "error_feedback"
 
 
 def test_a_bundle_loads_and_writes_its_pages_with_feedback(work, place, text, monkeypatch):
@@ -90,7 +90,7 @@ def test_a_bundle_whose_matrices_are_not_triangular_is_refused(work, place, mode
 def test_rounding_stays_as_it_is_where_nothing_is_to_be_chosen(place, model, text, fields):
     directory = place / fields.split()[0]
     work = calibrated(model, directory, text, f"{fields}calibrate_clip_ratios = false\n")
-    assert work.layer_record(0).scheme["key_rounding"] == "nearest"
+    assert work.layer_record(0).kv["key_rounding"] == "nearest"
     assert "layers.0.key_feedback" not in work.layer_plan(0)
 
 

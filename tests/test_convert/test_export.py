@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from tiny.llama import write_recipe, write_tiny_llama
 
 from kvconvert.bundle import writer
+from kvconvert.bundle.describe import manifest_text
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.text import manifest_text
 from kvconvert.bundle.writer import replacing
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate

@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.calibration.activations import MIN_EXPERT_TOKENS
 from kvconvert.calibration.error_feedback import QueryMoments
-from kvconvert.calibration.gptq import SEARCH_STRIDE
+from kvconvert.calibration.gptq import SEARCH_STRIDE, Mismatch
 from kvconvert.calibration.hessians import HessianRecorder
-from kvconvert.calibration.mismatch import Mismatch
 from kvconvert.convert.export import export
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.workdir import WorkDir

@@ -8,8 +8,8 @@ from tiny.checkpoints import save_text
 from tiny.models import ARCHITECTURES, GREEDY
 from tiny.processors import write_vision_model
 
+from kvconvert.bundle.describe import manifest_text
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.text import manifest_text
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.errors import CacheError
@@ -58,7 +58,7 @@ def test_tau_and_ranges_are_searched_where_the_data_has_images_and_the_record_sa
     data = None if images else save_text(tmp_path)
     work = calibrate(str(source), tmp_path / "work", recipe=recipe, data=data, samples=2, seq_len=96, progress=False)
     for record in (work.layer_record(0), work.layer_record(1)):
-        scheme = KVScheme.from_dict(record.scheme)
+        scheme = record.scheme()
         assert scheme.modality == "visual"
         assert ("calibquant" in record.statistics) == images
         if not images:

@@ -8,8 +8,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from kvconvert.convert.input_capture import CalibrationInputs
-from kvconvert.convert.layer_runner import LayerRunner
-from kvconvert.convert.paired_inputs import RunnerInputs
+from kvconvert.convert.layer_runner import LayerRunner, RunnerInputs
 from kvconvert.data.mixture import load_mixture
 from kvconvert.models.source import open_source
 

@@ -72,7 +72,7 @@ def test_values_are_folded_under_sixteen_bit_keys_too(tmp_path, model, text):
     scheme = KVScheme(key_bits=16, rotate_keys="hadamard", rotate_values="folded")
     work = run(model, tmp_path / "work", text, KV_ONLY.model_copy(update={"kv": scheme}))
     name = "model.layers.0.self_attn.v_proj.weight"
-    assert work.layer_record(0).scheme["rotate_values"] == "folded"
+    assert work.layer_record(0).kv["rotate_values"] == "folded"
     assert not torch.equal(work.layer_tensors(0)[name], open_source(str(model)).read([name])[name])
 
 
@@ -133,7 +133,7 @@ def test_layers_of_unknown_structure_convert_their_cache_only_and_the_record_say
     work = run(model, tmp_path / "work", text, KV_ONLY)
     record = work.layer_record(1)
     assert work.state.adapter is None
-    assert record.scheme["rotate_values"] == "online"
+    assert record.kv["rotate_values"] == "online"
     assert "the structure of this model's layers is unknown" in record.reason
     assert work.layer_tensors(1) == {}
     assert set(work.state.kept_tensors) == set(load_file(model / "model.safetensors"))
@@ -153,7 +153,7 @@ def test_layers_without_a_cache_of_their_own_have_no_scheme_and_the_record_says_
     model = ARCHITECTURES["gemma4_text_shared"].write(tmp_path / "model")
     work = run(model, tmp_path / "work", text, KV_ONLY)
     records = [work.layer_record(index) for index in range(4)]
-    assert [record.scheme is None for record in records] == [False, False, True, True]
+    assert [record.kv is None for record in records] == [False, False, True, True]
     assert "reads an earlier layer's" in records[3].reason
     assert (records[0].head_dim, records[1].head_dim) == (16, 32)
 
@@ -174,8 +174,8 @@ def test_a_hybrid_layers_parts_are_quantized_or_kept_with_the_reason(tmp_path, t
     model = ARCHITECTURES["qwen3_5_text"].write(tmp_path / "model")
     work = run(model, tmp_path / "work", text, AWQ)
     linear, attention = (work.layer_record(index) for index in range(2))
-    assert linear.scheme is None
-    assert attention.scheme["rotate_values"] == "online"
+    assert linear.kv is None
+    assert attention.kv["rotate_values"] == "online"
     assert "a gate weighs each channel" in attention.reason
     covered = {module.name.removeprefix("model.layers.0."): module for module in linear.modules}
     assert covered["linear_attn.in_proj_qkv"].method == covered["linear_attn.out_proj"].method == "awq"
@@ -279,7 +279,7 @@ def test_where_the_fold_is_not_legal_values_rotate_on_line_and_weights_stay(tmp_
     model = ARCHITECTURES["qwen3_5_text"].write(tmp_path / "model")
     work = run(model, tmp_path / "work", text, KV_ONLY)
     record = work.layer_record(1)
-    assert record.scheme["rotate_values"] == "online"
+    assert record.kv["rotate_values"] == "online"
     assert "a gate weighs each channel of the values before the output projection" in record.reason
     assert work.state.transforms == []
     source = load_file(model / "model.safetensors")
@@ -300,7 +300,7 @@ def test_what_no_pass_changes_keeps_the_sources_bytes_and_dtype(tmp_path, text, 
 def test_head_sizes_that_the_value_group_does_not_divide_are_resolved(tmp_path, text):
     model = save_checkpoint(tmp_path / "model", head_dim=48)
     record = run(model, tmp_path / "work", text, recipe=Recipe.load("oscar")).layer_record(0)
-    assert KVScheme.from_dict(record.scheme).rotate_values == "folded"
+    assert record.scheme().rotate_values == "folded"
     assert (record.head_dim, record.num_key_value_heads, record.value_group_size) == (48, 2, 24)
     assert record.rotation == "paley(12) x sylvester(4)"
 

@@ -8,8 +8,7 @@ from kvconvert.convert.workdir import WorkDir
 from kvconvert.errors import RecipeError, UsageError
 from kvconvert.methods import PAPER_PRESETS
 from kvconvert.methods.auto import CHOSEN_FIELDS
-from kvconvert.recipes.recipe import Recipe, preset_names
-from kvconvert.recipes.tables import gathered, parse_change
+from kvconvert.recipes.recipe import Recipe, gathered, parse_change, preset_names
 from kvconvert.recipes.text import USES, bits_per_value, recipe_toml
 
 FILES = {

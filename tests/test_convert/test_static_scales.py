@@ -117,7 +117,7 @@ def test_channels_are_measured_on_the_finished_layer(place, model, text, monkeyp
 def test_a_bundle_with_static_scales_loads_and_generates(place, model, text, bits, weights):
     directory = place / f"bundle{bits}"
     work = calibrated(model, directory, text, f"key_bits = {bits}\nvalue_bits = {bits}\n", weights)
-    scheme = work.layer_record(0).scheme
+    scheme = work.layer_record(0).kv
     if weights == "none":
         check(work.layer_plan(0), 0, "key", seen(model, text, 0)[0], bits, scheme["key_clip_ratio"])
     export(work.path, directory / "bundle", progress=False)

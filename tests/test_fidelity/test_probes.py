@@ -8,10 +8,23 @@ from tiny.checkpoints import REFERENCE, tiny_model
 from transformers import AutoTokenizer
 
 from kvconvert.data.text import load_token_samples
-from kvconvert.fidelity.probes import ASKED, JSON, PROBES, Prompt, Writer, ask, probe_tokens
+from kvconvert.fidelity.probes import (
+    ASKED,
+    JSON,
+    PILOT,
+    PROBES,
+    ProbeResult,
+    Prompt,
+    Writer,
+    abilities,
+    ask,
+    losses,
+    measure_probes,
+    probe_tokens,
+    verdict,
+)
 from kvconvert.fidelity.recall import PasskeyResult
 from kvconvert.fidelity.scoring import Decoder, generate_greedily
-from kvconvert.fidelity.verdict import PILOT, ProbeResult, abilities, losses, measure_probes, verdict
 from kvconvert.methods import KVScheme
 from kvconvert.models import CACHE
 from kvconvert.runtime import KVCache

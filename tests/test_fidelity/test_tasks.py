@@ -18,8 +18,7 @@ from kvconvert.convert.pipeline import calibrate
 from kvconvert.errors import DataError, UsageError
 from kvconvert.fidelity.tasks import problems as problems_of
 from kvconvert.fidelity.tasks import solve
-from kvconvert.fidelity.tasks.problems import TASKS, number, program, text_before
-from kvconvert.fidelity.tasks.programs import ends_well
+from kvconvert.fidelity.tasks.problems import TASKS, ends_well, number, program, text_before
 from kvconvert.fidelity.tasks.solving import _samplings
 from kvconvert.recipes.recipe import Recipe
 

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from aot import read_json
+from aot import covering, read_json
 from aot_compile import groups
-from aot_cover import covering
 from aot_sass import find_loops, main_loop, parse
 from compiled_toys import spilling_kernel
 

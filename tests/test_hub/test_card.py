@@ -112,14 +112,14 @@ def test_a_measurement_is_written_into_manifest_and_card_and_weights_are_untouch
     assert (found.st_ino, found.st_mtime_ns) == (weights.st_ino, weights.st_mtime_ns)
     card = (golden / "README.md").read_text()
     assert card == model_card(after)
-    assert "| KL divergence, mean (nats per token) | 0.0125 |" in card
-    assert "8,192 tokens of novels, in float32 on cpu" in card
+    assert "| KL from the source, mean | 0 | 0.0125 |" in card
+    assert "8,192 tokens of novels scored, computed in float32 on cpu" in card
 
 
 def test_what_one_prompt_found_is_not_sealed(golden, caplog):
     digest = open_bundle(golden).manifest.files_digest()
     record(golden, Report(digest))
-    assert "| retrieval, this bundle | 1 |" in (golden / "README.md").read_text()
+    assert "| retrieval | 100% | 100% | 16 prompts |" in (golden / "README.md").read_text()
     assert "fewer than 8 prompts" not in caplog.text
     record(golden, Report(digest, prompts=1))
     report = open_bundle(golden).manifest.fidelity.report

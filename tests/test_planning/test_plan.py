@@ -21,10 +21,8 @@ from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.errors import UsageError
 from kvconvert.kernels.linear.awq_format import quantize_weight
-from kvconvert.planning.layers import packed_bytes
-from kvconvert.planning.plan import fit, plan
+from kvconvert.planning.plan import fit, packed_bytes, plan, plan_text
 from kvconvert.planning.probe import Probe, measure, sequences_probed
-from kvconvert.planning.text import plan_text
 from kvconvert.recipes.recipe import Recipe
 
 RTN = '[weights]\nmethod = "rtn"\nbits = {bits}\ngroup_size = 32\n[kv]\npreset = "{preset}"\n'

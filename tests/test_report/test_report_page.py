@@ -19,7 +19,7 @@ from kvconvert.bundle.reader import open_bundle
 from kvconvert.cli import cli
 from kvconvert.errors import UsageError
 from kvconvert.report import render, write_report
-from kvconvert.report.activations import KeySample, sample_keys
+from kvconvert.report.data import KeySample, sample_keys
 
 matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install '.[report]'")
 

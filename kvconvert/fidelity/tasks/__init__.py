@@ -1,7 +1,6 @@
 """`kvconvert eval --task`: problems whose answers can be checked, solved by a source and its bundle.
 
-`problems` reads them and says how they are asked and checked, `programs` runs what models write, and `solving` lets
-models answer and compares.
+`problems` reads them and says how they are asked and checked, and `solving` lets models answer and compares.
 """
 
 from __future__ import annotations

@@ -7,23 +7,64 @@
 
 What may stand before a problem, so that the cache has something to quantize: files of a repository, kvconvert's own; or
 other problems of the file with their answers.
+
+Programs that models write run in processes of their own (`guard`).
 """
 
 from __future__ import annotations
 
+import os
 import random
 import re
+import secrets
+import subprocess
+import sys
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any, ClassVar
 
 import kvconvert
-from kvconvert.data.json_rows import JsonRows
+from kvconvert.data.sources import JsonRows
 from kvconvert.errors import DataError, UsageError
-from kvconvert.fidelity.tasks.programs import all_end_well
+from kvconvert.io.progress import progress_bar
+
+SECONDS = 10  # of processor time
+WAITING = 60  # seconds until a program is stopped that computes nothing, or waits for a busy processor
+BYTES = 2**31  # of memory
+GUARD = Path(__file__).with_name("guard.py")
+
+
+def ends_well(program: str, seconds: int = SECONDS, size: int = BYTES, waiting: float = WAITING) -> bool:
+    """Whether a Python program comes to its end without an exception, within its limits; see `guard`."""
+    token = secrets.token_hex(16)
+    with tempfile.TemporaryDirectory() as place:
+        try:
+            done = subprocess.run(
+                [sys.executable, "-I", str(GUARD), str(seconds), str(size), token],
+                input=program.encode(errors="replace"),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                cwd=place,
+                env={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                timeout=waiting,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return False
+    return done.returncode == 0 and done.stdout == token.encode()
+
+
+def all_end_well(programs: Sequence[str], progress: bool) -> list[bool]:
+    """`ends_well` of many, as many at a time as there are processors."""
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        found = pool.map(ends_well, programs)
+        bar = progress_bar(total=len(programs), desc="running programs", unit="program", shown=progress)
+        return [result for result in found if bar.update() or True]
 
 
 @dataclass(frozen=True)
@@ -70,7 +111,7 @@ class Task(ABC):
 
     @abstractmethod
     def pieces(self, problems: Sequence[Problem], problem: Problem, rng: random.Random) -> Iterator[str]:
-        """What may stand before a problem, piece by piece."""
+        """Text to stand before a problem, piece by piece."""
 
 
 class HumanEval(Task):
