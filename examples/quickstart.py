@@ -27,7 +27,7 @@ COMMANDS = (
     ("calibrate", MODEL, "-o", WORK),
     ("export", WORK, "-o", BUNDLE),
     ("verify", BUNDLE),
-    ("eval", BUNDLE, "--against", MODEL, "--json"),
+    ("eval", BUNDLE, "--against", MODEL, "--full", "--json"),
 )
 PROMPT = "It was a dark night, and the old house stood"
 BEGIN, END = "<!-- quickstart: written by `make quickstart-page` -->", "<!-- end of quickstart -->"

@@ -19,7 +19,7 @@ from kvconvert.errors import UsageError
     metavar="SOURCE",
     help="Held-out text; the text that ships with kvconvert by default. Of --task gsm8k the file of its problems.",
 )
-@count_option("--tokens", help="Tokens to score, rounded up to whole segments; 8192 by default.")
+@count_option("--tokens", help="Tokens to score, rounded up to whole segments; 4096 by default, 8192 with --full.")
 @count_option(
     "--context",
     help="Tokens of a segment, and of the prompts of retrieval and probes; 1024 by default. With --task: before each "
@@ -42,6 +42,7 @@ from kvconvert.errors import UsageError
 )
 @count_option("--seeds", help="With --task: sampled answers to each problem beside the greedy one.")
 @count_option("--limit", help="Examples of each task of --harness, or problems of --task.")
+@click.option("--full", is_flag=True, help="Measure probes and free running, too, and score more; --write does so.")
 @click.option("--write", is_flag=True, help="Put the figures into the bundle's manifest and card.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with every figure.")
 def evaluate(
@@ -52,19 +53,24 @@ def evaluate(
     task: str | None,
     seeds: int | None,
     limit: int | None,
+    full: bool,
     write: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
     """Measure how far BUNDLE departs from its source, decoding with the low-bit cache.
 
+    By default that is KL and perplexity, numbers retrieved from a prompt, and sizes; --full measures the rest. How long
+    it takes is said before.
+
     With --task, both solve the problems of a benchmark instead; programs that they write run in processes of their own.
     With --harness, tasks of lm-evaluation-harness are measured instead, and with --against those of that model, too.
     """
     other = {"only": only, "harness": tasks, "task": task}
     instead = next((f"--{name}" for name, value in other.items() if value is not None), None)
-    if write and instead is not None:
-        raise UsageError(f"--write records a whole evaluation; leave {instead} out.")
+    for flag, asked in (("--write records", write), ("--full is", full)):
+        if asked and instead is not None:
+            raise UsageError(f"{flag} a whole evaluation; leave {instead} out.")
     if tasks is not None and task is not None:
         raise UsageError("--task and --harness measure different things; leave one of them out.")
     if limit is not None and task is None and tasks is None:
@@ -114,7 +120,10 @@ def evaluate(
         check_recordable(bundle)
     if tokens is not None:
         options["tokens"] = tokens
-    report = run(bundle, only=parts, **options)
+    full = full or write
+    if not full and parts is None:
+        click.echo("Leaving out probes and free-running; --full measures them, and more text.", err=True)
+    report = run(bundle, only=parts, full=full, **options)
     if as_json:
         click.echo(json.dumps(report.to_dict(), indent=2))
     else:

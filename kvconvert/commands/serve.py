@@ -61,7 +61,9 @@ _COUNT = click.IntRange(min=1)
     help="Generated per choice at most, and for a chat that states no number.",
 )
 @click.option("--max-prompt-tokens", metavar="N", type=_COUNT, help="By default what the model and --kv-memory hold.")
-@click.option("--max-body", metavar="BYTES", type=_COUNT, default=4 * 2**20, show_default=True, help="Of a request.")
+@click.option(
+    "--max-body", metavar="BYTES", type=_COUNT, help="Of a request. [default: 4 MiB; 16 where the model reads images]"
+)
 @click.option(
     "--client-timeout",
     metavar="S",
@@ -119,7 +121,7 @@ def serve(
     max_per_client: int | None,
     max_tokens: int,
     max_prompt_tokens: int | None,
-    max_body: int,
+    max_body: int | None,
     client_timeout: float,
     grace: float,
     api_key_file: Path | None,
@@ -191,7 +193,7 @@ def serve(
         name,
         capacity=max_batch + max_waiting,
         limits=Limits(
-            body_bytes=max_body,
+            body_bytes=max_body or (4 if tokenizer_of(processor) is processor else 16) * 2**20,
             prompt_tokens=max_prompt_tokens,
             new_tokens=max_tokens,
             client_seconds=client_timeout,

@@ -95,6 +95,7 @@ def read_image(value: Any, folder: Path | None, place: str) -> Image:
         DataError: there is no such file, or it is not an image that Pillow can read.
     """
     from PIL import Image as pillow
+    from PIL import ImageOps
 
     if isinstance(value, Mapping):
         value = next((value[key] for key in ("bytes", "path", "image", "url", "base64") if value.get(key)), None)
@@ -117,7 +118,7 @@ def read_image(value: Any, folder: Path | None, place: str) -> Image:
         value = io.BytesIO(value)
     try:
         image = value if isinstance(value, pillow.Image) else pillow.open(value)
-        return image.convert("RGB")
+        return ImageOps.exif_transpose(image).convert("RGB")  # as it is shown: cameras store how they were held
     except (OSError, ValueError, SyntaxError, TypeError, AttributeError, pillow.DecompressionBombError) as error:
         raise DataError(
             f"{place} is not an image that can be read ({first_line(error)}); replace or remove it."

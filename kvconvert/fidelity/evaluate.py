@@ -72,7 +72,9 @@ CONTEXT = 1024  # tokens of a segment by default
 SCORED_TOKENS_WANTED = 512  # of each segment
 CACHE_TOKENS = (512, 2048)  # that the cache is filled with, at least and at most
 NOISE_TOKENS = 512
+TOKENS = 8192  # to score; half of them where not everything is measured
 SCORED = ("perplexity", "kl", "top1")
+SLOW = ("probes", "free-running")  # four fifths of the time
 ROWS = {"cpu": 4, "cuda": 16}  # segments scored at a time
 
 __all__ = ["PARTS", "FidelityReport", "decoder_of", "evaluate", "text_figures", "versions"]
@@ -83,9 +85,10 @@ def evaluate(
     against: str | Path | None = None,
     *,
     data: str | None = None,
-    tokens: int = 8192,
+    tokens: int | None = None,
     context: int | None = None,
     only: Collection[str] | None = None,
+    full: bool = True,
     device: str | None = None,
     dtype: str | None = None,
     seed: int = 0,
@@ -99,11 +102,12 @@ def evaluate(
         bundle: directory of the bundle, or its id on the Hub.
         against: directory or Hub id of the source; None takes the id that the manifest records.
         data: SOURCE of held-out text, see `kvconvert.data.text`; None takes the embedded one.
-        tokens: how many tokens to score, rounded up to whole segments where it is more than one; fewer than 8,192
-            take proportionally fewer prompts of recall and of probes along.
+        tokens: how many tokens to score, rounded up to whole segments where it is more than one; fewer than 8,192,
+            which is what None takes, take proportionally fewer prompts of recall and of probes along.
         context: tokens of a segment, and of the prompts of recall and probes, up to the model's positions; None takes
             1,024, or as many as there are.
         only: parts to measure, of `PARTS`; None measures all.
+        full: False leaves out `SLOW` parts that `only` does not name, and halves the default of `tokens`.
         device: "cpu" or "cuda"; None takes a GPU if there is one.
         dtype: "float32", "bfloat16" or "float16"; None takes the model's own on a GPU and float32 on a CPU.
         seed: of the choice of text, of drills and of the bootstrap.
@@ -116,11 +120,14 @@ def evaluate(
             found or compared.
         BundleError, CheckpointError, DataError, NumericError: as their names say.
     """
+    whole = full or only is not None
+    if tokens is None:
+        tokens = TOKENS if whole else TOKENS // 2
     if tokens < 1:
         raise UsageError(f"tokens = {tokens} leaves nothing to score; score at least one token.")
     if drawings < 1:
         raise UsageError(f"drawings = {drawings}: images are compared on at least one conversation.")
-    parts = _parts(only)
+    parts = _parts(only) - {*([] if whole else SLOW)}
     place = choose_device(device)
     directory = locate(bundle)
     opened = open_bundle(directory)
@@ -162,7 +169,9 @@ def evaluate(
         work += [Work(drawings, 4 * PAGE_SIZE)] if "images" in parts else []
         seconds = estimate_seconds((source, decoder), samples.ids, work)
         named = ", ".join(part for part in PARTS if part in parts)
-        print(f"Measuring {named}: about {words(seconds)}.", file=sys.stderr, flush=True)
+        # What the source cannot do at all is not asked to the end.
+        said = f"{'at most' if plan.probes else 'about'} {words(seconds)}"
+        print(f"Measuring {named}: {said}.", file=sys.stderr, flush=True)
 
     comparison = None
     if {*SCORED} & parts:

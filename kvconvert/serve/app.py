@@ -22,6 +22,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from kvconvert.errors import KvconvertError
@@ -36,6 +37,7 @@ from kvconvert.runtime.engine.processors import recommended
 from kvconvert.serve.access import Access, Hosts
 from kvconvert.serve.answers import Answer, Generation
 from kvconvert.serve.grammars import Constraint, Grammars
+from kvconvert.serve.images import read_images
 from kvconvert.serve.metrics import CONTENT_TYPE, Metrics
 from kvconvert.serve.page import BundleFacts, page
 from kvconvert.serve.places import Bodies, Body, Places
@@ -47,6 +49,8 @@ from kvconvert.serve.responses import ResponsesChat
 
 # Bodies of the largest size that may arrive at once.
 LARGE_BODIES = 16
+# Of what processors made of images, of all requests that wait or are served.
+IMAGE_BYTES = 2**30
 # Values that any body may have; more only where prompts of token ids may.
 VALUES = 2**16
 
@@ -99,6 +103,7 @@ class Service:
         self.draining, self.metrics = False, Metrics()
         self.places = Places(capacity, capacity_of_one or max(capacity - capacity // 4, min(capacity, limits.choices)))
         self.bodies = Bodies(LARGE_BODIES * limits.body_bytes)
+        self.images = Bodies(IMAGE_BYTES)
         self._defaults = recommended(engine.generation.values, unstated=1.0)  # OpenAI's
         tokenizer = tokenizer_of(processor)
         self._renderer = TemplateRenderer(tokenizer)
@@ -111,7 +116,7 @@ class Service:
         self._chats: SimpleQueue[ChatPrompts] = SimpleQueue()
         for _ in range(2 * THREADS):
             chat = ChatPrompts(processor, model.config, self._renderer, parse_special=parse_special)
-            self._templated = chat.templated
+            self._templated, self._reads_images = chat.templated, chat.images is not None and chat.templated
             self._chats.put(chat)
         self._created = int(time.time())
         self._salted = bool(keys) and not share_prefixes
@@ -245,7 +250,8 @@ class Service:
         if not (stated.isascii() and stated.isdigit() and len(stated) < 10):
             raise Refusal(400, f"tokens is {stated!r:.60}; give a number.", param="tokens", code="invalid_value")
         cache = self._facts.at(int(stated))
-        return JSONResponse({"name": self.name, "chat": self._templated, "facts": self._facts.rows, "cache": cache})
+        told = {"name": self.name, "chat": self._templated, "images": self._reads_images}
+        return JSONResponse(told | {"facts": self._facts.rows, "cache": cache})
 
     def check_name(self, name: str | None) -> None:
         """Refuse the name of another model (Refusal); none means the only one."""
@@ -291,20 +297,26 @@ class Service:
             held.arriving = None
 
     async def submit(
-        self, kind: type[Completion | Chat], body: Body, generation: Generation, take: Callable[[int], None]
+        self,
+        kind: type[Completion | Chat],
+        body: Body,
+        generation: Generation,
+        take: Callable[[int], None],
+        images: Body,
     ) -> Completion | Chat:
-        """Check a body, take a place for each of its choices but the first, and queue them.
+        """Check a body, take a place for each of its choices but the first and room for its images, and queue them.
 
         Raises:
             Refusal, ValidationError, KvconvertError: it is not served.
         """
-        # Conversations have threads of their own, and so has what a template or the tokenizer takes long for.
+        # Conversations have threads of their own, and so have images, and what a template or the tokenizer takes long
+        # for.
         readers = self._readers if kind is Completion else self._template_readers
-        size, job = len(body.content), partial(self._submit, kind, body, generation, take)
+        size, job = len(body.content), partial(self._submit, kind, body, generation, take, images)
         try:
             try:
-                asked = await readers.run(body.client, size, partial(_in_a_hurry, job))
-            except TemplateLimitError:
+                asked = await readers.run(body.client, size, partial(_in_a_hurry, partial(job, hurried=True)))
+            except (TemplateLimitError, _TakesLong):
                 asked = await self._slow_readers.run(body.client, size, job)
         except RecursionError as error:  # a tool, a schema, or arguments of a call
             raise Refusal(400, "The body is nested too deeply.", code="invalid_value") from error
@@ -312,17 +324,26 @@ class Service:
         return asked
 
     def _submit(
-        self, kind: type[Completion | Chat], body: Body, generation: Generation, take: Callable[[int], None]
+        self,
+        kind: type[Completion | Chat],
+        body: Body,
+        generation: Generation,
+        take: Callable[[int], None],
+        images: Body,
+        hurried: bool = False,
     ) -> Completion | Chat:
         asked = body.asked = body.asked or self._checked(kind, body, take)
+        if hurried and isinstance(asked, Chat) and asked.images:
+            raise _TakesLong
         samplings = [asked.sampling(self._defaults, choice) for choice in range(asked.n or 1)]
         format = self._response_format(asked) if isinstance(asked, Chat) else ResponseFormat()
         prompts = asked.prompt if isinstance(asked, Completion) else [self._text(asked, format)]
         for prompt in prompts:
             self._check_length(asked, prompt)
-        for prompt, ids in zip(prompts, self._ids(asked, prompts), strict=True):
+        for prompt, (ids, extras) in zip(prompts, self._ids(asked, prompts), strict=True):
             if generation.cancelled:
                 break
+            self.images.grow(images, sum(x.nbytes for x in (extras or {}).values()))
             new = asked.new_tokens(self.limits, len(ids), self.engine.room(len(ids)))
             asked.check_logprobs(new, len(prompts) * len(samplings))
             text = prompt if isinstance(prompt, str) else ""
@@ -339,8 +360,11 @@ class Service:
                     stop_token_ids=[] if asked.ignore_eos else None,
                     likeliest=asked.likeliest,
                     special_tokens=special,
+                    extras=extras,
                     prefix_salt=body.client if self._salted else b"",
                 )
+        if isinstance(asked, Chat):
+            asked.messages.clear()  # its images are large, and what is being answered is kept
         return asked
 
     def _checked(self, kind: type[Completion | Chat], body: Body, take: Callable[[int], None]) -> Completion | Chat:
@@ -353,6 +377,9 @@ class Service:
         self.check_name(asked.model)
         count = len(asked.prompt) if isinstance(asked, Completion) else 1
         asked.check(self.limits, count)
+        if isinstance(asked, Chat) and asked.images and not self._reads_images:
+            message = "This bundle's model reads text alone, no images; leave them out, or serve another bundle."
+            raise Refusal(400, message, param=asked.prompt_field, code="unsupported_parameter")
         take(count * (asked.n or 1) - 1)
         return asked
 
@@ -417,13 +444,22 @@ class Service:
             length = f"{least} tokens" if isinstance(prompt, list) else f"at least {least} tokens"
             raise asked.too_long(length, self.limits)
 
-    def _ids(self, asked: Completion | Chat, rendered: Sequence[str | list[int]] = ()) -> list[list[int]]:
-        """Token ids of each prompt; of a chat, of the text that its template wrote."""
+    def _ids(
+        self, asked: Completion | Chat, rendered: Sequence[str | list[int]] = ()
+    ) -> list[tuple[list[int], dict[str, Tensor] | None]]:
+        """Token ids of each prompt; of a chat, of the text that its template wrote, and the processor's tensors of its
+        images.
+        """
         if isinstance(asked, Completion):
-            return [encode_text(self._tokenizer, text) if isinstance(text, str) else text for text in asked.prompt]
+            texts = asked.prompt
+            return [(encode_text(self._tokenizer, t) if isinstance(t, str) else t, None) for t in texts]
+        images = read_images(asked.images, self.limits.image_pixels, asked.prompt_field)
         with self._chat() as chat:
-            texts = (text for text in rendered if isinstance(text, str))
-            return [chat.encode_text(text)["input_ids"][0].tolist() for text in texts]
+            made = [chat.encode_text(text, images) for text in rendered if isinstance(text, str)]
+        ids = [inputs.pop("input_ids")[0].tolist() for inputs in made]
+        for inputs in made:
+            inputs.pop("attention_mask", None)
+        return list(zip(ids, made if images else [None] * len(made), strict=True))
 
 
 class _Generate:
@@ -441,10 +477,11 @@ class _Generate:
             body = stack.enter_context(service.bodies.hold(client))
             await generation.unless_over(service.read(HTTPRequest(scope, receive), body))
             take = stack.enter_context(service.places.take(client))
+            images = stack.enter_context(service.images.hold(client))
             gone = asyncio.create_task(_gone(receive))
             stack.callback(gone.cancel)
             try:
-                asked = await generation.unless_over(service.submit(self._kind, body, generation, take), gone)
+                asked = await generation.unless_over(service.submit(self._kind, body, generation, take, images), gone)
             except ClientDisconnect:
                 service.metrics.gone += 1
                 raise
@@ -454,6 +491,10 @@ class _Generate:
                 generation, form, prompts, begun, service.limits.client_seconds, service.metrics, asked.user
             )
             await answer.write(scope, receive, send, gone, stream=bool(asked.stream))
+
+
+class _TakesLong(Exception):
+    """Raised by a job for which others wait and that takes long by its nature."""
 
 
 def _in_a_hurry(job: Callable[[], T]) -> T:

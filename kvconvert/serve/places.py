@@ -103,7 +103,7 @@ class Body:
 
 
 class Bodies:
-    """Bodies of all requests that were not parsed yet.
+    """Bodies of all requests that were not parsed yet, or what was made of the images in them; from any thread.
 
     Where there is no room for another one, those that have been arriving for longest are ended; one client's have half
     of the room at most.
@@ -115,12 +115,14 @@ class Bodies:
     def __init__(self, most: int) -> None:
         self._most = most
         self._held: set[Body] = set()
+        self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def hold(self, client: bytes) -> Iterator[Body]:
         """Memory for a body; `grow` says how much."""
         body = Body(client)
-        self._held.add(body)
+        with self._lock:
+            self._held.add(body)
         try:
             yield body
         finally:
@@ -129,12 +131,16 @@ class Bodies:
     def release(self, body: Body) -> None:
         """Drop a body."""
         body.content, body.asked = bytearray(), None
-        self._held.discard(body)
+        with self._lock:
+            self._held.discard(body)
 
     def grow(self, body: Body, size: int) -> None:
         """Make room for a body of a size (Refusal: there is none)."""
-        if size <= max(SMALL_BODY, body.size):
-            return
+        if size > max(SMALL_BODY, body.size):
+            with self._lock:
+                self._grow(body, size)
+
+    def _grow(self, body: Body, size: int) -> None:
         now = time.monotonic()
         while True:
             others = [other for other in self._held if other is not body and other.size]

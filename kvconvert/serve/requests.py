@@ -27,6 +27,7 @@ class Limits:
         prompt_tokens: of each prompt; None for as many as the model and its cache take.
         new_tokens: of each choice; also what a chat gets that states no number, where so many fit.
         choices: prompts times `n`.
+        images, image_pixels: of a conversation; pixels of all of them together.
         stops, stop_characters: stop strings, and the length of each.
         client_seconds: that a client may take to send a request, or to take a piece of the answer.
     """
@@ -35,6 +36,8 @@ class Limits:
     prompt_tokens: int | None = None
     new_tokens: int = 4096
     choices: int = 16
+    images: int = 8
+    image_pixels: int = 2**25
     stops: int = 16
     stop_characters: int = 256
     client_seconds: float = 60.0
@@ -162,23 +165,37 @@ def _prompts(value: Any) -> Any:
     return prompts
 
 
-_MEDIA = ("image_url", "image", "input_image", "input_audio", "audio_url", "video_url", "file", "input_file")
-
-
 def _content(value: Any) -> Any:
-    """The text of a message's parts, one part a line."""
-    if not isinstance(value, list):
+    """The text of a message's parts, one part a line; the parts themselves where one of them is an image."""
+    if value is None or isinstance(value, str):
         return value
-    for part in value:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            kind = part.get("type") if isinstance(part, dict) else part
-            if kind in _MEDIA:
-                raise ValueError(f"the server reads text alone, no {kind}; kvconvert chat takes images")
-            raise ValueError(f"a part of the type {kind!r:.60} is not served; give parts of text")
+    if not isinstance(value, list):
+        raise ValueError("Input should be a valid string, or a list of parts")
+    parts = [_part(part) for part in value]
+    return parts if any("url" in part for part in parts) else "\n".join(part["text"] for part in parts)
+
+
+def _part(part: Any) -> dict[str, str]:
+    kind = part.get("type") if isinstance(part, dict) else part
+    if kind not in ("text", "image_url"):
+        raise ValueError(f"a part of the type {kind!r:.60} is not served; give text, or image_url with a data: URL")
+    _refuse_others({name: part[name] for name in part if name not in ("type", kind)}, "a part's ")
+    if kind == "text":
         if not isinstance(part.get("text"), str):
             raise ValueError("the text of a part is no string")
-        _refuse_others({name: part[name] for name in part if name not in ("type", "text")}, "a part's ")
-    return "\n".join(part["text"] for part in value)
+        return {"type": "text", "text": part["text"]}
+    image = part.get("image_url")
+    if not isinstance(image, dict) or not isinstance(image.get("url"), str):
+        raise ValueError("the image_url of a part is no object with a url")
+    if image.get("detail") not in (None, "auto", "high"):
+        raise ValueError("the model's own processor says how finely an image is read; leave detail out")
+    _refuse_others({name: image[name] for name in image if name not in ("url", "detail")}, "a part's image_url.")
+    if not _DATA_URL.match(image["url"]):
+        raise ValueError("the server fetches no image; send it as data:image/png;base64,... (or jpeg, webp)")
+    return {"type": "image", "url": image["url"]}
+
+
+_DATA_URL = re.compile(r"data:image/(?:png|jpe?g|webp);base64,", re.IGNORECASE)
 
 
 def _token(name: str) -> int:
@@ -232,7 +249,7 @@ class Message(BaseModel, extra="allow", strict=True):
     """One turn of a conversation; what an assistant said may be null, as clients send it that got no text."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | None, BeforeValidator(_content)] = None
+    content: Annotated[Any, BeforeValidator(_content)] = None  # text, or parts where one is an image
     name: Annotated[str, Field(max_length=256)] | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
@@ -247,6 +264,8 @@ class Message(BaseModel, extra="allow", strict=True):
         # "developer" is what newer clients call the system.
         turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
         turn["content"] = self.content or ""
+        if isinstance(self.content, list):
+            turn["content"] = [{name: part[name] for name in part if name != "url"} for part in self.content]
         turn |= {n: value for n in ("name", "tool_call_id", "reasoning_content") if (value := getattr(self, n))}
         if self.tool_calls:
             turn["tool_calls"] = []
@@ -258,9 +277,17 @@ class Message(BaseModel, extra="allow", strict=True):
                 turn["tool_calls"].append({"id": call.id or "", "type": "function", "function": function})
         return turn
 
+    @property
+    def images(self) -> list[str]:
+        """The data URLs of its images."""
+        parts = self.content if isinstance(self.content, list) else []
+        return [part["url"] for part in parts if "url" in part]
+
     def check(self, where: str) -> None:
         """Refuse what is not served or does not belong to the role (Refusal)."""
         _refuse_others(self.model_extra or {}, where)
+        if self.images and self.role != "user":
+            raise Refusal(400, f"{where}content: images belong to a user.", param="messages", code="invalid_value")
         for place, call in enumerate(self.tool_calls or []):
             _refuse_others(call.model_extra or {}, f"{where}tool_calls.{place}.")
             _refuse_others(call.function.model_extra or {}, f"{where}tool_calls.{place}.function.")
@@ -469,6 +496,11 @@ class Chat(_Asked):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
+    def images(self) -> list[str]:
+        """The data URLs of all images, in the order of the conversation."""
+        return [url for message in self.messages for url in message.images]
+
+    @property
     def schemas(self) -> dict[str, dict[str, Any]]:
         """JSON schemas of arguments, by the names of functions that may be called."""
         if self.tool_choice == "none":
@@ -495,6 +527,9 @@ class Chat(_Asked):
         super().check(limits, prompts)
         for place, turn in enumerate(self.messages):
             turn.check(f"messages.{place}.")
+        if (count := len(self.images)) > limits.images:
+            message = f"The conversation has {count} images; this server takes at most {limits.images}."
+            raise Refusal(400, message, param=self.prompt_field, code="invalid_value")
         self._check_tools()
         asked = self.response_format
         if asked is not None and (asked.type == "json_schema") != (asked.json_schema is not None):

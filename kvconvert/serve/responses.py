@@ -39,6 +39,10 @@ def _content(value: Any, where: str) -> Any:
     for part in value:
         if isinstance(part, dict) and part.get("type") in _TEXTS:
             part = {"type": "text", "text": part.get("text")}
+        elif isinstance(part, dict) and part.get("type") == "input_image":
+            image = {"url": part.get("image_url"), "detail": part.get("detail")}
+            others = {name: part[name] for name in part if name != "detail"}
+            part = others | {"type": "image_url", "image_url": image}
         parts.append(part)
     return parts
 

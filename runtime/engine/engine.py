@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -140,6 +140,7 @@ class Engine:
         constraint: LogitsProcessor | None = None,
         likeliest: int | None = None,
         special_tokens: bool = False,
+        extras: Mapping[str, Tensor] | None = None,
         prefix_salt: bytes = b"",
         on_event: Callable[[Event], None] | None = None,
     ) -> Request:
@@ -158,6 +159,9 @@ class Engine:
                 and must not raise.
             likeliest: report how likely each token was, and so many of the likeliest ones, 20 at most.
             special_tokens: whether special tokens leave text.
+            extras: of a prompt with images: what the model's processor makes beside `input_ids` and `attention_mask`,
+                such as `pixel_values`. The prompt is read by a pass of its own, of `max_batch_tokens` at most, and
+                shares no prefix.
             prefix_salt: stored prefixes are shared among requests of the same salt alone.
             on_event: called by the thread that steps with each event of this request, the last one included; it should
                 return at once, and must not step.
@@ -183,6 +187,8 @@ class Engine:
                 constraint=constraint,
                 likeliest=likeliest,
                 special_tokens=special_tokens,
+                extras=extras,
+                most_tokens=self._max_batch_tokens,
             )
             request.on_event, request.on_cancel, request.prefix_salt = on_event, self._cancel, prefix_salt
             with self._lock:
@@ -346,7 +352,8 @@ class Engine:
                 request.prompt_cache = self._steps.new_prompt()
             begin, end = request.prompt_read, request.prompt_read + count
             last = end == len(request.prompt)
-            chunks[PromptChunk(request.row, request.prompt_cache, request.prompt[begin:end], begin, last)] = request
+            ids, inputs = request.prompt[begin:end], request.inputs
+            chunks[PromptChunk(request.row, request.prompt_cache, ids, begin, last, inputs)] = request
             if last:
                 self._rows.enter(request.row, request)
         self._rows.prepare(running)
@@ -365,7 +372,7 @@ class Engine:
             if self._prefixes:
                 self._prefixes.read(request)
             if chunk.last:
-                given[chunk.row] = request
+                given[chunk.row], request.inputs = request, None
                 # Others are known to be sound with the tokens of this pass, which nobody waits for here.
                 if self._prefixes and request.max_new_tokens <= 1 + self._steps.lag:
                     self._prefixes.settle(request)
@@ -451,6 +458,7 @@ class Engine:
         """Give back a request's row and pages, once; by the thread that has the cache."""
         if self._prefixes:
             self._prefixes.leave(request)
+        request.inputs = None
         if request.row is not None:
             self._rows.leave(request.row)
             if request.prompt_cache is not None:

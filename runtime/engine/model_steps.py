@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvconvert.errors import CacheError, UnsupportedModelError, UsageError
+from kvconvert.errors import CacheError, UnsupportedModelError, UsageError, first_line
 from kvconvert.kernels.launches import make_ready, record_specializations
 from kvconvert.kernels.linear import keep_values
 from kvconvert.kernels.pages import PAGE_SIZE
@@ -79,6 +79,7 @@ class PromptChunk:
         ids: of the tokens.
         position: of the first of them.
         last: whether the prompt ends with them.
+        inputs: of a prompt with images, which is read whole, by a pass of its own: what `ModelSteps.inputs` gave.
     """
 
     row: int
@@ -86,6 +87,7 @@ class PromptChunk:
     ids: Sequence[int]
     position: int
     last: bool
+    inputs: Mapping[str, Any] | None = None
 
     @property
     def positions(self) -> range:
@@ -317,11 +319,38 @@ class ModelSteps:
         """Free the pages of a prompt that will not be continued."""
         prompt_cache.reset()
 
+    def inputs(self, ids: Sequence[int], extras: Mapping[str, Tensor]) -> tuple[dict[str, Any], int]:
+        """The arguments of the pass that reads a prompt with images, as `generate` has them, but for the cache.
+
+        Args:
+            ids: of the prompt.
+            extras: what else the model's processor makes of it, such as `pixel_values`.
+
+        Returns:
+            the arguments, and what is added to later tokens' numbers to have their positions: where an image's tokens
+            share some, those that follow it come earlier.
+
+        Raises:
+            UsageError: they do not belong together.
+        """
+        tokens, takes = torch.tensor([ids]), inspect.signature(self.model.forward).parameters
+        try:
+            prepared = {"input_ids": tokens, **extras}
+            positions = self.model._prepare_position_ids_for_generation(tokens, prepared)
+            options: dict[str, Any] = {"use_cache": True, "position_ids": positions}
+            if "logits_to_keep" in takes:
+                options["logits_to_keep"] = 1
+            made = self.model.prepare_inputs_for_generation(tokens, is_first_iteration=True, **options, **extras)
+        except Exception as error:  # whatever transformers meets in tensors that are not those of the prompt
+            raise UsageError(f"`extras` do not belong to the prompt ({first_line(error)}).") from error
+        return made, int(made.get("position_ids", positions).flatten()[-1]) + 1 - len(ids)
+
     @torch.no_grad()
     def forward(
         self, ids: Tensor, positions: Tensor, decodes: bool, chunks: Sequence[PromptChunk]
     ) -> tuple[Tensor, dict[PromptChunk | None, Exception]]:
-        """One pass over the newest token of every row and over chunks of prompts, or over one of the two.
+        """The newest token of every row and chunks of prompts, or one of the two: in one pass, but for prompts with
+        images, of which each has its own.
 
         Args:
             ids, positions: of the rows' newest tokens, int64 [rows].
@@ -334,6 +363,43 @@ class ModelSteps:
             all rows with a sequence are among them. And what a prompt's cache, or under None that of the rows, failed
             with while the others went on.
         """
+        alone = [chunk for chunk in chunks if chunk.inputs is not None]
+        if not alone:
+            return self._packed(ids, positions, decodes, chunks)
+        packed = [chunk for chunk in chunks if chunk.inputs is None]
+        logits = torch.zeros(self.rows, self.vocabulary, dtype=self.model.dtype, device=self.device)
+        failures: dict[PromptChunk | None, Exception] = {}
+        if decodes or packed:
+            try:
+                read, failures = self._packed(ids, positions, decodes, packed)
+                logits[: len(read)] = read
+            except Exception as error:
+                failures = dict.fromkeys([*([None] if decodes else []), *packed], error)
+        self._resize(self.rows)
+        for chunk in alone:
+            try:
+                logits[chunk.row] = self._read_alone(chunk)
+            except Exception as error:
+                failures[chunk] = error
+        return logits, failures
+
+    def _read_alone(self, chunk: PromptChunk) -> Tensor:
+        """Logits [V] after a prompt with images."""
+        assert chunk.inputs is not None
+        inputs = {
+            name: x.to(self.device, self.model.dtype if x.is_floating_point() else x.dtype)
+            if isinstance(x, Tensor)
+            else x
+            for name, x in chunk.inputs.items()
+        }
+        output = self.model(**inputs, return_dict=True, **{CACHE: chunk.cache})
+        chunk.cache.seal()
+        return output.logits[0, -1]
+
+    def _packed(
+        self, ids: Tensor, positions: Tensor, decodes: bool, chunks: Sequence[PromptChunk]
+    ) -> tuple[Tensor, dict[PromptChunk | None, Exception]]:
+        """`forward` without prompts that have images."""
         if not chunks:
             count = self._resize(next(width for width in self._widths if max(self._taken, default=0) < width))
             return self._logits(ids[:count, None], positions[:count, None], self.cache)[:, -1], {}

@@ -176,14 +176,16 @@ class Prefixes:
     def _reading(self, request: Request) -> Reading:
         if request not in self._known:
             root = hashlib.sha256(self._root + request.prefix_salt).digest() if request.prefix_salt else self._root
-            self._known[request] = Reading(chain(request.prompt, self._chunk, root))
+            # What tokens of images stand for is not told by their ids.
+            shared = request.prompt if request.inputs is None else ()
+            self._known[request] = Reading(chain(shared, self._chunk, root), contributes=bool(shared))
         return self._known[request]
 
     def _longest(self, request: Request, known: Reading) -> Prefix | None:
         """The longest stored prefix beyond what the request has read, but for the last token."""
         found = None
-        for number in range(request.prompt_read // self._chunk, (len(request.prompt) - 1) // self._chunk):
-            prefix = self._stored.get(known.keys[number])
+        for key in known.keys[request.prompt_read // self._chunk : (len(request.prompt) - 1) // self._chunk]:
+            prefix = self._stored.get(key)
             if prefix is None:
                 break
             found = prefix

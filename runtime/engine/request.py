@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -150,6 +150,8 @@ class Request:
     logprobs: list[TokenLogprobs] = field(default_factory=list, repr=False)
     # The engine's bookkeeping.
     prefix_salt: bytes = field(default=b"", repr=False)
+    inputs: Mapping[str, Any] | None = field(default=None, repr=False)  # of a prompt with images, until it is read
+    position_shift: int = field(default=0, repr=False)
     pages: int = field(default=0, repr=False)
     row: int | None = field(default=None, repr=False)
     prompt_read: int = field(default=0, repr=False)
@@ -266,8 +268,12 @@ def new_request(
     constraint: LogitsProcessor | None = None,
     likeliest: int | None = None,
     special_tokens: bool = False,
+    extras: Mapping[str, Tensor] | None = None,
+    most_tokens: int,
 ) -> Request:
     """A request after every check of `Engine.add`'s arguments; its id is given later.
+
+    `most_tokens` are those of a pass, which a prompt with images has to fit in.
 
     Raises:
         UsageError: it can never be served.
@@ -305,6 +311,13 @@ def new_request(
         request.processors = logits_processors(
             steps.model, sampling, ids, max_new_tokens, request.stop_token_ids, constraint
         )
+    if extras is not None:
+        if len(ids) > most_tokens:
+            raise UsageError(
+                f"A prompt with images is read in one pass, of at most {most_tokens} tokens, and this one has "
+                f"{len(ids)}; give fewer or smaller images, or less text."
+            )
+        request.inputs, request.position_shift = steps.inputs(ids, extras)
     request.pages = steps.pages_needed(len(ids), max_new_tokens)
     request.text_stream = TextStream(tokenizer, ids, stop, special_tokens) if tokenizer is not None else None
     return request

@@ -80,7 +80,7 @@ class Scheduler:
         """What the next pass reads of which prompts: the oldest ones, and later ones that fit beside them.
 
         A prompt is read in chunks of `chunk` tokens, of which the last may have fewer, whatever else is in a pass:
-        pages are quantized between chunks, so that other chunks could give other tokens.
+        pages are quantized between chunks, so that other chunks could give other tokens. One with images is read whole.
 
         Args:
             chunk: tokens of one prompt, at most `most`.
@@ -91,7 +91,9 @@ class Scheduler:
         for request in self.prompts:
             if ready is not None and request not in ready:
                 continue
-            count = min(chunk, len(request.prompt) - request.prompt_read)
+            count = len(request.prompt) - request.prompt_read
+            if request.inputs is None:
+                count = min(chunk, count)
             if count <= most:
                 taken.append((request, count))
                 most -= count
@@ -197,7 +199,7 @@ class RowState:
     def prepare(self, running: dict[int, Request]) -> None:
         """Copy to the device where each running row stands."""
         for row, request in running.items():
-            self._host_integers[0, row] = len(request.prompt) + request.launched - 1
+            self._host_integers[0, row] = len(request.prompt) + request.position_shift + request.launched - 1
             self._host_integers[1, row] = request.launched
         integers, floats = self._staging[self._turn]
         self._turn = (self._turn + 1) % len(self._staging)

@@ -191,8 +191,14 @@ def test_what_prints_a_table_prints_json(monkeypatch, tmp_path):
 
 
 def test_eval_prints_one_json_object_with_the_figures_of_the_contract(folder):
-    result = kvconvert("eval", folder / "bundle", "--against", folder / "model", "--tokens", "64", "--json")
+    command = ["eval", folder / "bundle", "--against", folder / "model", "--tokens", "64", "--json"]
+    result = kvconvert(*command)
     assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert (report["probes"], report["free_running"]) == (None, None)
+    assert "Leaving out probes and free-running; --full measures them" in result.stderr
+    result = kvconvert(*command, "--full")
+    assert "Leaving out" not in result.stderr
     report = json.loads(result.stdout)
     for name in (
         *("perplexity.source", "perplexity.bundle", "kl.mean", "kl.p99", "top1_agreement"),
@@ -221,6 +227,7 @@ def test_eval_measures_the_parts_that_are_chosen_and_refuses_others(folder):
         (["--device", "abacus"], "--device may be cpu or cuda"),
         (["--dtype", "int8"], "--dtype is int8"),
         (["--limit", "3"], "--limit is of the problems"),
+        (["--full", "--only", "kl"], "--full is a whole evaluation; leave --only out"),
     ):
         assert said in refusal(2, "eval", folder / "bundle", "--against", folder / "model", *options)
 

@@ -177,7 +177,7 @@ def test_errors_are_those_of_the_package(client):
             model=NAME, messages=TURNS, tools=[{"type": "function", "function": {"name": "x"}}]
         )
     parts = [{"type": "image_url", "image_url": {"url": "data:,"}}]
-    with pytest.raises(openai.BadRequestError, match="reads text alone, no image_url; kvconvert chat"):
+    with pytest.raises(openai.BadRequestError, match="server fetches no image"):
         client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": parts}])
 
 

@@ -145,6 +145,17 @@ def test_parts_can_be_chosen_and_16_bit_dtypes_tell_their_noise(report, source):
     assert [row.split()[0] for row in table(figures).splitlines()[1:4]] == ["KL", "KL,", "KL"]
 
 
+def test_less_is_measured_unless_everything_is_asked_for(report, source, capsys):
+    bundle, whole = report
+    less = evaluate(bundle, str(source), tokens=300, full=False)
+    assert set(whole.parts) - set(less.parts) == {"probes", "free-running"}
+    assert (less.kl, less.passkey) == (whole.kl, whole.passkey)
+    said = capsys.readouterr().err
+    assert "Measuring perplexity, kl, top1, recall, cache, weights: about" in said
+    named = evaluate(bundle, str(source), tokens=300, full=False, only=["probes"], progress=False)
+    assert named.parts == ("probes",)
+
+
 def test_a_longer_context_is_read_page_by_page(report, source):
     bundle, whole = report
     figures = evaluate(bundle, str(source), tokens=500, context=256, only=["perplexity"], progress=False)
