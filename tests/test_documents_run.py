@@ -34,6 +34,7 @@ NOT_RUN = ("pip install", "make ", "kvconvert push", "hf auth")
 # By default commands get fewer tokens than the pages give them.
 SHORTER = {
     "calibrate": ["--samples", "1", "--seq-len", "32"],
+    "convert": ["--samples", "1", "--seq-len", "32"],
     "eval": ["--only", "weights"],
     "bench": ["--context", "16", "--new-tokens", "2"],
     "generate": ["--max-new-tokens", "4"],
@@ -82,7 +83,7 @@ def test_the_lines_of_a_page_run_in_their_order(page, short, tmp_path, monkeypat
         assert words[0] == "kvconvert", words
         ran.append(words[1])
         run(words[1:] + (SHORTER.get(words[1], []) if short else []))
-    assert {"calibrate", "export", "eval", "generate"} <= {*ran}
+    assert {"inspect", "verify", "eval", "generate"} <= {*ran}
     examples = "".join(blocks(page, "python"))
     assert examples
     if short:
