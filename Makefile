@@ -9,6 +9,7 @@
 # make baselines    measure the figures of the slow tests anew and write tests/baselines (a quarter of an hour)
 # make quickstart-page   the same, and write its output into docs/quickstart.md
 # make docs         write the tables and pictures of README.md, docs and benchmarks that are made from results or code
+# make site         build the documentation's site in build/site, in an environment of its own
 # make real-model   measure cache presets on a real model (minutes on a GPU; MODEL=name, TEXT=directory of the texts)
 # make lint         ruff; zizmor for the workflows
 # make types        mypy on the modules that programs import
@@ -25,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(CURDIR)/build/pycache
 endif
 
-.PHONY: quickstart dist test test-readme readme-torch test-lowest test-full test-vllm baselines quickstart-page docs real-model lint types clean
+.PHONY: quickstart dist test test-readme readme-torch test-lowest test-full test-vllm baselines quickstart-page docs site real-model lint types clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/python examples/quickstart.py
@@ -71,7 +72,7 @@ test-lowest: dist
 	OMP_NUM_THREADS=2 build/lowest/bin/pytest -m "" $(README_LINES)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=2 build/lowest/bin/pytest -m "not full" tests/test_runtime tests/test_models/test_transformers_version.py
 
-test-full: $(VENV)/ready test
+test-full: $(VENV)/ready test site
 	$(INTERPRET) OMP_NUM_THREADS=1 $(BIN)/pytest -m full -n 2 --ignore tests/test_gpu
 	$(INTERPRET) OMP_NUM_THREADS=1 $(BIN)/pytest -m full -n 2 --dist load tests/test_gpu
 
@@ -84,6 +85,18 @@ baselines: $(VENV)/ready
 
 docs: $(VENV)/ready
 	$(BIN)/python benchmarks/docs.py
+
+# The reference is made from docstrings, which are read and not imported: neither torch nor kvconvert is installed.
+SITE = import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["site"], sep="\n")
+
+site: $(VENV)-site/ready
+	NO_MKDOCS_2_WARNING=1 $(VENV)-site/bin/mkdocs build --strict --quiet
+
+$(VENV)-site/ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-site
+	$(PYTHON) -c '$(SITE)' > $(VENV)-site/packages.txt
+	$(VENV)-site/bin/pip install --quiet --no-compile --requirement $(VENV)-site/packages.txt
+	touch $@
 
 MODEL ?= smollm2
 TEXT ?= texts
@@ -122,4 +135,4 @@ $(VENV)-vllm/ready: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-vllm build quickstart-out src/*.egg-info
+	rm -rf $(VENV) $(VENV)-vllm $(VENV)-site build quickstart-out src/*.egg-info

@@ -33,11 +33,9 @@ def built(tmp_path_factory):
     for name in tracked(*ROOMS, "src", "*.toml", "*.in", "*.md", "LICENSE", "setup.py", "tests/test_dist.py"):
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, checkout / name, follow_symlinks=False)
-    code = f"from setuptools import build_meta; build_meta.build_sdist({str(out)!r}); build_meta.build_wheel({str(out)!r})"
+    code = f"from setuptools import build_meta as b; b.build_sdist({str(out)!r}); b.build_wheel({str(out)!r})"
     environment = {**os.environ, "KVCONVERT_REPOSITORY": REPOSITORY}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=checkout, env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=checkout, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (source,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
     with tarfile.open(source) as archive:

@@ -7,6 +7,7 @@ test_quickstart.py.
 import ast
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,15 @@ def test_a_page_of_the_documentation_that_a_source_names_exists():
     }
     assert len(named) > 10
     assert not [(path.name, page) for path, page in named if not (ROOT / page).exists()]
+
+
+@pytest.mark.parametrize("page", DOCUMENTS)
+def test_blocks_of_python_and_toml_can_be_read(page):
+    for block in blocks(page, "python"):
+        ast.parse(block)
+    for block in blocks(page, "toml"):
+        tomllib.loads(block)
+    assert text(page).count("```") % 2 == 0
 
 
 def anchors(page):
