@@ -1,14 +1,17 @@
 # make quickstart   convert the reference model and show the result
 # make test         run the test suite (what CI runs)
-# make test-readme  run README's commands and Python lines with the newest packages that pip finds (part of make test)
+# make dist         build the source distribution and the wheel in build/dist, and check what a package index would show
+# make test-readme  run README's commands and Python lines with that wheel and the newest packages that pip finds (part of
+#                   make test)
 # make test-lowest  the same and the tests of the runtime, with the lowest versions that pyproject.toml allows
 # make test-full    run the slow groups too, then sweep the kernels (an hour)
 # make test-vllm    run the vLLM plugin's tests, with vLLM's build for CPUs in an environment of its own
 # make baselines    measure the figures of the slow tests anew and write tests/baselines (a quarter of an hour)
 # make quickstart-page   the same, and write its output into docs/quickstart.md
 # make docs         write the tables and pictures of README.md, docs and benchmarks that are made from results or code
+# make site         build the documentation's site in build/site, in an environment of its own
 # make real-model   measure cache presets on a real model (minutes on a GPU; MODEL=name, TEXT=directory of the texts)
-# make lint         ruff
+# make lint         ruff; zizmor for the workflows
 # make types        mypy on the modules that programs import
 PYTHON ?= python3
 VENV ?= .venv
@@ -23,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(CURDIR)/build/pycache
 endif
 
-.PHONY: quickstart test test-readme readme-torch test-lowest test-full test-vllm baselines quickstart-page docs real-model lint types clean
+.PHONY: quickstart dist test test-readme readme-torch test-lowest test-full test-vllm baselines quickstart-page docs site real-model lint types clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/python examples/quickstart.py
@@ -38,13 +41,18 @@ INTERPRET = TRITON_INTERPRET=$$($(BIN)/python -c "import torch; print(int(not to
 test: $(VENV)/ready test-readme
 	$(INTERPRET) OMP_NUM_THREADS=1 $(BIN)/pytest -m "not full" -n 2 --dist loadfile --no-loadscope-reorder
 
-# What users get: README's install, without constraints. build/lib would put files that are gone into the package.
+# The wheel is built from the source distribution, outside of this folder.
+dist: $(VENV)/ready
+	rm -rf build/dist
+	mkdir -p build
+	$(BIN)/python -m build --no-isolation --outdir build/dist > build/dist.log || { cat build/dist.log; false; }
+	$(BIN)/twine check --strict build/dist/*
+
+# What users get: the wheel in an environment of its own, without constraints.
 README_LINES = tests/test_documents_run.py -k "lines_of_a_page and README.md-False"
 
-# Both installations build the package in this folder, one after the other; that of torch may run beside the first.
-test-readme: $(VENV)/ready readme-torch
-	rm -rf build/lib
-	build/readme/bin/pip install --quiet --no-compile . pytest
+test-readme: dist readme-torch
+	build/readme/bin/pip install --quiet --no-compile build/dist/*.whl pytest
 	OMP_NUM_THREADS=2 build/readme/bin/pytest -m "" $(README_LINES)
 
 readme-torch:
@@ -55,16 +63,16 @@ readme-torch:
 LOWEST = import re, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	print(*(re.sub(r">=([\w.]+)[^;]*", r"==\1", line) for line in project["dependencies"]), sep="\n")
 
-test-lowest:
-	rm -rf build/lowest build/lib
+test-lowest: dist
+	rm -rf build/lowest
 	$(PYTHON) -m venv build/lowest
 	$(PYTHON) -c '$(LOWEST)' > build/lowest/constraints.txt
 	build/lowest/bin/pip install --quiet --no-compile --constraint build/lowest/constraints.txt torch
-	build/lowest/bin/pip install --quiet --no-compile --constraint build/lowest/constraints.txt . pytest
+	build/lowest/bin/pip install --quiet --no-compile --constraint build/lowest/constraints.txt build/dist/*.whl pytest
 	OMP_NUM_THREADS=2 build/lowest/bin/pytest -m "" $(README_LINES)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=2 build/lowest/bin/pytest -m "not full" tests/test_runtime tests/test_models/test_transformers_version.py
 
-test-full: $(VENV)/ready test
+test-full: $(VENV)/ready test site
 	$(INTERPRET) OMP_NUM_THREADS=1 $(BIN)/pytest -m full -n 2 --ignore tests/test_gpu
 	$(INTERPRET) OMP_NUM_THREADS=1 $(BIN)/pytest -m full -n 2 --dist load tests/test_gpu
 
@@ -77,6 +85,18 @@ baselines: $(VENV)/ready
 
 docs: $(VENV)/ready
 	$(BIN)/python benchmarks/docs.py
+
+# The reference is made from docstrings, which are read and not imported: neither torch nor kvconvert is installed.
+SITE = import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["site"], sep="\n")
+
+site: $(VENV)-site/ready
+	NO_MKDOCS_2_WARNING=1 $(VENV)-site/bin/mkdocs build --strict --quiet
+
+$(VENV)-site/ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-site
+	$(PYTHON) -c '$(SITE)' > $(VENV)-site/packages.txt
+	$(VENV)-site/bin/pip install --quiet --no-compile --requirement $(VENV)-site/packages.txt
+	touch $@
 
 MODEL ?= smollm2
 TEXT ?= texts
@@ -94,6 +114,7 @@ real-model: build/models/$(MODEL)/config.json
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/zizmor --offline --quiet --no-progress .github
 
 types: $(VENV)/ready
 	$(BIN)/mypy
@@ -114,4 +135,4 @@ $(VENV)-vllm/ready: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-vllm build quickstart-out src/*.egg-info
+	rm -rf $(VENV) $(VENV)-vllm $(VENV)-site build quickstart-out src/*.egg-info

@@ -7,6 +7,7 @@ test_quickstart.py.
 import ast
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ NOT_RUN = ("pip install", "make ", "kvconvert push", "hf auth")
 # By default commands get fewer tokens than the pages give them.
 SHORTER = {
     "calibrate": ["--samples", "1", "--seq-len", "32"],
+    "convert": ["--samples", "1", "--seq-len", "32"],
     "eval": ["--only", "weights"],
     "bench": ["--context", "16", "--new-tokens", "2"],
     "generate": ["--max-new-tokens", "4"],
@@ -82,7 +84,7 @@ def test_the_lines_of_a_page_run_in_their_order(page, short, tmp_path, monkeypat
         assert words[0] == "kvconvert", words
         ran.append(words[1])
         run(words[1:] + (SHORTER.get(words[1], []) if short else []))
-    assert {"calibrate", "export", "eval", "generate"} <= {*ran}
+    assert {"inspect", "verify", "eval", "generate"} <= {*ran}
     examples = "".join(blocks(page, "python"))
     assert examples
     if short:
@@ -151,6 +153,15 @@ def test_a_page_of_the_documentation_that_a_source_names_exists():
     }
     assert len(named) > 10
     assert not [(path.name, page) for path, page in named if not (ROOT / page).exists()]
+
+
+@pytest.mark.parametrize("page", DOCUMENTS)
+def test_blocks_of_python_and_toml_can_be_read(page):
+    for block in blocks(page, "python"):
+        ast.parse(block)
+    for block in blocks(page, "toml"):
+        tomllib.loads(block)
+    assert text(page).count("```") % 2 == 0
 
 
 def anchors(page):

@@ -100,7 +100,8 @@ def export(
         max_shard_bytes: size at which the weights are divided into several files.
         base_model: id on the Hub of the source model, where that was a local directory; for manifest and card.
         license: identifier of the bundle's license as the Hub has them; None takes the one on the source's card.
-        license_name, license_link: name and address of the license "other".
+        license_name: name of the license "other".
+        license_link: its address.
 
     Returns:
         the path of the bundle.

@@ -55,7 +55,8 @@ class Engine:
             and `prompt_chunk` is a multiple of 128.
         keep_weights: keep packed weights in 16 bits, too, so that no pass over a long prompt dequantizes them: two
             bytes more for each weight, on a GPU, as long as the model stays there. Results do not depend on it.
-        prompt_lookup_num_tokens, assistant_model: refused; `model.generate` takes them.
+        prompt_lookup_num_tokens: refused; `model.generate` takes it.
+        assistant_model: refused, too.
 
     Attributes:
         generation: what the model's generation_config.json says, as far as requests apply it; the rest is warned of.
