@@ -35,8 +35,8 @@ class LowBitBackend(AttentionBackend):
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
-    # The one bundle of this process, once its first layer is built; among how many ranks its heads are divided; how many
-    # tokens may be drafted at a time, and whether by layers that have a cache.
+    # The one bundle of this process, once its first layer is built, and among how many ranks its heads are divided. How
+    # many tokens may be drafted at a time, and whether by layers that have a cache.
     served: ClassVar[ServedBundle | None] = None
     ranks: ClassVar[int] = 1
     drafts: ClassVar[int] = 0
