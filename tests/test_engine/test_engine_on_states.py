@@ -5,9 +5,11 @@ import torch
 from tiny.models import ARCHITECTURES, GREEDY, TinyModel, random_ids
 
 from kvconvert.errors import CacheError
+from kvconvert.kernels.launches import record_specializations
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import Engine, KVCache
 from kvconvert.runtime.cache import session
+from kvconvert.runtime.hf import states
 from kvconvert.runtime.hf.generation import adopt
 from kvconvert.runtime.hf.states import state_modules
 
@@ -134,6 +136,30 @@ def test_states_of_stored_prefixes_count_as_pages():
     answers(engine, [random_ids(1, 300)], new=(2,))
     cache = model.new_kv_cache()
     model(random_ids(1, 5), past_key_values=cache)
-    states = sum(t.nbytes for layer in cache.state_layers().values() for t in layer.tensors().values())
+    of_states = sum(t.nbytes for layer in cache.state_layers().values() for t in layer.tensors().values())
     page = sum(side.page_bytes for store in cache.stores() for side in (store.key_pages, store.value_pages))
-    assert engine.stats().prefix_pages == 2 + 2 * -(-states // page)
+    assert engine.stats().prefix_pages == 2 + 2 * -(-of_states // page)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "kimi_linear", "falcon_h1", "lfm2"])
+def test_prompts_of_a_pass_are_read_by_one_run_of_a_module(name, monkeypatch):
+    model, read = bundle_model(name), []
+    convolve = states.convolve
+    monkeypatch.setattr(states, "convolve", lambda *a: read.append(a[4].lengths) or convolve(*a))
+    prompts = [random_ids(1, length, seed=length) for length in (5, 40, 131)]
+    expected = alone(model, prompts, new=(8,))
+    engine = Engine(model, max_batch=4, prompt_chunk=CHUNK)
+    requests = [engine.add(ids, max_new_tokens=8, stop_token_ids=[]) for ids in prompts]
+    engine.run()
+    assert [request.tokens for request in requests] == expected
+    assert [5, 40, 128] in read
+    assert {module.keeps_apart for module in state_modules(model)} == {True}
+
+
+def test_no_trial_is_made_while_kernels_are_only_listed():
+    model = bundle_model("qwen3_5_text")
+    module, cache = state_modules(model)[0], model.new_kv_cache()
+    with record_specializations():
+        for part in random_ids(1, 20).split(10, 1):
+            model(part, past_key_values=cache)
+    assert "continues" not in module.__dict__
