@@ -36,8 +36,8 @@ _CACHES = ("cache", "cache_params", "past_key_values")
 _ATTENTION = "ALL_ATTENTION_FUNCTIONS"
 # The function that convolves, and the arguments of functions that begin from a state.
 _CONVOLUTION, _INITIAL = "causal_conv1d_fn", ("initial_state", "initial_states")
-# Tokens and the relative difference of a trial. A module that passes over a state is wrong by about 1. There is no trial
-# while kernels are only listed (`kernels/launches`), for then nothing is computed.
+# Tokens and the relative difference of a trial. A module that passes over a state is wrong by about 1. No trial is made
+# while kernels are only listed (`kernels/launches`), for nothing is computed then.
 _TRIAL, _TOLERANCE = 3, 0.1
 
 
