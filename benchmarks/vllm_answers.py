@@ -139,6 +139,8 @@ def quality(model: Path, bundle: Path, text: Path, segments: int, dtype: str) ->
     settings = one_by_one(dtype, PAGE_SIZE) | {"max_logprobs": LIKELIEST}
     sampling = {"max_tokens": 1, "prompt_logprobs": LIKELIEST}
     told = child(Path(__file__), {"path": str(bundle), "settings": settings, "prompts": prompts, "sampling": sampling})
+    if "logprobs" not in told:
+        return told
     loaded = load(bundle, dtype=getattr(torch, dtype))[0].to(device)
     source = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval().to(device)
     decoders = [Decoder.plain(source), decoder_of(loaded)]
