@@ -33,7 +33,8 @@ LIKELIEST = 256
 SHARED, OWN, ANSWER, PROMPTS = 1024, 100, 32, 16
 # Tokens of the prompts of `numbers`.
 NUMBERS = 3072
-LIMITS = {"max_model_len": 4096, "kv_cache_memory_bytes": 2 * GIB, "gpu_memory_utilization": 0.1}
+# Of vLLM's settings those of every process, and what --options says.
+LIMITS: dict[str, Any] = {"max_model_len": 4096, "kv_cache_memory_bytes": 2 * GIB, "gpu_memory_utilization": 0.1}
 
 
 def one_by_one(dtype: str, tokens: int) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def answers(arguments: dict[str, Any]) -> dict[str, Any]:
     """Greedy continuations by vLLM, or what it says of the prompts themselves."""
     from vllm import LLM, SamplingParams
 
-    llm = LLM(arguments["path"], **LIMITS | arguments["settings"])
+    llm = LLM(arguments["path"], **arguments["settings"])
     sampling = SamplingParams(temperature=0, ignore_eos=True, **arguments["sampling"])
     prompts = [{"prompt_token_ids": ids} for ids in arguments["prompts"]]
     found = llm.generate(prompts, sampling, use_tqdm=False)
@@ -59,7 +60,7 @@ def twice(arguments: dict[str, Any]) -> dict[str, Any]:
     """Answers of vLLM with an empty cache before each prompt, then the same with what the last one left there."""
     from vllm import LLM, SamplingParams
 
-    llm = LLM(arguments["path"], **LIMITS | arguments["settings"])
+    llm = LLM(arguments["path"], **arguments["settings"])
     sampling = SamplingParams(temperature=0, ignore_eos=True, max_tokens=ANSWER, logprobs=LIKELIEST)
     told: dict[str, list[Any]] = {}
     for what in ("read", "found"):
@@ -103,7 +104,8 @@ def compare(model: Path, bundle: Path, new: int, names: list[str], report_path: 
     report: dict[str, Any] = {"prompts": [len(prompt) for prompt in prompts], "new": new}
     contenders = {name: (bundle, CONTENDERS[name]) for name in names if name.startswith("bundle")}
     for name, (path, settings) in (contenders | {"source": (model, {})}).items():
-        request = {"path": str(path), "settings": settings, "prompts": prompts, "sampling": {"max_tokens": new}}
+        request = {"path": str(path), "settings": LIMITS | settings, "prompts": prompts}
+        request["sampling"] = {"max_tokens": new}
         found = child(Path(__file__), request)
         if "tokens" in found:
             equal, margins = [], []
@@ -136,9 +138,11 @@ def quality(model: Path, bundle: Path, text: Path, segments: int, dtype: str) ->
     length = SEGMENT_PAGES * PAGE_SIZE
     ids = AutoTokenizer.from_pretrained(bundle)(text.read_text(encoding="utf-8")[: 40 * length * segments])["input_ids"]
     prompts = [ids[length * number : length * (number + 1)] for number in range(segments)]
-    settings = one_by_one(dtype, PAGE_SIZE) | {"max_logprobs": LIKELIEST}
+    settings = LIMITS | one_by_one(dtype, PAGE_SIZE) | {"max_logprobs": LIKELIEST}
     sampling = {"max_tokens": 1, "prompt_logprobs": LIKELIEST}
     told = child(Path(__file__), {"path": str(bundle), "settings": settings, "prompts": prompts, "sampling": sampling})
+    if "logprobs" not in told:
+        return told
     loaded = load(bundle, dtype=getattr(torch, dtype))[0].to(device)
     source = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval().to(device)
     decoders = [Decoder.plain(source), decoder_of(loaded)]
@@ -175,7 +179,7 @@ def numbers(bundle: Path, text: Path, dtype: str) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(bundle)
     prose = tokenizer(text.read_text(encoding="utf-8")[: 40 * NUMBERS])["input_ids"]
     drills = NumberBook(tokenizer, prose, seed=0).drills(NUMBERS, PROMPTS)
-    request = {"path": str(bundle), "settings": one_by_one(dtype, PAGE_SIZE)}
+    request = {"path": str(bundle), "settings": LIMITS | one_by_one(dtype, PAGE_SIZE)}
     request["prompts"] = [[*drill.context, *drill.cue] for drill in drills]
     told = child(Path(__file__), request | {"sampling": {"max_tokens": PASSKEY_ANSWER_TOKENS}})
     loaded = load(bundle, dtype=getattr(torch, dtype))[0].to("cuda" if torch.cuda.is_available() else "cpu")
@@ -200,7 +204,7 @@ def prefix(bundle: Path, text: Path, dtype: str) -> dict[str, Any]:
     prompts = [ids[:SHARED] + ids[SHARED + OWN * number :][:OWN] for number in range(PROMPTS)]
     report = {}
     for name, tokens in (("page by page", PAGE_SIZE), ("at once", 4096)):
-        settings = one_by_one(dtype, tokens) | {"max_logprobs": LIKELIEST, "enable_prefix_caching": True}
+        settings = LIMITS | one_by_one(dtype, tokens) | {"max_logprobs": LIKELIEST, "enable_prefix_caching": True}
         told = child(Path(__file__), {"path": str(bundle), "settings": settings, "prompts": prompts, "prefix": True})
         if "read" not in told:
             report[name] = told
@@ -240,8 +244,10 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="quality, numbers, prefix: a file of text")
     parser.add_argument("--segments", type=int, default=2, help="quality: of 512 tokens (default: 2)")
     parser.add_argument("--dtype", default="bfloat16", help="all but tokens: of model and cache (default: bfloat16)")
+    parser.add_argument("--options", type=json.loads, default={}, help="of vLLM's EngineArgs, as JSON")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    LIMITS.update(given.options)
     if given.what == "tokens":
         compare(given.model, given.bundle, given.new_tokens, given.only.split(","), given.json)
         return

@@ -53,6 +53,9 @@ def child(script: Path, arguments: dict[str, Any], **variables: str) -> dict[str
             text=True,
         )  # fmt: skip
     lines = [line for line in ended.stdout.splitlines() if line.startswith(REPLY)]
+    if not lines:
+        # Why a core of vLLM's has ended stands there.
+        print(ended.stdout, file=sys.stderr)
     return json.loads(lines[0].removeprefix(REPLY)) if lines else {"failed": ended.returncode}
 
 

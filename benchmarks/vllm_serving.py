@@ -5,15 +5,16 @@
 Needs vLLM in the same environment. Takes random weights of an 8B Llama's shape (AWQ in groups of 128 and `oscar-g128`
 for bundles) and a cache of --memory GiB for each. Contenders: bf16, awq-fp8, bundle (graphs for decoding and prompts),
 bundle-piecewise (for what is not attention), bundle-eager; and, if asked for, bundle-own-prompts (without
-FlashAttention 3), bundle-mixed (layers of different widths, of as many bytes together), bundle-2-gpus, and
-bundle-per-head, the same with one GPU; each is started once, with --together all
-of them at the same time before any is measured. Cases: `ROWSxTOKENS` gives milliseconds until the last row's first
-token and per further token, medians of five runs where they are short, `fullx8192` the same of as many rows as the
-cache holds, `mixed` seconds for the requests of traffic.py, for the passes that read prompts (until the last first
-token), and the number of passes after these, and `mixed-4` the same with 4 GiB of the cache. `kernels:CASE` and
-`functions:CASE` list what takes the time in a case on one GPU, in milliseconds, under a profiler. A tenth of the mixed
-requests and a prompt of 9,000 tokens come before all, and before the mixed load steps of 160 rows, 159, and so on.
-`NAME/CASE` is a case of one contender alone. Every figure is written at once; a case that fails, or has no time left,
+FlashAttention 3), bundle-mixed (layers of different widths, of as many bytes together), bundle-ngram (with drafts of
+n-grams), bundle-2-gpus, bundle-per-head, the same with one GPU, and hybrid, the shape of a 9B Qwen3.5 in bf16. Each is
+started once, with --together all of them at the same time before any is measured. Cases: `ROWSxTOKENS` gives
+milliseconds until the last row's first token and per further token, medians of five runs where they are short,
+`fullx8192` the same of as many rows as the cache holds, `mixed` seconds for the requests of traffic.py, for the passes
+that read prompts (until the last first token), and the number of passes after these, and `mixed-4` the same with 4 GiB
+of the cache. `kernels:CASE` and `functions:CASE` list what takes the time in a case on one GPU, in milliseconds, under
+a profiler. A tenth of the mixed requests and a prompt of 9,000 tokens come before all, and before the mixed load steps
+of 160 rows, 159, and so on; nothing comes before `first-mixed`, where it is the first case. `NAME/CASE` is a case of
+one contender alone. Every figure is written at once; a case that fails, or has no time left,
 says so, and the next one runs. --seconds is the time of each contender, its start included. With --tiny a small model
 serves lengths divided by 8 on a CPU, which does everything and measures nothing.
 
@@ -43,6 +44,8 @@ from runner import option_parser, save
 from vllm_process import VLLM
 
 NEW_TOKENS = 64
+# The mixed load as the first that is served.
+FIRST = "first-mixed"
 # Rows of the mixed load.
 MANY_ROWS = 160
 # Prompt tokens of a case that is run several times.
@@ -64,6 +67,20 @@ TINY = {
 MIXED: list[dict[str, int]] = [
     {"key_bits": 3}, {"value_bits": 1}, {}, {"key_bits": 1}, {"value_bits": 3}, {"key_bits": 3, "value_bits": 1}
 ]  # fmt: skip
+# A hybrid of linear attention and, in every fourth layer, attention to all tokens, of 9 billion parameters.
+HYBRID = {
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_size": 4096,
+    "intermediate_size": 12288, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256,
+    "vocab_size": 248320, "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 8,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+HYBRID_TINY = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+}  # fmt: skip
 CONTENDERS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "awq-fp8": {"kv_cache_dtype": "fp8"},
@@ -72,8 +89,12 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "bundle-eager": {"enforce_eager": True},
     "bundle-own-prompts": {"attention_config": {"flash_attn_version": 2}},
     "bundle-mixed": {},
+    "bundle-ngram": {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4},
+    },
     "bundle-per-head": {},
     "bundle-2-gpus": {"tensor_parallel_size": 2},
+    "hybrid": {},
 }
 
 
@@ -90,6 +111,8 @@ def linears(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
 def write_model(folder: Path, contender: str, shape: dict[str, Any]) -> Path:
     """A directory from which vLLM takes shapes: a plain model, an AWQ checkpoint, or a bundle, all without weights."""
     config = LLAMA_8B | shape
+    if contender == "hybrid":
+        config |= HYBRID | (shape and shape | HYBRID_TINY)
     if contender == "awq-fp8":
         config["quantization_config"] = {
             "quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm",
@@ -216,7 +239,7 @@ class Contender:
         for case in (own for name, _, own in (case.rpartition("/") for case in cases) if name in ("", self.name)):
             try:
                 if self.vllm is None:
-                    self.start(report)
+                    self.start(report, is_warm=case != FIRST)
                 report[case] = self._run(case)
             except SystemExit as end:
                 report[case] = {"failed": str(end) if time.perf_counter() < self.end else "no time left"}
@@ -231,20 +254,24 @@ class Contender:
             self.vllm.kill()
         self.vllm = None
 
-    def start(self, report: dict[str, Any]) -> None:
-        """Start vLLM and serve some requests that are not measured."""
+    def start(self, report: dict[str, Any], is_warm: bool = True) -> None:
+        """Start vLLM and, if it is to be warm, serve some requests that are not measured."""
         left = self.end - time.perf_counter()
         if left < 1:
             sys.exit()
         self.vllm = VLLM("", self.model, engine_options(self.name, self.memory, self.scale) | self.options, left)
         report["start_s"], report["blocks"] = round(self.vllm.ready_seconds, 1), self.vllm.blocks
+        self.has_sampled = False
+        if not is_warm:
+            return
         begin = time.perf_counter()
         few = [*self.mixed[::10], *requests_of(1, 9000 // self.scale)]
         self.vllm.serve(few, [0.0] * len(few), SAMPLING)
-        self.has_sampled = False
         report["warm_s"] = round(time.perf_counter() - begin, 1)
 
     def _run(self, case: str) -> dict[str, Any]:
+        if case == FIRST:
+            return self._run_once("mixed")
         if "mixed" in case and not self.has_sampled:
             # vLLM compiles its sampling anew for several ranges of rows, when one is first met.
             each = [(ids, answer) for answer, (ids, _) in enumerate(requests_of(MANY_ROWS // self.scale, 16), 1)]

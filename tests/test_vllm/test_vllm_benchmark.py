@@ -1,10 +1,12 @@
 """`benchmarks/vllm_serving.py` measures what it says, with a stand-in for vLLM whose steps take ten milliseconds."""
 
 import cProfile
+import json
 
 import pytest
 import vllm_process
-from vllm_serving import Contender, answer_tokens, requests_of
+import vllm_serving
+from vllm_serving import Contender, answer_tokens, requests_of, write_model
 
 STEP = 0.01
 
@@ -66,6 +68,38 @@ def test_cases_of_other_contenders_are_left_out(contender):
     report = {}
     contender.measure(["bf16/1x1000", "bundle/1x1000", "16x12000"], report, lambda: None)
     assert list(report) == ["1x1000", "16x12000"]
+
+
+def test_nothing_is_served_before_the_mixed_load_that_is_to_be_the_first(contender, monkeypatch):
+    served = []
+    made = OneStepEach()
+    made.ready_seconds = 1.0
+    monkeypatch.setattr(made, "serve", lambda *asked: served.append(asked) or OneStepEach.serve(made, *asked))
+    monkeypatch.setattr(vllm_serving, "VLLM", lambda *_: made)
+    contender.vllm, report = None, {}
+    contender.measure(["first-mixed", "mixed"], report, lambda: None)
+    assert served[0][0] == contender.mixed
+    assert report["first-mixed"] == report["mixed"]
+    assert "warm_s" not in report
+    # Steps of many rows come before the second one, and prompts before any other first case.
+    assert [len(asked[0]) for asked in served] == [3, 20, 3]
+    contender.measure(["mixed"], report, lambda: None)
+    assert [len(asked[0]) for asked in served[3:]] == [2, 20, 3]
+    assert "warm_s" in report
+
+
+def test_a_hybrid_has_the_layers_that_its_shape_says(tmp_path):
+    config = json.loads((write_model(tmp_path, "hybrid", {}) / "config.json").read_text())
+    assert len(config["layer_types"]) == config["num_hidden_layers"] == 32
+    assert config["layer_types"].count("full_attention") == 8
+
+
+def test_what_a_child_says_that_does_not_reply_is_told(tmp_path, monkeypatch, capfd):
+    monkeypatch.delenv("KVCONVERT_VLLM_PYTHON", raising=False)
+    script = tmp_path / "script.py"
+    script.write_text("print('the core has ended')\nraise SystemExit(3)\n")
+    assert vllm_process.child(script, {}) == {"failed": 3}
+    assert "the core has ended" in capfd.readouterr().err
 
 
 def test_a_case_is_watched_from_its_begin_to_its_end(contender):
