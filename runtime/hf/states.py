@@ -27,20 +27,20 @@ logger = logging.getLogger(__name__)
 # What these modules call of a cache, how they name it, and what attention modules look up.
 _UPDATES = {"update_conv_state", "update_recurrent_state"}
 _CACHES = ("cache", "cache_params", "past_key_values")
-_ATTENTION = "ALL_ATTENTION_FUNCTIONS"
+ATTENTION = "ALL_ATTENTION_FUNCTIONS"
 # Tokens and the relative difference of a trial. A module that passes over a state is wrong by about 1.
 _TRIAL, _TOLERANCE = 3, 0.1
 
 
 def state_modules(model: nn.Module) -> list[nn.Module]:
     """The modules of a model that read and update states."""
-    return [module for module in model.modules() if _names(module) & _UPDATES]
+    return [module for module in model.modules() if names_in(module) & _UPDATES]
 
 
 def not_split(model: nn.Module) -> str | None:
     """Why modules with states cannot run cache by cache, or None."""
     for module in state_modules(model):
-        if _ATTENTION in _names(module):
+        if ATTENTION in names_in(module):
             return f"{type(module).__name__} computes attention and updates states in one module"
     return None
 
@@ -48,11 +48,11 @@ def not_split(model: nn.Module) -> str | None:
 def read_by_sequence(model: nn.Module) -> None:
     """Let all modules with states run cache by cache, and from the stored state on whatever they are given."""
     for module in state_modules(model):
-        if "forward" not in module.__dict__ and _ATTENTION not in _names(module):
+        if "forward" not in module.__dict__ and ATTENTION not in names_in(module):
             module.forward = types.MethodType(_forward, module)
 
 
-def _names(module: nn.Module) -> set[str]:
+def names_in(module: nn.Module) -> set[str]:
     """What the forward of a module's class refers to."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return set(code.co_names) if code else set()
@@ -67,7 +67,7 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     output = torch.zeros_like(states)
     for segment in cache.segments:
         if segment.error is None:
-            take = _Part(segment, states.shape[1])
+            take = Part(segment, states.shape[1])
             try:
                 own = tuple(map(take, args)), {name: take(value) for name, value in kwargs.items()}
                 found = _read(self, segment.cache, take(states), *own)
@@ -77,7 +77,7 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return output
 
 
-class _Part:
+class Part:
     """What an argument of a packed pass is for one of its caches.
 
     Args:
@@ -89,6 +89,7 @@ class _Part:
         self.segment, self.tokens = segment, tokens
 
     def __call__(self, value: Any) -> Any:
+        """The value for the cache; CacheError for a tensor that is not the pass's."""
         if isinstance(value, PackedCache):
             return self.segment.cache
         if isinstance(value, tuple):
