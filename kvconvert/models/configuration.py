@@ -67,7 +67,7 @@ ATTENDS_IN_PARTS = (
 # Models that handle their cache otherwise than through a layer's update() and transformers' attention interface.
 OTHER_CACHES = {
     "diffllama": ATTENDS_IN_PARTS,
-    "inkling_text": "a position bias is added to its attention scores; its cache is left to transformers",
+    "hrm_text": "it runs each layer several times, with a cache for each; its cache is left to transformers",
     "minimax": "minimax takes no cache but its own class of transformers, which holds its linear attention",
     "mllama_text_model": "Llama 3.2 Vision reads the tensors of its cache by itself; its cache is left to transformers",
 }
@@ -159,7 +159,7 @@ def pages_unsupported(config: PretrainedConfig, layer_type: str, scheme: KVSchem
     """Why a layer of this type keeps transformers' own cache instead of this scheme's; None where it can have pages."""
     text = config.get_text_config(decoder=True)
     if keeps_index(layer_type):
-        if not _tells_choice(text):
+        if not _gives_attention(text, _CHOSEN):
             return (
                 f"the indexer of {text.model_type} does not tell attention functions which tokens it chose; its cache "
                 "is left to transformers"
@@ -179,6 +179,8 @@ def pages_unsupported(config: PretrainedConfig, layer_type: str, scheme: KVSchem
             )
     if text.model_type in OTHER_CACHES:
         return OTHER_CACHES[text.model_type]
+    if _gives_attention(text, {"position_bias"}):
+        return "a position bias is added to its attention scores; its cache is left to transformers"
     if not _uses_attention_interface(text):
         return (
             f"{text.model_type} computes attention by itself instead of through transformers' attention interface; its "
@@ -238,12 +240,12 @@ def _defines(config: PretrainedConfig, method: str) -> bool:
     return any(isinstance(part, type) and hasattr(part, method) for part in vars(_modeling(config) or object).values())
 
 
-def _tells_choice(config: PretrainedConfig) -> bool:
-    """Whether a class beside a model of transformers calls attention with what an indexer chose."""
+def _gives_attention(config: PretrainedConfig, arguments: set[str]) -> bool:
+    """Whether a class beside a model of transformers calls attention with one of these arguments."""
     forwards = [getattr(part, "forward", None) for part in vars(_modeling(config) or object).values()]
     codes = [getattr(inspect.unwrap(forward), "__code__", None) for forward in forwards if callable(forward)]
     calls = [code.co_consts for code in codes if code and "ALL_ATTENTION_FUNCTIONS" in code.co_names]
-    return any(_CHOSEN & {*names} for consts in calls for names in consts if isinstance(names, tuple))
+    return any(arguments & {*names} for consts in calls for names in consts if isinstance(names, tuple))
 
 
 def _modeling(config: PretrainedConfig) -> Any:

@@ -516,7 +516,12 @@ class Finder:
                 self.kept[name] = reason
         chosen = [name for name in self.linears if name not in self.kept]
         if not self.experiment.is_called(chosen):
-            self.kept |= {name: UNCALLED for name in chosen if not self.experiment.is_called([name])}
+            uncalled = [name for name in chosen if not self.experiment.is_called([name])]
+            if any(map(self._is_expert, uncalled)):
+                raise UnsupportedModelError(
+                    f"The model of {self.name} initializes {self.experts.module} as fused experts; {ONLY_CACHE}."
+                )
+            self.kept |= dict.fromkeys(uncalled, UNCALLED)
 
     # The residual stream.
 
