@@ -61,12 +61,15 @@ class LayerCache:
         return self.scheme is not None and self.scheme.quantizes
 
     def numbers(self, context: int) -> int:
-        """Keys and values that the model's own cache holds of `context` tokens: all, or those of a sliding window."""
-        return self.values_per_token * min(context, self.sliding_window or context)
+        """Keys and values that the model's own cache holds of `context` tokens: all, or those of a sliding window.
+
+        An indexer's keys are among them.
+        """
+        return self.values_per_token * min(context, self.sliding_window or context) + context * self.index_dim
 
     def plain_bytes(self, context: int) -> int:
         """Bytes of one sequence of `context` tokens in full precision."""
-        return (self.numbers(context) + context * self.index_dim) * self.dtype.itemsize
+        return self.numbers(context) * self.dtype.itemsize
 
     def _index_bytes(self, context: int) -> int:
         """Bytes of an indexer's keys, which have codes of 8 bits and a scale where others are quantized."""

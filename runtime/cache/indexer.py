@@ -47,6 +47,12 @@ class IndexerKeys:
         pairs = zip(self._rows, self.counts, strict=True)
         return sum(count * buffer.token_bytes for row, count in pairs for buffer in row)
 
+    @property
+    def numbers(self) -> int:
+        """Numbers of the keys that there are."""
+        pairs = zip(self._rows, self.counts, strict=True)
+        return sum(count * row[0].tensor.shape[2] for row, count in pairs if row)
+
     def count(self, row: int) -> int:
         """Keys of a sequence."""
         return self.counts[row] if row < len(self.counts) else 0

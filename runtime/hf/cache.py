@@ -473,7 +473,7 @@ class KVCache(Cache):
             flushes=sum(store.flushes for store in stores),
             clamped_rows=sum(store.group.registry.clamped_rows(store) for store in stores),
             fallbacks=sum(store.fallbacks for store in stores),
-            values=sum(store.numbers() for store in stores),
+            values=sum(store.numbers() for store in stores) + sum(index.numbers for index in indices),
             bytes_used=sum(store.bytes_used() for store in stores) + sum(index.bytes_used for index in indices),
             bytes_allocated=sum(store.bytes_allocated() for store in stores) + sum(index.nbytes for index in indices),
             other_layers=len(self.layers) - len(self.paged_layers()),
