@@ -158,7 +158,7 @@ class ActivationRecorder:
             if self._routes(point):
                 experts = self.structure.experts
                 # The other searches need no more than the moments.
-                if point == experts.linears(experts.owner(point))[2]:
+                if point == experts.linears(experts.owner(point))[-1]:
                     self._sample(point, x, seen, EXPERT_TOKENS)
                 return
             index = torch.arange(seen, seen + x.shape[0], device=x.device)
@@ -219,7 +219,7 @@ class ActivationRecorder:
                 ranks.sum_(sums[point])
         sampled = [point for point in points if not self._routes(point)]
         if experts is not None:
-            sampled += [*pools, *(experts.linears(number)[2] for number in range(experts.count))]
+            sampled += [*pools, *(experts.linears(number)[-1] for number in range(experts.count))]
         for point in sampled:
             if point in self._seen:
                 reader = experts.linears(0)[0] if point in pools else point
@@ -315,7 +315,7 @@ def point_of(structure: LayerStructure, linear: str) -> str:
     number = None if structure.experts is None else structure.experts.owner(linear)
     if number is None:
         return shared_point(structure, linear)
-    gate, _, down = structure.experts.linears(number)
+    gate, *_, down = structure.experts.linears(number)
     return down if linear == down else gate
 
 

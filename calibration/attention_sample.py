@@ -26,6 +26,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from kvconvert.cache.format import CacheFormat
 from kvconvert.calibration.activations import same_arguments
 from kvconvert.calibration.protocol import CalibrationPass, LayerWork
+from kvconvert.kernels.attention.chosen import choice_of
 from kvconvert.kernels.rotate import hadamard_transform
 
 RECORDING_ATTENTION = "kvconvert_record"
@@ -76,9 +77,19 @@ def _recording_attention(
 
 
 def model_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    **kwargs: Any,
 ) -> Tensor:
     """Attention as the model means it, with the arguments that the model passes: [B, T, heads, head_dim]."""
+    choice = choice_of(indices, block_indices, getattr(module.config, "index_block_size", None))
+    if choice is not None and not choice.is_all_of(key.shape[2]):
+        attention_mask = choice.mask(attention_mask, query.shape[1], key.shape[2])
     if kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)[0]
     return _capped_attention(query, key, value, attention_mask, **kwargs)

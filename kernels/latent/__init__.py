@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from kvconvert.kernels import device as devices
-from kvconvert.kernels.attention.softmax import StreamingSoftmax
+from kvconvert.kernels.attention.softmax import StreamingSoftmax, capped
 from kvconvert.kernels.chunked_prefill.parts import StoredPart, Workspace
 from kvconvert.kernels.decode.stored import StoredTokens
 from kvconvert.kernels.pages.formats import PAGE_SIZE, LayerFormat, TokenNorm
@@ -94,6 +94,9 @@ def latent_attention(
     parts: Sequence[StoredPart],
     scaling: float,
     workspace_tokens: int | None = None,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+    visible: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of a sequence's newest tokens over all that is stored, tile by tile with a streaming softmax.
 
@@ -105,6 +108,8 @@ def latent_attention(
         scaling: factor of the scores.
         workspace_tokens: tokens of a tile, at least a page's; None for as many as fit
             `chunked_prefill.parts.WORKSPACE_BYTES`.
+        softcap, sink_logits: of the model, as for attention over keys and values; None without.
+        visible: bool [T, n], which of all tokens each query attends to; None for all up to its own.
 
     Returns:
         float32 [Hq, T, R], sums of latents in the same coordinates.
@@ -119,9 +124,13 @@ def latent_attention(
     for count in workspace.tiles(parts):
         latents, rope = workspace.keys[0, :count], workspace.values[0, :count]
         scores = latent_queries @ latents.T + rope_queries @ rope.T
-        if length > 1:
+        if softcap is not None:
+            scores = capped(scores, 1.0, softcap)
+        if visible is not None:
+            scores = scores.masked_fill_(~visible[:, begin : begin + count], -torch.inf)
+        elif length > 1:
             hidden = torch.arange(begin, begin + count, device=newest.device) > newest.unsqueeze(1)
             scores = scores.masked_fill_(hidden, -torch.inf)
         softmax.add(softmax.weights(scores[None]) @ latents)
         begin += count
-    return softmax.finish()[0]
+    return softmax.finish(None if sink_logits is None else sink_logits.float().view(1, -1, 1))[0]

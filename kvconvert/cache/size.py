@@ -39,6 +39,7 @@ class LayerCache:
         scheme: how they are stored; None where the layer keeps transformers' own cache.
         sliding_window: of the layer in tokens, or None.
         dtype: of full-precision tokens.
+        index_dim: channels of an indexer's key, of which there is one per token; 0 without an indexer.
     """
 
     heads: int
@@ -47,6 +48,7 @@ class LayerCache:
     scheme: KVScheme | None = None
     sliding_window: int | None = None
     dtype: torch.dtype = FULL_PRECISION
+    index_dim: int = 0
 
     @property
     def values_per_token(self) -> int:
@@ -59,12 +61,22 @@ class LayerCache:
         return self.scheme is not None and self.scheme.quantizes
 
     def numbers(self, context: int) -> int:
-        """Keys and values that the model's own cache holds of `context` tokens: all, or those of a sliding window."""
-        return self.values_per_token * min(context, self.sliding_window or context)
+        """Keys and values that the model's own cache holds of `context` tokens: all, or those of a sliding window.
+
+        An indexer's keys are among them.
+        """
+        return self.values_per_token * min(context, self.sliding_window or context) + context * self.index_dim
 
     def plain_bytes(self, context: int) -> int:
         """Bytes of one sequence of `context` tokens in full precision."""
         return self.numbers(context) * self.dtype.itemsize
+
+    def _index_bytes(self, context: int) -> int:
+        """Bytes of an indexer's keys, which have codes of 8 bits and a scale where others are quantized."""
+        if not self.index_dim:
+            return 0
+        scale = self.dtype.itemsize
+        return context * (self.index_dim + scale if self.is_quantized else self.index_dim * scale)
 
     def exact_bytes(self, context: int) -> int:
         """Bytes of one sequence once a prompt of `context` tokens has been read.
@@ -83,7 +95,7 @@ class LayerCache:
             if kept < context:
                 # Of kept tokens only bounds of their positions are known, and with these the last page is `kept` away.
                 context, positions = kept, _POSITION_BYTES * self.heads * kept
-        return positions + sum(self.sides(context))
+        return positions + sum(self.sides(context)) + self._index_bytes(context)
 
     def sides(self, context: int) -> tuple[int, int]:
         """Bytes of keys and of values of `context` tokens that go to pages, without eviction."""

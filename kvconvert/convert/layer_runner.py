@@ -80,14 +80,16 @@ class LayerRunner:
             self._check_arrangement()
 
     def _check_arrangement(self) -> None:
-        """Refuse layers whose tensors are not stored as the model has them; experts are taken apart as needed."""
+        """Read layers' tensors as the model has them; refuse what cannot be. Experts are taken apart as needed."""
         inside = f"{self.architecture.layers}."
-        rearranged = min((n for n in self.source.tensor_names.rearranged if n.startswith(inside)), default=None)
+        left = [entry for entry in self.source.tensor_names.rearranged if not entry.is_complete]
+        rearranged = min((n for entry in left for n in entry.before if n.startswith(inside)), default=None)
         if rearranged is not None:
             raise UnsupportedModelError(
                 f"transformers rearranges {rearranged} as it loads {self.architecture.model_type} models, which "
                 f"reading them layer by layer does not; {ONLY_CACHE}."
             )
+        self.source = self.source.arranged(self.model, inside)
 
     def check_headers(self) -> None:
         """Refuse (CheckpointError) a checkpoint whose headers do not fit the model; no weights are read."""

@@ -320,8 +320,9 @@ def kept_tensors(runner: LayerRunner, weights: WeightsRecipe) -> list[str]:
     # A checkpoint may hold more layers than the model has (for predicting several tokens); they are copied too.
     layers = () if runner.architecture is None else tuple(f"{runner.layer_name(i)}." for i in range(runner.num_layers))
     copied = () if weights.quantizes else runner.expert_modules()
-    stored = runner.source.tensor_names.stored
-    return sorted(own for name, own in stored.items() if not name.startswith(layers) or name.startswith(copied))
+    names = runner.source.tensor_names
+    stored = (own for name, own in names.stored.items() if not name.startswith(layers) or name.startswith(copied))
+    return sorted({part for own in stored for part in names.made.get(own, (own,))})
 
 
 def _kept_reason(name: str, found: Architecture | None) -> str:

@@ -8,6 +8,7 @@ clip becomes.
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from transformers import (
     AutoModelForMultimodalLM,
     PretrainedConfig,
 )
-from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -57,13 +58,16 @@ ENDINGS = ("token_id", "token_index")
 # Layers with keys and values; those of the second line carry a recurrent state besides.
 ATTENTION_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 HYBRID_LAYER_TYPES = ("hybrid", "hybrid_sliding")
+# What indexers call of a layer that keeps their keys, and how attention functions are told what these chose.
+INDEX_UPDATES = ("update_indexer", "update_index")
+_CHOSEN = {"indices", "block_indices"}
 ATTENDS_IN_PARTS = (
     "its attention is computed in several calls, over parts of the values; its cache is left to transformers"
 )
 # Models that handle their cache otherwise than through a layer's update() and transformers' attention interface.
 OTHER_CACHES = {
     "diffllama": ATTENDS_IN_PARTS,
-    "inkling_text": "a position bias is added to its attention scores; its cache is left to transformers",
+    "hrm_text": "it runs each layer several times, with a cache for each; its cache is left to transformers",
     "minimax": "minimax takes no cache but its own class of transformers, which holds its linear attention",
     "mllama_text_model": "Llama 3.2 Vision reads the tensors of its cache by itself; its cache is left to transformers",
 }
@@ -126,6 +130,8 @@ def layer_types_of(config: PretrainedConfig) -> tuple[list[str], list[dict[str, 
     text = config.get_text_config(decoder=True)
     try:
         types, arguments = get_layer_types_and_kwargs(text)
+        if not DYNAMIC_LAYER_TYPE_MAPPING.keys() >= {*types}:
+            _modeling(text)  # where such layers are defined
     except (AttributeError, TypeError, ValueError) as error:  # of layers whose type asks for what the config lacks
         raise no_model(error) from error
     for window in (entry.get("sliding_window") for entry in arguments):
@@ -136,7 +142,12 @@ def layer_types_of(config: PretrainedConfig) -> tuple[list[str], list[dict[str, 
 
 def has_pages(layer_type: str) -> bool:
     """Whether a layer of this type has keys and values that pages can hold."""
-    return layer_type in ATTENTION_LAYER_TYPES or layer_type in HYBRID_LAYER_TYPES
+    return layer_type in ATTENTION_LAYER_TYPES or layer_type in HYBRID_LAYER_TYPES or keeps_index(layer_type)
+
+
+def keeps_index(layer_type: str) -> bool:
+    """Whether a layer of this type keeps the keys of an indexer, which chooses the tokens that are attended to."""
+    return any(hasattr(DYNAMIC_LAYER_TYPE_MAPPING.get(layer_type), update) for update in INDEX_UPDATES)
 
 
 def is_latent(config: PretrainedConfig) -> bool:
@@ -147,12 +158,18 @@ def is_latent(config: PretrainedConfig) -> bool:
 def pages_unsupported(config: PretrainedConfig, layer_type: str, scheme: KVScheme | None) -> str | None:
     """Why a layer of this type keeps transformers' own cache instead of this scheme's; None where it can have pages."""
     text = config.get_text_config(decoder=True)
-    if is_latent(config):
-        if layer_type == "indexed_attention":
+    if keeps_index(layer_type):
+        if not _gives_attention(text, _CHOSEN):
             return (
-                f"the latent attention of {text.model_type} attends to tokens that an indexer chooses; its cache is "
-                "left to transformers"
+                f"the indexer of {text.model_type} does not tell attention functions which tokens it chose; its cache "
+                "is left to transformers"
             )
+        if scheme is not None and scheme.compresses_prompts():
+            return "an indexer chooses tokens among all, and this scheme compresses whole prompts"
+        sources = getattr(text, "kv_source_layers", None) or ()
+        if any(source != index for index, source in enumerate(sources)):
+            return "some of its layers read earlier layers' latents; its cache is left to transformers"
+    if is_latent(config):
         if not _defines(text, "expand_kv"):
             return f"the latent attention of {text.model_type} is unknown; its cache is left to transformers"
         if scheme is not None and not scheme.fits_latents:
@@ -162,6 +179,8 @@ def pages_unsupported(config: PretrainedConfig, layer_type: str, scheme: KVSchem
             )
     if text.model_type in OTHER_CACHES:
         return OTHER_CACHES[text.model_type]
+    if _gives_attention(text, {"position_bias"}):
+        return "a position bias is added to its attention scores; its cache is left to transformers"
     if not _uses_attention_interface(text):
         return (
             f"{text.model_type} computes attention by itself instead of through transformers' attention interface; its "
@@ -221,6 +240,14 @@ def _defines(config: PretrainedConfig, method: str) -> bool:
     return any(isinstance(part, type) and hasattr(part, method) for part in vars(_modeling(config) or object).values())
 
 
+def _gives_attention(config: PretrainedConfig, arguments: set[str]) -> bool:
+    """Whether a class beside a model of transformers calls attention with one of these arguments."""
+    forwards = [getattr(part, "forward", None) for part in vars(_modeling(config) or object).values()]
+    codes = [getattr(inspect.unwrap(forward), "__code__", None) for forward in forwards if callable(forward)]
+    calls = [code.co_consts for code in codes if code and "ALL_ATTENTION_FUNCTIONS" in code.co_names]
+    return any(arguments & {*names} for consts in calls for names in consts if isinstance(names, tuple))
+
+
 def _modeling(config: PretrainedConfig) -> Any:
     """transformers' module with the classes of a model; None for models from elsewhere."""
     name = type(config).__module__
@@ -258,6 +285,14 @@ def stored_shape(config: PretrainedConfig) -> tuple[int, int, int]:
     return key_value_heads(config), head_dim(config), head_dim(config)
 
 
+def _index_dim(config: PretrainedConfig, layer_type: str, index: int) -> int:
+    """Channels of the keys of a layer's indexer; 0 where it has none, or attends to what an earlier layer's chose."""
+    kinds = getattr(config, "indexer_types", None)
+    if not keeps_index(layer_type) or (kinds and kinds[index] != "full"):
+        return 0
+    return getattr(config, "index_head_dim", None) or 0
+
+
 def sliding_windows(config: PretrainedConfig) -> list[int | None]:
     """The sliding window of each decoder layer in tokens, or None."""
     return [arguments.get("sliding_window") for arguments in layer_types_of(config)[1]]
@@ -283,7 +318,7 @@ def model_cache(
         else:
             # Beside quantized layers the others have pages, too, of the model's own dtype.
             stored = UNQUANTIZED if scheme is None and quantized else scheme
-            layers.append(LayerCache(*stored_shape(own), stored, window, dtype))
+            layers.append(LayerCache(*stored_shape(own), stored, window, dtype, _index_dim(text, kind, index)))
     return ModelCache(tuple(layers))
 
 

@@ -21,11 +21,16 @@ from kvconvert.errors import CheckpointError, UnsupportedModelError
 
 
 class ExpertRoles(NamedTuple):
-    """What a checkpoint calls an expert's three Linears."""
+    """What a checkpoint calls an expert's Linears; some experts have no gate."""
 
-    gate: str
+    gate: str | None
     up: str
     down: str
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """Those that there are, in order."""
+        return tuple(role for role in self if role is not None)
 
 
 # Llama's names, and those of Mixtral's first implementation.
@@ -48,6 +53,7 @@ class FusedLayout(NamedTuple):
         interleaved: outputs of the first projection alternate gate, up, gate, up; else all gates come first.
         bias: both projections have one, [experts, out].
         scored_before: see `SCORED_BEFORE`.
+        gated: whether there is a gate beside the up projection.
     """
 
     num_experts: int
@@ -57,6 +63,11 @@ class FusedLayout(NamedTuple):
     interleaved: bool
     bias: bool
     scored_before: bool
+    gated: bool = True
+
+    def roles(self, roles: ExpertRoles) -> ExpertRoles:
+        """Those of these names that such experts have."""
+        return roles if self.gated else roles._replace(gate=None)
 
 
 def is_fused(module: nn.Module) -> bool:
@@ -73,9 +84,11 @@ def fused_layout(fused: nn.Module) -> FusedLayout:
     name = type(fused).__name__
     scored_before = name in SCORED_BEFORE
     names = {name for name, _ in fused.named_parameters(recurse=False)}
-    gated = {"gate_up_proj", "down_proj"}
-    standard = scored_before or getattr(fused, "has_gate", False)
-    if not standard or names not in (gated, gated | {f"{name}_bias" for name in gated}):
+    both = {"gate_up_proj", "down_proj"}
+    plain = names == {"up_proj", "down_proj"} and not getattr(fused, "has_gate", True)
+    declared = scored_before or hasattr(fused, "has_gate")
+    known = plain or (names in (both, both | {f"{name}_bias" for name in both}) and getattr(fused, "has_gate", True))
+    if not known or not (declared or hasattr(fused, "_apply_gate")):
         raise UnsupportedModelError(
             f"{name} with {', '.join(sorted(names))} are fused experts that kvconvert cannot split; use "
             '[weights] method = "none".'
@@ -84,16 +97,17 @@ def fused_layout(fused: nn.Module) -> FusedLayout:
         raise UnsupportedModelError(
             f'{name} normalises the output of its experts, which is not supported; use [weights] method = "none".'
         )
-    transposed = scored_before or fused.is_transposed
+    transposed = scored_before or getattr(fused, "is_transposed", False)
     experts, rows, columns = fused.down_proj.shape
     return FusedLayout(
         num_experts=experts,
         hidden=columns if transposed else rows,
         intermediate=rows if transposed else columns,
         transposed=transposed,
-        interleaved=not scored_before and not fused.is_concatenated,
+        interleaved=not scored_before and not getattr(fused, "is_concatenated", True),
         bias="down_proj_bias" in names,
         scored_before=scored_before,
+        gated=not plain,
     )
 
 
@@ -110,14 +124,12 @@ class SeparateExperts(nn.Module):
 
     def __init__(self, fused: nn.Module, roles: ExpertRoles, make_linear: MakeLinear) -> None:
         super().__init__()
-        self.layout, self.roles = fused_layout(fused), roles
+        self.layout = fused_layout(fused)
+        self.roles = roles = self.layout.roles(roles)
         hidden, intermediate, bias = self.layout.hidden, self.layout.intermediate, self.layout.bias
         for expert in range(self.layout.num_experts):
-            linears = {
-                roles.gate: make_linear(hidden, intermediate, bias),
-                roles.up: make_linear(hidden, intermediate, bias),
-                roles.down: make_linear(intermediate, hidden, bias),
-            }
+            linears = {role: make_linear(hidden, intermediate, bias) for role in roles.linears[:-1]}
+            linears[roles.down] = make_linear(intermediate, hidden, bias)
             self.add_module(str(expert), nn.ModuleDict(linears))
         # Not a submodule: transformers would initialise the weights that it expects in a module of this class.
         self.__dict__["gating"] = _without_weights(fused)
@@ -168,6 +180,8 @@ class SeparateExperts(nn.Module):
         return outputs
 
     def _expert(self, expert: nn.ModuleDict, x: Tensor) -> Tensor:
+        if not self.layout.gated:
+            return expert[self.roles.down](self.gating.act_fn(expert[self.roles.up](x)))
         return expert[self.roles.down](self._joined(expert[self.roles.gate](x), expert[self.roles.up](x)))
 
     def _joined(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -189,7 +203,8 @@ def _without_weights(fused: nn.Module) -> nn.Module:
 
 def expert_names(prefix: str, layout: FusedLayout, roles: ExpertRoles) -> list[str]:
     """Full names of the Linears of a layer's experts, in order."""
-    return [f"{prefix}.{expert}.{role}" for expert in range(layout.num_experts) for role in roles]
+    linears = layout.roles(roles).linears
+    return [f"{prefix}.{expert}.{role}" for expert in range(layout.num_experts) for role in linears]
 
 
 def separate_experts(layer: nn.Module, roles: ExpertRoles) -> nn.Module:
@@ -208,12 +223,43 @@ def separate_experts(layer: nn.Module, roles: ExpertRoles) -> nn.Module:
     for name, fused in [(name, module) for name, module in layer.named_modules() if is_fused(module)]:
         with torch.device("meta"):
             separate = SeparateExperts(fused, roles, lambda i, o, bias: nn.Linear(i, o, bias))
+        if not hasattr(fused, "has_gate") and not separate.layout.scored_before:
+            _check_alike(fused)
         weights = {f"{name}.{key}": parameter for key, parameter in fused.named_parameters(recurse=False)}
         layer.set_submodule(name, separate)
         split = split_fused(layer, weights, type(layer).__name__)
         separate.load_state_dict({key.removeprefix(f"{name}."): value for key, value in split.items()}, assign=True)
         separate.train(fused.training)
     return layer
+
+
+@torch.no_grad()
+def _check_alike(fused: nn.Module) -> None:
+    """Try whether experts that declare no layout compute what `SeparateExperts` does, with a few small weights.
+
+    Raises:
+        UnsupportedModelError: they do not.
+    """
+    small, random = _without_weights(fused), torch.Generator().manual_seed(0)
+    small._parameters = {
+        name: nn.Parameter(torch.randn(len(own), 16 if name.startswith("gate_up") else 8, 8, generator=random))
+        for name, own in fused.named_parameters(recurse=False)
+    }
+    tokens = torch.randn(6, 8, generator=random)
+    chosen, weights = torch.randint(len(fused.down_proj), (6, 2), generator=random), torch.rand(6, 2, generator=random)
+    separate = SeparateExperts(small, EXPERT_ROLES[0], lambda i, o, bias: nn.Linear(i, o, bias))
+    own = {f"experts.{name}": parameter for name, parameter in small._parameters.items()}
+    split = split_fused(nn.ModuleDict({"experts": separate}), own, type(fused).__name__)
+    separate.load_state_dict({key.removeprefix("experts."): value for key, value in split.items()})
+    try:
+        expected = small(tokens, chosen, weights)
+    except Exception:  # code of any model, which may take other arguments
+        expected = None
+    if expected is None or not torch.allclose(separate(tokens, chosen, weights), expected, rtol=1e-3, atol=1e-4):
+        raise UnsupportedModelError(
+            f"{type(fused).__name__} computes otherwise than its weights say, so that kvconvert cannot split its fused "
+            'experts; use [weights] method = "none".'
+        )
 
 
 def expert_modules(layer: nn.Module) -> tuple[str, ...]:
@@ -253,6 +299,8 @@ def split_fused(layer: nn.Module, tensors: Mapping[str, Tensor], layer_name: str
 def _fused_shapes(layout: FusedLayout) -> dict[str, tuple[int, ...]]:
     experts, hidden, intermediate = layout.num_experts, layout.hidden, layout.intermediate
     up, down = (2 * intermediate, hidden), (hidden, intermediate)
+    if not layout.gated:
+        return {"up_proj": (experts, intermediate, hidden), "down_proj": (experts, *down)}
     shapes = {"gate_up_proj": (experts, *up), "down_proj": (experts, *down)}
     if layout.transposed:
         shapes = {"gate_up_proj": (experts, *up[::-1]), "down_proj": (experts, *down[::-1])}
@@ -269,6 +317,8 @@ def _split(module: SeparateExperts, fused_name: str, tensor: Tensor) -> dict[str
         tensor = tensor.transpose(1, 2)
     if fused_name.startswith("down_proj"):
         split = {roles.down: tensor}
+    elif not layout.gated:
+        split = {roles.up: tensor}
     elif layout.interleaved:
         split = {roles.gate: tensor[:, ::2], roles.up: tensor[:, 1::2]}
     else:

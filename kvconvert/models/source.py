@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +35,7 @@ from kvconvert.models import locate_model
 from kvconvert.models.configuration import make_config
 from kvconvert.models.formats import Encoded, Packing, find_format
 from kvconvert.models.formats.gguf import find_gguf, open_gguf
-from kvconvert.models.weight_files import TensorNames, read_weight_header, tensor_files, weight_files
+from kvconvert.models.weight_files import Rearrangement, TensorNames, read_weight_header, tensor_files, weight_files
 
 if TYPE_CHECKING:  # transformers' modeling code takes seconds to import, and `export` runs without it
     from transformers import PreTrainedModel
@@ -84,6 +86,38 @@ class SourceModel:
     def named_as(self, model: nn.Module) -> SourceModel:
         """The same checkpoint, with tensors named as in the model loaded from it."""
         return replace(self, tensor_names=TensorNames.of(model, self.tensors))
+
+    def arranged(self, model: nn.Module, inside: str) -> SourceModel:
+        """The same checkpoint with tensors as the model has them, where loading makes them of few others.
+
+        Args:
+            model: of `named_as`.
+            inside: the beginning of the model's names of these tensors; others stay as they are stored.
+        """
+        made: dict[str, Rearrangement] = {}
+        encoded = dict(self.encoded)
+        for rearrangement in self.tensor_names.rearranged:
+            if rearrangement.target.startswith(inside) and rearrangement.is_complete:
+                own = [*rearrangement.sources.values()]
+                shapes = [torch.empty(self.tensors[name].shape, device="meta") for name in own]
+                for name, tensor in rearrangement.convert(model, shapes).items():
+                    info = TensorInfo(dtype=self.tensors[own[0]].dtype, shape=list(tensor.shape))
+                    parts = [self.encoded[n].parts if n in self.encoded else (n,) for n in own]
+                    decode, made[name] = partial(self._made, rearrangement, model, name), rearrangement
+                    encoded[self.tensor_names.of_tensor(name)] = Encoded(info, tuple(chain(*parts)), decode)
+        names = self.tensor_names.with_made(made)
+        infos = {own: encoded[own].info for own in names.made}
+        return replace(self, tensors=self.tensors | infos, tensor_names=names, encoded=encoded)
+
+    def _made(self, rearrangement: Rearrangement, model: nn.Module, name: str, tensors: list[Tensor]) -> Tensor:
+        """One tensor that loading makes, from the stored ones that those it takes are made from."""
+        sources, begin = [], 0
+        for source in rearrangement.sources.values():
+            count = len(self.encoded[source].parts) if source in self.encoded else 1
+            part = tensors[begin : begin + count]
+            sources.append(self.encoded[source].decode(part) if source in self.encoded else part[0])
+            begin += count
+        return rearrangement.convert(model, sources)[name]
 
     def names(self, prefix: str) -> list[str]:
         """Tensors whose name starts with `prefix`, sorted."""

@@ -97,18 +97,18 @@ class RoutedExperts:
         module: hands each expert the tokens that the router chose it for; its `compute(number, tokens)` runs one
             expert on given tokens, [n, hidden] to [n, hidden].
         count: how many experts there are.
-        gate, up, down: names within an expert.
+        gate, up, down: names within an expert; `gate` is None where experts have none.
     """
 
     module: str
     count: int
-    gate: str
+    gate: str | None
     up: str
     down: str
 
-    def linears(self, number: int) -> tuple[str, str, str]:
-        """Gate, up and down projection of one expert."""
-        return tuple(f"{self.module}.{number}.{name}" for name in (self.gate, self.up, self.down))
+    def linears(self, number: int) -> tuple[str, ...]:
+        """Gate, if there is one, up and down projection of one expert."""
+        return tuple(f"{self.module}.{number}.{name}" for name in (self.gate, self.up, self.down) if name is not None)
 
     def owner(self, linear: str) -> int | None:
         """The expert that a Linear belongs to; None for others."""

@@ -7,13 +7,15 @@ Modules are called here as in the loaded model; files keep the checkpoint's name
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from kvconvert.errors import CheckpointError
 from kvconvert.io.json_text import parse_json
@@ -103,6 +105,35 @@ def read_weight_header(path: Path) -> dict[str, TensorInfo]:
 
 
 @dataclass(frozen=True)
+class Rearrangement:
+    """Tensors of the loaded model that one of transformers' conversions makes from some of a checkpoint.
+
+    Attributes:
+        converter: transformers' own.
+        target: the model's name of the first tensor that it makes.
+        sources: the checkpoint's name of each tensor that it takes, by the pattern that it fits.
+        before: the names that these have just before that.
+    """
+
+    converter: Any
+    target: str
+    sources: Mapping[str, str]
+    before: tuple[str, ...] = ()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the checkpoint holds all that the conversion takes."""
+        return len(self.sources) == len(self.converter.source_patterns)
+
+    def convert(self, model: nn.Module, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
+        """What is made of tensors in the order of `sources`, by the model's names."""
+        own = copy.deepcopy(self.converter)
+        for (pattern, name), tensor in zip(self.sources.items(), tensors, strict=True):
+            own.add_tensor(self.target, name, pattern, lambda tensor=tensor: tensor)
+        return own.convert(self.target, model=model, config=model.config)
+
+
+@dataclass(frozen=True)
 class TensorNames:
     """Both names of every tensor of a checkpoint.
 
@@ -110,18 +141,32 @@ class TensorNames:
         stored: the checkpoint's name of each tensor, by the loaded model's name, in order of the latter.
         prefixes: the same for the modules around them, as far as they differ.
         merged: tensors of the loaded model that loading makes from others, by merging or rearranging them.
-        rearranged: the checkpoint's tensors, by the names that they have just before that, experts' excepted.
+        rearranged: how loading makes some of these of few tensors, without experts that are merged one by one.
+        made: of tensors that are read so, by the checkpoint's names, those that they are made of.
+        renamings, base: how loading renames tensors, and the prefix that it adds to or removes from them.
     """
 
     stored: Mapping[str, str]
     prefixes: Mapping[str, str]
     merged: frozenset[str] = frozenset()
-    rearranged: frozenset[str] = frozenset()
+    rearranged: tuple[Rearrangement, ...] = ()
+    made: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    renamings: tuple[Any, ...] = ()
+    base: str = ""
 
     @classmethod
     def same(cls, names: Iterable[str]) -> TensorNames:
         """Names that are not changed on loading."""
         return cls({name: name for name in sorted(names)}, {})
+
+    def with_made(self, made: Mapping[str, Rearrangement]) -> TensorNames:
+        """These, with tensors, by the model's names, that are made of others, and without those others."""
+        taken = {name for rearrangement in made.values() for name in rearrangement.before}
+        stored = {name: own for name, own in self.stored.items() if name not in taken}
+        stored |= {name: self.of_tensor(name) for name in made}
+        sources = {stored[name]: tuple(rearrangement.sources.values()) for name, rearrangement in made.items()}
+        named = {"stored": dict(sorted(stored.items())), "prefixes": _prefixes(stored)}
+        return replace(self, **named, merged=self.merged - made.keys(), rearranged=(), made=sources)
 
     @classmethod
     def of(cls, model: nn.Module, names: Iterable[str]) -> TensorNames:
@@ -147,18 +192,21 @@ class TensorNames:
         state, base = model.state_dict(), model.base_model_prefix
         stored: dict[str, str] = {}
         merged: set[str] = set()
-        rearranged: set[str] = set()
+        rearranged: dict[Any, Rearrangement] = {}
         for name in sorted(names):
             loaded, pattern = rename_source_key(name, renamings, converters, base, state)
             if pattern is not None:
-                first, *others = next(c.target_patterns for c in converters if pattern in c.source_patterns)
+                converter = next(c for c in converters if pattern in c.source_patterns)
+                first, *others = converter.target_patterns
                 merged |= {loaded, *(loaded.replace(first, other) for other in others)}
-                is_expert = ".experts." in loaded
+                target = loaded
                 plain = apply_renamings(name, renamings)
                 nested = loaded.startswith(f"{base}.") and not plain.startswith(f"{base}.")
                 loaded = f"{base}.{plain}" if nested else plain
-                if not is_expert:
-                    rearranged.add(loaded)
+                if not any("*" in source for source in converter.source_patterns):
+                    known = rearranged.get((id(converter), target)) or Rearrangement(converter, target, {})
+                    known = replace(known, sources=known.sources | {pattern: name}, before=(*known.before, loaded))
+                    rearranged[id(converter), target] = known
             elif loaded not in state and name in state:
                 loaded = name
             if loaded in stored:
@@ -167,7 +215,14 @@ class TensorNames:
                     "transformers; remove the wrong one."
                 )
             stored[loaded] = name
-        return cls(dict(sorted(stored.items())), _prefixes(stored), frozenset(merged), frozenset(rearranged))
+        return cls(
+            dict(sorted(stored.items())),
+            _prefixes(stored),
+            frozenset(merged),
+            tuple(rearranged.values()),
+            renamings=tuple(renamings),
+            base=base,
+        )
 
     def of_tensor(self, name: str) -> str:
         """The checkpoint's name of a tensor, or the one that a new tensor of the same module has to get."""
@@ -182,7 +237,17 @@ class TensorNames:
         while head and head not in self.prefixes:
             head, _, last = head.rpartition(".")
             rest = f".{last}{rest}"
-        return f"{self.prefixes[head]}{rest}" if head else name
+        found = f"{self.prefixes[head]}{rest}" if head else name
+        return found if not rest or self._is_renamed(found, name) else name
+
+    def _is_renamed(self, name: str, loaded: str) -> bool:
+        """Whether loading gives a module of the checkpoint this name; experts that it merges have none before."""
+        if not self.renamings:
+            return True
+        from transformers.core_model_loading import apply_renamings
+
+        found = apply_renamings(f"{name}.weight", list(self.renamings)).removesuffix(".weight")
+        return found.removeprefix(f"{self.base}.") == loaded.removeprefix(f"{self.base}.")
 
 
 def _prefixes(stored: Mapping[str, str]) -> dict[str, str]:

@@ -143,7 +143,7 @@ class ServedBundle:
         others = sorted(set(self.layer_types) - {*OURS, *STATES, *WINDOWS, *WITHOUT_CACHE})
         if others:
             kinds = listed(others)
-            return f"This model has layers of type {kinds}, which the plugin does not serve; use model.generate."
+            return f"This model has layers of type {kinds}, which the plugin does not serve; use `kvconvert serve`."
         sizes = [layout.key_bytes + layout.value_bytes for layout in self.layouts(dtype, ranks).values()]
         if self.has_states and max(sizes) * len(sizes) > (1 + MOST_PADDING) * sum(sizes):
             return (

@@ -15,6 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from kvconvert.errors import CacheError
+from kvconvert.kernels.attention.chosen import Choice
 from kvconvert.runtime.cache.prompts import SealEviction, SealSpan
 from kvconvert.runtime.cache.sequence import Sequence
 
@@ -160,6 +161,45 @@ class PassTokens:
                 expected = (part <= own) & (part > own - window)
                 differs |= (self.visible(row, queries, part)[0] != expected).any()
         return not bool(differs)
+
+
+class LayerTokens(PassTokens):
+    """The tokens of a pass whose queries attend to what their row's own first token decides.
+
+    Args:
+        chunk: the pass.
+        store: the layer, which knows the sequences once the pass's tokens are committed.
+        choice: of an indexer for these queries, counted from each row's first position; None without one.
+        in_chunks: whether the mask is one of chunks, which are counted from there, too.
+    """
+
+    def __init__(self, chunk: PassTokens, store: Any, choice: Choice | None, in_chunks: bool):
+        self.__dict__.update(chunk.__dict__)
+        self.store, self.choice, self.in_chunks, self.is_causal = store, choice, in_chunks, False
+
+    def visible(self, row: int, query_positions: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """See `PassTokens`; H is the number of KV heads where an indexer chose tokens for each."""
+        first = 0 if self.store.group.real is not None else _first(self.store.sequences[row])
+        queries, tokens = query_positions - first, positions.to(query_positions.device) - first
+        if self.in_chunks:  # the batch of a packed pass has one row
+            seen = super().visible(0, queries, tokens)
+        else:
+            seen = super().visible(row, query_positions, positions)
+        if self.choice is None:
+            return seen
+        return seen & self.choice.of_row(row, query_positions - self.query_positions[0], tokens.flatten())
+
+
+def layer_tokens(chunk: PassTokens, store: Any, choice: Choice | None) -> PassTokens:
+    """A pass as a layer sees it: `chunk` where each query attends to what the mask says, and all of it was chosen."""
+    if choice is not None and choice.is_all_of(store.logical - min(map(_first, store.sequences), default=0)):
+        choice = None
+    in_chunks = store.in_chunks and chunk.real is None and store.group.real is None
+    return chunk if choice is None and not in_chunks else LayerTokens(chunk, store, choice, in_chunks)
+
+
+def _first(sequence: Sequence) -> int:
+    return sequence.position(0) if len(sequence) else 0
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,8 @@ def unplanned(groups: Sequence_[Group], length: int) -> str | None:
             return "a prompt before it was compressed as a whole"
         if any(store.is_latent for store in group.stores):
             return "the model expands the latents of a prompt"
+        if any(store.is_indexed for store in group.stores):
+            return "an indexer chooses the tokens that are attended to"
         if len({_sizes(store) for store in group.stores}) > 1:
             return "its layers differ in heads"
         for store in group.stores:

@@ -27,7 +27,7 @@ class Snapshot:
         stores: the layers that it was taken of, group by group; of the caches that it is put into they say dtype,
             device and formats.
         tokens: of each layer, keys [H, n, D] and values [H, m, E] in its buffers. Nothing may change them.
-        states: of each layer with states by its number, see `StateLayer.copies`.
+        states: of each layer with states, or keys of an indexer, by its number: its `copies`.
     """
 
     length: int
@@ -36,10 +36,10 @@ class Snapshot:
     tokens: tuple[tuple[tuple[torch.Tensor, torch.Tensor], ...], ...]
     states: Mapping[int, Mapping[str, torch.Tensor]] = field(default_factory=dict)
 
-    @property
-    def state_pages(self) -> int:
-        """Pages, each of all layers, that have as many bytes as all states."""
-        size = sum(tensor.nbytes for tensors in self.states.values() for tensor in tensors.values())
+    def state_pages(self, earlier: Snapshot | None) -> int:
+        """Pages, each of all layers, that have as many bytes as the states that an earlier snapshot does not hold."""
+        known = {id(t) for tensors in (earlier.states.values() if earlier else ()) for t in tensors.values()}
+        size = sum(t.nbytes for tensors in self.states.values() for t in tensors.values() if id(t) not in known)
         sides = (side for stores in self.stores for store in stores for side in (store.key_pages, store.value_pages))
         return -(-size // sum(side.page_bytes for side in sides))
 

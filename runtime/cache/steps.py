@@ -304,5 +304,6 @@ def _continues(group: Group) -> bool:
 
 
 def can_plan_steps(groups: list[Group]) -> bool:
-    """Whether kernels can follow the tables of all groups."""
-    return bool(groups) and all(group.rows and runs_steps(group) for group in groups)
+    """Whether kernels can follow the tables of all groups, whose tokens no indexer chooses."""
+    indexed = any(store.is_indexed for group in groups for store in group.stores)
+    return bool(groups) and not indexed and all(group.rows and runs_steps(group) for group in groups)

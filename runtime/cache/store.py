@@ -75,6 +75,9 @@ class LayerStore:
         rotations: what is rotated at run time.
         heads_apart: rows that a sequence has, one for each KV head where these keep different tokens by
             reconstruction, else 1.
+        is_indexed: whether an indexer chooses the tokens that the layer attends to.
+        in_chunks: whether tokens attend to their own chunk alone, of those that a sequence falls into from its first
+            token on (Llama 4).
         up_projections: of a layer of latents, W_UK [Hq, D, R] and W_UV [Hq, E, R], once attention needs them.
         growth: how the full-precision buffers grow; chosen by device at the first tokens.
         pending: parked keys [B, H, T, D] and values [B, H, T, E]; None once they are committed.
@@ -102,7 +105,7 @@ class LayerStore:
         pages: LayerStore | None = None,
         is_latent: bool = False,
     ):
-        self.is_latent, self.up_projections = is_latent, None
+        self.is_latent, self.up_projections, self.is_indexed, self.in_chunks = is_latent, None, False, False
         self.scheme, self.index, self.group, self.page_bytes = scheme, index, group, page_bytes
         self.plan, self.growth, self.pages = plan or {}, None, pages
         self.rotations, self.heads_apart = rotations(scheme), 1

@@ -25,6 +25,7 @@ from kvconvert.runtime.engine.sampling import sample
 from kvconvert.runtime.hf.cache_layers import rotary_switch
 from kvconvert.runtime.hf.captured import ShortBatch, prepare_steps, tokens_with_pages
 from kvconvert.runtime.hf.captured_passes import SIZES
+from kvconvert.runtime.hf.lengths import asks_length
 from kvconvert.runtime.hf.rehearsal import packed_linears, rehearse, shortened
 from kvconvert.runtime.hf.states import not_split
 
@@ -60,12 +61,6 @@ def unsupported(model: PreTrainedModel) -> str | None:
         return "it was not loaded from a bundle with a KV plan"
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return f"{model.config.model_type} models take no position_ids, and the rows of a batch are at different ones"
-    config = model.config.get_text_config(decoder=True)
-    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        return (
-            f"the chunks of {config.model_type} models' attention are counted from the beginning of the batch, and its "
-            "rows begin at different positions"
-        )
     return not_split(model)
 
 
@@ -122,6 +117,8 @@ class ModelSteps:
         config = model.config.get_text_config(decoder=True)
         # Without it logits of all tokens are computed.
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        # Attention that asks for the length of its cache gets one for each token of a packed pass.
+        self._packs_rows = any(map(asks_length, model.modules()))
         self.vocabulary: int = config.vocab_size
         self.max_positions = context_length(config)
         if changing_rope(config) is not None:  # a longer row would change what all other rows compute
@@ -402,7 +399,11 @@ class ModelSteps:
         """`forward` without prompts that have images."""
         if not chunks:
             count = self._resize(next(width for width in self._widths if max(self._taken, default=0) < width))
-            return self._logits(ids[:count, None], positions[:count, None], self.cache)[:, -1], {}
+            if not self._packs_rows:
+                return self._logits(ids[:count, None], positions[:count, None], self.cache)[:, -1], {}
+            cache = self.cache.packed([], rows=True)
+            with cache.planned(), cache.launches():
+                return self._logits(ids[None, :count], positions[None, :count], cache)[0], {}
         self._resize(self.rows)
         tokens, passes = [(chunk.cache, len(chunk.ids)) for chunk in chunks], self.model.captured.passes
         count = self.rows + sum(count for _, count in tokens)

@@ -276,7 +276,7 @@ class Prefixes:
                 return
             del known.unconfirmed[0]
             prefix = self._stored[key] = Prefix(key, snapshot.length // self._chunk, parent, snapshot)
-            self._state_pages += snapshot.state_pages
+            self._state_pages += snapshot.state_pages(parent and parent.snapshot)
             if parent is not None:
                 parent.children += 1
             with self._lock:
@@ -320,8 +320,8 @@ class Prefixes:
 
     def _drop(self, prefix: Prefix) -> None:
         del self._stored[prefix.key]
-        self._state_pages -= prefix.snapshot.state_pages
         parent = prefix.parent
+        self._state_pages -= prefix.snapshot.state_pages(parent and parent.snapshot)
         if parent is not None:
             parent.children -= 1
         for numbers, pages in prefix.snapshot.pages_beyond(parent and parent.snapshot):

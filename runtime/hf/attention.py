@@ -11,11 +11,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from kvconvert.errors import CacheError, UnsupportedModelError
+from kvconvert.kernels.attention.chosen import Choice, choice_of
 from kvconvert.kernels.decode import ResidualTokens, paged_attention
 from kvconvert.kernels.pages import LayerFormat, PageFormat
 from kvconvert.runtime.cache.attend import commit, store_and_attend
 from kvconvert.runtime.cache.compress import end_forward
-from kvconvert.runtime.cache.forward_pass import PassTokens
+from kvconvert.runtime.cache.forward_pass import LayerTokens, PassTokens, layer_tokens
 from kvconvert.runtime.cache.latent import attend_latents
 from kvconvert.runtime.cache.reconstruct import score_and_attend
 from kvconvert.runtime.cache.store import LayerStore
@@ -63,6 +64,8 @@ def attention_function(
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
+    block_indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention through the cache when `key` is a handle of one, else over `key` and `value` themselves.
@@ -72,6 +75,7 @@ def attention_function(
         query: [B, Hq, T, D]; key, value: [B, H, n, D] and [B, H, n, E], new tokens only when `key` is a handle.
         attention_mask: a `MaskHandle`, or whatever the model prepared.
         scaling, softcap, s_aux: factor of the dot products, soft cap and sink logits of the model.
+        indices, block_indices: what an indexer chose, see `choice_of`.
 
     Returns:
         [B, T, Hq, E] and no weights.
@@ -86,6 +90,7 @@ def attention_function(
             f"{type(module).__name__} adds a position bias to its attention scores, which the kvconvert cache does "
             "not support."
         )
+    choice = choice_of(indices, block_indices, getattr(module.config, "index_block_size", None))
     if not isinstance(key, KeyHandle):
         return _without_cache(
             module,
@@ -97,6 +102,7 @@ def attention_function(
             dropout=dropout,
             softcap=softcap,
             sink_logits=s_aux,
+            choice=choice,
             **kwargs,
         ), None
     store = getattr(key, "store", None)
@@ -114,27 +120,23 @@ def attention_function(
         raise CacheError(f"Attention dropout is on in {where}; call model.eval() before generating.")
     is_packed = isinstance(store, PackedLayer)
     is_latent = store.layers[0].store.is_latent if is_packed else store.is_latent
-    if is_latent and (softcap is not None or s_aux is not None):
-        raise UnsupportedModelError(
-            f"{type(module).__name__} has soft caps or sink logits, which attention over stored latents lacks; use "
-            "the model without a KV scheme."
-        )
+    factors = scaling, softcap, s_aux
     if is_packed:
 
         def own(store: LayerStore, segment: Segment, chunk: PassTokens) -> torch.Tensor:
             parts = (segment.split(x.as_subclass(torch.Tensor)) for x in (query, key, value))
-            return _over_latents(store, module, *parts, None, chunk, scaling)
+            return _over_latents(store, module, *parts, None, chunk, *factors)
 
         over_latents = own if is_latent else None
-        options = {"value_dim": value.shape[-1], "over_latents": over_latents}
-        return store.attend(query, attention_mask, scaling, softcap, s_aux, **options), None
+        options = {"value_dim": value.shape[-1], "over_latents": over_latents, "choice": choice}
+        return store.attend(query, attention_mask, *factors, **options), None
     if store.scheme.reconstructs:
-        output = _by_head(store, query, key, value, attention_mask, scaling, softcap, s_aux)
+        output = _by_head(store, query, key, value, attention_mask, *factors)
         return output.transpose(1, 2).contiguous(), None
-    chunk = attention_mask.chunk(query.device, query.shape[2])
+    chunk = layer_tokens(attention_mask.chunk(query.device, query.shape[2]), store, choice)
     if is_latent:
-        return _over_latents(store, module, query, key, value, attention_mask, chunk, scaling), None
-    output = store_and_attend(store, query, chunk, scaling, softcap, s_aux)
+        return _over_latents(store, module, query, key, value, attention_mask, chunk, *factors), None
+    output = store_and_attend(store, query, chunk, *factors)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -179,6 +181,8 @@ def _over_latents(
     mask: MaskHandle | None,
     chunk: PassTokens,
     scaling: float,
+    softcap: float | None,
+    sink_logits: torch.Tensor | None,
 ) -> torch.Tensor:
     """Latent attention [B, T, Hq, E]: of a prompt as the model computes it, later of stored latents.
 
@@ -189,11 +193,12 @@ def _over_latents(
         store.up_projections = _up_projections(module, store, query)
     if all(sequence.seen <= query.shape[2] for sequence in store.sequences):
         expanded = (states.as_subclass(torch.Tensor) for states in (key, value))
-        output = _without_cache(
-            module, query, *expanded, mask, scaling=scaling, dropout=0.0, softcap=None, sink_logits=None
-        )
+        choice = chunk.choice if isinstance(chunk, LayerTokens) else None
+        options = {"softcap": softcap, "sink_logits": sink_logits, "choice": choice}
+        output = _without_cache(module, query, *expanded, mask, scaling=scaling, dropout=0.0, **options)
     else:
-        output = attend_latents(store, query, *store.up_projections, chunk, scaling).transpose(1, 2).contiguous()
+        output = attend_latents(store, query, *store.up_projections, chunk, scaling, softcap, sink_logits)
+        output = output.transpose(1, 2).contiguous()
     end_forward(store)
     return output
 
@@ -223,12 +228,17 @@ def _without_cache(
     dropout: float,
     softcap: float | None,
     sink_logits: torch.Tensor | None,
+    choice: Choice | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
     """Ordinary attention over the given keys: SDPA, or the streaming softmax for soft caps and sink logits."""
-    plain = softcap is None and sink_logits is None
+    plain, tokens = softcap is None and sink_logits is None, key.shape[2]
+    if choice is not None and choice.is_all_of(tokens):
+        choice = None
     if isinstance(attention_mask, MaskHandle):
         attention_mask = attention_mask.materialise(allow_causal_skip=plain)
+    if choice is not None:
+        attention_mask = choice.mask(attention_mask, query.shape[1], tokens)
     if plain:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -239,7 +249,7 @@ def _without_cache(
             key.shape[2] - length
         )[None, None]
     visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask >= 0
-    visible = visible.expand(batch, 1, length, key.shape[2])
+    visible = visible.expand(batch, -1, length, key.shape[2])
     heads, e = key.shape[1], value.shape[-1]
     no_pages = LayerFormat(PageFormat.keys(heads, dim, 128, 16, 128), PageFormat.values(heads, e, 128, 16, e))
     tokens = ResidualTokens(torch.arange(batch, device=key.device), key, value, visible)

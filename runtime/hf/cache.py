@@ -18,6 +18,7 @@ from kvconvert.models.configuration import (
     HYBRID_LAYER_TYPES,
     Modality,
     has_pages,
+    keeps_index,
 )
 from kvconvert.runtime.cache import session
 from kvconvert.runtime.cache.compress import compress, read_flags, seal
@@ -29,7 +30,15 @@ from kvconvert.runtime.cache.steps import TableRegistry
 from kvconvert.runtime.cache.store import Group, LayerStore
 from kvconvert.runtime.hf.cache_layers import CacheLayers
 from kvconvert.runtime.hf.fingerprint import fingerprint_of
-from kvconvert.runtime.hf.layer import HeadwiseLayer, HybridLayer, LatentLayer, PagedLayer, StateLayer
+from kvconvert.runtime.hf.layer import (
+    HeadwiseLayer,
+    HybridLayer,
+    IndexedLatentLayer,
+    IndexedLayer,
+    LatentLayer,
+    PagedLayer,
+    StateLayer,
+)
 from kvconvert.runtime.hf.packed import PackedCache
 from kvconvert.runtime.hf.stats import CacheStats
 
@@ -109,7 +118,10 @@ class KVCache(Cache):
                 pages=twin,
                 is_latent=like.is_latent,
             )
-            if like.is_latent:
+            store.in_chunks = layer_type == "chunked_attention"
+            if keeps_index(layer_type):
+                layers.append((IndexedLatentLayer if like.is_latent else IndexedLayer)(store))
+            elif like.is_latent:
                 layers.append(LatentLayer(store))
             elif self.reconstructs:
                 layers.append(HeadwiseLayer(store))
@@ -208,11 +220,6 @@ class KVCache(Cache):
             raise CacheError(
                 'Sequences cannot join a cache with selection = "reconstruction", whose KV heads hold different '
                 "numbers of tokens; generate in batches instead."
-            )
-        if "chunked_attention" in self.like.types:
-            raise CacheError(
-                "Sequences cannot join a cache of a model with chunked attention, whose masks depend on where a "
-                "sequence begins; generate in batches instead."
             )
         for group in self.groups:
             group.open_rows(count)
@@ -318,7 +325,9 @@ class KVCache(Cache):
             CacheError: there are several, it is padded, or whole prompts are compressed.
         """
         self._write_complete_pages()
-        return Snapshot.take(self.groups, earlier, {i: layer.copies() for i, layer in self.state_layers().items()})
+        before = {} if earlier is None else earlier.states
+        states = {i: layer.copies(before.get(i)) for i, layer in self.state_layers().items()}
+        return Snapshot.take(self.groups, earlier, states)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go on from a snapshot; the cache has to be empty. Its pages are shared, not copied."""
@@ -338,7 +347,7 @@ class KVCache(Cache):
         self._check_sessions()
         self._write_complete_pages()
         self.unread_flags(wait=True)
-        states = {index: layer.tensors() for index, layer in self.state_layers().items()}
+        states = {index: layer.copies() for index, layer in self.state_layers().items()}
         session.save(Path(file), self.groups, self.fingerprint, states)
 
     @classmethod
@@ -400,7 +409,7 @@ class KVCache(Cache):
         for layer in self.paged_layers():
             layer.dtype, layer.device, layer.is_initialized = layer.store.dtype, layer.store.device, True
         for index, tensors in states.items():
-            self.layers[index].hold({name: tensor.clone() for name, tensor in tensors.items()})
+            self.layers[index].go_on(tensors)
 
     def unread_flags(self, wait: bool = False) -> list[Any]:
         """Launches that have quantized pages and whose outcome is not known yet, see `read_flags`; none with `wait`.
@@ -438,9 +447,10 @@ class KVCache(Cache):
         """The layers with pages."""
         return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
 
-    def state_layers(self) -> dict[int, StateLayer]:
-        """The layers with states, those that have pages, too, among them, by their numbers."""
-        return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, StateLayer)}
+    def state_layers(self) -> dict[int, StateLayer | IndexedLayer]:
+        """The layers with states or keys of an indexer, whether they have pages or not, by their numbers."""
+        kinds = StateLayer, IndexedLayer
+        return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, kinds)}
 
     def stores(self) -> list[LayerStore]:
         """What the layers with pages store."""
@@ -455,6 +465,7 @@ class KVCache(Cache):
         for group in self.groups:
             read_flags(group)
         stores = [layer.store for layer in self.paged_layers() if layer.is_initialized]
+        indices = [layer.index for layer in self.layers if isinstance(layer, IndexedLayer)]
         return CacheStats(
             tokens=max((store.tokens() for store in stores), default=0),
             residual_tokens=max((store.residual_tokens() for store in stores), default=0),
@@ -462,9 +473,9 @@ class KVCache(Cache):
             flushes=sum(store.flushes for store in stores),
             clamped_rows=sum(store.group.registry.clamped_rows(store) for store in stores),
             fallbacks=sum(store.fallbacks for store in stores),
-            values=sum(store.numbers() for store in stores),
-            bytes_used=sum(store.bytes_used() for store in stores),
-            bytes_allocated=sum(store.bytes_allocated() for store in stores),
+            values=sum(store.numbers() for store in stores) + sum(index.numbers for index in indices),
+            bytes_used=sum(store.bytes_used() for store in stores) + sum(index.bytes_used for index in indices),
+            bytes_allocated=sum(store.bytes_allocated() for store in stores) + sum(index.nbytes for index in indices),
             other_layers=len(self.layers) - len(self.paged_layers()),
         )
 

@@ -44,7 +44,7 @@ from kvconvert.runtime.cache.steps import PlannedStep, TableRegistry, can_plan_s
 from kvconvert.runtime.cache.store import Group
 from kvconvert.runtime.hf.cache import KVCache
 from kvconvert.runtime.hf.captured_passes import CapturedPasses
-from kvconvert.runtime.hf.layer import HeadwiseLayer, HybridLayer, PagedLayer, StateLayer
+from kvconvert.runtime.hf.layer import HeadwiseLayer, HybridLayer, IndexedLayer, PagedLayer, StateLayer
 
 logger = logging.getLogger(__name__)
 
@@ -342,7 +342,7 @@ class CapturedSteps:
 
 def is_plain(cache: KVCache) -> bool:
     """Whether all layers keep keys and values and no other states, and all heads of a layer the same tokens."""
-    layers, other = cache.paged_layers(), (HeadwiseLayer, HybridLayer)
+    layers, other = cache.paged_layers(), (HeadwiseLayer, HybridLayer, IndexedLayer)
     return len(layers) == len(cache.layers) and not any(isinstance(layer, other) for layer in layers)
 
 
@@ -352,7 +352,8 @@ def _records(cache: KVCache) -> bool:
     def found(layer: Any) -> bool:
         if isinstance(layer, StateLayer) and (layer.record_past or not layer.tensors()):
             return False
-        return isinstance(layer, (PagedLayer, StateLayer, DummyLayer)) and not isinstance(layer, HeadwiseLayer)
+        known, other = (PagedLayer, StateLayer, DummyLayer), (HeadwiseLayer, IndexedLayer)
+        return isinstance(layer, known) and not isinstance(layer, other)
 
     return all(map(found, cache.layers))
 

@@ -24,6 +24,8 @@ from kvconvert.runtime.hf.attention import NAME
 from kvconvert.runtime.hf.cache import LOST, KVCache
 from kvconvert.runtime.hf.cache_layers import CacheLayers
 from kvconvert.runtime.hf.captured import CapturedSteps, prepare_steps
+from kvconvert.runtime.hf.indexers import choose_by_sequence
+from kvconvert.runtime.hf.lengths import tell_positions
 from kvconvert.runtime.hf.prompts import PackedPrompts
 from kvconvert.runtime.hf.reconstruct import seal_prompt
 from kvconvert.runtime.hf.rehearsal import rehearse
@@ -228,6 +230,8 @@ def adopt(model: PreTrainedModel, schemes: Sequence[KVScheme | None], plan: Mapp
     model.__class__ = type(base.__name__, (BundleModel, base), members)
     model.set_attn_implementation(NAME)
     read_by_sequence(model)
+    choose_by_sequence(model)
+    tell_positions(model)
     # What trainers and inspections save: without a cache, with matrices of attention, or as tuples.
     for config in (model.config, model.config.get_text_config(decoder=True), model.generation_config):
         for name, value in _ADOPTED.items():

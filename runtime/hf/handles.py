@@ -139,7 +139,7 @@ class MaskHandle(torch.Tensor):
 
     def positions(self) -> torch.Tensor:
         """Query positions, int64 [T]."""
-        return self.as_subclass(torch.Tensor)[0, 0, :, 0]
+        return self.as_subclass(torch.Tensor)[0].flatten()
 
     def chunk(self, device: torch.device, length: int, rows: int = 1) -> PassTokens:
         """The tokens of this forward pass, with positions on `device`; one object for all layers that share the mask.

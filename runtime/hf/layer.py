@@ -15,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from kvconvert.errors import CacheError
 from kvconvert.runtime.cache.compress import begin_forward, crop
+from kvconvert.runtime.cache.indexer import IndexerKeys
 from kvconvert.runtime.cache.store import LayerStore
 from kvconvert.runtime.hf.handles import KeyHandle, LatentHandle
 
@@ -183,6 +184,76 @@ class LatentLayer(PagedLayer):
         return LatentHandle.wrap(latents.as_subclass(torch.Tensor), self.store), rope
 
 
+class IndexedLayer(PagedLayer):
+    """`PagedLayer` of sparse attention, with the keys by which an indexer chooses tokens.
+
+    Attributes:
+        index: these keys.
+        rows: those that the indexer reads now, with masks of these keys (`runtime/hf/indexers.py`); None elsewhere.
+    """
+
+    def __init__(self, store: LayerStore):
+        super().__init__(store)
+        self.index = IndexerKeys(8 if store.scheme.quantizes else 16)
+        self.rows: list[int] | None = None
+        store.is_indexed = True
+
+    def update_indexer(self, keys: Tensor) -> Tensor:
+        """Store the new keys [b, T, D] of the rows that are read, and return all of theirs, see `IndexerKeys.append`.
+
+        Raises:
+            CacheError: the model is not one of a bundle.
+        """
+        if self.rows is None:
+            raise CacheError(
+                f"The indexer of layer {self.store.index} takes masks that this cache does not have; use the model of "
+                "a bundle with a KV plan, which gives it others."
+            )
+        return self.index.append(keys, self.rows, len(self.store.group.sequences))
+
+    def update_index(self, keys: Tensor) -> Tensor:
+        """The same for keys [b, 1, T, D]."""
+        return self.update_indexer(keys[:, 0])[:, None]
+
+    def reset(self) -> None:
+        """Drop everything stored."""
+        super().reset()
+        self.index.clear()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest tokens."""
+        super().crop(tokens_to_remove)
+        self.index.remove(-tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Keep the sequences of `beam_idx`, in its order."""
+        super().reorder_cache(beam_idx)
+        if self.index.counts:
+            self.index.reorder(beam_idx.tolist())
+
+    # As those of `StateLayer`.
+
+    def copies(self, earlier: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """The indexer's keys of the only sequence, see `IndexerKeys.copies`."""
+        return self.index.copies(earlier)
+
+    def go_on(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from these."""
+        self.index.hold(tensors)
+
+    def resize(self, rows: int) -> None:
+        """Have as many rows, the first of which are those there were."""
+        self.index.resize(rows)
+
+    def join(self, row: int, other: IndexedLayer, rows: int) -> None:
+        """Let a row of `rows` have the keys of the only sequence in another cache's layer."""
+        self.index.take(row, other.index, rows)
+
+
+class IndexedLatentLayer(IndexedLayer, LatentLayer):
+    """`LatentLayer` of sparse attention."""
+
+
 class StateLayer(LinearAttentionLayer):
     """transformers' layer of states (linear attention, state-space models, short convolutions), for sequences that join
     and leave a batch.
@@ -209,8 +280,12 @@ class StateLayer(LinearAttentionLayer):
                 self.conv_kernel_size[int(number)] = tensor.shape[-1]
                 self.dtype, self.device = self.dtype or tensor.dtype, self.device or tensor.device
 
-    def copies(self) -> dict[str, Tensor]:
-        """A copy of `tensors`."""
+    def go_on(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from these, which are not changed."""
+        self.hold({name: tensor.clone() for name, tensor in tensors.items()})
+
+    def copies(self, earlier: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """A copy of `tensors`; nothing of what was copied `earlier` still holds."""
         return {name: tensor.clone() for name, tensor in self.tensors().items()}
 
     def put(self, copies: Mapping[str, Tensor]) -> None:

@@ -22,11 +22,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from kvconvert.errors import CacheError
+from kvconvert.kernels.attention.chosen import Choice
 from kvconvert.kernels.convolution import SideBySide
 from kvconvert.kernels.pages import LayerFormat
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.runtime.cache.attend import attend, store_and_attend
-from kvconvert.runtime.cache.forward_pass import PassTokens
+from kvconvert.runtime.cache.forward_pass import PassTokens, layer_tokens
 from kvconvert.runtime.cache.prompt_pass import PlannedChunk, PromptPass, unplanned
 from kvconvert.runtime.cache.prompt_tables import TableCapacity
 from kvconvert.runtime.cache.steps import PlannedStep, can_plan_steps
@@ -104,6 +105,9 @@ class PackedLayer(CacheLayerMixin):
     Args:
         cache: of all layers.
         index: the layer's number in the model.
+
+    Attributes:
+        length: what attention modules are told of it, see `runtime/hf/lengths.py`; 0 for others.
     """
 
     is_compileable = False
@@ -113,6 +117,7 @@ class PackedLayer(CacheLayerMixin):
     def __init__(self, cache: PackedCache, index: int):
         super().__init__()
         self.cache, self.index = cache, index
+        self.length: int | Tensor = 0
         self.layers: list[PagedLayer] = [segment.cache.layers[index] for segment in cache.segments]
         self.is_sliding = self.layers[0].is_sliding
         self.is_initialized, self.pending = True, None
@@ -144,6 +149,7 @@ class PackedLayer(CacheLayerMixin):
         *,
         value_dim: int,
         over_latents: Callable[[LayerStore, Segment, PassTokens], Tensor] | None = None,
+        choice: Choice | None = None,
     ) -> Tensor:
         """Attention of queries [1, Hq, N, D], each over what its own cache stores: [1, N, Hq, E].
 
@@ -154,6 +160,7 @@ class PackedLayer(CacheLayerMixin):
             mask, scaling, softcap, sink_logits: see `attention_function`.
             value_dim: E.
             over_latents: attention [rows, T, Hq, E] of one cache's tokens in a layer of latents; None for others.
+            choice: of an indexer, for all tokens of the pass.
 
         Raises:
             Exception: what the last cache failed with, if none is left.
@@ -178,6 +185,7 @@ class PackedLayer(CacheLayerMixin):
             if segment.error is None:
                 try:
                     chunk = _chunk(mask, segment, layer.store.forward_pass.start, queries.device)
+                    chunk = layer_tokens(chunk, layer.store, choice and choice.part(segment.tokens, segment.rows))
                     if over_latents is not None:
                         own = over_latents(layer.store, segment, chunk).transpose(1, 2)
                     elif segment.chunk is not None:
@@ -200,9 +208,9 @@ class PackedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Left to the caches' own layers."""
 
-    def get_seq_length(self) -> int:
-        """0: positions are given to the model, and each cache knows its own."""
-        return 0
+    def get_seq_length(self) -> int | Tensor:
+        """0: positions are given to the model, and each cache knows its own; `length` for those who ask besides."""
+        return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The new tokens alone."""

@@ -40,8 +40,11 @@ class PackedExperts(SeparateExperts):
         """As in `SeparateExperts`."""
         if not devices.runs_triton(hidden_states.device):
             return super().forward(hidden_states, top_k_index, top_k_weights)
+        if not self.layout.gated:
+            devices.fall_back("Experts with quantized weights", "they have no gate")
+            return super().forward(hidden_states, top_k_index, top_k_weights)
         if "stored" not in self.__dict__:
-            linears = [tuple(expert[role] for role in self.roles) for expert in self.experts()]
+            linears = [tuple(expert[role] for role in self.roles.linears) for expert in self.experts()]
             self.gate = find_gate(self._joined, self.gating)
             self.stored = store_experts(linears)
         reason = unsupported(hidden_states, self.stored, self.gate)
@@ -89,8 +92,7 @@ def place_packed_experts(model: nn.Module, modules: Iterable[ModuleCoverage]) ->
                 f"{MANIFEST_NAME} {fault} {part}, an expert beside quantized ones; experts of a layer are quantized "
                 "together, so the bundle is damaged or belongs to another version of transformers."
             )
-        # Each expert's Linears are made in the order of its roles.
-        made = iter([coverage[f"{name}.{i}.{role}"] for i in range(fused_layout(fused).num_experts) for role in roles])
+        made = iter([coverage[part] for part in parts])  # each expert's Linears in the order of its roles
 
         def make(inputs: int, outputs: int, bias: bool, made: Iterator[ModuleCoverage] = made) -> QuantizedLinear:
             module = next(made)

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 # What these modules call of a cache, how they name it, and what attention modules look up.
 _UPDATES = {"update_conv_state", "update_recurrent_state"}
 _CACHES = ("cache", "cache_params", "past_key_values")
-_ATTENTION = "ALL_ATTENTION_FUNCTIONS"
+ATTENTION = "ALL_ATTENTION_FUNCTIONS"
 # The function that convolves, and the arguments of functions that begin from a state.
 _CONVOLUTION, _INITIAL = "causal_conv1d_fn", ("initial_state", "initial_states")
 # Tokens and the relative difference of a trial. A module that passes over a state is wrong by about 1. No trial is made
@@ -43,13 +43,13 @@ _TRIAL, _TOLERANCE = 3, 0.1
 
 def state_modules(model: nn.Module) -> list[nn.Module]:
     """The modules of a model that read and update states."""
-    return [module for module in model.modules() if _names(module) & _UPDATES]
+    return [module for module in model.modules() if names_in(module) & _UPDATES]
 
 
 def not_split(model: nn.Module) -> str | None:
     """Why modules with states cannot run cache by cache, or None."""
     for module in state_modules(model):
-        if _ATTENTION in _names(module):
+        if ATTENTION in names_in(module):
             return f"{type(module).__name__} computes attention and updates states in one module"
     return None
 
@@ -57,11 +57,11 @@ def not_split(model: nn.Module) -> str | None:
 def read_by_sequence(model: nn.Module) -> None:
     """Let all modules with states run cache by cache, and from the stored state on whatever they are given."""
     for module in state_modules(model):
-        if "forward" not in module.__dict__ and _ATTENTION not in _names(module):
+        if "forward" not in module.__dict__ and ATTENTION not in names_in(module):
             module.forward = types.MethodType(_forward, module)
 
 
-def _names(module: nn.Module) -> set[str]:
+def names_in(module: nn.Module) -> set[str]:
     """What the forward of a module's class refers to."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return set(code.co_names) if code else set()
@@ -84,7 +84,7 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             logger.debug("Prompts are read one by one.", exc_info=True)
         for segment in part:
             try:
-                take = _Part(segment.cache, segment.tokens, segment.rows, states.shape[1])
+                take = Part(segment.cache, segment.tokens, segment.rows, states.shape[1])
                 own = tuple(map(take, args)), {name: take(value) for name, value in kwargs.items()}
                 output[0, segment.tokens] = _read(self, segment.cache, take(states), *own).flatten(0, 1)
             except Exception as error:
@@ -118,12 +118,12 @@ def _read_side_by_side(
     layers = [segment.cache.layers[module.layer_idx] for segment in part]
     sequences = cache.sequences([segment.length for segment in part], states.device)
     stand_in = _SideBySide(layers, sequences)
-    take = _Part(stand_in, tokens, 1, states.shape[1])
+    take = Part(stand_in, tokens, 1, states.shape[1])
     own = tuple(map(take, args)), {name: take(value) for name, value in kwargs.items()}
     output[0, tokens] = stand_in.read(module, *own)[0]
 
 
-class _Part:
+class Part:
     """What an argument of a packed pass is for some of its tokens.
 
     Args:
@@ -137,6 +137,7 @@ class _Part:
         self.cache, self.tokens, self.rows, self.count = cache, tokens, rows, count
 
     def __call__(self, value: Any) -> Any:
+        """The value for the cache; CacheError for a tensor that is not the pass's."""
         if isinstance(value, PackedCache):
             return self.cache
         if isinstance(value, tuple):

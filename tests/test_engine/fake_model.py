@@ -62,7 +62,9 @@ class FakeSnapshot:
     pool: FakePool
     tokens: tuple
     pages: tuple
-    state_pages: int = 0
+
+    def state_pages(self, earlier):
+        return 0
 
     @property
     def length(self):

@@ -14,7 +14,6 @@ from kvconvert.runtime import Engine
 from kvconvert.runtime.hf.generation import adopt
 
 REFUSED = {
-    "llama4_text": "chunks of llama4_text models' attention are counted from the beginning of the batch",
     "bloom": "bloom models take no position_ids",
     "mpt": "mpt models take no position_ids",
     "falcon": "computes attention by itself",

@@ -1,8 +1,9 @@
-"""The Engine on models whose layers keep states or latents, or read earlier layers' keys and values."""
+"""The Engine on models whose layers keep states, latents or keys of indexers, attend in chunks, or share keys."""
 
 import pytest
 import torch
-from tiny.models import ARCHITECTURES, GREEDY, TinyModel, random_ids
+from tiny.families import FAMILIES, MIXED, SPARSE
+from tiny.models import ARCHITECTURES, GREEDY, random_ids
 
 from kvconvert.errors import CacheError
 from kvconvert.kernels.launches import record_specializations
@@ -14,26 +15,20 @@ from kvconvert.runtime.hf.generation import adopt
 from kvconvert.runtime.hf.states import state_modules
 
 EXACT = KVScheme(key_bits=16, value_bits=16, sink_tokens=5)
-NAMES = ["qwen3_5_text", "falcon_h1", "jamba", "deepseek_v3", "gemma4_text_shared"]
+NAMES = ["qwen3_5_text", "falcon_h1", "jamba", "deepseek_v3", "gemma4_text_shared", "llama4_text"]
 MORE = ["qwen3_next", "lfm2", "bamba", "granitemoehybrid", "deepseek_v2", "glm4_moe_lite", "gemma3n_text"]
 EVERY = [*NAMES, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)]
+QUANTIZED = [("qwen3_5_text", "kivi"), ("deepseek_v3", "latent-4bit"), ("glm_moe_dsa", "latent-4bit")]
+QUANTIZED.append(("minimax_m3_vl_text", "kivi"))
+QUICK = ("deepseek_v32", "minimax_m3_vl_text")
 CHUNK = 128
-
-
-LATENTS = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32, "num_attention_heads": 4}
-SMALL |= {"num_key_value_heads": 4, "vocab_size": 128, "max_position_embeddings": 2048, "pad_token_id": 0}
-EXPERTS = {"n_routed_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
-TURNS = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16, "bos_token_id": 1, "eos_token_id": 2}
-# Latent attention elsewhere, alone and beside linear attention.
-OTHERS = {"kimi_linear": TURNS, "bailing_hybrid": TURNS, "axk1": {}, "minicpm3": {}, "youtu": {}}
-OTHERS = {name: TinyModel(name, LATENTS | SMALL | EXPERTS | {"num_hidden_layers": 2} | o) for name, o in OTHERS.items()}
-EVERY += [pytest.param(name, marks=pytest.mark.full) for name in OTHERS]
+EVERY += [pytest.param(name, marks=pytest.mark.full) for name in MIXED]
+EVERY += [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in SPARSE]
 
 
 def bundle_model(name, scheme=EXACT, **overrides):
     """A tiny model with the attention and the cache of a bundle."""
-    model = (ARCHITECTURES | OTHERS)[name].build(**overrides)
+    model = (ARCHITECTURES | FAMILIES)[name].build(**overrides)
     adopt(model, [scheme] * model.config.get_text_config(decoder=True).num_hidden_layers, {})
     return model
 
@@ -67,7 +62,14 @@ def test_requests_in_company_give_what_generate_gives_alone(name):
     assert engine.stats().cached_tokens == 2 * CHUNK
 
 
-@pytest.mark.parametrize(("name", "scheme"), [("qwen3_5_text", "kivi"), ("deepseek_v3", "latent-4bit")])
+def test_queries_are_scaled_by_the_position_in_their_own_sequence():
+    model = bundle_model("llama4_text", floor_scale=30, attn_scale=2.0)
+    prompts = [random_ids(1, length, seed=length) for length in (131, 5, 40, 300)]
+    engine = Engine(model, max_batch=2, prompt_chunk=CHUNK)
+    assert answers(engine, prompts) == alone(model, prompts)
+
+
+@pytest.mark.parametrize(("name", "scheme"), QUANTIZED)
 def test_quantized_pages_are_those_of_generate(name, scheme):
     model = bundle_model(name, KVScheme.preset(scheme))
     prompts = [random_ids(1, length, seed=length) for length in (131, 5, 300)]
@@ -75,7 +77,7 @@ def test_quantized_pages_are_those_of_generate(name, scheme):
     assert answers(engine, prompts) == alone(model, prompts)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1"])
+@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "glm_moe_dsa"])
 def test_a_saved_sequence_goes_on_with_its_states(name, tmp_path):
     model = bundle_model(name)
     ids, file = random_ids(1, 200, seed=4), tmp_path / "session.safetensors"

@@ -6,6 +6,9 @@ import pytest
 import torch
 from tiny.mixtures import few_and_full, tiny_mixture
 from torch import nn
+from transformers import NemotronHConfig, Step3p7TextConfig
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
 from kvconvert.errors import CheckpointError, UnsupportedModelError
 from kvconvert.models.experts import EXPERT_ROLES, separate_experts, split_fused
@@ -65,6 +68,38 @@ def test_experts_of_an_unknown_kind_are_refused():
 
     with pytest.raises(UnsupportedModelError, match="OddExperts with up_proj"):
         separate_experts(nn.Sequential(OddExperts()), EXPERT_ROLES[0])
+
+
+def test_experts_without_a_gate_compute_the_same():
+    config = NemotronHConfig(
+        hidden_size=16, moe_intermediate_size=8, n_routed_experts=4, mlp_hidden_act="relu2", moe_latent_size=None
+    )
+    config._experts_implementation = "eager"
+    check_same(NemotronHExperts(config), ["up_proj", "down_proj"])
+
+
+def test_experts_that_declare_no_layout_are_tried():
+    config = Step3p7TextConfig(hidden_size=16, moe_intermediate_size=8, moe_num_experts=4, hidden_act="silu")
+    check_same(Step3p7Experts(config, swiglu_limit=0.1), ["gate_proj", "up_proj", "down_proj"])
+
+    class Odd(Step3p7Experts):
+        def forward(self, hidden_states, top_k_index, top_k_weights):
+            return super().forward(hidden_states, top_k_index, top_k_weights**2)
+
+    with pytest.raises(UnsupportedModelError, match="Odd computes otherwise than its weights say"):
+        separate_experts(nn.Sequential(Odd(config)), EXPERT_ROLES[0])
+
+
+def check_same(fused, linears):
+    for parameter in fused.parameters():
+        nn.init.normal_(parameter)
+    tokens, weights = torch.randn(9, 16), torch.rand(9, 2)
+    chosen = torch.randint(4, (9, 2))
+    with torch.no_grad():
+        expected = fused(tokens, chosen, weights)
+        separate = separate_experts(nn.Sequential(fused), EXPERT_ROLES[0])[0]
+        torch.testing.assert_close(separate(tokens, chosen, weights), expected)
+    assert [*next(separate.experts())] == linears
 
 
 def test_fused_tensors_with_inputs_before_outputs_are_turned_round():

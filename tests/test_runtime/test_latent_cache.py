@@ -147,8 +147,8 @@ def test_schemes_of_keys_and_values_per_head_are_refused(fields):
 
 @pytest.mark.parametrize("scheme", [SCHEME, KVScheme.preset("kivi")], ids=["of latents", "per head"])
 def test_other_latent_attention_is_refused_by_name(scheme):
-    config = AutoConfig.for_model("deepseek_v32", num_hidden_layers=2)
-    with pytest.raises(UnsupportedModelError, match="deepseek_v32 attends to tokens that an indexer chooses"):
+    config = AutoConfig.for_model("glm5_next_text", num_hidden_layers=1, layer_types=["indexed_attention"])
+    with pytest.raises(UnsupportedModelError, match="indexer of glm5_next_text does not tell attention functions"):
         KVCache(config, scheme)
 
 

@@ -44,7 +44,7 @@ SIZES: dict[str, Any] = (
     | dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k", "num_experts_per_token", "top_k"), 2)
     | dict.fromkeys(("n_group", "topk_group", "num_expert_group", "num_limited_groups"), 1)
     | dict.fromkeys(("index_n_heads", "num_lm_heads"), 2)
-    | dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "text_vocab_size"), VOCABULARY)
+    | dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "text_vocab_size", "unpadded_vocab_size"), VOCABULARY)
     | dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "seq_length"), 1024)
     | dict.fromkeys(("sliding_window", "attention_window_size", "attention_chunk_size", "sliding_window_size"), 40)
     | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
@@ -59,11 +59,27 @@ SIZES: dict[str, Any] = (
 GLM_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
 LISTED = {"intermediate_size": 128, "moe_intermediate_size": 32, "ffn_dim": 128}
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_blocks")
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 SETTINGS: dict[str, dict[str, Any]] = {
     **{name: {"text_config": {"rope_parameters": GLM_ROPE}} for name in ("glm4v", "glm4v_moe", "glm46v", "glmga")},
     "paddleocr_vl": {
         "text_config": {"rope_parameters": GLM_ROPE | {"partial_rotary_factor": 1.0, "mrope_section": [2, 3, 3]}}
     },
+    "cohere_compass_text": {"rope_parameters": {"full_attention": DEFAULT_ROPE}},
+    "cohere_compass": {"text_config": {"rope_parameters": {"full_attention": DEFAULT_ROPE}}},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0}},
+    "zamba": {"attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 2 * CHANNELS, "num_key_value_heads": HEADS},
+    "zamba2": {
+        "attention_hidden_size": 2 * HIDDEN,
+        "attention_head_dim": 2 * CHANNELS,
+        "num_key_value_heads": HEADS,
+        "n_mamba_heads": 8,
+        "hybrid_layer_ids": [1],
+    },
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 4000, "audio_start_token_id": 4001},
+    "zaya": {"num_experts_per_tok": 1},
+    "chameleon": {"vocabulary_map": {"<image>": 8, "IMGIMGA": 9}},
+    "glm5_next": {"text_config": {"qk_rope_head_dim": 0}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "num_dense_layers": 1},
     "mistral4": {"head_dim": 2 * CHANNELS},
     "recurrent_gemma": {"num_hidden_layers": 3},
@@ -94,76 +110,25 @@ WITHOUT |= dict.fromkeys(
 WITHOUT |= dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), "recurrent states alone")
 
 
-# Types whose defaults do not shrink to a tiny model that runs on text without further settings.
-UNTRIED = (
-    "apertus1p5",
-    "apertus1p5_text",
-    "blip-2",
-    "blt",
-    "chameleon",
-    "cohere_compass",
-    "cohere_compass_text",
-    "cpmant",
-    "dbrx",
-    "deepseek_ocr2",
-    "deepseek_v3",
-    "deepseek_vl_hybrid",
-    "diffusion_gemma",
-    "dory",
-    "dots3_note",
-    "dots3_note_text",
-    "emu3",
-    "ernie4_5_vl_moe",
-    "evolla",
-    "fast_vlm",
-    "fun_asr_nano",
-    "gemma3n",
-    "gemma3n_text",
-    "gemma4_assistant",
-    "gemma4_unified_assistant",
-    "gemma4_unified_text",
-    "git",
-    "glm4_moe_lite",
-    "glm5_next",
-    "glmga",
-    "gpt-sw3",
-    "granite4_vision",
-    "hrm_text",
-    "hunyuan_v1_moe",
-    "hunyuan_vl",
-    "hy_v4_vl",
-    "idefics",
-    "inkling2",
-    "inkling2_loop",
-    "inkling2_loop_text",
-    "inkling2_text",
-    "inkling_mm_model",
-    "instructblip",
-    "instructblipvideo",
-    "kosmos-2",
-    "kosmos-2.5",
-    "kyutai_speech_to_text",
-    "llama4",
-    "molmo2",
-    "muse_spark",
-    "nemo_speechlm",
-    "nemotron_h_omni",
-    "omniasr",
-    "paligemma",
-    "perception_lm",
-    "pi0",
-    "qwen2_5_omni",
-    "qwen3_omni_moe",
-    "qwen3_omni_moe_thinker",
-    "qwen4_exp",
-    "qwen4_exp_text",
-    "sarvam_mla",
-    "shieldgemma2",
-    "unlimited_ocr",
-    "voxtral_realtime",
-    "zamba",
-    "zamba2",
-    "zaya",
+# Types that are not tried, and why: those whose defaults do not shrink to a tiny model come last.
+UNTRIED = dict.fromkeys(
+    (
+        *("blip-2", "deepseek_ocr2", "granite4_vision", "hunyuan_vl", "idefics", "instructblip", "instructblipvideo"),
+        *("kosmos-2", "llama4", "pi0", "voxtral_realtime"),
+    ),
+    "its forward pass takes images or audio beside text",
+)
+UNTRIED |= dict.fromkeys(("fast_vlm", "gemma3n", "inkling_mm_model", "perception_lm"), "it needs timm or scipy")
+UNTRIED |= dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "it drafts with another model's states")
+UNTRIED |= {"evolla": "no Auto class generates with it", "diffusion_gemma": "it denoises blocks of text"}
+UNTRIED |= {"shieldgemma2": "it classifies images", "paligemma": "its prefix has no causal mask"}
+UNTRIED |= dict.fromkeys(
+    (
+        *("apertus1p5", "blt", "dory", "dots3_note", "dots3_note_text", "ernie4_5_vl_moe", "fun_asr_nano"),
+        *("gemma3n_text", "kyutai_speech_to_text", "molmo2", "muse_spark", "nemo_speechlm", "qwen2_5_omni"),
+        *("qwen3_omni_moe", "qwen4_exp", "qwen4_exp_text"),
+    ),
+    "its defaults do not shrink to a tiny model",
 )
 
 

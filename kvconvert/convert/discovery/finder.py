@@ -246,7 +246,7 @@ class Finder:
         if reason is None and not all(name == attention or self._runs_alone(name) for name in inspected):
             reason = MORE
         if routed:
-            linears = [self.experts.linears(number)[:2] for number in range(self.experts.count)]
+            linears = [self.experts.linears(number)[:-1] for number in range(self.experts.count)]
             whole += [name for pair in linears for name in pair]
         return tuple(whole), inspected, reason
 
@@ -314,7 +314,7 @@ class Finder:
         ]
         if self.experts is not None:
             linears = [self.experts.linears(number) for number in range(self.experts.count)]
-            firsts = tuple(name for gate, up, _ in linears for name in (gate, up))
+            firsts = tuple(name for names in linears for name in names[:-1])
             if not named >= {*firsts}:
                 self.kept[self.experts.module] = HOLDS
                 readers = (self.experts.module, *firsts)
@@ -375,7 +375,7 @@ class Finder:
                 numbers = range(self.experts.count)
                 names = [self.experts.linears(number) for number in numbers]
                 role = self.experts.linears(0).index(pair.up.linear)
-                found += [ScalingPair(Projection(n[role]), n[2], pair.unsupported_reason) for n in names]
+                found += [ScalingPair(Projection(n[role]), n[-1], pair.unsupported_reason) for n in names]
             else:
                 found.append(pair)
         return tuple(sorted(found, key=lambda pair: self._is_expert(pair.down)))
@@ -516,7 +516,12 @@ class Finder:
                 self.kept[name] = reason
         chosen = [name for name in self.linears if name not in self.kept]
         if not self.experiment.is_called(chosen):
-            self.kept |= {name: UNCALLED for name in chosen if not self.experiment.is_called([name])}
+            uncalled = [name for name in chosen if not self.experiment.is_called([name])]
+            if any(map(self._is_expert, uncalled)):
+                raise UnsupportedModelError(
+                    f"The model of {self.name} initializes {self.experts.module} as fused experts; {ONLY_CACHE}."
+                )
+            self.kept |= dict.fromkeys(uncalled, UNCALLED)
 
     # The residual stream.
 
