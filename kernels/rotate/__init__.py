@@ -6,12 +6,11 @@ what H is.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from kvconvert.kernels import device
+from kvconvert.kernels.page_formats import NO_ROTATION, Rotations
 from kvconvert.kernels.rotate.matrices import (
     hadamard_kind,
     hadamard_matrix,
@@ -24,16 +23,6 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD = 256
 # Channels that are stored as they are: a latent's.
 LARGEST_COPIED = 512
-
-
-class Rotations(NamedTuple):
-    """What is rotated at run time: queries with keys, and values with attention outputs."""
-
-    keys: bool = False
-    values: bool = False
-
-
-NO_ROTATION = Rotations()
 
 
 def hadamard_reference(x: Tensor, inverse: bool = False) -> Tensor:

@@ -22,7 +22,7 @@ from kvconvert.bundle.manifest import Manifest
 from kvconvert.errors import BundleError, printable
 from kvconvert.io.json_text import parse_json
 from kvconvert.io.records import FileInfo
-from kvconvert.io.tensorfile import mismatch
+from kvconvert.io.tensorheader import mismatch
 
 # Files of these kinds run code when they are loaded; a bundle holds none, listed or not.
 _CODE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".py", ".pyc", ".so"}

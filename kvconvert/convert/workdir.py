@@ -50,7 +50,8 @@ from kvconvert.io import disk
 from kvconvert.io.checksums import known_sha256, remember
 from kvconvert.io.json_text import parse_json
 from kvconvert.io.records import TensorInfo
-from kvconvert.io.tensorfile import Mapped, read_header, replace_tensors
+from kvconvert.io.tensorfile import Mapped, replace_tensors
+from kvconvert.io.tensorheader import read_header
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from kvconvert.bundle.manifest import Manifest
 from kvconvert.errors import BundleError
 from kvconvert.fidelity.report import CacheSize, WeightSize
 from kvconvert.fidelity.scoring import Comparison, Decoder, read_prompt
-from kvconvert.io.tensorfile import nbytes, read_header
+from kvconvert.io.tensorheader import nbytes, read_header
 from kvconvert.models.configuration import model_cache
 from kvconvert.models.source import SourceModel
 from kvconvert.runtime import KVCache

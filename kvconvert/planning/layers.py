@@ -9,7 +9,7 @@ from torch import nn
 
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.io.records import TensorInfo
-from kvconvert.io.tensorfile import nbytes
+from kvconvert.io.tensorheader import nbytes
 from kvconvert.methods.awq import WeightsRecipe
 from kvconvert.models.experts import expert_modules
 from kvconvert.models.structure import LayerStructure

@@ -1,14 +1,15 @@
-"""What the bytes of a layer's pages mean."""
+"""What the bytes of a layer's pages mean; no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from kvconvert.kernels.pages.center import KeyCenter
+    from kvconvert.kernels.pages.center import KeyCenter
 
 # Tokens of a page in every preset, of a span's block, and of what the decode kernels read at a time.
 PAGE_SIZE = 128
@@ -110,3 +111,13 @@ class LayerFormat:
     static_values: ChannelScales | None = None
     key_feedback: torch.Tensor | None = None
     key_center: KeyCenter | None = None
+
+
+class Rotations(NamedTuple):
+    """What is rotated at run time: queries with keys, and values with attention outputs."""
+
+    keys: bool = False
+    values: bool = False
+
+
+NO_ROTATION = Rotations()
