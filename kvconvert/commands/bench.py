@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from kvconvert.commands import check_device, check_dtype
-from kvconvert.errors import UsageError
+from kvconvert.errors import MissingError
 
 
 @click.command()
@@ -65,7 +65,7 @@ def bench(
     StaticCache and torch.compile.
     """
     if file is not None and not file.absolute().parent.is_dir():
-        raise UsageError(f"The directory of {file} does not exist; make it, or name another file for --json.")
+        raise MissingError(f"The directory of {file} does not exist; make it, or name another file for --json.")
     from kvconvert.bundle.locate import check_place
 
     check_place(bundle)

@@ -45,7 +45,7 @@ from kvconvert.convert.work_files import (
     work_lock,
 )
 from kvconvert.convert.work_records import WORK_FORMAT, LayerRecord, WorkState
-from kvconvert.errors import CheckpointError, UsageError, first_line
+from kvconvert.errors import CheckpointError, MissingError, UsageError, first_line
 from kvconvert.io import disk
 from kvconvert.io.checksums import known_sha256, remember
 from kvconvert.io.json_text import parse_json
@@ -397,7 +397,7 @@ def _read_state(path: Path) -> WorkState:
             )
         return WorkState.model_validate(read_sealed(file))
     except (OSError, ValueError) as error:
-        raise UsageError(
+        raise MissingError(
             f"{file} cannot be read ({first_line(error)}); calibrate again with `restart=True`."
         ) from error
 

