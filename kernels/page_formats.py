@@ -111,13 +111,3 @@ class LayerFormat:
     static_values: ChannelScales | None = None
     key_feedback: torch.Tensor | None = None
     key_center: KeyCenter | None = None
-
-
-class Rotations(NamedTuple):
-    """What is rotated at run time: queries with keys, and values with attention outputs."""
-
-    keys: bool = False
-    values: bool = False
-
-
-NO_ROTATION = Rotations()

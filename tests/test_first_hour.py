@@ -86,6 +86,8 @@ WRONG = [
     (["bench", "gone"], 1, "no such directory"),
     (["push", "BUNDLE", "someone/model"], 1, "needs an access token"),
     (["run", "BUNDLE"], 2, "kvconvert generate answers a prompt"),
+    (["quantise", "MODEL"], 2, "kvconvert convert quantizes"),
+    (["download", "someone/model"], 2, "kvconvert pull"),
     (["inspct", "BUNDLE"], 2, "Did you mean"),
     (["generate", "gone", "x"], 1, "no such directory"),
     (["serve", "gone"], 1, "no such directory"),

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kvconvert.kernels import device
-from kvconvert.kernels.page_formats import NO_ROTATION, Rotations
 from kvconvert.kernels.rotate.matrices import (
     hadamard_kind,
     hadamard_matrix,
@@ -18,6 +17,7 @@ from kvconvert.kernels.rotate.matrices import (
     power_of_two_in,
     shared_matrix,
 )
+from kvconvert.kernels.rotations import NO_ROTATION, Rotations
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD = 256

@@ -10,7 +10,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvconvert.errors import RecipeError
-from kvconvert.kernels.page_formats import NO_ROTATION, ChannelScales, LayerFormat, PageFormat, Rotations, TokenNorm
+from kvconvert.kernels.page_formats import ChannelScales, LayerFormat, PageFormat, TokenNorm
+from kvconvert.kernels.rotations import NO_ROTATION, Rotations
 from kvconvert.kernels.span_formats import SpanFormat
 from kvconvert.methods import KVScheme, Spans
 
