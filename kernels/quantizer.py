@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvconvert.errors import NumericError, UsageError
-from kvconvert.kernels.packing import CODE_BITS
+from kvconvert.kernels.code_bits import CODE_BITS
 
 # A flag that no kernel has raised: kernels report numbers that cannot be quantized on the device, once per flush.
 NOT_FLAGGED = 2**31 - 1

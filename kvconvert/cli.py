@@ -29,9 +29,13 @@ from kvconvert.version import __version__
 
 # What other programs call what is here.
 _ELSEWHERE = {
-    "quantize": "kvconvert convert quantizes a model.",
+    **dict.fromkeys(("quantize", "quantise", "compress"), "kvconvert convert quantizes a model."),
     "run": "kvconvert generate answers a prompt, and kvconvert serve clients.",
     "chat": "kvconvert generate BUNDLE --chat is a conversation.",
+    **dict.fromkeys(("show", "info"), "kvconvert inspect says what a bundle holds."),
+    **dict.fromkeys(("benchmark", "perf"), "kvconvert bench measures speed, and kvconvert eval what is lost."),
+    "upload": "kvconvert push shares a bundle on the Hub.",
+    "download": "kvconvert pull fetches a bundle from the Hub.",
 }
 _STEPS = """\
 From a model to a bundle in five steps, where MODEL is a directory or a Hub id:

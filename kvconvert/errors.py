@@ -47,6 +47,12 @@ class UsageError(KvconvertError):
     exit_code = 2
 
 
+class MissingError(UsageError):
+    """Something that is named, or needed, and is not there or cannot be read or written (exit code 1)."""
+
+    exit_code = 1
+
+
 class RecipeError(UsageError):
     """A recipe, scheme or combination of methods that is refused, with the reason."""
 

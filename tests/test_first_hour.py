@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
@@ -54,7 +55,7 @@ WRONG = [
     (["calibrate", "MODEL", "-o", "WORK", "--recipe", "defualt"], 2, "did you mean default?"),
     (["calibrate", "MODEL", "-o", "WORK", "--kv-bits", "2.5"], 2, "choose the --recipe auto"),
     (["calibrate", "MODEL", "-o", "WORK", "--set", "kv.bits=3"], 2, "bits is not a field of a KV scheme"),
-    (["calibrate", "MODEL", "-o", "WORK", "--recipe", "my.toml"], 2, "There is no recipe file my.toml;"),
+    (["calibrate", "MODEL", "-o", "WORK", "--recipe", "my.toml"], 1, "There is no recipe file my.toml;"),
     (["calibrate", "MODEL", "-o", "WORK", "--set", "kv.sink_token=8"], 2, "did you mean sink_tokens?"),
     (["calibrate", "MODEL", "-o", "WORK", "--weights", "awg"], 2, "choose 'auto',"),
     (["calibrate", "MODEL", "-o", "WORK", "--data", "gone.txt"], 1, "gone.txt does not exist"),
@@ -71,8 +72,8 @@ WRONG = [
     (["convert", "MODEL", "NEW", "--device", "cudaa"], 2, "--device may be cpu or cuda"),
     (["plan", "gone/gone/gone"], 1, "There is no model directory"),
     (["plan", "MODEL", "--gpu-memory", "24"], 2, "with its unit, as in 24GB"),
-    (["export", "gone", "-o", "NEW"], 2, "is not a working directory"),
-    (["export", "gone", "-o", "BUNDLE"], 2, "is not a working directory"),
+    (["export", "gone", "-o", "NEW"], 1, "is not a working directory"),
+    (["export", "gone", "-o", "BUNDLE"], 1, "is not a working directory"),
     (["generate", "BUNDLE", "--prompt", "x", "--dtype", "fp16"], 2, "--dtype is fp16; choose one of float32,"),
     (["generate", "MODEL", "--prompt", "x"], 1, "kvconvert convert"),
     (["eval", "gone"], 1, "no such directory"),
@@ -83,8 +84,32 @@ WRONG = [
     (["pull", "someone"], 2, "user/name"),
     (["eval", "BUNDLE", "--against", "gone/gone/gone"], 1, "There is no model directory"),
     (["bench", "gone"], 1, "no such directory"),
-    (["push", "BUNDLE", "someone/model"], 2, "needs an access token"),
+    (["push", "BUNDLE", "someone/model"], 1, "needs an access token"),
+    (["run", "BUNDLE"], 2, "kvconvert generate answers a prompt"),
+    (["quantise", "MODEL"], 2, "kvconvert convert quantizes"),
+    (["download", "someone/model"], 2, "kvconvert pull"),
+    (["inspct", "BUNDLE"], 2, "Did you mean"),
+    (["generate", "gone", "x"], 1, "no such directory"),
+    (["serve", "gone"], 1, "no such directory"),
+    (["serve", "BUNDLE", "--api-key-file", "gone.txt"], 1, "cannot be read"),
+    (["warm", "gone"], 1, "no such directory"),
+    (["rm", "someone/gone"], 1, "no bundle"),
+    (["completion", "csh"], 2, "is not one of"),
+    (["bench", "BUNDLE", "--json", "gone/speed.json"], 1, "does not exist"),
+    (["eval", "BUNDLE", "--full", "--only", "kl"], 2, "leave --only out"),
+    (["list"], 0, ""),
 ]
+
+
+def test_what_is_missing_ends_with_1_and_a_wrong_command_line_with_2_everywhere():
+    missing = {arguments[0] for arguments, code, _ in WRONG if code == 1}
+    # The others name nothing that could be missing.
+    assert set(cli.commands) - missing == {"completion", "doctor", "list", "pull", "recipes"}
+    for name, command in cli.commands.items():
+        needed = ["x" for p in command.params if isinstance(p, click.Argument) and p.required]
+        assert kvconvert(name, *needed, "--no-such-option").exit_code == 2, name
+        if needed:
+            assert kvconvert(name).exit_code == 2, name
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from kvconvert.data.text import load_token_samples
 from kvconvert.fidelity.evaluate import decoder_of
 from kvconvert.fidelity.report import measure_cache
 from kvconvert.fidelity.scoring import Decoder, compare
-from kvconvert.io.tensorfile import nbytes, read_header
+from kvconvert.io.tensorheader import nbytes, read_header
 from kvconvert.kernels.pages import PAGE_SIZE
 
 ROOT = Path(__file__).resolve().parent.parent

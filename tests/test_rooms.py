@@ -72,6 +72,7 @@ ALLOWED = {
         "kvconvert.runtime",
         "kvconvert.bundle",
         "kvconvert.cache",
+        "kvconvert.data",
         "kvconvert.models",
         "kvconvert.errors",
     ),

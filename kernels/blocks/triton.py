@@ -11,7 +11,7 @@ import triton.language as tl
 from kvconvert.kernels.blocks import tables
 from kvconvert.kernels.blocks.tables import BlockGeometry, DecodePlaces
 from kvconvert.kernels.launches.triton import kernel
-from kvconvert.kernels.pages.formats import PAGE_SIZE
+from kvconvert.kernels.page_formats import PAGE_SIZE
 
 ROW = tl.constexpr(tables.ROW)
 PAGE = tl.constexpr(PAGE_SIZE)

@@ -22,8 +22,8 @@ from kvconvert.kernels.decode.stored import (
     Visibility,
 )
 from kvconvert.kernels.device import runs_triton
-from kvconvert.kernels.pages.formats import PAGE_SIZE, LayerFormat
-from kvconvert.kernels.spans.formats import SpanFormat
+from kvconvert.kernels.page_formats import PAGE_SIZE, LayerFormat
+from kvconvert.kernels.span_formats import SpanFormat
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOST_CHANNELS = 256

@@ -18,10 +18,10 @@ from functools import lru_cache
 import torch
 
 from kvconvert.kernels.attention.softmax import StreamingSoftmax, capped
+from kvconvert.kernels.code_bits import LANE_BITS, field_bits, fields_per_lane
 from kvconvert.kernels.decode.stored import PageTile, ResidualTokens, SpanTokens
-from kvconvert.kernels.packing import LANE_BITS, field_bits, fields_per_lane
+from kvconvert.kernels.page_formats import ChannelScales, LayerFormat
 from kvconvert.kernels.pages.center import projected_scores
-from kvconvert.kernels.pages.formats import ChannelScales, LayerFormat
 from kvconvert.kernels.pages.records import PageTensors
 from kvconvert.kernels.pages.reference import page_codes
 from kvconvert.kernels.spans.reference import shift_scores, span_scores, weighted_span_values

@@ -17,7 +17,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from kvconvert.kernels.pages.formats import PAGE_SIZE
+from kvconvert.kernels.page_formats import PAGE_SIZE
 
 # Query rows (query heads of a KV head times queries) of one program: two blocks of a matrix product's columns.
 MOST_ROWS = 16

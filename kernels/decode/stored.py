@@ -14,7 +14,7 @@ import torch
 from kvconvert.kernels.decode.plan import WorkPlan
 from kvconvert.kernels.pages.center import KeyCenter
 from kvconvert.kernels.pages.records import PageTensors
-from kvconvert.kernels.spans.formats import Span, SpanFormat
+from kvconvert.kernels.span_formats import Span, SpanFormat
 
 
 class StoredTokens(Protocol):

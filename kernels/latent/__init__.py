@@ -19,7 +19,7 @@ from kvconvert.kernels import device as devices
 from kvconvert.kernels.attention.softmax import StreamingSoftmax, capped
 from kvconvert.kernels.chunked_prefill.parts import StoredPart, Workspace
 from kvconvert.kernels.decode.stored import StoredTokens
-from kvconvert.kernels.pages.formats import PAGE_SIZE, LayerFormat, TokenNorm
+from kvconvert.kernels.page_formats import PAGE_SIZE, LayerFormat, TokenNorm
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 KERNEL_BITS = (2, 4)

@@ -21,16 +21,15 @@ import torch
 
 from kvconvert.kernels import device
 from kvconvert.kernels.launches import deferred
+from kvconvert.kernels.page_formats import PAGE_SIZE, ChannelScales, LayerFormat, PageFormat, TokenNorm
+from kvconvert.kernels.page_layout import ALIGNMENT
 from kvconvert.kernels.pages.center import KeyCenter, add_centers_reference, key_center, page_centers
-from kvconvert.kernels.pages.formats import PAGE_SIZE, ChannelScales, LayerFormat, PageFormat, TokenNorm
-from kvconvert.kernels.pages.layout import ALIGNMENT
 from kvconvert.kernels.pages.records import (
     PageAddresses,
     PageTensors,
     PageWrites,
     empty_pages,
     new_pages,
-    page_bytes,
     pages_of,
 )
 from kvconvert.kernels.pages.reference import dequantize_pages, normalised_keys, quantize_pages

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvconvert.kernels.pages.formats import PageFormat
-from kvconvert.kernels.pages.layout import PageLayout
+from kvconvert.kernels.page_formats import PageFormat, TokenNorm
+from kvconvert.kernels.page_layout import PageLayout
 from kvconvert.kernels.quantizer import pack_grid, unpack_grid
 
 # What a page stores, by the names of `PageTensors`.
@@ -132,15 +132,8 @@ def pages_of(buffer: torch.Tensor, f: PageFormat) -> PageTensors:
     return (
         PageTensors(buffer, f)
         if f.bits == 16
-        else PageTensors(format=f, record=buffer, **PageLayout.of(f).fields(buffer, f))
+        else PageTensors(format=f, record=buffer, **_fields(PageLayout.of(f), buffer, f))
     )
-
-
-def page_bytes(f: PageFormat, dtype: torch.dtype) -> int:
-    """Bytes of one page, the padding of its record included; `dtype` is the model's, used by 16-bit codes."""
-    if f.bits == 16:
-        return f.heads * f.page_size * f.head_dim * dtype.itemsize
-    return 2 * PageLayout.of(f).record
 
 
 def empty_pages(count: int, f: PageFormat, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -164,3 +157,34 @@ def record_of(f: PageFormat, **tensors: torch.Tensor | None) -> PageTensors:
     for name, target in pages.tensors():
         target.copy_(tensors[name])
     return pages
+
+
+def _fields(layout: PageLayout, record: torch.Tensor, f: PageFormat) -> dict[str, torch.Tensor]:
+    """The fields that the format has, views of records int16 [N, record] in the shapes of `PageTensors`."""
+    heads = record[:, : layout.heads * layout.head_stride].unflatten(1, (layout.heads, layout.head_stride))
+    found = {"codes": heads[..., : layout.rows * layout.lanes].unflatten(2, (layout.lanes, layout.rows))}
+    if layout.groups:
+        found |= _grid(layout, heads)
+    if f.token_norm is TokenNorm.PER_HEAD:
+        found["norm"] = heads[..., layout.norm : layout.norm + f.page_size].view(torch.float16)
+    elif f.token_norm is TokenNorm.JOINT:
+        joint = record[:, None, layout.joint_norm : layout.joint_norm + f.page_size]
+        found["norm"] = joint.view(torch.float16)
+    if f.boosted:
+        high = heads[..., layout.high : layout.high + layout.high_rows * layout.lanes]
+        found["high"] = high.unflatten(2, (layout.lanes, layout.high_rows))
+        if not f.fixed_channels:
+            found["channels"] = heads[..., layout.channels :].view(torch.uint8)[..., : f.boosted]
+    return found
+
+
+def _grid(layout: PageLayout, heads: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Scale and offset of every head's part int16 [N, heads, head_stride], which lie group after group."""
+    strides = (*heads.stride()[:2], layout.offset - layout.scale, layout.grid_rows, 1)
+    shape, start = (*heads.shape[:2], 2, layout.groups, layout.grid_rows), heads.storage_offset() + layout.scale
+    both = heads.as_strided(shape, strides, start)
+    if layout.scale == layout.offset:
+        return {"grid": both[:, :, 0].transpose(2, 3)}
+    both = both.view(torch.float16)
+    scale, offset = both.transpose(3, 4).unbind(2)
+    return {"scale": scale, "offset": offset, "scales": both}

@@ -8,8 +8,8 @@ import torch
 
 from kvconvert.errors import NumericError
 from kvconvert.kernels.packing import pack_codes, unpack_codes
+from kvconvert.kernels.page_formats import ChannelScales, PageFormat, TokenNorm
 from kvconvert.kernels.pages.feedback import round_with_feedback
-from kvconvert.kernels.pages.formats import ChannelScales, PageFormat, TokenNorm
 from kvconvert.kernels.pages.records import PageTensors, record_of
 from kvconvert.kernels.quantizer import dequantize, quantize, quantize_static
 

@@ -15,8 +15,8 @@ import torch
 
 from kvconvert.kernels import prompt
 from kvconvert.kernels.launches import deferred
+from kvconvert.kernels.page_formats import PAGE_SIZE
 from kvconvert.kernels.pages import LayerFormat, unsupported_dequantization
-from kvconvert.kernels.pages.formats import PAGE_SIZE
 from kvconvert.kernels.ragged.tables import COPIED_TOKENS, TILE_QUERIES, RaggedTables, TokensInBlocks
 
 if TYPE_CHECKING:

@@ -6,8 +6,6 @@ what H is.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -19,21 +17,12 @@ from kvconvert.kernels.rotate.matrices import (
     power_of_two_in,
     shared_matrix,
 )
+from kvconvert.kernels.rotations import NO_ROTATION, Rotations
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD = 256
 # Channels that are stored as they are: a latent's.
 LARGEST_COPIED = 512
-
-
-class Rotations(NamedTuple):
-    """What is rotated at run time: queries with keys, and values with attention outputs."""
-
-    keys: bool = False
-    values: bool = False
-
-
-NO_ROTATION = Rotations()
 
 
 def hadamard_reference(x: Tensor, inverse: bool = False) -> Tensor:

@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from kvconvert.bundle.manifest import Allocation, WeightAllocation
-from kvconvert.errors import UsageError, first_line
+from kvconvert.errors import MissingError, first_line
 
 NAME, WEIGHTS_NAME = "allocation", "weights"
 _Found = TypeVar("_Found", Allocation, WeightAllocation)
@@ -54,7 +54,7 @@ def _read(store: Measurements, name: str, record: type[_Found]) -> _Found | None
     try:
         return None if values is None else record.model_validate(values)
     except ValidationError as error:
-        raise UsageError(
+        raise MissingError(
             f"The {name} in {store.path} cannot be read ({first_line(error)}); calibrate again with `restart=True`."
         ) from error
 

@@ -19,16 +19,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import torch
+import numpy as np
 from safetensors import safe_open
-from torch import Tensor
 
 from kvconvert.bundle.locate import FORMER_PLAN_NAME, MANIFEST_NAME, PLAN_NAME
 from kvconvert.bundle.manifest import LayerPlan, Manifest
 from kvconvert.errors import BundleError, printable
 from kvconvert.io.json_text import parse_json
 from kvconvert.io.records import FileInfo, TensorInfo
-from kvconvert.io.tensorfile import mismatch, nbytes, read_header, tensor_info
+from kvconvert.io.tensorheader import mismatch, nbytes, read_header
 from kvconvert.methods import PLAN_TENSORS
 from kvconvert.methods.scheme import FORMER_PLAN_TENSORS
 
@@ -420,33 +419,33 @@ def words(info: TensorInfo) -> str:
     return f"{info.dtype} {info.shape}"
 
 
-def read_tensors(files: dict[str, Path], names: list[str]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors one at a time, by name, file after file."""
+def read_arrays(files: dict[str, Path], names: list[str], framework: str = "numpy") -> Iterator[tuple[str, Any]]:
+    """Arrays one at a time, by name, file after file; with "pt" tensors, of types that NumPy does not have, too."""
     by_file: dict[Path, list[str]] = {}
     for name in names:
         by_file.setdefault(files[name], []).append(name)
     for path, inside in by_file.items():
-        with safe_open(path, framework="pt") as stream:
+        with safe_open(path, framework=framework) as stream:
             for name in inside:
                 yield name, stream.get_tensor(name)
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Whether there is no NaN or infinity, with little memory beside the tensor."""
-    for part in tensor.reshape(-1).split(2**22):
-        if not bool(torch.isfinite(part if part.element_size() > 1 else part.float()).all()):
-            return False
-    return True
+def check_finite(files: dict[str, Path], names: list[str]) -> None:
+    """Refuse (BundleError) floating-point tensors with NaN or infinity, with little memory beside each."""
+    import torch
+
+    for name, tensor in read_arrays(files, names, "pt"):
+        for part in tensor.reshape(-1).split(2**22):
+            if not bool(torch.isfinite(part if part.element_size() > 1 else part.float()).all()):
+                raise mismatch(files[name].name, f"tensor {name}", "finite values", "NaN or infinity")
 
 
-def check_scales(file: str, name: str, scales: Tensor) -> None:
+def check_scales(file: str, name: str, scales: np.ndarray) -> None:
     """Refuse (BundleError) a scale that is not finite and above zero, by its index."""
-    if not bool(torch.isfinite(scales).all()):
-        row, column = (~torch.isfinite(scales)).nonzero()[0].tolist()
-        raise mismatch(file, f"{name}[{row}, {column}]", "a finite scale", scales[row, column].item())
-    if not bool((scales > 0).all()):
-        row, column = (scales <= 0).nonzero()[0].tolist()
-        raise mismatch(file, f"{name}[{row}, {column}]", "a scale above zero", scales[row, column].item())
+    for wrong, expected in ((~np.isfinite(scales), "a finite scale"), (scales <= 0, "a scale above zero")):
+        if wrong.any():
+            row, column = np.argwhere(wrong)[0].tolist()
+            raise mismatch(file, f"{name}[{row}, {column}]", expected, scales[row, column].item())
 
 
 def check_plan_header(directory: Path, manifest: Manifest) -> None:
@@ -458,28 +457,28 @@ def check_plan_header(directory: Path, manifest: Manifest) -> None:
     compare(PLAN_NAME, manifest.plan, read_header(directory / PLAN_NAME, refuse))
 
 
-def read_plan(directory: Path, manifest: Manifest) -> dict[str, Tensor]:
-    """The tensors of the KV plan by name, finite, with all that the layers' schemes need.
+def read_plan(directory: Path, manifest: Manifest) -> dict[str, np.ndarray]:
+    """The arrays of the KV plan by name, finite, with all that the layers' schemes need.
 
     Raises:
         BundleError: naming the tensor.
     """
-    plan: dict[str, Tensor] = {}
-    for name, tensor in read_tensors(dict.fromkeys(manifest.plan, directory / PLAN_NAME), list(manifest.plan)):
+    plan: dict[str, np.ndarray] = {}
+    for name, array in read_arrays(dict.fromkeys(manifest.plan, directory / PLAN_NAME), list(manifest.plan)):
         match = re.fullmatch(r"layers\.([0-9]{1,4})\.(\w+)", name)
         if match is None or int(match[1]) >= len(manifest.layers):
             raise mismatch(PLAN_NAME, f"tensor {name}", f"a name layers.0 to layers.{len(manifest.layers) - 1}", name)
         if match[2] not in (*PLAN_TENSORS, *FORMER_PLAN_TENSORS):
             raise mismatch(PLAN_NAME, f"tensor {name}", f"one of {', '.join(PLAN_TENSORS)}", match[2])
-        if tensor.is_floating_point() and not is_finite(tensor):
+        if not np.isfinite(array).all():
             raise mismatch(PLAN_NAME, f"tensor {name}", "finite values", "NaN or infinity")
-        plan[name] = tensor
+        plan[name] = array
     for layer in manifest.layers:
-        _check_required(layer, plan)
+        _check_required(layer, manifest, plan)
     return plan
 
 
-def _check_required(layer: LayerPlan, plan: dict[str, Tensor]) -> None:
+def _check_required(layer: LayerPlan, manifest: Manifest, plan: dict[str, np.ndarray]) -> None:
     """The tensors without which the layer's scheme cannot be served."""
     scheme = layer.scheme()
     wanted = {} if scheme is None else scheme.required_tensors(layer.shape())
@@ -487,7 +486,7 @@ def _check_required(layer: LayerPlan, plan: dict[str, Tensor]) -> None:
         name = f"layers.{layer.index}.{what}"
         if name not in plan:
             raise mismatch(PLAN_NAME, f"tensor {name}", f"present ({rule.why})", "missing")
-        info = tensor_info(plan[name])
+        info = manifest.plan[name]
         if (info.dtype, tuple(info.shape)) != (rule.dtype, rule.shape):
             raise mismatch(PLAN_NAME, f"tensor {name}", f"{rule.dtype} {[*rule.shape]}", words(info))
         values = plan[name].tolist()

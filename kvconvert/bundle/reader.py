@@ -5,26 +5,26 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 from safetensors import SafetensorError
-from torch import Tensor
 
 from kvconvert.bundle.files import (
     BundleFiles,
+    check_finite,
     check_names,
     check_plan_header,
     check_scales,
     check_tensors,
-    is_finite,
     is_settings,
     parse_object,
+    read_arrays,
     read_object,
     read_plan,
     read_settings,
-    read_tensors,
     unsafe_settings,
     words,
 )
@@ -32,9 +32,13 @@ from kvconvert.bundle.locate import MANIFEST_NAME, PLAN_NAME, manifest_path
 from kvconvert.bundle.manifest import FORMAT_VERSION, Manifest, quantization_config, unseal
 from kvconvert.errors import BundleError, RecipeError, listed, printable
 from kvconvert.io.records import TensorInfo
-from kvconvert.io.tensorfile import DTYPES, mismatch
+from kvconvert.io.tensorheader import mismatch
 from kvconvert.methods import spread_ratios
 from kvconvert.methods.awq import AWQ_BITS, BITS
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
 
 
 def check_modules(manifest: Manifest) -> None:
@@ -150,7 +154,7 @@ class Bundle:
         directory: where it lies.
         manifest: what it says about itself.
         config: contents of config.json.
-        plan: tensors of `kvconvert/plan.safetensors`, named `layers.{i}.{what}`.
+        arrays: those of `kvconvert/plan.safetensors`, named `layers.{i}.{what}`.
         weight_files: the file of each weight tensor.
         checks: one line per kind of check that was made, with counts.
         files: what was verified; `files.check_unchanged` says whether it is still there.
@@ -159,10 +163,17 @@ class Bundle:
     directory: Path
     manifest: Manifest
     config: dict[str, Any]
-    plan: dict[str, Tensor]
+    arrays: dict[str, np.ndarray]
     weight_files: dict[str, Path]
     checks: tuple[str, ...]
     files: BundleFiles
+
+    @cached_property
+    def plan(self) -> dict[str, Tensor]:
+        """The KV plan as tensors; of all that reads a bundle, only who asks for them waits for torch."""
+        import torch
+
+        return {name: torch.from_numpy(array) for name, array in self.arrays.items()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Bundle:
         return self  # nothing in it is ever changed, and configurations that refer to it are copied
@@ -214,14 +225,12 @@ def open_bundle(path: str | Path, verify: Literal["full", "headers", "plan"] = "
         checks.append(f"coverage: {len(quantized)} modules quantized, {len(manifest.modules) - len(quantized)} kept")
         check_layers(manifest, config)
         checks.append(f"KV plan: {len(manifest.layers)} layers")
-        for name, scales in read_tensors(weight_files, [f"{module.prefix}.scales" for module in quantized]):
+        for name, scales in read_arrays(weight_files, [f"{module.prefix}.scales" for module in quantized]):
             check_scales(weight_files[name].name, name, scales)
         checks.append(f"scales: {len(quantized)} tensors, finite and above zero")
         if verify == "full":
-            kept = [name for name, info in manifest.tensors.items() if DTYPES[info.dtype].is_floating_point]
-            for name, tensor in read_tensors(weight_files, kept):
-                if not is_finite(tensor):
-                    raise mismatch(weight_files[name].name, f"tensor {name}", "finite values", "NaN or infinity")
+            kept = [name for name, info in manifest.tensors.items() if "F" in info.dtype]
+            check_finite(weight_files, kept)
             checks.append(f"numbers: {len(kept)} floating-point tensors, all finite")
         plan = read_plan(directory, manifest)
         files.check_unchanged()

@@ -18,7 +18,8 @@ from kvconvert.bundle.manifest import Manifest
 from kvconvert.errors import KvconvertError
 from kvconvert.io import disk
 from kvconvert.io.records import FileInfo, TensorInfo
-from kvconvert.io.tensorfile import nbytes, write_tensors
+from kvconvert.io.tensorfile import write_tensors
+from kvconvert.io.tensorheader import nbytes
 
 # Loading hashes several files at a time.
 MAX_SHARD_BYTES = 1_000_000_000

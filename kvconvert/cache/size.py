@@ -13,13 +13,12 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
-
 from kvconvert.cache.format import CacheFormat
-from kvconvert.kernels.pages import PAGE_SIZE, page_bytes
+from kvconvert.kernels.page_formats import PAGE_SIZE
+from kvconvert.kernels.page_layout import page_bytes
 from kvconvert.methods import Evict, KVScheme, Spans
 
-FULL_PRECISION = torch.bfloat16
+NUMBER_BYTES = 2  # of a number in full precision, but for models of 32 bits
 _POSITION_BYTES = 4  # of a token that an eviction kept: heads keep different ones
 _SPAN_SCALE_BYTES = 4  # a scale and a zero point of a channel, float16 each
 
@@ -38,7 +37,7 @@ class LayerCache:
             without any.
         scheme: how they are stored; None where the layer keeps transformers' own cache.
         sliding_window: of the layer in tokens, or None.
-        dtype: of full-precision tokens.
+        number_bytes: of a number of full-precision tokens.
         index_dim: channels of an indexer's key, of which there is one per token; 0 without an indexer.
     """
 
@@ -47,7 +46,7 @@ class LayerCache:
     value_dim: int
     scheme: KVScheme | None = None
     sliding_window: int | None = None
-    dtype: torch.dtype = FULL_PRECISION
+    number_bytes: int = NUMBER_BYTES
     index_dim: int = 0
 
     @property
@@ -69,13 +68,13 @@ class LayerCache:
 
     def plain_bytes(self, context: int) -> int:
         """Bytes of one sequence of `context` tokens in full precision."""
-        return self.numbers(context) * self.dtype.itemsize
+        return self.numbers(context) * self.number_bytes
 
     def _index_bytes(self, context: int) -> int:
         """Bytes of an indexer's keys, which have codes of 8 bits and a scale where others are quantized."""
         if not self.index_dim:
             return 0
-        scale = self.dtype.itemsize
+        scale = self.number_bytes
         return context * (self.index_dim + scale if self.is_quantized else self.index_dim * scale)
 
     def exact_bytes(self, context: int) -> int:
@@ -125,7 +124,7 @@ class LayerCache:
         """Of keys and of values: recent tokens in full precision, bytes of one of them, bytes of a page."""
         pages = CacheFormat.of(self.scheme, heads=self.heads, key_dim=self.key_dim, value_dim=self.value_dim).pages
         return tuple(
-            (side.recent_tokens, form.heads * form.head_dim * self.dtype.itemsize, page_bytes(form, self.dtype))
+            (side.recent_tokens, form.heads * form.head_dim * self.number_bytes, page_bytes(form, self.number_bytes))
             for side, form in zip(self.scheme.sides, (pages.keys, pages.values), strict=True)
         )
 
@@ -136,8 +135,9 @@ class LayerCache:
         if not pages:
             return sum(self.sides(context))
         forms = CacheFormat.of(self.scheme, heads=1, key_dim=self.key_dim, value_dim=self.value_dim).pages
-        page = sum(page_bytes(form, self.dtype) for form in (forms.keys, forms.values)) + _POSITION_BYTES * PAGE_SIZE
-        return pages * page + sinks * self.values_per_token * self.dtype.itemsize
+        sides = (page_bytes(form, self.number_bytes) for form in (forms.keys, forms.values))
+        page = sum(sides) + _POSITION_BYTES * PAGE_SIZE
+        return pages * page + sinks * self.values_per_token * self.number_bytes
 
     def _span_bytes(self, context: int, span_tokens: int) -> int:
         sinks, (keys, values) = min(context, self.scheme.sink_tokens), self.scheme.sides
@@ -147,7 +147,7 @@ class LayerCache:
         tokens = PAGE_SIZE * (whole * -(-length // PAGE_SIZE) + -(-rest // PAGE_SIZE))
         codes = self.heads * (self.key_dim * keys.bits + self.value_dim * values.bits) * tokens // 8
         scales = self.heads * (self.key_dim + self.value_dim) * _SPAN_SCALE_BYTES * spans
-        return codes + scales + sinks * self.values_per_token * self.dtype.itemsize
+        return codes + scales + sinks * self.values_per_token * self.number_bytes
 
 
 @dataclass(frozen=True)

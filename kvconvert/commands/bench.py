@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from kvconvert.commands import count_option, device_option, dtype_option
-from kvconvert.errors import UsageError
+from kvconvert.errors import MissingError
 
 
 @click.command()
@@ -38,7 +38,7 @@ def bench(bundle: str, against: str | None, contexts: tuple[int, ...], file: Pat
     StaticCache and torch.compile.
     """
     if file is not None and not file.absolute().parent.is_dir():
-        raise UsageError(f"The directory of {file} does not exist; make it, or name another file for --json.")
+        raise MissingError(f"The directory of {file} does not exist; make it, or name another file for --json.")
     from kvconvert.bundle.locate import check_place
 
     check_place(bundle)

@@ -28,6 +28,7 @@ GIB = 2**30
 # Of kvconvert's own requirements these are large and compiled, so that having them does not mean that they load.
 IMPORTED = ("torch", "triton", "transformers")
 NOT_FOR_USERS = ("dev",)
+WIDTH = len("transformers")  # of names in the list
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,18 @@ class Finding:
     problem: str | None = None
 
 
-def examine() -> list[Finding]:
-    """Everything, in the order in which it is shown."""
-    packages = [*_packages()]
-    gpu = [] if any(found.name == "torch" and found.problem for found in packages) else [*_processors()]
-    return [_python(), *packages, *gpu, _memory(), _disk(), *_extras()]
+def examine() -> Iterator[Finding]:
+    """Everything, in the order in which it is shown; importing torch takes seconds."""
+    yield _python()
+    broken = set()
+    for found in _packages():
+        broken |= {found.name} if found.problem else set()
+        yield found
+    if "torch" not in broken:
+        yield from _processors()
+    yield _memory()
+    yield _disk()
+    yield from _extras()
 
 
 def _python() -> Finding:
@@ -91,9 +99,9 @@ def _packages() -> Iterator[Finding]:
     needed = [r for r in requirements() if r.marker is None or r.marker.evaluate({"extra": ""})]
     if not needed:
         yield Finding("kvconvert", "not installed by pip: what it needs is not known")
-    found = {requirement.name: check_package(requirement) for requirement in needed}
-    yield from (found[name] for name in IMPORTED if name in found)
-    others = [finding for name, finding in found.items() if name not in IMPORTED]
+    named = {requirement.name: requirement for requirement in needed}
+    yield from (check_package(named.pop(name)) for name in IMPORTED if name in named)
+    others = [check_package(requirement) for requirement in named.values()]
     yield from (finding for finding in others if finding.problem)
     fine = ", ".join(f"{finding.name} {finding.state}" for finding in others if not finding.problem)
     if fine:
@@ -199,22 +207,25 @@ def _extras() -> Iterator[Finding]:
         yield Finding("extras", f"{', '.join(present)}: present")
 
 
-def report(findings: list[Finding]) -> str:
-    """Findings as lines; what is broken is marked."""
-    width = max(len(finding.name) for finding in findings)
-    return "\n".join(f"{'!!' if f.problem else 'ok'}  {f.name.ljust(width)}  {f.state}" for f in findings)
+def line(found: Finding) -> str:
+    """A finding as a line; what is broken is marked."""
+    return f"{'!!' if found.problem else 'ok'}  {found.name.ljust(WIDTH)}  {found.state}"
 
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
 def doctor(as_json: bool) -> None:
     """Show what this machine has of what kvconvert needs; fails if something that is needed is broken."""
-    findings = examine()
+    findings = []
+    if not as_json:
+        click.echo(f"kvconvert {__version__}")
+    for found in examine():
+        findings.append(found)
+        if not as_json:
+            click.echo(line(found))
     if as_json:
-        found = {"kvconvert": __version__, "findings": [asdict(finding) for finding in findings]}
-        click.echo(json.dumps(found, indent=2))
-    else:
-        click.echo(f"kvconvert {__version__}\n{report(findings)}")
+        told = {"kvconvert": __version__, "findings": [asdict(finding) for finding in findings]}
+        click.echo(json.dumps(told, indent=2))
     problems = [finding.problem for finding in findings if finding.problem]
     if problems:
         raise KvconvertError(f"{'; '.join(problems)}.")

@@ -52,7 +52,8 @@ def inspect(bundle: str, layers: bool, as_json: bool) -> None:
 def _speaks_of_windows(config: dict[str, Any]) -> bool:
     """Whether a config.json names windows: then transformers, which takes seconds to import, says where they are."""
     parts = [config, config.get("text_config")]
-    entries = [entry for part in parts if isinstance(part, dict) for entry in part.items()]
+    used = [part for part in parts if isinstance(part, dict) and part.get("use_sliding_window") is not False]
+    entries = [entry for part in used for entry in part.items()]
     return any(value and ("window" in name or "chunk" in name) for name, value in entries)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 
 from kvconvert.commands import check_device, quiet
-from kvconvert.errors import KvconvertError, UsageError
+from kvconvert.errors import KvconvertError, MissingError, UsageError
 
 KEY_VARIABLE = "KVCONVERT_API_KEY"
 _COUNT = click.IntRange(min=1)
@@ -149,7 +149,7 @@ def serve(
         if error.name not in ("starlette", "uvicorn"):
             raise
         message = f"Serving needs {error.name}; run pip install '.[serve]' in a clone of kvconvert."
-        raise UsageError(message) from error
+        raise MissingError(message) from error
     from kvconvert.serve.listen import bind
 
     listening = bind(host, port)  # before minutes are spent on loading
@@ -254,7 +254,7 @@ def _keys(file: Path | None) -> list[str]:
         keys = [line.strip() for line in file.read_text(encoding="utf8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UsageError(f"--api-key-file {file} cannot be read ({reason}).") from error
+        raise MissingError(f"--api-key-file {file} cannot be read ({reason}).") from error
     if not keys:
         raise UsageError(f"--api-key-file {file} has no key; write one a line.")
     return keys

@@ -44,7 +44,8 @@ from kvconvert.io.hub import is_hub_id
 from kvconvert.io.json_text import parse_json
 from kvconvert.io.progress import progress_bar
 from kvconvert.io.records import FileInfo, SourceInfo, TensorInfo
-from kvconvert.io.tensorfile import nbytes, tensor_info, write_tensors
+from kvconvert.io.tensorfile import tensor_info, write_tensors
+from kvconvert.io.tensorheader import nbytes
 from kvconvert.methods.awq import StoredMethod
 from kvconvert.models.configuration import sliding_windows
 from kvconvert.models.source import SourceModel, open_source

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvconvert.bundle.locate import MANIFEST_NAME
-from kvconvert.errors import KvconvertError, UsageError
+from kvconvert.errors import KvconvertError, MissingError, UsageError
 from kvconvert.io import disk
 from kvconvert.io.json_text import parse_json
 
@@ -97,7 +97,7 @@ def check_place(path: Path | str) -> None:
 def check_begun(path: Path) -> None:
     """Refuse what is no working directory (UsageError)."""
     if not (path / STATE_NAME).is_file():
-        raise UsageError(f"{path} is not a working directory of kvconvert; make it with kvconvert calibrate first.")
+        raise MissingError(f"{path} is not a working directory of kvconvert; make it with kvconvert calibrate first.")
 
 
 _CHECKSUM = "checksum"

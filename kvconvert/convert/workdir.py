@@ -46,12 +46,13 @@ from kvconvert.convert.work_files import (
     sealed_json,
     work_lock,
 )
-from kvconvert.errors import CheckpointError, UsageError, first_line
+from kvconvert.errors import CheckpointError, MissingError, UsageError, first_line
 from kvconvert.io import disk
 from kvconvert.io.checksums import known_sha256, remember
 from kvconvert.io.json_text import parse_json
 from kvconvert.io.records import DataInfo, Record, SourceInfo, TensorInfo
-from kvconvert.io.tensorfile import Mapped, read_header, replace_tensors
+from kvconvert.io.tensorfile import Mapped, replace_tensors
+from kvconvert.io.tensorheader import read_header
 
 WORK_FORMAT = 2
 
@@ -477,7 +478,7 @@ def _read_state(path: Path) -> WorkState:
             )
         return WorkState.model_validate(read_sealed(file))
     except (OSError, ValueError) as error:
-        raise UsageError(
+        raise MissingError(
             f"{file} cannot be read ({first_line(error)}); calibrate again with `restart=True`."
         ) from error
 

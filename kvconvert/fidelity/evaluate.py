@@ -21,7 +21,7 @@ from kvconvert.bundle.locate import locate
 from kvconvert.bundle.manifest import Manifest
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.data.text import load_token_samples
-from kvconvert.errors import UsageError
+from kvconvert.errors import MissingError, UsageError
 from kvconvert.fidelity.images import DRAWINGS, image_figures
 from kvconvert.fidelity.probes import PROBES, Prompt, Writer, abilities, measure_probes, probe_tokens, verdict
 from kvconvert.fidelity.recall import (
@@ -393,7 +393,7 @@ def source_of(manifest: Manifest, against: str | Path | None) -> str:
         return str(against)
     recorded = manifest.source
     if recorded.revision is None and not is_hub_id(recorded.id) and not Path(recorded.id).exists():
-        raise UsageError(
+        raise MissingError(
             f"The bundle was made from a local directory named {recorded.id}, which is not in the current directory; "
             "give its path as `against`."
         )

@@ -18,7 +18,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.errors import UsageError
+from kvconvert.errors import MissingError, UsageError
 from kvconvert.fidelity.evaluate import decoder_of
 from kvconvert.fidelity.scoring import Decoder, batches, feed, read_prompt
 from kvconvert.io.progress import progress_bar
@@ -37,7 +37,7 @@ try:
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
-    raise UsageError(
+    raise MissingError(
         f"Tasks of lm-evaluation-harness need the package lm-eval ({error}); run pip install '.[harness]' in a clone "
         "of kvconvert."
     ) from error
@@ -118,7 +118,7 @@ def harness(
     files = [task for task in tasks if task.endswith((".yaml", ".yml"))]
     for file in files:
         if not Path(file).is_file():
-            raise UsageError(f"There is no task file {file}; check its path.")
+            raise MissingError(f"There is no task file {file}; check its path.")
     manager = TaskManager(include_defaults=len(files) < len(tasks))
     for task in tasks:
         if task not in files and not manager.match_tasks([task]):

@@ -21,7 +21,7 @@ from kvconvert.fidelity.probes import ProbeResult, abilities, losses
 from kvconvert.fidelity.recall import FreeRunningResult, PasskeyResult
 from kvconvert.fidelity.scoring import Comparison, Decoder, read_prompt
 from kvconvert.io.records import DataInfo
-from kvconvert.io.tensorfile import nbytes, read_header
+from kvconvert.io.tensorheader import nbytes, read_header
 from kvconvert.models.configuration import model_cache
 from kvconvert.models.source import SourceModel
 from kvconvert.runtime import KVCache

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvconvert.errors import UsageError
+from kvconvert.errors import MissingError, UsageError
 
 TEMPORARY = ".partial"
 _HASHED_ASIDE = 2**22  # bytes
@@ -259,6 +259,6 @@ def check_writable(path: Path, argument: str) -> None:
     except OSError as error:
         if is_full(error):  # said where it matters, with the file and its size
             return
-        raise UsageError(
+        raise MissingError(
             f"{existing} cannot be written to ({error.strerror}); choose another place as `{argument}`."
         ) from error

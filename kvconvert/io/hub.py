@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeGuard, TypeVar
 
-from kvconvert.errors import HubError, UsageError, printable
+from kvconvert.errors import HubError, MissingError, UsageError, printable
 
 Result = TypeVar("Result")
 _MAX_REASON = 300
@@ -56,7 +56,7 @@ def check_can_push(repository: str) -> None:
 
     check_id(repository)
     if ask_hub(repository, get_token) is None:
-        raise UsageError(
+        raise MissingError(
             "Pushing needs an access token of the Hub with the right to write; log in with `hf auth login`, or set "
             "HF_TOKEN."
         )

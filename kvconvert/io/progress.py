@@ -1,8 +1,9 @@
-"""Progress on stderr: a bar on a terminal, one line for each stage in a file or pipe."""
+"""Progress on stderr: a bar on a terminal; in a file or pipe a line for each stage, and one now and then."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,10 +13,51 @@ from tqdm import tqdm
 WITHOUT_RATE = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}]"
 
 
+# Seconds between two lines of a stage in a file or pipe.
+EVERY = 30
+
+
+class _Lines(tqdm):
+    """A stage in a file or pipe: a line when it begins, and how far it is while it goes on."""
+
+    _said: float | None = None  # when the last line was written
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+        """Write a line, unless the last one is new."""
+        now = time.perf_counter()
+        if self._said is None:
+            one = self.unit if self.unit_scale else f" {self.unit}{'' if self.total == 1 else 's'}"
+            self._say(f"{self._count(self.total)}{one}")
+        elif now - self._said < EVERY or self.n <= self.initial:
+            return False
+        else:
+            took = self.format_dict["elapsed"]
+            left = self.format_interval(took * (self.total - self.n) / (self.n - self.initial))
+            self._say(f"{self._count(self.n)} of {self._count(self.total)}, about {left} left")
+        self._said = now
+        return True
+
+    def close(self) -> None:
+        """End without a line."""
+        self._said, self.leave = float("inf"), False
+        super().close()
+
+    def _count(self, number: float) -> str:
+        return self.format_sizeof(number) if self.unit_scale else f"{number:,}"
+
+    def _say(self, text: str) -> None:
+        print(f"{self.desc.removesuffix(': ')}: {text}", file=sys.stderr, flush=True)
+
+    @staticmethod
+    def status_printer(file: Any) -> Any:
+        """Nothing else is written."""
+        return lambda text: None
+
+
 def progress_bar(
     items: Sequence[Any] | None = None, *, desc: str, unit: str, shown: bool, total: int | None = None, **options: Any
 ) -> tqdm:
-    """tqdm's bar where stderr is a terminal; elsewhere the stage and its size are printed once.
+    """tqdm's bar where stderr is a terminal; elsewhere lines of the stage, its size, and how far it is.
 
     Args:
         items: to iterate over; or None, where `update` is called `total` times.
@@ -26,9 +68,7 @@ def progress_bar(
         options: tqdm's own.
     """
     total = len(items or ()) if total is None else total
-    on_terminal = sys.stderr.isatty()
-    if shown and not on_terminal:
-        scaled = options.get("unit_scale", False)
-        size = tqdm.format_sizeof(total, unit) if scaled else f"{total:,} {unit}{'' if total == 1 else 's'}"
-        print(f"{desc}: {size}", file=sys.stderr, flush=True)
-    return tqdm(items, desc=desc, unit=unit, total=total, disable=not (shown and on_terminal), **options)
+    kind = tqdm if sys.stderr.isatty() else _Lines
+    if kind is _Lines:
+        options |= {"miniters": 1, "mininterval": EVERY}
+    return kind(items, desc=desc, unit=unit, total=total, disable=not shown, **options)

@@ -188,6 +188,11 @@ class KVScheme(_Fields):
     def preset(cls, name: str) -> KVScheme:
         """The scheme of a preset: `NAME`, or for comparison `NAME-paper`, what the paper describes to the letter."""
         refuse_renamed(name)
+        if name in RECIPES:
+            raise RecipeError(
+                f"{name!r} is a recipe (kvconvert convert --recipe {name}), and a KV scheme is asked for: give "
+                f"{RECIPES[name]}."
+            )
         if name not in PRESETS:
             raise RecipeError(f"[kv] preset {name!r} is not available; {did_you_mean(name, PRESETS)}")
         return PRESETS[name]
@@ -351,6 +356,12 @@ class KVCalibration(TauSearch, KeyRoundingSearch, ClipRatioSearch, KeyTreatmentS
     def searched(self, scheme: KVScheme | None) -> list[str]:
         """The fields of a scheme that are to be chosen, for messages."""
         return [field for search in SEARCHES for field in search.searched(self, scheme)]
+
+
+# Presets of recipes that are none of a cache, and what to give for their cache.
+RECIPES = dict.fromkeys(("auto", "kv-only", "rtn"), "'default', whose cache it has") | {
+    "weights-only": "None for its layers, whose cache stays as it is"
+}
 
 
 def refuse_renamed(preset: str | None) -> None:

@@ -8,7 +8,7 @@ import re
 from importlib import metadata
 from pathlib import Path
 
-from kvconvert.errors import CheckpointError, UsageError
+from kvconvert.errors import CheckpointError, MissingError
 from kvconvert.io.hub import ask_hub, is_hub_id, missing_below
 
 # The versions of transformers that kvconvert was tried with, of which pyproject.toml has the first and the last. Others
@@ -28,7 +28,7 @@ def _transformers_version() -> str:
     except metadata.PackageNotFoundError:
         return TRIED[-1]  # importing it says so
     if re.match(r"\d+\.\d+", version)[0] not in TRIED or "dev" in version:
-        raise UsageError(
+        raise MissingError(
             f"transformers is {version}, and kvconvert was tried with {' and '.join(TRIED)} only; run pip install "
             f"'transformers=={TRIED[-1]}.*'."
         )

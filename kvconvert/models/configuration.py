@@ -33,9 +33,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
 )
 
-from kvconvert.cache.size import FULL_PRECISION, LayerCache, ModelCache
+from kvconvert.cache.size import LayerCache, ModelCache
 from kvconvert.errors import BundleError, UnsupportedModelError
-from kvconvert.io.tensorfile import Refusal, mismatch
+from kvconvert.io.tensorheader import Refusal, mismatch
 from kvconvert.methods import UNQUANTIZED, KVScheme
 
 # Every layer has a tensor, so a config with more layers than the model has tensors is wrong. Small models leave out
@@ -299,7 +299,7 @@ def sliding_windows(config: PretrainedConfig) -> list[int | None]:
 
 
 def model_cache(
-    config: PretrainedConfig, schemes: Sequence[KVScheme | None], dtype: torch.dtype = FULL_PRECISION
+    config: PretrainedConfig, schemes: Sequence[KVScheme | None], dtype: torch.dtype = torch.bfloat16
 ) -> ModelCache:
     """The cache of a model whose layers have these schemes, as `KVCache` makes it.
 
@@ -318,7 +318,7 @@ def model_cache(
         else:
             # Beside quantized layers the others have pages, too, of the model's own dtype.
             stored = UNQUANTIZED if scheme is None and quantized else scheme
-            layers.append(LayerCache(*stored_shape(own), stored, window, dtype, _index_dim(text, kind, index)))
+            layers.append(LayerCache(*stored_shape(own), stored, window, dtype.itemsize, _index_dim(text, kind, index)))
     return ModelCache(tuple(layers))
 
 

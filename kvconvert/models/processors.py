@@ -25,7 +25,7 @@ from transformers import (
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.utils import is_torchvision_available, is_vision_available
 
-from kvconvert.errors import CheckpointError, UnsupportedModelError, UsageError, first_line
+from kvconvert.errors import CheckpointError, MissingError, UnsupportedModelError, UsageError, first_line
 from kvconvert.models.configuration import placeholder_ids
 from kvconvert.models.prompts import MARK, Conversations, added_around, without_marks
 from kvconvert.models.templates import shared_renderer
@@ -52,7 +52,7 @@ def load_processor(directory: Path) -> ProcessorMixin:
             "processed; fetch the model again."
         )
     if not is_vision_available():
-        raise UsageError("Reading images needs Pillow; run pip install '.[images]' in a clone of kvconvert.")
+        raise MissingError("Reading images needs Pillow; run pip install '.[images]' in a clone of kvconvert.")
     check_tokenizer(directory)
     try:
         if is_torchvision_available():
@@ -63,7 +63,7 @@ def load_processor(directory: Path) -> ProcessorMixin:
         if isinstance(error, ImportError):
             missing = "torchvision" if "torchvision" in reason.lower() else None
             remedy = "needs torchvision; run pip install torchvision" if missing else f"needs more packages: {reason}"
-            raise UsageError(f"The processor of {directory} {remedy}.") from error
+            raise MissingError(f"The processor of {directory} {remedy}.") from error
         raise CheckpointError(f"{directory} has no processor that transformers can load ({reason}).") from error
 
 
@@ -116,7 +116,7 @@ class _ImagesOnly:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("videos") is not None:
-            raise UsageError(
+            raise MissingError(
                 "Processing videos needs torchvision, which is not installed; run pip install torchvision."
             )
         return super().__call__(*args, **kwargs)

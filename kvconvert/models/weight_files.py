@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from kvconvert.errors import CheckpointError
 from kvconvert.io.json_text import parse_json
 from kvconvert.io.records import TensorInfo
-from kvconvert.io.tensorfile import read_header
+from kvconvert.io.tensorheader import read_header
 from kvconvert.models import INDEX_FILE, PICKLES, SINGLE_FILE, without_weights
 
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")

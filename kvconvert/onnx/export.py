@@ -18,7 +18,7 @@ from kvconvert.bundle.locate import MANIFEST_NAME, check_output, locate
 from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.bundle.writer import replacing, write_json
 from kvconvert.convert.export import COPIED_FILES, LICENSE_FILES, copy_files, export
-from kvconvert.errors import UsageError
+from kvconvert.errors import MissingError, UsageError
 from kvconvert.io.hub import is_hub_id
 from kvconvert.onnx.architecture import Decoder
 from kvconvert.onnx.static_cache import StaticCache, has_plan, static_cache
@@ -69,7 +69,7 @@ def export_onnx(
     except ModuleNotFoundError as error:
         if error.name != "onnx":
             raise
-        raise UsageError(
+        raise MissingError(
             "The export to ONNX needs the package onnx; run `pip install '.[onnx]'` in a clone of kvconvert."
         ) from error
     target = Path(output)

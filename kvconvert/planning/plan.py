@@ -26,7 +26,7 @@ from kvconvert.convert.pipeline import kept_tensors, make_runner, with_fitted_we
 from kvconvert.data.samples import TEXT_LENGTH
 from kvconvert.errors import UsageError
 from kvconvert.io.records import TensorInfo
-from kvconvert.io.tensorfile import nbytes
+from kvconvert.io.tensorheader import nbytes
 from kvconvert.methods.auto import DEFAULT_CONTEXT, AutoSearch
 from kvconvert.methods.awq import WeightsRecipe
 from kvconvert.methods.minikv import FORMULAS, spread_ratios

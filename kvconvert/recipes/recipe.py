@@ -53,7 +53,7 @@ from typing import Any, TypedDict, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvconvert.bundle.figures import figure
-from kvconvert.errors import RecipeError, UsageError, did_you_mean, first_line
+from kvconvert.errors import MissingError, RecipeError, UsageError, did_you_mean, first_line
 from kvconvert.methods import (
     OPTIONS,
     PRESETS,
@@ -438,11 +438,11 @@ class Recipe(Table):
             try:
                 text = path.read_text(encoding="utf-8")
             except FileNotFoundError as error:
-                raise RecipeError(
+                raise MissingError(
                     f"There is no recipe file {name}; check its path, or name a preset (kvconvert recipes lists them)."
                 ) from error
             except (OSError, UnicodeDecodeError) as error:
-                raise RecipeError(f"The recipe file {name} cannot be read ({error}); check its path.") from error
+                raise MissingError(f"The recipe file {name} cannot be read ({error}); check its path.") from error
             return cls._parse(text, where=name, name=path.stem, changes=changes or {})
         refuse_renamed(name)
         if name not in preset_names():

@@ -16,7 +16,7 @@ from kvconvert.bundle.describe import Description, describe
 from kvconvert.bundle.figures import number
 from kvconvert.bundle.locate import MANIFEST_NAME, locate
 from kvconvert.bundle.reader import Bundle, open_bundle
-from kvconvert.errors import UsageError
+from kvconvert.errors import MissingError, UsageError
 from kvconvert.io import disk
 from kvconvert.models.configuration import read_config, sliding_windows
 
@@ -53,7 +53,7 @@ def write_report(
         KvconvertError: one of its children; nothing was written then.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("A report is drawn with matplotlib; run pip install '.[report]' in a clone of kvconvert.")
+        raise MissingError("A report is drawn with matplotlib; run pip install '.[report]' in a clone of kvconvert.")
     from kvconvert.report.data import sample_keys
     from kvconvert.report.sections import read_fidelity
 
@@ -124,7 +124,7 @@ def _write(target: Path, html: str, images: dict[str, bytes]) -> None:
         for name in FILES - images.keys():  # of an earlier report
             disk.remove(target / name)
     except OSError as error:
-        raise UsageError(f"The report cannot be written ({error}); make room, or choose another `output`.") from error
+        raise MissingError(f"The report cannot be written ({error}); make room, or choose another `output`.") from error
 
 
 def _tiles(found: Description, measured: dict[str, Any] | None) -> list[tuple[str, str]]:

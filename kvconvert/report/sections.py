@@ -15,7 +15,7 @@ from kvconvert.bundle.figures import HEADER, fidelity_rows, how_measured, recall
 from kvconvert.bundle.files import read_object
 from kvconvert.bundle.manifest import Manifest
 from kvconvert.bundle.reader import Bundle
-from kvconvert.errors import BundleError, UsageError
+from kvconvert.errors import BundleError, MissingError, UsageError
 from kvconvert.report import data, figures
 from kvconvert.report.data import KeySample, NotDrawnError
 from kvconvert.report.page import Section
@@ -30,7 +30,7 @@ def read_fidelity(path: Path, manifest: Manifest) -> dict[str, Any]:
     try:
         report = read_object(path, bounded=True)
     except OSError as error:
-        raise UsageError(f"`fidelity` {path} cannot be read ({error.strerror}); check its path.") from error
+        raise MissingError(f"`fidelity` {path} cannot be read ({error.strerror}); check its path.") from error
     except BundleError as error:
         raise UsageError(f"`fidelity` {path} is no JSON report of kvconvert eval; measure the bundle again.") from error
     if report.get("files_digest") != manifest.files_digest():

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import socket
 
-from kvconvert.errors import UsageError
+from kvconvert.errors import MissingError
 
 
 def bind(host: str, port: int) -> socket.socket:
     """A socket that listens, so that no other server takes its port; a port of 0 takes a free one.
 
     Raises:
-        UsageError: the address cannot be used.
+        MissingError: the address cannot be used.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -28,5 +28,5 @@ def bind(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "this is no name of a host"
         message = f"{host:.80}:{port} cannot be served ({reason}); choose another `host` or `port`."
-        raise UsageError(message) from error
+        raise MissingError(message) from error
     return bound

@@ -29,7 +29,8 @@ from typing import NamedTuple
 import torch
 
 from kvconvert.cache.format import CacheFormat
-from kvconvert.kernels.pages import PAGE_SIZE, page_bytes
+from kvconvert.kernels.page_layout import page_bytes
+from kvconvert.kernels.pages import PAGE_SIZE
 
 # Share of the cache that may be lost to blocks that are larger than their pages.
 MOST_PADDING = 0.03
@@ -76,7 +77,7 @@ class BlockLayout:
         """The geometry of a layer alone, whose full-precision tokens have this dtype."""
         keys, values = cache.pages.keys, cache.pages.values
         token = (keys.heads * keys.head_dim + values.heads * values.head_dim) * dtype.itemsize
-        sides = page_bytes(keys, dtype), page_bytes(values, dtype)
+        sides = page_bytes(keys, dtype.itemsize), page_bytes(values, dtype.itemsize)
         windows = cache.keys.recent_tokens, cache.values.recent_tokens
         layout = cls(*sides, sum(sides), token, cache.sink_tokens, *windows, drafts)
         return layout.beside([layout])

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from kvconvert.bundle.reader import Bundle, open_bundle
-from kvconvert.cache.format import CacheFormat, with_plan
+from kvconvert.cache.format import CacheFormat
+from kvconvert.cache.plan_tensors import with_plan
 from kvconvert.errors import BundleError, listed
 from kvconvert.methods import UNQUANTIZED, KVScheme
 from kvconvert.methods.scheme import Evict, Pages

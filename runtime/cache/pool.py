@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from kvconvert.errors import CacheError
-from kvconvert.kernels.pages import PageFormat, PageTensors, empty_pages, page_bytes, pages_of
+from kvconvert.kernels.page_layout import page_bytes
+from kvconvert.kernels.pages import PageFormat, PageTensors, empty_pages, pages_of
 
 # Pools grow by a sixteenth of what they hold, at least four pages: few chunks at any length, little unused room.
 SMALLEST_CHUNK = 4
@@ -112,7 +113,7 @@ class PageStorage:
 
     def __init__(self, format: PageFormat, dtype: torch.dtype, device: torch.device, numbers: PageNumbers):
         self.format, self.dtype, self.device, self.numbers = format, dtype, device, numbers
-        self.page_bytes = page_bytes(format, dtype)
+        self.page_bytes = page_bytes(format, dtype.itemsize)
         self._chunks: list[torch.Tensor] = []
         self._zeros = np.zeros(0, np.int64)
         self._views: dict[tuple[int, ...], PageTensors] = {}

@@ -19,7 +19,8 @@ import torch
 from safetensors import safe_open
 
 from kvconvert.errors import CacheError, KvconvertError, printable
-from kvconvert.io.tensorfile import read_header, replace_tensors
+from kvconvert.io.tensorfile import replace_tensors
+from kvconvert.io.tensorheader import read_header
 from kvconvert.runtime.cache.sequence import Sequence, Side, TokenPositions
 from kvconvert.runtime.cache.snapshot import Snapshot
 from kvconvert.runtime.cache.store import Group, LayerStore

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from kvconvert.cache.format import CacheFormat, rotations, with_plan
+from kvconvert.cache.format import CacheFormat, rotations
+from kvconvert.cache.plan_tensors import with_plan
 from kvconvert.errors import CacheError
 from kvconvert.kernels.device import fall_back
 from kvconvert.kernels.latent import unsupported as latents_unsupported
-from kvconvert.kernels.pages import PageTensors, page_bytes
+from kvconvert.kernels.page_layout import page_bytes
+from kvconvert.kernels.pages import PageTensors
 from kvconvert.kernels.rotate import KERNEL_DTYPES, largest_appended
 from kvconvert.kernels.select import select_tokens
 from kvconvert.kernels.spans import Span, quantize_span
@@ -174,7 +176,8 @@ class LayerStore:
             self.key_pages, self.value_pages = self.pages.key_pages, self.pages.value_pages
         else:
             if self.page_bytes is not None:
-                both = page_bytes(self.format.keys, self.dtype) + page_bytes(self.format.values, self.dtype)
+                formats = self.format.keys, self.format.values
+                both = sum(page_bytes(f, self.dtype.itemsize) for f in formats)
                 capacity = self.page_bytes // both
                 group.key_numbers.limit(capacity)
                 group.value_numbers.limit(capacity)

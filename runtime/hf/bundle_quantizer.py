@@ -26,7 +26,7 @@ from kvconvert.bundle.manifest import LayerPlan
 from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.bundle.writer import copy_file, replacing
 from kvconvert.errors import BundleError, UsageError
-from kvconvert.io.tensorfile import mismatch
+from kvconvert.io.tensorheader import mismatch
 from kvconvert.kernels.linear import DenseLinear, QuantizedLinear
 from kvconvert.methods import KVScheme
 from kvconvert.models.configuration import bounded_modules, model_class, no_model, read_config

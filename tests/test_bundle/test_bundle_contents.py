@@ -12,7 +12,7 @@ from tiny.bundle import edit_json, refusal, replace_tensors, reseal
 from kvconvert.bundle.files import INDEX_NAME
 from kvconvert.bundle.locate import MANIFEST_NAME, PLAN_NAME
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.io.tensorfile import read_header
+from kvconvert.io.tensorheader import read_header
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 Q = "model.layers.0.q_proj"
@@ -183,7 +183,7 @@ def test_fidelity_measured_on_another_bundle_is_refused(bundle):
 
 
 def test_the_bundle_package_imports_nothing_that_production_does_without():
-    allowed = {"torch", "safetensors", "pydantic", "huggingface_hub", "kvconvert"}
+    allowed = {"numpy", "torch", "safetensors", "pydantic", "huggingface_hub", "kvconvert"}
     import sys
 
     import kvconvert.bundle

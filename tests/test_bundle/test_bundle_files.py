@@ -15,7 +15,7 @@ from kvconvert.bundle.files import INDEX_NAME
 from kvconvert.bundle.locate import MANIFEST_NAME, PLAN_NAME
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import BundleError
-from kvconvert.io.tensorfile import read_header
+from kvconvert.io.tensorheader import read_header
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 LOAD_CRITICAL = [

@@ -6,7 +6,7 @@ from tiny.bundle import tiny_manifest, tiny_tensors
 from kvconvert.bundle.card import model_card
 from kvconvert.bundle.describe import manifest_text
 from kvconvert.bundle.manifest import Fidelity
-from kvconvert.io.tensorfile import mismatch
+from kvconvert.io.tensorheader import mismatch
 
 HOSTILE = (
     "a/b\n---\n# x\r| y | `z` <script>alert(1)</script> [t](javascript:1) ![i](http://x) **b** \x1b[2J\u2028"

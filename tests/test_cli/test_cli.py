@@ -167,6 +167,21 @@ def test_without_arguments_the_five_steps_are_shown():
     assert steps == ["plan", "convert", "eval", "generate", "push"]
 
 
+@pytest.mark.parametrize(
+    "command", [["recipes"], ["recipes", "default", "--json"], ["inspect", "BUNDLE"], ["inspect", "BUNDLE", "--layers"]]
+)
+def test_what_only_tells_something_does_not_wait_for_torch(folder, command):
+    command = [str(folder / "bundle") if word == "BUNDLE" else word for word in command]
+    program = (
+        "import sys\nfrom kvconvert.cli import cli\n"
+        "cli(sys.argv[1:], standalone_mode=False)\n"
+        "sys.exit([name for name in ('torch', 'transformers') if name in sys.modules] or 0)"
+    )
+    ran = subprocess.run([sys.executable, "-c", program, *command], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_is_one_command(shell, monkeypatch, capsys):
     source = kvconvert("completion", shell).stdout

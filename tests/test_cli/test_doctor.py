@@ -29,6 +29,21 @@ def test_a_working_machine_is_one_screen_and_exit_code_0():
     assert "GiB free" in shown["memory"]
 
 
+def test_what_is_known_is_shown_before_torch_is_imported(monkeypatch, capsys):
+    load, shown = importlib.import_module, []
+
+    def noting(name, *arguments):
+        if name == "torch":
+            shown.append(capsys.readouterr().out)
+        return load(name, *arguments)
+
+    monkeypatch.setattr(doctor, "importlib", types.SimpleNamespace(import_module=noting))
+    doctor.doctor.main([], standalone_mode=False)
+    assert "python" in shown[0]
+    assert "torch" not in shown[0].partition("python")[0]
+    assert "torch" in capsys.readouterr().out
+
+
 def test_every_extra_is_present_or_comes_with_its_pip_line(monkeypatch):
     # As pyproject.toml says it now; an editable install keeps what it said when it was made.
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -1,10 +1,13 @@
 """A bar on a terminal, one line for each stage anywhere else."""
 
 import io
+import re
 import sys
+import types
 
 import pytest
 
+from kvconvert.io import progress
 from kvconvert.io.progress import WITHOUT_RATE, progress_bar
 
 
@@ -36,6 +39,21 @@ def test_a_log_has_one_line_for_a_stage_and_a_terminal_a_rate_with_its_unit(kind
         assert "layer/s" in stderr.getvalue()
     else:
         assert stderr.getvalue() == "layers: 40 layers\n"
+
+
+def test_a_log_says_now_and_then_how_far_a_long_stage_is(replaced, monkeypatch):
+    stderr = replaced(io.StringIO)
+    now = iter(range(0, 10_000, 10))  # seconds: three looks of which one is late enough
+    monkeypatch.setattr(progress, "time", types.SimpleNamespace(perf_counter=lambda: next(now)))
+    with progress_bar(total=28, desc="layers", unit="layer", shown=True, initial=8) as bar:
+        for _ in range(12):
+            bar.update()
+            bar.refresh()
+    first, *others = stderr.getvalue().splitlines()
+    assert first == "layers: 28 layers"
+    assert [re.sub(r"\d\d:\d\d", "TIME", line) for line in others] == [
+        f"layers: {number} of 28, about TIME left" for number in (11, 14, 17, 20)
+    ]
 
 
 @ANYWHERE

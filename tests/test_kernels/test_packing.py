@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from kvconvert.errors import UsageError
-from kvconvert.kernels.packing import fields_per_lane, pack_codes, packed_rows, unpack_codes
+from kvconvert.kernels.code_bits import fields_per_lane, packed_rows
+from kvconvert.kernels.packing import pack_codes, unpack_codes
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])

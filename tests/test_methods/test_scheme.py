@@ -16,7 +16,8 @@ from kvconvert.methods import (
     check_layers,
     layer_conventions,
 )
-from kvconvert.methods.scheme import PARTS
+from kvconvert.methods.scheme import PARTS, RECIPES
+from kvconvert.recipes.recipe import preset_names
 
 SHAPE = LayerShape(num_key_value_heads=2, head_dim=64, value_group_size=32, rotation="sylvester(64)")
 
@@ -41,6 +42,12 @@ def test_a_preset_survives_being_written_and_read(name):
 def test_an_unknown_preset_or_field_is_refused_with_those_there_are():
     with pytest.raises(RecipeError, match=r"preset 'kity' is not available.*kitty"):
         KVScheme.preset("kity")
+    for recipe in RECIPES:
+        with pytest.raises(
+            RecipeError, match=rf"{recipe!r} is a recipe .*--recipe {recipe}.*a KV scheme is asked for: give"
+        ):
+            KVScheme.preset(recipe)
+    assert {*RECIPES} == {*preset_names()} - {*PRESETS}
     with pytest.raises(RecipeError, match=r"\[kv\] key_bit is not a field.*key_bits"):
         KVScheme(key_bit=2)
 

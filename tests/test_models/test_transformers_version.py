@@ -36,7 +36,7 @@ def test_load_refuses_it(version, tmp_path):
 def test_a_command_says_one_sentence(command, tmp_path):
     code = f"sys.argv = ['kvconvert', *{command.split()!r}]; from kvconvert.cli import main; main()"
     found = run(code, "5.25.0", tmp_path)
-    assert (found.returncode, found.stderr) == (2, f"Error: transformers is 5.25.0, and {SAID}\n")
+    assert (found.returncode, found.stderr) == (1, f"Error: transformers is 5.25.0, and {SAID}\n")
 
 
 def test_doctor_says_which_versions_are_needed(tmp_path):

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvconvert.cache.format import CacheFormat, with_plan
+from kvconvert.cache.format import CacheFormat
+from kvconvert.cache.plan_tensors import with_plan
 from kvconvert.kernels.attention.reference import attention_reference
 from kvconvert.kernels.device import interpreted
 from kvconvert.kernels.launches import record_specializations

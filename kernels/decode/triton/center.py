@@ -35,7 +35,7 @@ from kvconvert.kernels.decode.triton.shape import DecodeShape, block_of, key_lan
 from kvconvert.kernels.decode.triton.tiles import PAGE
 from kvconvert.kernels.device import capability, multiprocessors
 from kvconvert.kernels.launches.triton import kernel
-from kvconvert.kernels.pages.formats import PAGE_SIZE
+from kvconvert.kernels.page_formats import PAGE_SIZE
 from kvconvert.kernels.pages.triton.center import cos_and_sin
 
 # Columns of `PageTables.key_rows`.

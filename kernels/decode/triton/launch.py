@@ -15,9 +15,9 @@ from kvconvert.kernels.decode.triton.shape import DecodeShape, block_of, query_c
 from kvconvert.kernels.decode.triton.sums import combine_kernel
 from kvconvert.kernels.device import compiles, multiprocessors, overlaps_launches
 from kvconvert.kernels.launches import skips_launches
-from kvconvert.kernels.pages.formats import PAGE_SIZE, LayerFormat, PageFormat
-from kvconvert.kernels.pages.layout import PageLayout
-from kvconvert.kernels.spans.formats import SpanFormat, key_blocks, value_blocks
+from kvconvert.kernels.page_formats import PAGE_SIZE, LayerFormat, PageFormat
+from kvconvert.kernels.page_layout import PageLayout
+from kvconvert.kernels.span_formats import SpanFormat, key_blocks, value_blocks
 
 # Registers of a thread, and how many one-warp programs with that many fit a multiprocessor, whose four parts hold
 # 16,384 registers each: two or three programs. Where three would spill, two are faster.

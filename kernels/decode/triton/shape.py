@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import triton
 
-from kvconvert.kernels.pages.formats import PAGE_SIZE
+from kvconvert.kernels.page_formats import PAGE_SIZE
 
 
 @dataclass(frozen=True)

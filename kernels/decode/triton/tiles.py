@@ -28,7 +28,7 @@ from kvconvert.kernels.decode.triton.shape import (
     upper_factor,
     value_lanes,
 )
-from kvconvert.kernels.pages.formats import PAGE_SIZE
+from kvconvert.kernels.page_formats import PAGE_SIZE
 from kvconvert.kernels.pages.triton.affine import OFFSET_UNIT, in_bytes, load_counts, load_scale
 
 PAGE: tl.constexpr = tl.constexpr(PAGE_SIZE)

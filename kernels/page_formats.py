@@ -1,14 +1,15 @@
-"""What the bytes of a layer's pages mean."""
+"""What the bytes of a layer's pages mean; no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from kvconvert.kernels.pages.center import KeyCenter
+    from kvconvert.kernels.pages.center import KeyCenter
 
 # Tokens of a page in every preset, of a span's block, and of what the decode kernels read at a time.
 PAGE_SIZE = 128

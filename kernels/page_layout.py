@@ -18,11 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-import torch
-
 from kvconvert.errors import UsageError
-from kvconvert.kernels.packing import CODE_BITS, field_bits, packed_rows
-from kvconvert.kernels.pages.formats import PageFormat, TokenNorm
+from kvconvert.kernels.code_bits import CODE_BITS, field_bits, packed_rows
+from kvconvert.kernels.page_formats import PageFormat, TokenNorm
 
 # Units of 2 bytes: what one 16-byte load reads.
 ALIGNMENT = 8
@@ -127,31 +125,11 @@ class PageLayout:
             record=f.heads * head_stride + (_align(f.page_size) if f.token_norm is TokenNorm.JOINT else 0),
         )
 
-    def fields(self, record: torch.Tensor, f: PageFormat) -> dict[str, torch.Tensor]:
-        """The fields that the format has, views of records int16 [N, record] in the shapes of `PageTensors`."""
-        heads = record[:, : self.heads * self.head_stride].unflatten(1, (self.heads, self.head_stride))
-        found = {"codes": heads[..., : self.rows * self.lanes].unflatten(2, (self.lanes, self.rows))}
-        if self.groups:
-            found |= self._grid(heads)
-        if f.token_norm is TokenNorm.PER_HEAD:
-            found["norm"] = heads[..., self.norm : self.norm + f.page_size].view(torch.float16)
-        elif f.token_norm is TokenNorm.JOINT:
-            joint = record[:, None, self.joint_norm : self.joint_norm + f.page_size]
-            found["norm"] = joint.view(torch.float16)
-        if f.boosted:
-            high = heads[..., self.high : self.high + self.high_rows * self.lanes]
-            found["high"] = high.unflatten(2, (self.lanes, self.high_rows))
-            if not f.fixed_channels:
-                found["channels"] = heads[..., self.channels :].view(torch.uint8)[..., : f.boosted]
-        return found
 
-    def _grid(self, heads: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Scale and offset of every head's part int16 [N, heads, head_stride], which lie group after group."""
-        strides = (*heads.stride()[:2], self.offset - self.scale, self.grid_rows, 1)
-        shape, start = (*heads.shape[:2], 2, self.groups, self.grid_rows), heads.storage_offset() + self.scale
-        both = heads.as_strided(shape, strides, start)
-        if self.scale == self.offset:
-            return {"grid": both[:, :, 0].transpose(2, 3)}
-        both = both.view(torch.float16)
-        scale, offset = both.transpose(3, 4).unbind(2)
-        return {"scale": scale, "offset": offset, "scales": both}
+def page_bytes(f: PageFormat, number_bytes: int) -> int:
+    """Bytes of one page, the padding of its record included; `number_bytes` are those of the model's dtype, which pages
+    of 16 bits hold.
+    """
+    if f.bits == 16:
+        return f.heads * f.page_size * f.head_dim * number_bytes
+    return 2 * PageLayout.of(f).record

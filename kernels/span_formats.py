@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+from kvconvert.kernels.page_formats import PAGE_SIZE, PageFormat
 
-from kvconvert.kernels.pages.formats import PAGE_SIZE, PageFormat
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
