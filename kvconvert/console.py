@@ -304,6 +304,8 @@ class Console:
         the cache, which lacks its end, and the text that was printed.
         """
         count, length = self.max_new_tokens, inputs["input_ids"].shape[1]
+        if not length:
+            raise UsageError("The model's chat template writes nothing of the conversation; see `raw`.")
         if self.positions is not None:
             if length >= self.positions:
                 raise UsageError(
