@@ -216,8 +216,8 @@ class ImagePrompts:
                 return_tensors="pt",
                 add_special_tokens=not begun,
             )
-        except (ValueError, TypeError, IndexError, RuntimeError) as error:
-            reason = " ".join(str(error).split()).rstrip(".")
+        except Exception as error:  # any setting of a processor may be none that an image can be processed by
+            reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
             raise UsageError(f"The model's processor refuses the text with {len(images)} images ({reason}).") from error
         # PaliGemma's processor makes labels for training as well.
         made = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and name != "labels"}
