@@ -85,7 +85,7 @@ class _Commands(click.Group):
             sys.stdout.flush()
             return result
         except KvconvertError as error:
-            message = self._with_options(" ".join(str(error).splitlines()), ctx.invoked_subcommand)
+            message = self._with_options(printable(" ".join(str(error).splitlines())), ctx.invoked_subcommand)
             click.echo(f"Error: {message}", err=True)
             ctx.exit(error.exit_code)
         except UnicodeEncodeError as error:

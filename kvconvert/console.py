@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.generation.streamers import BaseStreamer
 
 from kvconvert.data.images import read_image
-from kvconvert.errors import KvconvertError, UsageError
+from kvconvert.errors import KvconvertError, UsageError, first_line
 from kvconvert.models import CACHE
 from kvconvert.models.chat import ChatPrompts
 from kvconvert.models.configuration import context_length, supports_images
@@ -304,6 +304,8 @@ class Console:
         the cache, which lacks its end, and the text that was printed.
         """
         count, length = self.max_new_tokens, inputs["input_ids"].shape[1]
+        if not length:
+            raise UsageError("The model's chat template writes nothing of the conversation; see `raw`.")
         if self.positions is not None:
             if length >= self.positions:
                 raise UsageError(
@@ -324,16 +326,24 @@ class Console:
         padding = config.pad_token_id
         padding = self.tokenizer.eos_token_id if padding is None else padding
         config.update(max_new_tokens=count, pad_token_id=padding, return_dict_in_generate=True)
-        with _interrupting(printer) if interruptible else nullcontext():
-            result = self.model.generate(
-                ids,
-                **inputs | {"attention_mask": torch.ones_like(ids)},
-                generation_config=config,
-                **{CACHE: cache},
-                streamer=printer,
-                tokenizer=self.tokenizer,  # for the stop strings of a generation config
-                **({"stopping_criteria": [Stopped(printer)]} if self.choice.stop or interruptible else {}),
-            )
+        seen = any(x.is_floating_point() for x in inputs.values())
+        try:
+            with _interrupting(printer) if interruptible else nullcontext():
+                result = self.model.generate(
+                    ids,
+                    **inputs | {"attention_mask": torch.ones_like(ids)},
+                    generation_config=config,
+                    **{CACHE: cache},
+                    streamer=printer,
+                    tokenizer=self.tokenizer,  # for the stop strings of a generation config
+                    **({"stopping_criteria": [Stopped(printer)]} if self.choice.stop or interruptible else {}),
+                )
+        except ValueError as error:
+            if not seen:
+                raise
+            raise UsageError(
+                f"The model refuses what its processor made of images ({first_line(error)}); fetch the bundle again."
+            ) from error
         return result.sequences.cpu(), result[CACHE], printer.text
 
 

@@ -25,8 +25,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def first_line(error: BaseException | str) -> str:
-    """The message of another library's error, to stand within a sentence."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    """The message of another library's error, to stand within a sentence; such errors quote what files hold."""
+    return printable((str(error).strip() or type(error).__name__).splitlines()[0].rstrip("."))
 
 
 def listed(names: Iterable[str], word: str = "and") -> str:

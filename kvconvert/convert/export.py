@@ -49,6 +49,7 @@ from kvconvert.io.tensorheader import nbytes
 from kvconvert.methods.awq import StoredMethod
 from kvconvert.models.configuration import sliding_windows
 from kvconvert.models.source import SourceModel, open_source
+from kvconvert.models.weight_files import check_links
 from kvconvert.recipes.recipe import Limits, Recipe
 from kvconvert.version import __version__
 
@@ -314,10 +315,16 @@ def _write_files(
 
 
 def copy_files(source: Path, directory: Path, patterns: tuple[str, ...]) -> dict[str, FileInfo]:
-    """Copy files, following links; returns size and hash by their names relative to the directory."""
+    """Copy files; returns size and hash by their names relative to the directory.
+
+    Raises:
+        CheckpointError: one is a link to what may be none of the model's.
+    """
     found = {path for pattern in patterns for path in source.glob(pattern) if path.is_file()}
     # Some systems leave hidden files of the same names beside others.
-    names = sorted(path.relative_to(source).as_posix() for path in found if not path.name.startswith("."))
+    found = {path for path in found if not path.name.startswith(".")}
+    check_links(source, found)
+    names = sorted(path.relative_to(source).as_posix() for path in found)
     return {name: _copied(source / name, directory / name) for name in names}
 
 

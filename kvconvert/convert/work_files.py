@@ -13,17 +13,18 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from kvconvert.bundle.locate import MANIFEST_NAME
-from kvconvert.errors import KvconvertError, MissingError, UsageError
+from kvconvert.errors import KvconvertError, MissingError, UsageError, printable
 from kvconvert.io import disk
 from kvconvert.io.json_text import parse_json
 
 LOCK_NAME = "lock"
 STATE_NAME = "state.json"
+_FILES = (LOCK_NAME, STATE_NAME)
 logger = logging.getLogger(__name__)
 
 
@@ -67,6 +68,23 @@ def work_lock(work: Path, shared: bool = False) -> Iterator[None]:
         os.close(descriptor)
 
 
+def check_entries(work: Path) -> None:
+    """Refuse (UsageError) a working directory with anything in it but files and directories, of which none is a link:
+    they would lead elsewhere, or never end.
+    """
+    folders = [work]
+    while folders:
+        with suppress(FileNotFoundError), os.scandir(folders.pop()) as entries:  # another process may remove its own
+            for entry in entries:
+                folder = entry.is_dir(follow_symlinks=False)
+                if not (folder or entry.is_file(follow_symlinks=False)) or (folder and entry.name in _FILES):
+                    raise UsageError(
+                        f"{printable(entry.path)} is no file of kvconvert's; remove it, or what it leads to."
+                    )
+                if folder:
+                    folders.append(Path(entry.path))
+
+
 def check_free(work: Path) -> None:
     """Refuse a working directory that another run holds at this moment; nothing is created."""
     if (work / LOCK_NAME).exists():
@@ -90,6 +108,8 @@ def check_place(path: Path | str) -> None:
             raise UsageError(f"{path} is a bundle; `work` has to be another directory, from which `export` writes it.")
         if any(name != LOCK_NAME and not name.endswith(disk.TEMPORARY) for name in names):
             raise UsageError(f"{path} holds files that are not kvconvert's; `work` has to be a new or empty directory.")
+    if path.exists():
+        check_entries(path)
     disk.check_writable(path, "work")
     check_free(path)
 
@@ -98,15 +118,24 @@ def check_begun(path: Path) -> None:
     """Refuse what is no working directory (UsageError)."""
     if not (path / STATE_NAME).is_file():
         raise MissingError(f"{path} is not a working directory of kvconvert; make it with kvconvert calibrate first.")
+    check_entries(path)
 
 
 _CHECKSUM = "checksum"
+_MAX_JSON = 2**28
 
 
 def sealed_json(values: dict[str, Any]) -> str:
     """The text of a JSON object with its checksum in front; equal values in equal order give equal text."""
     plain = json.loads(json.dumps(values))  # keys are text from here on, as in the file
     return json.dumps({_CHECKSUM: _checksum(plain), **plain}, indent=1) + "\n"
+
+
+def read_json(file: Path) -> Any:
+    """The JSON value in a file (OSError, ValueError: there is none)."""
+    if file.stat().st_size > _MAX_JSON:
+        raise ValueError(f"it has more than {_MAX_JSON} bytes")
+    return parse_json(file.read_bytes())
 
 
 def read_sealed(file: Path) -> dict[str, Any]:
@@ -116,7 +145,7 @@ def read_sealed(file: Path) -> dict[str, Any]:
         OSError: there is no such file, or it cannot be read.
         ValueError: it is not what was written.
     """
-    values = parse_json(file.read_bytes())
+    values = read_json(file)
     if not isinstance(values, dict) or values.pop(_CHECKSUM, None) != _checksum(values):
         raise ValueError("its content does not fit its checksum")
     return values

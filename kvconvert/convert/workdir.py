@@ -42,6 +42,7 @@ from kvconvert.convert.work_files import (
     check_begun,
     check_place,
     disk_errors,
+    read_json,
     read_sealed,
     sealed_json,
     work_lock,
@@ -49,7 +50,6 @@ from kvconvert.convert.work_files import (
 from kvconvert.errors import CheckpointError, MissingError, UsageError, first_line
 from kvconvert.io import disk
 from kvconvert.io.checksums import known_sha256, remember
-from kvconvert.io.json_text import parse_json
 from kvconvert.io.records import DataInfo, Record, SourceInfo, TensorInfo
 from kvconvert.io.tensorfile import Mapped, replace_tensors
 from kvconvert.io.tensorheader import read_header
@@ -168,8 +168,7 @@ class WorkDir:
     def reading(cls, path: Path | str) -> Iterator[WorkDir]:
         """`open`, for a block in which no process changes the directory."""
         path = Path(path)
-        if not (path / STATE_NAME).is_file():
-            cls.open(path)  # says what is missing
+        check_begun(path)
         with ExitStack() as stack:
             with disk_errors(path, REPEAT):
                 stack.enter_context(work_lock(path, shared=True))
@@ -470,7 +469,7 @@ def _changes(previous: WorkState, state: WorkState) -> str:
 def _read_state(path: Path) -> WorkState:
     file = path / STATE_NAME
     try:
-        values = parse_json(file.read_bytes())
+        values = read_json(file)
         if isinstance(values, dict) and values.get("format") != WORK_FORMAT:
             raise UsageError(
                 f"{path} was written by another version of kvconvert (working format {values.get('format')}, this is "

@@ -1,5 +1,5 @@
 """A SOURCE of calibration data (local files of one kind, source code, or a Hub data set), and its rows: JSON
-is read line by line, other tables and Hub data sets as a stream through `datasets`.
+and CSV are read row by row, other tables and Hub data sets as a stream through `datasets`.
 
 `datasets` reads JSON through a table with every name that occurs in any row: 0.7 MB with 20,000 names become 3 GB, and
 values nested by the thousand end the process. Here a row costs what its own text does.
@@ -21,7 +21,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from kvconvert.errors import DataError, UsageError, first_line, listed
+from kvconvert.data.csv_rows import CsvRows
+from kvconvert.errors import DataError, KvconvertError, UsageError, first_line, listed
 from kvconvert.io.hub import missing_below
 from kvconvert.io.json_text import parse_json
 
@@ -333,8 +334,8 @@ class Table:
     def open(cls, source: str, files: list[Path] | None) -> Table:
         """Open a SOURCE: local files, or the id of a Hub data set where there are none (DataError)."""
         column = named_column(source)[1]
-        if files and LOADERS[files[0].suffix] == "json":
-            return cls._of_json(source, source, column, files[0].parent, JsonRows(files))
+        if files and (rows := {"json": JsonRows, "csv": CsvRows}.get(LOADERS[files[0].suffix])) is not None:
+            return cls._of_rows(source, source, column, files[0].parent, rows(files))
         import datasets
 
         hub = None if files else HubSource.parse(source)
@@ -345,7 +346,7 @@ class Table:
             else:
                 builder = datasets.load_dataset_builder(hub.name, hub.config)
                 if (rows := _json_rows(builder, hub.split)) is not None:
-                    return cls._of_json(source, hub.name, hub.column, None, rows)
+                    return cls._of_rows(source, hub.name, hub.column, None, rows)
                 stream = builder.as_streaming_dataset(split=hub.split)
             # Images stay encoded: each is decoded where it is used, so that an error can name its row.
             encoded = datasets.Image(decode=False)
@@ -363,7 +364,9 @@ class Table:
         return cls(source, place, columns, wanted, folder, stream)
 
     @classmethod
-    def _of_json(cls, source: str, place: str, column: str | None, folder: Path | None, rows: JsonRows) -> Table:
+    def _of_rows(
+        cls, source: str, place: str, column: str | None, folder: Path | None, rows: JsonRows | CsvRows
+    ) -> Table:
         names = dict.fromkeys(name for row in itertools.islice(rows, SHUFFLE_BUFFER) for name in row)
         return cls(source, place, _known(names, column), column, folder, rows)
 
@@ -387,6 +390,11 @@ class Table:
         return MESSAGES if self._asked is not None else text_column_of(self.columns, self.wanted, self.place)
 
     @property
+    def read_columns(self) -> list[str]:
+        """The columns whose texts are read, as `first` gives them."""
+        return [self.text_column] if self._asked is None else [name for name in self._asked if name is not None]
+
+    @property
     def _asked(self) -> tuple[str, str, str | None] | None:
         """The columns of question and answer, and of what the question is about; None where others hold the text."""
         if self.wanted is not None or {MESSAGES, *TEXT_COLUMNS, *IMAGE_COLUMNS} & {*self.columns}:
@@ -400,12 +408,19 @@ class Table:
     def _rows(self) -> Iterator[dict[str, Any]]:
         asked = self._asked
         for row in self._stream:
-            yield {name: row.get(name) for name in self.columns} | ({} if asked is None else _turns(row, *asked))
+            yield {name: row.get(name) for name in self.columns} | (
+                {} if asked is None else _turns(self.place, row, *asked)
+            )
 
 
-def _turns(row: dict[str, Any], asked: str, answered: str, about: str | None) -> dict[str, Any]:
-    """The messages of a row with a question and an answer; a row that lacks one of them has none."""
+def _turns(place: str, row: dict[str, Any], asked: str, answered: str, about: str | None) -> dict[str, Any]:
+    """The messages of a row with a question and an answer; a row that lacks one of them has none (DataError: what the
+    question is about is no text).
+    """
     question, answer, subject = row.get(asked), row.get(answered), row.get(about) if about else None
+    if isinstance(subject, list | dict):
+        kind = type(subject).__name__
+        raise DataError(f"Data source {place}, column {about}: {kind} is no text; correct the rows.")
     if isinstance(answer, list) and answer:  # several, of which each is right
         answer = answer[0]
     if question is None or answer is None:
@@ -440,13 +455,11 @@ def _known(names: Iterable[str], wanted: str | None) -> list[str]:
 @contextmanager
 def _readable(source: str, local: bool) -> Iterator[None]:
     """Turn the errors of `datasets` into a DataError of one sentence."""
-    import datasets
-
     try:
         yield
-    except DataError:
+    except KvconvertError:
         raise
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+    except Exception as error:  # whatever tables may hold, above all in what they say of themselves
         remedy = "check the file" if local else "check the name, the configuration, the split and the network"
         raise DataError(
             f"Data source {source} cannot be read through datasets ({first_line(error)}); {remedy}."

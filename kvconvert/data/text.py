@@ -260,7 +260,9 @@ def _row_ids(
     """Token ids of each row in shuffled order."""
     table = Table.open(source, files)
     column = table.text_column
-    refuse_spelled_conversations((row.get(column) for row in table.first(ROWS_INSPECTED)), f"{source}, column {column}")
+    first = table.first(ROWS_INSPECTED)
+    for name in table.read_columns:
+        refuse_spelled_conversations((row.get(name) for row in first), f"{source}, column {name}")
     conversations, empty = Conversations(tokenizer), 0
     for place, row in table.shuffled(seed):
         ids = _encode_row(row.get(column), tokenizer, conversations, f"{place}, column {column}")

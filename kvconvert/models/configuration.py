@@ -333,6 +333,7 @@ def read_config(directory: Path, contents: Mapping[str, Any], tensors: int) -> P
     Raises:
         BundleError: its config.json makes no configuration.
     """
+    _check_values(contents)
     try:
         config = make_config(directory, contents, tensors)
     except BundleError:
@@ -368,6 +369,32 @@ def make_config(
     if isinstance(layers, int) and layers > (most := max(MOST_SPARE_LAYERS, tensors)):
         raise refuse("config.json", "the number of layers", f"at most {most}", layers)
     return config
+
+
+def _check_values(value: object, path: str = "") -> None:
+    """Refuse (BundleError) values by which a model computes no numbers, or which transformers reads as something else.
+
+    A RoPE of base 0, or a norm that adds less than nothing, makes no error and no sense.
+    """
+    if isinstance(value, list):
+        for entry in value:
+            _check_values(entry, path)
+    for key, entry in value.items() if isinstance(value, Mapping) else ():
+        where = f"{path}.{key}" if path else str(key)
+        number = isinstance(entry, int | float) and not isinstance(entry, bool)
+        if key in _SWITCHES and not isinstance(entry, bool | None):
+            raise mismatch("config.json", where, "true or false", repr(entry)[:80])
+        if number and entry != entry:
+            raise mismatch("config.json", where, "a number", entry)
+        if number and str(key).endswith(("norm_eps", "norm_epsilon")) and not 0 <= entry <= 1:
+            raise mismatch("config.json", where, "a number from 0 to 1", entry)
+        if number and "rope" in where and str(key).endswith(("theta", "factor")) and not 0 < entry < _MOST_SCALE:
+            raise mismatch("config.json", where, f"a number above 0 and below {_MOST_SCALE:g}", entry)
+        _check_values(entry, where)
+
+
+_SWITCHES = ("output_attentions", "output_hidden_states", "output_router_logits", "return_dict")
+_MOST_SCALE = 1e18
 
 
 def _integers(value: object, path: str = "") -> Iterator[tuple[str, int]]:

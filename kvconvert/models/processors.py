@@ -56,8 +56,12 @@ def load_processor(directory: Path) -> ProcessorMixin:
     check_tokenizer(directory)
     try:
         if is_torchvision_available():
-            return AutoProcessor.from_pretrained(directory, trust_remote_code=False)
-        return _load_without_torchvision(directory)
+            processor = AutoProcessor.from_pretrained(directory, trust_remote_code=False)
+        else:
+            processor = _load_without_torchvision(directory)
+        _check_template(processor)
+        _check_template(processor.tokenizer)
+        return processor
     except Exception as error:  # as for tokenizers
         reason = " ".join(str(error).split()).rstrip(".")
         if isinstance(error, ImportError):
@@ -79,6 +83,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
         if not isinstance(tokenizer, PreTrainedTokenizerBase):  # its configuration may name any class of transformers
             raise TypeError(f"a {type(tokenizer).__name__} is none")
+        _check_template(tokenizer)
         tokenizer("a")  # some settings are looked at only here
         return tokenizer
     except Exception as error:  # any value of its files may be none that its reader expects; parsers raise Exception
@@ -95,6 +100,14 @@ def check_tokenizer(directory: Path) -> None:
     path = directory / "tokenizer.json"
     if path.is_file() and (reason := shared_renderer().try_tokenizer(path.resolve())):
         raise CheckpointError(f"{path} is not applied to any text ({reason}); use another copy of the tokenizer.")
+
+
+def _check_template(owner: ProcessorMixin | PreTrainedTokenizerBase) -> None:
+    """Refuse (TypeError) a chat template that is neither text nor several texts by name."""
+    template = getattr(owner, "chat_template", None)
+    texts = template.values() if isinstance(template, dict) else [template]
+    if not all(text is None or isinstance(text, str) for text in texts):
+        raise TypeError(f"its chat template is {template!r:.40} and no text")
 
 
 def _load_without_torchvision(directory: Path) -> ProcessorMixin:
@@ -203,8 +216,8 @@ class ImagePrompts:
                 return_tensors="pt",
                 add_special_tokens=not begun,
             )
-        except (ValueError, TypeError, IndexError, RuntimeError) as error:
-            reason = " ".join(str(error).split()).rstrip(".")
+        except Exception as error:  # any setting of a processor may be none that an image can be processed by
+            reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
             raise UsageError(f"The model's processor refuses the text with {len(images)} images ({reason}).") from error
         # PaliGemma's processor makes labels for training as well.
         made = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and name != "labels"}

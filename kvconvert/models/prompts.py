@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from kvconvert.errors import KvconvertError, UsageError, first_line, printable
+from kvconvert.errors import KvconvertError, UsageError, first_line
 from kvconvert.models.templates import TemplateLimitError, TemplateRenderer, refused, shared_renderer
 
 # Stands within special tokens that are spelled in messages, until they were tokenized as text. Unicode reserves this
@@ -50,7 +51,7 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     except KvconvertError:
         raise
     except Exception as error:  # vocabularies may lack what a text needs, which tokenizers say by Exception itself
-        raise UsageError(f"The model's tokenizer refuses the text ({printable(first_line(error))}).") from error
+        raise UsageError(f"The model's tokenizer refuses the text ({first_line(error)}).") from error
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -64,11 +65,12 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 class _Outline(NamedTuple):
     """What a template writes of a conversation by itself: a hash of its special tokens in order, None where it refuses
-    other texts than the conversation's, and added tokens.
+    other texts than the conversation's, added tokens, and ids that `Conversations._normalized` gave.
     """
 
     special: int | None
     added: frozenset[str]
+    normalized: tuple[int, ...] = ()
 
 
 class Conversations:
@@ -116,7 +118,7 @@ class Conversations:
         rendered = self._render(marked, answer, self._marked(variables, control))
         tokens = self._special.findall(rendered)
         if hash(tuple(tokens)) == outline.special:
-            return rendered
+            return self._checked(rendered, outline)
         # The template may have made a token of texts that it joins or changes. It cannot of those whose signs are
         # apart: where it writes the same tokens around these, it wrote the others by itself.
         try:
@@ -125,9 +127,36 @@ class Conversations:
             raise
         except UsageError:
             if outline.special is None:  # it asks for something that only the texts themselves have
-                return rendered
+                return self._checked(rendered, outline)
             raise
-        return rendered if self._special.findall(apart) == tokens else apart
+        return self._checked(rendered if self._special.findall(apart) == tokens else apart, outline)
+
+    def _checked(self, text: str, outline: _Outline) -> str:
+        """A conversation's text, of which normalization makes no more special tokens than are spelled (UsageError)."""
+        found = self._normalized(text)
+        if found != outline.normalized:
+            spelled = Counter(self._tokenizer.convert_tokens_to_ids(self._special.findall(text)))
+            if more := Counter(found) - spelled:
+                token = self._tokenizer.convert_ids_to_tokens(next(iter(more)))
+                raise UsageError(
+                    f"A message holds what this tokenizer normalizes to {token!r}, a special token; leave it out, or "
+                    "have special tokens in messages read as such (`parse_special`)."
+                )
+        return text
+
+    def _normalized(self, text: str) -> tuple[int, ...]:
+        """Ids in a text of the special tokens that are looked for after normalization, which may change letters."""
+        return tuple(id for id in token_ids(self._tokenizer, text) if id in self._after) if self._after else ()
+
+    @cached_property
+    def _after(self) -> frozenset[int]:
+        """Ids of these tokens."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if getattr(backend, "normalizer", None) is None:
+            return frozenset()
+        added = self._tokenizer.added_tokens_decoder.items()
+        unknown = self._tokenizer.unk_token_id  # which stands for text
+        return frozenset(i for i, token in added if token.normalized and token.content in self._tokens and i != unknown)
 
     def encode(self, messages: Sequence[Mapping[str, Any]], answer: bool) -> list[int]:
         """Token ids of the conversation; see `text`."""
@@ -172,7 +201,8 @@ class Conversations:
                 self._outlines[key] = _Outline(None, frozenset())
             else:
                 added = frozenset(token for token in self._added if token in text)
-                self._outlines[key] = _Outline(hash(tuple(self._special.findall(text))), added)
+                special = hash(tuple(self._special.findall(text)))
+                self._outlines[key] = _Outline(special, added, self._normalized(text))
         return self._outlines[key]
 
     def _fitted(self, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,9 +17,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from kvconvert.errors import KvconvertError, UsageError, printable
+from kvconvert.errors import CheckpointError, KvconvertError, UsageError, first_line, printable
 from kvconvert.models import template_process
 
 # Bytes that a conversation's text may have beyond four times what its messages have.
@@ -235,12 +236,23 @@ def shared_renderer() -> TemplateRenderer:
 
 
 def _json_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What a worker makes a tokenizer of; nothing for one whose class does more than to apply its JSON."""
+    """What a worker makes a tokenizer of; nothing for one whose class does more than to apply its JSON.
+
+    Raises:
+        CheckpointError: nobody can make one of it; where two tokens have one id, merges lack the one that is forgotten.
+    """
     own, plain = type(tokenizer), PreTrainedTokenizerFast
     applies = issubclass(own, plain) and own.__call__ is plain.__call__ and own._encode_plus is plain._encode_plus
     if not applies or tokenizer.split_special_tokens:
         return ""
-    return tokenizer.backend_tokenizer.to_str()
+    text = tokenizer.backend_tokenizer.to_str()
+    try:
+        Tokenizer.from_str(text)
+    except Exception as error:  # the class that Rust's errors have
+        raise CheckpointError(
+            f"The model's tokenizer contradicts itself ({first_line(error)}); fetch it again."
+        ) from error
+    return text
 
 
 def refused(reason: str) -> UsageError:

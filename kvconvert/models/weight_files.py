@@ -8,6 +8,7 @@ Modules are called here as in the loaded model; files keep the checkpoint's name
 from __future__ import annotations
 
 import copy
+import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
@@ -24,6 +25,21 @@ from kvconvert.io.tensorheader import read_header
 from kvconvert.models import INDEX_FILE, PICKLES, SINGLE_FILE, without_weights
 
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+
+
+def check_links(directory: Path, files: Iterable[Path]) -> None:
+    """Refuse (CheckpointError) files of a model that are to be copied and are links to what may be none of it: neither
+    in its directory, nor a file of the same name, nor in the Hub's cache. A stranger's directory may have links to what
+    is its user's alone.
+    """
+    root = os.path.realpath(directory)
+    for file in files:
+        target = Path(os.path.realpath(file))
+        if not target.is_relative_to(root) and target.name != file.name and target.parent.name != "blobs":
+            raise CheckpointError(
+                f"{file} is a link that leads out of the model's directory; put the file that you meant in its place, "
+                "or remove it."
+            )
 
 
 def weight_files(directory: Path) -> list[str]:

@@ -203,3 +203,18 @@ def test_a_limit_on_the_divergence_holds_for_text_about_images_too():
     report = {"kl": {"mean": 0.01}, "images": {"kl": 0.5}}
     assert Limits(max_kl=0.1).missed(report) == ["the mean KL divergence on text about images is 0.5, max_kl is 0.1"]
     assert Limits(max_kl=0.1).missed(report | {"images": None}) == []
+
+
+def test_settings_of_a_processor_that_no_image_fits_are_one_sentence(folder, monkeypatch):
+    console = Console(folder / "llava" / "bundle", 2, "cpu")
+    processor = console.prompts.images.processor
+    monkeypatch.setattr(processor, "num_additional_image_tokens", 7)
+    with pytest.raises(UsageError, match="model refuses what its processor made of images"):
+        console.complete("What?", [folder / "1.png"])
+
+    def overflow(*_, **__):
+        raise OverflowError("signed integer is greater than maximum")
+
+    monkeypatch.setattr(type(processor), "__call__", overflow)
+    with pytest.raises(UsageError, match="processor refuses the text with 1 images"):
+        console.complete("What?", [folder / "1.png"])

@@ -151,3 +151,12 @@ def test_a_template_that_refuses_a_conversation_is_one_sentence(bundle):
     console.tokenizer.chat_template = "{{ raise_exception('no system messages') }}"
     with pytest.raises(UsageError, match="chat template refuses the conversation"):
         console.complete("Who?")
+
+
+def test_a_template_that_writes_nothing_is_said(bundle):
+    console = Console(bundle, 2, "cpu")
+    console.tokenizer.chat_template = "{# nothing #}"
+    with pytest.raises(UsageError, match="writes nothing"):
+        console.complete("Hello")
+    with pytest.raises(UsageError, match="writes nothing"):
+        console.chat(iter(["Hello"]))

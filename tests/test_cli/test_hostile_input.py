@@ -2,12 +2,14 @@
 
 import io
 import os
+import shutil
 import sys
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 from click.testing import CliRunner
+from tiny.bundle import edit_json, reseal
 
 from kvconvert.cli import cli
 from kvconvert.commands.generate import _lines
@@ -90,3 +92,11 @@ def test_an_argument_that_no_system_takes_is_a_sentence(arguments, monkeypatch, 
 
 def test_a_seed_beyond_64_bits_is_refused_before_a_model_is_looked_for():
     assert "64 bits" in refusal(["calibrate", "/nope", "-o", "work", "--seed", "9" * 30])
+
+
+@pytest.mark.parametrize("sign", ["\x07", "\x1b]0;title\x07", "\x9b2J", "\u202e"], ids=ascii)
+def test_what_a_bundle_says_reaches_the_terminal_as_text_alone(tmp_path, sign):
+    bundle = shutil.copytree(GOLDEN, tmp_path / "bundle")
+    edit_json(bundle / "generation_config.json", early_stopping=f"{sign}x")
+    reseal(bundle)
+    assert f"is {ascii(sign)[1:-1]}x" in refusal(["generate", str(bundle), "--prompt", "x"])

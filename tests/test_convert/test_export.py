@@ -14,7 +14,7 @@ from kvconvert.bundle import writer
 from kvconvert.bundle.describe import manifest_text
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.bundle.writer import replacing
-from kvconvert.convert.export import export
+from kvconvert.convert.export import COPIED_FILES, LICENSE_FILES, copy_files, export
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.convert.work_files import read_sealed, sealed_json
 from kvconvert.convert.workdir import WorkDir
@@ -128,6 +128,30 @@ def test_config_is_the_sources_own_plus_how_engines_read_the_weights(source, exp
         "kvconvert": {"format_version": 1},
     }
     assert config == own
+
+
+@pytest.mark.parametrize("name", ["LICENSE", "vocab.txt", "additional_chat_templates/x.jinja"])
+def test_a_link_of_a_source_to_what_is_its_users_alone_is_not_copied(tmp_path, name):
+    source, secret = tmp_path / "source", tmp_path / "id_rsa"
+    secret.write_text("secret")
+    (source / name).parent.mkdir(parents=True)
+    (source / name).symlink_to(secret)
+    with pytest.raises(CheckpointError, match="is a link that leads out of the model's directory"):
+        copy_files(source, tmp_path / "bundle", (*COPIED_FILES, *LICENSE_FILES))
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_links_of_a_source_to_the_same_file_elsewhere_or_in_the_hubs_cache_are_copied(tmp_path):
+    cached, source, other = tmp_path / "hub" / "snapshots" / "0", tmp_path / "source", tmp_path / "other"
+    for folder in (cached, source, other, tmp_path / "hub" / "blobs"):
+        folder.mkdir(parents=True)
+    (tmp_path / "hub" / "blobs" / "1a2b").write_text("x")
+    (cached / "merges.txt").symlink_to("../../blobs/1a2b")
+    (other / "vocab.json").write_text("{}")
+    (source / "vocab.json").symlink_to(other / "vocab.json")
+    (source / "merges.txt").symlink_to(cached / "merges.txt")
+    for directory, names in ((cached, {"merges.txt"}), (source, {"merges.txt", "vocab.json"})):
+        assert copy_files(directory, tmp_path / "bundle" / directory.name, COPIED_FILES).keys() == names
 
 
 def test_tokenizer_licence_and_templates_come_along_but_no_code(source, work, tmp_path):

@@ -199,7 +199,7 @@ def test_no_link_in_a_working_directory_is_followed_to_a_file_elsewhere(work, mo
     assert (tmp_path / "mine").read_text() == "mine"
     (work / "lock").unlink(missing_ok=True)
     (work / "lock").symlink_to(tmp_path / "absent")
-    with pytest.raises(KvconvertError, match="lock"):
+    with pytest.raises(KvconvertError, match=rf"lock|{name}"):
         export(work, tmp_path / "bundle")
     assert not (tmp_path / "absent").exists()
 
@@ -227,3 +227,37 @@ def test_a_state_with_unknown_nested_or_impossible_entries_is_one_sentence(work,
     with pytest.raises(KvconvertError) as caught:
         export(work, tmp_path / "bundle")
     assert "\n" not in str(caught.value)
+
+
+def stream(path):
+    os.mkfifo(path)
+
+
+def huge(path):
+    with path.open("wb") as file:
+        file.truncate(10**11)
+
+
+ODD_ENTRIES = {
+    "record that is a pipe": ("layers/00000.json", stream),
+    "tensors that are a pipe": ("layers/00001.safetensors", stream),
+    "endless tensors": ("layers/00000.plan.safetensors", lambda path: path.symlink_to("/dev/zero")),
+    "layers elsewhere": ("layers", lambda path: path.symlink_to(path.parent.parent)),
+    "search elsewhere": ("auto", lambda path: path.symlink_to(path.parent.parent)),
+    "lock that is a folder": ("lock", Path.mkdir),
+    "huge record": ("layers/00000.json", huge),
+}
+
+
+@pytest.mark.parametrize("kind", ODD_ENTRIES)
+def test_a_working_directory_of_odd_files_is_refused_at_once(work, model, text, tmp_path, kind):
+    name, make = ODD_ENTRIES[kind]
+    if (work / name).is_dir():
+        shutil.rmtree(work / name)
+    (work / name).unlink(missing_ok=True)
+    make(work / name)
+    with pytest.raises(UsageError, match=Path(name).name):
+        export(work, tmp_path / "bundle", progress=False)
+    if kind != "huge record":  # which is damaged, and computed again
+        with pytest.raises(UsageError, match=Path(name).name):
+            run(model, work, text, **SHORT)

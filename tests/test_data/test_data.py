@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import time
 import tracemalloc
 
 import pyarrow
@@ -367,3 +368,52 @@ def test_a_line_that_is_no_row_is_named(tmp_path, line):
 def test_a_source_that_can_be_no_path_is_a_sentence(source):
     with pytest.raises(DataError):
         load_token_samples(source if "=" not in source else f"{source}/x", word_tokenizer(), 1, 4, seed=0)
+
+
+SAID = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2 " * 40}]
+NO_TEXT = {
+    "a list": ({"instruction": "w1", "input": SAID, "output": "w2 " * 40}, "column input: list is no text"),
+    "an object": ({"instruction": "w1", "input": {"w": 1}, "output": "w2 " * 40}, "column input: dict is no text"),
+    "spelled": ({"question": "w1", "answer": json.dumps(SAID)}, "column answer holds conversations spelled"),
+    "as Python": ({"question": str(SAID), "answer": "w1"}, "column question holds conversations spelled"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_TEXT)
+def test_questions_and_answers_that_are_no_text_are_refused(tmp_path, kind):
+    row, message = NO_TEXT[kind]
+    source = write_jsonl(tmp_path / "rows.jsonl", [row] * 8)
+    with pytest.raises(DataError, match=message):
+        load_token_samples(source, word_tokenizer(chat_template=CHAT), 1, 16, 0)
+
+
+def test_a_csv_file_of_many_columns_costs_what_its_text_does(tmp_path):
+    many = 20_000
+    lines = [",".join(f"c{i}" for i in range(many)) + ",text", *["," * many + words(0, 40)] * 4]
+    (tmp_path / "wide.csv").write_text("\n".join(lines))
+    begun = time.process_time()
+    data = load_token_samples(str(tmp_path / "wide.csv"), word_tokenizer(), 2, 16, 0)
+    assert spoken(word_tokenizer(), data.ids[0])[:3] == ["w0", "w1", "w2"]
+    assert time.process_time() - begun < 5
+
+
+def test_cells_are_their_text_and_rows_that_fit_no_header_are_refused(tmp_path):
+    table = tmp_path / "table.csv"
+    table.write_text(f'\ufefftext,n,text\n"w1 ""w2""\nw3 {words(5, 40)}",{10**30},\n,,w9\n{words(50, 90)}\n')
+    assert Table.open(str(table), [table]).first(3) == [
+        {"text": f'w1 "w2"\nw3 {words(5, 40)}', "n": str(10**30)},
+        {"text": None, "n": None},
+        {"text": words(50, 90), "n": None},
+    ]
+    load_token_samples(str(table), word_tokenizer(), 2, 16, 0)
+    for content in ("text\nw1,w2\n", 'text\n"w1', 'text\n"w1"x\n'):
+        table.write_text(content)
+        with pytest.raises(DataError, match=r"row 2.*; check the file"):
+            load_token_samples(str(table), word_tokenizer(), 1, 16, 0)
+
+
+def test_a_parquet_file_that_says_nonsense_of_itself_is_a_sentence(tmp_path):
+    table = pyarrow.table({"text": [words(0, 40)]}).replace_schema_metadata({b"huggingface": b'{"info": 5}'})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"cannot be read through datasets \(.*\); check the file"):
+        load_token_samples(str(tmp_path / "rows.parquet"), word_tokenizer(), 1, 16, 0)

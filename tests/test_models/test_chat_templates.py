@@ -188,3 +188,26 @@ def test_a_worker_tokenizes_as_transformers_does():
     renderer.close()
     tokenizer.split_special_tokens = True
     assert not TemplateRenderer(tokenizer).tokenizes
+
+
+def edited(directory, **changes):
+    shutil.copytree(REFERENCE, directory)
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings | changes))
+    return directory
+
+
+@pytest.mark.parametrize("template", [5, True, {"default": 5}, {"default": {}}, {"default": "x", "tools": []}], ids=str)
+def test_a_chat_template_that_is_no_text_is_refused_when_it_is_loaded(tmp_path, template):
+    with pytest.raises(CheckpointError, match=r"its chat template is .* and no text"):
+        load_tokenizer(edited(tmp_path / "model", chat_template=template))
+
+
+def test_a_tokenizer_that_contradicts_itself_is_refused_before_a_server_starts(tmp_path):
+    directory = edited(tmp_path / "model")
+    contents = json.loads((directory / "tokenizer.json").read_text())
+    vocabulary = contents["model"]["vocab"]
+    vocabulary["$"] = max(vocabulary.values())  # whose own token a merge makes
+    (directory / "tokenizer.json").write_text(json.dumps(contents))
+    with pytest.raises(CheckpointError, match="contradicts itself"):
+        TemplateRenderer(load_tokenizer(directory))

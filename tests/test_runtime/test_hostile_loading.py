@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import random
 import shutil
 import sys
@@ -69,6 +70,28 @@ def test_a_config_that_does_not_fit_is_refused_before_weights_are_used(bundle, c
     with pytest.raises(BundleError, match=r"^[^\n]*(config|kvconvert)\.json[^\n]*$"):
         check_fits(opened)
     with pytest.raises(BundleError):
+        load(bundle, verify="headers")
+
+
+NO_NUMBERS = [
+    {"rms_norm_eps": -1.0},
+    {"rms_norm_eps": math.nan},
+    {"rms_norm_eps": 1e300},
+    {"attention_dropout": math.nan},
+    *({"rope_parameters": {"rope_type": "default", "rope_theta": base}} for base in (0, -5.0, math.inf)),
+    *({"rope_parameters": {"rope_type": "linear", "factor": factor}} for factor in (0, -2.0)),
+    {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1e300}},
+    {"output_hidden_states": "a"},
+    {"output_attentions": [0]},
+    {"return_dict": 1e-300},
+]
+
+
+@pytest.mark.parametrize("change", NO_NUMBERS, ids=str)
+def test_values_of_a_config_that_make_no_numbers_are_refused(bundle, change):
+    edit_json(bundle / "config.json", **change)
+    reseal(bundle)
+    with pytest.raises(BundleError, match=rf"config\.json does not fit the bundle: {next(iter(change))}.* should be"):
         load(bundle, verify="headers")
 
 

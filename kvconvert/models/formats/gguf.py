@@ -32,6 +32,7 @@ from kvconvert.io.tensorfile import DTYPE_NAMES
 from kvconvert.models.configuration import MOST_SPARE_LAYERS, model_class
 from kvconvert.models.formats.format import Encoded
 from kvconvert.models.formats.gguf_header import check_header
+from kvconvert.models.weight_files import check_links
 
 SUFFIX = ".gguf"
 # Factors of llama3's scaled RoPE, which transformers keeps in the configuration and does not read from a GGUF file.
@@ -121,6 +122,7 @@ def open_gguf(file: Path) -> GgufFile:
             f"{file} holds factors of a scaled RoPE ({_ROPE_FACTORS}), which transformers does not read from GGUF "
             "files; put the config.json of the original model beside it."
         )
+    check_links(file.parent, beside)
     temporary = tempfile.TemporaryDirectory(prefix="kvconvert-gguf-")
     directory = Path(temporary.name)
     for path in beside:
