@@ -32,7 +32,7 @@ import torch
 
 from kvconvert.data.sources import (
     ROWS_INSPECTED,
-    Table,
+    SourceTable,
     is_conversation,
     is_plain_text,
     local_files,
@@ -258,7 +258,7 @@ def _row_ids(
     source: str, files: list[Path] | None, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> Iterator[list[int]]:
     """Token ids of each row in shuffled order."""
-    table = Table.open(source, files)
+    table = SourceTable.open(source, files)
     column = table.text_column
     refuse_spelled_conversations((row.get(column) for row in table.first(ROWS_INSPECTED)), f"{source}, column {column}")
     conversations, empty = Conversations(tokenizer), 0
