@@ -118,7 +118,7 @@ def _finds(row: dict[str, Any], report: dict[str, Any]) -> str:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """What was measured and how, the caches, `auto` beside the others, paired differences, the bundles."""
+    """What was measured and how, the caches, `auto` beside the others, the bundles."""
     parts = [_introduction(report), _table(report, "caches", "pages")]
     if any(row.get("protocol") == "sealed prompt" for row in report["caches"].values()):
         s = report["settings"]
@@ -131,7 +131,7 @@ def markdown(report: dict[str, Any]) -> str:
             ),
             _table(report, "caches", "sealed prompt"),
         ]
-    parts += [_auto(report), _differences(report)]
+    parts.append(_auto(report))
     if report["bundles"]:
         parts += ["Weights and cache, by recipes:", _table(report, "bundles", None)]
     failures = [
@@ -245,25 +245,6 @@ def _auto(report: dict[str, Any]) -> str:
         f"segments; negative: `auto` is better. Of {count} differences {better} are significantly better and {worse} "
         "significantly worse:"
     )
-    return f"{about}\n\n{table(heads, lines)}"
-
-
-def _differences(report: dict[str, Any]) -> str:
-    """Paired differences in KL from the baseline, of caches that are not searched."""
-    caches, baseline = _measured(report), report["baseline"]
-    lines = []
-    for name, row in sorted(caches.items(), key=lambda item: mean_bits(item[1])):
-        beside = baseline + SEALED if row["protocol"] == "sealed prompt" else baseline
-        if beside not in caches or name == beside or name.startswith("auto:"):
-            continue
-        cells = [_label(name, report), _label(beside, report)]
-        for text in report["settings"]["texts"]:
-            cells.append(signed(_less(row, caches[beside], text)))
-        lines.append(cells)
-    if not lines:
-        return ""
-    heads = ["cache", "less", *(f"KL {TEXTS.get(text, text)}" for text in report["settings"]["texts"])]
-    about = "Paired differences in KL with 95% bootstrap intervals over segments; negative is better:"
     return f"{about}\n\n{table(heads, lines)}"
 
 
