@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -200,6 +201,20 @@ def as_cached(queries: Tensor, keys: Tensor, values: Tensor, cache: CacheFormat)
     if cache.rotations.values:
         values = hadamard_transform(values)
     return queries, keys, values
+
+
+class AttentionPass(CalibrationPass):
+    """A pass that observes what a layer's attention computes on: after q/k norms and RoPE."""
+
+    def see(self, work: LayerWork, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Take a batch [B, heads, T, head_dim], with the number of KV heads for key and value."""
+        raise NotImplementedError
+
+    @contextmanager
+    def observe(self, work: LayerWork) -> Iterator[None]:
+        """Let the pass see the layer's attention."""
+        with attention_observed(work.layer.get_submodule(work.structure.attention), partial(self.see, work)):
+            yield
 
 
 class AttentionSampler(CalibrationPass):

@@ -9,7 +9,7 @@ from sample_layers import layer_work, random_sample, run_passes
 from kvconvert.calibration.attention_sample import AttentionSampler
 from kvconvert.calibration.minikv import (
     MiniKVPass,
-    allocate,
+    calibrated_ratios,
     eviction_loss,
     spend_by_marginal_loss,
 )
@@ -109,12 +109,11 @@ def test_equal_layers_share_alike_and_a_limit_holds():
     assert spend_by_marginal_loss([CURVES["steep"]] * 2, 1.0, 0.0) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("allocation", ["uniform", "pyramid", "calibrated"])
 @pytest.mark.parametrize(
     ("heavy", "recent"), [(0.25, 0.25), (0.0, 0.25), (0.25, 0.0), (0.7, 0.25), (1.0, 0.0), (0.5, 1.0)]
 )
-def test_budgets_keep_their_mean_as_far_as_recent_windows_leave_room(allocation, heavy, recent):
-    ratios = allocate(allocation, heavy, recent, [*CURVES.values(), CURVES["flat"]])
+def test_budgets_keep_their_mean_as_far_as_recent_windows_leave_room(heavy, recent):
+    ratios = calibrated_ratios(heavy, recent, [*CURVES.values(), CURVES["flat"]])
     assert sum(ratios) / 4 == pytest.approx(min(heavy, 1 - recent))
     assert all(-1e-12 <= ratio <= 1 - recent + 1e-12 for ratio in ratios)
 
