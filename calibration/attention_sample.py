@@ -26,7 +26,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvconvert.cache.format import CacheFormat
 from kvconvert.calibration.activations import same_arguments
-from kvconvert.calibration.protocol import CalibrationPass, LayerWork
+from kvconvert.calibration.protocol import CalibrationPass, LayerWork, require_finite
 from kvconvert.kernels.rotate import hadamard_transform
 
 RECORDING_ATTENTION = "kvconvert_record"
@@ -270,6 +270,7 @@ class AttentionSampler(CalibrationPass):
             for hidden, arguments in self._inputs:
                 work.layer(hidden, **arguments)
         queries, keys, values = (torch.cat(parts) for parts in zip(*captured, strict=True))
+        require_finite({"queries": queries, "keys": keys, "values": values}, "inputs", work)
         masks = [arguments.get("attention_mask") for _, arguments in self._inputs]
         weight = work.layer.get_submodule(work.structure.output).weight
         if work.cache.rotations.values:
