@@ -84,8 +84,8 @@ def quantize(results: dict[str, Any]) -> str:
 
 
 def prompts(results: dict[str, Any]) -> str:
-    """Attention of prompts, with every peer's time."""
-    rows = results["rows"]["prompt"]
+    """Attention of prompts, with every peer's time; output and sums are apart for the longest one alone."""
+    rows = [row for row in results["rows"]["prompt"] if "output and sums" in row["case"] or "32768" in row["case"]]
     more = {
         "ours / fastest": lambda row: f"{row['ratio']:.2f}",
         "TFLOP/s": lambda row: f"{row['teraflops']:.0f}",
@@ -93,10 +93,17 @@ def prompts(results: dict[str, Any]) -> str:
     return _columns(rows, {"ours, us": lambda row: _us(row["ours_us"])} | _peers(rows) | more)
 
 
+_SHOWN_ROWS = (", 1 rows", ", 64 rows", ", 4096 rows")
+
+
 def linear(results: dict[str, Any]) -> str:
-    """4-bit Linears against a dense bf16 product."""
+    """4-bit Linears against a dense bf16 product: one shape by rows, and the others at 1, 64, and 4,096."""
     return _columns(
-        results["rows"]["linear"],
+        [
+            row
+            for row in results["rows"]["linear"]
+            if "4096 x 14336" in row["case"] or row["case"].endswith(_SHOWN_ROWS)
+        ],
         {
             "ours, us": lambda row: _us(row["ours_us"]),
             "torch bf16, us": lambda row: _us(row["peer_us"]),

@@ -8,17 +8,9 @@ are calibrated on text that ships with kvconvert, or on --calibration, never on 
 with changes: `oscar-g128:key_bits=3,sink_tokens=8`; `auto:kv_bits=2.5` passes arguments of `calibrate`. Without --only,
 the cases of docs/choosing.md are measured and those added; `make docs` then writes the pages.
 
-Tables of caches have weights in full precision; bundles are calibrated with what `calibrate` takes without options,
-samples included. Segments are evenly spaced over each text and read page by page from
-token 160 on; caches that compress whole prompts read half of each segment, or --sealed-prompt tokens, as a sealed
-prompt and are scored on the rest, and the baseline beside them. Every row is written when it is there. Rows that the
-output holds already, measured in the same way, are kept.
-
---beside NAME,... (or `all`) searches `auto` at the measured bits of each of these caches, in one search. For one read
-page by page they are the mean over the last 128 lengths, for how full the last page is differs with the number of sink
-tokens; for one that compresses whole prompts they are those of such a prompt, and `auto` reads it in the same way: with
-a prompt of whole pages, and at most 128 tokens scored, both keep what comes after it in full
-precision. --length has to be of whole pages, too.
+Weights are in full precision. Segments are evenly spaced over each text and read page by page from token 160 on. Every
+row is written when it is there. Rows that the output holds already, measured in the same way, are kept. Caches that
+compress whole prompts are in benchmarks/PAPERS.md.
 """
 
 from __future__ import annotations
@@ -29,12 +21,11 @@ from pathlib import Path
 
 import torch
 from real_model_bench import Bench, joined
-from real_model_docs import RESULTS, cases_of, markdown
+from real_model_docs import RESULTS, markdown
 
 from kvconvert.errors import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
-BASELINE = "default"
 PRESETS = ("default", "kivi", "oscar", "oscar-g128", "kitty", "kitty-pro", "kivi:key_bits=4,value_bits=4")
 BUDGETS = (2.62, 1.79, 3.19)  # of `auto`, in bits per value; complete pages alone have 2.43, 1.6 and 3.0
 
@@ -51,18 +42,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--calibration", metavar="SOURCE", help="text that caches are calibrated on")
     parser.add_argument("--only", metavar="NAME,...", help="measure these cases, and keep the other rows")
-    parser.add_argument("--cases", dest="file", type=Path, metavar="FILE", help="of cases, one a line, # for comments")
-    parser.add_argument("--beside", default="", metavar="NAME,...", help="search auto at the bytes of these, or of all")
     parser.add_argument("--auto-tokens", type=int, metavar="N", help="of calibration text, for searches")
-    parser.add_argument(
-        "--bundles", default="", metavar="CASE,...", help="recipes measured with their weights, as calibrate makes them"
-    )
-    parser.add_argument(
-        "--baseline", default=BASELINE, help=f"case that others are compared with (default: {BASELINE})"
-    )
     parser.add_argument("--segments", type=int, default=6, help="of each text (default: 6)")
     parser.add_argument("--length", type=int, default=4096, help="tokens of a segment (default: 4096)")
-    parser.add_argument("--sealed-prompt", type=int, metavar="N", help="tokens (default: half of a segment)")
     parser.add_argument("--recall", default="1024,3072,7168", help='tokens of prose; "" for none')
     parser.add_argument("--json", default="40,150", metavar="PAIRS,...", help='of JSON objects; "" for none')
     parser.add_argument("--prompts", type=int, default=32, help="of each length (default: 32)")
@@ -94,17 +76,11 @@ def main() -> None:
     args = arguments()
     try:
         # Changes are separated by commas, too: a part without a preset of its own goes on with the one before.
-        wanted = joined(args.only.split(",")) if args.only else [args.baseline, *PRESETS, *searches(args)]
+        wanted = joined(args.only.split(",")) if args.only else [*PRESETS, *searches(args)]
         wanted += args.cases
-        bundles = list(filter(None, args.bundles.split(",")))
-        if args.file is not None:
-            wanted += cases_of(args.file)
         bench = Bench(args)
         bench.measure_source()
-        for names in (lambda: wanted, bench.sealed_beside, bench.searched_beside):
-            bench.measure_caches(bench.missing(names(), "caches"))
-        for name in bench.missing(joined(bundles), "bundles"):
-            bench.measure(name, "bundles")
+        bench.measure_caches(bench.missing(wanted))
     except UsageError as error:
         sys.exit(f"Error: {error}")
     print(markdown(bench.report))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import multiprocessing
 import platform
 import sys
@@ -17,20 +16,16 @@ from typing import Any
 
 import torch
 from real_model_cases import LENGTH, SAMPLES, Calibrated, Case, Workshop
-from real_model_docs import SEALED
-from real_model_measure import Recall, cache_size, is_sealed, launches_of, text_figures
+from real_model_measure import Recall, cache_size, launches_of, text_figures
 from transformers import AutoConfig, AutoTokenizer
 
 from kvconvert.data.text import spaced_samples
-from kvconvert.errors import KvconvertError, UsageError
+from kvconvert.errors import KvconvertError
 from kvconvert.fidelity.evaluate import versions
 from kvconvert.fidelity.scoring import Decoder
 from kvconvert.kernels.launches import make_ready
-from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.models.configuration import head_dim, key_value_heads
-from kvconvert.recipes.recipe import Recipe
 
-FLOAT_BITS = 16
 CODE = "python"  # the text that is made of the standard library
 CODE_FILES = (Path(__file__).resolve().parent / "real_model_code.txt").read_text(encoding="utf-8").split()
 
@@ -94,31 +89,21 @@ class Bench:
         }
         if CODE in files:
             self.settings["python"] = ".".join(platform.python_version_tuple()[:2])
-        if args.sealed_prompt is not None:
-            self.settings["sealed_prompt"] = args.sealed_prompt
         if on_gpu:
             self.settings["device"] = torch.cuda.get_device_name(self.shop.device)
         self.report = self._begin()
 
     def _begin(self) -> dict[str, Any]:
-        report: dict[str, Any] = {"settings": self.settings, "versions": versions(), "source": {}}
-        report |= {"caches": {}, "bundles": {}}
+        report: dict[str, Any] = {"settings": self.settings, "versions": versions(), "source": {}, "caches": {}}
         if self.args.output.is_file():
             old = json.loads(self.args.output.read_text(encoding="utf-8"))
-            prompts = [settings.get("sealed_prompt") for settings in (old["settings"], self.settings)]
-            if {**old["settings"], "sealed_prompt": None} == {**self.settings, "sealed_prompt": None}:
-                report |= {key: old[key] for key in ("source", "caches", "bundles")}
-                if prompts[0] != prompts[1]:
-                    print("Sealed prompts had another length; rows of such caches are measured anew.", file=sys.stderr)
-                    for table in ("caches", "bundles"):
-                        rows = report[table].items()
-                        report[table] = {name: row for name, row in rows if row.get("protocol") != "sealed prompt"}
+            if old["settings"] == self.settings:
+                report |= {key: old[key] for key in ("source", "caches")}
             else:
                 print(f"{self.args.output} was measured otherwise; all of its rows are replaced.", file=sys.stderr)
         return report
 
     def save(self) -> None:
-        self.report["baseline"] = self.args.baseline
         self.args.output.parent.mkdir(parents=True, exist_ok=True)
         self.args.output.write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
 
@@ -127,24 +112,17 @@ class Bench:
             self.report["source"] = self.recall.of(self.source, "source", self.batch)
             self.save()
 
-    def missing(self, names: Sequence[str], table: str) -> list[str]:
+    def missing(self, names: Sequence[str]) -> list[str]:
         """Those that have no row yet."""
-        rows = self.report[table]
+        rows = self.report["caches"]
         return [n for n in dict.fromkeys(names) if self.args.again or n not in rows or "failure" in rows[n]]
 
-    def measure(self, name: str, table: str) -> None:
-        """One row of a table; a case that cannot be measured gets the reason."""
-        self.report[table][name] = self.row(name, table)
-        self.save()
-
-    def row(self, name: str, table: str) -> dict[str, Any]:
-        """The same, not yet in the report."""
+    def row(self, name: str) -> dict[str, Any]:
+        """A row, not yet in the report; a case that cannot be measured gets the reason."""
         begun = time.monotonic()
         try:
-            case = Case.parse(name.removesuffix(SEALED))
-            calibrated = self.shop.cache_of(case) if table == "caches" else self.shop.bundle_of(case)
-            seconds = {"calibration": time.monotonic() - begun}
-            row = self._row(calibrated, name, seconds)
+            calibrated = self.shop.cache_of(Case.parse(name))
+            row = self._row(calibrated, name, {"calibration": time.monotonic() - begun})
         except KvconvertError as error:
             row = {"failure": str(error)}
             print(f"{name}: {error}", file=sys.stderr)
@@ -158,7 +136,8 @@ class Bench:
         """
         if self.jobs < 2 or len(names) < 2:
             for name in names:
-                self.measure(name, "caches")
+                self.report["caches"][name] = self.row(name)
+                self.save()
             return
         waiting: dict[str, list[str]] = {}  # the first of each search and the others
         for name in names:
@@ -182,8 +161,8 @@ class Bench:
 
     def _search(self, name: str) -> str | None:
         """What a search has in common with others, None for a case that searches nothing."""
-        case = Case.parse(name.removesuffix(SEALED))
-        return self.shop.search_of(case, True) if case.preset == "auto" else None
+        case = Case.parse(name)
+        return self.shop.search_of(case) if case.preset == "auto" else None
 
     def _row(self, made: Calibrated, name: str, seconds: dict[str, float]) -> dict[str, Any]:
         if self.shop.device.type == "cuda":
@@ -192,59 +171,15 @@ class Bench:
             make_ready(launches_of(made.decoder, sorted(rows)), self.shop.device)
             seconds["kernels"] = time.monotonic() - begun
         begun = time.monotonic()
-        sealed = is_sealed(made.decoder) or name.endswith(SEALED)
-        prompt = (self.args.sealed_prompt or self.args.length // 2) if sealed else None
-        row = text_figures(self.source, made.decoder, self.texts, prompt, self.batch)
+        row = text_figures(self.source, made.decoder, self.texts, self.batch)
         seconds["text"] = time.monotonic() - begun
-        # What a whole prompt takes differs from length to length, most where tokens are evicted before pages are made.
-        tokens = self.args.length if prompt is None else prompt
-        row["size"] = cache_size(self.config, made.schemes, made.plan, tokens, self.args.device)
+        row["size"] = cache_size(self.config, made.schemes, made.plan, self.args.length, self.args.device)
         seconds["size"] = time.monotonic() - begun - seconds["text"]
-        if not name.endswith(SEALED):
-            row |= self.recall.of(made.decoder, name, self.batch)
-            seconds["recall"] = time.monotonic() - begun - seconds["text"] - seconds["size"]
+        row |= self.recall.of(made.decoder, name, self.batch)
+        seconds["recall"] = time.monotonic() - begun - seconds["text"] - seconds["size"]
         distinct = {json.dumps(s and s.to_dict(), sort_keys=True) for s in made.schemes}
         row["calibrated_on"] = self.shop.calibrate_on
         return row | {"seconds": {k: round(v, 1) for k, v in seconds.items()}, "schemes": sorted(distinct)}
-
-    def sealed_beside(self) -> list[str]:
-        """Page by page caches that are measured after sealed prompts, too: the baseline, if anything needs one."""
-        needed = any(row.get("protocol") == "sealed prompt" for row in self.report["caches"].values())
-        return [self.args.baseline + SEALED] if needed else []
-
-    def searched_beside(self) -> list[str]:
-        """`auto` at the bytes of --beside's caches, after sealed prompts where those compress whole ones."""
-        caches, found = self.report["caches"], []
-        over = self.args.length % PAGE_SIZE
-        if self.args.beside and over:
-            raise UsageError(f"--beside compares whole pages; --length {self.args.length - over} ends with one.")
-        asked = caches if self.args.beside == "all" else joined(list(filter(None, self.args.beside.split(","))))
-        options = "" if self.args.auto_tokens is None else f",auto_tokens={self.args.auto_tokens}"
-        for name in asked:
-            row = caches.get(name, {})
-            if "size" not in row or name.startswith("auto:") or name.endswith(SEALED):
-                continue
-            sealed = row["protocol"] == "sealed prompt"
-            size, length = row["size"], self.args.length
-            bits = size["mean_bits_per_value"]
-            if sealed:
-                bits = over_a_page(size["bits_per_value"], length, size["tokens"])
-            # Rounded down: at the same bytes, and never a byte more.
-            budget = math.floor(bits * 10000) / 10000
-            found.append(f"auto:kv_bits={budget},context={length}{options}{SEALED if sealed else ''}")
-        return found
-
-
-def over_a_page(bits: float, length: int, prompt: int) -> float:
-    """What an `auto` that takes `bits` after a prompt of so many tokens, where a page ends, takes at `length`.
-
-    That is the mean over the 128 lengths up to it, as budgets are stated.
-    """
-    sinks = Recipe.load("auto").kv.sink_tokens
-    codes = bits - FLOAT_BITS * sinks / prompt
-    filling = (PAGE_SIZE - 1) / 2
-    mean = length - filling
-    return codes + ((FLOAT_BITS - codes) * filling + FLOAT_BITS * sinks) / mean
 
 
 def library_text(work: Path) -> Path:
@@ -268,9 +203,9 @@ def _row_of_cache(name: str, searched: str | None) -> tuple[str, dict[str, Any]]
     """A row and its name, calibrated with the measurements of the search `searched`."""
     assert _bench is not None
     if searched is not None:
-        case = Case.parse(searched.removesuffix(SEALED))
-        _bench.shop.searched(case, _bench.shop.directory_of(case, True) / "work")
-    return name, _bench.row(name, "caches")
+        case = Case.parse(searched)
+        _bench.shop.searched(case, _bench.shop.directory_of(case) / "work")
+    return name, _bench.row(name)
 
 
 def joined(parts: list[str]) -> list[str]:

@@ -13,16 +13,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.errors import UsageError
-from kvconvert.fidelity.evaluate import decoder_of
 from kvconvert.fidelity.scoring import Decoder
 from kvconvert.methods import KVScheme
 from kvconvert.methods.awq import WeightsRecipe
 from kvconvert.recipes.recipe import Budget, Recipe
-from kvconvert.runtime import KVCache, load
+from kvconvert.runtime import KVCache
 
 SAMPLES, LENGTH = 32, 512  # of the calibration text
 # What a case may say to `calibrate` instead of to the cache.
@@ -39,31 +37,28 @@ class Case:
         name: as it was written.
         preset: of the cache, or of a recipe.
         fields: of the scheme, over the preset's, or options of its calibration.
-        weights: of the recipe's [weights], written `weights.bits=4`.
         arguments: of `calibrate`, for instance `samples=8`.
     """
 
     name: str
     preset: str
     fields: Mapping[str, Any]
-    weights: Mapping[str, Any]
     arguments: Mapping[str, Any]
 
     @classmethod
     def parse(cls, text: str) -> Case:
         """Read what the command line says (UsageError)."""
         preset, _, changes = text.partition(":")
-        parts: dict[str, dict[str, Any]] = {"fields": {}, "weights": {}, "arguments": {}}
+        parts: dict[str, dict[str, Any]] = {"fields": {}, "arguments": {}}
         for change in filter(None, changes.split(",")):
             name, equals, value = change.partition("=")
             if not equals:
                 raise UsageError(f"{text}: {change} is not of the form field=value.")
-            kind = "weights" if name.startswith("weights.") else "arguments" if name in ARGUMENTS else "fields"
-            parts[kind][name.removeprefix("weights.")] = _value(value)
+            parts["arguments" if name in ARGUMENTS else "fields"][name] = _value(value)
         return cls(text, preset, **parts)
 
-    def recipe(self, keep_weights: bool, directory: Path) -> Recipe:
-        """The recipe, without limits; it leaves the weights alone if `keep_weights`."""
+    def recipe(self, directory: Path) -> Recipe:
+        """The recipe, without limits, which leaves the weights alone."""
         if self.fields:
             lines = [f"{name} = {_toml(value)}" for name, value in self.fields.items()]
             file = directory / "recipe.toml"
@@ -71,10 +66,7 @@ class Case:
             recipe = Recipe.load(str(file))
         else:
             recipe = Recipe.load(self.preset)
-        weights = recipe.weights.model_dump() | dict(self.weights)
-        update = {"limits": type(recipe.limits)(), "weights": WeightsRecipe(**weights)}
-        if keep_weights:
-            update["weights"] = WeightsRecipe(method="none")
+        update = {"limits": type(recipe.limits)(), "weights": WeightsRecipe(method="none")}
         return recipe.model_copy(update=update)
 
 
@@ -127,7 +119,7 @@ class Workshop:
 
     def cache_of(self, case: Case) -> Calibrated:
         """The source model, its weights as they are, with the case's cache; rotations of values are made online."""
-        store = self.calibrate(case, keep_weights=True)
+        store = self.calibrate(case)
         layers = range(store.state.num_layers)
         plan = {name: tensor for layer in layers for name, tensor in store.layer_plan(layer).items()}
         found = [store.layer_record(layer).scheme() for layer in layers]
@@ -137,29 +129,19 @@ class Workshop:
         model = self._shared
         return Calibrated(Decoder(model, lambda: KVCache(model.config, schemes, plan=plan)), schemes, plan)
 
-    def bundle_of(self, case: Case) -> Calibrated:
-        """The exported bundle of a case, with its weights."""
-        store = self.calibrate(case, keep_weights=False)
-        bundle = store.path.parent / "bundle"
-        export(store.path, bundle, force=True, progress=False)
-        model, _ = load(bundle, dtype=self.dtype, verify="headers")
-        decoder = decoder_of(model.to(self.device).eval())
-        return Calibrated(decoder, tuple(getattr(model, "kv_schemes", ())), getattr(model, "kv_plan", {}))
-
-    def calibrate(self, case: Case, keep_weights: bool) -> WorkDir:
+    def calibrate(self, case: Case) -> WorkDir:
         """The finished working directory of a case; one that is there already is taken."""
-        directory = self.directory_of(case, keep_weights)
+        directory = self.directory_of(case)
         directory.mkdir(parents=True, exist_ok=True)
-        samples = {"samples": SAMPLES, "seq_len": LENGTH} if keep_weights else {}
-        arguments = samples | {"data": self.data} | dict(case.arguments)
-        search = self.search_of(case, keep_weights)
+        arguments = {"samples": SAMPLES, "seq_len": LENGTH, "data": self.data} | dict(case.arguments)
+        search = self.search_of(case)
         if "auto_from" not in arguments and search in self._searched:
             # Budgets of one search share what was measured of single layers.
             arguments["auto_from"] = self._searched[search]
         found = calibrate(
             self.directory,
             directory / "work",
-            recipe=case.recipe(keep_weights, directory),
+            recipe=case.recipe(directory),
             device=self.calibrate_on,
             restart=self.restart,
             progress=False,
@@ -169,20 +151,19 @@ class Workshop:
             self._searched.setdefault(search, found.path)
         return found
 
-    def directory_of(self, case: Case, keep_weights: bool) -> Path:
+    def directory_of(self, case: Case) -> Path:
         """Where a case is calibrated."""
-        kind = "cache" if keep_weights else "bundle"
-        return self.work / f"{kind}-{_UNSAFE.sub('_', case.name)}"
+        return self.work / f"cache-{_UNSAFE.sub('_', case.name)}"
 
     def searched(self, case: Case, work: Path) -> None:
         """Take the measurements of a finished search for cases that differ in the budget alone."""
-        self._searched.setdefault(self.search_of(case, True), work)
+        self._searched.setdefault(self.search_of(case), work)
 
     @staticmethod
-    def search_of(case: Case, keep_weights: bool) -> str:
+    def search_of(case: Case) -> str:
         """What searches have in common that differ in the budget alone."""
         others = {k: v for k, v in case.arguments.items() if k not in ("kv_bits", "kv_bytes_per_token")}
-        return f"{case.preset} {case.fields} {case.weights} {others} {keep_weights}"
+        return f"{case.preset} {case.fields} {others}"
 
 
 def _value(text: str) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,6 @@ MODELS = {
     "neox-code-31m": "GPT-NeoX 31M, code",
 }
 SAME_SIZE = 0.005  # bits per value
-SEALED = ", sealed prompt"  # after the name of a cache that treats no whole prompts, measured as those that do
-BASELINES = Path(__file__).resolve().parent / "baselines.txt"
 TEXTS = {"wikitext2-test": "WikiText-2", "python": "code", "books-val": "novels"}
 COMPARED = ("wikitext2-test", "python")
 PAIRS = "40"  # of the JSON object whose column is shown
@@ -54,18 +51,6 @@ def model_name(report: dict[str, Any]) -> str:
     return report.get("title", report["settings"]["model"])
 
 
-def cases_of(file: Path) -> dict[str, str]:
-    """The cases of a file, one a line, with the names that follow #; without one a case is its own name."""
-    lines = [line.partition("#") for line in file.read_text(encoding="utf-8").splitlines()]
-    return {case.strip(): label.strip() or case.strip() for case, _, label in lines if case.strip()}
-
-
-@cache
-def labels() -> dict[str, str]:
-    """What the file of baselines calls its cases."""
-    return cases_of(BASELINES)
-
-
 def comparison(found: list[dict[str, Any]]) -> str:
     """Every scheme on every model: KL on two texts, then what it still finds."""
     return "\n\n".join(
@@ -80,10 +65,7 @@ def comparison(found: list[dict[str, Any]]) -> str:
 
 def _compared(found: list[dict[str, Any]], cell: Callable[[dict[str, Any], dict[str, Any]], str]) -> str:
     """A column for each model, of what `cell` says of a row and its report; the source first, then by bits."""
-    columns = [
-        {_label(name, report): row for name, row in _measured(report).items() if row["protocol"] == "pages"}
-        for report in found
-    ]
+    columns = [{_label(name, report): row for name, row in _measured(report).items()} for report in found]
     head = ["scheme", "bits", *map(model_name, found)]
     lines = [["source", "16", *(cell(report["source"], report) for report in found)]]
     bits = {
@@ -118,28 +100,9 @@ def _finds(row: dict[str, Any], report: dict[str, Any]) -> str:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """What was measured and how, the caches, `auto` beside the others, paired differences, the bundles."""
-    parts = [_introduction(report), _table(report, "caches", "pages")]
-    if any(row.get("protocol") == "sealed prompt" for row in report["caches"].values()):
-        s = report["settings"]
-        prompt = s.get("sealed_prompt", s["length"] // 2)
-        parts += [
-            (
-                f"Caches that compress a prompt as a whole, scored on the {s['length'] - prompt:,} tokens after one of "
-                f"{prompt:,}, and page caches beside them that read it in the same way. Numbers are asked for after "
-                "all of the prose was compressed as one prompt:"
-            ),
-            _table(report, "caches", "sealed prompt"),
-        ]
-    parts += [_auto(report), _differences(report)]
-    if report["bundles"]:
-        parts += ["Weights and cache, by recipes:", _table(report, "bundles", None)]
-    failures = [
-        f"- {_label(name, report)}: {row['failure']}"
-        for part in ("caches", "bundles")
-        for name, row in report[part].items()
-        if "failure" in row
-    ]
+    """What was measured and how, the caches, and `auto` beside the others."""
+    parts = [_introduction(report), _table(report), _auto(report)]
+    failures = [f"- {name}: {row['failure']}" for name, row in report["caches"].items() if "failure" in row]
     if failures:
         parts.append("\n".join(["Not measured:", "", *failures]))
     return "\n\n".join(part for part in parts if part)
@@ -167,7 +130,7 @@ def _introduction(report: dict[str, Any]) -> str:
 
 def _shared_options(report: dict[str, Any]) -> str:
     """What the names of all searched caches say after their bits, if it is the same in all."""
-    found = {name.removesuffix(SEALED).partition(",")[2] for name in report["caches"] if name.startswith("auto:")}
+    found = {name.partition(",")[2] for name in report["caches"] if name.startswith("auto:")}
     return found.pop() if len(found) == 1 else ""
 
 
@@ -177,24 +140,19 @@ def _options(report: dict[str, Any]) -> str:
 
 
 def _label(name: str, report: dict[str, Any]) -> str:
-    """A case's name as tables show it: a baseline's as its file has it, a search's without what all searches share.
+    """A case's name as tables show it: a search's without what all searches share.
 
     A search's bits are those that were measured: budgets meant a full last page before they meant the mean.
     """
     shared = _shared_options(report)
     if name.startswith("auto:kv_bits=") and "size" in report["caches"][name]:
         name = re.sub(r"[\d.]+", f"{mean_bits(report['caches'][name]):.2f}", name, count=1)
-    name = labels().get(name, name)
-    return re.sub(f",{re.escape(shared)}(?={SEALED}|$)", "", name) if shared and name.startswith("auto:") else name
+    return name.removesuffix(f",{shared}") if shared and name.startswith("auto:") else name
 
 
-def _table(report: dict[str, Any], part: str, protocol: str | None) -> str:
+def _table(report: dict[str, Any]) -> str:
     """At most seven columns: scheme, bits, KL of two texts, perplexity of the first, JSON, numbers; source first."""
-    rows = {
-        name: row
-        for name, row in report[part].items()
-        if "texts" in row and (protocol is None or row["protocol"] == protocol)
-    }
+    rows = _measured(report)
     if not rows:
         return ""
     texts, longest = report["settings"]["texts"], longest_length(report)
@@ -248,25 +206,6 @@ def _auto(report: dict[str, Any]) -> str:
     return f"{about}\n\n{table(heads, lines)}"
 
 
-def _differences(report: dict[str, Any]) -> str:
-    """Paired differences in KL from the baseline, of caches that are not searched."""
-    caches, baseline = _measured(report), report["baseline"]
-    lines = []
-    for name, row in sorted(caches.items(), key=lambda item: mean_bits(item[1])):
-        beside = baseline + SEALED if row["protocol"] == "sealed prompt" else baseline
-        if beside not in caches or name == beside or name.startswith("auto:"):
-            continue
-        cells = [_label(name, report), _label(beside, report)]
-        for text in report["settings"]["texts"]:
-            cells.append(signed(_less(row, caches[beside], text)))
-        lines.append(cells)
-    if not lines:
-        return ""
-    heads = ["cache", "less", *(f"KL {TEXTS.get(text, text)}" for text in report["settings"]["texts"])]
-    about = "Paired differences in KL with 95% bootstrap intervals over segments; negative is better:"
-    return f"{about}\n\n{table(heads, lines)}"
-
-
 def _less(row: dict[str, Any], other: dict[str, Any], text: str) -> Interval:
     return difference(row["texts"][text]["kl_by_segment"], other["texts"][text]["kl_by_segment"])
 
@@ -276,21 +215,19 @@ def _measured(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def mean_bits(row: dict[str, Any]) -> float:
-    """Bits per value: over the last page of lengths, or, after a sealed prompt, where no page is being filled."""
-    return row["size"]["bits_per_value" if row["protocol"] == "sealed prompt" else "mean_bits_per_value"]
+    """Bits per value over the last page of lengths."""
+    return row["size"]["mean_bits_per_value"]
 
 
 def _same_size(caches: dict[str, Any]) -> list[tuple[str, str]]:
     """(`auto`, other cache) for every cache of at least its bytes, the largest `auto` that fits, by bytes."""
     pairs = []
-    for protocol in ("pages", "sealed prompt"):
-        bits = {name: mean_bits(row) for name, row in caches.items() if row["protocol"] == protocol}
-        found = [name for name in bits if name.startswith("auto:")]
-        for other in sorted(bits.keys() - set(found), key=lambda name: (bits[name], name)):
-            # The baseline after a sealed prompt is compared with `auto` page by page.
-            fitting = [name for name in found if bits[name] < bits[other] + SAME_SIZE]
-            if fitting and not other.endswith(SEALED):
-                pairs.append((max(fitting, key=bits.__getitem__), other))
+    bits = {name: mean_bits(row) for name, row in caches.items()}
+    found = [name for name in bits if name.startswith("auto:")]
+    for other in sorted(bits.keys() - set(found), key=lambda name: (bits[name], name)):
+        fitting = [name for name in found if bits[name] < bits[other] + SAME_SIZE]
+        if fitting:
+            pairs.append((max(fitting, key=bits.__getitem__), other))
     return pairs
 
 

@@ -51,23 +51,17 @@ def launches_of(decoder: Decoder, rows: Sequence[int]) -> list[Launch]:
     return list(launches)
 
 
-def text_figures(
-    source: Decoder, decoder: Decoder, texts: Mapping[str, torch.Tensor], prompt: int | None, batch: int
-) -> dict[str, Any]:
-    """KL and likelihood of each text [segments, length], per segment.
-
-    Page by page, or after the first `prompt` tokens of each segment, read and sealed as a whole.
-    """
+def text_figures(source: Decoder, decoder: Decoder, texts: Mapping[str, torch.Tensor], batch: int) -> dict[str, Any]:
+    """KL and likelihood of each text [segments, length], read page by page, per segment."""
     names, rows = list(texts), torch.cat(list(texts.values()))
-    prefill = first_page(decoder.new_cache()) if prompt is None else prompt
+    prefill = first_page(decoder.new_cache())
     found = compare(source, {"case": decoder}, rows, prefill, batch=batch, progress=True)["case"]
-    counts, skipped = [len(texts[name]) for name in names], max(0, FIRST_SCORED - prefill) if prompt is None else 0
+    counts, skipped = [len(texts[name]) for name in names], max(0, FIRST_SCORED - prefill)
     parts = {
         field: dict(zip(names, getattr(found, field)[:, skipped:].split(counts), strict=True))
         for field in ("kl", "source_nll", "other_nll", "agrees")
     }
     return {
-        "protocol": "pages" if prompt is None else "sealed prompt",
         "scored_per_segment": found.kl.shape[1] - skipped,
         "full_precision_share": found.residual_share,
         "texts": {name: _text_row({field: parts[field][name] for field in parts}) for name in names},
@@ -233,11 +227,6 @@ def _representatives(schemes: Sequence[KVScheme | None], types: Sequence[str]) -
         for kind, s in zip(types, schemes, strict=True)
     ]
     return {sizes.index(size): count for size, count in Counter(sizes).items()}
-
-
-def is_sealed(decoder: Decoder) -> bool:
-    """Whether the cache compresses prompts as a whole."""
-    return treats_whole_prompts(decoder.new_cache())
 
 
 QUESTION = 'What is the value of "item_{key}"?'

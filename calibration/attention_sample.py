@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -25,7 +26,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvconvert.cache.format import CacheFormat
 from kvconvert.calibration.activations import same_arguments
-from kvconvert.calibration.protocol import CalibrationPass, LayerWork
+from kvconvert.calibration.protocol import CalibrationPass, LayerWork, require_finite
 from kvconvert.kernels.attention.chosen import choice_of
 from kvconvert.kernels.rotate import hadamard_transform
 
@@ -213,6 +214,20 @@ def as_cached(queries: Tensor, keys: Tensor, values: Tensor, cache: CacheFormat)
     return queries, keys, values
 
 
+class AttentionPass(CalibrationPass):
+    """A pass that observes what a layer's attention computes on: after q/k norms and RoPE."""
+
+    def see(self, work: LayerWork, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Take a batch [B, heads, T, head_dim], with the number of KV heads for key and value."""
+        raise NotImplementedError
+
+    @contextmanager
+    def observe(self, work: LayerWork) -> Iterator[None]:
+        """Let the pass see the layer's attention."""
+        with attention_observed(work.layer.get_submodule(work.structure.attention), partial(self.see, work)):
+            yield
+
+
 class AttentionSampler(CalibrationPass):
     """Keeps a few of the layer's inputs and, once earlier passes have changed the layer, runs them through it.
 
@@ -266,6 +281,7 @@ class AttentionSampler(CalibrationPass):
             for hidden, arguments in self._inputs:
                 work.layer(hidden, **arguments)
         queries, keys, values = (torch.cat(parts) for parts in zip(*captured, strict=True))
+        require_finite({"queries": queries, "keys": keys, "values": values}, "inputs", work)
         masks = [arguments.get("attention_mask") for _, arguments in self._inputs]
         weight = work.layer.get_submodule(work.structure.output).weight
         if work.cache.rotations.values:

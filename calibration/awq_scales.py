@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 
 from kvconvert.calibration.activations import ActivationStatistics, point_of
-from kvconvert.calibration.awq_scaling import Reader, Scaling, Widths, rounded, scaling_label, width_of
+from kvconvert.calibration.awq_scaling import ScaledReader, Scaling, Widths, rounded, scaling_label, width_of
 from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 from kvconvert.kernels.quantizer import GroupRangeError
@@ -224,7 +224,8 @@ def _inspected_losses(
         split = [[(chunk.unsqueeze(0), {}) for chunk in part.split(_CHUNK_TOKENS)] for part in tokens]
     routed = structure.experts.owner if structure.experts is not None else lambda reader: None
     readers = [
-        Reader(layer.get_submodule(reader), width_of(bits, reader), routed(reader) is not None) for reader in quantized
+        ScaledReader(layer.get_submodule(reader), width_of(bits, reader), routed(reader) is not None)
+        for reader in quantized
     ]
 
     def forward(chunk: Tensor, **kwargs: Any) -> Tensor:

@@ -26,7 +26,7 @@ from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 from kvconvert.models.structure import LayerStructure, Projection
 
 
-class Reader(NamedTuple):
+class ScaledReader(NamedTuple):
     """A Linear that reads what is scaled.
 
     Attributes:
@@ -41,7 +41,7 @@ class Reader(NamedTuple):
 
 
 @contextmanager
-def rounded(readers: Sequence[Reader], scale: Tensor, group_size: int) -> Iterator[None]:
+def rounded(readers: Sequence[ScaledReader], scale: Tensor, group_size: int) -> Iterator[None]:
     """Within the block the Linears compute with Q(W s) / s, where Q rounds to nearest.
 
     Args:
@@ -85,7 +85,7 @@ def while_computing(stack: ExitStack, module: nn.Module, make: Callable[[], Mapp
     stack.callback(module.register_forward_hook(after).remove)
 
 
-def _weight(reader: Reader, scale: Tensor, group_size: int) -> dict[str, Tensor]:
+def _weight(reader: ScaledReader, scale: Tensor, group_size: int) -> dict[str, Tensor]:
     return {"weight": fake_quantize_weight(reader.linear.weight.data * scale, reader.bits, group_size).div_(scale)}
 
 

@@ -34,7 +34,6 @@ from kvconvert.calibration.protocol import (
     MeasuredLayer,
     PassResult,
     Resolution,
-    require_finite,
     significant,
 )
 from kvconvert.calibration.ranks import ALONE, Ranks
@@ -312,8 +311,6 @@ class CalibQuantPass(CalibrationPass):
             cache.pages.key_feedback,
             work.ranks,
         )
-        errors = {"tau_error": self._tables.clip_ratio_error, "tau_output_error": self._tables.output_error}
-        require_finite(errors, "attention weights", work)
 
     def result(self) -> PassResult:
         """The table; the value clip ratio; and the key clip ratio where no pair is left to choose."""

@@ -29,7 +29,6 @@ from kvconvert.calibration.protocol import (
     LayerJob,
     LayerWork,
     PassResult,
-    require_finite,
     significant,
 )
 from kvconvert.calibration.ranks import ALONE, Ranks
@@ -268,9 +267,7 @@ class ClipRatioPass(CalibrationPass):
         for side, measure in (("key", key_clip_ratio_errors), ("value", value_clip_ratio_errors)):
             if not search[side]:
                 continue
-            errors = measure(self.sampler.sample, cache, CLIP_RATIO_GRID, work.ranks)
-            require_finite({f"{side}_clip_ratio_error": errors}, "attention weights", work)
-            self._errors[side] = errors
+            self._errors[side] = measure(self.sampler.sample, cache, CLIP_RATIO_GRID, work.ranks)
 
     def apply(self, work: LayerWork) -> None:
         """Put the chosen clip ratios into the format of the layer's pages."""

@@ -14,14 +14,12 @@ with the damped H: 1 where channels of queries are uncorrelated. Rounding itself
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from kvconvert.calibration.attention_sample import as_cached, attention_observed
+from kvconvert.calibration.attention_sample import AttentionPass, as_cached
 from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork, PassResult, require_finite
 from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.kernels.device import float32_products
@@ -72,7 +70,7 @@ def feedback_matrices(moments: Tensor) -> tuple[Tensor, Tensor]:
     return (upper / diagonal.unsqueeze(2)).triu(), left
 
 
-class ErrorFeedbackPass(CalibrationPass):
+class ErrorFeedbackPass(AttentionPass):
     """Measure the layer's queries and round its keys with feedback from there on.
 
     Stands before the passes that choose clip ratios, which then see keys as they will be rounded. The queries are those
@@ -95,18 +93,12 @@ class ErrorFeedbackPass(CalibrationPass):
         wanted = scheme.feeds_errors_back or job.search.chooses_error_feedback(scheme)
         return cls() if wanted else None
 
-    @contextmanager
-    def observe(self, work: LayerWork) -> Iterator[None]:
+    def see(self, work: LayerWork, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Sum up queries as they come, not rotated yet."""
-
-        def record(query: Tensor, key: Tensor, value: Tensor) -> None:
-            self._moments.update(query, key.shape[1])
-
-        with attention_observed(work.layer.get_submodule(work.structure.attention), record):
-            yield
+        self._moments.update(query, key.shape[1])
 
     def solve(self, work: LayerWork) -> None:
-        """Bring the moments into the coordinates of stored keys, and factorise them."""
+        """Bring the moments into the coordinates of stored keys, and factorize them."""
         moments = self._moments.result(work.ranks)
         require_finite({"their second moments": moments}, "queries", work)
         for _ in range(2):  # H becomes R^T H R: rotated as rows of queries are, then its transpose likewise

@@ -13,15 +13,13 @@ pages. Keys are taken as the quantizer gets them: after RoPE, the scheme's rotat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kvconvert.calibration.attention_sample import as_cached, attention_observed
+from kvconvert.calibration.attention_sample import AttentionPass, as_cached
 from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork, PassResult, require_finite
 from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.kernels.pages import PAGE_SIZE, normalised_keys
@@ -76,7 +74,7 @@ def choose_channels(score: Tensor, count: int) -> Tensor:
     return order[:, :count].sort(-1).values
 
 
-class KittyPass(CalibrationPass):
+class KittyPass(AttentionPass):
     """Statistics of the layer's key channels and, if `select` says so, the fixed channels to boost.
 
     Args:
@@ -98,18 +96,13 @@ class KittyPass(CalibrationPass):
             return None
         return cls(scheme.boost_select)
 
-    @contextmanager
-    def observe(self, work: LayerWork) -> Iterator[None]:
-        """Record queries and keys as the page quantizer gets them."""
+    def see(self, work: LayerWork, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Count queries and keys as the page quantizer gets them."""
         cache, f = work.cache, work.cache.pages.keys
-        self._statistics = ChannelStatistics(f.page_size, cache.sink_tokens)
-
-        def record(query: Tensor, key: Tensor, value: Tensor) -> None:
-            queries, keys, _ = as_cached(query, key, value, cache)
-            self._statistics.update(queries, normalised_keys(keys, f))
-
-        with attention_observed(work.layer.get_submodule(work.structure.attention), record):
-            yield
+        if self._statistics is None:
+            self._statistics = ChannelStatistics(f.page_size, cache.sink_tokens)
+        queries, keys, _ = as_cached(query, key, value, cache)
+        self._statistics.update(queries, normalised_keys(keys, f))
 
     def solve(self, work: LayerWork) -> None:
         """Average what was recorded and choose channels by sensitivity."""

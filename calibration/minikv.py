@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -33,14 +32,13 @@ from kvconvert.calibration.protocol import (
     MeasuredLayer,
     PassResult,
     Resolution,
-    require_finite,
 )
 from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.kernels.select import column_sums
-from kvconvert.methods import KVCalibration, clamp_ratios, pyramid_ratios
+from kvconvert.methods import KVCalibration, clamp_ratios
+from kvconvert.methods.minikv import FORMULAS, spread_ratios
 
 CURVE_POINTS = 33  # ratios of heavy hitters 0, 1/32 ... 1
-Allocation = Literal["uniform", "pyramid", "calibrated"]
 
 
 @dataclass(frozen=True)
@@ -109,28 +107,14 @@ def _attention_mass(sample: AttentionSample, sequence: int, tokens: int) -> Tens
     )
 
 
-def allocate(
-    allocation: Allocation,
-    heavy_ratio: float,
-    recent_ratio: float,
-    curves: Sequence[Tensor | None],
-    pyramid_depth: float = 7.0,
-) -> list[float]:
+def calibrated_ratios(heavy_ratio: float, recent_ratio: float, curves: Sequence[Tensor]) -> list[float]:
     """Ratio of heavy hitters of each layer, with mean `heavy_ratio` as far as recent windows leave room for it.
 
     Args:
-        allocation: how to spread.
         heavy_ratio, recent_ratio: nominal shares of the prompt.
-        curves: `EvictionLoss.output` of each layer; for calibrated alone.
-        pyramid_depth: see `KVScheme`.
+        curves: `EvictionLoss.output` of each layer.
     """
-    layers = len(curves)
-    if allocation == "pyramid":
-        ratios = pyramid_ratios(heavy_ratio, layers, pyramid_depth)
-    elif allocation == "calibrated":
-        ratios = spend_by_marginal_loss(curves, heavy_ratio * layers, max(0.0, 1 - recent_ratio))
-    else:
-        ratios = [heavy_ratio] * layers
+    ratios = spend_by_marginal_loss(curves, heavy_ratio * len(curves), max(0.0, 1 - recent_ratio))
     return clamp_ratios(ratios, recent_ratio)
 
 
@@ -203,14 +187,11 @@ class MiniKVPass(CalibrationPass):
         if not spread:
             return {}
         nominal = next(iter(spread.values())).nominal
-        ratios = allocate(
-            nominal.allocation,
-            nominal.heavy_ratio,
-            nominal.recent_ratio,
-            # A pyramid is a formula, which needs no measurement and may have none.
-            [layer.plan.get("lost_output") for layer in spread.values()],
-            nominal.pyramid_depth,
-        )
+        if nominal.allocation in FORMULAS:
+            ratios = [scheme.heavy_ratio for scheme in spread_ratios([layer.nominal for layer in spread.values()])]
+        else:
+            curves = [layer.plan["lost_output"] for layer in spread.values()]
+            ratios = calibrated_ratios(nominal.heavy_ratio, nominal.recent_ratio, curves)
         return {
             index: Resolution(
                 {"heavy_ratio": min(1.0, ratio), "allocation": "uniform"}, {"allocation": nominal.allocation}
@@ -226,7 +207,6 @@ class MiniKVPass(CalibrationPass):
             "lost_attention": loss.attention.float(),
             "lost_output": loss.output.float(),
         }
-        require_finite(self._plan, "attention weights", work)
 
     def result(self) -> PassResult:
         """The measurements."""

@@ -21,14 +21,12 @@ The second is the one to compare between stages: dividing by the mean square mak
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from kvconvert.calibration.attention_sample import attention_observed
+from kvconvert.calibration.attention_sample import AttentionPass
 from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork, PassResult, require_finite
 from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.kernels.rotate import hadamard_matrix, hadamard_transform
@@ -121,7 +119,7 @@ class KeyStatistics:
         return {name: (ranks.sum_in_order(sums) / sequences).float() for name, sums in self._sums.items()}
 
 
-class OscarPass(CalibrationPass):
+class OscarPass(AttentionPass):
     """Fold the rotation into W_V and W_O if `fold_values` is set, and measure token-norm imbalance.
 
     Args:
@@ -156,15 +154,9 @@ class OscarPass(CalibrationPass):
         if self.fold_values:
             fold_value_rotation(work.layer, work.structure)
 
-    @contextmanager
-    def observe(self, work: LayerWork) -> Iterator[None]:
-        """Record keys after RoPE."""
-
-        def record(query: Tensor, key: Tensor, value: Tensor) -> None:
-            self._statistics.update(key)
-
-        with attention_observed(work.layer.get_submodule(work.structure.attention), record):
-            yield
+    def see(self, work: LayerWork, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Count keys after RoPE."""
+        self._statistics.update(key)
 
     def solve(self, work: LayerWork) -> None:
         """Average what was recorded."""

@@ -1,12 +1,11 @@
-"""benchmarks/real_model.py: its baselines are recipes of this version, and it measures what it says."""
+"""benchmarks/real_model.py: its cases are recipes of this version, and it measures what it says."""
 
 import json
 from dataclasses import replace
 
 import pytest
-import real_model_docs as docs
+import real_model
 import torch
-from real_model_bench import over_a_page
 from real_model_cases import Case
 from real_model_measure import ObjectBook, cache_size, launches_of
 from tiny.checkpoints import REFERENCE, tiny_model
@@ -23,9 +22,9 @@ from kvconvert.runtime import KVCache
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|assistant|>"
 
 
-@pytest.mark.parametrize("case", docs.cases_of(docs.BASELINES))
-def test_a_line_of_a_case_file_is_a_recipe_of_a_cache(case, tmp_path):
-    recipe = Case.parse(case).recipe(True, tmp_path)
+@pytest.mark.parametrize("name", real_model.PRESETS)
+def test_a_case_is_the_recipe_of_a_cache(name, tmp_path):
+    recipe = Case.parse(name).recipe(tmp_path)
     assert recipe.kv is not None
     assert recipe.weights.method == "none"
 
@@ -37,17 +36,6 @@ def test_the_mean_over_a_page_of_lengths_is_the_stated_one_wherever_the_text_end
     for length in (512, 516, 600):
         size = cache_size(tiny, schemes, {}, length, "cpu")
         assert size["mean_bits_per_value"] == pytest.approx(ModelCache((layer,)).bits_per_value(length), rel=0.01)
-
-
-def test_bits_over_a_page_are_those_that_are_stated_and_follow_from_those_at_its_end():
-    tiny = tiny_model("llama", 0).config
-    schemes = [PRESETS["oscar-g128"]] * tiny.num_hidden_layers
-    length = 4 * 128
-    size = cache_size(tiny, schemes, {}, length, "cpu")
-    layer = LayerCache(key_value_heads(tiny), head_dim(tiny), head_dim(tiny), schemes[0])
-    assert size["mean_bits_per_value"] == pytest.approx(ModelCache((layer,)).bits_per_value(length), rel=0.01)
-    longer = cache_size(tiny, schemes, {}, length + 128, "cpu")["bits_per_value"]
-    assert over_a_page(longer, length, length + 128) == pytest.approx(size["mean_bits_per_value"], rel=0.01)
 
 
 def test_tokens_beyond_a_sliding_window_are_neither_stored_nor_divided_by():

@@ -1,7 +1,7 @@
 """Small drawings with captions and questions: the image data that ships with kvconvert, made from a seed.
 
 A drawing is a dark square of 96 x 96 pixels, divided into three rows of three places. Two to six things stand in it:
-shapes, digits, letters, and sometimes one short word that fills a row; each has a color. What is drawn is chosen by
+shapes, digits, letters, and sometimes one short word that fills a row; each has a colour. What is drawn is chosen by
 `random.Random`, the grain of the background by PCG64's raw stream: both are stable over versions of Python and numpy,
 so a seed and an index name the same pixels everywhere. Glyphs are bitmaps of five by seven points, kept here.
 """
@@ -18,7 +18,7 @@ from kvconvert.errors import listed
 SIZE = 96
 CELL = SIZE // 3
 GRAIN = 16  # the background's pixels lie in 16 to 31 of 255
-COLORS = {
+COLOURS = {
     "red": (230, 40, 40),
     "green": (40, 190, 60),
     "blue": (60, 90, 245),
@@ -91,12 +91,12 @@ class Thing:
 
     Attributes:
         name: a shape's name, a digit, a letter, or a word of several letters.
-        color: a name of `COLORS`.
+        colour: a name of `COLOURS`.
         cell: index into `PLACES`; of a word the leftmost place of its row.
     """
 
     name: str
-    color: str
+    colour: str
     cell: int
 
     @property
@@ -118,8 +118,8 @@ class Thing:
 
     def __str__(self) -> str:
         if self.is_word:
-            return f"the {self.color} word {self.name}"
-        return f"{'an' if self.color == 'orange' else 'a'} {self.color} {self.name}"
+            return f"the {self.colour} word {self.name}"
+        return f"{'an' if self.colour == 'orange' else 'a'} {self.colour} {self.name}"
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Drawing:
     Attributes:
         image: uint8 [96, 96, 3], red, green, blue.
         things: what it shows, in reading order.
-        caption: one sentence naming every thing, its color and its place.
+        caption: one sentence naming every thing, its colour and its place.
         questions: one of each form that has a single answer here, in a drawn order.
     """
 
@@ -160,18 +160,18 @@ def draw(seed: int, index: int) -> Drawing:
 
 def _scene(chance: random.Random) -> tuple[Thing, ...]:
     cells, things = list(range(9)), []
-    # A few colors and names per drawing, so that several things share one and questions need both.
-    colors = chance.sample(list(COLORS), chance.randrange(2, 6))
+    # A few colours and names per drawing, so that several things share one and questions need both.
+    colours = chance.sample(list(COLOURS), chance.randrange(2, 6))
     if chance.random() < 0.4:
         row = chance.randrange(3)
         cells = [cell for cell in cells if cell // 3 != row]
-        things.append(Thing(chance.choice(WORDS), chance.choice(colors), 3 * row))
+        things.append(Thing(chance.choice(WORDS), chance.choice(colours), 3 * row))
     names = [
         chance.choice(chance.choices((SHAPES, DIGITS, LETTERS), weights=(2, 1, 1))[0])
         for _ in range(chance.randrange(2, 6))
     ]
     for cell in chance.sample(cells, chance.randrange(2, 6)):
-        things.append(Thing(chance.choice(names), chance.choice(colors), cell))
+        things.append(Thing(chance.choice(names), chance.choice(colours), cell))
     return tuple(sorted(things, key=lambda thing: thing.cell))
 
 
@@ -182,7 +182,7 @@ def _stamp(image: np.ndarray, thing: Thing, chance: random.Random) -> None:
     room = SIZE if thing.is_word else CELL
     top = row * CELL + chance.randrange(1, CELL - height)
     left = column * CELL + chance.randrange(1, room - width)
-    shade = [min(255, max(0, part + chance.randrange(-12, 13))) for part in COLORS[thing.color]]
+    shade = [min(255, max(0, part + chance.randrange(-12, 13))) for part in COLOURS[thing.colour]]
     image[top : top + height, left : left + width][mask] = shade
 
 
@@ -226,34 +226,34 @@ def _at(things: tuple[Thing, ...], cell: int) -> str:
 def _questions(things: tuple[Thing, ...], chance: random.Random) -> list[Question]:
     """One question of each form that these things allow."""
     singles = [thing for thing in things if not thing.is_word]
-    names, pairs = ([key(thing) for thing in singles] for key in (lambda t: t.name, lambda t: (t.color, t.name)))
+    names, pairs = ([key(thing) for thing in singles] for key in (lambda t: t.name, lambda t: (t.colour, t.name)))
     only_name = [thing for thing in singles if names.count(thing.name) == 1]
-    only_pair = [thing for thing in singles if pairs.count((thing.color, thing.name)) == 1]
+    only_pair = [thing for thing in singles if pairs.count((thing.colour, thing.name)) == 1]
     found = [Question("Describe the picture.", _caption(things))]
     if only_name:
         thing = chance.choice(only_name)
-        found.append(Question(f"What color is the {thing.name}?", thing.color))
+        found.append(Question(f"What colour is the {thing.name}?", thing.colour))
     if only_pair:
         thing = chance.choice(only_pair)
-        found.append(Question(f"Where is the {thing.color} {thing.name}?", thing.place))
+        found.append(Question(f"Where is the {thing.colour} {thing.name}?", thing.place))
         thing = chance.choice(only_pair)
         step, word = chance.choice(((-3, "above"), (3, "below"), (-1, "left of"), (1, "right of")))
         if 0 <= thing.cell + step < 9 and (abs(step) == 3 or (thing.cell + step) // 3 == thing.cell // 3):
             answer = _at(things, thing.cell + step)
-            found.append(Question(f"What is {word} the {thing.color} {thing.name}?", answer))
+            found.append(Question(f"What is {word} the {thing.colour} {thing.name}?", answer))
     cell = chance.choice(singles).cell if chance.random() < 0.7 else chance.randrange(9)
     found.append(Question(f"What is at the {PLACES[cell]}?", _at(things, cell)))
     word = next((thing for thing in things if thing.is_word), None)
     if word is not None:
         found.append(Question("Which word is written?", word.name))
-        found.append(Question("What color is the word?", word.color))
-    color = chance.choice([thing.color for thing in things])
-    found.append(Question(f"How many {color} things are there?", str(sum(t.color == color for t in things))))
+        found.append(Question("What colour is the word?", word.colour))
+    colour = chance.choice([thing.colour for thing in things])
+    found.append(Question(f"How many {colour} things are there?", str(sum(t.colour == colour for t in things))))
     kind = chance.choice(("shape", "digit", "letter"))
     found.append(Question(f"How many {kind}s are there?", str(sum(t.kind == kind for t in things))))
     asked = chance.choice(singles)
-    color = asked.color if chance.random() < 0.5 else chance.choice(list(COLORS))
-    answer = "yes" if (color, asked.name) in pairs else "no"
-    found.append(Question(f"Is there {Thing(asked.name, color, 0)}?", answer))
+    colour = asked.colour if chance.random() < 0.5 else chance.choice(list(COLOURS))
+    answer = "yes" if (colour, asked.name) in pairs else "no"
+    found.append(Question(f"Is there {Thing(asked.name, colour, 0)}?", answer))
     chance.shuffle(found)
     return found

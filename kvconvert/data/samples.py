@@ -35,7 +35,7 @@ from kvconvert.data.mixture import load_mixture, unlike_the_model
 from kvconvert.data.sources import (
     ROWS_INSPECTED,
     Sources,
-    Table,
+    SourceTable,
     is_plain_text,
     local_files,
     source_name,
@@ -66,7 +66,7 @@ def holds_images(source: str | None) -> bool:
     files = local_files(source)
     if is_plain_text(files):
         return False
-    table = Table.open(source, files)
+    table = SourceTable.open(source, files)
     if image_column(table.columns) is not None:
         return True
     return "messages" in table.columns and any(has_image_parts(row["messages"]) for row in table.first(ROWS_INSPECTED))
@@ -128,7 +128,7 @@ def _documents(source: str | None, seed: int) -> Iterator[Document]:
     elif is_image_directory(source):
         yield from directory_documents(source, seed)
     else:
-        table = Table.open(source, local_files(source))
+        table = SourceTable.open(source, local_files(source))
         for place, row in table.shuffled(seed):
             document = row_document(row, table.wanted, table.folder, f"Data source {place}")
             if document is not None:

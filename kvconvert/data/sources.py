@@ -308,12 +308,12 @@ def holds_conversations(source: str | None) -> bool:
     files = None if source is None else local_files(source)
     if source is None or is_plain_text(files):
         return False
-    table = Table.open(source, files)
+    table = SourceTable.open(source, files)
     return table.text_column == MESSAGES
 
 
 @dataclass(frozen=True)
-class Table:
+class SourceTable:
     """Rows of local files that are no plain text, or of a Hub data set.
 
     Attributes:
@@ -331,7 +331,7 @@ class Table:
     _stream: Any
 
     @classmethod
-    def open(cls, source: str, files: list[Path] | None) -> Table:
+    def open(cls, source: str, files: list[Path] | None) -> SourceTable:
         """Open a SOURCE: local files, or the id of a Hub data set where there are none (DataError)."""
         column = named_column(source)[1]
         if files and (rows := {"json": JsonRows, "csv": CsvRows}.get(LOADERS[files[0].suffix])) is not None:
@@ -366,7 +366,7 @@ class Table:
     @classmethod
     def _of_rows(
         cls, source: str, place: str, column: str | None, folder: Path | None, rows: JsonRows | CsvRows
-    ) -> Table:
+    ) -> SourceTable:
         names = dict.fromkeys(name for row in itertools.islice(rows, SHUFFLE_BUFFER) for name in row)
         return cls(source, place, _known(names, column), column, folder, rows)
 

@@ -32,7 +32,7 @@ import torch
 
 from kvconvert.data.sources import (
     ROWS_INSPECTED,
-    Table,
+    SourceTable,
     is_conversation,
     is_plain_text,
     local_files,
@@ -258,7 +258,7 @@ def _row_ids(
     source: str, files: list[Path] | None, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> Iterator[list[int]]:
     """Token ids of each row in shuffled order."""
-    table = Table.open(source, files)
+    table = SourceTable.open(source, files)
     column = table.text_column
     first = table.first(ROWS_INSPECTED)
     for name in table.read_columns:

@@ -23,7 +23,7 @@ from kvconvert.bundle.reader import open_bundle
 from kvconvert.data.text import load_token_samples
 from kvconvert.errors import MissingError, UsageError
 from kvconvert.fidelity.images import DRAWINGS, image_figures
-from kvconvert.fidelity.probes import PROBES, Prompt, Writer, abilities, measure_probes, probe_tokens, verdict
+from kvconvert.fidelity.probes import PROBES, ProbePrompt, Writer, abilities, measure_probes, probe_tokens, verdict
 from kvconvert.fidelity.recall import (
     BATCH,
     FREE_CONTEXT,
@@ -291,7 +291,7 @@ class _Drills:
 
     numbers: Sequence[Drill]
     templated: bool
-    probes: Mapping[str, Sequence[Prompt]]
+    probes: Mapping[str, Sequence[ProbePrompt]]
     reach: int
     work: Sequence[Work]
 
@@ -318,7 +318,7 @@ class _Drills:
             plain = DrillBook(tokenizer, prose, seed)
             numbers = passkey_drills(plain, max(reach, context), counts.passkey_trials)
         work = [Work(1, len(drill.context), PASSKEY_ANSWER_TOKENS, 1) for drill in numbers]
-        probes: dict[str, list[Prompt]] = {}
+        probes: dict[str, list[ProbePrompt]] = {}
         length = probe_tokens(min(context, positions))
         if "probes" in parts and length:
             writer = Writer(tokenizer, prose, seed)

@@ -65,7 +65,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class ProbePrompt:
     """A conversation in tokens, its answers included.
 
     Attributes:
@@ -238,11 +238,11 @@ class Writer:
         self.start = "" if tokenizer.bos_token is None else tokenizer.bos_token
         self.is_templated = bool(tokenizer.chat_template) and self._template_is_plain()
 
-    def prompts(self, probe: Probe, length: int, count: int) -> list[Prompt]:
+    def prompts(self, probe: Probe, length: int, count: int) -> list[ProbePrompt]:
         """`count` prompts of a probe, whose facts take as much of the first `length` tokens as they can."""
         return [self.prompt(probe, length, number) for number in range(count)]
 
-    def prompt(self, probe: Probe, length: int, number: int) -> Prompt:
+    def prompt(self, probe: Probe, length: int, number: int) -> ProbePrompt:
         """Prompt `number` of a probe; see `prompts`."""
 
         def conversation(size: int) -> Conversation:
@@ -267,7 +267,7 @@ class Writer:
             spans.append((begin, len(text)))
         ids = self._encode(text)
         answers = tuple((self._token_at(text, ids, begin), self._token_at(text, ids, end)) for begin, end in spans)
-        return Prompt(ids, min(length, answers[0][0] - 1), answers)
+        return ProbePrompt(ids, min(length, answers[0][0] - 1), answers)
 
     def _rendered(self, conversation: Conversation) -> tuple[str, int]:
         """The text up to the reply, and where the last question begins in it."""
@@ -313,7 +313,9 @@ def probe_tokens(context: int) -> int:
 
 
 @torch.no_grad()
-def ask(decoder: Decoder, prompts: Sequence[Prompt], batch: int = 1, progress: str | None = None) -> list[list[bool]]:
+def ask(
+    decoder: Decoder, prompts: Sequence[ProbePrompt], batch: int = 1, progress: str | None = None
+) -> list[list[bool]]:
     """Which answers of each prompt a decoder gives.
 
     Args:
@@ -394,7 +396,7 @@ class ProbeResult:
 def measure_probes(
     source: Decoder,
     bundle: Decoder,
-    prompts: Mapping[str, Sequence[Prompt]],
+    prompts: Mapping[str, Sequence[ProbePrompt]],
     seed: int,
     batch: int = 1,
     progress: bool = False,

@@ -58,7 +58,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 
 
 @dataclass(frozen=True)
-class Decoder:
+class DecoderShape:
     """Shape and arithmetic of a decoder that the graph can express.
 
     Attributes:
@@ -99,7 +99,7 @@ class Decoder:
     output_norms: bool
 
     @classmethod
-    def of(cls, config: PretrainedConfig) -> Decoder:
+    def of(cls, config: PretrainedConfig) -> DecoderShape:
         """Read a configuration.
 
         Raises:

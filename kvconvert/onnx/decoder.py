@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvconvert.io.records import TensorInfo
 from kvconvert.kernels.linear.awq_format import AwqWeight
-from kvconvert.onnx.architecture import Decoder
+from kvconvert.onnx.architecture import DecoderShape
 from kvconvert.onnx.graph import MICROSOFT, Graph, repack, stored_bits
 from kvconvert.onnx.static_cache import StaticCache, StaticLayer, StaticSide
 
@@ -42,7 +42,7 @@ class DecoderGraph:
         cache: the quantized cache; None for one in float32.
     """
 
-    def __init__(self, decoder: Decoder, weights: Weights, graph: Graph, cache: StaticCache | None) -> None:
+    def __init__(self, decoder: DecoderShape, weights: Weights, graph: Graph, cache: StaticCache | None) -> None:
         self.decoder = decoder
         self.weights = weights
         self.graph = graph

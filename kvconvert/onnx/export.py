@@ -20,7 +20,7 @@ from kvconvert.bundle.writer import replacing, write_json
 from kvconvert.convert.export import COPIED_FILES, LICENSE_FILES, copy_files, export
 from kvconvert.errors import MissingError, UsageError
 from kvconvert.io.hub import is_hub_id
-from kvconvert.onnx.architecture import Decoder
+from kvconvert.onnx.architecture import DecoderShape
 from kvconvert.onnx.static_cache import StaticCache, has_plan, static_cache
 from kvconvert.version import __version__
 
@@ -110,9 +110,9 @@ def _bundle(source: Path, output: Path, force: bool, device: str | None, progres
         )
 
 
-def _plan(bundle: Bundle, kv_cache: str) -> tuple[Decoder, StaticCache | None]:
+def _plan(bundle: Bundle, kv_cache: str) -> tuple[DecoderShape, StaticCache | None]:
     """The graph to be built, after all refusals."""
-    decoder = Decoder.of(AutoConfig.from_pretrained(bundle.directory, trust_remote_code=False))
+    decoder = DecoderShape.of(AutoConfig.from_pretrained(bundle.directory, trust_remote_code=False))
     quantized = kv_cache == "plan" and has_plan(bundle)
     return decoder, static_cache(bundle, decoder.attention_softcap) if quantized else None
 
@@ -142,7 +142,7 @@ def _metadata(bundle: Bundle, cache: StaticCache | None) -> dict[str, str]:
 _SEARCH = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "min_length", "num_beams")
 
 
-def genai_config(decoder: Decoder, directory: Path, model_file: str) -> dict[str, Any]:
+def genai_config(decoder: DecoderShape, directory: Path, model_file: str) -> dict[str, Any]:
     """The configuration of onnxruntime-genai.
 
     Args:

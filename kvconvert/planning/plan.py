@@ -35,7 +35,7 @@ from kvconvert.models.experts import expert_modules
 from kvconvert.models.processors import load_tokenizer
 from kvconvert.models.source import SourceModel, choose_device, open_source
 from kvconvert.models.structure import LayerStructure
-from kvconvert.planning.probe import Probe, run_probe
+from kvconvert.planning.probe import LayerProbe, run_probe
 from kvconvert.recipes.recipe import Recipe
 from kvconvert.tables import text_table
 
@@ -121,7 +121,7 @@ _HASHED = 2**25  # bytes on which the speed of checksums is measured
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryEstimate:
     """Peaks in bytes.
 
     Attributes:
@@ -194,7 +194,7 @@ class Plan:
     length: int
     device: str
     batch: int
-    memory: Memory
+    memory: MemoryEstimate
     disk: Disk
     cache: Cache
     gpu_memory: int | None
@@ -256,7 +256,7 @@ def plan(
     task = None if recipe.auto is None else search_task(runner.config, jobs, recipe, target)
     layers = _layers(runner, recipe)
     largest = max(range(len(layers)), key=lambda index: layers[index].parameters, default=None)
-    probed: Probe | None = None
+    probed: LayerProbe | None = None
     if probe and largest is not None:
         request = {
             "model": str(model),
@@ -313,11 +313,11 @@ def _layers(runner: LayerRunner, recipe: Recipe) -> list[LayerSizes]:
 def _memory(
     runner: LayerRunner,
     layers: list[LayerSizes],
-    probed: Probe | None,
+    probed: LayerProbe | None,
     own: int,
     samples: tuple[int, int],
     device: str,
-) -> Memory:
+) -> MemoryEstimate:
     largest = max((sizes.layer_bytes for sizes in layers), default=0)
     host, on_device = (own, largest) if device == "cuda" else (own + largest, None)
     measured = None
@@ -326,7 +326,7 @@ def _memory(
     shape = (*samples, runner.config.hidden_size)
     if on_device is not None and runner.has_room(shape):
         on_device += 2 * 4 * math.prod(shape)  # the inputs of two layers, of which the probe has a few sequences
-    return Memory(
+    return MemoryEstimate(
         calibrate=host if measured is None else measured,
         export=own,
         device=on_device,
@@ -368,7 +368,9 @@ def _allowance(runner: LayerRunner, layers: list[LayerSizes], rows: int) -> int:
     return RUNTIME_BYTES + 2 * CHUNK_TOKENS * (6 * hidden + 3 * widest) + 8 * rows * runner.config.vocab_size
 
 
-def _seconds(source: SourceModel, layers: list[LayerSizes], probed: Probe | None, disk: Disk, tokens: int) -> float:
+def _seconds(
+    source: SourceModel, layers: list[LayerSizes], probed: LayerProbe | None, disk: Disk, tokens: int
+) -> float:
     """Of calibrate and export: layers as the probe's, checksums and copies at the speed of a checksum in memory."""
     block = bytes(_HASHED)
     begun = time.perf_counter()

@@ -39,7 +39,7 @@ from kvconvert.recipes.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class Probe:
+class LayerProbe:
     """Time and memory of one layer.
 
     Attributes:
@@ -76,7 +76,7 @@ def sequences_probed(samples: int, length: int) -> tuple[int, ...]:
     return (samples,) if samples <= 2 * few else (few, 2 * few)
 
 
-def run_probe(request: dict[str, Any], progress: bool) -> Probe:
+def run_probe(request: dict[str, Any], progress: bool) -> LayerProbe:
     """Run a probe as a process.
 
     Args:
@@ -118,10 +118,10 @@ def run_probe(request: dict[str, Any], progress: bool) -> Probe:
             print(error.strip(), file=sys.stderr)
         measured = json.loads(output.read_text(encoding="utf-8"))
     pairs = {name: tuple(value) if isinstance(value, list) else value for name, value in measured.items()}
-    return Probe(**pairs | {"peak_anonymous_bytes": peak, "startup_seconds": wall - measured["startup_seconds"]})
+    return LayerProbe(**pairs | {"peak_anonymous_bytes": peak, "startup_seconds": wall - measured["startup_seconds"]})
 
 
-def measure(request: dict[str, Any]) -> Probe:
+def measure(request: dict[str, Any]) -> LayerProbe:
     """Calibrate one layer in this process; see `run_probe`."""
     recipe, device, index = Recipe.from_dict(request["recipe"]), choose_device(request["device"]), request["layer"]
     source = open_source(request["model"])
@@ -167,7 +167,7 @@ def measure(request: dict[str, Any]) -> Probe:
     # What is not measured here is the start: `run_probe` takes it from the whole.
     measured = sum(seconds) + began * length * sum(counts) + time.perf_counter() - searching
     counted = tuple(count * length for count in counts)
-    return Probe(index, counted, tuple(seconds), measured, began, None, peak, search_seconds)
+    return LayerProbe(index, counted, tuple(seconds), measured, began, None, peak, search_seconds)
 
 
 def _state(request: dict[str, Any], data: DataInfo, num_layers: int) -> WorkState:

@@ -76,13 +76,13 @@ _LEFT_OUT = {"kv": {"preset": "default"}}
 _OF_QUANTIZED_WEIGHTS = ("weights.bits", "weights.average_bits", "weights.group_size", "weights.modules")
 
 
-class Table(BaseModel):
+class RecipeTable(BaseModel):
     """A recipe, or a table of one: fields that cannot change, without unknown ones."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
 
 
-class LayerOverride(Table):
+class LayerOverride(RecipeTable):
     """Layers whose cache differs from the recipe's: `index` lists them; the rest is as in `Recipe`."""
 
     index: list[int] = Field(min_length=1)
@@ -90,7 +90,7 @@ class LayerOverride(Table):
     calibration: KVCalibration
 
 
-class Limits(Table):
+class Limits(RecipeTable):
     """Limits on a bundle's loss against its source; None leaves a figure unlimited.
 
     Attributes:
@@ -333,7 +333,7 @@ class Budget(TypedDict, total=False):
     weight_bits: float | None
 
 
-class Recipe(Table):
+class Recipe(RecipeTable):
     """One conversion's intent; see the module's docstring for the file format.
 
     Attributes:

@@ -268,7 +268,7 @@ def _windows(config: PretrainedConfig, layers: int) -> list[int | None]:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryCurve:
     """Bytes of one sequence's keys and values after a prompt.
 
     Attributes:
@@ -286,7 +286,7 @@ class Memory:
     stateful: int
 
 
-def memory(manifest: Manifest, config: PretrainedConfig, contexts: Sequence[int] = CONTEXTS) -> Memory:
+def memory(manifest: Manifest, config: PretrainedConfig, contexts: Sequence[int] = CONTEXTS) -> MemoryCurve:
     """Sizes by the layout of pages and spans: sink tokens, full-precision windows and sliding windows included."""
     _windows(config, len(manifest.layers))  # refuses a configuration of another number of layers
     schemes = spread_ratios(manifest.schemes())
@@ -305,7 +305,7 @@ def memory(manifest: Manifest, config: PretrainedConfig, contexts: Sequence[int]
     positions = context_length(config)
     stateful = sum(not layer.values_per_token for layer in cache.layers)
     bundle = tuple(round(cache.bytes(context)) for context in contexts)
-    return Memory(tuple(contexts), plain, bundle, positions, stateful)
+    return MemoryCurve(tuple(contexts), plain, bundle, positions, stateful)
 
 
 @dataclass(frozen=True)

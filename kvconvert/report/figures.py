@@ -24,7 +24,7 @@ from kvconvert.report.data import (
     Budgets,
     ChannelRanges,
     Frontier,
-    Memory,
+    MemoryCurve,
     ModuleSize,
     Sensitivity,
     TauSurface,
@@ -208,7 +208,7 @@ def draw_frontier(found: Frontier) -> Figure:
     return figure
 
 
-def draw_memory(found: Memory) -> Figure:
+def draw_memory(found: MemoryCurve) -> Figure:
     """Context against bytes, both on logarithmic axes."""
     figure, axes = _plot(3.6)
     axes.set_xscale("log", base=2)

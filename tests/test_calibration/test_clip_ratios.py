@@ -21,7 +21,6 @@ from kvconvert.calibration.clip_ratios import (
     value_clip_ratio_errors,
 )
 from kvconvert.calibration.protocol import CalibrationPass
-from kvconvert.errors import NumericError
 from kvconvert.kernels.pages import PageFormat
 from kvconvert.kernels.quantizer import dequantize, quantize
 from kvconvert.kernels.rotate import Rotations, hadamard_matrix
@@ -239,14 +238,6 @@ def test_sequences_too_short_for_a_page_are_said_and_leave_the_range(length, sai
     assert ("key_clip_ratio" in result.scheme) == (length > 128)
     assert "value_clip_ratio" not in result.scheme
     assert re.search(f"sequences of {length} tokens are too short to calibrate {said}", result.notes[0])
-
-
-def test_nan_is_named_with_its_layer():
-    work = work_with_pages(200)
-    work.layer.seen["hidden"][0, 3] = float("nan")
-    sampler = AttentionSampler(1)
-    with pytest.raises(NumericError, match=r"model\.layers\.0|NaN"):
-        run_passes([sampler, ClipRatioPass(sampler)], work)
 
 
 def test_the_sample_is_what_the_changed_layer_gives_the_cache():

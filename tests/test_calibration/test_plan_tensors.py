@@ -15,8 +15,9 @@ from kvconvert.calibration.key_treatments import KeyTreatmentPass
 from kvconvert.calibration.kitty import KittyPass
 from kvconvert.calibration.minikv import MiniKVPass
 from kvconvert.calibration.oscar import OscarPass
-from kvconvert.calibration.protocol import CalibrationPass
 from kvconvert.calibration.static_scales import StaticScalesPass
+from kvconvert.convert.passes import PASSES
+from kvconvert.errors import NumericError
 from kvconvert.kernels.pages import LayerFormat, PageFormat
 from kvconvert.kernels.spans import SpanFormat
 from kvconvert.methods import KVCalibration, KVScheme
@@ -68,8 +69,16 @@ def test_a_pass_makes_the_plan_tensors_that_its_method_declares(kind):
     assert run_passes(make(), work).plan.keys() == {*(method.plan_tensors if method else ())}
 
 
+@pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.name)
+def test_nan_in_the_data_is_named_with_its_layer(kind):
+    _, make, changes = CASES[kind]
+    work, _ = layer_work(samples=2, length=136)
+    work.cache = replace(cache_format(), **changes)
+    work.layer.seen["hidden"][:, 3] = float("nan")
+    work.replay = lambda: run_layer(work)
+    with pytest.raises(NumericError, match=r"model\.layers\.0"):
+        run_passes(make(), work)
+
+
 def test_every_pass_is_tested():
-    assert {kind for kind in CalibrationPass.__subclasses__() if kind.__module__.startswith("kvconvert.")} == {
-        AttentionSampler,
-        *CASES,
-    }
+    assert {*PASSES} == {*CASES}

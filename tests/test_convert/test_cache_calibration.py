@@ -12,12 +12,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from kvconvert.bundle.describe import manifest_text
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.calibration.calibquant import choose_taus
-from kvconvert.calibration.minikv import allocate
+from kvconvert.calibration.minikv import calibrated_ratios
 from kvconvert.convert import workdir
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.errors import BundleError, RecipeError, UnsupportedModelError
-from kvconvert.methods import PRESETS, SEARCHED_FIELDS, KVScheme
+from kvconvert.methods import PRESETS, SEARCHED_FIELDS, KVScheme, spread_ratios
 from kvconvert.methods.key_treatments import treatments
 from kvconvert.models.configuration import model_cache
 from kvconvert.recipes.recipe import KVCalibration, LayerOverride, Recipe, WeightsRecipe, preset_names
@@ -130,7 +130,10 @@ def test_one_pair_of_taus_for_all_layers_or_one_for_each(tmp_path, model, text):
 def test_budgets_are_spread_by_what_was_measured_and_arrive_resolved(tmp_path, model, text, allocation):
     kv = replace(PRESETS["minikv"], heavy_ratio=0.3, recent_ratio=0.2, allocation=allocation)
     work = run(model, tmp_path / "work", text, kv, calibration=KVCalibration(calibrate_clip_ratios=False))
-    expected = allocate(allocation, 0.3, 0.2, plan(work, "lost_output"))
+    if allocation == "pyramid":
+        expected = [scheme.heavy_ratio for scheme in spread_ratios([kv] * 3)]
+    else:
+        expected = calibrated_ratios(0.3, 0.2, plan(work, "lost_output"))
     assert [s.heavy_ratio for s in schemes(work)] == pytest.approx(expected)
     assert sum(expected) == pytest.approx(0.9)
     assert {s.allocation for s in schemes(work)} == {"uniform"}

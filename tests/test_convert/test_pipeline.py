@@ -26,16 +26,6 @@ from kvconvert.models.source import float_dtype, open_source
 from kvconvert.recipes.recipe import Recipe, WeightsRecipe
 
 
-@pytest.fixture(scope="module")
-def model(place):
-    return save_checkpoint(place / "model", max_shard_size="200KB")
-
-
-@pytest.fixture(scope="module")
-def finished(place, model, text):
-    return run(model, place / "finished", text)
-
-
 def rebuilt(model, work):
     """The source model with a working directory's tensors in the place of its own, quantized ones read back."""
     built = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -219,7 +209,7 @@ def test_a_model_with_attention_code_of_its_own_is_refused(tmp_path, text):
             RecipeError,
             r"128 does not divide the 64 inputs of model\.layers\.0.*group_size = 64",
         ),
-        ({"seq_len": 4000}, UsageError, "more than the 128 positions"),
+        ({"seq_len": 4000}, UsageError, "more than the 512 positions"),
         ({"samples": 0}, UsageError, "at least 1"),
         ({"device": "toaster"}, UsageError, "There is no device"),
         ({"samples": 4000}, DataError, "tokens"),

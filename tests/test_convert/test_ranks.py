@@ -33,11 +33,6 @@ RECIPES = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(place):
-    return save_checkpoint(place / "model", max_position_embeddings=512)
-
-
 def compare(folder, sizes, *arguments, **options):
     """Calibrate with one process and with others, and compare everything that they write."""
     model, *rest = arguments

@@ -8,24 +8,13 @@ import sys
 import threading
 
 import pytest
-from calibrations import KV_ONLY, contents, killed_at_every_rename, run
+from calibrations import KV_ONLY, contents, run
 from safetensors.torch import load_file, save_file
-from tiny.checkpoints import save_checkpoint
 
 from kvconvert.convert import workdir
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.errors import KvconvertError, UsageError
-
-
-@pytest.fixture(scope="module")
-def model(place):
-    return save_checkpoint(place / "model", max_shard_size="200KB")
-
-
-@pytest.fixture(scope="module")
-def finished(place, model, text):
-    return run(model, place / "finished", text)
 
 
 def test_a_second_run_does_nothing_and_says_so(model, text, finished, capsys):
@@ -34,27 +23,6 @@ def test_a_second_run_does_nothing_and_says_so(model, text, finished, capsys):
     assert "already complete (2 layers); nothing to do" in capsys.readouterr().err
     assert contents(finished.path) == before
     assert again.state == finished.state
-
-
-@pytest.mark.full  # test_crashes.py tries a sample of these moments, and others
-@pytest.mark.parametrize("restarting", [False, True], ids=["fresh", "restarting"])
-def test_killed_at_any_moment_the_rerun_gives_the_same_bytes(tmp_path, model, text, finished, monkeypatch, restarting):
-    """Restarting over another finished calibration, a rerun is refused for as long as that one is still in place."""
-    expected = contents(finished.path)
-    work = tmp_path / "work"
-    if restarting:
-        run(model, work, text, KV_ONLY, seed=1)
-    killed = killed_at_every_rename(monkeypatch, work, tmp_path, lambda: run(model, work, text, restart=restarting))
-    assert contents(work) == expected
-    # (old state, layers aside,) state, first hidden states, two layers of three files, second hidden states, state.
-    assert len(killed) == 10 + 2 * restarting
-    for moment, left in enumerate(killed):
-        still_other = restarting and moment <= 2
-        if still_other:
-            with pytest.raises(UsageError, match="`restart=True`"):
-                run(model, left, text)
-        run(model, left, text, restart=still_other)
-        assert contents(left) == expected, f"killed before rename {moment}"
 
 
 KILL = """

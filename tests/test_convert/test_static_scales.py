@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tiny.checkpoints import save_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvconvert.calibration.attention_sample import RECORDING_ATTENTION, attention_observed
@@ -17,11 +16,6 @@ from kvconvert.runtime import load
 
 SAMPLES, LENGTH = 3, 300
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-
-
-@pytest.fixture(scope="module")
-def model(place):
-    return save_checkpoint(place / "model", max_position_embeddings=512)
 
 
 def calibrated(model, directory, text, fields, weights="none"):

@@ -14,7 +14,7 @@ from datasets.packaged_modules.json.json import Json
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from kvconvert.data.sources import HubSource, Table, holds_conversations, local_files
+from kvconvert.data.sources import HubSource, SourceTable, holds_conversations, local_files
 from kvconvert.data.text import load_held_out_samples, load_token_samples, token_data, with_random_tokens
 from kvconvert.errors import DataError, UsageError
 
@@ -235,17 +235,17 @@ def test_json_of_a_hub_data_set_costs_what_its_text_does(tmp_path, monkeypatch, 
         file.write(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Json, "_generate_tables", None)  # of all columns at once
-    table = Table.open("owner/name", None)
+    table = SourceTable.open("owner/name", None)
     assert "text" in table.columns
     assert [row["text"] for row in table.first(3)] == [row["text"] for row in wide[:3]]
     assert table.place == "owner/name"
     with pytest.raises(DataError, match="there is no split 'test'; there are train"):
-        Table.open("owner/name::test", None)
+        SourceTable.open("owner/name::test", None)
     nested = tmp_path / "owner" / "deep"
     nested.mkdir()
     (nested / "train.jsonl").write_text('{"text": "a", "x": ' + "[" * 10**5 + "]" * 10**5 + "}\n")
     with pytest.raises(DataError, match=r"train\.jsonl cannot be read"):
-        Table.open("owner/deep", None)
+        SourceTable.open("owner/deep", None)
 
 
 def test_held_out_text_is_what_calibration_leaves_over(tmp_path):
@@ -338,7 +338,7 @@ def test_rows_with_a_column_of_their_own_each_take_no_more_than_their_text(tmp_p
 def test_of_many_columns_those_that_are_read_are_kept_and_one_that_is_named(tmp_path):
     rows = [{"text": "w1 w2 w3 w4", "mine": "w5 w6 w7 w8"} | {f"c{i}": i for i in range(300)}]
     source = write_jsonl(tmp_path / "wide.jsonl", rows)
-    assert Table.open(source, [tmp_path / "wide.jsonl"]).columns == ["text"]
+    assert SourceTable.open(source, [tmp_path / "wide.jsonl"]).columns == ["text"]
     assert spoken(word_tokenizer(), load_token_samples(f"{source}::mine", word_tokenizer(), 1, 4, 0).ids[0]) == [
         "w5", "w6", "w7", "w8",
     ]  # fmt: skip

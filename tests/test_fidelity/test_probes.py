@@ -13,8 +13,8 @@ from kvconvert.fidelity.probes import (
     JSON,
     PILOT,
     PROBES,
+    ProbePrompt,
     ProbeResult,
-    Prompt,
     Writer,
     abilities,
     ask,
@@ -103,9 +103,9 @@ def test_an_answer_is_right_exactly_if_greedy_generation_gives_it(scheme):
     given = generate_greedily(decoder, context[:, :132], context[:, 132:], 5, chunk=128)
     prompts = []
     for row, answer in zip(context.tolist(), given.tolist(), strict=True):
-        prompts.append(Prompt(row + answer, 132, ((150, 153), (153, 155))))
+        prompts.append(ProbePrompt(row + answer, 132, ((150, 153), (153, 155))))
         wrong = [*answer[:4], (answer[4] + 1) % 4096]
-        prompts.append(Prompt(row + wrong + [7], 132, ((150, 153), (153, 155))))
+        prompts.append(ProbePrompt(row + wrong + [7], 132, ((150, 153), (153, 155))))
     for batch in (1, 3):
         assert ask(decoder, prompts, batch) == [[True, True], [True, False]] * 2
 

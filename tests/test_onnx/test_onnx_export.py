@@ -19,7 +19,7 @@ from kvconvert.cli import cli
 from kvconvert.errors import UnsupportedModelError, UsageError
 from kvconvert.kernels.linear.awq_format import dequantize_weight, quantize_weight
 from kvconvert.methods import KVScheme
-from kvconvert.onnx.architecture import Decoder
+from kvconvert.onnx.architecture import DecoderShape
 from kvconvert.onnx.export import export_onnx
 from kvconvert.onnx.graph import repack
 from kvconvert.onnx.static_cache import served_bits
@@ -153,7 +153,7 @@ def test_a_soft_cap_between_zero_points_and_softmax_is_refused(tmp_path):
 )
 def test_models_that_the_graph_cannot_express_are_refused(name, settings, reason):
     with pytest.raises(UnsupportedModelError, match=reason):
-        Decoder.of(ARCHITECTURES[name].config(**settings))
+        DecoderShape.of(ARCHITECTURES[name].config(**settings))
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -22,7 +22,7 @@ from kvconvert.convert.pipeline import calibrate
 from kvconvert.errors import UsageError
 from kvconvert.kernels.linear.awq_format import quantize_weight
 from kvconvert.planning.plan import fit, packed_bytes, plan, plan_text
-from kvconvert.planning.probe import Probe, measure, sequences_probed
+from kvconvert.planning.probe import LayerProbe, measure, sequences_probed
 from kvconvert.recipes.recipe import Recipe
 
 RTN = '[weights]\nmethod = "rtn"\nbits = {bits}\ngroup_size = 32\n[kv]\npreset = "{preset}"\n'
@@ -84,9 +84,9 @@ def test_sink_tokens_and_windows_count_in_short_contexts(tmp_path):
 
 
 def test_what_does_not_depend_on_tokens_is_not_extrapolated():
-    probe = Probe(0, (1000, 2000), (5.0, 7.0), 1.0, 0.0, None, None)
+    probe = LayerProbe(0, (1000, 2000), (5.0, 7.0), 1.0, 0.0, None, None)
     assert probe.layer_seconds(10_000) == pytest.approx(3 + 20)
-    assert Probe(0, (1000, 2000), (7.0, 6.0), 1.0, 0.0, None, None).layer_seconds(10_000) == pytest.approx(6)
+    assert LayerProbe(0, (1000, 2000), (7.0, 6.0), 1.0, 0.0, None, None).layer_seconds(10_000) == pytest.approx(6)
     assert sequences_probed(64, 512) == (4, 8)
     assert sequences_probed(6, 512) == (6,)
     assert sequences_probed(64, 8192) == (1, 2)

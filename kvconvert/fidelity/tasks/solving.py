@@ -42,7 +42,7 @@ EXACT = KVScheme(key_bits=16, value_bits=16)
 
 
 @dataclass(frozen=True)
-class Answer:
+class TaskAnswer:
     """One answer to one problem.
 
     Attributes:
@@ -63,7 +63,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TaskComparison:
     """The answers of source and bundle to all problems, greedy ones or sampled ones.
 
     Attributes:
@@ -106,9 +106,9 @@ class TaskReport:
     problems: int
     context: int
     seeds: int
-    greedy: Comparison
-    sampled: Comparison | None
-    answers: dict[str, list[Answer]]
+    greedy: TaskComparison
+    sampled: TaskComparison | None
+    answers: dict[str, list[TaskAnswer]]
     sampling: dict[str, float] | None
     against: str
     compute_dtype: str
@@ -213,7 +213,7 @@ def solve(
     greedy = [i for i in range(len(exact)) if i not in set(sampled)]
     answers = {
         name: [
-            Answer(
+            TaskAnswer(
                 problems[i // len(samplings)].name,
                 samplings[i % len(samplings)].seed,
                 right,
@@ -335,8 +335,8 @@ def _agreement(first: Sequence[int], second: Sequence[int]) -> int | None:
 
 
 def _compare(
-    answers: dict[str, list[Answer]], differ: Sequence[int | None], chosen: Sequence[int], problems: int, seed: int
-) -> Comparison:
+    answers: dict[str, list[TaskAnswer]], differ: Sequence[int | None], chosen: Sequence[int], problems: int, seed: int
+) -> TaskComparison:
     """The answers of these numbers, as many of each problem."""
     source, bundle = ([answers[name][i] for i in chosen] for name in ("source", "bundle"))
     right = [torch.tensor([float(answer.right) for answer in found]).view(problems, -1) for found in (source, bundle)]
@@ -346,7 +346,7 @@ def _compare(
     def mean(values: Sequence[float]) -> float:
         return statistics.fmean(values)
 
-    return Comparison(
+    return TaskComparison(
         source=float(right[0].mean()),
         bundle=float(right[1].mean()),
         change=change.mean,
