@@ -37,7 +37,8 @@ def manifest_text(manifest: Manifest, unicode: bool = False, windows: Sequence[i
     if found.size is not None:
         lines += ["", plan_picture(found.manifest.layers, unicode), ""]
     for layers, clauses in found.layers:
-        lines += [f"layer{'s' if '-' in layers else ''} {layers}", wrapped(clauses, "    ")]
+        name = f"{layers} layers" if layers.startswith("all") else f"layer{'s' if '-' in layers else ''} {layers}"
+        lines += [name, wrapped(clauses, "    ")]
     lines += [f"Caution: {sentence}" for sentence in found.cautions]
     if found.allocation is not None:
         line, table = found.allocation
