@@ -6,7 +6,8 @@
 # make test-lowest  the same and the tests of the runtime, with the lowest versions that pyproject.toml allows
 # make test-full    run the slow groups too, then sweep the kernels (an hour)
 # make test-vllm    run the vLLM plugin's tests, with vLLM's build for CPUs in an environment of its own
-# make baselines    measure the figures of the slow tests anew and write tests/baselines (a quarter of an hour)
+# make baselines    measure the figures of the slow tests anew and write tests/baselines, and the notebooks' output (a
+#                   quarter of an hour)
 # make quickstart-page   the same, and write its output into docs/quickstart.md
 # make docs         write the tables and pictures of README.md, docs and benchmarks that are made from results or code
 # make site         build the documentation's site in build/site, in an environment of its own
@@ -81,7 +82,7 @@ test-vllm: $(VENV)/ready $(VENV)-vllm/ready
 
 baselines: $(VENV)/ready
 	rm -f tests/baselines/*.json
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m full --update-baselines tests/test_claims.py tests/test_presets.py
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m full --update-baselines tests/test_claims.py tests/test_presets.py tests/test_notebooks.py
 
 docs: $(VENV)/ready
 	$(BIN)/python benchmarks/docs.py

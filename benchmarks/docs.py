@@ -52,9 +52,9 @@ def types() -> str:
     return methods_docs.types(read(ROOT / "tests" / "test_models" / "sweep.json"))
 
 
-def picture(colors: dict[str, str]) -> str:
+def picture(colors: dict[str, str], stacked: bool) -> str:
     """README's picture, of the first model that has a report."""
-    return readme_docs.picture(real_model_docs.reports()[0], results("engine"), colors)
+    return readme_docs.picture(real_model_docs.reports()[0], results("engine"), colors, stacked)
 
 
 def of(make: Callable[[Any], str], name: str) -> Callable[[], str]:
@@ -104,8 +104,10 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
 # Files that are made as a whole.
 FILES: dict[str, Callable[[], str]] = {
     "docs/manifest.schema.json": schema_text,
-    "docs/overview-light.svg": partial(picture, readme_docs.LIGHT),
-    "docs/overview-dark.svg": partial(picture, readme_docs.DARK),
+    "docs/overview-light.svg": partial(picture, readme_docs.LIGHT, False),
+    "docs/overview-dark.svg": partial(picture, readme_docs.DARK, False),
+    "docs/overview-narrow-light.svg": partial(picture, readme_docs.LIGHT, True),
+    "docs/overview-narrow-dark.svg": partial(picture, readme_docs.DARK, True),
 }
 
 

@@ -21,6 +21,7 @@ MODELS = 3  # in the table, the first that have a report
 LIGHT = {"text": "#1f2328", "muted": "#59636e", "source": "#afb8c1", "ours": "#0969da"}
 DARK = {"text": "#f0f6fc", "muted": "#9198a1", "source": "#656c76", "ours": "#4493f8"}
 WIDTH, HEIGHT, PANEL, BAR = 900, 232, 270, 20
+MARGIN, GAP = 10, 35  # of the picture, and between panels beside each other
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,17 @@ def costs(reports: Sequence[Mapping[str, Any]]) -> str:
     return table(head, rows)
 
 
-def picture(report: Mapping[str, Any], engine: Mapping[str, Any], colors: Mapping[str, str]) -> str:
-    """Memory, speed and fidelity as an SVG without a background, in the colors of a theme."""
+def picture(
+    report: Mapping[str, Any], engine: Mapping[str, Any], colors: Mapping[str, str], stacked: bool = False
+) -> str:
+    """Memory, speed and fidelity as an SVG without a background, in the colors of a theme.
+
+    Args:
+        report: of a real model.
+        engine: results of the Engine's benchmark.
+        colors: `LIGHT` or `DARK`.
+        stacked: one panel below the other, for narrow screens.
+    """
     length = longest_length(report)
     measured = ((asked, _row(report, "caches", asked)) for asked in CACHES)
     asked, row = next((asked, row) for asked, row in measured if row and length in row.get("found", {}))
@@ -88,31 +98,33 @@ def picture(report: Mapping[str, Any], engine: Mapping[str, Any], colors: Mappin
         ),
         Panel(
             "FIDELITY",
-            f"{kept:.0%} retrieved, source {whole:.0%}",
+            f"{kept:.0%} of numbers retrieved",
             (("bf16", whole, f"{whole:.0%} retrieved"), ("kvconvert", kept, f"{kept:.0%} retrieved")),
             (model_name(report), f"{recipe}, {int(length):,} tokens back; perplexity {rise:+.1%}"),
         ),
     )
     label = "; ".join(f"{panel.title}: {', '.join(f'{b[0]} {b[2]}' for b in panel.bars)}" for panel in panels)
-    body = "\n".join(_panel(panel, 10 + number * (PANEL + 35), colors) for number, panel in enumerate(panels))
+    width, height = (PANEL + 2 * MARGIN, HEIGHT * len(panels)) if stacked else (WIDTH, HEIGHT)
+    right, down = (0, HEIGHT) if stacked else (PANEL + GAP, 0)
+    body = "\n".join(_panel(panel, MARGIN + n * right, n * down, colors) for n, panel in enumerate(panels))
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'role="img" aria-label="{escape(label)}" font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, '
         f'sans-serif">\n{body}\n</svg>\n'
     )
 
 
-def _panel(panel: Panel, left: int, colors: Mapping[str, str]) -> str:
-    lines = [_text(left, 18, panel.kind, 11, colors["muted"], "600")]
-    lines.append(_text(left, 42, panel.title, 18, colors["text"], "600"))
+def _panel(panel: Panel, left: int, above: int, colors: Mapping[str, str]) -> str:
+    lines = [_text(left, above + 18, panel.kind, 11, colors["muted"], "600")]
+    lines.append(_text(left, above + 42, panel.title, 18, colors["text"], "600"))
     most = max(value for _, value, _ in panel.bars)
     for number, (label, value, said) in enumerate(panel.bars):
-        top, width = 64 + number * 54, max(3.0, PANEL * value / most)
+        top, width = above + 64 + number * 54, max(3.0, PANEL * value / most)
         color = colors["ours" if number else "source"]
         lines.append(_text(left, top + 10, label, 13, colors["text"], "400"))
         lines.append(_text(left + PANEL, top + 10, said, 13, colors["text"], "400", "end"))
         lines.append(f'<rect x="{left}" y="{top + 18}" width="{width:.1f}" height="{BAR}" rx="3" fill="{color}"/>')
-    lines += [_text(left, 190 + 18 * n, note, 12, colors["muted"], "400") for n, note in enumerate(panel.notes)]
+    lines += [_text(left, above + 190 + 18 * n, note, 12, colors["muted"], "400") for n, note in enumerate(panel.notes)]
     return "\n".join(lines)
 
 

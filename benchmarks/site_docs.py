@@ -10,7 +10,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "benchmarks/*.md")
 # What README shows as HTML, whose links MkDocs leaves alone.
-PICTURES = ("docs/overview-dark.svg", "docs/overview-light.svg")
+PICTURES = "docs/overview-*.svg"
 # A page of the reference, the package that it shows, and where its public names are listed.
 REFERENCE = {
     "reference/kvconvert.md": ("kvconvert", "kvconvert/__init__.py"),
@@ -25,7 +25,7 @@ def on_files(files: Any, config: Any) -> Any:
 
     pages = [path for pattern in PAGES for path in sorted(ROOT.glob(pattern))]
     linked = {target for page in pages for target in linked_files(page)}
-    found = [*pages, *(ROOT / name for name in PICTURES), *sorted(linked - {*pages})]
+    found = [*pages, *sorted(ROOT.glob(PICTURES)), *sorted(linked - {*pages})]
     kept = [File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)) for path in found]
     kept += [File.generated(config, name, content=reference(*what)) for name, what in REFERENCE.items()]
     themes = [file for file in files if file.src_dir != config.docs_dir]

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from kvconvert.bundle.describe import Description, describe, printable_manifest
+from kvconvert.bundle.describe import Description, describe, printable_manifest, smaller
 from kvconvert.bundle.figures import HEADER, fidelity_rows, how_measured, text
 from kvconvert.bundle.manifest import Manifest
 from kvconvert.methods import awq
@@ -49,9 +49,9 @@ def model_card(manifest: Manifest, windows: Sequence[int | None] = ()) -> str:
     """
     found = describe(manifest, windows)
     manifest = found.manifest
-    before = [*_header(manifest), *_introduction(manifest), *_warning(manifest), *_usage(manifest)]
-    after = [*fidelity_section(manifest), *_recipe(manifest), *_provenance(manifest)]
-    return "\n".join([*before, *_coverage(found), *_kv_plan(found), *after])
+    before = [*_header(manifest), *_introduction(found), *_warning(manifest), *_usage(manifest)]
+    about = [*fidelity_section(manifest), *_kv_plan(found), *_coverage(found)]
+    return "\n".join([*before, *about, *_recipe(manifest), *_provenance(manifest)])
 
 
 def _plain(text: str) -> str:
@@ -96,7 +96,8 @@ def _header(manifest: Manifest) -> list[str]:
     return [*lines, "tags:", *(f"- {tag}" for tag in tags), "---", ""]
 
 
-def _introduction(manifest: Manifest) -> list[str]:
+def _introduction(found: Description) -> list[str]:
+    manifest = found.manifest
     cache = (
         "a calibrated low-bit key-value cache"
         if any(layer.kv for layer in manifest.layers)
@@ -107,7 +108,17 @@ def _introduction(manifest: Manifest) -> list[str]:
         "",
         f"{_plain(manifest.source.id)} with {awq.describe(manifest.weights.method, manifest.widths())} and {cache}.",
         "",
+        *_sizes(found),
     ]
+
+
+def _sizes(found: Description) -> list[str]:
+    """What it saves, in a sentence."""
+    weights = f"Its weights take {found.manifest.weights.bits_per_weight:.2f} bits each, embeddings included"
+    if found.size is None:
+        return [f"{weights}.", ""]
+    cache = f"its cache is **{smaller(found.size)} smaller** than in 16 bits at {found.size.context:,} tokens"
+    return [f"{weights}; {cache} ({found.size.bits_per_value:.2f} bits per value).", ""]
 
 
 def _warning(manifest: Manifest) -> list[str]:

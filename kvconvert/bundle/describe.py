@@ -38,7 +38,8 @@ class Description:
         modules: coverage of the weights.
         size: of the cache; None where every layer is left to the model's own.
         cache: the same in one sentence.
-        layers: clauses about the cache of consecutive layers, as ("0-5", clauses).
+        layers: clauses about the cache of consecutive layers, as ("0-5", clauses). Where plans differ, what they have
+            in common comes first, as ("all", clauses), or ("all planned", clauses) if some layers have no plan.
         cautions: what the plan's schemes are known to be poor at, one sentence each.
         widths, allocation: what a search of the weights' widths, or of the cache's schemes, measured and chose: the
             outcome in one sentence, and its measurements; None without a search.
@@ -72,7 +73,7 @@ def describe(manifest: Manifest, windows: Sequence[int | None] = ()) -> Descript
         modules=coverage(manifest),
         size=size,
         cache=_cache_line(manifest, size),
-        layers=[(layers, _clauses(plan)) for layers, plan in _ranges(manifest.layers)],
+        layers=_layers(manifest.layers),
         cautions=_cautions(manifest.layers),
         widths=None if widths is None else (_weight_allocation_line(widths), _weight_sensitivity(widths)),
         allocation=None if allocation is None else (_allocation_line(allocation), _sensitivity(allocation)),
@@ -130,6 +131,11 @@ def kv_size(manifest: Manifest, windows: Sequence[int | None] = ()) -> KVSize | 
     return None if bits is None else KVSize(context, bits / 16 * plain, plain, bits, tuple(sorted(only)))
 
 
+def smaller(size: KVSize) -> str:
+    """How much smaller than in 16 bits, as "5.1x"."""
+    return f"{size.plain_bytes_per_token / size.bytes_per_token:.1f}x"
+
+
 def kv_cache(manifest: Manifest, windows: Sequence[int | None] = ()) -> ModelCache:
     """The cache of the planned layers; arguments are those of `kv_size`."""
     layers: list[LayerCache] = []
@@ -152,6 +158,20 @@ def _ranges(layers: Iterable[LayerPlan]) -> list[tuple[str, LayerPlan]]:
         members = list(group)
         ranges.append((index_range([layer.index for layer in members]), members[0]))
     return ranges
+
+
+def _layers(layers: Sequence[LayerPlan]) -> list[tuple[str, list[str]]]:
+    """What to say of the layers' cache, said once where they have it in common."""
+    ranges = [(name, plan.kv is not None, _clauses(plan)) for name, plan in _ranges(layers)]
+    planned = [clauses for _, has_plan, clauses in ranges if has_plan]
+    shared = [clause for clause in planned[0] if all(clause in clauses for clauses in planned)] if planned[1:] else []
+    if not shared:
+        return [(name, clauses) for name, _, clauses in ranges]
+    rest = [
+        (name, [clause for clause in clauses if not plan or clause not in shared]) for name, plan, clauses in ranges
+    ]
+    everywhere = "all" if len(planned) == len(ranges) else "all planned"
+    return [(everywhere, shared), *((name, clauses) for name, clauses in rest if clauses)]
 
 
 def _clauses(layer: LayerPlan) -> list[str]:
@@ -316,7 +336,8 @@ def manifest_text(manifest: Manifest, unicode: bool = False, windows: Sequence[i
     if found.size is not None:
         lines += ["", plan_picture(found.manifest.layers, unicode), ""]
     for layers, clauses in found.layers:
-        lines += [f"layer{'s' if '-' in layers else ''} {layers}", wrapped(clauses, "    ")]
+        name = f"{layers} layers" if layers.startswith("all") else f"layer{'s' if '-' in layers else ''} {layers}"
+        lines += [name, wrapped(clauses, "    ")]
     lines += [f"Caution: {sentence}" for sentence in found.cautions]
     if found.allocation is not None:
         line, table = found.allocation

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvconvert.bundle.describe import Description, describe
+from kvconvert.bundle.describe import Description, describe, smaller
 from kvconvert.bundle.figures import number
 from kvconvert.bundle.locate import MANIFEST_NAME, locate
 from kvconvert.bundle.reader import Bundle, open_bundle
@@ -128,10 +128,13 @@ def _write(target: Path, html: str, images: dict[str, bytes]) -> None:
 
 
 def _tiles(found: Description, measured: dict[str, Any] | None) -> list[tuple[str, str]]:
-    tiles, size = [], found.size
+    tiles, size, weights = [], found.size, found.manifest.weights.bits_per_weight
     if size is not None:
-        tiles.append((f"{size.bits_per_value:.2f}", f"bits per cached value at {size.context:,} tokens"))
-    tiles.append((f"{found.manifest.weights.bits_per_weight:.2f}", "bits per weight, embeddings included"))
+        what = f"smaller cache at {size.context:,} tokens: {size.bits_per_value:.2f} bits per value"
+        tiles.append((smaller(size), what))
+    tiles.append((f"{weights:.2f}", "bits per weight, embeddings included"))
+    if measured is None:
+        tiles.append(("not measured", "what that loses; kvconvert eval measures it"))
     kl, agreement = number(measured or {}, "kl.mean"), number(measured or {}, "top1_agreement")
     before, after = (number(measured or {}, f"perplexity.{side}") for side in ("source", "bundle"))
     if kl is not None:

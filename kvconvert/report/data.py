@@ -242,7 +242,8 @@ def _options(
     shape = layer.shape()
     sides: dict[bool, list[tuple[str, int, float]]] = {True: [], False: []}
     try:
-        base = KVScheme.from_dict(manifest.recipe["kv"])
+        # The layer's own scheme has what was chosen for all candidates of the layer: its treatment of keys takes bytes.
+        base = KVScheme.from_dict(manifest.recipe["kv"] | (layer.kv or {}))
         for name, loss in kl.items():
             fields = found.candidates[name]
             of_keys = stores_keys(fields)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -123,7 +124,7 @@ def _table(section: Section) -> str:
         f'<th scope="col"{kind}>{text(cell)}</th>' for cell, kind in zip(section.header, ["", *kinds[1:]], strict=True)
     )
     body = "".join(
-        f'<tr><th scope="row">{text(row[0])}</th>'
+        f'<tr><th scope="row">{_name(row[0])}</th>'
         + "".join(f"<td{kind}>{text(cell)}</td>" for cell, kind in zip(row[1:], kinds[1:], strict=True))
         + "</tr>"
         for row in _without_repeats(section.rows)
@@ -136,6 +137,11 @@ def _table(section: Section) -> str:
     if len(section.rows) <= ROWS_SHOWN:
         return table
     return f"<details><summary>Table of {len(section.rows)} rows</summary>{table}</details>"
+
+
+def _name(cell: str) -> str:
+    """A row's name; narrow screens break a module's between its words."""
+    return re.sub(r"([._])(?=\w)", r"\1<wbr>", text(cell))
 
 
 def _is_number(cell: str) -> bool:
@@ -200,6 +206,6 @@ code{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
 @media (max-width:52rem){main{grid-template-columns:minmax(0,1fr)}body{padding:1.2rem .75rem 2rem}
 .card{padding:.9rem .9rem 1rem}}
 @media (max-width:34rem){tbody th,td:not(.n):not(:last-child){white-space:normal}
-tbody th{overflow-wrap:anywhere;min-width:6.5rem}th,td{padding-right:.55rem}td:last-child:not(.n){min-width:7.5rem}}
+tbody th:has(wbr){min-width:7rem}th,td{padding-right:.55rem}td:last-child:not(.n){min-width:7.5rem}}
 @media print{body{background:none;padding:0}.card{break-inside:avoid}}
 """

@@ -72,7 +72,7 @@ def test_the_card_says_what_the_bundle_is_fit_for_and_what_each_probe_found():
     )
     assert "\n**Not fit for looking up values (keeps 55%).**\n" in card
     assert "| looking up values | 90% | 50% |" in card
-    assert "code" not in card.split("## Fidelity")[1].split("## Recipe")[0]
+    assert "code" not in card.split("## Fidelity")[1].split("## Key-value cache")[0]
 
 
 def in_code(text, at):

@@ -7,7 +7,7 @@ import pytest
 from tiny.bundle import tiny_manifest, write_tiny_bundle
 
 from kvconvert.bundle.card import model_card
-from kvconvert.bundle.describe import manifest_text, plan_picture, wrapped
+from kvconvert.bundle.describe import describe, manifest_text, plan_picture, wrapped
 from kvconvert.bundle.manifest import LayerPlan
 from kvconvert.commands.inspect import inspect
 from kvconvert.methods import PRESETS, KVScheme
@@ -33,6 +33,30 @@ def test_layers_that_look_the_same_share_a_row_and_each_bit_is_a_block():
         plan_picture(layers(four), unicode=True).splitlines()[1]
         == "0       \u2588\u2588\u2588\u2588 4   \u2588\u2588\u2588 3"
     )
+
+
+def test_what_the_plans_of_all_layers_have_in_common_is_said_once():
+    plans = [KVScheme(sink_tokens=4), KVScheme(sink_tokens=4, key_bits=4), KVScheme(sink_tokens=4, token_norm="joint")]
+    common, *rest = described(*plans)
+    assert common[0] == "all"
+    assert "first 4 tokens in full precision" in common[1]
+    assert [name for name, _ in rest] == ["0", "1", "2"]
+    assert not [clause for _, clauses in rest for clause in clauses if clause in common[1]]
+    for plan, (_, clauses) in zip(plans, rest, strict=True):
+        assert {*common[1], *clauses} == {*described(plan)[0][1]}
+
+
+def test_layers_without_a_plan_share_nothing_and_equal_plans_around_one_are_said_once():
+    plan = KVScheme(sink_tokens=4)
+    (whole,) = described(plan, plan)
+    assert whole[0] == "0-1"
+    assert described(plan, None, plan) == [("all planned", whole[1]), ("1", ["left to the model's own cache"])]
+    manifest = tiny_manifest({}, {}).model_copy(update={"layers": layers(plan, None, plan)})
+    assert "\nall planned layers\n" in manifest_text(manifest)
+
+
+def described(*schemes):
+    return describe(tiny_manifest({}, {}).model_copy(update={"layers": layers(*schemes)})).layers
 
 
 def test_lines_end_between_clauses():

@@ -400,7 +400,7 @@ def test_a_csv_file_of_many_columns_costs_what_its_text_does(tmp_path):
 def test_cells_are_their_text_and_rows_that_fit_no_header_are_refused(tmp_path):
     table = tmp_path / "table.csv"
     table.write_text(f'\ufefftext,n,text\n"w1 ""w2""\nw3 {words(5, 40)}",{10**30},\n,,w9\n{words(50, 90)}\n')
-    assert Table.open(str(table), [table]).first(3) == [
+    assert SourceTable.open(str(table), [table]).first(3) == [
         {"text": f'w1 "w2"\nw3 {words(5, 40)}', "n": str(10**30)},
         {"text": None, "n": None},
         {"text": words(50, 90), "n": None},

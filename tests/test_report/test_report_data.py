@@ -88,6 +88,25 @@ def searched_manifest(**changes):
     )
 
 
+def test_a_token_norm_that_the_search_chose_for_a_layer_counts_in_its_sizes():
+    normed = KVScheme.preset("oscar-g128")
+    plain = KVScheme.from_dict(normed.to_dict() | {"token_norm": "none"})
+    names = [("K2g128s8", "V2g128s8"), ("K4g128", "V2g128s8")]
+    size = sum(
+        size_of(c, base)
+        for base, chosen in zip((plain, normed), names, strict=True)
+        for c in CANDIDATES
+        if c.name in chosen
+    )
+    found = searched_manifest(bits_per_value=bits(size))
+    first, second = found.layers
+    first = first.model_copy(update={"kv": first.kv | {"token_norm": "none"}})
+    recipe = {"name": "auto", "kv": plain.to_dict()}
+    drawn = frontier(found.model_copy(update={"layers": [first, second], "recipe": recipe}), config())
+    assert drawn.chosen_bits == pytest.approx(bits(size), rel=1e-6)
+    assert drawn.chosen_bits < frontier(searched_manifest(), config()).chosen_bits
+
+
 def test_the_frontier_has_no_plan_below_it():
     manifest = searched_manifest()
     found = frontier(manifest, config())

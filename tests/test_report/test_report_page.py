@@ -14,6 +14,7 @@ from test_report.test_report_data import config, searched_manifest
 from tiny.bundle import write_tiny_bundle
 from tiny.llama import write_tiny_llama
 
+from kvconvert.bundle.card import model_card
 from kvconvert.bundle.manifest import Fidelity
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.cli import cli
@@ -175,6 +176,16 @@ def test_what_cannot_be_drawn_is_said(tmp_path):
     for title in ("Fidelity", "Sensitivity of the layers", "Tau surface", "Token norms", "Budgets of the layers"):
         assert title in text[text.index("Not shown") :]
     assert "--model" in text
+
+
+def test_the_first_figures_are_what_is_saved_and_whether_the_loss_is_known(tmp_path):
+    bundle = opened(tmp_path)
+    saved = re.search(r"its cache is \*\*(.+) smaller\*\*", model_card(bundle.manifest))[1]
+    for fidelity, loss in ((None, "<b>not measured</b>"), (REPORT, "<b>0.03</b>")):
+        tiles = re.search(r'<ul class="tiles">.*?</ul>', render(bundle, config(), fidelity)[0])[0]
+        assert f"<b>{saved}</b><span>smaller cache at 1,000 tokens: " in tiles
+        assert loss in tiles
+        assert ("not measured" in tiles) == (fidelity is None)
 
 
 def test_the_bundle_stays_as_it_is_and_an_earlier_report_is_replaced(tmp_path):
