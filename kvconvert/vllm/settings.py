@@ -22,9 +22,9 @@ from kvconvert.vllm.bundle import ServedBundle, is_bundle, served_bundle
 logger = logging.getLogger(__name__)
 # Minor versions of vLLM whose interfaces the plugin was tried with.
 VERSIONS = ("0.32", "0.33")
-# Ways to draft: without a model, and by one whose layers vLLM attends to over a cache of their own.
+# Ways to draft that were tried: without a model, and by one whose layers have a cache of vLLM's own.
 DRAFTS = ("ngram", "suffix")
-MODEL_DRAFTS = ("eagle", "mtp")
+MODEL_DRAFTS = ("eagle",)
 OWN_BACKEND = "bundles bring their own attention backend"
 # Tokens of a block of layers that are not ours, which vLLM's backends take on CPUs and GPUs.
 OTHERS_BLOCK = 32
