@@ -190,7 +190,7 @@ class KVScheme(_Fields):
         refuse_renamed(name)
         if name in RECIPES:
             raise RecipeError(
-                f"{name!r} is a recipe (kvconvert convert --recipe {name}), and a KV scheme is asked for: give "
+                f"{name!r} is a recipe, from which `kvconvert convert` makes a bundle, and a KV scheme is asked for: give "
                 f"{RECIPES[name]}."
             )
         if name not in PRESETS:

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvconvert.errors import RecipeError
+from kvconvert.errors import MissingError, RecipeError
 from kvconvert.methods import PRESETS
 from kvconvert.recipes.recipe import Recipe, preset_names
 
@@ -186,5 +186,5 @@ def test_an_unknown_preset_is_told_what_it_is_like_or_those_there_are():
 
 
 def test_a_missing_recipe_file_is_named(tmp_path):
-    with pytest.raises(RecipeError, match=r"gone\.toml"):
+    with pytest.raises(MissingError, match=r"gone\.toml"):
         Recipe.load(str(tmp_path / "gone.toml"))

@@ -225,7 +225,7 @@ def test_pushing_without_a_token_or_with_one_that_may_not_write_is_one_sentence(
     monkeypatch.setenv("HF_TOKEN", "hf_readOnly")
     assert "refuses access" in refusal(1, "push", golden, NAME)
     monkeypatch.delenv("HF_TOKEN")
-    assert "`hf auth login`" in refusal(2, "push", golden, NAME)
+    assert "`hf auth login`" in refusal(1, "push", golden, NAME)
     assert not hub.repositories
 
 

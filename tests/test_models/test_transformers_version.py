@@ -27,7 +27,7 @@ def run(code, version, folder):
 @pytest.mark.parametrize("version", ["4.57.6", "5.22.2", "5.25.0", "5.24.0.dev0", "5.240.0", "6.0.0"])
 def test_load_refuses_it(version, tmp_path):
     found = run("from kvconvert import load", version, tmp_path)
-    assert found.stderr.splitlines()[-1] == f"kvconvert.errors.UsageError: transformers is {version}, and {SAID}"
+    assert found.stderr.splitlines()[-1] == f"kvconvert.errors.MissingError: transformers is {version}, and {SAID}"
 
 
 @pytest.mark.parametrize(

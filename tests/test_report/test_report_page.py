@@ -222,7 +222,7 @@ def test_what_is_refused(tmp_path, monkeypatch):
     assert str(refused.value).count(";") == 1, "one thing to do"
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = CliRunner().invoke(cli, ["report", str(bundle)])
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     assert "pip install '.[report]'" in result.output
     assert not (tmp_path / "bundle-report").exists()
 

@@ -195,7 +195,7 @@ def test_bytes_are_those_of_a_cache_after_a_prompt(llama, tokens):
     cache = read(llama, QUANTIZED, random_ids(1, tokens))
     sizes = model_cache(llama.config, [QUANTIZED] * LAYERS)
     # Full precision is float32 here.
-    layers = tuple(replace(layer, dtype=torch.float32) for layer in sizes.layers)
+    layers = tuple(replace(layer, number_bytes=4) for layer in sizes.layers)
     assert cache.stats().bytes_used == replace(sizes, layers=layers).exact_bytes(tokens)
 
 
