@@ -107,7 +107,7 @@ def evaluate(
         context: tokens of a segment, and of the prompts of recall and probes, up to the model's positions; None takes
             1,024, or as many as there are.
         only: parts to measure, of `PARTS`; None measures all.
-        full: measure everything; False leaves out `SLOW` parts that `only` does not name, and halves the default of `tokens`.
+        full: False leaves out `SLOW` parts that `only` does not name, and halves the default of `tokens`.
         device: "cpu" or "cuda"; None takes a GPU if there is one.
         dtype: "float32", "bfloat16" or "float16"; None takes the model's own on a GPU and float32 on a CPU.
         seed: of the choice of text, of drills and of the bootstrap.

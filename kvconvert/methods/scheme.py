@@ -190,8 +190,8 @@ class KVScheme(_Fields):
         refuse_renamed(name)
         if name in RECIPES:
             raise RecipeError(
-                f"{name!r} is a recipe, from which `kvconvert convert` makes a bundle, and a KV scheme is asked for: give "
-                f"{RECIPES[name]}."
+                f"{name!r} is a recipe, from which `kvconvert convert` makes a bundle, and a KV scheme is asked for: "
+                f"give {RECIPES[name]}."
             )
         if name not in PRESETS:
             raise RecipeError(f"[kv] preset {name!r} is not available; {did_you_mean(name, PRESETS)}")
