@@ -175,11 +175,11 @@ def remove_pulled(repository: str) -> int:
 
 def _scan() -> Any:
     """The Hub client's account of its cache; None where there is no cache yet."""
-    from huggingface_hub import scan_cache_dir
+    from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        return scan_cache_dir()
+        return scan_cache_dir(constants.HF_HUB_CACHE)
     except CacheNotFound:
         return None
 

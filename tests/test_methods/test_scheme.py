@@ -43,9 +43,7 @@ def test_an_unknown_preset_or_field_is_refused_with_those_there_are():
     with pytest.raises(RecipeError, match=r"preset 'kity' is not available.*kitty"):
         KVScheme.preset("kity")
     for recipe in RECIPES:
-        with pytest.raises(
-            RecipeError, match=rf"{recipe!r} is a recipe .*--recipe {recipe}.*a KV scheme is asked for: give"
-        ):
+        with pytest.raises(RecipeError, match=rf"{recipe!r} is a recipe, .*a KV scheme is asked for: give"):
             KVScheme.preset(recipe)
     assert {*RECIPES} == {*preset_names()} - {*PRESETS}
     with pytest.raises(RecipeError, match=r"\[kv\] key_bit is not a field.*key_bits"):
