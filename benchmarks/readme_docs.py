@@ -67,7 +67,7 @@ def picture(
     """Memory, speed and fidelity as an SVG without a background, in the colors of a theme.
 
     Args:
-        report: of a real model.
+        report: a real model's report.
         engine: results of the Engine's benchmark.
         colors: `LIGHT` or `DARK`.
         stacked: one panel below the other, for narrow screens.

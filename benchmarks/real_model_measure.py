@@ -242,7 +242,7 @@ class ObjectBook:
     the value; any other continues a text.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         seed: of keys and values.
     """
 

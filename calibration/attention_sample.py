@@ -11,6 +11,7 @@ attention module get what its attention computes on.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -214,12 +215,12 @@ def as_cached(queries: Tensor, keys: Tensor, values: Tensor, cache: CacheFormat)
     return queries, keys, values
 
 
-class AttentionPass(CalibrationPass):
+class AttentionPass(CalibrationPass, ABC):
     """A pass that observes what a layer's attention computes on: after q/k norms and RoPE."""
 
+    @abstractmethod
     def see(self, work: LayerWork, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Take a batch [B, heads, T, head_dim], with the number of KV heads for key and value."""
-        raise NotImplementedError
 
     @contextmanager
     def observe(self, work: LayerWork) -> Iterator[None]:

@@ -84,7 +84,7 @@ class Mismatch:
     Args:
         rows: channels of what is missing: outputs of a Linear that writes to the residual stream, or the input's own.
         width: channels of the input.
-        device: of all tensors.
+        device: the device of all tensors.
     """
 
     def __init__(self, rows: int, width: int, device: torch.device) -> None:

@@ -18,7 +18,7 @@ class SideBySide:
 
     Args:
         lengths: tokens of each, at least 1.
-        device: of the tokens.
+        device: the tokens' device.
 
     Attributes:
         lengths: as given.

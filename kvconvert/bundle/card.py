@@ -44,7 +44,7 @@ def model_card(manifest: Manifest, windows: Sequence[int | None] = ()) -> str:
     """README.md with the Hub's YAML header; texts of the manifest are shown, never interpreted.
 
     Args:
-        manifest: of the bundle.
+        manifest: the bundle's manifest.
         windows: the sliding window of each layer; empty for a model without any.
     """
     found = describe(manifest, windows)

@@ -61,7 +61,7 @@ def describe(manifest: Manifest, windows: Sequence[int | None] = ()) -> Descript
     """Describe a bundle.
 
     Args:
-        manifest: of the bundle.
+        manifest: the bundle's manifest.
         windows: see `kv_size`.
     """
     manifest = printable_manifest(manifest)
@@ -121,7 +121,7 @@ def kv_size(manifest: Manifest, windows: Sequence[int | None] = ()) -> KVSize | 
     """Size of the planned layers' cache; None where every layer is left to the model's own cache.
 
     Args:
-        manifest: of a bundle; at as many tokens as its search was for, if there was one.
+        manifest: a bundle's manifest; at as many tokens as its search was for, if there was one.
         windows: the sliding window of each layer, see `kvconvert.models.configuration`; empty for a model without any.
     """
     context = DEFAULT_CONTEXT if manifest.allocation is None else manifest.allocation.context
@@ -316,7 +316,7 @@ def manifest_text(manifest: Manifest, unicode: bool = False, windows: Sequence[i
     """A manifest for people: origin, weights and their coverage, the cache's plan as a picture and in words, fidelity.
 
     Args:
-        manifest: of a bundle.
+        manifest: a bundle's manifest.
         unicode: whether the output has block characters.
         windows: see `kvconvert.bundle.describe.kv_size`.
     """
@@ -354,7 +354,7 @@ def summary(manifest: Manifest, windows: Sequence[int | None] = ()) -> str:
     """The same in about ten lines: consecutive layers differ in little but clip ratios.
 
     Args:
-        manifest: of a bundle.
+        manifest: a bundle's manifest.
         windows: see `kvconvert.bundle.describe.kv_size`.
     """
     found = describe(manifest, windows)

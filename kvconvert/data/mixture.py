@@ -85,7 +85,7 @@ def unlike_the_model(data: Sources, tokens: TokenData, tokenizer: PreTrainedToke
     Args:
         data: where the samples are from.
         tokens: the samples, of text.
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
     """
     said, ids = [], tokens.ids
     named = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.pad_token_id}

@@ -166,7 +166,7 @@ class CachedLM(TemplateLM):
 
     Args:
         decoder: model and cache.
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         batch: sequences at a time.
         progress: bars on stderr.
     """

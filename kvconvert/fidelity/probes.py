@@ -227,7 +227,7 @@ class Writer:
     """Writes prompts of a length in the words of a model.
 
     Args:
-        tokenizer: of the model; its chat template is used if it renders messages word for word.
+        tokenizer: the model's tokenizer; its chat template is used if it renders messages word for word.
         prose: token ids of held-out text, the filler.
         seed: of everything that is chosen.
     """

@@ -138,7 +138,7 @@ class DrillBook:
     """Writes drills in the form that the reference model was trained on.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         prose: token ids of held-out text, the filler.
         seed: of names, codes, tables and filler.
     """

@@ -55,7 +55,7 @@ class TemplateRenderer:
     Each thread that uses it has a worker of its own, which is made when it is needed, and again after it was ended.
 
     Args:
-        tokenizer: of the model; None where nothing is tokenized.
+        tokenizer: the model's tokenizer; None where nothing is tokenized.
         seconds: of a processor that a conversation may take, and four times as many on the clock; a text may take
             more if it is long.
         memory: bytes that a worker may take.

@@ -37,7 +37,7 @@ class TokenTexts:
     """The text and the bytes of single tokens, of which a character may have several.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -69,7 +69,7 @@ def sample_keys(model: str, manifest: Manifest, tokens: int = TOKENS) -> KeySamp
 
     Args:
         model: directory or Hub id of the bundle's source; it is read whole.
-        manifest: of the bundle, whose layers the model's have to be.
+        manifest: the bundle's manifest, whose layers the model's have to be.
         tokens: of the text; fewer where the model has fewer positions.
 
     Raises:

@@ -86,7 +86,7 @@ class Grammars:
     """Grammars over one tokenizer.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         vocabulary: logits of a token.
         stops: tokens that end an answer.
     """

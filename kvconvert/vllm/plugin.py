@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -28,14 +27,11 @@ def _register_backend() -> None:
     from vllm.model_executor.layers.attention.attention import Attention
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
     import kvconvert.vllm.weights  # noqa: F401
 
     register_backend(AttentionBackendEnum.CUSTOM, _BACKEND)
     Attention.get_kv_cache_spec = _naming_the_layer(Attention.get_kv_cache_spec)
-    configure = SpecDecodeBaseProposer._create_draft_vllm_config
-    SpecDecodeBaseProposer._create_draft_vllm_config = _with_vllms_backends(configure)
     if current_platform.is_cpu():
         # vLLM takes its own backend on a CPU whatever is asked for.
         platform = type(current_platform)
@@ -95,23 +91,6 @@ def _honoring(get_attn_backend_cls: Any, custom: Any) -> Any:
         return get_attn_backend_cls(selected_backend, *args, **kwargs)
 
     return staticmethod(wrapped)
-
-
-def _with_vllms_backends(create_draft_config: Any) -> Any:
-    """Layers that draft are none of the bundle's; vLLM would choose their backend as `_attend_beside_others` says."""
-
-    @wraps(create_draft_config)
-    def wrapped(proposer: Any) -> Any:
-        config = create_draft_config(proposer)
-        if _is_ours(config.attention_config.backend_per_kind.get("full_attention")):
-            config.attention_config = replace(config.attention_config, backend_per_kind={})
-        return config
-
-    return wrapped
-
-
-def _is_ours(backend: Any) -> bool:
-    return getattr(backend, "name", backend) == "CUSTOM"
 
 
 def _naming_the_layer(get_kv_cache_spec: Any) -> Any:

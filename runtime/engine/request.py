@@ -32,7 +32,7 @@ class TextStream:
     token decides.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         prompt: the prompt's token ids.
         stop: strings that end the text; the earliest one found counts.
         special_tokens: whether special tokens leave text.

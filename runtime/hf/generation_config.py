@@ -22,7 +22,7 @@ def generation_settings(
     Args:
         stated: contents of the file, or of transformers' object.
         config: of the model.
-        tokenizer: of the model; None leaves its end-of-sequence token out.
+        tokenizer: the model's tokenizer; None leaves its end-of-sequence token out.
 
     Raises:
         BundleError: a field that nothing can apply.

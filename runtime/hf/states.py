@@ -79,9 +79,9 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if len(part) > 1:
                 _read_side_by_side(self, cache, part, states, args, kwargs, output)
                 continue
-        except Exception:
+        except Exception as error:
             # Nothing was stored, and whichever fails by itself is left out.
-            logger.debug("Prompts are read one by one.", exc_info=True)
+            logger.warning("%s did not read prompts side by side (%s); each is read alone.", type(self).__name__, error)
         for segment in part:
             try:
                 take = Part(segment.cache, segment.tokens, segment.rows, states.shape[1])
@@ -127,10 +127,10 @@ class Part:
     """What an argument of a packed pass is for some of its tokens.
 
     Args:
-        cache: of these.
-        tokens: of the pass.
+        cache: the cache of these tokens.
+        tokens: which of the pass they are.
         rows: sequences that they are divided among.
-        count: tokens of the pass.
+        count: number of tokens of the pass.
     """
 
     def __init__(self, cache: Any, tokens: slice, rows: int, count: int):
@@ -156,7 +156,7 @@ class _SideBySide:
     convolution, and those that begin from a state. States are stored when it has ended.
 
     Args:
-        layers: of the sequences' caches.
+        layers: the layer in each sequence's cache.
         sequences: where each lies.
     """
 
@@ -283,20 +283,22 @@ def _keeps_apart(module: nn.Module, layer: StateLayer, like: Tensor) -> bool:
     """Whether a module reads sequences side by side as if each were alone, found by a trial with random states.
 
     Args:
-        module: that keeps states.
-        layer: of a cache.
-        like: hidden states [B, T, C] that it is given.
+        module: a module with states.
+        layer: its layer in a cache.
+        like: its input, hidden states [B, T, C].
     """
     if skips_launches():
         return True
     if "keeps_apart" not in module.__dict__:
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(1, 2 * _TRIAL + 1, like.shape[2], generator=generator).to(like)
+        reason = "a trial gave other outputs"
         try:
             module.keeps_apart = not hasattr(module, "_hf_hook") and _apart(module, layer, x, generator)
-        except Exception:
-            logger.debug("%s is not read side by side.", type(module).__name__, exc_info=True)
-            module.keeps_apart = False
+        except Exception as error:  # code of any model, which may do what the stand-in for a cache does not
+            module.keeps_apart, reason = False, f"a trial failed: {error}"
+        if not module.keeps_apart:
+            logger.warning("%s reads the prompts of a pass one by one (%s).", type(module).__name__, reason)
     return module.keeps_apart
 
 
@@ -305,7 +307,8 @@ def _apart(module: nn.Module, layer: StateLayer, x: Tensor, generator: torch.Gen
     name, lengths = _cache_name(module), [_TRIAL + 1, _TRIAL]
     found, states = [], []
     for together in (True, False):
-        caches = [_trial_cache(module, layer.number_of_states, x[:, :1], generator.manual_seed(0)) for _ in lengths]
+        seeds = map(generator.manual_seed, range(len(lengths)))  # so that one's states are not the other's
+        caches = [_trial_cache(module, layer.number_of_states, x[:, :1], own) for own in seeds]
         layers = [cache.layers[module.layer_idx] for cache in caches]
         if together:
             stand_in = _SideBySide(layers, SideBySide(lengths, x.device))

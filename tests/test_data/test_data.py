@@ -3,13 +3,13 @@
 import gzip
 import hashlib
 import json
-import time
 import tracemalloc
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from datasets.packaged_modules.csv.csv import Csv
 from datasets.packaged_modules.json.json import Json
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -387,14 +387,13 @@ def test_questions_and_answers_that_are_no_text_are_refused(tmp_path, kind):
         load_token_samples(source, word_tokenizer(chat_template=CHAT), 1, 16, 0)
 
 
-def test_a_csv_file_of_many_columns_costs_what_its_text_does(tmp_path):
+def test_a_csv_file_of_many_columns_costs_what_its_text_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(Csv, "_generate_tables", None)  # of all columns at once
     many = 20_000
     lines = [",".join(f"c{i}" for i in range(many)) + ",text", *["," * many + words(0, 40)] * 4]
     (tmp_path / "wide.csv").write_text("\n".join(lines))
-    begun = time.process_time()
     data = load_token_samples(str(tmp_path / "wide.csv"), word_tokenizer(), 2, 16, 0)
     assert spoken(word_tokenizer(), data.ids[0])[:3] == ["w0", "w1", "w2"]
-    assert time.process_time() - begun < 5
 
 
 def test_cells_are_their_text_and_rows_that_fit_no_header_are_refused(tmp_path):

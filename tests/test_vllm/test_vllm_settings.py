@@ -216,7 +216,11 @@ def test_layers_that_draft_have_small_blocks_and_no_shared_prefixes(tmp_path):
         found = arguments(tmp_path, speculative_config={"method": method} if method else {"model": "eagle"})
         choose_settings(found, KNOWN)
         assert (found.attention_backend, found.block_size) == ("CUSTOM", size)
-    refuse_config(served(KIVI), engine(speculative_config=SimpleNamespace(method="eagle")))
+    eagle = engine(speculative_config=SimpleNamespace(method="eagle"))
+    refuse_config(served(KIVI), eagle)
+    with pytest.raises(BundleError) as error:
+        refuse_config(served(KIVI, KIVI, layer_types=["sliding_attention", "full_attention"]), eagle)
+    refused(str(error.value), "drafts by eagle", "beside its windows")
     found = arguments(tmp_path, speculative_config={"method": "eagle"}, enable_prefix_caching=True)
     with pytest.raises(BundleError) as error:
         choose_settings(found, KNOWN)
