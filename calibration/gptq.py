@@ -258,10 +258,6 @@ class GptqPass(CalibrationPass):
 
     def apply(self, work: LayerWork) -> None:
         """Scale the layer, correct every Linear's weight, fix its grid, and replace it by values of that grid."""
-        with tf32_products(next(work.layer.parameters()).device):
-            self._apply(work)
-
-    def _apply(self, work: LayerWork) -> None:
         scales: dict[str, Tensor] = {}
         if self.awq is not None:
             self.awq.apply(work)
@@ -363,12 +359,13 @@ class GptqPass(CalibrationPass):
         """Replace a weight by values of its grid, some outputs at a time; the error before and after."""
         losses = {"loss_before": 0.0, "loss_after": 0.0}
         size = outputs_at_once(*weight.shape, weight.device.type)
-        for start in range(0, len(weight), size):
-            rows = slice(start, start + size)
-            part, some = weight[rows], grid.of_rows(rows)
-            losses["loss_before"] += factor.output_error(part, some.round(part))
-            found = compensate(part, factor, some)
-            losses["loss_after"] += factor.output_error(part, found)
-            part.copy_(found)
-            found = None  # frees it before there is another
+        with tf32_products(weight.device):
+            for start in range(0, len(weight), size):
+                rows = slice(start, start + size)
+                part, some = weight[rows], grid.of_rows(rows)
+                losses["loss_before"] += factor.output_error(part, some.round(part))
+                found = compensate(part, factor, some)
+                losses["loss_after"] += factor.output_error(part, found)
+                part.copy_(found)
+                found = None  # frees it before there is another
         return losses if factor.damping in (DAMPING, CORRECTED_DAMPING) else losses | {"damping": factor.damping}

@@ -89,7 +89,7 @@ def calibrate(
     *,
     recipe: Recipe | str | Path = "default",
     data: Path | Sources = None,
-    samples: int = 64,
+    samples: int | None = None,
     seq_len: int | None = None,
     seed: int = 0,
     device: str | None = None,
@@ -107,8 +107,8 @@ def calibrate(
         data: calibration data: a file, a directory or a Hub data set (see `kvconvert.data`), or a list of them, each
             with its weight as in "chat.jsonl=3". None takes what ships with kvconvert: text, or drawings with captions
             for a vision-language model.
-        samples: number of calibration sequences.
-        seq_len: tokens in each; None takes 512, or what an image needs.
+        samples: number of calibration sequences; None takes 64, or fewer if their tokens are more than 32,768.
+        seq_len: tokens in each; None takes 2,048, or what an image needs.
         seed: of the choice of samples.
         device: on which layers are computed, "cpu" or "cuda"; None takes a GPU if there is one.
         restart: discard what `work` holds instead of going on from there.

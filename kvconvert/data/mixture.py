@@ -1,6 +1,6 @@
 """Calibration text from several sources with weights, and what is unlike the model in it.
 
-A weighted source is `SOURCE=WEIGHT`: of 64 samples, `chat.jsonl=3` and `code=1` give 48 and 16. Each source is read and
+A weighted source is `SOURCE=WEIGHT`: of 16 samples, `chat.jsonl=3` and `code=1` give 12 and 4. Each source is read and
 cut as if it were alone; samples of one source follow those of the other, so that passes, which take evenly spaced
 samples, see both in proportion.
 """

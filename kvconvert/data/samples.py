@@ -241,13 +241,22 @@ def _fingerprint(ids: Tensor, extras: Iterable[dict[str, Tensor]]) -> str:
     return digest.hexdigest()
 
 
-TEXT_LENGTH = 512  # default tokens of a text sample
+# By default. Weights that are corrected on short samples lose what lies thousands of tokens back: benchmarks/WEIGHTS.md.
+TEXT_LENGTH = 2048  # tokens of a sample of text
+TEXT_TOKENS = 32768  # of all of them
+MOST_SAMPLES = 64  # of text, and with images
+
+
+def text_shape(samples: int | None, length: int | None, positions: int | None) -> tuple[int, int]:
+    """How many samples of text, and tokens in each, for a model of so many positions; None takes the default."""
+    length = min(TEXT_LENGTH, positions or TEXT_LENGTH) if length is None else length
+    return min(MOST_SAMPLES, max(1, TEXT_TOKENS // length)) if samples is None else samples, length
 
 
 def load_samples(
     model: SourceModel,
     source: Sources,
-    samples: int,
+    samples: int | None,
     length: int | None,
     seed: int,
     mapped: Mapped | None = None,
@@ -259,7 +268,8 @@ def load_samples(
         source: see `kvconvert.data.text` and `kvconvert.data.images`; None takes the text that ships with kvconvert,
             or its drawings for vision-language models. Several sources of text may have weights, see
             `kvconvert.data.mixture`.
-        samples, length: how many, and tokens in each; None takes `TEXT_LENGTH`, or what an image needs.
+        samples, length: how many, and tokens in each; None takes those of `text_shape`, or `MOST_SAMPLES` and what an
+            image needs.
         seed: of the choice and order.
         mapped: where images are kept that are too many for memory.
 
@@ -285,9 +295,10 @@ def load_samples(
     if with_images and len(several) > 1:
         raise UsageError("`data` names several sources and one of them holds images, which are not mixed; give one.")
     if with_images:
-        data = load_image_samples(only, _processor(model), model.config, samples, length, seed, mapped)
+        count = MOST_SAMPLES if samples is None else samples
+        data = load_image_samples(only, _processor(model), model.config, count, length, seed, mapped)
     else:
-        length = min(TEXT_LENGTH, positions or TEXT_LENGTH) if length is None else length
+        samples, length = text_shape(samples, length, positions)
         tokenizer = load_tokenizer(model.directory)
         data = load_mixture(source, tokenizer, samples, length, seed)
         data = replace(data, warnings=tuple(unlike_the_model(source, data, tokenizer)))

@@ -122,14 +122,14 @@ def load_token_samples(
     return token_data(torch.tensor(rows), name, seed)
 
 
-RANDOM_SHARE = 32  # samples per random one: benchmarks/WEIGHTS.md
+RANDOM_SHARE = 16  # samples per random one: benchmarks/WEIGHTS.md
 
 
 def with_random_tokens(data: TokenData, tokenizer: PreTrainedTokenizerBase, vocabulary: int, seed: int) -> TokenData:
-    """Samples of text with random tokens in the last of every 32, each of the vocabulary as likely as another.
+    """Samples of text with random tokens in the last of every 16, each of the vocabulary as likely as another.
 
     A text of some 30,000 tokens has a tenth of a vocabulary; what corrects weights for inputs that it lacks would be
-    left to chance. Fewer than 32 samples stay as they are.
+    left to chance. Fewer than 16 samples stay as they are.
 
     Args:
         data: of text.

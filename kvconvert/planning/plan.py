@@ -23,7 +23,7 @@ from kvconvert.convert.host_memory import anonymous_bytes
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.passes import layer_jobs
 from kvconvert.convert.pipeline import kept_tensors, make_runner, with_fitted_weights
-from kvconvert.data.samples import TEXT_LENGTH
+from kvconvert.data.samples import text_shape
 from kvconvert.errors import UsageError
 from kvconvert.io.records import TensorInfo
 from kvconvert.io.tensorheader import nbytes
@@ -212,7 +212,7 @@ def plan(
     gpu_memory: int | None = None,
     context: int | None = None,
     batch: int = 1,
-    samples: int = 64,
+    samples: int | None = None,
     seq_len: int | None = None,
     device: str = "cpu",
     data: str | list[str] | None = None,
@@ -246,7 +246,7 @@ def plan(
     if runner.architecture is not None:
         recipe = with_fitted_weights(runner, recipe, False)
     positions = context_length(runner.config)
-    length = min(TEXT_LENGTH, positions or TEXT_LENGTH) if seq_len is None else seq_len
+    samples, length = text_shape(samples, seq_len, positions)
     context = min(DEFAULT_CONTEXT, positions or DEFAULT_CONTEXT) if context is None else context
     _check_positions(positions, length, context)
     load_tokenizer(source.directory)  # is part of the process's own memory

@@ -37,7 +37,7 @@ from kvconvert.runtime.engine.processors import recommended
 from kvconvert.runtime.hf.generation import adopt
 from kvconvert.tables import text_table
 
-ROWS = {"cpu": 4, "cuda": 32}  # of an Engine
+ROWS = {"cpu": 4, "cuda": 128}  # of an Engine
 EXACT = KVScheme(key_bits=16, value_bits=16)
 
 
