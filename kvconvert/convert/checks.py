@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 from kvconvert.cache.format import CacheFormat
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.errors import CheckpointError, RecipeError, UnsupportedModelError, UsageError
-from kvconvert.methods.awq import AUTO_GROUP_SIZES, WeightsRecipe
+from kvconvert.methods.awq import AUTO_GROUP_SIZES, WeightsRecipe, auto_group_sizes
 from kvconvert.models.configuration import (
     is_latent,
     layer_config,
@@ -110,7 +110,7 @@ def fitted_weights(runner: LayerRunner, weights: WeightsRecipe) -> WeightsRecipe
     every Linear to be quantized.
 
     Raises:
-        RecipeError: the recipe's does not, or none of `AUTO_GROUP_SIZES` does; or a Linear's outputs cannot be packed.
+        RecipeError: the recipe's does not, or none of `auto_group_sizes` does; or a Linear's outputs cannot be packed.
     """
     if not weights.quantizes:
         return weights
@@ -133,7 +133,8 @@ def fitted_weights(runner: LayerRunner, weights: WeightsRecipe) -> WeightsRecipe
                     f"{full} has {linear.out_features} outputs, which cannot be packed by eight; set [weights] "
                     'method = "none".'
                 )
-    candidates = AUTO_GROUP_SIZES if weights.group_size == "auto" else (weights.group_size,)
+    own = auto_group_sizes(runner.config.hidden_size)
+    candidates = own if weights.group_size == "auto" else (weights.group_size,)
     for size in candidates:
         if not any(count % size for count in inputs):
             return weights.model_copy(update={"group_size": size})

@@ -71,7 +71,7 @@ from kvconvert.errors import UnsupportedModelError, UsageError
 from kvconvert.io.progress import progress_bar
 from kvconvert.io.records import DataInfo
 from kvconvert.io.tensorfile import Mapped
-from kvconvert.methods.awq import AUTO_GROUP_SIZES
+from kvconvert.methods.awq import auto_group_sizes
 from kvconvert.models.configuration import supports_images
 from kvconvert.models.processors import load_tokenizer
 from kvconvert.models.source import SourceModel, choose_device, float_dtype, open_source
@@ -267,9 +267,10 @@ def with_fitted_weights(runner: LayerRunner, recipe: Recipe, progress: bool) -> 
     check_widths(runner, recipe.weights)
     weights = fitted_weights(runner, recipe.weights)
     if weights.group_size != recipe.weights.group_size:
+        sizes = ", ".join(map(str, auto_group_sizes(runner.config.hidden_size)))
         _say(
-            f"Weights in groups of {weights.group_size}, the largest of {', '.join(map(str, AUTO_GROUP_SIZES))} that "
-            "divides the inputs of every quantized Linear.",
+            f"Weights in groups of {weights.group_size}, the largest of {sizes} that divides the inputs of every "
+            "quantized Linear.",
             progress,
         )
     return recipe.model_copy(update={"weights": weights})

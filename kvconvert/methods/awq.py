@@ -9,8 +9,17 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
-# What "auto" chooses from, the largest first.
+# What "auto" chooses from, the largest first. Smaller models have half the KL with groups of 64, at 2 to 4% more bytes:
+# benchmarks/WEIGHTS.md.
 AUTO_GROUP_SIZES = (128, 64, 32)
+SMALL_HIDDEN_SIZE = 4096  # below which the largest is 64
+
+
+def auto_group_sizes(hidden_size: int) -> tuple[int, ...]:
+    """What "auto" chooses from for a model, the largest first."""
+    return AUTO_GROUP_SIZES if hidden_size >= SMALL_HIDDEN_SIZE else AUTO_GROUP_SIZES[1:]
+
+
 # What a recipe can ask for.
 Method = Literal["auto", "awq", "gptq", "awq+gptq", "rtn", "none"]
 # Of a quantized module; "source" where the source has quantized it and does not tell how.
@@ -57,7 +66,7 @@ class WeightsRecipe(BaseModel):
             would keep sums.
         bits: of a stored weight, 2, 3, 4 or 8; means nothing with "none".
         group_size: inputs that share one scale and zero point, or "auto", which becomes the largest of
-            `AUTO_GROUP_SIZES` that divides the inputs of every Linear to be quantized once the model is known; means
+            `auto_group_sizes` that divides the inputs of every Linear to be quantized once the model is known; means
             nothing with "none".
         average_bits: stored bits per quantized weight, scales and zero points included, that are spent by measuring;
             `bits` and `modules` then say nothing and have to be left out.
