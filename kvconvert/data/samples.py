@@ -241,7 +241,7 @@ def _fingerprint(ids: Tensor, extras: Iterable[dict[str, Tensor]]) -> str:
     return digest.hexdigest()
 
 
-# By default. Weights that are corrected on short samples lose what lies thousands of tokens back: benchmarks/WEIGHTS.md.
+# By default. Weights that are corrected on short samples lose what lies far back: benchmarks/WEIGHTS.md.
 TEXT_LENGTH = 2048  # tokens of a sample of text
 TEXT_TOKENS = 32768  # of all of them
 MOST_SAMPLES = 64  # of text, and with images
