@@ -93,7 +93,7 @@ def export(
 def exported(bundle: Path) -> str:
     """The message about a bundle that was written."""
     return (
-        f"Exported {bundle}, {_size(bundle):,} bytes; next: kvconvert generate {shlex.quote(str(bundle))} --prompt TEXT"
+        f"Exported {bundle}, {_size(bundle):,} bytes; next: kvconvert generate {shlex.quote(str(bundle))} TEXT"
     )
 
 

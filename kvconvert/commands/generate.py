@@ -50,7 +50,8 @@ def generate(
 ) -> None:
     """Generate text with BUNDLE and its low-bit cache.
 
-    A model with a chat template answers PROMPT, or what standard input holds; any other, or --raw, continues it.
+    A model with a chat template answers PROMPT, or what standard input holds where it is - or left out; any other, or
+    --raw, continues it.
     Without a sampling option tokens are chosen as the model's generation_config.json says, and greedily where it says
     nothing.
 
@@ -72,7 +73,7 @@ def generate(
     from kvconvert.bundle.locate import check_place
 
     check_place(bundle)
-    if not given and not chat:
+    if given in ([], ["-"]) and not chat:
         given = [_whole_input()]
     if sys.stderr.isatty():
         print(f"Loading {bundle} ...", file=sys.stderr, flush=True)

@@ -27,7 +27,7 @@ def push(bundle: str, repository: str, private: bool, revision: str | None) -> N
     from kvconvert.hub import push as run
 
     commit = run(bundle, repository, private=private, revision=revision)
-    click.echo(f"Pushed {bundle} to {repository}, commit {commit}; next: kvconvert generate {repository} --prompt TEXT")
+    click.echo(f"Pushed {bundle} to {repository}, commit {commit}; next: kvconvert generate {repository} TEXT")
 
 
 @click.command()
