@@ -34,7 +34,7 @@ from kvconvert.errors import UsageError
 @click.option("--temperature", metavar="T", type=float, help="Divides the logits; 0 takes the most likely token.")
 @click.option("--top-p", metavar="P", type=float, help="Draw among the most likely tokens that sum up to P.")
 @click.option("--top-k", metavar="K", type=int, help="Draw among the K most likely tokens; 0 allows all.")
-@seed_option(type=click.IntRange(min=0), help="The same seed draws the same tokens.")
+@seed_option(help="The same seed draws the same tokens.")
 @click.option("--stop", metavar="TEXT", multiple=True, help="End an answer before this text; may be given again.")
 @click.option("--parse-special", is_flag=True, help="Read special tokens that messages spell as such, and not as text.")
 @device_option()

@@ -84,7 +84,7 @@ def test_an_unknown_preset_or_field_is_refused_with_those_there_are():
         ({"static_scales": "calibrated", "key_bits": 16, "value_bits": 16}, "no scales at all"),
         ({"static_scales": "calibrated", "key_bits": 4, "value_bits": 4, "token_norm": "joint"}, "token_norm to none"),
         ({"static_scales": "calibrated", "key_bits": 4, "value_bits": 8, "boost_fraction": 0.5}, "all have one width"),
-        ({"key_scale_bits": 4}, "key_scale_bits = 4 is not possible: choose one of (8, 16)"),
+        ({"key_scale_bits": 4}, "key_scale_bits = 4 is not possible: choose one of 8 or 16"),
         ({"value_scale_bits": 8, "value_bits": 8}, "codes of more than 4 bits need scales of 16"),
         ({"key_scale_bits": 8, "key_bits": 4, "boost_fraction": 0.25}, "codes of more than 4 bits"),
         ({"key_scale_bits": 8, "static_scales": "calibrated", "key_bits": 4, "value_bits": 4}, "scales of their own"),

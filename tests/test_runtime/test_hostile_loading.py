@@ -211,7 +211,7 @@ def test_a_cache_of_no_scheme_is_refused(model, scheme):
 
 @pytest.mark.parametrize("config", ["model", None, {"num_hidden_layers": 2}])
 def test_a_cache_of_no_configuration_is_refused(config):
-    with pytest.raises(UsageError, match="takes a model's configuration, and (str|NoneType|dict) is none"):
+    with pytest.raises(UsageError, match=r"takes a model's configuration, and (str|NoneType|dict) is none"):
         KVCache(config, "oscar")
 
 
