@@ -57,7 +57,7 @@ def costs(reports: Sequence[Mapping[str, Any]]) -> str:
         for number, (recipe, bits, divergence, perplexity, row) in enumerate(found):
             hits = percent(row.get("found", {}).get(longest_length(report)))
             rows.append(("" if number else name, recipe, bits, divergence, f"{perplexity:.2f}", hits))
-    head = ("model", "recipe", "cache, bits per value", f"KL, {TEXTS[TEXT]}", "perplexity", "retrieval")
+    head = ("model", "`--recipe`", "cache, bits per value", f"KL, {TEXTS[TEXT]}", "perplexity", "retrieval")
     return table(head, rows)
 
 

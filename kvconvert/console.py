@@ -338,6 +338,8 @@ class Console:
                     tokenizer=self.tokenizer,  # for the stop strings of a generation config
                     **({"stopping_criteria": [Stopped(printer)]} if self.choice.stop or interruptible else {}),
                 )
+            if count < self.max_new_tokens and result.sequences.shape[1] == self.positions:
+                print(f"\n(The model's {self.positions} positions are full.)", file=sys.stderr)
         except ValueError as error:
             if not seen:
                 raise

@@ -17,10 +17,10 @@ def printable(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Advice for a name that does not exist: the one it resembles, or all that do."""
+def did_you_mean(name: str, known: Iterable[str], elsewhere: Iterable[str] = ()) -> str:
+    """Advice for a name that does not exist: the one it resembles, also `elsewhere`, or all that are known."""
     known = list(known)
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name, [*known, *elsewhere], n=1)
     return f"did you mean {close[0]}?" if close else f"choose one of {', '.join(known)}."
 
 

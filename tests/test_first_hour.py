@@ -78,7 +78,7 @@ WRONG = [
     (["generate", "MODEL", "--prompt", "x"], 1, "kvconvert convert"),
     (["eval", "gone"], 1, "no such directory"),
     (["inspect", "gone"], 1, "no such directory"),
-    (["verify", "EMPTY"], 1, "is not a bundle"),
+    (["verify", "EMPTY"], 1, "is not a kvconvert bundle"),
     (["report", "gone"], 1, "no such directory"),
     (["recipes", "defualt"], 2, "did you mean default?"),
     (["pull", "someone"], 2, "user/name"),

@@ -104,6 +104,9 @@ def bench(
         raise UsageError(f"`dtype` is {dtype}; it may be {', '.join(DTYPES)}.")
     if new_tokens < 2:
         raise UsageError(f"`new_tokens` is {new_tokens}; the speed of decoding takes at least 2.")
+    for name, given in (("contexts", contexts), ("batches", batches)):
+        if given is not None and (isinstance(given, str) or not isinstance(given, Sequence)):
+            raise UsageError(f"`{name}` is {given!r:.80}; give a list of numbers.")
     opened = open_bundle(locate(bundle))
     text_config = AutoConfig.from_pretrained(opened.directory, trust_remote_code=False).get_text_config(decoder=True)
     positions = context_length(text_config) or sys.maxsize

@@ -65,10 +65,12 @@ def check_place(bundle: str | Path) -> None:
 def manifest_path(directory: Path) -> Path:
     """The manifest of a bundle; BundleError where there is none."""
     if not directory.is_dir():
-        raise BundleError(f"There is no bundle at {directory}: it is not a directory; check the path.")
+        raise BundleError(f"{directory} is not a kvconvert bundle: it is not a directory; check the path.")
     path = directory / MANIFEST_NAME
     if not os.path.lexists(path):
-        raise BundleError(f"{directory} is not a bundle: it has no {MANIFEST_NAME}; make one with `kvconvert convert`.")
+        raise BundleError(
+            f"{directory} is not a kvconvert bundle: it has no {MANIFEST_NAME}; make one with `kvconvert convert`."
+        )
     return path
 
 
@@ -163,6 +165,10 @@ def pulled() -> list[Pulled]:
 
 def remove_pulled(repository: str) -> int:
     """Remove a bundle with all its revisions; gives the bytes that were freed (HubError: there is none)."""
+    if not is_hub_id(repository):
+        raise UsageError(
+            f"{repository} is no id of a repository, USER/NAME; `kvconvert list` shows those in the cache."
+        )
     cache = _scan()
     found = {repo.repo_id: repo for repo in _bundles(cache)}
     if repository not in found:

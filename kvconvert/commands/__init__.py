@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -28,8 +29,8 @@ def check_dtype(ctx: click.Context, parameter: click.Parameter, value: str | Non
 
 def check_seed(ctx: click.Context, parameter: click.Parameter, value: int | None) -> int | None:
     """--seed, which every generator of random numbers takes."""
-    if value is not None and not -(2**63) <= value < 2**63:
-        raise UsageError(f"--seed is {value!s:.40}, and no integer of 64 bits.")
+    if value is not None and not 0 <= value < 2**63:
+        raise UsageError(f"--seed is {value!s:.40}; give a whole number from 0 to 2^63 - 1.")
     return value
 
 
@@ -56,6 +57,37 @@ def dtype_option(default: str) -> Option:
 def seed_option(**attributes: Any) -> Option:
     """--seed."""
     return click.option("--seed", callback=check_seed, metavar="S", **{"type": int} | attributes)
+
+
+_UNITS = {"B": 1} | {
+    f"{letter}{unit}": base**power
+    for power, letter in enumerate("KMGT", 1)
+    for unit, base in (("", 10**3), ("B", 10**3), ("IB", 2**10))
+}
+
+
+class ByteSize(click.ParamType):
+    """A number of bytes with a unit: 24GB or 24G, 80GiB, 500MB.
+
+    Args:
+        bare: also without a unit, for bytes.
+    """
+
+    name = "SIZE"
+
+    def __init__(self, bare: bool = False) -> None:
+        self.bare = bare
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Bytes; what is not a size is a usage error."""
+        if isinstance(value, int):
+            return value
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", value.strip())
+        unit = "" if found is None else found[2].upper() or ("B" if self.bare else "")
+        if found is None or unit not in _UNITS or (size := round(float(found[1]) * _UNITS[unit])) < 1:
+            what = "bytes, or a number with its unit" if self.bare else "a number with its unit"
+            self.fail(f"{value!r} is not a size; write {what}, as in 24GB or 80GiB.", param, ctx)
+        return size
 
 
 def with_options(*options: Option) -> Option:

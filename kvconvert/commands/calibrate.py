@@ -59,7 +59,7 @@ def calibrate(model: str, work: Path, **options: Any) -> None:
     cuda each on a GPU of its own.
 
     The recipe auto chooses bits, groups and windows of every layer for the size that --kv-bits or --kv-bytes-per-token
-    allows, everything in the cache included, at 4,096 tokens or --context.
+    allows, everything in the cache included, at --context tokens: 4,096, or the model's positions if fewer.
 
     --set and the options before it change single values of the recipe, as if its file said so; kvconvert recipes NAME
     shows them all.

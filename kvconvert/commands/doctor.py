@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvconvert.errors import KvconvertError
+from kvconvert.errors import KvconvertError, listed
 from kvconvert.version import __version__
 
 if TYPE_CHECKING:
@@ -39,11 +39,13 @@ class Finding:
         name: short.
         state: what was found.
         problem: what is broken and what to do, where kvconvert cannot work without it.
+        is_missing: it is optional, and not there.
     """
 
     name: str
     state: str
     problem: str | None = None
+    is_missing: bool = False
 
 
 def examine() -> Iterator[Finding]:
@@ -114,8 +116,9 @@ def _processors() -> Iterator[Finding]:
 
     from kvconvert.kernels.device import multiplies_bfloat16, unsupported
 
-    bfloat16 = "has" if multiplies_bfloat16() else "no"
-    yield Finding("cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {bfloat16} bfloat16 products")
+    bfloat16 = "with" if multiplies_bfloat16() else "without"
+    counts = f"cores: {os.cpu_count()}, threads that torch uses: {torch.get_num_threads()}"
+    yield Finding("cpu", f"{counts}, {bfloat16} bfloat16 instructions")
     if not torch.cuda.is_available():
         build = (
             f"torch was built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch was built without CUDA"
@@ -200,7 +203,7 @@ def _extras() -> Iterator[Finding]:
         lacking = [r.name for r in needed if check_package(r).problem]
         if lacking:
             remedy = f'pip install ".[{extra}]" in a clone of kvconvert'
-            yield Finding("extra", f"{extra}: without {' and '.join(lacking)}; {remedy}")
+            yield Finding("extra", f"{extra}: {listed(lacking)} not installed; {remedy}", is_missing=True)
         else:
             present.append(extra)
     if present:
@@ -208,8 +211,8 @@ def _extras() -> Iterator[Finding]:
 
 
 def line(found: Finding) -> str:
-    """A finding as a line; what is broken is marked."""
-    return f"{'!!' if found.problem else 'ok'}  {found.name.ljust(WIDTH)}  {found.state}"
+    """A finding as a line, which begins with what it means."""
+    return f"{'!!' if found.problem else '--' if found.is_missing else 'ok'}  {found.name.ljust(WIDTH)}  {found.state}"
 
 
 @click.command()

@@ -92,9 +92,7 @@ def export(
 
 def exported(bundle: Path) -> str:
     """The message about a bundle that was written."""
-    return (
-        f"Exported {bundle}, {_size(bundle):,} bytes; next: kvconvert generate {shlex.quote(str(bundle))} --prompt TEXT"
-    )
+    return f"Exported {bundle}, {_size(bundle):,} bytes; next: kvconvert generate {shlex.quote(str(bundle))} TEXT"
 
 
 def _export_onnx(source: str, output: Path, kv_cache: Literal["plan", "float"] | None, **options: Any) -> None:

@@ -34,7 +34,7 @@ from kvconvert.errors import UsageError
 @click.option("--temperature", metavar="T", type=float, help="Divides the logits; 0 takes the most likely token.")
 @click.option("--top-p", metavar="P", type=float, help="Draw among the most likely tokens that sum up to P.")
 @click.option("--top-k", metavar="K", type=int, help="Draw among the K most likely tokens; 0 allows all.")
-@seed_option(type=click.IntRange(min=0), help="The same seed draws the same tokens.")
+@seed_option(help="The same seed draws the same tokens.")
 @click.option("--stop", metavar="TEXT", multiple=True, help="End an answer before this text; may be given again.")
 @click.option("--parse-special", is_flag=True, help="Read special tokens that messages spell as such, and not as text.")
 @device_option()
@@ -50,7 +50,8 @@ def generate(
 ) -> None:
     """Generate text with BUNDLE and its low-bit cache.
 
-    A model with a chat template answers PROMPT, or what standard input holds; any other, or --raw, continues it.
+    A model with a chat template answers PROMPT, or what standard input holds where it is - or left out; any other, or
+    --raw, continues it.
     Without a sampling option tokens are chosen as the model's generation_config.json says, and greedily where it says
     nothing.
 
@@ -72,7 +73,7 @@ def generate(
     from kvconvert.bundle.locate import check_place
 
     check_place(bundle)
-    if not given and not chat:
+    if given in ([], ["-"]) and not chat:
         given = [_whole_input()]
     if sys.stderr.isatty():
         print(f"Loading {bundle} ...", file=sys.stderr, flush=True)

@@ -22,12 +22,12 @@ def push(bundle: str, repository: str, private: bool, revision: str | None) -> N
     from kvconvert.bundle.locate import check_place
     from kvconvert.io.hub import check_can_push
 
-    check_can_push(repository)
     check_place(bundle)
+    check_can_push(repository)
     from kvconvert.hub import push as run
 
     commit = run(bundle, repository, private=private, revision=revision)
-    click.echo(f"Pushed {bundle} to {repository}, commit {commit}; next: kvconvert generate {repository} --prompt TEXT")
+    click.echo(f"Pushed {bundle} to {repository}, commit {commit}; next: kvconvert generate {repository} TEXT")
 
 
 @click.command()

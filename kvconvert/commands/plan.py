@@ -2,33 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import click
 
-from kvconvert.commands import count_option, device_option
-
-_UNITS = {"B": 1} | {
-    f"{letter}{unit}": base**power
-    for power, letter in enumerate("KMGT", 1)
-    for unit, base in (("", 10**3), ("B", 10**3), ("IB", 2**10))
-}
-
-
-class ByteSize(click.ParamType):
-    """A number of bytes with a unit: 24GB or 24G, 80GiB, 500MB."""
-
-    name = "SIZE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Bytes; what is not a size is a usage error."""
-        if isinstance(value, int):
-            return value
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", value.strip())
-        if found is None or found[2].upper() not in _UNITS or not float(found[1]):
-            self.fail(f"{value!r} is not a size; write a number with its unit, as in 24GB or 80GiB.", param, ctx)
-        return round(float(found[1]) * _UNITS[found[2].upper()])
+from kvconvert.commands import ByteSize, count_option, device_option
 
 
 @click.command()

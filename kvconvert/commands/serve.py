@@ -13,11 +13,12 @@ from pathlib import Path
 
 import click
 
-from kvconvert.commands import check_device, quiet
+from kvconvert.commands import ByteSize, check_device, quiet
 from kvconvert.errors import KvconvertError, MissingError, UsageError
 
 KEY_VARIABLE = "KVCONVERT_API_KEY"
 _COUNT = click.IntRange(min=1)
+_SIZE = ByteSize(bare=True)
 
 
 @click.command()
@@ -29,7 +30,7 @@ _COUNT = click.IntRange(min=1)
 @click.option("--device", callback=check_device, metavar="D", help="cpu or cuda; a GPU by default if there is one.")
 @click.option("--dtype", metavar="T", help="float32, bfloat16 or float16; by default what the bundle loads in.")
 @click.option("--served-model-name", "name", metavar="NAME", help="By default BUNDLE's id or its directory's name.")
-@click.option("--kv-memory", metavar="BYTES", type=_COUNT, help="For pages of the cache, which otherwise grows.")
+@click.option("--kv-memory", metavar="SIZE", type=_SIZE, help="For pages of the cache, as 8GB; it grows otherwise.")
 @click.option("--max-batch", metavar="N", type=_COUNT, default=32, show_default=True, help="Decoded together.")
 @click.option(
     "--prompt-chunk", metavar="N", type=_COUNT, default=2048, show_default=True, help="Prompt tokens read at once."
@@ -62,7 +63,10 @@ _COUNT = click.IntRange(min=1)
 )
 @click.option("--max-prompt-tokens", metavar="N", type=_COUNT, help="By default what the model and --kv-memory hold.")
 @click.option(
-    "--max-body", metavar="BYTES", type=_COUNT, help="Of a request. [default: 4 MiB; 16 where the model reads images]"
+    "--max-body",
+    metavar="SIZE",
+    type=_SIZE,
+    help="Of a request. [default: 4 MiB; 16 where the model reads images]",
 )
 @click.option(
     "--client-timeout",

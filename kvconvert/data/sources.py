@@ -152,7 +152,7 @@ def weighted_sources(data: Sources) -> list[WeightedSource]:
     """Sources with their weights, 1 where none is given; a path that exists is one, whatever its name looks like.
 
     Raises:
-        UsageError: a weight of 0, or an empty list.
+        UsageError: a weight that is no positive number, or an empty list.
     """
     if data is None:
         return [WeightedSource(None)]
@@ -163,8 +163,9 @@ def weighted_sources(data: Sources) -> list[WeightedSource]:
     for text in given:
         match = None if _exists(text) else _WEIGHTED.fullmatch(text)
         source, weight = (text, 1.0) if match is None else (match[1], float(match[2]))
-        if not weight:
-            raise UsageError(f"`data` gives {source} the weight 0; leave it out, or give it a positive one.")
+        before, equals, after = text.rpartition("=")
+        if not weight or (match is None and equals and _exists(before) and not _exists(text)):
+            raise UsageError(f"`data` gives {before} the weight {after}; leave it out, or give it a positive number.")
         found.append(WeightedSource(source, weight))
     return found
 

@@ -13,7 +13,7 @@ from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass
 
 from kvconvert.errors import RecipeError
-from kvconvert.methods.part import PRESET_SINKS, STRICT, LayerShape, Part, one_of, option
+from kvconvert.methods.part import PRESET_SINKS, STRICT, LayerShape, Part, one_of, option, stated
 
 BITS = (1, 2, 3, 4, 8, 16)
 GROUP_SIZES = (16, 32, 64, 128)
@@ -40,14 +40,14 @@ class Kivi(Part):
     }
     paper_presets = {"kivi-paper": {"value_recent_tokens": 128}}
 
-    key_bits: _Bits = option(2, f"choose one of {BITS}", "width of a stored key's code; 16 is the model's own dtype")
-    value_bits: _Bits = option(2, f"choose one of {BITS}", "the same for values")
+    key_bits: _Bits = option(2, stated(BITS), "width of a stored key's code; 16 is the model's own dtype")
+    value_bits: _Bits = option(2, stated(BITS), "the same for values")
     key_group_size: _GroupSize = option(
-        32, f"choose one of {GROUP_SIZES}", "tokens that share one scale and zero point of a key channel"
+        32, stated(GROUP_SIZES), "tokens that share one scale and zero point of a key channel"
     )
     value_group_size: _GroupSize = option(
         32,
-        f"choose one of {GROUP_SIZES}",
+        stated(GROUP_SIZES),
         "channels that share one scale and zero point of a value token; fitted to head sizes that it does not divide",
     )
     sink_tokens: int = option(

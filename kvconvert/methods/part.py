@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from kvconvert.errors import RecipeError
+from kvconvert.errors import RecipeError, listed
 
 # First tokens that presets leave in full precision wherever they quantize. Nearly all of what quantization does to a
 # language model through them is gone with one token; the others cost next to nothing.
@@ -34,12 +34,17 @@ def option(default: Any, values: str, meaning: str, **constraints: Any) -> Any:
     return Field(default=default, description=meaning, json_schema_extra={"values": values}, **constraints)
 
 
+def stated(choices: Sequence[int]) -> str:
+    """What is possible, for messages and the documentation."""
+    return f"choose one of {listed(map(str, choices), 'or')}"
+
+
 def one_of(choices: Sequence[int]) -> Callable[[int], int]:
     """A validator for a field of few numbers (a `Literal` would also take True for 1)."""
 
     def check(value: int) -> int:
         if value not in choices:
-            raise ValueError(f"choose one of {tuple(choices)}")
+            raise ValueError(stated(choices))
         return value
 
     return check

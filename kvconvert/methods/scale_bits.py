@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass
 
-from kvconvert.methods.part import STRICT, LayerShape, Part, one_of, option
+from kvconvert.methods.part import STRICT, LayerShape, Part, one_of, option, stated
 
 SCALE_BITS = (8, 16)
 WIDEST_CODES = 4
@@ -28,10 +28,8 @@ class ScaleBits(Part):
     summary = "a group's scale and zero point take one byte each: a short float, and a number of quarters of it"
     source = "ours; double quantization of QLoRA (arXiv 2305.14314), there for weights"
 
-    key_scale_bits: _ScaleBits = option(
-        16, f"choose one of {SCALE_BITS}", "width of a key group's scale, and of its zero point"
-    )
-    value_scale_bits: _ScaleBits = option(16, f"choose one of {SCALE_BITS}", "the same for values")
+    key_scale_bits: _ScaleBits = option(16, stated(SCALE_BITS), "width of a key group's scale, and of its zero point")
+    value_scale_bits: _ScaleBits = option(16, stated(SCALE_BITS), "the same for values")
 
     def check(self) -> None:
         """Groups need scales of their own, and a grid that coarse bounds can serve."""

@@ -191,10 +191,10 @@ class KVScheme(_Fields):
         if name in RECIPES:
             raise RecipeError(
                 f"{name!r} is a recipe, from which `kvconvert convert` makes a bundle, and a KV scheme is asked for: "
-                f"give {RECIPES[name]}."
+                f"{RECIPES[name]}."
             )
         if name not in PRESETS:
-            raise RecipeError(f"[kv] preset {name!r} is not available; {did_you_mean(name, PRESETS)}")
+            raise RecipeError(f"[kv] preset {name!r} is not available; {did_you_mean(name, PRESETS, RECIPES)}")
         return PRESETS[name]
 
     def to_dict(self) -> dict[str, Any]:
@@ -359,8 +359,9 @@ class KVCalibration(TauSearch, KeyRoundingSearch, ClipRatioSearch, KeyTreatmentS
 
 
 # Presets of recipes that are none of a cache, and what to give for their cache.
-RECIPES = dict.fromkeys(("auto", "kv-only", "rtn"), "'default', whose cache it has") | {
-    "weights-only": "None for its layers, whose cache stays as it is"
+RECIPES = dict.fromkeys(("kv-only", "rtn"), "give 'default', whose cache it has") | {
+    "auto": "convert the model and load the bundle, for it chooses widths by measuring the model, or give 'default'",
+    "weights-only": "leave the cache out, for it changes none",
 }
 
 

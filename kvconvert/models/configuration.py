@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import huggingface_hub
 import torch
+import transformers
 from torch.nn.modules.module import register_module_module_registration_hook as on_module
 from torch.nn.modules.module import register_module_parameter_registration_hook as on_parameter
 from transformers import (
@@ -45,6 +48,7 @@ MOST_SPARE_MODULES = 100_000
 # No count, size, or position is larger, and a list of so many entries does no harm.
 _LARGEST = 2**24
 _MOST_STEPS = 5_000_000  # lines that Python runs while a configuration is made; most take some thousands
+_COUNTED = tuple(os.path.dirname(module.__file__) + os.sep for module in (transformers, huggingface_hub))
 _MOST_POSITIONS = 2**63
 _CLASSES = {
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -412,11 +416,18 @@ def _integers(value: object, path: str = "") -> Iterator[tuple[str, int]]:
 
 @contextmanager
 def _bounded_steps() -> Iterator[None]:
-    """End with an error (TimeoutError) what runs too many lines of Python in this thread within the block."""
+    """End with an error (TimeoutError) what runs too many lines of Python in this thread within the block.
+
+    Lines of classes of configurations count, which loop over what numbers say; those of modules that are imported for
+    the first time do not.
+    """
     left, before = _MOST_STEPS, sys.gettrace()
 
     def count(frame: Any, event: str, argument: Any) -> Any:
         nonlocal left
+        code = frame.f_code
+        if event == "call" and (code.co_name == "<module>" or not code.co_filename.startswith(_COUNTED)):
+            return None
         left -= 1
         if left < 0:
             raise TimeoutError("its numbers make it take too long")

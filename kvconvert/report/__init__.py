@@ -54,15 +54,15 @@ def write_report(
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingError("A report is drawn with matplotlib; run pip install '.[report]' in a clone of kvconvert.")
-    from kvconvert.report.data import sample_keys
-    from kvconvert.report.sections import read_fidelity
-
     local = os.path.exists(bundle)
-    directory = locate(bundle, weights=False)
-    opened = open_bundle(directory, verify="full" if local else "plan")
     if output is None and not local:  # not into the Hub's cache
         output = f"{Path(bundle).name}-report"
+    directory = locate(bundle, weights=False)
     target = _target(directory, output)
+    from kvconvert.report.data import sample_keys  # matplotlib, which takes seconds
+    from kvconvert.report.sections import read_fidelity
+
+    opened = open_bundle(directory, verify="full" if local else "plan")
     stored = opened.manifest.fidelity
     if fidelity is not None:
         measured, missed = read_fidelity(Path(fidelity), opened.manifest), []

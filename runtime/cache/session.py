@@ -37,8 +37,8 @@ def save(file: Path, groups: Sequence_[Group], fingerprint: str, states: States)
     """Write the only sequence of a cache, or replace the file that is there; `states` are those of its layers.
 
     Raises:
-        CacheError: there is no such sequence, it is padded, or whole prompts are compressed.
-        KvconvertError: the file cannot be written.
+        CacheError: there is no such sequence, it is padded, whole prompts are compressed, or the file cannot be
+            written.
     """
     snapshot = Snapshot.take(groups)
     tensors: dict[str, torch.Tensor] = {}
@@ -64,7 +64,13 @@ def save(file: Path, groups: Sequence_[Group], fingerprint: str, states: States)
         "groups": described,
         "tensors": {name: _sha256(tensor) for name, tensor in sorted(tensors.items())},
     }
-    replace_tensors(file, tensors | {DESCRIPTION: torch.frombuffer(bytearray(_sealed(fields)), dtype=torch.uint8)})
+    tensors[DESCRIPTION] = torch.frombuffer(bytearray(_sealed(fields)), dtype=torch.uint8)
+    try:
+        replace_tensors(file, tensors)
+    except OSError as error:
+        raise CacheError(
+            f"The session {file} cannot be written ({error.strerror}); make room, or choose another place."
+        ) from error
 
 
 def load(
@@ -144,7 +150,7 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     except OSError as error:
         raise _refusal(file, f"it cannot be read ({error.strerror})") from error
     except KvconvertError as error:
-        raise _refusal(file, f"it is no whole safetensors file ({error})") from error
+        raise _refusal(file, "it is no session that `save` wrote, or not all of one") from error
     if DESCRIPTION not in infos:
         raise _refusal(file, "it holds no session, but other tensors")
     with safe_open(file, framework="pt") as opened:

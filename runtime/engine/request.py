@@ -282,6 +282,8 @@ def new_request(
         if prompt.ndim not in (1, 2) or (prompt.ndim == 2 and prompt.shape[0] != 1):
             raise UsageError(f"`prompt` has the shape {list(prompt.shape)}; give one sequence, [n] or [1, n].")
         prompt = prompt.flatten().tolist()
+    if isinstance(prompt, str | bytes):
+        raise UsageError("`prompt` is text; give the ids of its tokens.")
     # No list: Python's garbage collector looks into these at every full collection, as long as a request is kept.
     ids = tuple(prompt)
     if not ids:

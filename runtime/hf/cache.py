@@ -73,7 +73,7 @@ class KVCache(Cache):
         model_seal: of the manifest of the bundle whose model made this cache, "" for other models.
 
     Raises:
-        UsageError: `kv_memory` has no room for a page in every layer.
+        UsageError: `config` is no configuration, or `kv_memory` has no room for a page in every layer.
         RecipeError: a scheme says that weights are folded and the model's are not, or the number of schemes is wrong.
         UnsupportedModelError: the layers' keys and values cannot be kept here (latent attention with a scheme that is
             not for latents, an attention of the model's own), or a scheme compresses a modality that the config has no
@@ -90,6 +90,11 @@ class KVCache(Cache):
         beside: KVCache | None = None,
         like: CacheLayers | None = None,
     ):
+        if not isinstance(config, PretrainedConfig):
+            raise UsageError(
+                f"KVCache takes a model's configuration, and {type(config).__name__} is none; give `model.config`, or "
+                "AutoConfig.from_pretrained of a checkpoint."
+            )
         like = CacheLayers.of(config, scheme) if like is None else like
         self.like, self.schemes, self.reconstructs = like, like.schemes, like.reconstructs
         page_bytes = None if kv_memory is None else like.page_bytes(config, kv_memory)

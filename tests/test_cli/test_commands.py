@@ -156,7 +156,8 @@ def test_a_prompt_may_come_after_the_bundle_or_as_standard_input(folder):
     stated = kvconvert("generate", folder / "bundle", "--prompt", "It was", *options)
     assert kvconvert("generate", folder / "bundle", "It was", *options).stdout == stated.stdout
     command = ["generate", str(folder / "bundle"), *options]
-    assert CliRunner().invoke(cli, command, input="It was\n").stdout == stated.stdout
+    for dash in ([], ["-"], ["--prompt", "-"]):
+        assert CliRunner().invoke(cli, [*command, *dash], input="It was\n").stdout == stated.stdout
     assert "one of PROMPT, --prompt" in refusal(2, "generate", folder / "bundle", "It was", "--prompt", "x")
 
 

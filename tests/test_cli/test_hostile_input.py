@@ -91,7 +91,8 @@ def test_an_argument_that_no_system_takes_is_a_sentence(arguments, monkeypatch, 
 
 
 def test_a_seed_beyond_64_bits_is_refused_before_a_model_is_looked_for():
-    assert "64 bits" in refusal(["calibrate", "/nope", "-o", "work", "--seed", "9" * 30])
+    for seed in ("9" * 30, "-1"):
+        assert "from 0 to 2^63" in refusal(["calibrate", "/nope", "-o", "work", "--seed", seed])
 
 
 @pytest.mark.parametrize("sign", ["\x07", "\x1b]0;title\x07", "\x9b2J", "\u202e"], ids=ascii)

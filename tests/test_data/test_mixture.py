@@ -59,6 +59,9 @@ def test_a_path_with_an_equals_sign_is_a_path(tmp_path):
     assert weighted_sources(str(file))[0].source == str(file)
     with pytest.raises(UsageError, match="weight 0"):
         weighted_sources("a.txt=0")
+    for weight in ("-1", "abc"):
+        with pytest.raises(UsageError, match=f"the weight {weight}; leave it out"):
+            weighted_sources(f"{file}={weight}")
 
 
 def test_code_is_plain_text_with_the_texts_beside_it(tmp_path):

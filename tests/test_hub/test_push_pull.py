@@ -290,6 +290,6 @@ def test_what_looks_like_a_path_never_reaches_the_hub(hub, tmp_path, monkeypatch
     assert len(hub.requests) > asked
     hub.requests.clear()
     (tmp_path / "somebody" / "tiny").mkdir()
-    with pytest.raises(BundleError, match="is not a bundle: it has no kvconvert"):
+    with pytest.raises(BundleError, match="is not a kvconvert bundle: it has no kvconvert"):
         locate(NAME)  # what exists is a path
     assert hub.requests == []

@@ -152,6 +152,7 @@ def test_the_command_shows_a_table_or_json(tmp_path):
     [
         (["--gpu-memory", "much"], "is not a size"),
         (["--gpu-memory", "0GB"], "is not a size"),
+        (["--gpu-memory", "24"], "is not a size"),
         (["--seq-len", "4096"], "--seq-len is 4096, more than the 128 positions"),
         (["--context", "4096"], "--context is 4096, more than the 128 positions"),
         (["--recipe", "nothing"], "There is no recipe preset 'nothing'"),

@@ -209,6 +209,12 @@ def test_a_cache_of_no_scheme_is_refused(model, scheme):
         KVCache(model.config, scheme)
 
 
+@pytest.mark.parametrize("config", ["model", None, {"num_hidden_layers": 2}])
+def test_a_cache_of_no_configuration_is_refused(config):
+    with pytest.raises(UsageError, match=r"takes a model's configuration, and (str|NoneType|dict) is none"):
+        KVCache(config, "oscar")
+
+
 def test_a_working_directory_below_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(UsageError, match="no directory"):

@@ -339,7 +339,7 @@ def test_layers_offloaded_to_disk_generate_the_same(unquantized_weights, tmp_pat
 
 
 def test_what_is_no_bundle_is_said_to_be_none(tmp_path, source):
-    with pytest.raises(BundleError, match=r"is not a bundle: it has no kvconvert\.json"):
+    with pytest.raises(BundleError, match=r"is not a kvconvert bundle: it has no kvconvert\.json"):
         load(source)
     with pytest.raises(BundleError, match="is not a kvconvert bundle"):
         load(tmp_path / "missing")
