@@ -132,7 +132,7 @@ class _Commands(click.Group):
 def cli(ctx: click.Context) -> None:
     """Convert Hugging Face models into bundles with quantized weights and a calibrated low-bit key-value cache.
 
-    Exit codes: 0 done, 1 failed, 2 wrong usage, 3 fidelity limit not met, 130 interrupted.
+    Exit codes: 0 done, 1 failed or not found, 2 wrong usage, 3 fidelity limit not met, 130 interrupted.
     """
     if ctx.invoked_subcommand is None:
         click.echo(_STEPS)
