@@ -81,7 +81,9 @@ def _value(value: object) -> str:
 
 def _possible(rule: str) -> str:
     """A rule as the cell of a table: what is possible, without the verb of the message."""
-    return re.sub(r"^(choose one of \(([^)]*)\)|choose |it is )", lambda match: match[2] or "", rule).rstrip(",")
+    if rule.startswith("choose one of "):
+        rule = rule.replace(" or ", ", ")
+    return re.sub(r"^(choose one of |choose |it is )", "", rule).rstrip(",")
 
 
 # Of Llama 3.1, Qwen3, and Llama 3.3: parameters of Linears and of embeddings, layers, KV heads of 128 channels.

@@ -12,7 +12,7 @@ GROUP_SIZES = (16, 32, 64, 128, 256)
 # What "auto" chooses from, the largest first. Smaller models have half the KL with groups of 64, at 2 to 4% more bytes:
 # benchmarks/WEIGHTS.md.
 AUTO_GROUP_SIZES = (128, 64, 32)
-SMALL_HIDDEN_SIZE = 4096  # below which the largest is 64
+SMALL_HIDDEN_SIZE = 3584  # below which the largest is 64
 
 
 def auto_group_sizes(hidden_size: int) -> tuple[int, ...]:
