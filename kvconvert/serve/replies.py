@@ -159,14 +159,16 @@ class Reply:
             return self._content(calls.begin + body + (separator if calls.end else ""))
 
     def _call(self, calls: list[Call]) -> Piece:
+        """Calls as clients get them (ValueError: no text in JSON can hold one, such as half of a surrogate pair)."""
         self._silent = False
         if not self._parallel:
             calls = calls[: 1 - self._called]
-        made = []
-        for name, arguments in calls:
-            function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-            made.append({"index": self._called, "id": new_call_id(), "type": "function", "function": function})
-            self._called += 1
+        made: list[dict[str, Any]] = []
+        for index, (name, arguments) in enumerate(calls, self._called):
+            function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False, allow_nan=False)}
+            "".join(function.values()).encode()
+            made.append({"index": index, "id": new_call_id(), "type": "function", "function": function})
+        self._called += len(made)
         return Piece(calls=made)
 
     def _until(self, marks: list[str], last: bool, spaces: bool = False) -> tuple[str, str | None]:

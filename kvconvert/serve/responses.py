@@ -67,7 +67,10 @@ def _messages(given: Any) -> list[Any]:
             last = messages[-1] if messages else {}
             if last.get("role") != "assistant":
                 messages.append(last := {"role": "assistant", "content": None})
-            last.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": call})
+            calls = last.get("tool_calls") or []
+            if not isinstance(calls, list):
+                raise _refused(f"input.{place - 1}.tool_calls", "give a list")
+            last["tool_calls"] = [*calls, {"id": item.get("call_id"), "type": "function", "function": call}]
         elif kind == "function_call_output":
             output = _content(item.get("output"), where)
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})

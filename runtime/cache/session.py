@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Sequence_
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, Field, ValidationError
 from safetensors import safe_open
 
 from kvconvert.errors import CacheError, KvconvertError, printable
@@ -28,9 +30,37 @@ from kvconvert.runtime.cache.store import Group, LayerStore
 FORMAT = 1
 DESCRIPTION = "description"
 _SEAL = "0" * 64
+_STATE = re.compile(r"layers\.(\d{1,6})\.states\.(.+)", re.ASCII)
 
 
 States = Mapping[int, Mapping[str, torch.Tensor]]
+_Count = Annotated[int, Field(ge=0, lt=2**40)]
+
+
+class _Part(BaseModel, extra="forbid", strict=True):
+    """A part of a description: every field of its type, and none else."""
+
+
+class _Side(_Part):
+    buffered: _Count
+    pages: _Count
+
+
+class _Group(_Part):
+    layers: list[_Count]
+    sink_tokens: _Count
+    dropped: _Count
+    keys: _Side
+    values: _Side
+
+
+class _Description(_Part):
+    format: _Count
+    fingerprint: str
+    length: _Count
+    groups: list[_Group]
+    tensors: dict[str, str]
+    seal: str
 
 
 def save(file: Path, groups: Sequence_[Group], fingerprint: str, states: States) -> None:
@@ -95,20 +125,21 @@ def load(
         CacheError: the file is none of this kind, was changed, or is of another model, plan or dtype; or the cache has
             no room for its pages.
     """
-    fields, tensors = _read(file)
-    if fields["fingerprint"] != fingerprint:
+    told, tensors = _read(file)
+    if told.fingerprint != fingerprint:
         raise _refusal(
             file, "it was saved with another model, KV scheme or KV plan; load it with the one it was saved of"
         )
     states: dict[int, dict[str, torch.Tensor]] = {}
-    for name in [name for name in tensors if ".states." in name]:
-        layer, kind = name.removeprefix("layers.").split(".states.")
-        states.setdefault(int(layer), {})[kind] = tensors.pop(name).to(device)
-    layers = [described["layers"] for described in fields["groups"]], sorted(states)
+    for name in [*tensors]:
+        if (state := _STATE.fullmatch(name)) is not None:
+            states.setdefault(int(state[1]), {})[state[2]] = tensors.pop(name).to(device)
+    layers = [described.layers for described in told.groups], sorted(states)
     if layers != ([group.indices for group in groups], sorted(with_states)):
         raise _refusal(file, "its layers are not those of this cache")
-    length, sequences, tokens = fields["length"], [], []
-    for group, described in zip(groups, fields["groups"], strict=True):
+    length, sequences, tokens = told.length, [], []
+    for group, described in zip(groups, told.groups, strict=True):
+        _check_tensors(file, group, described, length, tensors)
         found = []
         for store in group.stores:
             pair = tuple(tensors[f"layers.{store.index}.{side}"].to(device) for side in ("keys", "values"))
@@ -118,16 +149,20 @@ def load(
             found.append(pair)
         sides = []
         for name, numbers in (("keys", group.key_numbers), ("values", group.value_numbers)):
-            sides.append(Side(described[name]["buffered"], numbers.reserve(described[name]["pages"])))
+            side = getattr(described, name)
+            sides.append(Side(side.buffered, numbers.reserve(side.pages)))
         positions = TokenPositions().append(0, length)
-        about = {"sink_tokens": described["sink_tokens"], "dropped": described["dropped"]}
+        about = {"sink_tokens": described.sink_tokens, "dropped": described.dropped}
         sequences.append(Sequence(*sides, positions=positions, **about))
         tokens.append(tuple(found))
         for store in group.stores:
             for name, storage, side in _sides(store, sequences[-1]):
                 at = 0
                 for view in storage.views(side.pages):
-                    view.buffer.copy_(tensors[name][at : at + len(view)])
+                    pages = tensors[name][at : at + len(view)]
+                    if (pages.shape, pages.dtype) != (view.buffer.shape, view.buffer.dtype):
+                        raise _refusal(file, f"{name} is of other pages than this cache has")
+                    view.buffer.copy_(pages)
                     at += len(view)
     stores = tuple(tuple(group.stores) for group in groups)
     Snapshot(length, tuple(sequences), stores, tuple(tokens)).put(groups)
@@ -137,13 +172,32 @@ def load(
     return states
 
 
+def _check_tensors(
+    file: Path, group: Group, described: _Group, length: int, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Refuse (CacheError) tokens and pages of other counts than a sequence of this length has, before room is made."""
+    sinks, page = described.sink_tokens, group.scheme.page_size
+    whole = sinks <= min(length, group.scheme.sink_tokens) and (not described.dropped or bool(group.sliding_window))
+    for name in ("keys", "values"):
+        side = getattr(described, name)
+        paged = described.dropped + side.pages
+        whole = whole and side.buffered == length - page * paged + (sinks if paged else 0) >= sinks
+        for layer in group.indices:
+            kept, pages = tensors.get(f"layers.{layer}.{name}"), tensors.get(f"layers.{layer}.{name[:-1]}_pages")
+            whole = whole and kept is not None and kept.dim() == 3 and kept.shape[1] == side.buffered
+            whole = whole and kept.is_floating_point() and kept.dtype == tensors[f"layers.{layer}.keys"].dtype
+            whole = whole and (0 if pages is None or not pages.dim() else len(pages)) == side.pages
+    if not whole:
+        raise _refusal(file, f"what it holds of {group.name} is no sequence of {length} tokens")
+
+
 def _sides(store: LayerStore, sequence: Sequence) -> Iterator[tuple[str, Any, Side]]:
     """The name of a layer's pages, their storage, and which they are, for keys and for values."""
     yield f"layers.{store.index}.key_pages", store.key_pages, sequence.keys
     yield f"layers.{store.index}.value_pages", store.value_pages, sequence.values
 
 
-def _read(file: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def _read(file: Path) -> tuple[_Description, dict[str, torch.Tensor]]:
     """The description and the tensors of a file, after comparing their hashes and shapes with what it says."""
     try:
         infos = read_header(file)
@@ -159,16 +213,22 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     try:
         fields = json.loads(text)
         whole = _sealed(fields) == text
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         whole = False
     if not whole:
         raise _refusal(file, "its description was changed since it was saved")
-    if fields["format"] != FORMAT:
-        raise _refusal(file, f"its format is {fields['format']}, and this kvconvert reads {FORMAT}")
-    changed = {name for name in {*tensors, *fields["tensors"]} if _changed(name, tensors, fields["tensors"])}
+    if fields.get("format") != FORMAT:
+        raise _refusal(file, f"its format is {fields.get('format')!r:.40}, and this kvconvert reads {FORMAT}")
+    try:
+        told = _Description.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = printable(".".join(map(str, first["loc"])))[:80]
+        raise _refusal(file, f"{field} of its description is wrong ({first['msg']})") from error
+    changed = {name for name in {*tensors, *told.tensors} if _changed(name, tensors, told.tensors)}
     if changed:
         raise _refusal(file, f"{printable(min(changed))} is not what was saved")
-    return fields, tensors
+    return told, tensors
 
 
 def _changed(name: str, tensors: dict[str, torch.Tensor], hashes: dict[str, str]) -> bool:

@@ -218,6 +218,15 @@ def test_the_responses_interface_is_the_same_in_other_words(model, client, strea
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "image_url of a part is no object",
         ),
+        (
+            {
+                "input": [
+                    {"role": "assistant", "content": "x", "tool_calls": "y"},
+                    {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "1"},
+                ]
+            },
+            "input.0.tool_calls: give a list",
+        ),
     ],
 )
 def test_a_response_that_cannot_be_served_is_a_sentence(here, body, said):

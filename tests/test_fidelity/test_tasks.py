@@ -2,6 +2,7 @@
 
 import json
 import random
+import subprocess
 import sys
 from decimal import Decimal
 from pathlib import Path
@@ -56,6 +57,14 @@ def test_a_function_is_judged_by_its_test_whole_or_from_its_body_on(answer, righ
         "import os; os.open('here', os.O_CREAT | os.O_WRONLY)",
         "import os; os.kill(os.getppid(), 0)",
         "import ctypes; ctypes.CDLL(None).socket(2, 1, 0)",
+        "import resource; resource.setrlimit(resource.RLIMIT_CPU, (1, 1))",
+        "import sqlite3; sqlite3.connect('here')",
+        "import os; os.utime('.')",
+        "import os; os.mkfifo('here')",
+        "import posix; posix.mknod('here')",
+        "import os; os.pidfd_open(os.getppid())",
+        "import _posixsubprocess; _posixsubprocess.fork_exec()",
+        "import _posixshmem; _posixshmem.shm_open('/here', 66)",
         "x = bytearray(10**9)",
     ],
 )
@@ -66,6 +75,14 @@ def test_programs_reach_neither_network_nor_files_nor_processes_nor_much_memory(
         assert not ends_well(does, size=5 * 10**8)
     else:
         assert ends_well(caught)
+
+
+def test_what_a_program_writes_takes_no_memory(monkeypatch):
+    seen = []
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: seen.append(run(*args, **options)) or seen[-1])
+    assert not ends_well("import os\nfor _ in range(64):\n    os.write(1, bytes(2**16))")
+    assert not seen[0].stdout
 
 
 def test_programs_end_after_their_time():

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from kvconvert.models.chat import ChatPrompts
-from kvconvert.models.responses import ResponseFormat, response_format
+from kvconvert.models.responses import CallFormat, ResponseFormat, response_format
 from kvconvert.serve.replies import Piece, Reply
 
 # Short forms of the templates of Qwen 2.5, Mistral, Llama 3.1, DeepSeek, Qwen 3 Coder, GLM 4.5, and Mistral Large 3.
@@ -186,3 +186,11 @@ def test_text_comes_as_soon_as_it_is_certain(tokenizer):
     reply = Reply(format, TOOLS)
     pieces = [reply.feed(text).content for text in ("I ", "look", " <b> ", "it up.", "\n", "<tool_", "call>\n{")]
     assert pieces == ["I", " look", " <b>", " it up.", "", "", ""]
+
+
+@pytest.mark.parametrize("value", ['"\\ud800"', "NaN", "[" * 100_000], ids=["half of a pair", "no number", "deep"])
+def test_a_call_that_no_client_could_read_is_text(value):
+    text = f'<tool_call>{{"name": "add", "arguments": {{"a": {value}}}}}</tool_call>'
+    piece = said(text, Reply(ResponseFormat(CallFormat("json", "<tool_call>", "</tool_call>", "", "")), TOOLS))
+    assert not piece.calls
+    assert piece.content == text

@@ -10,6 +10,7 @@ from tiny.models import ARCHITECTURES, random_ids, tiny_model
 from kvconvert import KVCache
 from kvconvert.errors import CacheError, UsageError
 from kvconvert.methods import PRESETS, KVScheme
+from kvconvert.runtime.cache import session
 from kvconvert.runtime.hf.generation import adopt
 
 PAGED = [name for name in PRESETS if not PRESETS[name].compresses_prompts()]
@@ -147,6 +148,54 @@ def test_a_file_that_was_changed_is_refused(llama, tmp_path):
         KVCache.load(tmp_path / "changed", KVCache(llama.config, "kivi"))
     with pytest.raises(CacheError, match="cannot be read"):
         KVCache.load(tmp_path / "absent", KVCache(llama.config, "kivi"))
+
+
+PAGES = [("groups", 0, "keys", "pages"), ("groups", 0, "values", "pages")]
+
+
+@pytest.mark.parametrize("value", [None, -1, 0.5, "1", 2**20, 2**62, 10**400, float("nan"), [], {}, [[]], True])
+@pytest.mark.parametrize(
+    "place",
+    [
+        *[("length",), ("groups",), ("groups", 0), ("groups", 0, "layers"), ("groups", 0, "layers", 0)],
+        *[("groups", 0, "sink_tokens"), ("groups", 0, "dropped"), ("groups", 0, "values"), *PAGES, ("format",)],
+        *[("groups", 0, "keys", "buffered"), ("fingerprint",), ("tensors",), ("further",)],
+    ],
+    ids=str,
+)
+def test_a_description_that_was_changed_and_sealed_again_is_one_sentence(llama, session_file, tmp_path, place, value):
+    tensors = load_file(session_file)
+    fields = json.loads(bytes(tensors["description"].numpy()))
+    part = fields
+    for step in place[:-1]:
+        part = part[step]
+    part[place[-1]] = value
+    text = session._sealed({name: field for name, field in fields.items() if name != "seal"})
+    save_file(tensors | {"description": torch.frombuffer(bytearray(text), dtype=torch.uint8)}, tmp_path / "changed")
+    with pytest.raises(CacheError, match=r"^The session \S+ cannot be loaded: .{1,200}\.$"):
+        KVCache.load(tmp_path / "changed", KVCache(llama.config, "kivi"))
+
+
+@pytest.mark.parametrize("change", [None, lambda t: t.view(-1), lambda t: t[:, :1], lambda t: t.to(torch.float64)])
+@pytest.mark.parametrize("name", ["layers.0.keys", "layers.1.values", "layers.1.value_pages", "layers.0.key_pages"])
+def test_tensors_of_another_shape_or_type_are_refused_whatever_their_hash(llama, session_file, tmp_path, name, change):
+    tensors = load_file(session_file)
+    fields = json.loads(bytes(tensors.pop("description").numpy()))
+    tensors = {n: t if n != name or change is None else change(t).contiguous() for n, t in tensors.items()}
+    if change is None:
+        del tensors[name]
+    told = {n: f for n, f in fields.items() if n != "seal"} | {
+        "tensors": {n: session._sha256(t) for n, t in tensors.items()}
+    }
+    text = session._sealed(told)
+    save_file(tensors | {"description": torch.frombuffer(bytearray(text), dtype=torch.uint8)}, tmp_path / "changed")
+    with pytest.raises(CacheError, match="cannot be loaded"):
+        KVCache.load(tmp_path / "changed", KVCache(llama.config, "kivi"))
+
+
+@pytest.fixture(scope="module")
+def session_file(llama, tmp_path_factory):
+    return saved(llama, tmp_path_factory.mktemp("session") / "session", tokens=300)
 
 
 def test_what_cannot_be_saved_is_refused_by_name(llama, tmp_path):

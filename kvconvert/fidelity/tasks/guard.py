@@ -1,10 +1,13 @@
 """Runs one program, which stdin holds, in a process that can neither reach a network, start processes, nor write files.
 
 Started as `python -I guard.py SECONDS BYTES TOKEN`; prints TOKEN when the program has come to its end. Limits of the
-kernel bound processor time and memory; everything else is refused by an audit hook, which Python programs cannot take
-off. That keeps a program that a model wrote from doing harm by accident; it is no wall against one written to break it.
+kernel bound processor time, memory, and the length of files, stdout included; everything else is refused by an audit
+hook, which Python programs cannot take off, or replaced where a call tells no hook. That keeps a program that a model
+wrote from doing harm by accident; it is no wall against one written to break it.
 """
 
+import contextlib
+import importlib
 import io
 import os
 import resource
@@ -29,9 +32,17 @@ REFUSED = (
     "os.truncate",
     "os.chmod",
     "os.chown",
+    "os.utime",
+    "os.setxattr",
+    "os.removexattr",
     "pty.",
     "ctypes.dlsym",
+    "resource.setrlimit",
+    "resource.prlimit",
+    "sqlite3.",
 )
+# Of the modules below, what does the same and tells no hook.
+UNTOLD = {"posix": ("mkfifo", "mknod", "pidfd_open"), "_posixsubprocess": ("fork_exec",), "_posixshmem": ("shm_open",)}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
 
 
@@ -42,15 +53,31 @@ def refuse(event: str, arguments: tuple[Any, ...]) -> None:
         raise PermissionError(f"programs of an evaluation may not call {event}")
 
 
+def refused(*_: Any, **__: Any) -> None:
+    """What stands in place of calls that tell no hook."""
+    raise PermissionError("programs of an evaluation may not call this")
+
+
+def replace_untold() -> None:
+    """Put `refused` in place of all `UNTOLD`."""
+    for name, calls in UNTOLD.items():
+        with contextlib.suppress(ImportError):  # of another system
+            for module in (importlib.import_module(name), os):
+                for call in calls:
+                    if hasattr(module, call):
+                        setattr(module, call, refused)
+
+
 def main() -> None:
     """Run the program."""
     seconds, size, token = int(sys.argv[1]), int(sys.argv[2]), sys.argv.pop()
     program = compile(sys.stdin.read(), "program", "exec")
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(token), len(token)))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     sys.stdout = sys.stderr = io.StringIO()
+    replace_untold()
     sys.addaudithook(refuse)
     exec(program, {"__name__": "program"})
     os.write(1, token.encode())

@@ -42,12 +42,13 @@ GUARD = Path(__file__).with_name("guard.py")
 def ends_well(program: str, seconds: int = SECONDS, size: int = BYTES, waiting: float = WAITING) -> bool:
     """Whether a Python program comes to its end without an exception, within its limits; see `guard`."""
     token = secrets.token_hex(16)
-    with tempfile.TemporaryDirectory() as place:
+    # A program may write to the file no more than the token; a pipe would be read whatever it writes.
+    with tempfile.TemporaryDirectory() as place, tempfile.TemporaryFile() as output:
         try:
             done = subprocess.run(
                 [sys.executable, "-I", str(GUARD), str(seconds), str(size), token],
                 input=program.encode(errors="replace"),
-                stdout=subprocess.PIPE,
+                stdout=output,
                 stderr=subprocess.DEVNULL,
                 cwd=place,
                 env={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
@@ -56,7 +57,8 @@ def ends_well(program: str, seconds: int = SECONDS, size: int = BYTES, waiting: 
             )
         except subprocess.TimeoutExpired:
             return False
-    return done.returncode == 0 and done.stdout == token.encode()
+        output.seek(0)
+        return done.returncode == 0 and output.read() == token.encode()
 
 
 def all_end_well(programs: Sequence[str], progress: bool) -> list[bool]:
