@@ -9,6 +9,7 @@ imports nothing of kvconvert's, so every room may import it.
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
 
 
@@ -45,6 +46,12 @@ class UsageError(KvconvertError):
     """A command, an option, a recipe or an argument that cannot mean anything here (exit code 2)."""
 
     exit_code = 2
+
+
+def check_place_named(value: object, argument: str, what: str) -> None:
+    """Refuse (UsageError) an argument that is no path, id or name, such as a model where its directory is meant."""
+    if not isinstance(value, str | os.PathLike):
+        raise UsageError(f"`{argument}` is of type {type(value).__name__}; give {what}.")
 
 
 class MissingError(UsageError):

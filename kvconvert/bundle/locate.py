@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvconvert.errors import BundleError, HubError, UsageError, did_you_mean
+from kvconvert.errors import BundleError, HubError, UsageError, check_place_named, did_you_mean
 from kvconvert.io.hub import ask_hub, is_hub_id, missing_below
 
 MANIFEST_NAME = "kvconvert.json"
@@ -51,6 +51,7 @@ def locate(
 
 def check_place(bundle: str | Path) -> None:
     """Refuse what is neither a directory with a manifest nor the id of a repository (BundleError)."""
+    check_place_named(bundle, "bundle", "a bundle's directory, or its id on the Hub")
     if os.path.exists(bundle):
         manifest_path(Path(bundle))
     elif not is_hub_id(bundle):

@@ -37,7 +37,7 @@ from kvconvert.bundle.writer import (
     write_weights,
 )
 from kvconvert.convert.workdir import WorkDir
-from kvconvert.errors import BundleError, CheckpointError, FidelityError, UsageError
+from kvconvert.errors import BundleError, CheckpointError, FidelityError, UsageError, check_place_named
 from kvconvert.io.checksums import known_sha256
 from kvconvert.io.disk import check_writable, make_directory
 from kvconvert.io.hub import is_hub_id
@@ -114,6 +114,8 @@ def export(
         FidelityError: a limit is missed, without `force`.
         KvconvertError: the disk is full or cannot be written. Nothing is left behind after any error.
     """
+    check_place_named(work, "work", "the directory that `calibrate` wrote")
+    check_place_named(bundle, "bundle", "a directory to write")
     output = Path(bundle)
     check_output(output, force)
     check_writable(output.parent, "bundle")

@@ -67,7 +67,7 @@ from kvconvert.data.mixture import load_held_out_mixture
 from kvconvert.data.samples import load_samples
 from kvconvert.data.sources import Sources
 from kvconvert.data.text import TokenData, load_token_samples, with_random_tokens
-from kvconvert.errors import UnsupportedModelError, UsageError
+from kvconvert.errors import UnsupportedModelError, UsageError, check_place_named
 from kvconvert.io.progress import progress_bar
 from kvconvert.io.records import DataInfo
 from kvconvert.io.tensorfile import Mapped
@@ -123,10 +123,12 @@ def calibrate(
         KvconvertError: one of its children, for everything that can be wrong with the input; nothing half written
             stays.
     """
+    check_place_named(model, "model", "its directory, or its id on the Hub")
+    check_place_named(work, "work", "a directory")
     target = local_device(choose_device(device))
     with joined_ranks(target) as ranks:
         with ranks.together():
-            recipe = recipe if isinstance(recipe, Recipe) else Recipe.load(str(recipe))
+            recipe = Recipe.of(recipe)
             recipe = recipe.with_budget(**budget)
             if ranks.size > 1 and (recipe.auto is not None or recipe.weights.average_bits is not None):
                 raise UsageError(

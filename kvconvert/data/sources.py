@@ -152,11 +152,13 @@ def weighted_sources(data: Sources) -> list[WeightedSource]:
     """Sources with their weights, 1 where none is given; a path that exists is one, whatever its name looks like.
 
     Raises:
-        UsageError: a weight that is no positive number, or an empty list.
+        UsageError: no text, a weight that is no positive number, or an empty list.
     """
     if data is None:
         return [WeightedSource(None)]
-    given = [data] if isinstance(data, str) else list(data)
+    given = [data] if isinstance(data, str) else data
+    if not isinstance(given, Sequence) or not all(isinstance(source, str) for source in given):
+        raise UsageError(f"`data` is {data!r:.80}; name a source, or a list of sources.")
     if not given:
         raise UsageError("`data` is an empty list; name a source, or leave it out.")
     found = []

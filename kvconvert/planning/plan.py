@@ -24,7 +24,7 @@ from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.passes import layer_jobs
 from kvconvert.convert.pipeline import kept_tensors, make_runner, with_fitted_weights
 from kvconvert.data.samples import text_shape
-from kvconvert.errors import UsageError
+from kvconvert.errors import UsageError, check_place_named
 from kvconvert.io.records import TensorInfo
 from kvconvert.io.tensorheader import nbytes
 from kvconvert.methods.auto import DEFAULT_CONTEXT, AutoSearch
@@ -235,7 +235,8 @@ def plan(
     Raises:
         KvconvertError: one of its children, as `calibrate` with the same arguments.
     """
-    recipe = recipe if isinstance(recipe, Recipe) else Recipe.load(str(recipe))
+    check_place_named(model, "model", "its directory, or its id on the Hub")
+    recipe = Recipe.of(recipe)
     recipe = recipe.with_budget()  # refuses a search without a budget
     target = choose_device(device)
     source = open_source(str(model))

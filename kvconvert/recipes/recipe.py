@@ -53,7 +53,7 @@ from typing import Any, TypedDict, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvconvert.bundle.figures import figure
-from kvconvert.errors import MissingError, RecipeError, UsageError, did_you_mean, first_line
+from kvconvert.errors import MissingError, RecipeError, UsageError, check_place_named, did_you_mean, first_line
 from kvconvert.methods import (
     OPTIONS,
     PRESETS,
@@ -420,6 +420,14 @@ class Recipe(RecipeTable):
         """The distinct schemes that some layer may have."""
         every = [self.kv, *(override.kv for override in self.layers)]
         return [scheme for i, scheme in enumerate(every) if scheme is not None and scheme not in every[:i]]
+
+    @classmethod
+    def of(cls, recipe: Recipe | str | Path) -> Recipe:
+        """A recipe, or what `load` reads; UsageError for anything else."""
+        if isinstance(recipe, cls):
+            return recipe
+        check_place_named(recipe, "recipe", "a Recipe, a preset's name, or the path of a recipe file")
+        return cls.load(str(recipe))
 
     @classmethod
     def load(cls, name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
