@@ -91,8 +91,6 @@ class Engine:
                     f"An Engine decodes one token of a request at a time and takes no `{name}`; leave it out, or call "
                     "`model.generate` with it."
                 )
-        if not isinstance(model, torch.nn.Module):
-            raise UsageError(f"`model` is of type {type(model).__name__}; give the model that `load` returns.")
         for name, value, least in (("max_batch", max_batch, 1), ("prompt_chunk", prompt_chunk, 1)):
             if value < least:
                 raise UsageError(f"`{name}` is {value}; it has to be at least {least}.")

@@ -105,10 +105,12 @@ class ModelSteps:
 
     Raises:
         UnsupportedModelError: the model cannot be served.
-        UsageError: the memory does not hold a page.
+        UsageError: `model` is none, or the memory does not hold a page.
     """
 
     def __init__(self, model: PreTrainedModel, rows: int, kv_memory: int | None):
+        if not isinstance(model, torch.nn.Module):
+            raise UsageError(f"`model` is of type {type(model).__name__}; give the model that `load` returns.")
         if reason := unsupported(model):
             raise UnsupportedModelError(f"An Engine cannot serve this model: {reason}.")
         self.model, self.rows = model, rows
