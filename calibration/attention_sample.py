@@ -23,13 +23,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface
 
 from kvconvert.cache.format import CacheFormat
 from kvconvert.calibration.activations import same_arguments
 from kvconvert.calibration.protocol import CalibrationPass, LayerWork, require_finite
 from kvconvert.kernels.attention.chosen import choice_of
 from kvconvert.kernels.rotate import hadamard_transform
+from kvconvert.models.masks import tensor_mask
 
 RECORDING_ATTENTION = "kvconvert_record"
 _OBSERVERS = "kvconvert_attention_observers"
@@ -128,7 +129,7 @@ def _capped_attention(
 
 
 AttentionInterface.register(RECORDING_ATTENTION, _recording_attention)
-AttentionMaskInterface.register(RECORDING_ATTENTION, sdpa_mask)
+AttentionMaskInterface.register(RECORDING_ATTENTION, tensor_mask)
 
 
 SAMPLE_SEQUENCES = 8

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface
 
 from kvconvert.cache.format import CacheFormat
 from kvconvert.calibration.attention_sample import as_cached, model_attention
 from kvconvert.calibration.clip_ratios import pages_read, stored_tokens
 from kvconvert.kernels.rotate import hadamard_transform
+from kvconvert.models.masks import tensor_mask
 
 SIMULATED_ATTENTION = "kvconvert_simulate"
 
@@ -145,4 +146,4 @@ def _attention_function(
 
 
 AttentionInterface.register(SIMULATED_ATTENTION, _attention_function)
-AttentionMaskInterface.register(SIMULATED_ATTENTION, sdpa_mask)
+AttentionMaskInterface.register(SIMULATED_ATTENTION, tensor_mask)

@@ -13,9 +13,10 @@ from typing import Any, Self
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function
 
 from kvconvert.errors import CacheError
+from kvconvert.models.masks import tensor_mask
 from kvconvert.runtime.cache.forward_pass import PassTokens
 from kvconvert.runtime.cache.store import LayerStore
 
@@ -166,5 +167,5 @@ class MaskHandle(torch.Tensor):
         sliced = len(positions) != arguments["q_length"]
         if sliced or not allow_causal_skip:
             arguments = arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        mask = sdpa_mask(**arguments)
+        mask = tensor_mask(**arguments)
         return mask[:, :, positions - arguments["q_offset"]] if sliced else mask

@@ -121,7 +121,7 @@ UNTRIED = dict.fromkeys(
 UNTRIED |= dict.fromkeys(("fast_vlm", "gemma3n", "inkling_mm_model", "perception_lm"), "it needs timm or scipy")
 UNTRIED |= dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "it drafts with another model's states")
 UNTRIED |= {"evolla": "no Auto class generates with it", "diffusion_gemma": "it denoises blocks of text"}
-UNTRIED |= {"shieldgemma2": "it classifies images", "paligemma": "its prefix has no causal mask"}
+UNTRIED |= {"shieldgemma2": "it classifies images"}
 UNTRIED |= dict.fromkeys(
     (
         *("apertus1p5", "blt", "dory", "dots3_note", "dots3_note_text", "ernie4_5_vl_moe", "fun_asr_nano"),
