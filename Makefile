@@ -50,7 +50,7 @@ dist: $(VENV)/ready
 	$(BIN)/twine check --strict build/dist/*
 
 # What users get: the wheel in an environment of its own, without constraints.
-README_LINES = tests/test_documents_run.py -k "lines_of_a_page and README.md-False"
+README_LINES = tests/test_documents_run.py -k "lines_of_a_page and README.md"
 
 test-readme: dist readme-torch
 	build/readme/bin/pip install --quiet --no-compile build/dist/*.whl pytest

@@ -32,14 +32,6 @@ DOCUMENTS = [
 ]
 # What a test cannot run: it would install packages, run the tests, or need an account.
 NOT_RUN = ("pip install", "make ", "kvconvert push", "hf auth")
-# By default commands get fewer tokens than the pages give them.
-SHORTER = {
-    "calibrate": ["--samples", "1", "--seq-len", "32"],
-    "convert": ["--samples", "1", "--seq-len", "32"],
-    "eval": ["--only", "weights"],
-    "bench": ["--context", "16", "--new-tokens", "2"],
-    "generate": ["--max-new-tokens", "4"],
-}
 
 
 def text(page):
@@ -65,11 +57,10 @@ def run(words):
     return result.stdout
 
 
-@pytest.mark.parametrize(
-    ("page", "short"),
-    [("README.md", True), *(pytest.param(page, False, marks=pytest.mark.full) for page in PAGES)],
-)
-def test_the_lines_of_a_page_run_in_their_order(page, short, tmp_path, monkeypatch, capsys):
+# `make test` runs README.md's by themselves, with the wheel and the newest packages.
+@pytest.mark.full
+@pytest.mark.parametrize("page", PAGES)
+def test_the_lines_of_a_page_run_in_their_order(page, tmp_path, monkeypatch, capsys):
     torch.set_num_threads(1)
     monkeypatch.chdir(tmp_path)
     save_checkpoint(tmp_path / "MODEL", head_dim=32, max_position_embeddings=2048)
@@ -83,12 +74,10 @@ def test_the_lines_of_a_page_run_in_their_order(page, short, tmp_path, monkeypat
             continue
         assert words[0] == "kvconvert", words
         ran.append(words[1])
-        run(words[1:] + (SHORTER.get(words[1], []) if short else []))
+        run(words[1:])
     assert {"inspect", "verify", "eval", "generate"} <= {*ran}
     examples = "".join(blocks(page, "python"))
     assert examples
-    if short:
-        examples = re.sub(r"max_new_tokens=\d+", "max_new_tokens=4", examples)
     capsys.readouterr()
     given = {}
     exec(compile(examples.replace("cache=cache", f"{CACHE}=cache"), page, "exec"), given)

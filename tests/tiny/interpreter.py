@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,10 +20,12 @@ def quick_interpreter() -> Iterator[None]:
     - Sums and products of integers are not computed a second time in 64 bits: the interpreter compares them with what
       32 bits hold and, without its debug option, does nothing with the answer.
     - The table of NumPy's types is made once.
+    - Shapes are checked and wrapped once, not for every tensor and every type of a block.
 
     Another version of Triton may have none of these places; it is left as it is.
     """
     import triton.language as tl
+    from triton._utils import validate_block_shape
     from triton.runtime import interpreter
 
     if not hasattr(interpreter, "_LangPatchScope") or interpreter.interpreter_builder.options.debug:
@@ -62,6 +65,25 @@ def quick_interpreter() -> Iterator[None]:
     def numpy_type_of(kind: tl.dtype) -> object:
         return numpy_type(tl.uint64 if kind.scalar.is_ptr() else kind.scalar)
 
+    @functools.cache
+    def checked_shape(sizes: tuple[int, ...]) -> tuple[object, int]:
+        return tl.core.tuple(sizes), validate_block_shape(sizes)
+
+    @functools.cache
+    def wrapped_shape(sizes: tuple[int, ...]) -> tuple[object, object]:
+        return tl.core.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes))
+
+    def new_block_type(self: tl.block_type, element_ty: tl.dtype, shape: object) -> None:
+        self.element_ty = element_ty
+        sizes = tuple([size.value if isinstance(size, tl.constexpr) else size for size in shape])
+        if not sizes:
+            raise TypeError("0d block_type is forbidden")
+        self.shape, self.numel = checked_shape(sizes)
+
+    def new_tensor(self: tl.tensor, handle: object, type: tl.dtype) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = wrapped_shape(tuple(type.shape.values) if type.is_block() else ())
+
     for package in (tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base):
         builtins_of(package)
     builder = interpreter.interpreter_builder
@@ -69,5 +91,8 @@ def quick_interpreter() -> Iterator[None]:
         patch.setattr(interpreter, "_patch_lang", patch_once)
         patch.setattr(interpreter, "_patch_builtin", patch_builtins)
         patch.setattr(interpreter, "_get_np_dtype", numpy_type_of)
+        patch.setattr(tl.block_type, "__init__", new_block_type)
+        patch.setattr(tl.block_type, "name", property(lambda self: f"<{self.shape}, {self.element_ty}>"), raising=False)
+        patch.setattr(tl.tensor, "__init__", new_tensor)
         patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
         yield
