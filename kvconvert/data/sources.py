@@ -14,14 +14,15 @@ import json
 import os
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from kvconvert.data.csv_rows import CsvRows
+from kvconvert.data.parquet_rows import ParquetRows
 from kvconvert.errors import DataError, KvconvertError, UsageError, first_line, listed
 from kvconvert.io.hub import missing_below
 from kvconvert.io.json_text import parse_json
@@ -304,6 +305,7 @@ KNOWN_COLUMNS = frozenset(
 )
 MOST_COLUMNS = 100
 SHUFFLE_BUFFER = 1_000
+SHUFFLE_BYTES = 2**28  # of the texts in it
 
 
 def holds_conversations(source: str | None) -> bool:
@@ -337,20 +339,21 @@ class SourceTable:
     def open(cls, source: str, files: list[Path] | None) -> SourceTable:
         """Open a SOURCE: local files, or the id of a Hub data set where there are none (DataError)."""
         column = named_column(source)[1]
-        if files and (rows := {"json": JsonRows, "csv": CsvRows}.get(LOADERS[files[0].suffix])) is not None:
-            return cls._of_rows(source, source, column, files[0].parent, rows(files))
+        if files:
+            kind, folder = LOADERS[files[0].suffix], files[0].parent
+            if kind == "parquet":
+                rows = ParquetRows(files)
+                columns = _known(rows.names(), column)
+                return cls(source, source, columns, column, folder, replace(rows, columns=columns))
+            return cls._of_rows(source, source, column, folder, {"json": JsonRows, "csv": CsvRows}[kind](files))
         import datasets
 
-        hub = None if files else HubSource.parse(source)
-        with _readable(source, local=hub is None):
-            if hub is None:
-                kind, names = LOADERS[files[0].suffix], [str(file) for file in files]
-                stream = datasets.load_dataset(kind, data_files=names, split="train", streaming=True)
-            else:
-                builder = datasets.load_dataset_builder(hub.name, hub.config)
-                if (rows := _json_rows(builder, hub.split)) is not None:
-                    return cls._of_rows(source, hub.name, hub.column, None, rows)
-                stream = builder.as_streaming_dataset(split=hub.split)
+        hub = HubSource.parse(source)
+        with _readable(source, local=False):
+            builder = datasets.load_dataset_builder(hub.name, hub.config)
+            if (json_rows := _json_rows(builder, hub.split)) is not None:
+                return cls._of_rows(source, hub.name, hub.column, None, json_rows)
+            stream = builder.as_streaming_dataset(split=hub.split)
             # Images stay encoded: each is decoded where it is used, so that an error can name its row.
             encoded = datasets.Image(decode=False)
             for name, feature in (stream.features or {}).items():
@@ -359,12 +362,10 @@ class SourceTable:
                 elif isinstance(feature, datasets.List) and isinstance(feature.feature, datasets.Image):
                     stream = stream.cast_column(name, datasets.List(encoded))
             names = list(stream.features) if stream.features is not None else list(next(iter(stream), {}))
-            wanted = hub.column if hub else column
-            columns = _known(names, wanted)
+            columns = _known(names, hub.column)
             if columns != names:
                 stream = stream.select_columns(columns)
-        place, folder = (source, files[0].parent) if hub is None else (hub.name, None)
-        return cls(source, place, columns, wanted, folder, stream)
+        return cls(source, hub.name, columns, hub.column, None, stream)
 
     @classmethod
     def _of_rows(
@@ -471,16 +472,22 @@ def _readable(source: str, local: bool) -> Iterator[None]:
 
 def _shuffled(rows: Iterable[dict[str, Any]], seed: int) -> Iterator[dict[str, Any]]:
     """Rows in an order that depends on the seed and the rows alone, not on the version of `datasets`."""
-    chance, buffer = random.Random(seed), []
+    chance, buffer, size = random.Random(seed), [], 0
     for row in rows:
-        if len(buffer) < SHUFFLE_BUFFER:
-            buffer.append(row)
-            continue
-        index = chance.randrange(SHUFFLE_BUFFER)
-        yield buffer[index]
-        buffer[index] = row
+        buffer.append(row)
+        size += _text_size(row)
+        while len(buffer) > SHUFFLE_BUFFER or (size > SHUFFLE_BYTES and len(buffer) > 1):
+            index = chance.randrange(len(buffer) - 1)
+            taken, buffer[index] = buffer[index], buffer[-1]
+            buffer.pop()
+            size -= _text_size(taken)
+            yield taken
     chance.shuffle(buffer)
     yield from buffer
+
+
+def _text_size(row: Mapping[str, Any]) -> int:
+    return sum(len(value) for value in row.values() if isinstance(value, str | bytes))
 
 
 def text_column_of(columns: list[str], wanted: str | None, place: str) -> str:

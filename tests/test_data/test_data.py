@@ -14,6 +14,8 @@ from datasets.packaged_modules.json.json import Json
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from kvconvert.data import sources
+from kvconvert.data.parquet_rows import ParquetRows
 from kvconvert.data.sources import HubSource, SourceTable, holds_conversations, local_files
 from kvconvert.data.text import load_held_out_samples, load_token_samples, token_data, with_random_tokens
 from kvconvert.errors import DataError, UsageError
@@ -411,8 +413,30 @@ def test_cells_are_their_text_and_rows_that_fit_no_header_are_refused(tmp_path):
             load_token_samples(str(table), word_tokenizer(), 1, 16, 0)
 
 
-def test_a_parquet_file_that_says_nonsense_of_itself_is_a_sentence(tmp_path):
+def test_what_a_parquet_file_says_of_itself_for_datasets_means_nothing(tmp_path):
     table = pyarrow.table({"text": [words(0, 40)]}).replace_schema_metadata({b"huggingface": b'{"info": 5}'})
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
-    with pytest.raises(DataError, match=r"cannot be read through datasets \(.*\); check the file"):
-        load_token_samples(str(tmp_path / "rows.parquet"), word_tokenizer(), 1, 16, 0)
+    assert load_token_samples(str(tmp_path / "rows.parquet"), word_tokenizer(), 1, 16, 0).ids.shape == (1, 16)
+
+
+def test_a_small_parquet_file_that_repeats_a_long_text_does_not_fill_the_memory(tmp_path):
+    repeated = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 10_000), pyarrow.array(["w1 " * 30_000]))
+    pyarrow.parquet.write_table(pyarrow.table({"text": repeated}), tmp_path / "x.parquet", store_schema=False)
+    rows = iter(ParquetRows([tmp_path / "x.parquet"]))
+    assert next(rows)["text"].startswith("w1 ")
+    assert pyarrow.total_allocated_bytes() < 50_000_000
+
+
+def test_long_rows_leave_the_shuffled_buffer_early(monkeypatch):
+    monkeypatch.setattr(sources, "SHUFFLE_BYTES", 100)
+    made = []
+
+    def rows():
+        for number in range(20):
+            made.append(number)
+            yield {"text": "x" * 40, "number": number}
+
+    shuffled = sources._shuffled(rows(), 0)
+    assert next(shuffled)["number"] < 3
+    assert len(made) == 3
+    assert len([*shuffled]) == 19
