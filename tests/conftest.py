@@ -7,6 +7,7 @@ Figures of slow tests are kept in tests/baselines, one JSON file per test file, 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -74,6 +75,16 @@ class Baseline:
         assert case in cases, f"{self.file.name} has no figures of {case}; run `make baselines`"
         expected = {name: pytest.approx(value, rel=tolerance[name]) for name, value in cases[case].items()}
         assert dict(measured) == expected, f"{case}: if the change is wanted, run `make baselines`"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_wait_for_the_disk() -> Iterator[None]:
+    """Leave written files to the system's cache: only a power cut tells the difference, and every conversion waits for
+    its disk some thirty times. That files are synced, and when, is seen where `kvconvert.io.disk` is observed.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,17 +1,18 @@
 """A calibration that was killed, repeated or given other inputs goes on to the same bytes, or is refused."""
 
 import json
+import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 
 import pytest
 from calibrations import KV_ONLY, contents, run
 from safetensors.torch import load_file, save_file
+from tiny import forked
 
 from kvconvert.convert import workdir
+from kvconvert.convert.hidden_states import HiddenWriter
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.errors import KvconvertError, UsageError
@@ -25,26 +26,17 @@ def test_a_second_run_does_nothing_and_says_so(model, text, finished, capsys):
     assert again.state == finished.state
 
 
-KILL = """
-import os, signal, sys
-from kvconvert.convert import hidden_states
-from kvconvert.convert.pipeline import calibrate
-from kvconvert.recipes.recipe import Recipe, WeightsRecipe
-def commit(self):
-    if self._path.name == "00001.f32":
-        os.kill(os.getpid(), signal.SIGKILL)
-    original(self)
-original = hidden_states.HiddenWriter.commit
-hidden_states.HiddenWriter.commit = commit
-recipe = Recipe(weights=WeightsRecipe(method="awq", group_size=32))
-calibrate(sys.argv[1], sys.argv[2], recipe=recipe, data=sys.argv[3], samples=3, seq_len=24, progress=False)
-"""
+def test_a_real_kill_between_layer_and_hidden_states_costs_nothing(place, model, text, finished, monkeypatch):
+    work, commit = place / "sigkill", HiddenWriter.commit
 
+    def killed(self):
+        if self._path.name == "00001.f32":
+            os.kill(os.getpid(), signal.SIGKILL)
+        commit(self)
 
-def test_a_real_kill_between_layer_and_hidden_states_costs_nothing(place, model, text, finished):
-    work = place / "sigkill"
-    done = subprocess.run([sys.executable, "-c", KILL, str(model), str(work), text], check=False, capture_output=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    with monkeypatch.context() as patch:
+        patch.setattr(HiddenWriter, "commit", killed)
+        assert forked.wait(forked.start(lambda: run(model, work, text))) == -signal.SIGKILL
     with pytest.raises(UsageError, match="stopped after 1 of 2 layers"):
         WorkDir.open(work)
     run(model, work, text)

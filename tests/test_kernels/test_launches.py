@@ -1,5 +1,6 @@
 """Notes of launches: what tells them apart, that other processes compile them, and that Triton finds them again."""
 
+import json
 import os
 import subprocess
 import sys
@@ -14,14 +15,48 @@ from kvconvert.kernels.launches import Pointer, record_specializations
 from kvconvert.kernels.linear import QuantizedLinear
 from kvconvert.runtime.engine.warm import warm
 
+# Scripts in processes without the interpreter, forked from one that has imported torch and Triton.
+SERVER = """
+import json, os, sys, traceback
+import kvconvert.kernels.launches, triton
+for line in sys.stdin:
+    script, cache, arguments = json.loads(line)
+    process = os.fork()
+    if process == 0:
+        code = 1
+        try:
+            sys.argv, os.environ["TRITON_CACHE_DIR"] = ["", *arguments], cache
+            exec(script, {"__name__": "__main__"})
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(code)
+    print("END", os.waitpid(process, 0)[1], flush=True)
+"""
 
-def run(script, cache, *arguments):
-    """What a script prints in a process without the interpreter, whose Triton caches there."""
+
+@pytest.fixture(scope="module")
+def run():
+    """What a script prints in a process of its own, whose Triton caches there."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-W", "ignore", "-c", script, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    return done.stdout.split()
+    command = [sys.executable, "-W", "ignore", "-c", SERVER]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)}, **pipes) as server:
+
+        def run(script, cache, *arguments):
+            server.stdin.write(json.dumps([script, str(cache), arguments]) + "\n")
+            server.stdin.flush()
+            words = []
+            while words[-2:-1] != ["END"]:
+                line = server.stdout.readline()
+                assert line, "the process that starts the others has ended"
+                words += line.split()
+            assert words.pop() == "0"
+            return words[:-1]
+
+        yield run
+        server.stdin.close()
 
 
 def test_launches_are_noted_once_for_all_arguments_that_are_compiled_alike():
@@ -67,7 +102,7 @@ print(*hits)
 """
 
 
-def test_noted_launches_are_compiled_by_other_processes_and_found_in_the_cache(tmp_path):
+def test_noted_launches_are_compiled_by_other_processes_and_found_in_the_cache(run, tmp_path):
     assert run(COMPILE, tmp_path) == ["2", "0", "True", "True"]
     assert run(COMPILE, tmp_path) == ["0", "0", "True", "True"]
 
@@ -96,7 +131,7 @@ print(*asked)
 """
 
 
-def test_a_kernel_that_was_made_ready_is_not_looked_for_when_it_is_launched(tmp_path):
+def test_a_kernel_that_was_made_ready_is_not_looked_for_when_it_is_launched(run, tmp_path):
     assert run(LAUNCH, tmp_path) == ["few_rows_kernel"]  # for float16, which was not recorded
 
 
@@ -110,7 +145,7 @@ print(*(found[kernel] for kernel in kernels))
 """
 
 
-def test_keys_of_the_cache_do_not_depend_on_which_kernel_was_launched_first(tmp_path):
+def test_keys_of_the_cache_do_not_depend_on_which_kernel_was_launched_first(run, tmp_path):
     assert run(KEYS, tmp_path, "forth") == run(KEYS, tmp_path, "back")
 
 
@@ -123,7 +158,7 @@ print(*(function.__name__ for function in (blocks.locate, pages.quantize_at, rag
 """
 
 
-def test_where_triton_is_not_installed_launches_are_named_and_not_imported(tmp_path):
+def test_where_triton_is_not_installed_launches_are_named_and_not_imported(run, tmp_path):
     assert len(run(WITHOUT, tmp_path)) == 3
 
 
