@@ -109,7 +109,7 @@ class ModelSteps:
     """
 
     def __init__(self, model: PreTrainedModel, rows: int, kv_memory: int | None):
-        if not hasattr(model, "config"):
+        if not hasattr(model, "forward"):
             raise UsageError(f"`model` is of type {type(model).__name__}; give the model that `load` returns.")
         if reason := unsupported(model):
             raise UnsupportedModelError(f"An Engine cannot serve this model: {reason}.")
