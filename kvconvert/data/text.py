@@ -264,8 +264,9 @@ def _row_ids(
     for name in table.read_columns:
         refuse_spelled_conversations((row.get(name) for row in first), f"{source}, column {name}")
     conversations, empty = Conversations(tokenizer), 0
+    named = ("columns " if len(table.read_columns) > 1 else "column ") + " and ".join(table.read_columns)
     for place, row in table.shuffled(seed):
-        ids = _encode_row(row.get(column), tokenizer, conversations, f"{place}, column {column}")
+        ids = _encode_row(row.get(column), tokenizer, conversations, f"{place}, {named}")
         if ids:
             yield ids
         else:
@@ -283,7 +284,7 @@ def _encode_row(value: Any, tokenizer: PreTrainedTokenizerBase, conversations: C
     if isinstance(value, list) and all(isinstance(message, dict) and "role" in message for message in value):
         if not getattr(tokenizer, "chat_template", None):
             raise DataError(
-                f"Data source {place}: rows hold messages, but the tokenizer {tokenizer.name_or_path!r} has no chat "
+                f"Data source {place}: this is a conversation, but the tokenizer {tokenizer.name_or_path!r} has no chat "
                 "template; use a model with one, or data with a text column."
             )
         if not value:
