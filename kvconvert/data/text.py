@@ -284,7 +284,7 @@ def _encode_row(value: Any, tokenizer: PreTrainedTokenizerBase, conversations: C
     if isinstance(value, list) and all(isinstance(message, dict) and "role" in message for message in value):
         if not getattr(tokenizer, "chat_template", None):
             raise DataError(
-                f"Data source {place}: a conversation, and the tokenizer {tokenizer.name_or_path!r} has no chat "
+                f"Data source {place}: a conversation, but the tokenizer {tokenizer.name_or_path!r} has no chat "
                 "template; use a model with one, or data with a text column."
             )
         if not value:

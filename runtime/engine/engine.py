@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 # Fields of generation_config.json that `generate` knows and requests of a batch do not.
 _NOT_APPLIED = ("num_beams", "num_return_sequences", "guidance_scale", "max_time", "token_healing")
+NEW_TOKENS = 256  # of a request, where nothing else is said
 FAILED = "A step of the engine failed; its requests have ended and the others go on."
 
 
@@ -134,7 +135,7 @@ class Engine:
         self,
         prompt: Sequence[int] | Tensor,
         *,
-        max_new_tokens: int = 256,
+        max_new_tokens: int | None = None,
         sampling: Sampling | None = None,
         stop_token_ids: Sequence[int] | None = None,
         stop: Sequence[str] = (),
@@ -149,7 +150,8 @@ class Engine:
 
         Args:
             prompt: token ids, a list or int64 [n] or [1, n].
-            max_new_tokens: at most so many are generated.
+            max_new_tokens: at most so many are generated; None takes what the model's generation_config.json says, or
+                256, as far as there is room.
             sampling: how tokens are chosen; None takes what the model's generation_config.json says, which is greedy
                 where it says nothing.
             stop_token_ids: tokens that end the request; None takes the model's end-of-sequence tokens, and the stop
@@ -182,6 +184,7 @@ class Engine:
                 self._tokenizer,
                 prompt,
                 max_new_tokens,
+                self.generation.values.get("max_new_tokens", NEW_TOKENS),
                 sampling,
                 stop_token_ids,
                 stop,

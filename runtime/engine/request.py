@@ -260,7 +260,8 @@ def new_request(
     steps: ModelSteps,
     tokenizer: PreTrainedTokenizerBase | None,
     prompt: Sequence[int] | Tensor,
-    max_new_tokens: int,
+    max_new_tokens: int | None,
+    usual_new_tokens: int,
     sampling: Sampling,
     stop_token_ids: Collection[int],
     stop: Sequence[str],
@@ -291,6 +292,9 @@ def new_request(
     wrong = next((id for id in ids if not isinstance(id, int) or not 0 <= id < steps.vocabulary), None)
     if wrong is not None:
         raise UsageError(f"`prompt` has the token {wrong!r}; the model's ids are 0 to {steps.vocabulary - 1}.")
+    if max_new_tokens is None:
+        room = steps.room(len(ids))
+        max_new_tokens = usual_new_tokens if room is None else max(1, min(usual_new_tokens, room))
     if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise UsageError(f"`max_new_tokens` is {max_new_tokens}; it has to be an integer, at least 1.")
     if steps.max_positions is not None and len(ids) + max_new_tokens > steps.max_positions:

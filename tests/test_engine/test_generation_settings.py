@@ -42,6 +42,15 @@ def stating(bundle, tmp_path):
     return copy
 
 
+def test_an_answer_without_a_stated_length_has_that_of_the_settings_as_far_as_there_is_room(stating):
+    for said, expected in ((5, 5), (100_000, None), (None, 256)):
+        model, tokenizer = load(stating(**({} if said is None else {"max_new_tokens": said})), dtype=torch.float32)
+        engine = Engine(model, tokenizer)
+        room = engine.room(len(PROMPT))
+        request = engine.add(PROMPT)
+        assert request.max_new_tokens == (room if expected is None else min(expected, room))
+
+
 def answers(model, tokenizer, **options):
     """The tokens of `generate`, and those of an Engine's request that says nothing."""
     ids = torch.tensor([PROMPT])
