@@ -177,8 +177,9 @@ class LayerStructure:
         """Every module with a weight matrix that is named here, each once, in reading order."""
         projections = (self.query, self.key, self.value)
         names = [projection.linear for projection in projections if projection is not None]
-        names.append(self.output)
-        names += [reader for group in self.norm_groups for reader in group.readers]
+        readers = [reader for group in self.norm_groups for reader in group.readers]
+        names += [reader for reader in readers if reader.startswith(f"{self.attention}.")]
+        names += [self.output, *readers]
         names += [name for pair in self.pairs for name in (pair.up.linear, pair.down)]
         names += self.unquantized
         return tuple(dict.fromkeys(names))

@@ -11,6 +11,7 @@ from tiny.checkpoints import save_checkpoint
 from tiny.models import ARCHITECTURES
 from transformers import AutoModelForCausalLM
 
+from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.errors import (
     CheckpointError,
     DataError,
@@ -172,6 +173,18 @@ def test_a_hybrid_layers_parts_are_quantized_or_kept_with_the_reason(tmp_path, t
     assert (covered["linear_attn.in_proj_a"].method, covered["linear_attn.conv1d"].method) == ("kept", "kept")
     assert "forgets" in covered["linear_attn.in_proj_a"].reason
     assert "skipped: a norm over each head" in covered["linear_attn.out_proj"].reason
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "deepseek_v3"])
+def test_a_mixers_output_is_corrected_after_what_reads_its_input(name, tmp_path, text):
+    source = ARCHITECTURES[name].write(tmp_path / "model")
+    layer = LayerRunner(open_source(str(source)), torch.device("cpu")).structure(0)
+    inner = [linear for linear in layer.linears if linear.startswith(f"{layer.attention}.")]
+    assert inner[-1] == layer.output
+    assert len(inner) > 2
+    work = run(source, tmp_path / "work", text, "default")
+    modules = {module.name: module for module in work.layer_record(0).modules}
+    assert modules[f"model.layers.0.{layer.output}"].method != "kept"
 
 
 def test_scalings_that_no_norm_allows_are_listed_and_a_layers_own_parameters_kept(tmp_path, text):
