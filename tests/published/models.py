@@ -4,7 +4,8 @@
 were published but for two things: lists with one entry per layer are given by their repeating part, and long lists of
 rotary factors are rounded. What tends to break a conversion is kept: the vocabulary and its special tokens, head sizes,
 query heads per KV head, windows, rotary parameters, biases, tied embeddings, old names of fields. Layers, widths and
-experts are reduced, and weights are random.
+experts are reduced, and weights are random. Fields of the newest models are the defaults that transformers gives their
+types; where these name no end of texts, it is the vocabulary's last id.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 DATA: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("configurations.json").read_text("utf-8"))
 EXPERTS = 16  # the most active ones of a token are 10
-PER_LAYER = ("layer_types", "no_rope_layers", "intermediate_size", "activation_sparsity_pattern")
+PER_LAYER = ("layer_types", "mlp_layer_types", "indexer_types", "no_rope_layers", "intermediate_size")
+PER_LAYER += ("activation_sparsity_pattern",)
 
 
 @dataclass(frozen=True)
