@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvconvert.kernels import device as devices
-from kvconvert.kernels.convolution.reference import convolve_reference
+from kvconvert.kernels.convolution.reference import convolve_reference, convolve_step_reference
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -71,3 +71,21 @@ def convolve(
     from kvconvert.kernels.convolution import triton as launch
 
     return launch.convolve(x, weight, bias, states, sequences.ends, sequences.owners, silu)
+
+
+def convolve_step(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, silu: bool) -> Tensor:
+    """`convolve` of one token of each sequence, whose states it overwrites.
+
+    Args:
+        x: [B, C].
+        weight, bias, silu: as `convolve` takes them.
+        states: [B, C, L], contiguous.
+
+    Returns:
+        [B, C] in the dtype of x.
+    """
+    if unsupported(x, weight, states) is not None:
+        return convolve_step_reference(x, weight, bias, states, silu)
+    from kvconvert.kernels.convolution import triton as launch
+
+    return launch.convolve_step(x, weight, bias, states, silu)

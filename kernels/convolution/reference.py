@@ -19,3 +19,10 @@ def convolve_reference(
         y = functional.conv1d(used, weight[:, None], bias, groups=len(weight))[0].T
         found.append((functional.silu(y) if silu else y).to(x.dtype))
     return torch.cat(found), torch.stack(after)
+
+
+def convolve_step_reference(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, silu: bool) -> Tensor:
+    """See `convolve_step`."""
+    y, after = convolve_reference(x, weight, bias, states, [1] * len(x), silu)
+    states.copy_(after)
+    return y

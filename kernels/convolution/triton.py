@@ -73,6 +73,46 @@ def states_kernel(
     tl.store(after + line + place, value, mask=inside)
 
 
+@kernel(do_not_specialize=["stride"])
+def step_kernel(
+    x,
+    weight,
+    bias,
+    states,
+    y,
+    channels,
+    stride,
+    TAPS: tl.constexpr,
+    KEPT: tl.constexpr,
+    KEPT_TILE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """One token of one sequence, whose state moves on by it."""
+    DTYPE: tl.constexpr = y.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    inside, place = channel < channels, tl.arange(0, KEPT_TILE)[None, :]
+    new = tl.load(x + row * stride + channel, mask=inside, other=0.0)
+    state = states + ((row * channels + channel) * KEPT)[:, None] + place
+    exists = inside[:, None] & (place < KEPT)
+    tap = place - (KEPT - TAPS + 1)
+    taps = weight + (channel * TAPS)[:, None] + tap
+    before = tl.load(state, mask=exists, other=0.0)
+    total = tl.sum(before.to(tl.float32) * tl.load(taps, mask=exists & (tap >= 0), other=0.0).to(tl.float32), 1)
+    total += new.to(tl.float32) * tl.load(weight + channel * TAPS + TAPS - 1, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    if SILU:
+        total = total.to(DTYPE).to(tl.float32)
+        total = total / (1.0 + tl.exp(-total))
+    after = tl.load(state + 1, mask=exists & (place < KEPT - 1), other=0.0)
+    tl.debug_barrier()  # what one thread overwrites another one may still read
+    tl.store(state, tl.where(place == KEPT - 1, new[:, None], after), mask=exists)
+    tl.store(y + row * channels + channel, total.to(DTYPE), mask=inside)
+
+
 def convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, ends: Tensor, owners: Tensor, silu: bool
 ) -> tuple[Tensor, Tensor]:
@@ -90,3 +130,14 @@ def convolve(
         CHANNELS=CHANNELS, num_warps=4,
     )  # fmt: skip
     return y, after
+
+
+def convolve_step(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, silu: bool) -> Tensor:
+    """`convolve_step_reference`, with float32 sums."""
+    (rows, channels), kept = x.shape, states.shape[2]
+    weight, y = weight.contiguous(), torch.empty(rows, channels, dtype=x.dtype, device=x.device)
+    step_kernel[(rows, triton.cdiv(channels, CHANNELS))](
+        x, weight, weight if bias is None else bias, states, y, channels, x.stride(0), TAPS=weight.shape[1], KEPT=kept,
+        KEPT_TILE=triton.next_power_of_2(kept), HAS_BIAS=bias is not None, SILU=silu, CHANNELS=CHANNELS, num_warps=4,
+    )  # fmt: skip
+    return y

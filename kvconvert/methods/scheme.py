@@ -27,6 +27,7 @@ from kvconvert.methods.minikv import MiniKV
 from kvconvert.methods.oscar import Oscar
 from kvconvert.methods.part import STRICT, LayerShape, Part, PlanTensor
 from kvconvert.methods.scale_bits import ScaleBits
+from kvconvert.methods.state_bits import PRESET_STATES, StateBits
 from kvconvert.methods.static_scales import StaticScales
 
 
@@ -137,6 +138,7 @@ PARTS: tuple[type[Part], ...] = (
     ClipRatio,
     ErrorFeedback,
     KeyCenter,
+    StateBits,
 )
 SEARCHES = (KeyTreatmentSearch, ClipRatioSearch, KeyRoundingSearch, TauSearch)
 _FROM_CALIBRATION = tuple(part.from_calibration for part in PARTS if part.from_calibration is not None)
@@ -145,7 +147,18 @@ _FROM_CALIBRATION = tuple(part.from_calibration for part in PARTS if part.from_c
 # Python collects a dataclass's fields from its last base to its first.
 @validated_dataclass(frozen=True, config=STRICT)
 class _Fields(
-    KeyCenter, ErrorFeedback, ClipRatio, ScaleBits, StaticScales, KVzip, MiniKV, CalibQuant, Kitty, Oscar, Kivi
+    StateBits,
+    KeyCenter,
+    ErrorFeedback,
+    ClipRatio,
+    ScaleBits,
+    StaticScales,
+    KVzip,
+    MiniKV,
+    CalibQuant,
+    Kitty,
+    Oscar,
+    Kivi,
 ):
     """The fields of all parts."""
 
@@ -323,7 +336,9 @@ def _describe_fields() -> dict[str, FieldInfo]:
 
 
 FIELDS: dict[str, FieldInfo] = _describe_fields()
-PRESETS: dict[str, KVScheme] = {name: KVScheme(**values) for part in PARTS for name, values in part.presets.items()}
+PRESETS: dict[str, KVScheme] = {
+    name: KVScheme(**PRESET_STATES | values) for part in PARTS for name, values in part.presets.items()
+}
 PAPER_PRESETS: dict[str, KVScheme] = {
     name: KVScheme(**values) for part in PARTS for name, values in part.paper_presets.items()
 }

@@ -105,7 +105,8 @@ class KVCache(Cache):
         for index, (layer_type, kwargs) in enumerate(zip(like.types, like.arguments, strict=True)):
             if not has_pages(layer_type):
                 own = DYNAMIC_LAYER_TYPE_MAPPING[layer_type]
-                layers.append((StateLayer if own is LinearAttentionLayer else own)(**kwargs))
+                has_states = own is LinearAttentionLayer
+                layers.append(StateLayer(**kwargs, state_bits=like.state_bits) if has_states else own(**kwargs))
                 continue
             layer_scheme, window = self.schemes[index] or UNQUANTIZED, kwargs.get("sliding_window")
             # Layers hold different numbers of tokens where heads share a budget.
@@ -131,7 +132,7 @@ class KVCache(Cache):
             elif self.reconstructs:
                 layers.append(HeadwiseLayer(store))
             elif layer_type in HYBRID_LAYER_TYPES:
-                layers.append(HybridLayer(store, number_of_states=kwargs.get("number_of_states", 1)))
+                layers.append(HybridLayer(store, kwargs.get("number_of_states", 1), like.state_bits))
             else:
                 layers.append(PagedLayer(store))
         super().__init__(layers=layers)

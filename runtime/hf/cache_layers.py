@@ -35,6 +35,8 @@ class CacheLayers:
         shares_keys: whether layers read earlier layers' keys and values.
         rotary_switch: see the function of this name.
         placeholders: ids of the tokens of each modality that a scheme compresses.
+        state_bits: of a number of recurrent states; 12 only for models whose modules `read_by_sequence` has changed,
+            for some of transformers' write into the states that a cache gives them.
     """
 
     types: tuple[str, ...]
@@ -46,6 +48,7 @@ class CacheLayers:
     shares_keys: bool
     rotary_switch: int | None
     placeholders: dict[str, tuple[int, ...]]
+    state_bits: int = 16
 
     @classmethod
     def of(cls, config: PretrainedConfig, scheme: KVScheme | str | Sequence[KVScheme | None]) -> CacheLayers:

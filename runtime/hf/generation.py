@@ -7,6 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from kvconvert.runtime.hf.lengths import tell_positions
 from kvconvert.runtime.hf.prompts import PackedPrompts
 from kvconvert.runtime.hf.reconstruct import seal_prompt
 from kvconvert.runtime.hf.rehearsal import rehearse
-from kvconvert.runtime.hf.states import read_by_sequence
+from kvconvert.runtime.hf.states import read_by_sequence, state_bits
 
 # Generated tokens whose steps are recorded before a prompt is read.
 PREPARED_TOKENS = 2048
@@ -51,7 +52,8 @@ class BundleModel:
         """An empty cache that follows the bundle's KV plan; see `KVCache` for `kv_memory` in bytes."""
         if self._cache_layers is None or self._cache_layers[0] is not self.kv_schemes:
             # Reading a config takes milliseconds.
-            self._cache_layers = self.kv_schemes, CacheLayers.of(self.config, self.kv_schemes)
+            like = CacheLayers.of(self.config, self.kv_schemes)
+            self._cache_layers = self.kv_schemes, replace(like, state_bits=state_bits(self, like.schemes))
         _, like = self._cache_layers
         cache = KVCache(self.config, self.kv_schemes, plan=self.kv_plan, kv_memory=kv_memory, like=like)
         cache.share_tables(self.captured.registry)

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from kvconvert.errors import CacheError
+from kvconvert.kernels.states import PackedStates, can_pack, pack, unpack
 from kvconvert.runtime.cache.compress import begin_forward, crop
 from kvconvert.runtime.cache.indexer import IndexerKeys
 from kvconvert.runtime.cache.store import LayerStore
@@ -254,31 +255,98 @@ class IndexedLatentLayer(IndexedLayer, LatentLayer):
     """`LatentLayer` of sparse attention."""
 
 
+class RecurrentStates(dict[int, Any]):
+    """Recurrent states by their numbers; those that are stored in 12 bits are unpacked wherever they are read."""
+
+    def __init__(self, states: Mapping[int, Any], bits: int):
+        super().__init__(states)
+        self.bits = bits
+
+    def __getitem__(self, number: int) -> Tensor | None:
+        stored = super().__getitem__(number)
+        return unpack(stored) if isinstance(stored, PackedStates) else stored
+
+    def __setitem__(self, number: int, states: Tensor | PackedStates | None) -> None:
+        if isinstance(states, Tensor) and self.bits < 16 and can_pack(states):
+            packed = PackedStates.like(states)
+            pack(states, packed)
+            states = packed
+        super().__setitem__(number, states)
+
+    def packed(self, number: int) -> PackedStates | None:
+        """The states as they are stored; None where they are not in 12 bits."""
+        stored = self.get(number)
+        return stored if isinstance(stored, PackedStates) else None
+
+    def write(self, number: int, states: Tensor) -> None:
+        """Overwrite what is stored, where it is."""
+        stored = self.get(number)
+        if isinstance(stored, PackedStates):
+            pack(states, stored)
+        else:
+            stored.copy_(states)
+
+
 class StateLayer(LinearAttentionLayer):
     """transformers' layer of states (linear attention, state-space models, short convolutions), for sequences that join
     and leave a batch.
 
     Args:
         number_of_states: states of each kind that the layer's module keeps.
+        state_bits: of a number of recurrent states, 12 (`kernels/states`) or 16 for the module's own dtype.
     """
 
+    def __init__(self, number_of_states: int = 1, state_bits: int = 16):
+        super().__init__(number_of_states=number_of_states)
+        self.recurrent_states: RecurrentStates = RecurrentStates(self.recurrent_states, state_bits)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Store the states after the newest tokens, [B, ...]; returns them."""
+        if not self.is_recurrent_states_initialized[state_idx]:
+            self.lazy_initialization(recurrent_states=recurrent_states, state_idx=state_idx)
+        self.recurrent_states.write(state_idx, recurrent_states)
+        return recurrent_states
+
     def tensors(self) -> dict[str, Tensor]:
-        """All states that exist, [B, ...] each, by the names "conv.0", "recurrent.0", and so on."""
+        """All states that exist, [B, ...] each, by the names "conv.0", "recurrent.0", and so on; packed ones in parts,
+        "recurrent.0.high" and others.
+        """
         found = {}
         for kind, states in (("conv", self.conv_states), ("recurrent", self.recurrent_states)):
-            found |= {f"{kind}.{number}": state for number, state in states.items() if state is not None}
+            for number, state in states.items():
+                if isinstance(state, PackedStates):
+                    found |= {f"{kind}.{number}.{part}": tensor for part, tensor in state._asdict().items()}
+                elif state is not None:
+                    found[f"{kind}.{number}"] = state
         return found
+
+    def reset(self) -> None:
+        """Forget the states, whose memory stays."""
+        for tensor in self.tensors().values():
+            tensor.zero_()
+        self.has_previous_state = dict.fromkeys(self.has_previous_state, False)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep the sequences of `beam_idx`, in its order."""
+        self.hold({name: tensor.index_select(0, beam_idx.to(tensor.device)) for name, tensor in self.tensors().items()})
 
     def hold(self, tensors: Mapping[str, Tensor]) -> None:
         """Let these be the states, which passes change in place."""
+        parts: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
-            kind, number = name.split(".")
-            getattr(self, f"{kind}_states")[int(number)] = tensor
-            getattr(self, f"is_{kind}_states_initialized")[int(number)] = True
-            self.has_previous_state[int(number)] = True
+            kind, index, *part = name.split(".")
+            number = int(index)
+            if part:
+                parts.setdefault(number, {})[part[0]] = tensor
+            else:
+                getattr(self, f"{kind}_states")[number] = tensor
+            getattr(self, f"is_{kind}_states_initialized")[number] = True
+            self.has_previous_state[number] = True
             if kind == "conv":
-                self.conv_kernel_size[int(number)] = tensor.shape[-1]
+                self.conv_kernel_size[number] = tensor.shape[-1]
                 self.dtype, self.device = self.dtype or tensor.dtype, self.device or tensor.device
+        for number, own in parts.items():
+            self.recurrent_states[number] = PackedStates(**own)
 
     def go_on(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on from these, which are not changed."""
@@ -317,13 +385,13 @@ class HybridLayer(StateLayer, PagedLayer):
 
     Args:
         store: what the layer stores of keys and values.
-        number_of_states: states of each kind that the layer's mixer keeps.
+        number_of_states, state_bits: see `StateLayer`.
     """
 
     is_compileable = False
 
-    def __init__(self, store: LayerStore, number_of_states: int = 1):
-        StateLayer.__init__(self, number_of_states=number_of_states)
+    def __init__(self, store: LayerStore, number_of_states: int = 1, state_bits: int = 16):
+        StateLayer.__init__(self, number_of_states, state_bits)
         PagedLayer.__init__(self, store)
 
     def lazy_initialization(self, *args: torch.Tensor, **kwargs: Any) -> None:
@@ -337,12 +405,12 @@ class HybridLayer(StateLayer, PagedLayer):
 
     def reset(self) -> None:
         """Drop everything stored."""
-        LinearAttentionLayer.reset(self)
+        StateLayer.reset(self)
         PagedLayer.reset(self)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Keep the sequences of `beam_idx`, in its order."""
-        LinearAttentionLayer.reorder_cache(self, beam_idx)
+        StateLayer.reorder_cache(self, beam_idx)
         PagedLayer.reorder_cache(self, beam_idx)
 
     @property

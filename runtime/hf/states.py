@@ -23,8 +23,11 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from kvconvert.errors import CacheError
-from kvconvert.kernels.convolution import SideBySide, convolve
+from kvconvert.kernels import device as devices
+from kvconvert.kernels.convolution import SideBySide, convolve, convolve_step
 from kvconvert.kernels.launches import skips_launches
+from kvconvert.kernels.states import PackedStates, gated_delta_step, selective_step, unpack
+from kvconvert.methods import KVScheme
 from kvconvert.runtime.hf.layer import StateLayer
 from kvconvert.runtime.hf.packed import PackedCache, Segment
 
@@ -34,8 +37,13 @@ logger = logging.getLogger(__name__)
 _UPDATES = {"update_conv_state", "update_recurrent_state"}
 _CACHES = ("cache", "cache_params", "past_key_values")
 ATTENTION = "ALL_ATTENTION_FUNCTIONS"
-# The function that convolves, and the arguments of functions that begin from a state.
-_CONVOLUTION, _INITIAL = "causal_conv1d_fn", ("initial_state", "initial_states")
+# The functions that convolve, and the arguments of functions that begin from a state.
+_CONVOLUTION, _CONVOLUTION_STEP = "causal_conv1d_fn", "causal_conv1d_update"
+_INITIAL = ("initial_state", "initial_states")
+_ACTIVATIONS = (None, "silu", "swish")
+# Rules of one token: the gated delta rule and Kimi Delta Attention, Mamba 2.
+_DELTA_RULES = "torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attention"
+_MAMBA = "mamba2_selective_state_update"
 # Tokens and the relative difference of a trial. A module that passes over a state is wrong by about 1. No trial is made
 # while kernels are only listed (`kernels/launches`), for nothing is computed then.
 _TRIAL, _TOLERANCE = 3, 0.1
@@ -59,6 +67,12 @@ def read_by_sequence(model: nn.Module) -> None:
     for module in state_modules(model):
         if "forward" not in module.__dict__ and ATTENTION not in names_in(module):
             module.forward = types.MethodType(_forward, module)
+
+
+def state_bits(model: nn.Module, schemes: Sequence[KVScheme | None]) -> int:
+    """Width of the states of a model whose modules `read_by_sequence` has changed, see `StateBits`."""
+    widths = (scheme.state_bits for scheme in schemes if scheme is not None)
+    return 16 if not_split(model) else min(widths, default=16)
 
 
 def names_in(module: nn.Module) -> set[str]:
@@ -171,18 +185,19 @@ class _SideBySide:
         own = inspect.unwrap(type(module).forward)
         found = {name: own.__globals__[name] for name in own.__code__.co_names if name in own.__globals__}
         scans = {name: self._scan(f) for name, f in found.items() if inspect.isfunction(f) and _initial(f)}
-        replaced = {**own.__globals__, **scans, _CONVOLUTION: self._convolve}
-        forward = types.FunctionType(own.__code__, replaced, own.__name__, own.__defaults__, own.__closure__)
-        forward.__kwdefaults__ = own.__kwdefaults__
-        output = forward(module, *given[0], **given[1])
+        output = _replaced(own, scans | {_CONVOLUTION: self._convolve})(module, *given[0], **given[1])
         for (kind, number), states in self._after.items():
             for layer in self.layers:
                 if not getattr(layer, f"is_{kind}_states_initialized")[number]:
                     size = {"conv_kernel_size": self._kernel_size[number]} if kind == "conv" else {}
                     layer.lazy_initialization(**{f"{kind}_states": states[:1]}, state_idx=number, **size)
                 layer.has_previous_state[number] = True
-            stored = [getattr(layer, f"{kind}_states")[number] for layer in self.layers]
-            torch._foreach_copy_(stored, list(states.split(1)))
+            own = states.split(1)
+            if kind == "conv":
+                torch._foreach_copy_([layer.conv_states[number] for layer in self.layers], list(own))
+            else:
+                for layer, state in zip(self.layers, own, strict=True):
+                    layer.recurrent_states.write(number, state)
         return output
 
     def _stacked(self, kind: str, number: int, like: Tensor | None = None) -> Tensor | None:
@@ -229,7 +244,7 @@ class _SideBySide:
     def _convolve(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **others: Any
     ) -> Tensor:
-        if activation not in (None, "silu", "swish"):
+        if activation not in _ACTIVATIONS:
             raise CacheError(f"A convolution followed by {activation} is not computed side by side.")
         kept = x.new_zeros(1, x.shape[1], self._kernel_size[self._number])
         states = self._stacked("conv", self._number, kept)
@@ -308,7 +323,7 @@ def _apart(module: nn.Module, layer: StateLayer, x: Tensor, generator: torch.Gen
     found, states = [], []
     for together in (True, False):
         seeds = map(generator.manual_seed, range(len(lengths)))  # so that one's states are not the other's
-        caches = [_trial_cache(module, layer.number_of_states, x[:, :1], own) for own in seeds]
+        caches = [_trial_cache(module, layer, x[:, :1], own) for own in seeds]
         layers = [cache.layers[module.layer_idx] for cache in caches]
         if together:
             stand_in = _SideBySide(layers, SideBySide(lengths, x.device))
@@ -322,12 +337,191 @@ def _apart(module: nn.Module, layer: StateLayer, x: Tensor, generator: torch.Gen
 
 def _read(module: nn.Module, cache: Cache | None, states: Tensor, args: Any, kwargs: dict[str, Any]) -> Any:
     """The module's own forward of hidden states [B, T, C], which are among its arguments."""
-    own = type(module).forward
     layer = None if cache is None else cache.layers[module.layer_idx]
-    stored = isinstance(layer, StateLayer) and any(layer.has_previous_state.values())
-    if states.shape[1] == 1 or not stored or _continues(module, layer, states):
-        return own(module, *args, **kwargs)
-    return _one_by_one(lambda *args, **kwargs: own(module, *args, **kwargs), states, args, kwargs)
+    if not isinstance(layer, StateLayer):
+        return type(module).forward(module, *args, **kwargs)
+    stored = any(layer.has_previous_state.values())
+    if states.shape[1] > 1 and stored and not _continues(module, layer, states):
+        return _one_by_one(lambda *args, **kwargs: _run(module, layer, cache, args, kwargs), states, args, kwargs)
+    takes_step = stored and states.shape[1] == 1 and devices.unsupported(states.device) is None
+    return _run(module, layer, cache, args, kwargs, takes_step and _steps_equal(module, layer, states))
+
+
+def _run(
+    module: nn.Module, layer: StateLayer, cache: Cache, args: Any, kwargs: dict[str, Any], steps: bool = False
+) -> Any:
+    """The module's own forward; with `steps`, of one token per sequence and with this project's kernels."""
+    if not steps and layer.recurrent_states.bits == 16:
+        return type(module).forward(module, *args, **kwargs)
+    stand_in = _Stored(cache, layer, steps and bool(names_in(module) & {*_DELTA_RULES, _MAMBA}))
+
+    def given(value: Any) -> Any:
+        return stand_in if value is cache else value
+
+    forward = _with_kernels(type(module)) if steps else type(module).forward
+    output = forward(module, *map(given, args), **{name: given(value) for name, value in kwargs.items()})
+    stand_in.store()
+    return output
+
+
+class _Stored:
+    """A cache, while one of its layers' modules runs: it unpacks states for the module and stores them after it.
+
+    Some modules say which states follow, and others write into those that they were given.
+
+    Args:
+        cache: of all layers.
+        layer: the module's.
+        packed: whether the module is given states as they are stored, for a kernel that changes them there.
+    """
+
+    def __init__(self, cache: Cache, layer: StateLayer, packed: bool):
+        self._cache, self._layer, self._packed = cache, layer, packed
+        self._unpacked: dict[int, Tensor] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | PackedStates | None:
+        """States [B, ...] to begin from."""
+        packed = self._layer.recurrent_states.packed(state_idx)
+        if packed is None or not self._layer.has_previous_state[state_idx]:
+            return self._cache.get_recurrent_state(layer_idx, state_idx)
+        return packed if self._packed else self._unpacked.setdefault(state_idx, unpack(packed))
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor | PackedStates, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Any:
+        """Store the states [B, ...] after these tokens."""
+        self._unpacked.pop(state_idx, None)
+        if isinstance(recurrent_states, PackedStates):
+            return recurrent_states  # where a kernel has written them
+        return self._cache.update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+
+    def store(self) -> None:
+        """Store what the module may have changed and did not say."""
+        for number, states in self._unpacked.items():
+            self._layer.recurrent_states.write(number, states)
+
+
+@lru_cache(maxsize=256)
+def _with_kernels(kind: type) -> Callable:
+    """The forward of a class of modules with this project's kernels in the place of transformers' functions."""
+    own = inspect.unwrap(kind.forward)
+    wrappers = {_CONVOLUTION_STEP: _convolution_step, _MAMBA: _selective_rule} | dict.fromkeys(
+        _DELTA_RULES, _delta_rule
+    )
+    replaced = {name: wrap(own.__globals__[name]) for name, wrap in wrappers.items() if name in own.__code__.co_names}
+    return _replaced(own, replaced)
+
+
+def _replaced(own: types.FunctionType, functions: dict[str, Callable]) -> Callable:
+    """A function that calls others in the place of some of its globals."""
+    made = types.FunctionType(
+        own.__code__, {**own.__globals__, **functions}, own.__name__, own.__defaults__, own.__closure__
+    )
+    made.__kwdefaults__ = own.__kwdefaults__
+    return made
+
+
+def _convolution_step(function: Callable) -> Callable:
+    """transformers' convolution of one token [B, C, 1], which changes its state."""
+
+    def step(
+        x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
+    ) -> Any:
+        if activation not in _ACTIVATIONS or x.shape[2] != 1 or not state.is_contiguous():
+            return function(x, state, weight, bias, activation)
+        return convolve_step(x[..., 0], weight, bias, state, activation is not None)[..., None]
+
+    return step
+
+
+def _delta_rule(function: Callable) -> Callable:
+    """transformers' delta rule for one token, where it begins from packed states."""
+
+    def step(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor | PackedStates | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if not isinstance(initial_state, PackedStates):
+            return function(query, key, value, g=g, beta=beta, initial_state=initial_state, **kwargs)
+        if not kwargs.get("use_qk_l2norm_in_kernel"):
+            raise CacheError("Keys that are not normalized are not read with packed states.")
+        return gated_delta_step(query, key, value, g, beta, initial_state), initial_state
+
+    return step
+
+
+def _selective_rule(function: Callable) -> Callable:
+    """transformers' update of Mamba 2 for one token, where it begins from packed states, which it changes.
+
+    It takes what belongs to a head once for each of its numbers.
+    """
+
+    def step(
+        state: Tensor | PackedStates,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        z: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if not isinstance(state, PackedStates):
+            return function(state, x, dt, A, B, C, D, dt_bias=dt_bias, dt_softplus=dt_softplus, z=z, **kwargs)
+        per_head = [value for value in (dt, D, dt_bias) if value is not None]
+        if not dt_softplus or any(value.stride(-1) for value in per_head) or any(A.stride()[1:]):
+            raise CacheError("An update whose steps differ between the channels of a head does not take packed states.")
+        d, bias = (None if value is None else value[..., 0] for value in (D, dt_bias))
+        return selective_step(x, dt[..., 0], A[:, 0, 0], B, C, d, bias, z, state)
+
+    return step
+
+
+@torch.no_grad()
+def _steps_equal(module: nn.Module, layer: StateLayer, like: Tensor) -> bool:
+    """Whether a module reads a token with this project's kernels as it does by itself, found by a trial.
+
+    Args:
+        module: a module with states.
+        layer: its layer in a cache.
+        like: its input, hidden states [B, T, C].
+    """
+    if skips_launches():
+        return True
+    if "steps_equal" not in module.__dict__:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(1, 2, like.shape[2], generator=generator).to(like)
+        reason = "a trial gave other outputs"
+        try:
+            module.steps_equal = not hasattr(module, "_hf_hook") and _step_equals(module, layer, x, generator)
+        except Exception as error:  # code of any model, which may do what the stand-in for a cache does not
+            module.steps_equal, reason = False, f"a trial failed: {error}"
+        if not module.steps_equal:
+            logger.warning("%s decodes with transformers' functions (%s).", type(module).__name__, reason)
+    return module.steps_equal
+
+
+def _step_equals(module: nn.Module, layer: StateLayer, x: Tensor, generator: torch.Generator) -> bool:
+    """Whether the second of two tokens x [1, 2, C] gives the same with kernels and without them."""
+    found, states, name = [], [], _cache_name(module)
+    for steps in (True, False):
+        cache = _trial_cache(module, layer, x[:, :1], generator.manual_seed(0))
+        own = cache.layers[module.layer_idx]
+        found.append(_run(module, own, cache, (x[:, 1:],), {name: cache}, steps))
+        kept = [*own.conv_states.values(), *map(own.recurrent_states.__getitem__, own.recurrent_states)]
+        states.append([state for state in kept if state is not None])
+    return _close(*found) and all(map(_close, *states))
 
 
 def _one_by_one(own: Callable, states: Tensor, args: tuple, kwargs: dict[str, Any]) -> Tensor:
@@ -356,9 +550,10 @@ def _continues(module: nn.Module, layer: StateLayer, like: Tensor) -> bool:
         x = torch.randn(1, 1 + _TRIAL, like.shape[2], generator=generator).to(like)
         found = []
         for size in (_TRIAL, 1):
-            cache = _trial_cache(module, layer.number_of_states, x[:, :1], generator.manual_seed(0))
-            own, name = type(module).forward, _cache_name(module)
-            found.append(torch.cat([own(module, part, **{name: cache}) for part in x[:, 1:].split(size, 1)], 1))
+            cache, name = _trial_cache(module, layer, x[:, :1], generator.manual_seed(0)), _cache_name(module)
+            own = cache.layers[module.layer_idx]
+            parts = x[:, 1:].split(size, 1)
+            found.append(torch.cat([_run(module, own, cache, (part,), {name: cache}) for part in parts], 1))
         module.continues = _close(*found)
         if not module.continues:
             logger.warning(
@@ -374,12 +569,17 @@ def _cache_name(module: nn.Module) -> str:
     return next(name for name in inspect.signature(inspect.unwrap(type(module).forward)).parameters if name in _CACHES)
 
 
-def _trial_cache(module: nn.Module, number_of_states: int, first: Tensor, generator: torch.Generator) -> Cache:
+def _trial_cache(module: nn.Module, like: StateLayer, first: Tensor, generator: torch.Generator) -> Cache:
     """A cache in which a module has read one token, [1, 1, C], and random states took the place of its own."""
-    cache = Cache(layers=[StateLayer(number_of_states=number_of_states) for _ in range(module.layer_idx + 1)])
+    own = like.number_of_states, like.recurrent_states.bits
+    cache = Cache(layers=[StateLayer(*own) for _ in range(module.layer_idx + 1)])
     type(module).forward(module, first, **{_cache_name(module): cache})
-    for tensor in cache.layers[module.layer_idx].tensors().values():
-        tensor.copy_(torch.randn(tensor.shape, generator=generator).to(tensor))
+    layer = cache.layers[module.layer_idx]
+    for states in (layer.conv_states, layer.recurrent_states):
+        for number in [number for number, state in states.items() if state is not None]:
+            state = states[number]
+            random = torch.randn(state.shape, generator=generator).to(state)
+            layer.recurrent_states.write(number, random) if states is layer.recurrent_states else state.copy_(random)
     return cache
 
 

@@ -19,7 +19,7 @@ NAMES = ["qwen3_5_text", "falcon_h1", "jamba", "deepseek_v3", "gemma4_text_share
 MORE = ["qwen3_next", "lfm2", "bamba", "granitemoehybrid", "deepseek_v2", "glm4_moe_lite", "gemma3n_text"]
 EVERY = [*NAMES, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)]
 QUANTIZED = [("qwen3_5_text", "kivi"), ("deepseek_v3", "latent-4bit"), ("glm_moe_dsa", "latent-4bit")]
-QUANTIZED.append(("minimax_m3_vl_text", "kivi"))
+QUANTIZED += [("minimax_m3_vl_text", "kivi"), ("falcon_h1", "kivi"), ("jamba", "kivi")]
 QUICK = ("deepseek_v32", "minimax_m3_vl_text")
 CHUNK = 128
 EVERY += [pytest.param(name, marks=pytest.mark.full) for name in MIXED]

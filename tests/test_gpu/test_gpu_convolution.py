@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kvconvert.kernels.convolution import SideBySide, convolve, convolve_reference, unsupported
+from kvconvert.kernels.convolution import (
+    SideBySide,
+    convolve,
+    convolve_reference,
+    convolve_step,
+    convolve_step_reference,
+    unsupported,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 # Tokens of each sequence, channels, weights of a channel, tokens that are kept.
@@ -28,6 +35,23 @@ def test_kernels_equal_the_reference(device, shape, dtype, plain):
     tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 3e-3, "atol": 3e-3}
     torch.testing.assert_close(y.cpu(), expected[0], **tolerance)
     assert torch.equal(after.cpu(), expected[1])
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(1, 8, 4, 4), (5, 200, 4, 3), (3, 130, 3, 5), (2, 64, 2, 1)], ids=str)
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_step_equals_the_reference(device, shape, dtype, plain):
+    rows, channels, taps, kept = shape
+    generator = torch.Generator().manual_seed(0)
+    sizes = (rows, 2 * channels), (channels, taps), (channels,), (rows, channels, kept)
+    x, weight, bias, states = (torch.randn(*size, generator=generator).to(device, dtype) for size in sizes)
+    x, bias, after = x[:, channels:], None if plain else bias, states.clone()
+    found = convolve_step(x, weight, bias, after, silu=not plain)
+    expected = convolve_step_reference(x, weight, bias, states, not plain)
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 3e-3, "atol": 3e-3}
+    torch.testing.assert_close(found, expected, **tolerance)
+    assert torch.equal(after, states)
 
 
 def test_the_reference_is_a_convolution_over_what_each_sequence_had_before():
