@@ -2,7 +2,7 @@
 
 A state is read and written with every token, so that its rounding errors add up: with 8 bits they are several times
 those of bfloat16, with 12 a quarter of them (benchmarks/RESULTS.md, "States of linear attention"). A code is an integer
-of 12 bits: its upper 8 are an int8, and the lower 4 of two numbers beside each other share a byte.
+of 12 bits: its upper 8 are an int8, and the lower 4 of two numbers of a row share a byte.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PackedStates(NamedTuple):
 
     Attributes:
         high: int8 [B, ..., N], bits 4 to 11 of the codes.
-        low: uint8 [B, ..., N / 2], bits 0 to 3 of the codes of numbers 2 i (lower half of a byte) and 2 i + 1.
+        low: uint8 [B, ..., N / 2], bits 0 to 3 of the codes of numbers i (lower half of a byte) and i + N / 2.
         scales: float32 [B, ...], of each row of N numbers: its largest magnitude / 2047.
     """
 

@@ -16,15 +16,14 @@ def pack_reference(states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     states = states.float()
     scales = states.abs().amax(-1) / LARGEST_CODE
     inverse = torch.where(scales > 0, 1 / scales, 0)
-    codes = (states * inverse[..., None] + 0.5).floor().nan_to_num(0).clamp(-LARGEST_CODE, LARGEST_CODE)
-    codes = codes.to(torch.int32)
-    low = (codes & 15).to(torch.uint8)
-    return (codes >> 4).to(torch.int8), low[..., 0::2] | low[..., 1::2] << 4, scales
+    codes = (states * inverse[..., None]).round().nan_to_num(0).to(torch.int32)
+    first, second = (codes & 15).to(torch.uint8).chunk(2, -1)
+    return (codes >> 4).to(torch.int8), first | second << 4, scales
 
 
 def unpack_reference(high: Tensor, low: Tensor, scales: Tensor) -> Tensor:
     """float32 states of `PackedStates`."""
-    below = torch.stack([low & 15, low >> 4], -1).flatten(-2)
+    below = torch.cat([low & 15, low >> 4], -1)
     return (high.to(torch.int32) * 16 + below).float() * scales[..., None]
 
 

@@ -17,39 +17,43 @@ if TYPE_CHECKING:
 
 _LARGEST = tl.constexpr(LARGEST_CODE)
 _EPSILON = tl.constexpr(EPSILON)
+# 1.5 * 2^23: added to a number it leaves its integer in the lowest bits, without instructions that convert types.
+_SHIFT, _SHIFT_BITS = tl.constexpr(12582912.0), tl.constexpr(0x4B400000)
 # Numbers that a program packs or unpacks.
 NUMBERS = 4096
 
 
 @triton.jit
 def _load(high, low, scales, row, exists, CHANNELS: tl.constexpr):
-    """float32 [rows, CHANNELS] of rows [rows, 1]."""
-    ROWS: tl.constexpr = row.shape[0]
-    half = tl.arange(0, CHANNELS // 2)[None, :]
-    channel = tl.arange(0, CHANNELS)[None, :]
-    below = tl.load(low + row * (CHANNELS // 2) + half, mask=exists, other=0).to(tl.int32)
-    below = tl.reshape(tl.join(below & 15, below >> 4), [ROWS, CHANNELS])
-    above = tl.load(high + row * CHANNELS + channel, mask=exists, other=0).to(tl.int32)
-    return (above * 16 + below).to(tl.float32) * tl.load(scales + row, mask=exists, other=0.0)
+    """float32 codes of rows [rows, 1]: their first and their second halves, and the rows' scales."""
+    HALF: tl.constexpr = CHANNELS // 2
+    place = tl.arange(0, HALF)[None, :]
+    below = tl.load(low + row * HALF + place, mask=exists, other=0).to(tl.int32)
+    first = tl.load(high + row * CHANNELS + place, mask=exists, other=0).to(tl.int32)
+    second = tl.load(high + row * CHANNELS + HALF + place, mask=exists, other=0).to(tl.int32)
+    first = ((first * 16 + (below & 15)) + _SHIFT_BITS).to(tl.float32, bitcast=True) - _SHIFT
+    second = ((second * 16 + (below >> 4)) + _SHIFT_BITS).to(tl.float32, bitcast=True) - _SHIFT
+    return first, second, tl.load(scales + row, mask=exists, other=0.0)
 
 
 @triton.jit
-def _store(states, high, low, scales, row, exists, CHANNELS: tl.constexpr):
-    """Pack float32 [rows, CHANNELS] into rows [rows, 1]."""
-    ROWS: tl.constexpr = row.shape[0]
-    half = tl.arange(0, CHANNELS // 2)[None, :]
-    channel = tl.arange(0, CHANNELS)[None, :]
-    # Comparisons with what is not a number are false, so that such a row's scale would be its largest number.
-    finite = tl.sum(states * 0.0, 1)[:, None]
-    scale = tl.max(tl.abs(states), 1)[:, None] / _LARGEST + finite
+def _larger(a, b):
+    """The larger number; none where one is none."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _store(first, second, high, low, scales, row, exists, CHANNELS: tl.constexpr):
+    """Pack rows [rows, 1], given as halves."""
+    HALF: tl.constexpr = CHANNELS // 2
+    place = tl.arange(0, HALF)[None, :]
+    scale = tl.reduce(_larger(tl.abs(first), tl.abs(second)), 1, _larger)[:, None] / _LARGEST
     inverse = tl.where(scale > 0, 1.0 / scale, 0.0)
-    code = tl.floor(states * inverse + 0.5)
-    code = tl.where(code == code, code, 0.0)
-    code = tl.minimum(tl.maximum(code, -_LARGEST), _LARGEST).to(tl.int32)
-    below = tl.reshape(code & 15, [ROWS, CHANNELS // 2, 2])
-    even, odd = tl.split(below)
-    tl.store(high + row * CHANNELS + channel, (code >> 4).to(tl.int8), mask=exists)
-    tl.store(low + row * (CHANNELS // 2) + half, (even | (odd << 4)).to(tl.uint8), mask=exists)
+    first = (first * inverse + _SHIFT).to(tl.int32, bitcast=True)
+    second = (second * inverse + _SHIFT).to(tl.int32, bitcast=True)
+    tl.store(high + row * CHANNELS + place, (first >> 4).to(tl.int8), mask=exists)
+    tl.store(high + row * CHANNELS + HALF + place, (second >> 4).to(tl.int8), mask=exists)
+    tl.store(low + row * HALF + place, ((first & 15) | ((second & 15) << 4)).to(tl.uint8), mask=exists)
     tl.store(scales + row, scale, mask=exists)
 
 
@@ -58,8 +62,10 @@ def pack_kernel(states, high, low, scales, rows, CHANNELS: tl.constexpr, ROWS: t
     """ROWS rows."""
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     exists = row < rows
-    value = tl.load(states + row * CHANNELS + tl.arange(0, CHANNELS)[None, :], mask=exists, other=0.0)
-    _store(value, high, low, scales, row, exists, CHANNELS)
+    place = states + row * CHANNELS + tl.arange(0, CHANNELS // 2)[None, :]
+    first = tl.load(place, mask=exists, other=0.0)
+    second = tl.load(place + CHANNELS // 2, mask=exists, other=0.0)
+    _store(first, second, high, low, scales, row, exists, CHANNELS)
 
 
 @kernel(do_not_specialize=["rows"])
@@ -67,8 +73,10 @@ def unpack_kernel(states, high, low, scales, rows, CHANNELS: tl.constexpr, ROWS:
     """ROWS rows."""
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     exists = row < rows
-    value = _load(high, low, scales, row, exists, CHANNELS)
-    tl.store(states + row * CHANNELS + tl.arange(0, CHANNELS)[None, :], value, mask=exists)
+    first, second, scale = _load(high, low, scales, row, exists, CHANNELS)
+    place = states + row * CHANNELS + tl.arange(0, CHANNELS // 2)[None, :]
+    tl.store(place, first * scale, mask=exists)
+    tl.store(place + CHANNELS // 2, second * scale, mask=exists)
 
 
 @kernel
@@ -97,24 +105,27 @@ def gated_delta_kernel(
     head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = ((sequence * HEADS + head) * KEY_DIM + tl.arange(0, KEY_DIM))[:, None]
     exists = row >= 0
-    channel, place = tl.arange(0, KEY_DIM), tl.arange(0, VALUE_DIM)
+    channel, place = tl.arange(0, KEY_DIM), tl.arange(0, VALUE_DIM // 2)
     shared = (head // SHARED) * KEY_DIM + channel
     q = tl.load(query + sequence * query_stride + shared).to(tl.float32)
     k = tl.load(key + sequence * key_stride + shared).to(tl.float32)
-    v = tl.load(value + sequence * value_stride + head * VALUE_DIM + place).to(tl.float32)
+    values = value + sequence * value_stride + head * VALUE_DIM + place
     if BY_CHANNEL:
         kept = tl.exp(tl.load(decay + sequence * decay_stride + head * KEY_DIM + channel).to(tl.float32))[:, None]
     else:
         kept = tl.exp(tl.load(decay + sequence * decay_stride + head).to(tl.float32))
     rate = tl.load(beta + sequence * beta_stride + head).to(tl.float32)
-    q = q / (tl.sqrt(tl.sum(q * q) + _EPSILON) * tl.sqrt(KEY_DIM * 1.0))
-    k = k / tl.sqrt(tl.sum(k * k) + _EPSILON)
-    state = _load(high, low, scales, row, exists, VALUE_DIM) * kept
-    change = (v - tl.sum(state * k[:, None], 0)) * rate
-    state += k[:, None] * change[None, :]
-    found = tl.sum(state * q[:, None], 0)
-    tl.store(output + (sequence * HEADS + head) * VALUE_DIM + place, found.to(output.dtype.element_ty))
-    _store(state, high, low, scales, row, exists, VALUE_DIM)
+    q = (q / (tl.sqrt(tl.sum(q * q) + _EPSILON) * tl.sqrt(KEY_DIM * 1.0)))[:, None]
+    k = (k / tl.sqrt(tl.sum(k * k) + _EPSILON))[:, None]
+    first, second, scale = _load(high, low, scales, row, exists, VALUE_DIM)
+    scale *= kept
+    first, second = first * scale, second * scale
+    first += k * ((tl.load(values).to(tl.float32) - tl.sum(first * k, 0)) * rate)[None, :]
+    second += k * ((tl.load(values + VALUE_DIM // 2).to(tl.float32) - tl.sum(second * k, 0)) * rate)[None, :]
+    found = output + (sequence * HEADS + head) * VALUE_DIM + place
+    tl.store(found, tl.sum(first * q, 0).to(output.dtype.element_ty))
+    tl.store(found + VALUE_DIM // 2, tl.sum(second * q, 0).to(output.dtype.element_ty))
+    _store(first, second, high, low, scales, row, exists, VALUE_DIM)
 
 
 @kernel
@@ -146,7 +157,7 @@ def selective_kernel(
 ):
     """One head of one sequence. Strides are those of sequences; heads lie side by side."""
     head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    channel, place = tl.arange(0, HEAD_DIM), tl.arange(0, STATE)
+    channel, place = tl.arange(0, HEAD_DIM), tl.arange(0, STATE // 2)
     row = ((sequence * HEADS + head) * HEAD_DIM + channel)[:, None]
     exists = row >= 0
     value = tl.load(x + sequence * x_stride + head * HEAD_DIM + channel).to(tl.float32)
@@ -156,17 +167,20 @@ def selective_kernel(
     step = tl.maximum(step, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(step)))
     kept = tl.exp(step * tl.load(decay + head).to(tl.float32))
     own = (head // SHARED) * STATE + place
-    written = tl.load(b + sequence * b_stride + own).to(tl.float32)
-    read = tl.load(c + sequence * c_stride + own).to(tl.float32)
-    state = _load(high, low, scales, row, exists, STATE) * kept + (step * value)[:, None] * written[None, :]
-    found = tl.sum(state * read[None, :], 1)
+    written, read = b + sequence * b_stride + own, c + sequence * c_stride + own
+    first, second, scale = _load(high, low, scales, row, exists, STATE)
+    scale, added = scale * kept, (step * value)[:, None]
+    first = first * scale + added * tl.load(written).to(tl.float32)[None, :]
+    second = second * scale + added * tl.load(written + STATE // 2).to(tl.float32)[None, :]
+    found = first * tl.load(read).to(tl.float32)[None, :] + second * tl.load(read + STATE // 2).to(tl.float32)[None, :]
+    found = tl.sum(found, 1)
     if HAS_D:
         found += tl.load(d + head).to(tl.float32) * value
     if HAS_GATE:
         open_ = tl.load(gate + sequence * gate_stride + head * HEAD_DIM + channel).to(tl.float32)
         found = found * open_ / (1.0 + tl.exp(-open_))
     tl.store(output + (sequence * HEADS + head) * HEAD_DIM + channel, found.to(output.dtype.element_ty))
-    _store(state, high, low, scales, row, exists, STATE)
+    _store(first, second, high, low, scales, row, exists, STATE)
 
 
 def _rows(packed: PackedStates) -> tuple[int, int, int]:

@@ -41,8 +41,8 @@ class StateBits(Part):
         """What a runtime stores."""
         return {
             "state_bits": {
-                "rounding": "after a pass, code = floor(x / scale + 0.5), scale = max |x| / 2047 of a row (the last "
-                "axis of a float32 state)",
-                "bytes": "bits 4 to 11 of a code as an int8; bits 0 to 3 of numbers 2i and 2i + 1 in a byte",
+                "rounding": "after a pass, code = round(x / scale), ties to even, scale = max |x| / 2047 of a row, the "
+                "last axis of a float32 state",
+                "bytes": "bits 4 to 11 of a code as an int8; bits 0 to 3 of numbers i and i + N / 2 of a row in a byte",
             }
         }

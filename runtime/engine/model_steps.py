@@ -48,7 +48,8 @@ def rehearse_engine(model: PreTrainedModel) -> None:
 LONGEST_UNKNOWN, LONGEST_ALONE = 2048, 32768
 # Of the tables of pages.
 MOST_TABLE_BYTES = 1 << 28
-# Rows of steps where no request has a later one: as many as the fastest products of packed weights take.
+# Rows of steps where no request has a later one: as many as the fastest products of packed weights take, and four times
+# as many, and so on.
 FEW_ROWS = 16
 
 # Tokens of the passes of a rehearsal, beside decoding rows and without them.
@@ -128,7 +129,8 @@ class ModelSteps:
         self._joined: list[Any] = []
         self._taken: set[int] = set()  # rows that hold a sequence
         # How many rows decoding steps may have, ascending, and how many the cache has now.
-        self._widths, self._width = sorted({min(FEW_ROWS, rows), rows}), rows
+        fewer = (FEW_ROWS * 4**power for power in range(rows.bit_length()))
+        self._widths, self._width = [*(width for width in fewer if width < rows), rows], rows
         self.cache = model.new_kv_cache(kv_memory=kv_memory)
         try:
             self.cache.open_rows(rows)

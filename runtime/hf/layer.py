@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -287,6 +287,34 @@ class RecurrentStates(dict[int, Any]):
             stored.copy_(states)
 
 
+def read_each(stored: Sequence[RecurrentStates], number: int) -> Tensor | None:
+    """The states of as many sequences, each stored by itself, [S, ...]; zeros of one that has none, None if all have.
+
+    Packed ones are unpacked together, for a launch takes longer than a state.
+    """
+    states = [own.get(number) for own in stored]
+    known = next((state for state in states if state is not None), None)
+    if known is None:
+        return None
+    if not isinstance(known, PackedStates):
+        return torch.cat([torch.zeros_like(known) if state is None else state for state in states])
+    zeros = PackedStates(*map(torch.zeros_like, known))
+    parts = zip(*(zeros if state is None else state for state in states), strict=True)
+    return unpack(PackedStates(*map(torch.cat, parts)))
+
+
+def write_each(stored: Sequence[RecurrentStates], number: int, states: Tensor) -> None:
+    """Overwrite the stored states of as many sequences with [S, ...]."""
+    places = [own.get(number) for own in stored]
+    if not isinstance(places[0], PackedStates):
+        torch._foreach_copy_(places, list(states.split(1)))
+        return
+    together = PackedStates.like(states)
+    pack(states, together)
+    for part, own in zip(together, zip(*places, strict=True), strict=True):
+        torch._foreach_copy_(list(own), list(part.split(1)))
+
+
 class StateLayer(LinearAttentionLayer):
     """transformers' layer of states (linear attention, state-space models, short convolutions), for sequences that join
     and leave a batch.
@@ -321,10 +349,11 @@ class StateLayer(LinearAttentionLayer):
         return found
 
     def reset(self) -> None:
-        """Forget the states, whose memory stays."""
-        for tensor in self.tensors().values():
-            tensor.zero_()
-        self.has_previous_state = dict.fromkeys(self.has_previous_state, False)
+        """Forget the states."""
+        for kind in ("conv", "recurrent"):
+            getattr(self, f"{kind}_states").update(dict.fromkeys(range(self.number_of_states)))
+            setattr(self, f"is_{kind}_states_initialized", dict.fromkeys(range(self.number_of_states), False))
+        self.has_previous_state = dict.fromkeys(range(self.number_of_states), False)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keep the sequences of `beam_idx`, in its order."""
@@ -363,11 +392,12 @@ class StateLayer(LinearAttentionLayer):
 
     def resize(self, rows: int) -> None:
         """Have as many rows, the first of which are those there were."""
-        for name, tensor in self.tensors().items():
+
+        def resized(tensor: Tensor) -> Tensor:
             more = rows - len(tensor)
-            self.hold(
-                {name: tensor[:rows] if more <= 0 else torch.cat([tensor, tensor[:1].expand(more, *tensor.shape[1:])])}
-            )
+            return tensor[:rows] if more <= 0 else torch.cat([tensor, tensor[:1].expand(more, *tensor.shape[1:])])
+
+        self.hold({name: resized(tensor) for name, tensor in self.tensors().items()})
 
     def join(self, row: int, other: StateLayer, rows: int) -> None:
         """Let a row of `rows` have the states of the only sequence in another cache's layer."""

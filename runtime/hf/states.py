@@ -28,7 +28,7 @@ from kvconvert.kernels.convolution import SideBySide, convolve, convolve_step
 from kvconvert.kernels.launches import skips_launches
 from kvconvert.kernels.states import PackedStates, gated_delta_step, selective_step, unpack
 from kvconvert.methods import KVScheme
-from kvconvert.runtime.hf.layer import StateLayer
+from kvconvert.runtime.hf.layer import StateLayer, read_each, write_each
 from kvconvert.runtime.hf.packed import PackedCache, Segment
 
 logger = logging.getLogger(__name__)
@@ -192,22 +192,20 @@ class _SideBySide:
                     size = {"conv_kernel_size": self._kernel_size[number]} if kind == "conv" else {}
                     layer.lazy_initialization(**{f"{kind}_states": states[:1]}, state_idx=number, **size)
                 layer.has_previous_state[number] = True
-            own = states.split(1)
             if kind == "conv":
-                torch._foreach_copy_([layer.conv_states[number] for layer in self.layers], list(own))
+                torch._foreach_copy_([layer.conv_states[number] for layer in self.layers], list(states.split(1)))
             else:
-                for layer, state in zip(self.layers, own, strict=True):
-                    layer.recurrent_states.write(number, state)
+                write_each([layer.recurrent_states for layer in self.layers], number, states)
         return output
 
     def _stacked(self, kind: str, number: int, like: Tensor | None = None) -> Tensor | None:
         """States [S, ...], zeros where a sequence has none yet; None if none has, and nothing says of what shape."""
-        own = [getattr(layer, f"{kind}_states")[number] for layer in self.layers]
+        own = [getattr(layer, f"{kind}_states") for layer in self.layers]
+        if kind == "recurrent":
+            return read_each(own, number)
+        own = [states[number] for states in own]
         known = next((state for state in own if state is not None), like)
-        if known is None:
-            return None
-        zeros = torch.zeros_like(known)
-        return torch.cat([zeros if state is None else state for state in own])
+        return None if known is None else torch.cat([torch.zeros_like(known) if s is None else s for s in own])
 
     # What modules call of a cache.
 

@@ -53,7 +53,7 @@ def test_the_reference_rounds_to_the_nearest_of_2047_steps():
     assert bool(((found - states).abs() <= 0.5001 * step).all())
     assert torch.equal(found, unpack_reference(*pack_reference(found)))
     high, low, scales = pack_reference(torch.tensor([[[2047.0, -2047.0, -1.0, 17.0]]]))
-    assert (high.tolist(), low.tolist(), scales.tolist()) == ([[[127, -128, -1, 1]]], [[[0x1F, 0x1F]]], [[1.0]])
+    assert (high.tolist(), low.tolist(), scales.tolist()) == ([[[127, -128, -1, 1]]], [[[0xFF, 0x11]]], [[1.0]])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
