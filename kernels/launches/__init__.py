@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Collection
 from importlib import import_module
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from kvconvert.kernels.launches.notes import Launch, Pointer, record_specializat
 __all__ = [
     "Launch",
     "Pointer",
+    "begin_to_compile",
     "cache_directory",
     "compile_launches",
     "deferred",
@@ -72,6 +74,24 @@ def compile_launches(launches: Collection[Launch], architecture: int, *, jobs: i
         with tqdm(total=len(missing), desc="Compiling kernels", delay=DELAY, leave=False, disable=None) as bar:
             compile_in_processes(missing, architecture, jobs, bar.update)
     return len(missing)
+
+
+def begin_to_compile(launches: Collection[Launch], device: torch.device) -> Thread:
+    """Compile launches for a GPU beside what this process goes on with, until the thread ends.
+
+    Nothing is said of a kernel that cannot be compiled: `make_ready` tries again.
+    """
+    major, minor = capability(device)
+
+    def compile_quietly() -> None:
+        try:
+            compile_launches(launches, 10 * major + minor)
+        except KvconvertError as error:
+            logger.debug("%s", error)
+
+    thread = Thread(target=compile_quietly, name="kvconvert kernels", daemon=True)
+    thread.start()
+    return thread
 
 
 def cache_directory() -> Path:

@@ -24,8 +24,9 @@ from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.vllm.attention import PLAIN, LayerStep, Logits, quantize_pending
 from kvconvert.vllm.bundle import ServedBundle, layer_index, served_bundle
-from kvconvert.vllm.layer import LayerBatch, LayerBlocks, alike
+from kvconvert.vllm.layer import LayerBatch, LayerBlocks, LayerCache, alike
 from kvconvert.vllm.passes import LowBitMetadata, PassPlanner
+from kvconvert.vllm.rehearsal import STAND_INS
 from kvconvert.vllm.settings import MODEL_DRAFTS
 from kvconvert.vllm.spec import LowBitSpec
 
@@ -41,6 +42,7 @@ class LowBitBackend(AttentionBackend):
     ranks: ClassVar[int] = 1
     drafts: ClassVar[int] = 0
     drafts_by_model: ClassVar[bool] = False
+    has_begun: ClassVar[bool] = False
 
     @staticmethod
     def get_name() -> str:
@@ -109,6 +111,23 @@ class LowBitBackend(AttentionBackend):
         packed["block_size"] = spec.block_size if cls.served.has_states else PAGE_SIZE
         return LowBitSpec(**same | packed, pages_ahead=layout.blocks_ahead, sink_pages=layout.first_page)
 
+    @classmethod
+    def begin_to_compile(cls, config: VllmConfig) -> None:
+        """Begin to compile kernels, once for all layers, before vLLM compiles its own and there is a cache."""
+        device = torch.empty(0, device=config.device_config.device_type).device
+        if cls.has_begun or not runs_triton(device):
+            return
+        cls.has_begun = True
+        layers = _layers_of(config)
+        blocks = [layer.impl.stand_in(layer, device) for layer in layers]
+        PassPlanner.begin(config, blocks, [(layer.impl.num_heads, layer.impl.logits) for layer in layers])
+
+
+def _layers_of(config: VllmConfig) -> list[Any]:
+    """All layers whose attention is ours."""
+    every = config.compilation_config.static_forward_context.values()
+    return [one for one in every if isinstance(getattr(one, "impl", None), LowBitAttention)]
+
 
 def _unserved(layer: str, spec: AttentionSpec) -> BundleError:
     kind = type(spec).__name__
@@ -145,7 +164,7 @@ class LowBitMetadataBuilder(AttentionMetadataBuilder[LowBitMetadata]):
             self._planner = PassPlanner.of(self.vllm_config, layers, common_attn_metadata)
             if self._planner.is_new:
                 # Those of all builders, so that their kernels are compiled side by side.
-                every = [one for one in context.values() if isinstance(getattr(one, "impl", None), LowBitAttention)]
+                every = _layers_of(self.vllm_config)
                 blocks = [layer.impl.blocks(layer) for layer in every]
                 self._planner.rehearse(blocks, [(layer.impl.num_heads, layer.impl.logits) for layer in every])
         metadata = self._planner.plan(common_attn_metadata)
@@ -201,18 +220,26 @@ class LowBitAttention(AttentionImpl[LowBitMetadata]):
             return None
         known = self._blocks is not None and self._blocks.words.data_ptr() == memory.data_ptr()
         if not known or len(self._blocks.words) != len(memory):
-            index = layer_index(layer.layer_name)
-            cache = self.served.layer(index, memory.device, layer.dtype, self.rank, self.ranks, LowBitBackend.drafts)
-            if runs_triton(memory.device):
-                query = torch.empty(1, self.num_heads, 1, self.head_size, dtype=layer.dtype, device=memory.device)
-                reason = unsupported(query, cache.format, layer.dtype)
-                if reason is not None:
-                    raise BundleError(f"This bundle cannot be served on a GPU ({reason}); use `kvconvert serve`.")
-            self._blocks = LayerBlocks(cache, memory)
-            # Loaded by now; a copy in fixed places, which CUDA graphs may hold.
-            sinks = None if self._sinks is None else self._sinks.detach().float().contiguous()
-            self.logits = Logits(self._softcap, sinks)
+            self._blocks = LayerBlocks(self._cache(layer, memory.device), memory)
         return self._blocks
+
+    def stand_in(self, layer: Any, device: torch.device) -> LayerBlocks:
+        """Blocks like the layer's, before vLLM has allocated these."""
+        cache = self._cache(layer, device)
+        return LayerBlocks(cache, torch.empty(STAND_INS, cache.layout.block_bytes, dtype=torch.uint8, device=device))
+
+    def _cache(self, layer: Any, device: torch.device) -> LayerCache:
+        index = layer_index(layer.layer_name)
+        cache = self.served.layer(index, device, layer.dtype, self.rank, self.ranks, LowBitBackend.drafts)
+        if runs_triton(device):
+            query = torch.empty(1, self.num_heads, 1, self.head_size, dtype=layer.dtype, device=device)
+            reason = unsupported(query, cache.format, layer.dtype)
+            if reason is not None:
+                raise BundleError(f"This bundle cannot be served on a GPU ({reason}); use `kvconvert serve`.")
+        # Loaded by now; a copy in fixed places, which CUDA graphs may hold.
+        sinks = None if self._sinks is None else self._sinks.detach().float().contiguous()
+        self.logits = Logits(self._softcap, sinks)
+        return cache
 
     def forward(
         self,

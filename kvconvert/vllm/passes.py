@@ -16,7 +16,7 @@ from kvconvert.vllm.attention import Logits
 from kvconvert.vllm.flash import flash_attention
 from kvconvert.vllm.layer import LayerBlocks
 from kvconvert.vllm.prompts import WORKSPACE_BYTES, PackedPrompts, Packing, divide_prompts
-from kvconvert.vllm.rehearsal import prepare, rehearse
+from kvconvert.vllm.rehearsal import begin, prepare, rehearse
 from kvconvert.vllm.step import Request, StepPlan, plan_step
 from kvconvert.vllm.tables import DecodeTables
 from kvconvert.vllm.weights import rehearse_products
@@ -109,12 +109,13 @@ class PassPlanner:
             pages = min(pages, len(self.like.words))
         return rows, pages
 
-    def rehearse(self, layers: list[LayerBlocks], heads: list[tuple[int, Logits]]) -> None:
+    def rehearse(self, layers: list[LayerBlocks], heads: list[tuple[int, Logits]], ahead: bool = False) -> None:
         """Compile what those of these layers launch that it serves, all side by side, and describe their blocks.
 
         Args:
             layers: of the model.
             heads: of each, see `rehearse`.
+            ahead: only begin to compile.
         """
         if self._tables is None:
             return
@@ -122,7 +123,16 @@ class PassPlanner:
         served, heads = zip(*own, strict=True)
         self._tables.include(served)
         args = served, heads, self._tables, self._packing
-        prepare(self.like.words.device, lambda: rehearse(*args), rehearse_products)
+        (begin if ahead else prepare)(self.like.words.device, lambda: rehearse(*args), rehearse_products)
+
+    @classmethod
+    def begin(cls, config: VllmConfig, layers: list[LayerBlocks], heads: list[tuple[int, Logits]]) -> None:
+        """Begin to compile what passes will launch; `layers` are stand-ins, other arguments as for `rehearse`."""
+        left = list(layers)
+        while left:
+            planner = cls(config, left[:1])
+            planner.rehearse(layers, heads, ahead=True)
+            left = [blocks for blocks in left if not planner._serves([blocks])]
 
     def plan(self, common: CommonAttentionMetadata) -> LowBitMetadata:
         """The plan of a pass, made when the first builder asks for it."""

@@ -94,13 +94,17 @@ def _honoring(get_attn_backend_cls: Any, custom: Any) -> Any:
 
 
 def _naming_the_layer(get_kv_cache_spec: Any) -> Any:
-    """A backend is not told which layer's spec it customizes, and our layers have blocks of different sizes."""
+    """A backend is not told which layer's spec it customizes, and our layers have blocks of different sizes.
+
+    vLLM asks once the weights are loaded, and compiles the model after that.
+    """
 
     @wraps(get_kv_cache_spec)
     def wrapped(layer: Any, vllm_config: Any) -> Any:
         spec, backend = get_kv_cache_spec(layer, vllm_config), layer.get_attn_backend()
         if spec is None or f"{backend.__module__}.{backend.__qualname__}" != _BACKEND:
             return spec
+        backend.begin_to_compile(vllm_config)
         return backend.spec(layer.layer_name, spec)
 
     return wrapped

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import Thread
 
 import torch
 
 from kvconvert.kernels.device import compiles
-from kvconvert.kernels.launches import make_ready, record_specializations
+from kvconvert.kernels.launches import begin_to_compile, make_ready, record_specializations
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.vllm.attention import LayerStep, Logits, quantize_pending
 from kvconvert.vllm.layer import LayerBlocks, alike
@@ -66,8 +67,25 @@ def rehearse(
             LayerStep(blocks, plan, 1.0, parts, tables, logits).run(*tokens, output)
 
 
+# Blocks of a layer that stand in for the cache's: more than the requests of a rehearsal have pages.
+STAND_INS = 64
+# Compilations that `begin` has begun.
+_begun: list[Thread] = []
+
+
+def begin(device: torch.device, *rehearsals: Callable[[], None]) -> None:
+    """Begin to compile what these launch, beside what vLLM does next; nothing is launched."""
+    with record_specializations() as launches:
+        for rehearsal in rehearsals:
+            rehearsal()
+    if compiles(device):
+        _begun.append(begin_to_compile(launches, device))
+
+
 def prepare(device: torch.device, *rehearsals: Callable[[], None]) -> None:
     """Compile what these launch, and bring it to the device; nothing is launched."""
+    while _begun:
+        _begun.pop().join()
     with record_specializations() as launches:
         for rehearsal in rehearsals:
             rehearsal()

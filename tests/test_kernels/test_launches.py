@@ -8,10 +8,11 @@ import sys
 import pytest
 import torch
 
-from kvconvert.errors import UsageError
+from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.kernels import device
+from kvconvert.kernels import launches as launches_module
 from kvconvert.kernels.device import GPU, imagined
-from kvconvert.kernels.launches import Pointer, record_specializations
+from kvconvert.kernels.launches import Pointer, begin_to_compile, record_specializations
 from kvconvert.kernels.linear import QuantizedLinear
 from kvconvert.runtime.engine.warm import warm
 
@@ -72,6 +73,18 @@ def test_launches_are_noted_once_for_all_arguments_that_are_compiled_alike():
     with imagined(GPU((9, 0), 1)), record_specializations() as others:
         linear(torch.empty(1, 256, dtype=torch.bfloat16))
     assert not others.keys() & launches.keys()  # a GPU of one multiprocessor takes two tiles a program
+
+
+def test_kernels_that_cannot_be_compiled_beside_other_work_are_left_to_who_needs_them(monkeypatch, caplog):
+    def fail(*asked):
+        assert asked == ((), 90)
+        raise KvconvertError("no compiler")
+
+    monkeypatch.setattr(launches_module, "compile_launches", fail)
+    with imagined(GPU((9, 0), 132)):
+        thread = begin_to_compile((), torch.device("cpu"))
+    thread.join()
+    assert not [record for record in caplog.records if record.levelname != "DEBUG"]
 
 
 def test_a_cpu_that_passes_for_no_gpu_launches_nothing():

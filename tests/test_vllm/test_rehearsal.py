@@ -1,0 +1,54 @@
+"""Kernels of the plugin begin to be compiled before there is a cache."""
+
+import torch
+from vllm_serving import TINY, write_model
+
+from kvconvert.kernels.device import GPU, imagined
+from kvconvert.kernels.launches import record_specializations
+from kvconvert.vllm import rehearsal
+from kvconvert.vllm.attention import PLAIN
+from kvconvert.vllm.bundle import served_bundle
+from kvconvert.vllm.layer import LayerBlocks
+from kvconvert.vllm.prompts import Packing
+from kvconvert.vllm.tables import DecodeTables
+
+CPU = torch.device("cpu")
+DTYPE = torch.bfloat16
+
+
+def launches(served, blocks):
+    """What a rehearsal launches over a cache of so many blocks."""
+    layers = []
+    for index, layout in served.layouts(DTYPE).items():
+        memory = torch.zeros(blocks, layout.block_bytes, dtype=torch.uint8)
+        layers.append(LayerBlocks(served.layer(index, CPU, DTYPE), memory))
+    with imagined(GPU((9, 0), 132)):
+        tables = DecodeTables(layers, 32, blocks)
+        tables.include(layers)
+        packing = Packing(layers[0], None, torch.empty(16 << 20, dtype=torch.uint8))
+        with record_specializations() as found:
+            rehearsal.rehearse(layers, [(TINY["num_attention_heads"], PLAIN)] * len(layers), tables, packing)
+    return list(found)
+
+
+def test_blocks_that_stand_in_launch_what_those_of_a_cache_do(tmp_path):
+    served = served_bundle(str(write_model(tmp_path, "bundle-mixed", TINY | {"num_hidden_layers": 6})))
+    found = launches(served, rehearsal.STAND_INS)
+    assert found == launches(served, 3000)
+    assert sum(launch.name == "decode_kernel" for launch in found) == 6
+
+
+def test_what_was_begun_is_waited_for(monkeypatch):
+    order = []
+
+    class Begun:
+        def join(self):
+            order.append("joined")
+
+    monkeypatch.setattr(rehearsal, "begin_to_compile", lambda *_: order.append("begun") or Begun())
+    monkeypatch.setattr(rehearsal, "make_ready", lambda *_: order.append("ready"))
+    with imagined(GPU((9, 0), 132)):
+        rehearsal.begin(CPU, lambda: order.append("rehearsed"))
+        rehearsal.prepare(CPU, lambda: order.append("rehearsed"))
+        rehearsal.prepare(CPU)
+    assert order == ["rehearsed", "begun", "joined", "rehearsed", "ready", "ready"]
