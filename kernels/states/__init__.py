@@ -1,19 +1,17 @@
 """Recurrent states of linear attention and state-space layers, stored in 12 bits a number.
 
 A state is read and written with every token, so that its rounding errors add up: with 8 bits they are several times
-those of bfloat16, with 12 a quarter of them (benchmarks/RESULTS.md, "States of linear attention"). A code is an integer
-of 12 bits: its upper 8 are an int8, and the lower 4 of two numbers of a row share a byte.
+those of bfloat16, with 12 a quarter of them (benchmarks/RESULTS.md, "States of linear attention").
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvconvert.kernels import device as devices
 from kvconvert.kernels.states.reference import (
+    channels_of,
     gated_delta_step_reference,
     pack_reference,
     selective_step_reference,
@@ -24,32 +22,19 @@ from kvconvert.kernels.states.reference import (
 _MOST_CHANNELS = 256
 
 
-class PackedStates(NamedTuple):
-    """States [B, ..., N] in 12 bits: code * scale.
+def packed_like(states: Tensor) -> Tensor:
+    """Zeros for states [B, ..., K, N]: uint8 [B, ..., K, 3 N / 2 + 4].
 
-    Attributes:
-        high: int8 [B, ..., N], bits 4 to 11 of the codes.
-        low: uint8 [B, ..., N / 2], bits 0 to 3 of the codes of numbers i (lower half of a byte) and i + N / 2.
-        scales: float32 [B, ...], of each row of N numbers: its largest magnitude / 2047.
+    A number is code * scale, and the largest code of a row 2047. The bytes of a matrix [K, N] are an int8 for each
+    number, bits 4 to 11 of its code; a byte for each number i < N / 2 of a row, with bits 0 to 3 of the codes of i, in
+    its lower half, and of i + N / 2; and a float32 for each row, its scale.
     """
+    return states.new_zeros(*states.shape[:-1], states.shape[-1] * 3 // 2 + 4, dtype=torch.uint8)
 
-    high: Tensor
-    low: Tensor
-    scales: Tensor
 
-    @classmethod
-    def like(cls, states: Tensor) -> PackedStates:
-        """Zeros for states of this shape."""
-        *rows, channels = states.shape
-        return cls(
-            states.new_zeros(*rows, channels, dtype=torch.int8),
-            states.new_zeros(*rows, channels // 2, dtype=torch.uint8),
-            states.new_zeros(*rows, dtype=torch.float32),
-        )
-
-    def to(self, dtype: torch.dtype) -> PackedStates:
-        """The same: some modules of transformers convert the states that a rule returns."""
-        return self
+def is_packed(states: Tensor | None) -> bool:
+    """Whether these are packed states."""
+    return states is not None and states.dtype == torch.uint8
 
 
 def can_pack(states: Tensor) -> bool:
@@ -58,38 +43,40 @@ def can_pack(states: Tensor) -> bool:
 
 
 def unsupported(states: Tensor) -> str | None:
-    """Why the Triton kernels cannot pack and unpack states; None if they can."""
-    channels = states.shape[-1]
+    """Why the Triton kernels cannot pack states; None if they can."""
+    return _unsupported(states.shape[-1], states.device)
+
+
+def _unsupported(channels: int, device: torch.device) -> str | None:
     if channels > _MOST_CHANNELS or channels < 16 or channels & (channels - 1):
         return f"the kernels of states take 16, 32, 64, 128 or {_MOST_CHANNELS} channels"
-    return devices.unsupported(states.device)
+    return devices.unsupported(device)
 
 
-def pack(states: Tensor, packed: PackedStates) -> None:
+def pack(states: Tensor, packed: Tensor) -> None:
     """Write float32 states over packed ones of the same shape."""
     if unsupported(states) is not None:
-        for target, source in zip(packed, pack_reference(states), strict=True):
-            target.copy_(source)
+        packed.copy_(pack_reference(states))
         return
     from kvconvert.kernels.states import triton as launch
 
     launch.pack(states.contiguous(), packed)
 
 
-def unpack(packed: PackedStates) -> Tensor:
-    """The states, float32 [B, ..., N]."""
-    if unsupported(packed.high) is not None:
-        return unpack_reference(*packed)
+def unpack(packed: Tensor) -> Tensor:
+    """The states, float32 [B, ..., K, N]."""
+    if _unsupported(channels_of(packed), packed.device) is not None:
+        return unpack_reference(packed)
     from kvconvert.kernels.states import triton as launch
 
     return launch.unpack(packed)
 
 
-def step_unsupported(query: Tensor, value: Tensor, packed: PackedStates) -> str | None:
+def step_unsupported(query: Tensor, value: Tensor, packed: Tensor) -> str | None:
     """Why the kernel of `gated_delta_step` cannot take these tensors; None if it can."""
-    key_dim, value_dim = packed.high.shape[2:]
-    if unsupported(packed.high) is not None:
-        return unsupported(packed.high)
+    key_dim, value_dim = packed.shape[2], channels_of(packed)
+    if (reason := _unsupported(value_dim, packed.device)) is not None:
+        return reason
     if max(key_dim, value_dim) > 128 or key_dim < 16 or key_dim & (key_dim - 1):
         return "the kernel of a step takes heads of 16, 32, 64 or 128 channels"
     if value.shape[2] % query.shape[2]:
@@ -97,9 +84,7 @@ def step_unsupported(query: Tensor, value: Tensor, packed: PackedStates) -> str 
     return None
 
 
-def gated_delta_step(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, packed: PackedStates
-) -> Tensor:
+def gated_delta_step(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, packed: Tensor) -> Tensor:
     """One token of the gated delta rule for each sequence, which its packed state takes up (arXiv 2412.06464, eq. 10).
 
         S = exp(decay) S + key (beta (value - key^T exp(decay) S))^T,  output = query^T S / sqrt(K)
@@ -118,7 +103,7 @@ def gated_delta_step(
         [B, 1, H, V] in the dtype of `value`.
     """
     if step_unsupported(query, value, packed) is not None:
-        output, states = gated_delta_step_reference(query, key, value, decay, beta, unpack_reference(*packed))
+        output, states = gated_delta_step_reference(query, key, value, decay, beta, unpack_reference(packed))
         pack(states, packed)
         return output
     from kvconvert.kernels.states import triton as launch
@@ -135,7 +120,7 @@ def selective_step(
     d: Tensor | None,
     dt_bias: Tensor | None,
     gate: Tensor | None,
-    packed: PackedStates,
+    packed: Tensor,
 ) -> Tensor:
     """One token of Mamba 2 for each sequence, which its packed state takes up (arXiv 2405.21060, eq. 2).
 
@@ -153,8 +138,8 @@ def selective_step(
     Returns:
         [B, H, P] in the dtype of x.
     """
-    if unsupported(packed.high) is not None or x.shape[2] not in (16, 32, 64, 128):
-        output, states = selective_step_reference(x, dt, decay, b, c, d, dt_bias, gate, unpack_reference(*packed))
+    if _unsupported(channels_of(packed), packed.device) is not None or x.shape[2] not in (16, 32, 64, 128):
+        output, states = selective_step_reference(x, dt, decay, b, c, d, dt_bias, gate, unpack_reference(packed))
         pack(states, packed)
         return output
     from kvconvert.kernels.states import triton as launch

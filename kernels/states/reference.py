@@ -11,20 +11,31 @@ LARGEST_CODE = 2047
 EPSILON = 1e-6
 
 
-def pack_reference(states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`PackedStates` of states [B, ..., N]. A row that is not finite is not a number once it is read."""
-    states = states.float()
-    scales = states.abs().amax(-1) / LARGEST_CODE
+def channels_of(packed: Tensor) -> int:
+    """N of packed states [B, ..., K, 3 N / 2 + 4]."""
+    return (packed.shape[-1] - 4) * 2 // 3
+
+
+def pack_reference(states: Tensor) -> Tensor:
+    """Packed states, see `packed_like`, of float32 [B, ..., K, N]; a row that is not finite is not once it is read."""
+    *_, rows, channels = states.shape
+    scales = states.abs().amax(-1, keepdim=True) / LARGEST_CODE
     inverse = torch.where(scales > 0, 1 / scales, 0)
-    codes = (states * inverse[..., None]).round().nan_to_num(0).to(torch.int32)
+    codes = (states * inverse).round().nan_to_num(0).to(torch.int32)
     first, second = (codes & 15).to(torch.uint8).chunk(2, -1)
-    return (codes >> 4).to(torch.int8), first | second << 4, scales
+    parts = (codes >> 4).to(torch.int8).view(torch.uint8), first | second << 4, scales.view(torch.uint8)
+    joined = torch.cat([part.flatten(-2) for part in parts], -1)
+    return joined.unflatten(-1, (rows, channels * 3 // 2 + 4))
 
 
-def unpack_reference(high: Tensor, low: Tensor, scales: Tensor) -> Tensor:
-    """float32 states of `PackedStates`."""
+def unpack_reference(packed: Tensor) -> Tensor:
+    """float32 states [B, ..., K, N] of packed ones."""
+    rows, channels = packed.shape[-2], channels_of(packed)
+    sizes = [rows * channels, rows * channels // 2, rows * 4]
+    high, low, scales = (part.unflatten(-1, (rows, -1)) for part in packed.flatten(-2).split(sizes, -1))
     below = torch.cat([low & 15, low >> 4], -1)
-    return (high.to(torch.int32) * 16 + below).float() * scales[..., None]
+    codes = high.view(torch.int8).to(torch.int32) * 16 + below
+    return codes.float() * scales.clone(memory_format=torch.contiguous_format).view(torch.float32)
 
 
 def gated_delta_step_reference(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import triton
@@ -10,10 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvconvert.kernels.launches.triton import kernel
-from kvconvert.kernels.states.reference import EPSILON, LARGEST_CODE
-
-if TYPE_CHECKING:
-    from kvconvert.kernels.states import PackedStates
+from kvconvert.kernels.states.reference import EPSILON, LARGEST_CODE, channels_of
 
 _LARGEST = tl.constexpr(LARGEST_CODE)
 _EPSILON = tl.constexpr(EPSILON)
@@ -24,16 +21,25 @@ NUMBERS = 4096
 
 
 @triton.jit
-def _load(high, low, scales, row, exists, CHANNELS: tl.constexpr):
+def _load(high, low, scales, row, CHANNELS: tl.constexpr):
     """float32 codes of rows [rows, 1]: their first and their second halves, and the rows' scales."""
     HALF: tl.constexpr = CHANNELS // 2
     place = tl.arange(0, HALF)[None, :]
-    below = tl.load(low + row * HALF + place, mask=exists, other=0).to(tl.int32)
-    first = tl.load(high + row * CHANNELS + place, mask=exists, other=0).to(tl.int32)
-    second = tl.load(high + row * CHANNELS + HALF + place, mask=exists, other=0).to(tl.int32)
+    below = tl.load(low + row * HALF + place).to(tl.int32)
+    first = tl.load(high + row * CHANNELS + place).to(tl.int32)
+    second = tl.load(high + row * CHANNELS + HALF + place).to(tl.int32)
     first = ((first * 16 + (below & 15)) + _SHIFT_BITS).to(tl.float32, bitcast=True) - _SHIFT
     second = ((second * 16 + (below >> 4)) + _SHIFT_BITS).to(tl.float32, bitcast=True) - _SHIFT
-    return first, second, tl.load(scales + row, mask=exists, other=0.0)
+    return first, second, tl.load(scales + row)
+
+
+@triton.jit
+def _parts(packed, matrix, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
+    """Where the bytes of a matrix [ROWS, CHANNELS] lie: upper bits, lower bits, scales."""
+    high = packed + matrix.to(tl.int64) * (ROWS * (CHANNELS * 3 // 2 + 4))
+    low = high + ROWS * CHANNELS
+    scales = low + ROWS * (CHANNELS // 2)
+    return high.to(tl.pointer_type(tl.int8)), low, scales.to(tl.pointer_type(tl.float32))
 
 
 @triton.jit
@@ -43,7 +49,7 @@ def _larger(a, b):
 
 
 @triton.jit
-def _store(first, second, high, low, scales, row, exists, CHANNELS: tl.constexpr):
+def _store(first, second, high, low, scales, row, CHANNELS: tl.constexpr):
     """Pack rows [rows, 1], given as halves."""
     HALF: tl.constexpr = CHANNELS // 2
     place = tl.arange(0, HALF)[None, :]
@@ -51,32 +57,32 @@ def _store(first, second, high, low, scales, row, exists, CHANNELS: tl.constexpr
     inverse = tl.where(scale > 0, 1.0 / scale, 0.0)
     first = (first * inverse + _SHIFT).to(tl.int32, bitcast=True)
     second = (second * inverse + _SHIFT).to(tl.int32, bitcast=True)
-    tl.store(high + row * CHANNELS + place, (first >> 4).to(tl.int8), mask=exists)
-    tl.store(high + row * CHANNELS + HALF + place, (second >> 4).to(tl.int8), mask=exists)
-    tl.store(low + row * HALF + place, ((first & 15) | ((second & 15) << 4)).to(tl.uint8), mask=exists)
-    tl.store(scales + row, scale, mask=exists)
+    tl.store(high + row * CHANNELS + place, (first >> 4).to(tl.int8))
+    tl.store(high + row * CHANNELS + HALF + place, (second >> 4).to(tl.int8))
+    tl.store(low + row * HALF + place, ((first & 15) | ((second & 15) << 4)).to(tl.uint8))
+    tl.store(scales + row, scale)
 
 
-@kernel(do_not_specialize=["rows"])
-def pack_kernel(states, high, low, scales, rows, CHANNELS: tl.constexpr, ROWS: tl.constexpr):
-    """ROWS rows."""
-    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
-    exists = row < rows
-    place = states + row * CHANNELS + tl.arange(0, CHANNELS // 2)[None, :]
-    first = tl.load(place, mask=exists, other=0.0)
-    second = tl.load(place + CHANNELS // 2, mask=exists, other=0.0)
-    _store(first, second, high, low, scales, row, exists, CHANNELS)
+@kernel
+def pack_kernel(states, packed, ROWS: tl.constexpr, CHANNELS: tl.constexpr, TILE: tl.constexpr):
+    """TILE rows of one matrix [ROWS, CHANNELS]; the last tile of a matrix begins where it ends with the matrix."""
+    matrix = tl.program_id(0)
+    row = (tl.minimum(tl.program_id(1) * TILE, ROWS - TILE) + tl.arange(0, TILE))[:, None]
+    place = states + (matrix.to(tl.int64) * ROWS + row) * CHANNELS + tl.arange(0, CHANNELS // 2)[None, :]
+    high, low, scales = _parts(packed, matrix, ROWS, CHANNELS)
+    _store(tl.load(place), tl.load(place + CHANNELS // 2), high, low, scales, row, CHANNELS)
 
 
-@kernel(do_not_specialize=["rows"])
-def unpack_kernel(states, high, low, scales, rows, CHANNELS: tl.constexpr, ROWS: tl.constexpr):
-    """ROWS rows."""
-    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
-    exists = row < rows
-    first, second, scale = _load(high, low, scales, row, exists, CHANNELS)
-    place = states + row * CHANNELS + tl.arange(0, CHANNELS // 2)[None, :]
-    tl.store(place, first * scale, mask=exists)
-    tl.store(place + CHANNELS // 2, second * scale, mask=exists)
+@kernel
+def unpack_kernel(states, packed, ROWS: tl.constexpr, CHANNELS: tl.constexpr, TILE: tl.constexpr):
+    """TILE rows of one matrix, as `pack_kernel` takes them."""
+    matrix = tl.program_id(0)
+    row = (tl.minimum(tl.program_id(1) * TILE, ROWS - TILE) + tl.arange(0, TILE))[:, None]
+    high, low, scales = _parts(packed, matrix, ROWS, CHANNELS)
+    first, second, scale = _load(high, low, scales, row, CHANNELS)
+    place = states + (matrix.to(tl.int64) * ROWS + row) * CHANNELS + tl.arange(0, CHANNELS // 2)[None, :]
+    tl.store(place, first * scale)
+    tl.store(place + CHANNELS // 2, second * scale)
 
 
 @kernel
@@ -86,9 +92,7 @@ def gated_delta_kernel(
     value,
     decay,
     beta,
-    high,
-    low,
-    scales,
+    packed,
     output,
     query_stride,
     key_stride,
@@ -103,8 +107,7 @@ def gated_delta_kernel(
 ):
     """One head of one sequence. Strides are those of sequences; heads lie side by side."""
     head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    row = ((sequence * HEADS + head) * KEY_DIM + tl.arange(0, KEY_DIM))[:, None]
-    exists = row >= 0
+    high, low, scales = _parts(packed, sequence * HEADS + head, KEY_DIM, VALUE_DIM)
     channel, place = tl.arange(0, KEY_DIM), tl.arange(0, VALUE_DIM // 2)
     shared = (head // SHARED) * KEY_DIM + channel
     q = tl.load(query + sequence * query_stride + shared).to(tl.float32)
@@ -117,7 +120,7 @@ def gated_delta_kernel(
     rate = tl.load(beta + sequence * beta_stride + head).to(tl.float32)
     q = (q / (tl.sqrt(tl.sum(q * q) + _EPSILON) * tl.sqrt(KEY_DIM * 1.0)))[:, None]
     k = (k / tl.sqrt(tl.sum(k * k) + _EPSILON))[:, None]
-    first, second, scale = _load(high, low, scales, row, exists, VALUE_DIM)
+    first, second, scale = _load(high, low, scales, channel[:, None], VALUE_DIM)
     scale *= kept
     first, second = first * scale, second * scale
     first += k * ((tl.load(values).to(tl.float32) - tl.sum(first * k, 0)) * rate)[None, :]
@@ -125,7 +128,7 @@ def gated_delta_kernel(
     found = output + (sequence * HEADS + head) * VALUE_DIM + place
     tl.store(found, tl.sum(first * q, 0).to(output.dtype.element_ty))
     tl.store(found + VALUE_DIM // 2, tl.sum(second * q, 0).to(output.dtype.element_ty))
-    _store(first, second, high, low, scales, row, exists, VALUE_DIM)
+    _store(first, second, high, low, scales, channel[:, None], VALUE_DIM)
 
 
 @kernel
@@ -138,9 +141,7 @@ def selective_kernel(
     d,
     dt_bias,
     gate,
-    high,
-    low,
-    scales,
+    packed,
     output,
     x_stride,
     dt_stride,
@@ -158,8 +159,8 @@ def selective_kernel(
     """One head of one sequence. Strides are those of sequences; heads lie side by side."""
     head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
     channel, place = tl.arange(0, HEAD_DIM), tl.arange(0, STATE // 2)
-    row = ((sequence * HEADS + head) * HEAD_DIM + channel)[:, None]
-    exists = row >= 0
+    high, low, scales = _parts(packed, sequence * HEADS + head, HEAD_DIM, STATE)
+    row = channel[:, None]
     value = tl.load(x + sequence * x_stride + head * HEAD_DIM + channel).to(tl.float32)
     step = tl.load(dt + sequence * dt_stride + head).to(tl.float32)
     if HAS_BIAS:
@@ -168,7 +169,7 @@ def selective_kernel(
     kept = tl.exp(step * tl.load(decay + head).to(tl.float32))
     own = (head // SHARED) * STATE + place
     written, read = b + sequence * b_stride + own, c + sequence * c_stride + own
-    first, second, scale = _load(high, low, scales, row, exists, STATE)
+    first, second, scale = _load(high, low, scales, row, STATE)
     scale, added = scale * kept, (step * value)[:, None]
     first = first * scale + added * tl.load(written).to(tl.float32)[None, :]
     second = second * scale + added * tl.load(written + STATE // 2).to(tl.float32)[None, :]
@@ -180,30 +181,28 @@ def selective_kernel(
         open_ = tl.load(gate + sequence * gate_stride + head * HEAD_DIM + channel).to(tl.float32)
         found = found * open_ / (1.0 + tl.exp(-open_))
     tl.store(output + (sequence * HEADS + head) * HEAD_DIM + channel, found.to(output.dtype.element_ty))
-    _store(first, second, high, low, scales, row, exists, STATE)
+    _store(first, second, high, low, scales, row, STATE)
 
 
-def _rows(packed: PackedStates) -> tuple[int, int, int]:
-    """Rows, channels, and rows of a program."""
-    channels = packed.high.shape[-1]
-    return packed.scales.numel(), channels, max(1, NUMBERS // channels)
-
-
-def pack(states: Tensor, packed: PackedStates) -> None:
-    """`pack_reference` into `packed`; states contiguous."""
-    rows, channels, together = _rows(packed)
-    pack_kernel[(triton.cdiv(rows, together),)](
-        states, *packed, rows, CHANNELS=channels, ROWS=together, num_warps=4
+def _launched(kernel_: Any, states: Tensor, packed: Tensor) -> None:
+    *_, rows, channels = states.shape
+    tile = min(1 << (rows.bit_length() - 1), max(1, NUMBERS // channels))
+    matrices = states.numel() // (rows * channels)
+    kernel_[(matrices, triton.cdiv(rows, tile))](
+        states, packed, ROWS=rows, CHANNELS=channels, TILE=tile, num_warps=4
     )  # fmt: skip
 
 
-def unpack(packed: PackedStates) -> Tensor:
+def pack(states: Tensor, packed: Tensor) -> None:
+    """`pack_reference` into `packed`; both contiguous."""
+    _launched(pack_kernel, states, packed)
+
+
+def unpack(packed: Tensor) -> Tensor:
     """`unpack_reference`."""
-    rows, channels, together = _rows(packed)
-    states = torch.empty(packed.high.shape, dtype=torch.float32, device=packed.high.device)
-    unpack_kernel[(triton.cdiv(rows, together),)](
-        states, *packed, rows, CHANNELS=channels, ROWS=together, num_warps=4
-    )  # fmt: skip
+    shape = *packed.shape[:-1], channels_of(packed)
+    states = torch.empty(shape, dtype=torch.float32, device=packed.device)
+    _launched(unpack_kernel, states, packed)
     return states
 
 
@@ -212,15 +211,13 @@ def _side_by_side(x: Tensor) -> Tensor:
     return x if x[0].is_contiguous() else x.contiguous()
 
 
-def gated_delta_step(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, packed: PackedStates
-) -> Tensor:
+def gated_delta_step(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, packed: Tensor) -> Tensor:
     """`gated_delta_step_reference` over packed states."""
-    count, heads, key_dim, value_dim = packed.high.shape
+    (count, heads, key_dim), value_dim = packed.shape[:3], channels_of(packed)
     query, key, value, decay, beta = map(_side_by_side, (query, key, value, decay, beta))
     output = torch.empty(count, 1, heads, value_dim, dtype=value.dtype, device=value.device)
     gated_delta_kernel[(heads, count)](
-        query, key, value, decay, beta, *packed, output,
+        query, key, value, decay, beta, packed, output,
         query.stride(0), key.stride(0), value.stride(0), decay.stride(0), beta.stride(0),
         HEADS=heads, SHARED=heads // query.shape[2], KEY_DIM=key_dim, VALUE_DIM=value_dim, BY_CHANNEL=decay.ndim == 4,
         num_warps=8 if key_dim * value_dim > 8192 else 4,
@@ -237,16 +234,16 @@ def selective_step(
     d: Tensor | None,
     dt_bias: Tensor | None,
     gate: Tensor | None,
-    packed: PackedStates,
+    packed: Tensor,
 ) -> Tensor:
     """`selective_step_reference` over packed states."""
-    count, heads, head_dim, state = packed.high.shape
+    (count, heads, head_dim), state = packed.shape[:3], channels_of(packed)
     x, dt, b, c = map(_side_by_side, (x, dt, b, c))
     gate = x if gate is None else _side_by_side(gate)
     parameters = [decay if value is None else value.contiguous() for value in (decay, d, dt_bias)]
     output = torch.empty(count, heads, head_dim, dtype=x.dtype, device=x.device)
     selective_kernel[(heads, count)](
-        x, dt, parameters[0], b, c, *parameters[1:], gate, *packed, output,
+        x, dt, parameters[0], b, c, *parameters[1:], gate, packed, output,
         x.stride(0), dt.stride(0), b.stride(0), c.stride(0), gate.stride(0),
         HEADS=heads, SHARED=heads // b.shape[1], HEAD_DIM=head_dim, STATE=state,
         HAS_D=d is not None, HAS_BIAS=dt_bias is not None, HAS_GATE=gate is not x, num_warps=4,

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from kvconvert.errors import CacheError
-from kvconvert.kernels.states import PackedStates, can_pack, pack, unpack
+from kvconvert.kernels.states import can_pack, is_packed, pack, packed_like, unpack
 from kvconvert.runtime.cache.compress import begin_forward, crop
 from kvconvert.runtime.cache.indexer import IndexerKeys
 from kvconvert.runtime.cache.store import LayerStore
@@ -264,27 +264,19 @@ class RecurrentStates(dict[int, Any]):
 
     def __getitem__(self, number: int) -> Tensor | None:
         stored = super().__getitem__(number)
-        return unpack(stored) if isinstance(stored, PackedStates) else stored
+        return unpack(stored) if is_packed(stored) else stored
 
-    def __setitem__(self, number: int, states: Tensor | PackedStates | None) -> None:
-        if isinstance(states, Tensor) and self.bits < 16 and can_pack(states):
-            packed = PackedStates.like(states)
+    def __setitem__(self, number: int, states: Tensor | None) -> None:
+        if states is not None and not is_packed(states) and self.bits < 16 and can_pack(states):
+            packed = packed_like(states)
             pack(states, packed)
             states = packed
         super().__setitem__(number, states)
 
-    def packed(self, number: int) -> PackedStates | None:
-        """The states as they are stored; None where they are not in 12 bits."""
-        stored = self.get(number)
-        return stored if isinstance(stored, PackedStates) else None
-
     def write(self, number: int, states: Tensor) -> None:
         """Overwrite what is stored, where it is."""
         stored = self.get(number)
-        if isinstance(stored, PackedStates):
-            pack(states, stored)
-        else:
-            stored.copy_(states)
+        pack(states, stored) if is_packed(stored) else stored.copy_(states)
 
 
 def read_each(stored: Sequence[RecurrentStates], number: int) -> Tensor | None:
@@ -296,23 +288,18 @@ def read_each(stored: Sequence[RecurrentStates], number: int) -> Tensor | None:
     known = next((state for state in states if state is not None), None)
     if known is None:
         return None
-    if not isinstance(known, PackedStates):
-        return torch.cat([torch.zeros_like(known) if state is None else state for state in states])
-    zeros = PackedStates(*map(torch.zeros_like, known))
-    parts = zip(*(zeros if state is None else state for state in states), strict=True)
-    return unpack(PackedStates(*map(torch.cat, parts)))
+    together = torch.cat([torch.zeros_like(known) if state is None else state for state in states])
+    return unpack(together) if is_packed(known) else together
 
 
 def write_each(stored: Sequence[RecurrentStates], number: int, states: Tensor) -> None:
     """Overwrite the stored states of as many sequences with [S, ...]."""
     places = [own.get(number) for own in stored]
-    if not isinstance(places[0], PackedStates):
-        torch._foreach_copy_(places, list(states.split(1)))
-        return
-    together = PackedStates.like(states)
-    pack(states, together)
-    for part, own in zip(together, zip(*places, strict=True), strict=True):
-        torch._foreach_copy_(list(own), list(part.split(1)))
+    if is_packed(places[0]):
+        together = packed_like(states)
+        pack(states, together)
+        states = together
+    torch._foreach_copy_(places, list(states.split(1)))
 
 
 class StateLayer(LinearAttentionLayer):
@@ -336,16 +323,10 @@ class StateLayer(LinearAttentionLayer):
         return recurrent_states
 
     def tensors(self) -> dict[str, Tensor]:
-        """All states that exist, [B, ...] each, by the names "conv.0", "recurrent.0", and so on; packed ones in parts,
-        "recurrent.0.high" and others.
-        """
+        """All states as they are stored, [B, ...] each, by the names "conv.0", "recurrent.0", and so on."""
         found = {}
         for kind, states in (("conv", self.conv_states), ("recurrent", self.recurrent_states)):
-            for number, state in states.items():
-                if isinstance(state, PackedStates):
-                    found |= {f"{kind}.{number}.{part}": tensor for part, tensor in state._asdict().items()}
-                elif state is not None:
-                    found[f"{kind}.{number}"] = state
+            found |= {f"{kind}.{number}": state for number, state in states.items() if state is not None}
         return found
 
     def reset(self) -> None:
@@ -361,21 +342,14 @@ class StateLayer(LinearAttentionLayer):
 
     def hold(self, tensors: Mapping[str, Tensor]) -> None:
         """Let these be the states, which passes change in place."""
-        parts: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
-            kind, index, *part = name.split(".")
-            number = int(index)
-            if part:
-                parts.setdefault(number, {})[part[0]] = tensor
-            else:
-                getattr(self, f"{kind}_states")[number] = tensor
-            getattr(self, f"is_{kind}_states_initialized")[number] = True
-            self.has_previous_state[number] = True
+            kind, number = name.split(".")
+            getattr(self, f"{kind}_states")[int(number)] = tensor
+            getattr(self, f"is_{kind}_states_initialized")[int(number)] = True
+            self.has_previous_state[int(number)] = True
             if kind == "conv":
-                self.conv_kernel_size[number] = tensor.shape[-1]
+                self.conv_kernel_size[int(number)] = tensor.shape[-1]
                 self.dtype, self.device = self.dtype or tensor.dtype, self.device or tensor.device
-        for number, own in parts.items():
-            self.recurrent_states[number] = PackedStates(**own)
 
     def go_on(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on from these, which are not changed."""

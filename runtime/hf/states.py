@@ -26,7 +26,7 @@ from kvconvert.errors import CacheError
 from kvconvert.kernels import device as devices
 from kvconvert.kernels.convolution import SideBySide, convolve, convolve_step
 from kvconvert.kernels.launches import skips_launches
-from kvconvert.kernels.states import PackedStates, gated_delta_step, selective_step, unpack
+from kvconvert.kernels.states import gated_delta_step, is_packed, selective_step, unpack
 from kvconvert.methods import KVScheme
 from kvconvert.runtime.hf.layer import StateLayer, read_each, write_each
 from kvconvert.runtime.hf.packed import PackedCache, Segment
@@ -329,7 +329,7 @@ def _apart(module: nn.Module, layer: StateLayer, x: Tensor, generator: torch.Gen
         else:
             parts = zip(x.split(lengths, 1), caches, strict=True)
             found.append(torch.cat([_read(module, cache, part, (part,), {name: cache}) for part, cache in parts], 1))
-        states.append([tensor for layer in layers for tensor in layer.tensors().values()])
+        states.append([state for layer in layers for state in _kept(layer)])
     return _close(*found) and all(map(_close, *states))
 
 
@@ -376,24 +376,28 @@ class _Stored:
     def __init__(self, cache: Cache, layer: StateLayer, packed: bool):
         self._cache, self._layer, self._packed = cache, layer, packed
         self._unpacked: dict[int, Tensor] = {}
+        self._changed: set[int] = set()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)
 
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | PackedStates | None:
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """States [B, ...] to begin from."""
-        packed = self._layer.recurrent_states.packed(state_idx)
-        if packed is None or not self._layer.has_previous_state[state_idx]:
+        stored = self._layer.recurrent_states.get(state_idx)
+        if not is_packed(stored) or not self._layer.has_previous_state[state_idx]:
             return self._cache.get_recurrent_state(layer_idx, state_idx)
-        return packed if self._packed else self._unpacked.setdefault(state_idx, unpack(packed))
+        if self._packed:
+            self._changed.add(state_idx)
+            return stored
+        return self._unpacked.setdefault(state_idx, unpack(stored))
 
     def update_recurrent_state(
-        self, recurrent_states: Tensor | PackedStates, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> Any:
-        """Store the states [B, ...] after these tokens."""
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """Store the states [B, ...] after these tokens, unless a kernel has changed them where they are."""
+        if state_idx in self._changed:
+            return recurrent_states
         self._unpacked.pop(state_idx, None)
-        if isinstance(recurrent_states, PackedStates):
-            return recurrent_states  # where a kernel has written them
         return self._cache.update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
 
     def store(self) -> None:
@@ -444,10 +448,10 @@ def _delta_rule(function: Callable) -> Callable:
         value: Tensor,
         g: Tensor,
         beta: Tensor,
-        initial_state: Tensor | PackedStates | None = None,
+        initial_state: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        if not isinstance(initial_state, PackedStates):
+        if not is_packed(initial_state):
             return function(query, key, value, g=g, beta=beta, initial_state=initial_state, **kwargs)
         if not kwargs.get("use_qk_l2norm_in_kernel"):
             raise CacheError("Keys that are not normalized are not read with packed states.")
@@ -463,7 +467,7 @@ def _selective_rule(function: Callable) -> Callable:
     """
 
     def step(
-        state: Tensor | PackedStates,
+        state: Tensor,
         x: Tensor,
         dt: Tensor,
         A: Tensor,
@@ -475,7 +479,7 @@ def _selective_rule(function: Callable) -> Callable:
         z: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        if not isinstance(state, PackedStates):
+        if not is_packed(state):
             return function(state, x, dt, A, B, C, D, dt_bias=dt_bias, dt_softplus=dt_softplus, z=z, **kwargs)
         per_head = [value for value in (dt, D, dt_bias) if value is not None]
         if not dt_softplus or any(value.stride(-1) for value in per_head) or any(A.stride()[1:]):
@@ -517,8 +521,7 @@ def _step_equals(module: nn.Module, layer: StateLayer, x: Tensor, generator: tor
         cache = _trial_cache(module, layer, x[:, :1], generator.manual_seed(0))
         own = cache.layers[module.layer_idx]
         found.append(_run(module, own, cache, (x[:, 1:],), {name: cache}, steps))
-        kept = [*own.conv_states.values(), *map(own.recurrent_states.__getitem__, own.recurrent_states)]
-        states.append([state for state in kept if state is not None])
+        states.append(_kept(own))
     return _close(*found) and all(map(_close, *states))
 
 
@@ -579,6 +582,12 @@ def _trial_cache(module: nn.Module, like: StateLayer, first: Tensor, generator: 
             random = torch.randn(state.shape, generator=generator).to(state)
             layer.recurrent_states.write(number, random) if states is layer.recurrent_states else state.copy_(random)
     return cache
+
+
+def _kept(layer: StateLayer) -> list[Tensor]:
+    """All states of a layer that exist, unpacked."""
+    kept = [*layer.conv_states.values(), *map(layer.recurrent_states.__getitem__, layer.recurrent_states)]
+    return [state for state in kept if state is not None]
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from kvconvert.kernels.states import (
-    PackedStates,
     can_pack,
     gated_delta_step,
     gated_delta_step_reference,
     pack,
     pack_reference,
+    packed_like,
     selective_step,
     selective_step_reference,
     step_unsupported,
@@ -26,7 +26,12 @@ def draw(*shape, seed=0):
 
 
 def empty(shape, device):
-    return PackedStates.like(torch.zeros(shape, device=device))
+    return packed_like(torch.zeros(shape, device=device))
+
+
+def step_of(packed):
+    """The scales of packed states, [B, ..., 1]."""
+    return unpack_reference(packed).abs().amax(-1, keepdim=True) / 2047
 
 
 @pytest.mark.each_value
@@ -37,23 +42,24 @@ def test_kernels_equal_the_reference(device, shape):
     packed = empty(shape, device)
     assert unsupported(states.to(device)) is None
     pack(states.to(device), packed)
-    high, low, scales = pack_reference(states)
-    torch.testing.assert_close(packed.scales.cpu(), scales, rtol=1e-6, atol=0)
+    expected = unpack_reference(pack_reference(states)).to(device)
     # Where a number lies between two codes, a division that rounds otherwise may take the other one.
-    difference = (unpack_reference(*packed) - unpack_reference(high, low, scales).to(device)).abs()
-    assert bool((difference <= 1.001 * packed.scales[..., None]).all())
-    assert (difference > 0.5 * packed.scales[..., None]).float().mean() < 1e-3
-    assert torch.equal(unpack(packed), unpack_reference(*packed))
+    difference = (unpack_reference(packed) - expected).abs()
+    assert bool((difference <= 1.001 * step_of(packed)).all())
+    assert (difference > 0.5 * step_of(packed)).float().mean() < 1e-3
+    assert torch.equal(unpack(packed), unpack_reference(packed))
 
 
 def test_the_reference_rounds_to_the_nearest_of_2047_steps():
     states = draw(2, 3, 4, 32)
-    found = unpack_reference(*pack_reference(states))
+    found = unpack_reference(pack_reference(states))
     step = states.abs().amax(-1, keepdim=True) / 2047
     assert bool(((found - states).abs() <= 0.5001 * step).all())
-    assert torch.equal(found, unpack_reference(*pack_reference(found)))
-    high, low, scales = pack_reference(torch.tensor([[[2047.0, -2047.0, -1.0, 17.0]]]))
-    assert (high.tolist(), low.tolist(), scales.tolist()) == ([[[127, -128, -1, 1]]], [[[0xFF, 0x11]]], [[1.0]])
+    assert torch.equal(found, unpack_reference(pack_reference(found)))
+    found = pack_reference(torch.tensor([[[2047.0, -2047.0, -1.0, 17.0], [0.0, 0.0, 0.0, 0.0]]]))
+    codes, rest = found.flatten().split([12, 8])
+    assert codes.tolist() == [127, 128, 255, 1, 0, 0, 0, 0, 0xFF, 0x11, 0, 0]
+    assert rest.view(torch.float32).tolist() == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -62,7 +68,7 @@ def test_a_row_that_is_not_finite_is_not_a_number_and_others_are_as_they_were(de
     states[0, 1, 2, 5] = value
     packed = empty(states.shape, device)
     pack(states.to(device), packed)
-    for found in (unpack(packed).cpu(), unpack_reference(*pack_reference(states))):
+    for found in (unpack(packed).cpu(), unpack_reference(pack_reference(states))):
         assert not found[0, 1, 2].isfinite().any()
         assert found[0, 0].isfinite().all()
         assert found[0, 1, [0, 1, 3]].isfinite().all()
@@ -84,13 +90,13 @@ def test_a_step_equals_the_reference(device, dtype, by_channel, rows, key_heads,
     packed = empty((rows, heads, key_dim, value_dim), device)
     pack(draw(rows, heads, key_dim, value_dim, seed=4).to(device), packed)
     assert step_unsupported(query, value, packed) is None
-    expected, after = gated_delta_step_reference(query, key, value, decay, beta, unpack_reference(*packed))
+    expected, after = gated_delta_step_reference(query, key, value, decay, beta, unpack_reference(packed))
     found = gated_delta_step(query, key, value, decay, beta, packed)
     assert found.dtype == dtype
     tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-3}
     torch.testing.assert_close(found, expected, **tolerance)
     error = (unpack(packed) - after).abs()
-    assert bool((error <= 1.01 * packed.scales[..., None] + 1e-5).all())
+    assert bool((error <= 1.01 * step_of(packed) + 1e-5).all())
 
 
 @pytest.mark.each_value
@@ -110,13 +116,13 @@ def test_a_step_of_mamba_equals_the_reference(device, dtype, plain, rows, groups
     packed = empty((rows, heads, head_dim, state), device)
     pack(draw(rows, heads, head_dim, state, seed=4).to(device), packed)
     given = x, dt.to(dtype), decay, b, c, d, bias, gate
-    expected, after = selective_step_reference(*given, unpack_reference(*packed))
+    expected, after = selective_step_reference(*given, unpack_reference(packed))
     found = selective_step(*given, packed)
     assert found.dtype == dtype
     tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     torch.testing.assert_close(found, expected, **tolerance)
     error = (unpack(packed) - after).abs()
-    assert bool((error <= 1.01 * packed.scales[..., None] + 1e-5).all())
+    assert bool((error <= 1.01 * step_of(packed) + 1e-5).all())
 
 
 def test_the_reference_of_mamba_is_the_recurrence_as_its_equation_states_it():
@@ -152,6 +158,6 @@ def test_what_cannot_be_packed():
     assert not can_pack(torch.zeros(1, 2, 3, 5))
     assert not can_pack(torch.zeros(1, 2, 4, dtype=torch.bfloat16))
     # Sizes that kernels do not take go through PyTorch.
-    packed = PackedStates.like(states := draw(1, 2, 6))
+    packed = packed_like(states := draw(1, 2, 6))
     pack(states, packed)
     torch.testing.assert_close(unpack(packed), states, rtol=0, atol=2e-3)
