@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 # What Pillow may take a file for, whatever its name: to read some others it starts a program, such as Ghostscript.
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+_MOST_BYTES = 2**28  # of an image in an archive, whose own size says nothing
 LISTS = ("captions.jsonl", "metadata.jsonl")
 _TABLES = (".jsonl", ".parquet")
 
@@ -141,12 +142,13 @@ def _from_archive(url: str, folder: Path | None, place: str) -> bytes:
     """
     from datasets.utils.file_utils import xopen
 
-    root = url.rpartition("::")[2].removeprefix("file://")
-    if "://" in root and not (folder is None and root.startswith("hf://")):
+    *archives, root = url.split("::")
+    is_local = "://" not in root.removeprefix("file://") or (folder is None and root.startswith("hf://"))
+    if not is_local or not all(archive.startswith(("zip://", "gzip://")) for archive in archives):
         raise _on_network(url, place)
     try:
         with xopen(url, "rb") as stream:
-            return stream.read()
+            return stream.read(_MOST_BYTES)
     except Exception as error:  # archives and their readers have errors of many kinds
         raise DataError(f"{place}: the image {url} cannot be read ({first_line(error)}); check its address.") from error
 

@@ -256,7 +256,13 @@ def test_images_in_archives_and_data_urls_are_read_or_refused(pictures, tmp_path
 
 
 @pytest.mark.parametrize(
-    "address", ["zip://a::http://127.0.0.1:1/a.zip", "gzip://::https://127.0.0.1:1/a", "zip://a::zip://b::ftp://x/b"]
+    "address",
+    [
+        "zip://a::http://127.0.0.1:1/a.zip",
+        "gzip://::https://127.0.0.1:1/a",
+        "zip://a::zip://b::ftp://x/b",
+        "zip://a::http://127.0.0.1:1/b::/c",
+    ],
 )
 def test_no_row_has_an_image_fetched(tmp_path, address, monkeypatch):
     monkeypatch.setattr("datasets.utils.file_utils.xopen", lambda *_, **__: pytest.fail("opened"))

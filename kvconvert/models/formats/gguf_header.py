@@ -15,8 +15,8 @@ MAX_ENTRIES = 2**21
 MAX_FIELDS = 2**12
 MAX_TENSORS = 2**14
 _MAX_DIMENSIONS = 8
-# Numbers that lists have: of each token its kind and its score, and some tables of a tokenizer and of layers.
-_LISTS_BESIDE, _NUMBERS_BESIDE = 4, 2**17 * 3
+# Numbers that lists have: of each token its kind and its score, and besides the table of a normalizer, 240,000 bytes.
+_NUMBERS_OF_TEXT, _NUMBERS_BESIDE = 4, 400_000
 
 
 def check_header(file: Path) -> None:
@@ -48,7 +48,7 @@ class _Walk:
         for _ in range(fields):
             self._text()
             self._value(self._number("I"))
-        if self._numbers > _NUMBERS_BESIDE + _LISTS_BESIDE * self._texts:
+        if self._numbers > _NUMBERS_BESIDE + _NUMBERS_OF_TEXT * self._texts:
             raise ValueError(f"its lists have {self._numbers} numbers beside {self._texts} texts")
         for _ in range(tensors):
             self._text()
