@@ -48,6 +48,7 @@ From a model to a bundle in five steps, where MODEL is a directory or a Hub id:
 
 kvconvert --help lists all commands, and kvconvert recipes what a bundle may be."""
 _INTERRUPTED = 128 + signal.SIGINT
+_LONGEST_MESSAGE = 2000
 _PATH_ERRORS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT, errno.EBADF)
 
@@ -58,6 +59,12 @@ def _drop_output() -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
+
+
+def _shortened(message: str) -> str:
+    """A message without the middle of a text or a list that it quotes from a file, where that is very long."""
+    half = _LONGEST_MESSAGE // 2
+    return message if len(message) <= _LONGEST_MESSAGE else f"{message[:half]} ... {message[-half:]}"
 
 
 def _unwritable(error: UnicodeEncodeError) -> str:
@@ -85,7 +92,8 @@ class _Commands(click.Group):
             sys.stdout.flush()
             return result
         except KvconvertError as error:
-            message = self._with_options(printable(" ".join(str(error).splitlines())), ctx.invoked_subcommand)
+            message = _shortened(" ".join(str(error).splitlines()))
+            message = self._with_options(printable(message), ctx.invoked_subcommand)
             click.echo(f"Error: {message}", err=True)
             ctx.exit(error.exit_code)
         except UnicodeEncodeError as error:

@@ -49,6 +49,8 @@ _NEUTRAL: dict[str, Any] = {
 }
 # Rows that each prompt becomes, and the most that a file may ask for: each has a cache of its own.
 _TIMES, _MOST_TIMES = ("num_beams", "num_return_sequences"), 256
+# Texts that end an answer, and characters of one: transformers compares each with every token of the vocabulary.
+MAX_STOPS, MAX_STOP = 64, 256
 # What logits are divided or multiplied by, and stay finite.
 _PENALTIES, _LARGEST_PENALTY = ("repetition_penalty", "encoder_repetition_penalty"), 1e6
 # Logits divided by less are infinite in float32, and by more are all the same.
@@ -209,8 +211,8 @@ def _checked(name: str, value: Any) -> Any:
         return ids if isinstance(value, list | tuple) else ids[0] if ids else None
     if name == "stop_strings":
         texts = _listed(value)
-        if not all(isinstance(text, str) for text in texts):
-            raise _wrong(name, value, "text or a list of texts")
+        if len(texts) > MAX_STOPS or not all(isinstance(text, str) and len(text) <= MAX_STOP for text in texts):
+            raise _wrong(name, value, f"text of at most {MAX_STOP} characters or a list of at most {MAX_STOPS} of it")
         return [text for text in texts if text]
     return value
 

@@ -241,6 +241,11 @@ class _Contents:
                 plan_layer_of[name] = layer
             covered += store.layer_record(layer).modules
         copied = store.state.kept_tensors
+        if missing := next((name for name in copied if name not in source.tensors), None):
+            raise CheckpointError(
+                f"{store.path} says that {missing!r:.200} is copied from {source.location}, which has no such tensor; "
+                "calibrate again."
+            )
         infos.update({name: source.tensors[name] for name in copied})
         owners = {name.rpartition(".")[0] for name in infos}
         configs = (source.config, source.config.get_text_config())

@@ -295,24 +295,29 @@ class WorkDir:
 
     def layer_tensors(self, index: int) -> dict[str, Tensor]:
         """A committed layer's tensors by checkpoint name."""
-        self._verify(index)
-        return load_file(self._layer(index, "safetensors"))
+        return self._load(index, "safetensors")
 
     def layer_infos(self, index: int) -> dict[str, TensorInfo]:
         """Types and shapes of a committed layer's tensors, without reading them: their file is not verified."""
-
-        def refuse(file: str, field: str, expected: object, found: object) -> UsageError:
-            return _damaged(self._layer(index, "safetensors"), f"{field} should be {expected}, found {found}")
-
-        try:
-            return read_header(self._layer(index, "safetensors"), refuse)
-        except OSError as error:
-            raise _damaged(self._layer(index, "safetensors"), first_line(error)) from error
+        return self._header(index, "safetensors")
 
     def layer_plan(self, index: int) -> dict[str, Tensor]:
         """A committed layer's KV-plan tensors, named layers.{index}.{what}."""
+        return self._load(index, "plan.safetensors")
+
+    def _header(self, index: int, suffix: str) -> dict[str, TensorInfo]:
+        def refuse(file: str, field: str, expected: object, found: object) -> UsageError:
+            return _damaged(self._layer(index, suffix), f"{field} should be {expected}, found {found}")
+
+        try:
+            return read_header(self._layer(index, suffix), refuse)
+        except OSError as error:
+            raise _damaged(self._layer(index, suffix), first_line(error)) from error
+
+    def _load(self, index: int, suffix: str) -> dict[str, Tensor]:
         self._verify(index)
-        return load_file(self._layer(index, "plan.safetensors"))
+        self._header(index, suffix)  # whoever wrote the record may have written any file
+        return load_file(self._layer(index, suffix))
 
     def layer_record(self, index: int) -> LayerRecord:
         """A committed layer's record."""

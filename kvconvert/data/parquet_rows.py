@@ -35,7 +35,7 @@ class ParquetRows:
 
         try:
             return list(pyarrow.parquet.read_schema(self.files[0]).names)
-        except (pyarrow.ArrowException, OSError) as error:
+        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             raise _unreadable(self.files[0], error) from error
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

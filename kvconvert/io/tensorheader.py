@@ -62,6 +62,8 @@ def read_header(path: Path, refuse: Refusal = mismatch, any_dtype: bool = False)
             `refuse`, whatever it makes.
     """
     file = path.name
+    if path.exists() and not path.is_file():  # a pipe has no end, and may never begin
+        raise refuse(file, "the file", "a regular file", "something else")
     size = path.stat().st_size
     with path.open("rb") as stream:
         start = stream.read(8)

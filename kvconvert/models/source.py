@@ -44,6 +44,8 @@ from kvconvert.errors import UsageError
 _HEADS = ("lm_head.weight", "embed_out.weight", "output.weight", "head.weight")
 FLOAT_DTYPES = ("F16", "BF16", "F32", "F64")
 _PROGRESS_FROM = 256 * 2**20  # bytes
+# Characters of a card in which its front matter is looked for, and what YAML writes for nothing.
+_MOST_FRONT_MATTER, _NULLS = 2**18, ("", "~", "null")
 
 
 @dataclass(frozen=True)
@@ -436,25 +438,26 @@ def card_facts(directory: Path) -> dict[str, Any]:
     card = directory / "README.md"
     if not card.is_file():
         return {}
-    text = card.read_text(encoding="utf-8", errors="replace")
-    front = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
+    with card.open(encoding="utf-8", errors="replace") as stream:
+        text = stream.read(_MOST_FRONT_MATTER)
+    front = re.match(r"---[ \t]*\n(.*?)\n---", text, re.DOTALL)
     if front is None:
         return {}
     licence = re.search(r"^license:\s*[\"']?([\w.-]{1,100})", front[1], re.MULTILINE)
-    try:
-        stated = yaml.safe_load(front[1])
+    try:  # as text alone: numbers and dates are read by code that raises errors of many kinds
+        stated = yaml.load(front[1], yaml.BaseLoader)
     except (yaml.YAMLError, ValueError, RecursionError):  # a card is for people; its license is read all the same
         stated = None
     stated = stated if isinstance(stated, dict) else {}
     named = {key: stated.get(f"license_{key}") for key in ("name", "link")}
+    named = {key: text for key, text in named.items() if isinstance(text, str) and text not in _NULLS}
     language = stated.get("language")
-    # Norwegian is `no`, which YAML takes for false.
-    codes = ["no" if code is False else code for code in (language if isinstance(language, list) else [language])]
+    codes = language if isinstance(language, list) else [language]
     return {
         "licence": licence[1] if licence else None,
-        "licence_name": shortened(named["name"]) if isinstance(named["name"], str) else None,
-        "licence_link": shortened(named["link"]) if isinstance(named["link"], str) else None,
-        "language": [code for code in codes if isinstance(code, str) and len(code) < 40][:MAX_TEXT],
+        "licence_name": shortened(named["name"]) if "name" in named else None,
+        "licence_link": shortened(named["link"]) if "link" in named else None,
+        "language": [c for c in codes if isinstance(c, str) and c not in _NULLS and len(c) < 40][:MAX_TEXT],
     }
 
 

@@ -76,6 +76,8 @@ def weight_files(directory: Path) -> list[str]:
 
 
 def _read_index(index: Path) -> dict[str, str]:
+    if not index.is_file():
+        raise CheckpointError(f"{index} is no file, where an index of safetensors files belongs; fetch it again.")
     try:
         weight_map = parse_json(index.read_bytes())["weight_map"]
         entries = list(weight_map.items())

@@ -133,6 +133,8 @@ def load(
     states: dict[int, dict[str, torch.Tensor]] = {}
     for name in [*tensors]:
         if (state := _STATE.fullmatch(name)) is not None:
+            if tensors[name].shape[:1] != (1,):
+                raise _refusal(file, f"{printable(name)[:80]} is no state of one sequence")
             states.setdefault(int(state[1]), {})[state[2]] = tensors.pop(name).to(device)
     layers = [described.layers for described in told.groups], sorted(states)
     if layers != ([group.indices for group in groups], sorted(with_states)):
@@ -185,7 +187,8 @@ def _check_tensors(
         for layer in group.indices:
             kept, pages = tensors.get(f"layers.{layer}.{name}"), tensors.get(f"layers.{layer}.{name[:-1]}_pages")
             whole = whole and kept is not None and kept.dim() == 3 and kept.shape[1] == side.buffered
-            whole = whole and kept.is_floating_point() and kept.dtype == tensors[f"layers.{layer}.keys"].dtype
+            keys = tensors[f"layers.{layer}.keys"] if whole else None
+            whole = whole and kept.is_floating_point() and (len(kept), kept.dtype) == (len(keys), keys.dtype)
             whole = whole and (0 if pages is None or not pages.dim() else len(pages)) == side.pages
     if not whole:
         raise _refusal(file, f"what it holds of {group.name} is no sequence of {length} tokens")

@@ -12,7 +12,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DummyLayer, LinearAttentionLayer
 
-from kvconvert.errors import CacheError, UsageError
+from kvconvert.errors import CacheError, UsageError, first_line
 from kvconvert.methods import UNQUANTIZED, KVScheme
 from kvconvert.models.configuration import (
     HYBRID_LAYER_TYPES,
@@ -386,10 +386,15 @@ class KVCache(Cache):
             states = session.load(
                 Path(file), cache.groups, cache.fingerprint, torch.device(device or "cpu"), dtype, with_states
             )
+            cache._go_on(states)
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            cache.reset()
+            raise CacheError(
+                f"The session {file} cannot be loaded: its tensors do not fit this cache ({first_line(error)})."
+            ) from error
         except BaseException:
             cache.reset()
             raise
-        cache._go_on(states)
         return cache
 
     def _write_complete_pages(self) -> None:

@@ -344,6 +344,8 @@ class StateLayer(LinearAttentionLayer):
         """Let these be the states, which passes change in place."""
         for name, tensor in tensors.items():
             kind, number = name.split(".")
+            if int(number) not in getattr(self, f"{kind}_states"):
+                raise KeyError(f"a layer has no state {name}")
             getattr(self, f"{kind}_states")[int(number)] = tensor
             getattr(self, f"is_{kind}_states_initialized")[int(number)] = True
             self.has_previous_state[int(number)] = True

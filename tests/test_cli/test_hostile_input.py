@@ -90,6 +90,15 @@ def test_an_argument_that_no_system_takes_is_a_sentence(arguments, monkeypatch, 
     assert refusal(arguments)
 
 
+@pytest.mark.parametrize("value", ["[" + "0, " * 100_000 + "]", '"' + "x" * 100_000 + '"'], ids=["list", "text"])
+def test_a_message_does_not_quote_all_of_a_long_value(tmp_path, value):
+    (tmp_path / "recipe.toml").write_text(f"[kv]\nkey_bits = {value}\n")
+    message = refusal(["recipes", str(tmp_path / "recipe.toml")])
+    assert "key_bits" in message
+    assert " ... " in message
+    assert len(message) < 3000
+
+
 def test_a_seed_beyond_64_bits_is_refused_before_a_model_is_looked_for():
     for seed in ("9" * 30, "-1"):
         assert "from 0 to 2^63" in refusal(["calibrate", "/nope", "-o", "work", "--seed", seed])

@@ -1,10 +1,12 @@
 """What a working directory that is in use, damaged, or in a bad place does to `calibrate` and `export`."""
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -261,3 +263,23 @@ def test_a_working_directory_of_odd_files_is_refused_at_once(work, model, text, 
     if kind != "huge record":  # which is damaged, and computed again
         with pytest.raises(UsageError, match=Path(name).name):
             run(model, work, text, **SHORT)
+
+
+@pytest.mark.parametrize("name", ["00000.safetensors", "00001.plan.safetensors"])
+@pytest.mark.parametrize("content", [b"", b"x" * 100, struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 2**62) + b"{}"])
+def test_tensors_of_a_stranger_are_refused_whatever_their_checksum(work, tmp_path, name, content):
+    index, _, suffix = name.partition(".")
+    record = work / "layers" / f"{index}.json"
+    (work / "layers" / name).write_bytes(content)
+    fields = read_sealed(record)
+    fields["files"][suffix] = hashlib.sha256(content).hexdigest()
+    record.write_text(sealed_json(fields))
+    with pytest.raises(UsageError, match=f"{name} is damaged"):
+        export(work, tmp_path / "bundle")
+
+
+def test_a_state_that_copies_tensors_which_the_source_lacks_is_refused(work, tmp_path):
+    state = read_sealed(work / "state.json")
+    (work / "state.json").write_text(sealed_json(state | {"kept_tensors": [*state["kept_tensors"], "absent"]}))
+    with pytest.raises(CheckpointError, match="'absent' is copied"):
+        export(work, tmp_path / "bundle")

@@ -440,3 +440,11 @@ def test_long_rows_leave_the_shuffled_buffer_early(monkeypatch):
     assert next(shuffled)["number"] < 3
     assert len(made) == 3
     assert len([*shuffled]) == 19
+
+
+def test_names_of_parquet_columns_that_are_no_text_are_one_sentence(tmp_path):
+    file = tmp_path / "x.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["x"], "é": [1]}), file, store_schema=False)
+    file.write_bytes(file.read_bytes().replace("é".encode(), b"\xff\xff"))
+    with pytest.raises(DataError, match="cannot be read"):
+        SourceTable.open(str(file), [file])

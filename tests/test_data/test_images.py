@@ -250,8 +250,37 @@ def test_images_in_archives_and_data_urls_are_read_or_refused(pictures, tmp_path
     assert read_image(url, tmp_path, "here").tobytes() == expected
     with pytest.raises(DataError, match="is not base64"):
         read_image("data:image/png;base64,...", tmp_path, "here")
-    with pytest.raises(DataError, match="cannot be read"):
-        read_image(f"zip://gone.png::{tmp_path / 'all.zip'}", tmp_path, "here")
+    for other in (f"zip://gone.png::{tmp_path / 'all.zip'}", f"gzip://x::{tmp_path / 'all.zip'}", "zip://x::/nope"):
+        with pytest.raises(DataError, match="cannot be read"):
+            read_image(other, tmp_path, "here")
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "zip://a::http://127.0.0.1:1/a.zip",
+        "gzip://::https://127.0.0.1:1/a",
+        "zip://a::zip://b::ftp://x/b",
+        "zip://a::http://127.0.0.1:1/b::/c",
+    ],
+)
+def test_no_row_has_an_image_fetched(tmp_path, address, monkeypatch):
+    monkeypatch.setattr("datasets.utils.file_utils.xopen", lambda *_, **__: pytest.fail("opened"))
+    for folder in (tmp_path, None):
+        with pytest.raises(DataError, match="is on the network"):
+            read_image(address, folder, "here")
+    for hub in ("hf://datasets/a/b/c.png", "zip://c.png::hf://datasets/a/b/c.zip"):
+        with pytest.raises(DataError, match="is on the network"):
+            read_image(hub, tmp_path, "here")
+
+
+def test_what_other_programs_would_have_to_read_is_no_image(monkeypatch):
+    from PIL import EpsImagePlugin
+
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_, **__: pytest.fail("started Ghostscript"))
+    content = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n"
+    with pytest.raises(DataError, match="is not an image"):
+        read_image(content, None, "here")
 
 
 def test_the_seed_orders_a_directory(pictures):

@@ -328,3 +328,6 @@ def test_each_name_of_a_setting_is_one_of_transformers():
     assert set(PROCESSED) <= known
     with pytest.raises(BundleError, match="temperature"):
         read_generation({"temperature": []})
+    for stops in (["x"] * 65, "x" * 257, ["x", "y" * 257], [1]):
+        with pytest.raises(BundleError, match="text of at most 256"):
+            read_generation({"stop_strings": stops})

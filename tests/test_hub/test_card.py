@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -45,12 +46,28 @@ def test_the_header_says_what_the_hub_understands():
 
 
 def test_the_source_s_card_gives_licence_and_languages(tmp_path):
-    header = {"license": "other", "license_name": "n", "license_link": "https://l", "language": ["en", False]}
-    (tmp_path / "README.md").write_text(f"---\n{yaml.safe_dump(header)}---\n# x\n")
+    header = {"license": "other", "license_name": "n", "license_link": "https://l", "language": ["en", "no"]}
+    (tmp_path / "README.md").write_text(f"---\n{yaml.safe_dump(header)}---\n# x\n".replace("'no'", "no"))
     facts = {"licence": "other", "licence_name": "n", "licence_link": "https://l", "language": ["en", "no"]}
     assert card_facts(tmp_path) == facts
     (tmp_path / "README.md").write_text("---\nlicense: mit\nlanguage: {a: [}\n---\n")
     assert card_facts(tmp_path) == {"licence": "mit", "licence_name": None, "licence_link": None, "language": []}
+
+
+@pytest.mark.parametrize(
+    "value", ["!!int ''", "!!bool x", "!!timestamp x", "!!float ''", "2024-99-99", "1" + ":59" * 10_000, "[" * 5_000]
+)
+def test_a_card_with_values_that_are_none_says_its_license_all_the_same(tmp_path, value):
+    (tmp_path / "README.md").write_text(f"---\nlicense: mit\na: {value}\nlicense_name: null\n---\n")
+    assert card_facts(tmp_path) == {"licence": "mit", "licence_name": None, "licence_link": None, "language": []}
+
+
+@pytest.mark.parametrize("line", ["\n", " \n", "\t\n", "- \n", "---"])
+def test_a_card_that_never_ends_its_front_matter_takes_no_time(tmp_path, line):
+    (tmp_path / "README.md").write_text("---" + line * 200_000)
+    begun = time.process_time()
+    card_facts(tmp_path)
+    assert time.process_time() - begun < 3
 
 
 def test_what_the_user_says_of_a_local_source_is_recorded():

@@ -1,6 +1,7 @@
 """A cache that was saved and loaded goes on with the same numbers, and nothing else is loaded."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -176,7 +177,9 @@ def test_a_description_that_was_changed_and_sealed_again_is_one_sentence(llama, 
         KVCache.load(tmp_path / "changed", KVCache(llama.config, "kivi"))
 
 
-@pytest.mark.parametrize("change", [None, lambda t: t.view(-1), lambda t: t[:, :1], lambda t: t.to(torch.float64)])
+@pytest.mark.parametrize(
+    "change", [None, lambda t: t.view(-1), lambda t: t[:1], lambda t: t[:, :1], lambda t: t.to(torch.float64)]
+)
 @pytest.mark.parametrize("name", ["layers.0.keys", "layers.1.values", "layers.1.value_pages", "layers.0.key_pages"])
 def test_tensors_of_another_shape_or_type_are_refused_whatever_their_hash(llama, session_file, tmp_path, name, change):
     tensors = load_file(session_file)
@@ -191,6 +194,29 @@ def test_tensors_of_another_shape_or_type_are_refused_whatever_their_hash(llama,
     save_file(tensors | {"description": torch.frombuffer(bytearray(text), dtype=torch.uint8)}, tmp_path / "changed")
     with pytest.raises(CacheError, match="cannot be loaded"):
         KVCache.load(tmp_path / "changed", KVCache(llama.config, "kivi"))
+
+
+@pytest.mark.parametrize("name", ["recurrent", "conv.0x", "other.0", "index.0.0", "conv.10000", "conv.-1", "\x1b.0"])
+def test_states_that_a_layer_does_not_have_are_refused_whatever_their_hash(tmp_path, name):
+    model = tiny_model("qwen3_next", attention="kvconvert")
+    tensors = load_file(saved(model, tmp_path / "session"))
+    fields = json.loads(bytes(tensors.pop("description").numpy()))
+    tensors[f"layers.0.states.{name}"] = torch.ones(1, 2)
+    told = {n: f for n, f in fields.items() if n != "seal"} | {
+        "tensors": {n: session._sha256(t) for n, t in tensors.items()}
+    }
+    text = session._sealed(told)
+    save_file(tensors | {"description": torch.frombuffer(bytearray(text), dtype=torch.uint8)}, tmp_path / "changed")
+    cache = KVCache(model.config, "kivi")
+    with pytest.raises(CacheError, match="do not fit this cache"):
+        KVCache.load(tmp_path / "changed", cache)
+    assert not cache.get_seq_length()
+
+
+def test_a_pipe_is_no_session(llama, tmp_path):
+    os.mkfifo(tmp_path / "pipe")  # reading it would wait for ever
+    with pytest.raises(CacheError, match="no session"):
+        KVCache.load(tmp_path / "pipe", KVCache(llama.config, "kivi"))
 
 
 @pytest.fixture(scope="module")

@@ -138,8 +138,9 @@ def _fault(quantization: Mapping[str, Any], groups: list[dict[str, Any]]) -> str
             return "quantized activations"
         if weights.get("type", "int") != "int" or weights.get("num_bits") not in WIDTHS:
             return f"{weights.get('type')} numbers of {weights.get('num_bits')} bits"
-        if weights.get("strategy") != "group" or type(weights.get("group_size")) is not int:
-            return f"strategy {weights.get('strategy')}"
+        size = weights.get("group_size")
+        if weights.get("strategy") != "group" or type(size) is not int or size < 1:
+            return f"strategy {weights.get('strategy')} of group_size {size}"
         for key in ("group_size", "symmetric"):
             if weights.get(key) != groups[0]["weights"].get(key):
                 return f"groups that differ in {key}"

@@ -90,9 +90,12 @@ class SourceFormat(ABC):
 
 
 def require(directory: Path, stored: Mapping[str, TensorInfo], name: str, owner: str) -> TensorInfo:
-    """A stored tensor without which `owner` cannot be read."""
+    """A stored tensor without which `owner` cannot be read; it has at least one dimension, and numbers."""
     if name not in stored:
         raise CheckpointError(f"{directory} holds {owner} without {name}, which it needs; fetch the model again.")
+    shape = stored[name].shape
+    if not shape or 0 in shape:
+        raise CheckpointError(f"{directory} holds {name} of shape {shape}, which no weight has; fetch the model again.")
     return stored[name]
 
 

@@ -108,5 +108,7 @@ class BlockScaledFp8(SourceFormat):
     def _fits(self, weight: list[int], scale: list[int]) -> bool:
         if self.block is None or math.prod(scale) == 1:
             return math.prod(scale) == 1 and (self.block is None or all(map(int.__le__, weight[-2:], self.block)))
+        if len(weight) < 2:
+            return False
         grid = [-(-size // step) for size, step in zip(weight[-2:], self.block, strict=True)]
-        return len(weight) >= 2 and scale == [*weight[:-2], *grid]
+        return scale == [*weight[:-2], *grid]

@@ -27,9 +27,10 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from kvconvert.errors import CheckpointError, MissingError, UnsupportedModelError, first_line, printable
+from kvconvert.io.json_text import parse_json
 from kvconvert.io.records import TensorInfo
 from kvconvert.io.tensorfile import DTYPE_NAMES
-from kvconvert.models.configuration import MOST_SPARE_LAYERS, model_class
+from kvconvert.models.configuration import MOST_SPARE_LAYERS, bounded_modules, make_config, model_class
 from kvconvert.models.formats.format import Encoded
 from kvconvert.models.formats.gguf_header import check_header
 from kvconvert.models.weight_files import check_links
@@ -37,6 +38,7 @@ from kvconvert.models.weight_files import check_links
 SUFFIX = ".gguf"
 # Factors of llama3's scaled RoPE, which transformers keeps in the configuration and does not read from a GGUF file.
 _ROPE_FACTORS = "rope_freqs.weight"
+_COUNTS = (".block_count", ".expert_count")
 # Kinds of tokens that are matched whole: control tokens, and those of the user.
 _CONTROL, _ADDED = 3, (3, 4)
 _BESIDE = (
@@ -82,7 +84,7 @@ def find_gguf(model: Path) -> Path | None:
         return model
     if not os.path.isdir(model) or any(model.glob("*.safetensors")):
         return None
-    found = sorted(model.glob(f"*{SUFFIX}"))
+    found = sorted(file for file in model.glob(f"*{SUFFIX}") if file.is_file())
     if len(found) > 1:
         raise CheckpointError(
             f"{model} holds {len(found)} GGUF files; give the path of one of them ({found[0]} for example), "
@@ -109,13 +111,17 @@ def open_gguf(file: Path) -> GgufFile:
     try:
         check_header(file)
         reader = gguf.GGUFReader(file)
-    except (OSError, ValueError, IndexError, KeyError, OverflowError, TypeError) as error:
+    except (OSError, ValueError, LookupError, ArithmeticError, TypeError) as error:
         raise CheckpointError(f"{file} is no GGUF file, or damaged ({first_line(error)}); fetch it again.") from error
     stored = {tensor.name: tensor for tensor in reader.tensors}
     architecture = _field(reader, conversion, "general.architecture", "unknown")
-    blocks = _field(reader, conversion, f"{architecture}.block_count", "0")
-    if blocks.isdecimal() and int(blocks) > max(MOST_SPARE_LAYERS, len(stored)):
-        raise CheckpointError(f"{file} claims {blocks} blocks and has {len(stored)} tensors; fetch it again.")
+    # transformers reads the counts of any architecture that it knows.
+    claims = {name: _field(reader, conversion, name, "") for name in reader.fields if name.endswith(_COUNTS)}
+    for name, claim in claims.items():
+        if claim.isdecimal() and int(claim) > max(MOST_SPARE_LAYERS, len(stored)):
+            raise CheckpointError(
+                f"{file} claims that {printable(name)[:80]} is {claim} and has {len(stored)} tensors; fetch it again."
+            )
     beside = [path for pattern in _BESIDE for path in file.parent.glob(pattern) if path.is_file()]
     if _ROPE_FACTORS in stored and not any(path.name == "config.json" for path in beside):
         raise UnsupportedModelError(
@@ -128,8 +134,8 @@ def open_gguf(file: Path) -> GgufFile:
     for path in beside:
         shutil.copyfile(path, directory / path.name)
     try:
-        config = _config(file, directory, _dtype(gguf, stored))
-        with torch.device("meta"):
+        config = _config(file, directory, _dtype(gguf, stored), len(stored))
+        with torch.device("meta"), bounded_modules(len(stored), _refusal):
             model = model_class(config).from_config(deepcopy(config), dtype=torch.float32, trust_remote_code=False)
         config.architectures = [type(model).__name__]
         if not (directory / "tokenizer_config.json").exists():
@@ -139,6 +145,8 @@ def open_gguf(file: Path) -> GgufFile:
         config.to_json_file(directory / "config.json", use_diff=False)
         processor = conversion.TENSOR_PROCESSORS.get(architecture, conversion.TensorProcessor)(config=config.to_dict())
         names = conversion.get_gguf_hf_weights_map(model, processor)
+    except CheckpointError:
+        raise
     except Exception as error:  # any value of the metadata may be missing, or be none that its reader expects
         raise UnsupportedModelError(
             f"transformers cannot read {file}, a GGUF file of architecture {architecture} ({first_line(error)}); "
@@ -174,10 +182,17 @@ def _field(reader: Any, conversion: Any, name: str, default: str) -> str:
     return printable(str(found[0]))[:80] if found else default
 
 
-def _config(file: Path, directory: Path, dtype: torch.dtype) -> PretrainedConfig:
+def _refusal(file: str, field: str, expected: object, found: object) -> CheckpointError:
+    return CheckpointError(
+        f"{file} says that {field} is {found}, and it should be {expected}; fetch the original model's again."
+    )
+
+
+def _config(file: Path, directory: Path, dtype: torch.dtype, tensors: int) -> PretrainedConfig:
     """From the config.json beside the file, else from its metadata."""
     if (directory / "config.json").exists():
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        contents = parse_json((directory / "config.json").read_bytes())
+        config = make_config(directory, contents, tensors, _refusal)
     else:
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
     if not isinstance(getattr(config, "dtype", None), torch.dtype):
@@ -206,7 +221,7 @@ def _write_tokenizer(
         config: of the model.
         listed: tokens of the file, and their kinds.
     """
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
     tokenizer.save_pretrained(directory)
     # It would name the class that read the GGUF file and where.
     settings = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -215,7 +230,7 @@ def _write_tokenizer(
     text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
     (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
     if _respell_special_tokens(directory / "tokenizer.json", *listed):
-        tokenizer = AutoTokenizer.from_pretrained(directory)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if getattr(tokenizer, name, None) is not None:
             setattr(config, name, getattr(tokenizer, name))
@@ -271,13 +286,19 @@ def _plan(
 
         def decode(values: list[Tensor], name: str = name, members: tuple[str, ...] = tuple(members)) -> Tensor:
             made: dict[str, Any] = {"tensors": {}}
-            for own, value in zip(members, values, strict=True):
-                result = processor.process(
-                    weights=value.numpy(), name=own, tensor_key_mapping=names, parsed_parameters=made
-                )
-                if result.name is not None:
-                    made["tensors"][name] = torch.from_numpy(np.ascontiguousarray(result.weights))
-            return made["tensors"][name].to(dtype)
+            try:
+                for own, value in zip(members, values, strict=True):
+                    result = processor.process(
+                        weights=value.numpy(), name=own, tensor_key_mapping=names, parsed_parameters=made
+                    )
+                    if result.name is not None:
+                        made["tensors"][name] = torch.from_numpy(np.ascontiguousarray(result.weights))
+                return made["tensors"][name].to(dtype)
+            except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:  # whatever fits not
+                raise CheckpointError(
+                    f"{members[0]} of the GGUF file does not fit what its metadata say of the model "
+                    f"({first_line(error)}); fetch it again."
+                ) from error
 
         # The file's own shape where a tensor is taken as it is, so that one that does not fit is seen.
         shape = [int(size) for size in reversed(stored[members[0]].shape)]

@@ -9,9 +9,14 @@ from pathlib import Path
 
 _STRING, _ARRAY = 8, 9
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a number, by its type
-# Of all lists together, such as tokens and merges: the reader makes an array of each entry.
-MAX_ENTRIES = 2**22
+# Of all lists together, such as tokens and merges, of which each entry costs the reader 20 microseconds and 700 bytes;
+# and of single values and tensors, of which the largest models have some dozens and thousands.
+MAX_ENTRIES = 2**21
+MAX_FIELDS = 2**12
+MAX_TENSORS = 2**14
 _MAX_DIMENSIONS = 8
+# Numbers that lists have: of each token its kind and its score, and besides the table of a normalizer, 240,000 bytes.
+_NUMBERS_OF_TEXT, _NUMBERS_BESIDE = 4, 400_000
 
 
 def check_header(file: Path) -> None:
@@ -30,15 +35,21 @@ def check_header(file: Path) -> None:
 
 class _Walk:
     def __init__(self, content: mmap.mmap) -> None:
-        self._content, self._at, self._order, self._entries = content, 4, "<", 0
+        self._content, self._at, self._order = content, 4, "<"
+        self._numbers = self._texts = 0
 
     def check(self) -> None:
         if self._number("I") & 0xFFFF == 0:  # the version, in the other order of bytes
             self._order = ">"
         tensors, fields = self._number("Q"), self._number("Q")
+        for count, most, what in ((fields, MAX_FIELDS, "fields"), (tensors, MAX_TENSORS, "tensors")):
+            if count > most:
+                raise ValueError(f"it claims {count} {what}, more than {most}")
         for _ in range(fields):
             self._text()
             self._value(self._number("I"))
+        if self._numbers > _NUMBERS_BESIDE + _NUMBERS_OF_TEXT * self._texts:
+            raise ValueError(f"its lists have {self._numbers} numbers beside {self._texts} texts")
         for _ in range(tensors):
             self._text()
             dimensions = self._number("I")
@@ -54,13 +65,14 @@ class _Walk:
             self._text()
         elif kind == _ARRAY:
             inner, count = self._number("I"), self._number("Q")
-            self._entries += count
-            if self._entries > MAX_ENTRIES:
+            if count > MAX_ENTRIES - self._numbers - self._texts:
                 raise ValueError(f"its lists have more than {MAX_ENTRIES} entries")
             if inner == _STRING:
+                self._texts += count
                 for _ in range(count):
                     self._text()
             elif inner in _SIZES:
+                self._numbers += count
                 self._skip(count * _SIZES[inner])
             else:
                 raise ValueError(f"a list has entries of type {inner}")
