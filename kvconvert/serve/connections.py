@@ -51,11 +51,12 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         transport.max_size = _FEW_BYTES  # type: ignore[attr-defined]
         self.idle_since, self.address = time.monotonic(), network(self.client[0]) if self.client else ""
-        # uvicorn answers with 503 where there are as many as `limit_concurrency`.
-        if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
-            self._take_a_place()
+        # uvicorn answers with 503 where there are as many as `limit_concurrency`: only those that found no place.
+        full = self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency
+        self.limit_concurrency = 0 if full and not self._take_a_place() else None
 
-    def _take_a_place(self) -> None:
+    def _take_a_place(self) -> bool:
+        """Whether another one gave way."""
         others: list[Connection] = [other for other in self.connections if isinstance(other, Connection)]
         count = Counter(other.address for other in others)
         own = count[self.address]
@@ -65,10 +66,12 @@ class Connection(H11Protocol):
             if other is not self
             and (count[other.address] > own or (count[other.address] == own and other.waits_for_client))
         ]
-        if given:
-            oldest = max(given, key=lambda other: (count[other.address], other.waits_for_client, -other.idle_since))
-            self.connections.discard(oldest)
-            oldest.transport.abort()
+        if not given:
+            return False
+        oldest = max(given, key=lambda other: (count[other.address], other.waits_for_client, -other.idle_since))
+        self.connections.discard(oldest)
+        oldest.transport.abort()
+        return True
 
     def data_received(self, data: bytes) -> None:
         """Parse what came; less at once the next time where it took long, so that others' turns come."""
