@@ -52,7 +52,7 @@ _TIMES, _MOST_TIMES = ("num_beams", "num_return_sequences"), 256
 # Texts that end an answer, and characters of one: transformers compares each with every token of the vocabulary.
 MAX_STOPS, MAX_STOP = 64, 256
 # What logits are divided or multiplied by, and stay finite.
-_PENALTIES, _LARGEST_PENALTY = ("repetition_penalty", "encoder_repetition_penalty"), 1e6
+_PENALTIES, LARGEST_PENALTY = ("repetition_penalty", "encoder_repetition_penalty"), 1e6
 # Logits divided by less are infinite in float32, and by more are all the same.
 _COLDEST, _HOTTEST = 1e-30, 1e30
 # Left to the caller, to speed, or to how the file came about: nothing that a token depends on.
@@ -186,8 +186,8 @@ def _checked(name: str, value: Any) -> Any:
             raise _wrong(name, value, "a number")
         if value < 0 and name in DRAWING:
             raise _wrong(name, value, "a number from 0 on")
-        if name in _PENALTIES and not 1 / _LARGEST_PENALTY <= value <= _LARGEST_PENALTY:
-            raise _wrong(name, value, f"a number from {1 / _LARGEST_PENALTY:g} to {_LARGEST_PENALTY:g}")
+        if name in _PENALTIES and not 1 / LARGEST_PENALTY <= value <= LARGEST_PENALTY:
+            raise _wrong(name, value, f"a number from {1 / LARGEST_PENALTY:g} to {LARGEST_PENALTY:g}")
         if name == "temperature":
             return 0.0 if value < _COLDEST else min(float(value), _HOTTEST)
         # transformers draws from all tokens where top_p is above 1.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvconvert.bundle.files import may_be_loaded, own_files
-from kvconvert.bundle.locate import MANIFEST_NAME, check_output
+from kvconvert.bundle.locate import HIDDEN, MANIFEST_NAME, check_output
 from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.bundle.writer import locked, put_in_place
 from kvconvert.errors import BundleError, HubError, UsageError, listed, printable
@@ -18,7 +18,6 @@ from kvconvert.io.hub import ask_hub, check_can_push, check_id
 
 logger = logging.getLogger(__name__)
 CLIENT_FOLDER = ".cache"  # where the client notes, inside a directory that it fetches into, what it has
-ATTRIBUTES = ".gitattributes"  # written by the Hub into every repository
 
 
 def upload(bundle: Bundle, repository: str, *, private: bool = False, revision: str | None = None) -> str:
@@ -190,5 +189,4 @@ def _snapshot(repository: str, revision: str | None, directory: Path | None = No
     """The files of a repository, fetched as far as they are not there: in a directory, or in the Hub's cache."""
     from huggingface_hub import snapshot_download
 
-    ignored = None if directory is None else [ATTRIBUTES]
-    return snapshot_download(repository, revision=revision, local_dir=directory, ignore_patterns=ignored)
+    return snapshot_download(repository, revision=revision, local_dir=directory, ignore_patterns=HIDDEN)

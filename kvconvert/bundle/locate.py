@@ -18,6 +18,8 @@ MANIFEST_NAME = "kvconvert.json"
 # In a folder, for engines read every *.safetensors file that lies beside config.json as weights.
 PLAN_NAME = "kvconvert/plan.safetensors"
 FORMER_PLAN_NAME = "kv_plan.safetensors"
+# Not fetched: no part of a bundle, and programs that are run in its folder may do what such a file says, as git does.
+HIDDEN = [".*", "*/.*"]
 DESCRIPTION = (MANIFEST_NAME, "config.json", PLAN_NAME)  # what a bundle does, without its weights
 
 
@@ -125,7 +127,8 @@ def _fetch(bundle: str, weights: bool, options: dict[str, Any]) -> Path:
             return None
         # Of the manifest's commit: the branch may have moved on.
         commit = options | {"revision": manifest.parent.name}
-        return snapshot_download(bundle, **commit if weights else commit | {"allow_patterns": list(DESCRIPTION)})
+        wanted = {} if weights else {"allow_patterns": list(DESCRIPTION)}
+        return snapshot_download(bundle, ignore_patterns=HIDDEN, **commit | wanted)
 
     found = ask_hub(bundle, fetch, revision=options["revision"], token=options["token"])
     if found is None:

@@ -158,6 +158,9 @@ def serve(
 
     listening = bind(host, port)  # before minutes are spent on loading
     address = listening.getsockname()
+    from kvconvert.serve.access import Hosts, origin_of
+
+    hosts, origins = Hosts.of(host, address[0], allowed_hosts), [origin_of(origin) for origin in cors_origins]
     if log_requests:
         _log_requests()
     if not keys and not ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:
@@ -167,7 +170,6 @@ def serve(
     from kvconvert.models.processors import tokenizer_of
     from kvconvert.models.source import choose_device, compute_dtype
     from kvconvert.runtime import Engine, load
-    from kvconvert.serve.access import Hosts
     from kvconvert.serve.app import Service
     from kvconvert.serve.page import BundleFacts
     from kvconvert.serve.requests import Limits
@@ -204,8 +206,8 @@ def serve(
         ),
         capacity_of_one=max_per_client,
         keys=keys,
-        hosts=Hosts.of(host, address[0], allowed_hosts),
-        origins=cors_origins,
+        hosts=hosts,
+        origins=origins,
         share_prefixes=share_prefixes,
         parse_special=parse_special,
         facts=None if no_page else BundleFacts.of(bundle, model.config),
@@ -251,11 +253,15 @@ def _keys(file: Path | None) -> list[str]:
     if file is None:
         if variable is not None and not variable.strip():
             raise UsageError(f"{KEY_VARIABLE} is empty; give it a key, or unset it to serve anyone.")
+        try:
+            (variable or "").encode()
+        except UnicodeError as error:
+            raise UsageError(f"{KEY_VARIABLE} is not UTF-8 text; give it a key of letters and digits.") from error
         return [] if variable is None else [variable.strip()]
     if variable is not None:
         raise UsageError(f"There are keys in {KEY_VARIABLE} and in --api-key-file; use one of them.")
     try:
-        keys = [line.strip() for line in file.read_text(encoding="utf8").splitlines() if line.strip()]
+        keys = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise MissingError(f"--api-key-file {file} cannot be read ({reason}).") from error

@@ -1,11 +1,11 @@
-"""The processes in which chat templates are rendered and text is tokenized: run as a script, with a socket as its
-standard input.
+"""The processes in which chat templates are rendered, text is tokenized, and grammars are tried: run as a script, with
+a socket as its standard input.
 
-Both come with the model. A template is a program, a tokenizer has regular expressions and replacements, and either may
-run for ever or fill the memory. This process loads what its workers need, and forks one for each socket that it
-receives; a worker that takes more than it may is ended by the system. Each message is JSON after its length in eight
-bytes. The first one that a worker sends is empty; each one that it receives asks for something, and is answered with
-`text`, `ids`, or `error`.
+Templates and tokenizers come with the model, grammars from clients. A template is a program, a tokenizer has regular
+expressions and replacements, a grammar may have more states than there is memory, and each of them may run for ever.
+This process loads what its workers need, and forks one for each socket that it receives; a worker that takes more than
+it may is ended by the system. Each message is JSON after its length in eight bytes. The first one that a worker sends
+is empty; each one that it receives asks for something, and is answered with `text`, `ids`, or `error`.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ def answer(asked: dict[str, Any], template: str, tokenizer: Any) -> dict[str, An
     try:
         if "messages" in asked:
             return {"text": _rendered(asked, template)}
+        if "grammar" in asked:
+            return {"text": _try_grammar(asked["grammar"], asked["limits"])}
         if "probe" in asked:
             return {"text": _try_tokenizer(asked["probe"])}
         return {"ids": tokenizer.encode(asked["encode"], add_special_tokens=asked["special"]).ids}
@@ -74,6 +76,14 @@ def _rendered(asked: dict[str, Any], template: str) -> str:
     if len(text) > most:
         raise ValueError(f"its text has more than {most} characters")
     return text
+
+
+def _try_grammar(grammar: str, limits: dict[str, int]) -> str:
+    """Compile a grammar over bytes; why it is refused, or nothing."""
+    import llguidance
+
+    bounds = llguidance.LLParserLimits(**limits, verbose_errors=False)
+    return llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0, limits=bounds).get_error()
 
 
 def _try_tokenizer(path: str) -> str:
@@ -170,6 +180,8 @@ def _work(connection: socket.socket, memory: int, tokenizer: Any) -> None:
         template = asked.get("template", template)
         if "messages" in asked:
             from transformers.utils import chat_template_utils  # noqa: F401, which takes longer than most templates
+        if "grammar" in asked:
+            import llguidance  # noqa: F401, likewise
         _allow(asked["seconds"])
         found = answer(asked, template, tokenizer)
         _allow(0)

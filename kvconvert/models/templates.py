@@ -49,6 +49,11 @@ def quickly() -> Iterator[None]:
         _is_quick.reset(token)
 
 
+def is_quick() -> bool:
+    """Whether the block of `quickly` is under way."""
+    return _is_quick.get()
+
+
 class TemplateRenderer:
     """Renders conversations by a model's chat template, and tokenizes text, whatever the two of them do.
 
@@ -113,6 +118,19 @@ class TemplateRenderer:
         except TemplateLimitError as error:
             return str(error).rstrip(".")
         return answer.get("error") or answer["text"]
+
+    def try_grammar(self, grammar: str, limits: Mapping[str, int]) -> None:
+        """Compile a client's grammar; whether it is one is for its user to find out.
+
+        Args:
+            grammar: llguidance's, without tokens of a vocabulary.
+            limits: llguidance's own, which bound neither time nor memory.
+
+        Raises:
+            TemplateLimitError: it takes more time or memory than it may.
+            KvconvertError: there is no process.
+        """
+        self._ask({"grammar": grammar, "limits": dict(limits)}, "grammar")
 
     def start(self) -> None:
         """Start what makes workers, and have it made ready for templates, without waiting for either."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import re
 import socket
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from starlette.types import Scope
 
+from kvconvert.errors import UsageError
 from kvconvert.serve.places import network
 from kvconvert.serve.refusal import Refusal
 
@@ -38,10 +40,16 @@ class Hosts:
         Args:
             host: that was asked for.
             address: on which the server listens.
-            further: names that a proxy, or the network, has for it.
+            further: names that a proxy, or the network, has for it; a port is left out.
+
+        Raises:
+            UsageError: one of them is no name.
         """
+        for name in further:
+            if "/" in name or not _name(name):
+                raise UsageError(f"--allowed-host {name!r:.100} is no name of a host; give one such as proxy.example.")
         parsed = ipaddress.ip_address(address.partition("%")[0])
-        names = {host.lower(), str(parsed), *(name.lower() for name in further)}
+        names = {host.lower(), str(parsed), *map(_name, further)}
         if parsed.is_loopback or parsed.is_unspecified:
             names |= cls.names
         if parsed.is_unspecified:
@@ -54,14 +62,30 @@ class Hosts:
 
     def named(self, header: str) -> bool:
         """The same without a `*`: with it, a web page may have any name."""
-        name = header.strip().lower()
-        name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0].rstrip(".")
+        name = _name(header)
         if name in self.names:
             return True
         try:
             return self.any_address and bool(ipaddress.ip_address(name))
         except ValueError:
             return False
+
+
+def _name(host: str) -> str:
+    """The name or address in a Host, which may have a port."""
+    name = host.strip().lower()
+    if name.count(":") > 1 and not name.startswith("["):  # an IPv6 address as people write it
+        return name
+    return name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0].rstrip(".")
+
+
+def origin_of(stated: str) -> str:
+    """An origin as browsers write it (UsageError: it is none)."""
+    origin = stated.strip().lower().removesuffix("/")
+    if origin not in (ANY, "null") and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", origin):
+        message = f"--cors-origin {stated!r:.100} is no origin of web pages; give one such as http://localhost:3000."
+        raise UsageError(message)
+    return origin
 
 
 class Access:

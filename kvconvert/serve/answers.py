@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from kvconvert.errors import printable
@@ -167,7 +167,7 @@ class Answer:
             if stream:
                 await self._stream(send)
             else:
-                await JSONResponse(await self._collect(), headers=self._headers())(scope, receive, send)
+                await (await self._whole())(scope, receive, send)
         except TimeoutError:
             self._leave("did not take the answer")
         except Refusal:
@@ -227,12 +227,19 @@ class Answer:
         ended: str | None = "tool_calls" if reason == "stop" and reply.called else reason
         return Step(piece, ended, list(zip(event.tokens, event.logprobs, strict=False)))
 
-    async def _collect(self) -> dict[str, Any]:
+    async def _whole(self) -> Response:
         choices = [Step() for _ in self._generation.requests]
         async for steps in self._steps():
             for place, step in steps.items():
                 choices[place] += step
-        return self._form.whole(choices, self._generation.usage(self._prompts))
+
+        def made() -> Response:
+            return JSONResponse(
+                self._form.whole(choices, self._generation.usage(self._prompts)), headers=self._headers()
+            )
+
+        # A hundred thousand probabilities take long to write down, and others are not to wait for it.
+        return await asyncio.to_thread(made) if self._form.tells_logprobs else made()
 
     async def _stream(self, send: Send) -> None:
         headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **self._headers()}

@@ -110,7 +110,7 @@ class Service:
         self._tokenizer = bounded(tokenizer, self._renderer)
         self._token_bytes, self.texts = token_bytes(tokenizer), TokenTexts(tokenizer)
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
-        self._grammars = Grammars(tokenizer, vocabulary, engine.generation.stops)
+        self._grammars = Grammars(tokenizer, vocabulary, engine.generation.stops, self._renderer)
         self._format: ResponseFormat | None = None
         # Each is used by one thread at a time.
         self._chats: SimpleQueue[ChatPrompts] = SimpleQueue()

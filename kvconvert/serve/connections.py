@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import select
 import time
 from collections import Counter
@@ -14,6 +15,11 @@ from kvconvert.serve.places import network
 
 # Bytes that are read at once, and so how much of one client's is parsed before another's turn.
 READ_BYTES = 2**14
+# The same at first and where what came before took long: a chunk of one byte takes as long as thousands without chunks.
+_FEW_BYTES, _LONG = 2**11, 0.002
+# Headers of a request, each of which takes a while as well.
+MOST_HEADERS = 100
+_HEADERS_END = re.compile(rb"\n\r?\n")
 # Seconds between looks at a client that has ended its side, and between bytes sent to learn whether it is still there.
 _LOOKS, _ASKS = 0.25, 1.0
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -23,8 +29,9 @@ _COMMENT = b":\n\n"  # in a stream of events
 class Connection(H11Protocol):
     """A client's connection.
 
-    One that waits for its client gives way to a new one when there are as many as are served: the oldest of those whose
-    address has most. A client that ends its side after its request still gets the answer.
+    When there are as many as are served, one gives way to a new one of an address that has no more: of those whose
+    address has most, the oldest that waits for its client, or the oldest at all where that address has more than the
+    new one's. A client that ends its side after its request still gets the answer.
 
     Attributes:
         idle_since: when it last began to wait for its client, by `time.monotonic`.
@@ -42,20 +49,46 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin, in the place of another connection if need be."""
         super().connection_made(transport)
-        transport.max_size = READ_BYTES  # type: ignore[attr-defined]
+        transport.max_size = _FEW_BYTES  # type: ignore[attr-defined]
         self.idle_since, self.address = time.monotonic(), network(self.client[0]) if self.client else ""
-        # uvicorn answers with 503 where there are as many as `limit_concurrency`.
-        if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
-            self._take_a_place()
+        # uvicorn answers with 503 where there are as many as `limit_concurrency`: only those that found no place.
+        full = self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency
+        self.limit_concurrency = 0 if full and not self._take_a_place() else None
 
-    def _take_a_place(self) -> None:
+    def _take_a_place(self) -> bool:
+        """Whether another one gave way."""
         others: list[Connection] = [other for other in self.connections if isinstance(other, Connection)]
         count = Counter(other.address for other in others)
-        waiting = [other for other in others if other.waits_for_client and other is not self]
-        if waiting:
-            oldest = max(waiting, key=lambda other: (count[other.address], -other.idle_since))
-            self.connections.discard(oldest)
-            oldest.transport.abort()
+        own = count[self.address]
+        given = [
+            other
+            for other in others
+            if other is not self
+            and (count[other.address] > own or (count[other.address] == own and other.waits_for_client))
+        ]
+        if not given:
+            return False
+        oldest = max(given, key=lambda other: (count[other.address], other.waits_for_client, -other.idle_since))
+        self.connections.discard(oldest)
+        oldest.transport.abort()
+        return True
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came; less at once the next time where it took long, so that others' turns come."""
+        begun, transport = time.thread_time(), self.transport
+        super().data_received(data)
+        size: int = transport.max_size  # type: ignore[attr-defined]
+        long = time.thread_time() - begun > _LONG
+        transport.max_size = _FEW_BYTES if long else min(2 * size, READ_BYTES)  # type: ignore[attr-defined]
+
+    def handle_events(self) -> None:
+        """Go on with what came, unless it begins a request with too many headers."""
+        if self.conn.their_state is h11.IDLE:
+            head = self.conn.trailing_data[0]
+            end = _HEADERS_END.search(head)
+            if head.count(b"\n", 0, end.start() if end else len(head)) > MOST_HEADERS:
+                return self.send_400_response(f"A request has {MOST_HEADERS} headers at most.")
+        super().handle_events()
 
     def on_response_complete(self) -> None:
         """Go on with the next request, if one may come."""

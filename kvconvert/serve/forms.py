@@ -8,6 +8,7 @@ import uuid
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from kvconvert.models.token_bytes import TokenTexts
@@ -60,6 +61,11 @@ class Form:
         self._lengths: Counter[int] = Counter()  # characters of each choice's tokens
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._model, self._created = model, int(time.time())
+
+    @property
+    def tells_logprobs(self) -> bool:
+        """Whether there is a number for each token."""
+        return self._likeliest is not None
 
     def whole(self, choices: list[Step], usage: dict[str, Any]) -> dict[str, Any]:
         """The answer from all that came of each choice."""
@@ -134,7 +140,7 @@ class Form:
             ]
             return {"content": said, "refusal": None}
         tokens = [texts.text(id) for id, _ in step.logprobs]
-        offsets = [step.offset + sum(map(len, tokens[:place])) for place in range(len(tokens))]
+        offsets = list(accumulate(map(len, tokens), initial=step.offset))[:-1]
         likeliest = [{texts.text(id): _finite(logprob) for id, logprob in told.likeliest} for _, told in step.logprobs]
         return {
             "tokens": tokens,

@@ -1,7 +1,8 @@
 """What an answer may be where a client says so: JSON by a schema, or calls of tools, held by llguidance on the logits.
 
 llguidance computes which tokens may follow as they are needed, and gives up, instead of going on for ever, where a
-grammar takes too many steps or states.
+grammar takes too many steps or states. What it does before, such as compiling a number that has to be a multiple of
+several others, has no such bound: a schema is compiled in a process with limits first.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from kvconvert.errors import first_line
 from kvconvert.models.responses import PROBE_ID, PROBE_NAME, CallFormat
+from kvconvert.models.templates import TemplateLimitError, TemplateRenderer, is_quick
 from kvconvert.serve.refusal import Refusal
 from kvconvert.serve.replies import new_call_id
 
@@ -89,10 +91,18 @@ class Grammars:
         tokenizer: the model's tokenizer.
         vocabulary: logits of a token.
         stops: tokens that end an answer.
+        renderer: which tries schemas before they are compiled here, where nothing ends what takes too long.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, stops: Collection[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        vocabulary: int,
+        stops: Collection[int],
+        renderer: TemplateRenderer,
+    ) -> None:
         self._vocabulary, self._stops = vocabulary, sorted(stop for stop in stops if stop < vocabulary)
+        self._renderer = renderer
         self._missing: str | None = None
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._added = {token.content: id for id, token in added.items() if token.content}
@@ -137,31 +147,46 @@ class Grammars:
             param: the field of the request.
         """
         self.check(param)
-        choices = [] if schema is None else ["%json " + _json(schema, param)]
-        rules = [] if format is None or not tools else self._calls(format, tools, param)
+        schemas = [] if schema is None else ["%json " + _json(schema, param)]
+        choices = list(schemas)
+        rules = []
+        if format is not None and tools:
+            arguments = {} if format.kind == "tagged" else {n: _json(s, param, lenient=True) for n, s in tools.items()}
+            rules = self._calls(format, tools, arguments)
+            schemas += [f"%json {text}" for text in arguments.values()]
         choices += [rule.partition(":")[0] for rule in rules if rule.startswith("call_")]
         grammar = "\n".join([f"start: before ({' | '.join(choices)})", *rules, *self._before(reasoning)])
         if len(grammar) > MOST_GRAMMAR_BYTES:
             message = f"{param}: all JSON schemas may have {MOST_GRAMMAR_BYTES} bytes at most, and have {len(grammar)}."
             raise Refusal(400, message, param=param, code="invalid_value")
+        self._try(schemas, param)
         matcher = self._matchers(self._tokens, grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
             reason = first_line(matcher.get_error())
             raise Refusal(400, f"{param} cannot be served: {reason}.", param=param, code="unsupported_parameter")
         return Constraint(matcher, self._vocabulary, self._stops)
 
-    def _calls(self, format: CallFormat, tools: Mapping[str, Any], param: str) -> list[str]:
-        """Rules of a call of each of some tools."""
+    def _try(self, schemas: list[str], param: str) -> None:
+        """Refuse schemas that take long to compile (Refusal; TemplateLimitError while others wait)."""
+        try:
+            self._renderer.try_grammar(f"start: {' | '.join(schemas) or json.dumps('')}", _LIMITS)
+        except TemplateLimitError as error:
+            if is_quick():
+                raise
+            message = f"{param} takes too much time or memory to compile; simplify its JSON schema."
+            raise Refusal(400, message, param=param, code="invalid_value") from error
+
+    def _calls(self, format: CallFormat, tools: Collection[str], arguments: Mapping[str, str]) -> list[str]:
+        """Rules of a call of each of some tools, with the schemas of their arguments where calls have them as JSON."""
         choices = []
-        for name, schema in tools.items():
+        for name in tools:
             before = format.before.replace(PROBE_NAME, name).replace(PROBE_ID, new_call_id())
             after = format.after.replace(PROBE_NAME, name).replace(PROBE_ID, new_call_id())
             if format.kind == "tagged":
                 before = before[: before.rindex(name) + len(name)] + format.between
                 choices.append(f"{self.literal(before)} rest")
             else:
-                arguments = _json(schema, param, lenient=True)
-                choices.append(f"{self.literal(before)} %json {arguments} {self.literal(after)}".strip())
+                choices.append(f"{self.literal(before)} %json {arguments[name]} {self.literal(after)}".strip())
         rules = [f"call_{place}: {choice}" for place, choice in enumerate(choices)]
         if format.kind == "tagged":
             marks = {self._added[mark] for mark in self._added if mark in format.end or mark in "".join(format.tags)}

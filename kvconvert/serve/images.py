@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP")
 # Processors give the shorter side a size of their own: what is much longer would become larger than any picture.
 LONGEST_SIDES = 50
+# Passes over all pixels, of which a progressive JPEG has ten and each may take no more than a few bytes.
+MOST_SCANS = 32
+_SCAN = b"\xff\xda"
 
 
 def read_images(urls: Sequence[str], most_pixels: int, param: str) -> list[Image]:
@@ -49,13 +52,17 @@ def _open(url: str, place: int, param: str) -> Image:
     from PIL import Image as pillow
 
     try:
-        content = io.BytesIO(base64.b64decode(url.partition(",")[2], validate=True))
-        return pillow.open(content, formats=FORMATS)
+        content = base64.b64decode(url.partition(",")[2], validate=True)
+        image = pillow.open(io.BytesIO(content), formats=FORMATS)
     except pillow.DecompressionBombError as error:
         raise _refused(f"Image {place} has too many pixels; send a smaller one.", param) from error
     except (OSError, ValueError, SyntaxError) as error:
         said = "it is no PNG, JPEG, or WebP" if isinstance(error, OSError) else first_line(error)
         raise _refused(f"Image {place} cannot be read ({said}); send another one.", param) from error
+
+    if image.format == "JPEG" and content.count(_SCAN) > MOST_SCANS:
+        raise _refused(f"Image {place} comes in more than {MOST_SCANS} scans; store it as a baseline JPEG.", param)
+    return image
 
 
 def _refused(message: str, param: str) -> Refusal:

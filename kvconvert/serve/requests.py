@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, Field
 
+from kvconvert.bundle.generation import LARGEST_PENALTY
 from kvconvert.models.token_bytes import TokenTexts
 from kvconvert.runtime import Sampling
 from kvconvert.runtime.engine.request import MOST_LIKELIEST
@@ -128,14 +130,14 @@ def fields_of(body: bytes | bytearray, most: int) -> dict[str, Any]:
         message = f"The body has {count} values; this server takes at most {most}."
         raise Refusal(413, message, code="body_too_long")
     try:
-        fields = json.loads(body.decode(), parse_constant=_no_number)
+        fields = json.loads(body.decode(), parse_constant=_no_number, parse_float=_finite)
         if _SURROGATE.search(body):
             json.dumps(fields, ensure_ascii=False).encode()
     except UnicodeError as error:
         raise Refusal(400, "Invalid JSON: the body is not UTF-8 text.", code="invalid_json") from error
     except (ValueError, RecursionError) as error:
         reasons = {RecursionError: "it is nested too deeply", json.JSONDecodeError: str(error)}
-        reason = reasons.get(type(error), "a number is none or has too many digits")
+        reason = reasons.get(type(error), "a number is none, is too large, or has too many digits")
         raise Refusal(400, f"Invalid JSON: {reason}.", code="invalid_json") from error
     if not isinstance(fields, dict):
         raise Refusal(400, "The body should be an object of JSON.", code="invalid_value")
@@ -147,6 +149,12 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 def _no_number(name: str) -> None:
     raise ValueError(name)
+
+
+def _finite(digits: str) -> float:
+    if math.isinf(number := float(digits)):  # which no answer that tells it could be JSON with
+        raise ValueError(digits)
+    return number
 
 
 def _listed(value: Any) -> Any:
@@ -200,7 +208,7 @@ _DATA_URL = re.compile(r"data:image/(?:png|jpe?g|webp);base64,", re.IGNORECASE)
 
 def _token(name: str) -> int:
     """A token id that is the name of a field (Refusal: it is none)."""
-    if not (name.isascii() and name.isdigit() and len(name) < 10):
+    if not (name.isascii() and name.isdigit() and len(name) < 10 and str(int(name)) == name):
         raise Refusal(400, f"logit_bias: {name!r:.60} is no token id.", param="logit_bias", code="invalid_value")
     return int(name)
 
@@ -346,7 +354,7 @@ class _Asked(BaseModel, extra="allow", strict=True):
     seed: Integer | None = None
     stop: Annotated[list[str], Field(fail_fast=True), BeforeValidator(_listed)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=1 / LARGEST_PENALTY, le=100)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_BIASES)] | None = (
         None
     )

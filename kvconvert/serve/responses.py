@@ -10,7 +10,7 @@ from kvconvert.models.token_bytes import TokenTexts
 from kvconvert.serve.forms import Form, Step, event
 from kvconvert.serve.refusal import Refusal
 from kvconvert.serve.replies import Piece
-from kvconvert.serve.requests import Chat
+from kvconvert.serve.requests import MOST_MESSAGES, Chat
 
 # Fields that mean the same in a chat.
 _SAME = (
@@ -53,6 +53,8 @@ def _messages(given: Any) -> list[Any]:
         return [{"role": "user", "content": given}]
     if not isinstance(given, list):
         raise _refused("input", "give text, or a list of items")
+    if len(given) > MOST_MESSAGES:
+        raise _refused("input", f"a conversation has {MOST_MESSAGES} items at most, and this one has {len(given)}")
     messages: list[Any] = []
     for place, item in enumerate(given):
         where = f"input.{place}"

@@ -16,6 +16,8 @@ from kvconvert.serve.connections import Connection
 
 # Connections beside those of requests that are served or wait.
 SPARE_CONNECTIONS = 512
+# Of a request's line and headers.
+MOST_HEAD_BYTES = 2**14
 # That ending takes at most, once requests were ended: what a client does not read, and a step under way, are left.
 END_SECONDS = 5.0
 # Descriptors that are not for connections.
@@ -64,6 +66,7 @@ class Server(uvicorn.Server):
             limit_concurrency=connections,
             timeout_keep_alive=max(1, int(service.limits.client_seconds)),
             timeout_graceful_shutdown=2,
+            h11_max_incomplete_event_size=MOST_HEAD_BYTES,
         )
         super().__init__(config)
         self.cut = 0

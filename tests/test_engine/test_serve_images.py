@@ -3,6 +3,7 @@
 import base64
 import io
 import struct
+import time
 import zlib
 
 import openai
@@ -211,6 +212,19 @@ def test_what_waits_with_pictures_has_a_limit_of_memory(here, drawings, monkeypa
     assert (status, headers["Retry-After"]) == (429, "1")
     assert told["error"]["code"] == "too_many_requests"
     here.idle()
+
+
+def test_a_picture_in_thousands_of_scans_is_refused_before_it_is_decoded(drawings):
+    assert read_images([data_url(drawings[0], "jpeg", progressive=True)], 20_000, "messages")
+    content = io.BytesIO()
+    Image.new("L", (2000, 2000), 128).save(content, "jpeg", progressive=True)
+    plain = content.getvalue()
+    last = plain[plain.rindex(b"\xff\xc4") : -2]  # the last scan, and its table: less than a hundred bytes
+    url = PIXEL.replace("png", "jpeg") + base64.b64encode(plain[:-2] + last * 1000 + plain[-2:]).decode()
+    begun = time.thread_time()
+    with pytest.raises(Refusal, match="Image 1 comes in more than 32 scans; store it as a baseline JPEG"):
+        read_images([url], 4_000_000, "messages")
+    assert time.thread_time() - begun < 1
 
 
 def test_a_refusal_names_its_field():

@@ -4,21 +4,28 @@ import asyncio
 import contextlib
 import http.client
 import json
+import re
 import socket
 import threading
 import time
+import types
 
 import pytest
 from fake_model import FakeModel
 from serving import Letters, request, serving, wait_for
 from starlette.requests import ClientDisconnect
 
-from kvconvert.serve.access import Hosts
+from kvconvert.errors import UsageError
+from kvconvert.runtime.engine.sampling import TokenLogprobs
+from kvconvert.serve import connections
+from kvconvert.serve.access import Hosts, origin_of
 from kvconvert.serve.answers import Generation
+from kvconvert.serve.forms import Form, Step
 from kvconvert.serve.places import Bodies, Places, network
 from kvconvert.serve.readers import LARGE, Readers
 from kvconvert.serve.refusal import Refusal
 from kvconvert.serve.requests import Limits, entries, fields_of
+from kvconvert.serve.responses import ResponsesChat
 
 
 def test_readers_take_the_client_that_used_them_least_and_one_large_job_at_a_time():
@@ -162,6 +169,24 @@ def test_what_a_text_holds_counts_as_one_value(text):
     assert fields_of(body, 100) == fields
 
 
+def test_places_of_tokens_take_time_in_proportion_to_their_number():
+    step = Step(logprobs=[(5, TokenLogprobs(-1.0, ()))] * 20_000, offset=7)
+    texts = types.SimpleNamespace(text=lambda id: "ab")
+    begun = time.thread_time()
+    (choice,) = Form(False, "tiny", texts, 0).whole([step], {})["choices"]
+    assert time.thread_time() - begun < 1.5
+    assert choice["logprobs"]["text_offset"] == list(range(7, 40_007, 2))
+
+
+@pytest.mark.parametrize("item", [{"type": "function_call"}, {}, {"type": "reasoning"}])
+def test_items_of_an_input_are_counted_before_anything_is_made_of_them(item):
+    begun = time.thread_time()
+    with pytest.raises(Refusal, match="input: a conversation has 8192 items at most, and this one has 50000") as told:
+        ResponsesChat.of({"input": [item] * 50_000})
+    assert time.thread_time() - begun < 1
+    assert told.value.param == "input"
+
+
 HOSTS = {
     ("127.0.0.1", "127.0.0.1"): (["127.0.0.1:8000", "localhost", "LOCALHOST:1", "[::1]:8000"], ["10.0.0.1", "gpu"]),
     ("gpu", "10.0.0.5"): (["gpu:8000", "10.0.0.5", "gpu."], ["127.0.0.1", "localhost", "10.0.0.6"]),
@@ -181,6 +206,29 @@ def test_a_server_is_asked_for_by_its_own_names(host, address):
     )
     assert all(Hosts.of(host, address, ["Proxy.example"]).allow(name) for name in [*good, "proxy.EXAMPLE:443"])
     assert Hosts.of(host, address, ["*"]).allow("evil.example")
+
+
+@pytest.mark.parametrize("stated", ["proxy.example:8443", "PROXY.example.", " proxy.example", "proxy.example.:80"])
+def test_a_further_host_is_the_name_that_clients_send_however_it_is_written(stated):
+    assert Hosts.of("127.0.0.1", "127.0.0.1", [stated]).allow("proxy.example:8443")
+    assert all(
+        Hosts.of("127.0.0.1", "127.0.0.1", [v6]).allow("[2001:db8::1]:80") for v6 in ("2001:db8::1", "[2001:db8::1]")
+    )
+
+
+@pytest.mark.parametrize("stated", ["https://proxy.example", "", ":80", "a/b"])
+def test_what_no_client_can_ask_for_is_no_host(stated):
+    with pytest.raises(UsageError, match="is no name of a host"):
+        Hosts.of("127.0.0.1", "127.0.0.1", [stated])
+
+
+def test_an_origin_is_written_as_browsers_do_or_refused():
+    for stated in ("http://Localhost:3000/", "HTTP://localhost:3000", " http://localhost:3000"):
+        assert origin_of(stated) == "http://localhost:3000"
+    assert [origin_of(kept) for kept in ("*", "null", "app://x")] == ["*", "null", "app://x"]
+    for stated in ("localhost:3000", "http://localhost:3000/page", "http://", "", "http://me@localhost"):
+        with pytest.raises(UsageError, match="is no origin of web pages"):
+            origin_of(stated)
 
 
 def test_pages_of_other_origins_and_other_names_are_refused():
@@ -235,6 +283,65 @@ def test_idle_connections_give_way_to_a_client_that_asks():
             for _ in range(3):
                 assert here.ask(body={"prompt": "hello", "max_tokens": 3})[0] == 200
             wait_for(lambda: len(here.server.server_state.connections) <= 40)
+        here.idle()
+
+
+def test_places_that_one_address_fills_with_requests_are_had_by_another_address():
+    def client(address):
+        return socket.create_connection(("127.0.0.1", here.port), timeout=60, source_address=(address, 0))
+
+    def answer(connection):
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        with contextlib.closing(connection.makefile("rb")) as file:
+            return file.readline()
+
+    model, gate = FakeModel(), threading.Event()
+    model.before_pass = lambda: gate.wait(60)
+    with serving(model, Letters(), capacity=64) as here, contextlib.ExitStack() as stack:
+        here.server.config.limit_concurrency = 22
+        patient = stack.enter_context(client("127.0.0.3"))
+        body = request(json.dumps({"prompt": "hello", "max_tokens": 1}).encode())
+        for _ in range(20):
+            stack.enter_context(client("127.0.0.1")).sendall(body)
+        wait_for(lambda: here.service.active == 20)
+        for _ in range(3):
+            assert b" 503 " in answer(stack.enter_context(client("127.0.0.1")))
+        assert here.service.active == 20
+        stack.enter_context(client("127.0.0.1")).sendall(b"G")
+        wait_for(lambda: len(here.server.server_state.connections) == 22)
+        assert answer(patient).startswith(b"HTTP/1.1 200")  # which had a place before
+        for _ in range(3):
+            assert answer(stack.enter_context(client("127.0.0.2"))).startswith(b"HTTP/1.1 200")
+        gate.set()
+
+
+def test_a_client_whose_bytes_take_long_to_parse_has_few_read_at_a_time(monkeypatch):
+    with serving(FakeModel(), Letters()) as here:
+        served = here.server.server_state.connections
+        with socket.create_connection(("127.0.0.1", here.port)) as client:
+            client.sendall(request(b"", length=10**6))
+            for long, size in ((1000, connections.READ_BYTES), (-1, 2048), (1000, connections.READ_BYTES)):
+                monkeypatch.setattr(connections, "_LONG", long)
+                client.sendall(b" " * 40_000)
+                wait_for(lambda size=size: {connection.transport.max_size for connection in served} == {size})
+        here.idle()
+
+
+@pytest.mark.parametrize("end", [b"\r\n", b"\n"])
+def test_a_request_has_a_hundred_headers_at_most(end):
+    def answer(head, before=b""):
+        with socket.create_connection(("127.0.0.1", here.port), timeout=60) as client:
+            client.sendall(before + b"GET /health HTTP/1.1" + end + b"Host: localhost" + end + head + end)
+            client.shutdown(socket.SHUT_WR)
+            with client.makefile("rb") as file:
+                return re.findall(rb"HTTP/1.1 \d+|A request[\w ]+\.", file.read())
+
+    refused = [b"HTTP/1.1 400", b"A request has 100 headers at most."]
+    with serving(FakeModel(), Letters()) as here:
+        assert answer((b"a: b" + end) * 99) == [b"HTTP/1.1 200"]
+        assert answer((b"a: b" + end) * 100) == refused
+        first = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        assert answer((b"a: b" + end) * 250, before=first) == [b"HTTP/1.1 200", *refused]
         here.idle()
 
 

@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvconvert.cli import cli
+from kvconvert.commands.serve import _keys
 from kvconvert.serve.requests import Chat, Completion
 
 KEY = "a-key-that-nobody-else-has"
@@ -107,6 +108,9 @@ def test_a_deadline_that_ends_requests_is_told_by_the_exit_code(bundle):
         (["--api-key-file", "binary"], None, r"--api-key-file binary cannot be read \(not UTF-8"),
         (["--api-key-file", "keys"], "x", "There are keys in KVCONVERT_API_KEY and in --api-key-file"),
         ([], " ", "KVCONVERT_API_KEY is empty"),
+        ([], "\udcff", "KVCONVERT_API_KEY is not UTF-8 text"),
+        (["--port", "0", "--allowed-host", "http://x"], None, "--allowed-host 'http://x' is no name of a host"),
+        (["--port", "0", "--cors-origin", "x:3000"], None, "--cors-origin 'x:3000' is no origin of web pages"),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_the_bundle_is_loaded(
@@ -121,6 +125,12 @@ def test_what_cannot_be_served_is_refused_before_the_bundle_is_loaded(
         result = CliRunner().invoke(cli, ["serve", str(bundle), *options])
     assert result.exit_code == (1 if "cannot be" in said else 2)
     assert re.match(f"Error: {said}", result.stderr)
+
+
+def test_the_mark_of_an_encoding_is_no_part_of_a_key(tmp_path, monkeypatch):
+    monkeypatch.delenv("KVCONVERT_API_KEY", False)
+    (tmp_path / "keys").write_text("one\r\ntwo\n", encoding="utf-8-sig")
+    assert _keys(tmp_path / "keys") == ["one", "two"]
 
 
 def test_without_the_server_packages_the_command_says_what_to_install(bundle, monkeypatch):

@@ -402,6 +402,7 @@ def test_schemas_of_all_tools_together_are_bounded(tiny):
         ({"$ref": "file:///etc/passwd"}, "retriever does not fetch"),
         ({"type": "string", "pattern": "("}, "regex parse error"),
         ({"type": "thing"}, "Invalid type"),
+        ({"allOf": [{"type": "integer", "multipleOf": n} for n in (97, 89, 83)]}, "too much time or memory"),
         ({"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(3000)}}, "32768 bytes at most"),
         ({"anyOf": [{"type": "object", "properties": {str(n): {} for n in range(20)}} for _ in range(70)]}, None),
         ({"type": "array", "minItems": 10**6, "items": {"type": "array", "minItems": 10**6}}, None),

@@ -147,6 +147,16 @@ def test_a_file_that_changed_on_the_server_is_caught_and_nothing_is_left(hub, go
     assert "sha256" in refusal(1, "verify", NAME)
 
 
+def test_what_programs_would_run_in_a_folder_is_not_fetched_into_it(hub, golden, tmp_path):
+    files = publish(hub, golden).files()
+    files[".git/config"] = b"[core]\nfsmonitor = touch evil\n"
+    files["sub/.envrc"] = b"touch evil\n"
+    fetch(NAME, tmp_path / "copy")
+    assert contents(tmp_path / "copy") == contents(golden)
+    for directory in (fetch(NAME)[0], locate(NAME)):  # in the cache
+        assert contents(directory) == contents(golden)
+
+
 def test_a_bundle_that_does_not_verify_is_not_pushed(hub, golden):
     weights = golden / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
