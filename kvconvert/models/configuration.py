@@ -193,7 +193,9 @@ def pages_unsupported(config: PretrainedConfig, layer_type: str, scheme: KVSchem
     if layer_type == "dummy":
         return "it has no keys and values of its own: it reads an earlier layer's, or does not attend"
     if not has_pages(layer_type):
-        return f"a {layer_type} layer has no keys and values; its state is left to transformers"
+        packed = scheme is not None and scheme.state_bits < 16 and layer_type != "conv"
+        kept = f"is stored in {scheme.state_bits} bits" if packed else "is left to transformers"
+        return f"a {layer_type} layer has no keys and values; its state {kept}"
     return None
 
 
