@@ -183,6 +183,57 @@ def test_what_only_tells_something_does_not_wait_for_torch(folder, command):
     assert ran.stdout
 
 
+MISTAKES = """
+plan nowhere
+plan MODEL --recipe defalt
+convert nowhere OUT
+convert MODEL OUT --data nowhere.txt
+convert MODEL BUNDLE
+calibrate MODEL -o BUNDLE
+export nowhere -o OUT
+eval nowhere
+eval BUNDLE
+eval BUNDLE --against nowhere
+eval BUNDLE --against MODEL --only perplexty
+eval BUNDLE --against MODEL --data nowhere.txt
+bench MODEL
+generate MODEL TEXT
+serve MODEL
+warm MODEL
+inspect MODEL
+report MODEL
+report BUNDLE --fidelity nowhere.json
+report BUNDLE --model nowhere
+verify MODEL
+push MODEL user/name
+push BUNDLE name
+pull name
+rm name
+recipes defalt
+"""
+
+
+def test_help_and_mistakes_do_not_wait_for_torch(folder):
+    places = {"MODEL": folder / "model", "BUNDLE": folder / "bundle", "OUT": folder / "nothing"}
+    mistakes = [[str(places.get(word, word)) for word in line.split()] for line in MISTAKES.split("\n") if line]
+    asked = [[name, "--help"] for name in cli.commands]
+    program = """
+import json, os, sys
+from kvconvert.cli import cli
+sys.stdout = open(os.devnull, "w")
+for arguments in json.loads(sys.argv[1]):
+    try:
+        cli(arguments)
+    except SystemExit as ended:
+        assert bool(ended.code) == ("--help" not in arguments), arguments
+    assert not {"torch", "transformers"} & sys.modules.keys(), arguments
+"""
+    command = [sys.executable, "-c", program, json.dumps(asked + mistakes)]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=folder / "work", check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr.count("Error: ") == len(mistakes)
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_is_one_command(shell, monkeypatch, capsys):
     source = kvconvert("completion", shell).stdout

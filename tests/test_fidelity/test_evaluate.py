@@ -13,7 +13,7 @@ from kvconvert.bundle.reader import open_bundle
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.errors import UsageError
-from kvconvert.fidelity import evaluate
+from kvconvert.fidelity.evaluate import evaluate
 from kvconvert.fidelity.report import table
 from kvconvert.recipes.recipe import Recipe
 
