@@ -37,6 +37,7 @@ from kvconvert.convert.pipeline import Searches, make_runner
 from kvconvert.convert.workdir import WorkDir, WorkState
 from kvconvert.data.samples import load_samples
 from kvconvert.errors import KvconvertError
+from kvconvert.io.ending import ended_at_once
 from kvconvert.io.records import DataInfo, SourceInfo
 from kvconvert.models.source import choose_device, open_source
 from kvconvert.recipes.recipe import Recipe
@@ -280,4 +281,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ended_at_once():
+        main()

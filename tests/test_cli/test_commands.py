@@ -234,6 +234,26 @@ for arguments in json.loads(sys.argv[1]):
     assert ran.stderr.count("Error: ") == len(mistakes)
 
 
+@pytest.mark.parametrize(("command", "code"), [(["recipes"], 0), (["recipes", "defalt"], 2)])
+def test_threads_that_still_compute_do_not_abort_the_process(command, code):
+    program = """
+import sys, threading, torch
+
+def work():
+    ones = torch.ones(100, 100)
+    while True:
+        ones @ ones
+
+threading.Thread(target=work, daemon=True).start()
+from kvconvert.cli import main
+main()
+"""
+    ran = subprocess.run([sys.executable, "-c", program, *command], capture_output=True, text=True, check=False)
+    assert ran.returncode == code, ran.stderr
+    assert "terminate called" not in ran.stderr
+    assert ran.stderr.startswith("Error: ") == bool(code)
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_is_one_command(shell, monkeypatch, capsys):
     source = kvconvert("completion", shell).stdout
