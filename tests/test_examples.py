@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fetch_models
 import long_context
 import mixture
 import own_data
@@ -61,7 +62,8 @@ for file in sys.argv[1:]:
             assert ended.code == code, (file, ended.code)
         assert not {"torch", "transformers"} & sys.modules.keys(), file
 """
-    ran = subprocess.run([sys.executable, "-c", program, *(script.__file__ for script in SCRIPTS)], check=False)
+    files = [script.__file__ for script in (*SCRIPTS, fetch_models)]
+    ran = subprocess.run([sys.executable, "-c", program, *files], check=False)
     assert ran.returncode == 0
 
 
