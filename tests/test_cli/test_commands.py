@@ -366,7 +366,7 @@ def limited_work(folder, tmp_path):
 
 def test_a_missed_limit_is_exit_code_3_and_writes_nothing(limited_work, tmp_path, monkeypatch):
     report = types.SimpleNamespace(to_dict=lambda: {"kl": {"mean": 0.5}}, losses=list)
-    monkeypatch.setattr("kvconvert.fidelity.evaluate", lambda *a, **k: report)
+    monkeypatch.setattr("kvconvert.fidelity.evaluate.evaluate", lambda *a, **k: report)
     assert "max_kl is 1e-09" in refusal(3, "export", limited_work, "-o", tmp_path / "bundle")
     assert os.listdir(tmp_path) == ["work"]
 
