@@ -250,13 +250,17 @@ class AttentionSampler(CalibrationPass):
         self._chosen: list[int] = []
         self._seen = 0
 
+    def sequences_read(self, samples: int, length: int) -> int:
+        """How many sequences the sample has."""
+        return min(self.sequences, max(1, SAMPLE_TOKENS // length), samples)
+
     @contextmanager
     def observe(self, work: LayerWork) -> Iterator[None]:
         """Keep evenly spaced sequences of the layer's input; for a visual cache, of those that have images."""
         candidates = list(range(work.num_samples))
         if work.cache.modality == "visual" and work.visual is not None and work.visual.any():
             candidates = work.visual.any(1).nonzero().flatten().tolist()
-        wanted = min(self.sequences, max(1, SAMPLE_TOKENS // work.seq_len), len(candidates))
+        wanted = self.sequences_read(len(candidates), work.seq_len)
         self._chosen = [candidates[i * len(candidates) // wanted] for i in range(wanted)]
         self._seen = work.first_sample
 
@@ -305,6 +309,23 @@ class AttentionSampler(CalibrationPass):
         for i, ((_, previous), (hidden, arguments)) in enumerate(pairwise(self._inputs), 1):
             if same_arguments(previous, arguments):  # equal ones are one object, as they were before they were sent
                 self._inputs[i] = hidden, self._inputs[i - 1][1]
+
+
+class SampleReader(CalibrationPass):
+    """A pass that evaluates candidates on a sample of the finished layer's attention.
+
+    Args:
+        sampler: takes the sample, earlier in the list of passes.
+    """
+
+    reads_sample = True
+
+    def __init__(self, sampler: AttentionSampler) -> None:
+        self.sampler = sampler
+
+    def sequences_read(self, samples: int, length: int) -> int:
+        """Those of the sample."""
+        return self.sampler.sequences_read(samples, length)
 
 
 def _visible(masks: list[Tensor | None], queries: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvconvert.calibration.attention_sample import AttentionSample, AttentionSampler
+from kvconvert.calibration.attention_sample import AttentionSample, AttentionSampler, SampleReader
 from kvconvert.calibration.clip_ratios import searched_sides
 from kvconvert.calibration.protocol import (
     CalibrationPass,
@@ -223,7 +223,7 @@ def choose_taus(errors: Sequence[Tensor], output_errors: Sequence[Tensor]) -> tu
     return best // total.shape[1], best % total.shape[1]
 
 
-class CalibQuantPass(CalibrationPass):
+class CalibQuantPass(SampleReader):
     """Measure the whole table of pairs for one layer; which pair wins is decided when every layer is measured.
 
     Args:
@@ -234,7 +234,6 @@ class CalibQuantPass(CalibrationPass):
     """
 
     name = "calibquant"
-    reads_sample = True
 
     def __init__(
         self,
@@ -244,7 +243,8 @@ class CalibQuantPass(CalibrationPass):
         search_keys: bool = True,
         search_values: bool = True,
     ) -> None:
-        self.sampler, self.grid, self.taus = sampler, grid, taus
+        super().__init__(sampler)
+        self.grid, self.taus = grid, taus
         self.search_keys, self.search_values = search_keys, search_values
         self._tables: TauTables | None = None
         self._note = ""

@@ -23,7 +23,12 @@ import torch
 from torch import Tensor
 
 from kvconvert.cache.format import CacheFormat, Side
-from kvconvert.calibration.attention_sample import AttentionSample, AttentionSampler, squared_output
+from kvconvert.calibration.attention_sample import (
+    AttentionSample,
+    AttentionSampler,
+    SampleReader,
+    squared_output,
+)
 from kvconvert.calibration.protocol import (
     CalibrationPass,
     LayerJob,
@@ -229,7 +234,7 @@ def searched_sides(scheme: KVScheme, search: KVCalibration) -> tuple[bool, bool]
     return keys, values
 
 
-class ClipRatioPass(CalibrationPass):
+class ClipRatioPass(SampleReader):
     """Choose `key_clip_ratio` and `value_clip_ratio` of the layer's pages.
 
     Args:
@@ -238,10 +243,10 @@ class ClipRatioPass(CalibrationPass):
     """
 
     name = "clip_ratios"
-    reads_sample = True
 
     def __init__(self, sampler: AttentionSampler, search_keys: bool = True, search_values: bool = True) -> None:
-        self.sampler, self.search_keys, self.search_values = sampler, search_keys, search_values
+        super().__init__(sampler)
+        self.search_keys, self.search_values = search_keys, search_values
         self._errors: dict[str, Tensor] = {}
         self._note = ""
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from kvconvert.cache.format import CacheFormat
-from kvconvert.calibration.attention_sample import AttentionSample, AttentionSampler
+from kvconvert.calibration.attention_sample import AttentionSample, AttentionSampler, SampleReader
 from kvconvert.calibration.clip_ratios import key_clip_ratio_errors, pages_read
 from kvconvert.calibration.error_feedback import QueryMoments, feedback_matrices
 from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork, PassResult, significant
@@ -266,7 +266,7 @@ class TreatmentSearch:
         return min(possible, key=lambda treatment: errors[treatment.name]), errors
 
 
-class KeyTreatmentPass(CalibrationPass):
+class KeyTreatmentPass(SampleReader):
     """Choose how the layer's keys are stored, or measure the constant part that its scheme wants kept.
 
     Stands before the passes that fit error feedback and clip ratios to what it chose.
@@ -278,10 +278,10 @@ class KeyTreatmentPass(CalibrationPass):
     """
 
     name = "key_treatments"
-    reads_sample = True
 
     def __init__(self, sampler: AttentionSampler, scheme: KVScheme, search: KVCalibration) -> None:
-        self.sampler, self.scheme, self.search = sampler, scheme, search
+        super().__init__(sampler)
+        self.scheme, self.search = scheme, search
         self._constant: ConstantPart | str = ""
         self._chosen: Treatment | None = None
         self._errors: dict[str, float] = {}
@@ -295,6 +295,10 @@ class KeyTreatmentPass(CalibrationPass):
         if scheme is None or not (scheme.centers_keys or job.search.chooses_treatment(scheme)):
             return None
         return cls(sampler, scheme, job.search)
+
+    def sequences_read(self, samples: int, length: int) -> int:
+        """Those with which treatments are compared."""
+        return min(SEQUENCES, super().sequences_read(samples, length))
 
     def solve(self, work: LayerWork) -> None:
         """Measure the constant part, and try the treatments.

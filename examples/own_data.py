@@ -10,15 +10,15 @@ Never measure on what was calibrated on: the figures would be too good.
 import argparse
 from pathlib import Path
 
-from kvconvert import calibrate, evaluate, export
+import kvconvert
 
 
 def main(model: str, output: str, calibration: str, held_out: str, samples: int = 64, tokens: int = 8192) -> float:
     """Convert the cache alone, and return the mean KL divergence on the held-out data."""
     work, bundle = Path(output) / "work", Path(output) / "bundle"
-    calibrate(model, work, recipe="kv-only", data=calibration, samples=samples, seq_len=256)
-    export(work, bundle, force=True)
-    report = evaluate(bundle, model, data=held_out, tokens=tokens, only=["perplexity", "kl"])
+    kvconvert.calibrate(model, work, recipe="kv-only", data=calibration, samples=samples, seq_len=256)
+    kvconvert.export(work, bundle, force=True)
+    report = kvconvert.evaluate(bundle, model, data=held_out, tokens=tokens, only=["perplexity", "kl"])
     print(f"perplexity {report.perplexity.source:.2f} -> {report.perplexity.bundle:.2f}, KL {report.kl.mean:.4f}")
     return report.kl.mean
 

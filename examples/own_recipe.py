@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from kvconvert import KvconvertError, Recipe, calibrate, export
+import kvconvert
 
 RECIPE = """
 [weights]
@@ -39,12 +39,12 @@ def main(model: str, output: str, samples: int = 64, seq_len: int = 512) -> Path
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "recipe.toml"
     file.write_text(RECIPE)
-    recipe = Recipe.load(str(file))
+    recipe = kvconvert.Recipe.load(str(file))
     print(recipe.scheme(0), recipe.scheme(1).key_bits)
     try:
-        calibrate(model, folder / "work", recipe=recipe, samples=samples, seq_len=seq_len)
-        return export(folder / "work", folder / "bundle", force=True)
-    except KvconvertError as error:
+        kvconvert.calibrate(model, folder / "work", recipe=recipe, samples=samples, seq_len=seq_len)
+        return kvconvert.export(folder / "work", folder / "bundle", force=True)
+    except kvconvert.KvconvertError as error:
         sys.exit(str(error))
 
 

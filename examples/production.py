@@ -10,9 +10,7 @@ import hashlib
 import sys
 from pathlib import Path
 
-import torch
-
-from kvconvert import KvconvertError, load
+import kvconvert
 
 PROMPTS = ["Once upon a time", "It was a dark night, and the old house"]
 CACHE_BYTES = 64 * 2**20
@@ -20,13 +18,15 @@ CACHE_BYTES = 64 * 2**20
 
 def main(bundle: str, pinned: str | None = None) -> list[str]:
     """Answer two prompts at once; returns the texts."""
+    import torch  # here, so that --help does not wait for it
+
     found = hashlib.sha256((Path(bundle) / "kvconvert.json").read_bytes()).hexdigest()
     if pinned is not None and found != pinned:
         sys.exit(f"{bundle} is not the bundle that was deployed: its manifest has SHA-256 {found}.")
     try:
         # verify="full", the default, hashes every file before anything reads it.
-        model, tokenizer = load(bundle, device_map="cuda" if torch.cuda.is_available() else None)
-    except KvconvertError as error:  # one sentence for the log
+        model, tokenizer = kvconvert.load(bundle, device_map="cuda" if torch.cuda.is_available() else None)
+    except kvconvert.KvconvertError as error:  # one sentence for the log
         sys.exit(str(error))
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # `load` has it pad on the left
     inputs = tokenizer(PROMPTS, return_tensors="pt", padding=True).to(model.device)

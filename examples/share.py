@@ -9,20 +9,21 @@ import argparse
 import sys
 from pathlib import Path
 
-from kvconvert import KvconvertError, load
-from kvconvert.hub import pull, push
+import kvconvert
 
 PROMPT = "Once upon a time"
 
 
 def main(bundle: str, repository: str, folder: str) -> str:
     """Push, fetch the same commit into a directory, and load it by its id; returns a text."""
+    from kvconvert.hub import pull, push  # here, so that --help does not wait for torch
+
     try:
         commit = push(bundle, repository, private=True)  # verified here, and compared with what the Hub then holds
         copy = pull(repository, Path(folder) / "copy", revision=commit)  # verified again
         # Everything lies in the Hub's cache afterwards, and HF_HUB_OFFLINE=1 works. A branch may move; a commit cannot.
-        model, tokenizer = load(repository, revision=commit)
-    except KvconvertError as error:  # one sentence, never with the token in it
+        model, tokenizer = kvconvert.load(repository, revision=commit)
+    except kvconvert.KvconvertError as error:  # one sentence, never with the token in it
         sys.exit(str(error))
     print(f"{repository} at {commit} is in {copy}")
     inputs = tokenizer(PROMPT, return_tensors="pt")

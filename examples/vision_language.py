@@ -8,15 +8,15 @@ calibquant-2bit-visual stores what the image became at 2 bits and leaves text ex
 import argparse
 from pathlib import Path
 
-from kvconvert import Recipe, calibrate, export, load
+import kvconvert
 
 
 def main(model: str, output: str, image: str, samples: int = 16) -> str:
     """Convert on the drawings that ship with kvconvert; returns the answer to a question about the image."""
     work, bundle = Path(output) / "work", Path(output) / "bundle"
-    recipe = Recipe.load("calibquant-2bit-visual", {"weights.method": "none"})
-    calibrate(model, work, recipe=recipe, samples=samples)
-    loaded, processor = load(export(work, bundle, force=True))
+    recipe = kvconvert.Recipe.load("calibquant-2bit-visual", {"weights.method": "none"})
+    kvconvert.calibrate(model, work, recipe=recipe, samples=samples)
+    loaded, processor = kvconvert.load(kvconvert.export(work, bundle, force=True))
     content = [{"type": "image", "path": image}, {"type": "text", "text": "Describe the picture."}]
     inputs = processor.apply_chat_template(
         [{"role": "user", "content": content}],

@@ -25,6 +25,7 @@ from kvconvert.commands.recipes import recipes
 from kvconvert.commands.serve import serve
 from kvconvert.commands.warm import warm
 from kvconvert.errors import KvconvertError, UsageError, printable
+from kvconvert.io.ending import ended_at_once
 from kvconvert.version import __version__
 
 # What other programs call what is here.
@@ -190,7 +191,8 @@ def main() -> None:
     # It would read the entry points of every installed package, longer than it takes to refuse a recipe.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     signal.signal(signal.SIGTERM, _terminate)
-    cli(prog_name="kvconvert")
+    with ended_at_once():
+        cli(prog_name="kvconvert")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,11 @@ own.
 import hashlib
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
+import fetch_models
 import long_context
 import mixture
 import own_data
@@ -44,6 +47,24 @@ def folder(tmp_path_factory):
     calibrate(folder / "model", folder / "work", recipe="kv-only", samples=1, seq_len=32, progress=False)
     export(folder / "work", folder / "bundle", progress=False)
     return folder
+
+
+def test_help_and_missing_arguments_do_not_wait_for_torch():
+    program = """
+import contextlib, os, runpy, sys
+sys.stdout = sys.stderr = open(os.devnull, "w")
+for file in sys.argv[1:]:
+    for arguments, code in ((["--help"], 0), ([], 2)):
+        sys.argv = [file, *arguments]
+        try:
+            runpy.run_path(file, run_name="__main__")
+        except SystemExit as ended:
+            assert ended.code == code, (file, ended.code)
+        assert not {"torch", "transformers"} & sys.modules.keys(), file
+"""
+    files = [script.__file__ for script in (*SCRIPTS, fetch_models)]
+    ran = subprocess.run([sys.executable, "-c", program, *files], check=False)
+    assert ran.returncode == 0
 
 
 def test_production_answers_and_refuses_another_bundle_than_the_pinned_one(folder, capsys):

@@ -5,10 +5,11 @@ import sys
 from types import SimpleNamespace
 
 import fetch_models
+import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
 TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -16,10 +17,10 @@ TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidde
 
 def tiny_source(name):
     source = fetch_models.MODELS[name]
-    config = source.config.to_dict() | TINY | SPECIAL | {"head_dim": 8, "num_key_value_heads": 2, "sliding_window": 16}
+    config = source.config | TINY | SPECIAL | {"head_dim": 8, "num_key_value_heads": 2, "sliding_window": 16}
     if "layer_types" in config:
         config["layer_types"] = config["layer_types"][4:6]
-    return dataclasses.replace(source, config=type(source.config)(**config))
+    return dataclasses.replace(source, config=config)
 
 
 def stored(source, model):
@@ -45,14 +46,13 @@ def stored(source, model):
 def test_a_file_becomes_the_model_that_it_was_made_from(name, tmp_path, monkeypatch):
     source = tiny_source(name)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(source.config, dtype=torch.bfloat16).eval()
+    config = AutoConfig.for_model(**source.config)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     for parameter in model.parameters():  # biases and norms are constant at first
         parameter.data = torch.randn_like(parameter) / 4
-    monkeypatch.setattr(fetch_models, "GGUFReader", lambda file: SimpleNamespace(tensors=list(stored(source, model))))
-    tokenizer = SimpleNamespace(
-        from_pretrained=lambda *args, **kwargs: SimpleNamespace(save_pretrained=lambda path: None)
-    )
-    monkeypatch.setattr(fetch_models, "AutoTokenizer", tokenizer)
+    monkeypatch.setattr(gguf, "GGUFReader", lambda file: SimpleNamespace(tensors=list(stored(source, model))))
+    unused = SimpleNamespace(save_pretrained=lambda path: None)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *args, **kwargs: unused)
     fetch_models.convert(source, tmp_path / "model.gguf", tmp_path / "model")
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16).eval()
     ids = torch.arange(20)[None]
@@ -64,9 +64,9 @@ def test_a_file_becomes_the_model_that_it_was_made_from(name, tmp_path, monkeypa
 
 def test_another_file_than_the_models_is_refused(tmp_path, monkeypatch):
     source = tiny_source("smollm2")
-    model = AutoModelForCausalLM.from_config(source.config, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**source.config), dtype=torch.bfloat16)
     tensors = list(stored(source, model))[:-2]
-    monkeypatch.setattr(fetch_models, "GGUFReader", lambda file: SimpleNamespace(tensors=tensors))
+    monkeypatch.setattr(gguf, "GGUFReader", lambda file: SimpleNamespace(tensors=tensors))
     with pytest.raises(SystemExit, match="holds another model"):
         fetch_models.convert(source, tmp_path / "model.gguf", tmp_path / "model")
     assert not (tmp_path / "model").exists()

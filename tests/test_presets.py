@@ -11,7 +11,7 @@ import pytest
 from kvconvert import KVCache, Recipe, calibrate, evaluate, export, load
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import RecipeError
-from kvconvert.fidelity import DrillCounts
+from kvconvert.fidelity.recall import DrillCounts
 from kvconvert.methods import PAPER_PRESETS, PRESETS, KVScheme
 from kvconvert.recipes.recipe import preset_names
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import click
@@ -84,6 +85,11 @@ def evaluate(
         from kvconvert.models import check_model
 
         check_model(options["against"])
+    elif tasks is None and os.path.exists(bundle):
+        from kvconvert.bundle.reader import open_bundle
+        from kvconvert.fidelity.asked import source_of
+
+        source_of(open_bundle(bundle, verify="plan").manifest, None)
     if task is not None:
         given = [f"--{name}" for name, value in {"only": only, "tokens": tokens}.items() if value is not None]
         if given:
@@ -110,9 +116,15 @@ def evaluate(
         found = harness(bundle, [name.strip() for name in tasks.split(",") if name.strip()], limit=limit, **options)
         click.echo(json.dumps(found.to_dict(), indent=2) if as_json else found.table())
         return
-    from kvconvert.fidelity import evaluate as run
+    from kvconvert.fidelity.asked import parts_asked
 
     parts = None if only is None else [name.strip() for name in only.split(",") if name.strip()]
+    parts_asked(parts)
+    full = full or write
+    if not full and parts is None:
+        click.echo("Leaving out probes and free-running; --full measures them, and more text.", err=True)
+    from kvconvert.fidelity.evaluate import evaluate as run
+
     quiet()
     if write:
         from kvconvert.fidelity.record import check_recordable, record
@@ -120,9 +132,6 @@ def evaluate(
         check_recordable(bundle)
     if tokens is not None:
         options["tokens"] = tokens
-    full = full or write
-    if not full and parts is None:
-        click.echo("Leaving out probes and free-running; --full measures them, and more text.", err=True)
     report = run(bundle, only=parts, full=full, **options)
     if as_json:
         click.echo(json.dumps(report.to_dict(), indent=2))

@@ -107,5 +107,9 @@ def report(bundle: str, output: Path | None, fidelity: Path | None, model: str |
     check_place(bundle)
     from kvconvert.report import write_report
 
-    quiet()
+    if model is not None:
+        from kvconvert.models import check_model
+
+        check_model(model)
+        quiet()
     click.echo(f"Wrote {write_report(bundle, output, fidelity=fidelity, model=model)}")

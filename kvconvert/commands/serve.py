@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import ipaddress
 import logging
 import os
-import sys
 import threading
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import click
 
 from kvconvert.commands import ByteSize, check_device, quiet
 from kvconvert.errors import KvconvertError, MissingError, UsageError
+from kvconvert.io.ending import end_process
 
 KEY_VARIABLE = "KVCONVERT_API_KEY"
 _COUNT = click.IntRange(min=1)
@@ -222,8 +221,6 @@ def serve(
     server = Server(service, grace=grace, ready=lambda: click.echo(ready, err=True), ending=_end_within)
     server.run(sockets=[listening])
     gc.unfreeze()
-    # Taking the process apart takes seconds, and a step that is under way is not waited for.
-    atexit.register(_end, 1 if server.cut else 0)
     if server.cut:
         raise KvconvertError(
             f"Requests that were ended unfinished: {server.cut}; a longer `grace` gives them more time."
@@ -232,15 +229,9 @@ def serve(
 
 def _end_within(seconds: float) -> None:
     """End this process after some seconds, whatever it does then."""
-    timer = threading.Timer(seconds, _end, [1])
+    timer = threading.Timer(seconds, end_process, [1])
     timer.daemon = True
     timer.start()
-
-
-def _end(code: int) -> None:
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(code)
 
 
 def _keys(file: Path | None) -> list[str]:

@@ -407,7 +407,7 @@ def _measure(
     directory: Path, source: str, limits: Limits, manifest: Manifest, device: str | None, progress: bool
 ) -> Fidelity:
     """Fidelity of the bundle in `directory`, and which limits it misses."""
-    from kvconvert.fidelity import evaluate
+    from kvconvert.fidelity.evaluate import evaluate
     from kvconvert.fidelity.record import fidelity_of
 
     return fidelity_of(manifest, limits, evaluate(directory, against=source, device=device, progress=progress))

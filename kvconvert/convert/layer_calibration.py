@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -52,6 +52,7 @@ class LayerCalibration:
         executor: one thread, in which a layer is written while the next is computed, if its input is in memory; None
             writes it first.
         running: what was given to the executor and not waited for.
+        watch: entered around the work of every pass.
     """
 
     runner: LayerRunner
@@ -61,6 +62,7 @@ class LayerCalibration:
     ranks: Ranks = ALONE
     executor: ThreadPoolExecutor | None = None
     running: list[Future[None]] = field(default_factory=list)
+    watch: Callable[[CalibrationPass], AbstractContextManager[None]] = lambda calibration_pass: nullcontext()
 
     def wait(self) -> None:
         """Return when nothing is being written any more; raises what writing has failed with."""
@@ -103,8 +105,9 @@ class LayerCalibration:
                     if text < own:
                         self._append(work.layer, HiddenPart(hidden, text, own, hidden.first + text), index, writer)
             for calibration_pass in passes:
-                calibration_pass.solve(work)
-                calibration_pass.apply(work)
+                with self.watch(calibration_pass):
+                    calibration_pass.solve(work)
+                    calibration_pass.apply(work)
             if work.paired is not None:
                 work.paired.release()
             if ranks.is_first:

@@ -11,6 +11,7 @@ import platform
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,10 +19,10 @@ import transformers
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvconvert.bundle.locate import locate
-from kvconvert.bundle.manifest import Manifest
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.data.text import load_token_samples
-from kvconvert.errors import MissingError, UsageError
+from kvconvert.errors import UsageError
+from kvconvert.fidelity.asked import PARTS, parts_asked, source_of
 from kvconvert.fidelity.images import DRAWINGS, image_figures
 from kvconvert.fidelity.probes import PROBES, ProbePrompt, Writer, abilities, measure_probes, probe_tokens, verdict
 from kvconvert.fidelity.recall import (
@@ -39,7 +40,6 @@ from kvconvert.fidelity.recall import (
     passkey_drills,
 )
 from kvconvert.fidelity.report import (
-    PARTS,
     ComparedWith,
     EvaluationText,
     FidelityReport,
@@ -59,7 +59,6 @@ from kvconvert.fidelity.scoring import (
     treats_whole_prompts,
     words,
 )
-from kvconvert.io.hub import is_hub_id
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods.auto import DEFAULT_CONTEXT
 from kvconvert.models.configuration import context_length, supports_images
@@ -77,7 +76,7 @@ SCORED = ("perplexity", "kl", "top1")
 SLOW = ("probes", "free-running")  # four fifths of the time
 ROWS = {"cpu": 4, "cuda": 16}  # segments scored at a time
 
-__all__ = ["PARTS", "FidelityReport", "decoder_of", "evaluate", "text_figures", "versions"]
+__all__ = ["FidelityReport", "decoder_of", "evaluate", "text_figures", "versions"]
 
 
 def evaluate(
@@ -127,9 +126,11 @@ def evaluate(
         raise UsageError(f"tokens = {tokens} leaves nothing to score; score at least one token.")
     if drawings < 1:
         raise UsageError(f"drawings = {drawings}: images are compared on at least one conversation.")
-    parts = _parts(only) - {*([] if whole else SLOW)}
+    parts = parts_asked(only) - {*([] if whole else SLOW)}
     place = choose_device(device)
+    say = partial(print, file=sys.stderr, flush=True) if progress else lambda message: None
     directory = locate(bundle)
+    say(f"Verifying {bundle}.")
     opened = open_bundle(directory)
     manifest = opened.manifest
     was_fetched = against is None and manifest.source.revision is not None
@@ -140,6 +141,7 @@ def evaluate(
     recorded = manifest.source
     is_recorded = (info.config_sha256, info.weights_sha256) == (recorded.config_sha256, recorded.weights_sha256)
 
+    say("Loading it and its source.")
     model, processor = load(directory, dtype=computed_in, verify="headers")  # hashed a moment ago
     model = model.to(place).eval()
     tokenizer = tokenizer_of(processor)
@@ -165,13 +167,14 @@ def evaluate(
     drills = drills or DrillCounts.for_tokens(tokens)
     plan = _Drills.plan(parts, checkpoint, tokenizer, samples.ids, shape.length, drills, seed)
     if progress:
+        say("Timing a page of each.")
         work = [*plan.work, *([Work(*ids.shape, batch=ROWS[place.type])] if {*SCORED} & parts else [])]
         work += [Work(drawings, 4 * PAGE_SIZE)] if "images" in parts else []
         seconds = estimate_seconds((source, decoder), samples.ids, work)
         named = ", ".join(part for part in PARTS if part in parts)
         # What the source cannot do at all is not asked to the end.
         said = f"{'at most' if plan.probes else 'about'} {words(seconds)}"
-        print(f"Measuring {named}: {said}.", file=sys.stderr, flush=True)
+        say(f"Measuring {named}: {said}.")
 
     comparison = None
     if {*SCORED} & parts:
@@ -330,16 +333,6 @@ class _Drills:
         return cls(numbers, templated, probes, reach, work)
 
 
-def _parts(only: Collection[str] | None) -> set[str]:
-    if only is None:
-        return set(PARTS)
-    unknown = [name for name in only if name not in PARTS]
-    if unknown or not only:
-        what = f"{unknown[0]!r} is not a part" if unknown else "no part is named"
-        raise UsageError(f"`only`: {what} of an evaluation; choose among {', '.join(PARTS)}.")
-    return set(only)
-
-
 def _positions(checkpoint: SourceModel) -> int | None:
     return context_length(checkpoint.config)
 
@@ -386,15 +379,3 @@ def _noise(checkpoint: SourceModel, device: torch.device, dtype: torch.dtype, id
     kl = Scores.of(*scores, ids[:, 1:]).kl
     name = str(dtype).removeprefix("torch.")
     return NoiseFloor(float(kl.mean()), kl.numel(), f"the source in {name} from the source in float32")
-
-
-def source_of(manifest: Manifest, against: str | Path | None) -> str:
-    if against is not None:
-        return str(against)
-    recorded = manifest.source
-    if recorded.revision is None and not is_hub_id(recorded.id) and not Path(recorded.id).exists():
-        raise MissingError(
-            f"The bundle was made from a local directory named {recorded.id}, which is not in the current directory; "
-            "give its path as `against`."
-        )
-    return recorded.id

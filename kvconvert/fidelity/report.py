@@ -27,18 +27,6 @@ from kvconvert.models.source import SourceModel
 from kvconvert.runtime import KVCache
 from kvconvert.tables import text_table
 
-PARTS = {
-    "perplexity": "perplexity per token of held-out text",
-    "kl": "KL divergence from the source's next-token distribution",
-    "top1": "how often both rank the same token first",
-    "recall": "retrieval of numbers from the context; through the chat template, if the model has one",
-    "probes": "exact lookups in JSON, assignments, prose, code and earlier turns",
-    "free-running": "tokens until greedy continuations differ",
-    "images": "the same on text about images, of vision-language models",
-    "cache": "bytes and bits of the cache",
-    "weights": "bytes and bits of the weights",
-}
-
 
 @dataclass(frozen=True)
 class Perplexity:

@@ -384,7 +384,7 @@ def _seconds(
         return seconds
     seconds += probed.startup_seconds * 2 + probed.begin_seconds * tokens + (probed.search_seconds or 0)
     share = sum(sizes.parameters for sizes in layers) / layers[probed.layer].parameters
-    return seconds + share * probed.layer_seconds(tokens)
+    return seconds + share * probed.layer_seconds()
 
 
 def recipe_cache(runner: LayerRunner, recipe: Recipe, jobs: Sequence[LayerJob]) -> ModelCache:
@@ -472,7 +472,9 @@ def plan_text(plan: Plan) -> str:
         ("disk, bundle", size(disk.bundle), f"{disk.bundle:,} bytes of tensors"),
     ]
     if plan.seconds is not None:
-        rows.append(("time", duration(plan.seconds), "calibrate and export, from a probe of one layer"))
+        rows.append(
+            ("time", duration(plan.seconds), "calibrate and export, while as much else runs as during the probe")
+        )
     if plan.searched:
         passes = f"up to {plan.searched:,} passes of the model over {plan.search_tokens:,} tokens each"
         if plan.search_seconds is None:

@@ -3,8 +3,10 @@
     python -m kvconvert.planning.probe REQUEST.json
 
 The largest decoder layer is calibrated as `calibrate` does it, on few and on twice as many sequences; the input is the
-first layer's. Times of all layers follow: what does not depend on the number of tokens, and what grows with it. For a
-recipe that searches, the whole model is loaded and one layer's candidates are measured, as the search begins.
+first layer's. The time of all sequences follows pass by pass: what does not depend on their number, and what grows with
+it, up to the number that the pass reads. On a CPU this is read from the processor's clock, which other programs do not
+move; how busy they keep the machine is one factor at the end, not a difference of two short times. For a recipe that
+searches, the whole model is loaded and one layer's candidates are measured, as the search begins.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,14 +32,39 @@ from kvconvert.calibration.activations import LOSS_TOKENS
 from kvconvert.convert.host_memory import HUGE_PAGES, anonymous_bytes, return_large_blocks
 from kvconvert.convert.input_capture import CalibrationInputs
 from kvconvert.convert.layer_calibration import LayerCalibration
-from kvconvert.convert.passes import layer_jobs
+from kvconvert.convert.passes import layer_jobs, make_passes
 from kvconvert.convert.pipeline import Searches, make_runner
 from kvconvert.convert.workdir import WorkDir, WorkState
 from kvconvert.data.samples import load_samples
 from kvconvert.errors import KvconvertError
+from kvconvert.io.ending import ended_at_once
 from kvconvert.io.records import DataInfo, SourceInfo
 from kvconvert.models.source import choose_device, open_source
 from kvconvert.recipes.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class PartTime:
+    """The time of one pass over a layer, or of everything around the passes.
+
+    Attributes:
+        name: of the pass, or "".
+        read: how many sequences it reads in each measurement, and last in the whole calibration.
+        seconds: of each measurement.
+    """
+
+    name: str
+    read: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def whole(self) -> float:
+        """Seconds in the whole calibration."""
+        *measured, wanted = self.read
+        few, many, first, last = measured[0], measured[-1], self.seconds[0], self.seconds[-1]
+        if few == many:
+            return last * wanted / many
+        slope = max(0.0, (last - first) / (many - few))
+        return max(0.0, last - slope * many) + slope * wanted
 
 
 @dataclass(frozen=True)
@@ -44,7 +73,7 @@ class LayerProbe:
 
     Attributes:
         layer: its number.
-        tokens, seconds: of each measurement.
+        parts: their times.
         startup_seconds: of importing libraries and opening the model.
         begin_seconds: until the first layer's input was there, per token.
         peak_anonymous_bytes: of the process's host memory, None where the system does not tell.
@@ -53,21 +82,58 @@ class LayerProbe:
     """
 
     layer: int
-    tokens: tuple[int, ...]
-    seconds: tuple[float, ...]
+    parts: tuple[PartTime, ...]
     startup_seconds: float
     begin_seconds: float
     peak_anonymous_bytes: int | None
     peak_device_bytes: int | None
     search_seconds: float | None = None
 
-    def layer_seconds(self, tokens: int) -> float:
-        """Seconds of this layer on that number of calibration tokens."""
-        if len(self.tokens) == 1:
-            return self.seconds[0] * max(1.0, tokens / self.tokens[0])
-        (few, many), (first, second) = self.tokens, self.seconds
-        slope = max(0.0, (second - first) / (many - few))
-        return max(0.0, second - slope * many) + slope * tokens
+    def layer_seconds(self) -> float:
+        """Seconds of this layer on all calibration sequences."""
+        return sum(part.whole() for part in self.parts)
+
+
+@dataclass
+class _Stopwatch:
+    """How long parts of a layer's calibration take: times by their names, one for each measurement.
+
+    Attributes:
+        device: where layers are computed. A GPU's work has no clock but the wall's.
+        work, wall: seconds of all the process's threads, and of the clock on the wall.
+    """
+
+    device: torch.device
+    work: dict[str, list[float]] = field(default_factory=dict)
+    wall: dict[str, list[float]] = field(default_factory=dict)
+
+    @contextmanager
+    def timing(self, name: str) -> Iterator[None]:
+        """Time what is done within."""
+        work, wall = self._now()
+        yield
+        now = self._now()
+        self.work.setdefault(name, []).append(now[0] - work)
+        self.wall.setdefault(name, []).append(now[1] - wall)
+
+    def _now(self) -> tuple[float, float]:
+        if self.device.type != "cuda":
+            return time.process_time(), time.perf_counter()
+        torch.cuda.synchronize(self.device)
+        return (now := time.perf_counter()), now
+
+    def parts(self, read: dict[str, tuple[int, ...]]) -> tuple[PartTime, ...]:
+        """The times of passes, by the sequences that they read, and under "" what the whole layer took beside them."""
+        for times in (self.work, self.wall):
+            passes = (times[name] for name in read if name)
+            times[""] = [max(0.0, whole - sum(parts)) for whole, *parts in zip(times[""], *passes, strict=True)]
+        return tuple(PartTime(name, counts, paced(self.work[name], self.wall[name])) for name, counts in read.items())
+
+
+def paced(work: Sequence[float], wall: Sequence[float]) -> tuple[float, ...]:
+    """Times that are to each other as the processor's seconds, and together as long as the wall's."""
+    whole = sum(work)
+    return tuple(seconds * sum(wall) / whole if whole else 0.0 for seconds in work)
 
 
 def sequences_probed(samples: int, length: int) -> tuple[int, ...]:
@@ -81,7 +147,7 @@ def run_probe(request: dict[str, Any], progress: bool) -> LayerProbe:
 
     Args:
         request: model, recipe (as `Recipe.to_dict`), data, samples, length, seed, device and layer.
-        progress: let its messages through.
+        progress: say what is measured, and let its messages through.
 
     Raises:
         KvconvertError: the probe failed, with its own sentence.
@@ -89,9 +155,14 @@ def run_probe(request: dict[str, Any], progress: bool) -> LayerProbe:
     with tempfile.TemporaryDirectory(prefix="kvconvert-probe-") as folder:
         file, output = Path(folder) / "request.json", Path(folder) / "probe.json"
         file.write_text(json.dumps(request | {"folder": folder, "output": str(output)}), encoding="utf-8")
+        if progress:
+            counts = " and ".join(map(str, sequences_probed(request["samples"], request["length"])))
+            asked = f"of {request['samples']} calibration sequences"
+            print(f"Timing layer {request['layer']} on {counts} {asked}.", file=sys.stderr, flush=True)
         process = subprocess.Popen(
             [sys.executable, "-m", "kvconvert.planning.probe", str(file)],
             env=HUGE_PAGES | os.environ,
+            stdout=(progress and sys.__stderr__) or subprocess.DEVNULL,  # of ours, stdout is for the table
             stderr=subprocess.PIPE,
             encoding="utf-8",
             errors="replace",
@@ -117,8 +188,11 @@ def run_probe(request: dict[str, Any], progress: bool) -> LayerProbe:
         if progress and error.strip():
             print(error.strip(), file=sys.stderr)
         measured = json.loads(output.read_text(encoding="utf-8"))
-    pairs = {name: tuple(value) if isinstance(value, list) else value for name, value in measured.items()}
-    return LayerProbe(**pairs | {"peak_anonymous_bytes": peak, "startup_seconds": wall - measured["startup_seconds"]})
+    parts = tuple(
+        PartTime(**part | {name: tuple(part[name]) for name in ("read", "seconds")}) for part in measured["parts"]
+    )
+    found = {"parts": parts, "peak_anonymous_bytes": peak, "startup_seconds": wall - measured["startup_seconds"]}
+    return LayerProbe(**measured | found)
 
 
 def measure(request: dict[str, Any]) -> LayerProbe:
@@ -133,7 +207,7 @@ def measure(request: dict[str, Any]) -> LayerProbe:
     counts = sequences_probed(request["samples"], request["length"])
     loaded = max(counts[-1], min(CLIP_ROWS, request["samples"]))
     tokens = load_samples(source, request["data"], loaded, request["length"], request["seed"])
-    seconds, began = [], 0.0
+    watch, read, spent, began = _Stopwatch(device), {"": [*counts, request["samples"]]}, 0.0, 0.0
     for count in counts:
         part = tokens.first(count)
         state = _state(request, part.info, runner.num_layers)
@@ -141,18 +215,23 @@ def measure(request: dict[str, Any]) -> LayerProbe:
             inputs = CalibrationInputs(part.ids, part.extras, part.visual)
             runner.begin(inputs)
             begun = time.perf_counter()
-            layers = LayerCalibration(runner, directory, jobs, inputs)
+            layers = LayerCalibration(runner, directory, jobs, inputs, watch=lambda made: watch.timing(made.name))
             models = layers.models(index)
             with directory.hidden(index, runner.config.hidden_size, models).writing() as writer:
                 for sample in chain.from_iterable(runner.first_input() for _ in range(models)):
                     writer.append(sample)
                 writer.commit()
             ready = time.perf_counter()
-            layers.run(index)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            seconds.append(time.perf_counter() - ready)
+            with watch.timing(""):
+                layers.run(index)
             began = (ready - begun) / part.ids.numel()
+            took = time.perf_counter() - begun
+            spent += took
+        if count != counts[-1]:
+            left = took * counts[-1] / count
+            print(f"Timed on {count}: {took:.0f} s; about {left:.0f} s left.", flush=True)
+    for made in make_passes(jobs[index]):
+        read[made.name] = [made.sequences_read(count, request["length"]) for count in (*counts, request["samples"])]
     searching, search_seconds = time.perf_counter(), None
     if recipe.auto is not None:
         state = _state(request, tokens.info, runner.num_layers)
@@ -163,11 +242,10 @@ def measure(request: dict[str, Any]) -> LayerProbe:
             )
             search_seconds = searches.cache_seconds(recipe, task)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    length = tokens.ids.shape[1]
     # What is not measured here is the start: `run_probe` takes it from the whole.
-    measured = sum(seconds) + began * length * sum(counts) + time.perf_counter() - searching
-    counted = tuple(count * length for count in counts)
-    return LayerProbe(index, counted, tuple(seconds), measured, began, None, peak, search_seconds)
+    measured = spent + time.perf_counter() - searching
+    parts = watch.parts({name: tuple(counts) for name, counts in read.items()})
+    return LayerProbe(index, parts, measured, began, None, peak, search_seconds)
 
 
 def _state(request: dict[str, Any], data: DataInfo, num_layers: int) -> WorkState:
@@ -203,4 +281,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ended_at_once():
+        main()

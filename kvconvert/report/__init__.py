@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvconvert.bundle.describe import Description, describe, smaller
 from kvconvert.bundle.figures import number
+from kvconvert.bundle.files import read_object
 from kvconvert.bundle.locate import MANIFEST_NAME, locate
 from kvconvert.bundle.reader import Bundle, open_bundle
-from kvconvert.errors import MissingError, UsageError
+from kvconvert.errors import BundleError, MissingError, UsageError
 from kvconvert.io import disk
-from kvconvert.models.configuration import read_config, sliding_windows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -59,15 +59,19 @@ def write_report(
         output = f"{Path(bundle).name}-report"
     directory = locate(bundle, weights=False)
     target = _target(directory, output)
-    from kvconvert.report.data import sample_keys  # matplotlib, which takes seconds
-    from kvconvert.report.sections import read_fidelity
-
+    measured, missed = None if fidelity is None else _read_fidelity(Path(fidelity)), []
     opened = open_bundle(directory, verify="full" if local else "plan")
     stored = opened.manifest.fidelity
-    if fidelity is not None:
-        measured, missed = read_fidelity(Path(fidelity), opened.manifest), []
-    else:
+    if measured is None:
         measured, missed = (None, []) if stored is None else (stored.report, stored.missed)
+    elif measured.get("files_digest") != opened.manifest.files_digest():
+        raise UsageError(
+            f"`fidelity` {fidelity} was not measured on this bundle; measure this one with kvconvert eval."
+        )
+    # Only now, for transformers and matplotlib take seconds.
+    from kvconvert.models.configuration import read_config
+    from kvconvert.report.data import sample_keys
+
     sample = None if model is None else sample_keys(model, opened.manifest)
     config = read_config(opened.directory, opened.config, len(opened.manifest.tensors))
     html, images = render(opened, config, measured, missed, sample)
@@ -91,6 +95,7 @@ def render(
         missed: the recipe's limits that the bundle misses.
         sample: keys of the source, or None.
     """
+    from kvconvert.models.configuration import sliding_windows
     from kvconvert.report.page import Heading, page
     from kvconvert.report.sections import Contents
 
@@ -99,6 +104,20 @@ def render(
     contents.build()
     heading = Heading(found.manifest.source.id, found.facts, _tiles(found, fidelity))
     return page(heading, contents.sections, contents.omitted), contents.images
+
+
+def _read_fidelity(path: Path) -> dict[str, Any]:
+    """A file that `kvconvert eval --json` wrote.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    try:
+        return read_object(path, bounded=True)
+    except OSError as error:
+        raise MissingError(f"`fidelity` {path} cannot be read ({error.strerror}); check its path.") from error
+    except BundleError as error:
+        raise UsageError(f"`fidelity` {path} is no JSON report of kvconvert eval; measure the bundle again.") from error
 
 
 def _target(bundle: Path, output: str | Path | None) -> Path:

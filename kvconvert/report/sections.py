@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -12,31 +11,10 @@ from transformers import PretrainedConfig
 
 from kvconvert.bundle.describe import Description
 from kvconvert.bundle.figures import HEADER, fidelity_rows, how_measured, recall_by_length, text
-from kvconvert.bundle.files import read_object
-from kvconvert.bundle.manifest import Manifest
 from kvconvert.bundle.reader import Bundle
-from kvconvert.errors import BundleError, MissingError, UsageError
 from kvconvert.report import data, figures
 from kvconvert.report.data import KeySample, NotDrawnError
 from kvconvert.report.page import Section
-
-
-def read_fidelity(path: Path, manifest: Manifest) -> dict[str, Any]:
-    """A file that `kvconvert eval --json` wrote of exactly this bundle.
-
-    Raises:
-        UsageError: it cannot be read, or is of another bundle.
-    """
-    try:
-        report = read_object(path, bounded=True)
-    except OSError as error:
-        raise MissingError(f"`fidelity` {path} cannot be read ({error.strerror}); check its path.") from error
-    except BundleError as error:
-        raise UsageError(f"`fidelity` {path} is no JSON report of kvconvert eval; measure the bundle again.") from error
-    if report.get("files_digest") != manifest.files_digest():
-        raise UsageError(f"`fidelity` {path} was not measured on this bundle; measure this one with kvconvert eval.")
-    return report
-
 
 NO_SEARCH = "the bundle's recipe searched for no allocation, as the recipe auto does."
 NO_MODEL = "it needs the source's activations; give its directory or Hub id with --model."

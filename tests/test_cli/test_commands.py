@@ -183,6 +183,77 @@ def test_what_only_tells_something_does_not_wait_for_torch(folder, command):
     assert ran.stdout
 
 
+MISTAKES = """
+plan nowhere
+plan MODEL --recipe defalt
+convert nowhere OUT
+convert MODEL OUT --data nowhere.txt
+convert MODEL BUNDLE
+calibrate MODEL -o BUNDLE
+export nowhere -o OUT
+eval nowhere
+eval BUNDLE
+eval BUNDLE --against nowhere
+eval BUNDLE --against MODEL --only perplexty
+eval BUNDLE --against MODEL --data nowhere.txt
+bench MODEL
+generate MODEL TEXT
+serve MODEL
+warm MODEL
+inspect MODEL
+report MODEL
+report BUNDLE --fidelity nowhere.json
+report BUNDLE --model nowhere
+verify MODEL
+push MODEL user/name
+push BUNDLE name
+pull name
+rm name
+recipes defalt
+"""
+
+
+def test_help_and_mistakes_do_not_wait_for_torch(folder):
+    places = {"MODEL": folder / "model", "BUNDLE": folder / "bundle", "OUT": folder / "nothing"}
+    mistakes = [[str(places.get(word, word)) for word in line.split()] for line in MISTAKES.split("\n") if line]
+    asked = [[name, "--help"] for name in cli.commands]
+    program = """
+import json, os, sys
+from kvconvert.cli import cli
+sys.stdout = open(os.devnull, "w")
+for arguments in json.loads(sys.argv[1]):
+    try:
+        cli(arguments)
+    except SystemExit as ended:
+        assert bool(ended.code) == ("--help" not in arguments), arguments
+    assert not {"torch", "transformers"} & sys.modules.keys(), arguments
+"""
+    command = [sys.executable, "-c", program, json.dumps(asked + mistakes)]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=folder / "work", check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr.count("Error: ") == len(mistakes)
+
+
+@pytest.mark.parametrize(("command", "code"), [(["recipes"], 0), (["recipes", "defalt"], 2)])
+def test_threads_that_still_compute_do_not_abort_the_process(command, code):
+    program = """
+import sys, threading, torch
+
+def work():
+    ones = torch.ones(100, 100)
+    while True:
+        ones @ ones
+
+threading.Thread(target=work, daemon=True).start()
+from kvconvert.cli import main
+main()
+"""
+    ran = subprocess.run([sys.executable, "-c", program, *command], capture_output=True, text=True, check=False)
+    assert ran.returncode == code, ran.stderr
+    assert "terminate called" not in ran.stderr
+    assert ran.stderr.startswith("Error: ") == bool(code)
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_is_one_command(shell, monkeypatch, capsys):
     source = kvconvert("completion", shell).stdout
@@ -295,7 +366,7 @@ def limited_work(folder, tmp_path):
 
 def test_a_missed_limit_is_exit_code_3_and_writes_nothing(limited_work, tmp_path, monkeypatch):
     report = types.SimpleNamespace(to_dict=lambda: {"kl": {"mean": 0.5}}, losses=list)
-    monkeypatch.setattr("kvconvert.fidelity.evaluate", lambda *a, **k: report)
+    monkeypatch.setattr("kvconvert.fidelity.evaluate.evaluate", lambda *a, **k: report)
     assert "max_kl is 1e-09" in refusal(3, "export", limited_work, "-o", tmp_path / "bundle")
     assert os.listdir(tmp_path) == ["work"]
 

@@ -336,7 +336,7 @@ def limited(source, work, tmp_path, monkeypatch):
             assert against == str(source)
             return types.SimpleNamespace(to_dict=lambda: {"kl": {"mean": measured}}, losses=lambda: list(lost))
 
-        monkeypatch.setattr("kvconvert.fidelity.evaluate", evaluate)
+        monkeypatch.setattr("kvconvert.fidelity.evaluate.evaluate", evaluate)
         export(limited, tmp_path / "bundle", force=force, progress=False)
         assert seen == {"opened": None}
         return open_bundle(tmp_path / "bundle").manifest.fidelity, (tmp_path / "bundle" / "README.md").read_text()

@@ -13,7 +13,7 @@ from kvconvert.bundle.reader import open_bundle
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.errors import UsageError
-from kvconvert.fidelity import evaluate
+from kvconvert.fidelity.evaluate import evaluate
 from kvconvert.fidelity.report import table
 from kvconvert.recipes.recipe import Recipe
 
@@ -151,7 +151,8 @@ def test_less_is_measured_unless_everything_is_asked_for(report, source, capsys)
     assert set(whole.parts) - set(less.parts) == {"probes", "free-running"}
     assert (less.kl, less.passkey) == (whole.kl, whole.passkey)
     said = capsys.readouterr().err
-    assert "Measuring perplexity, kl, top1, recall, cache, weights: about" in said
+    steps = ("Verifying ", "Loading it", "Timing ", "Measuring perplexity, kl, top1, recall, cache, weights: about")
+    assert [step for line in said.splitlines() for step in steps if line.startswith(step)] == [*steps]
     named = evaluate(bundle, str(source), tokens=300, full=False, only=["probes"], progress=False)
     assert named.parts == ("probes",)
 

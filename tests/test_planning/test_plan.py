@@ -14,6 +14,9 @@ from tiny.checkpoints import save_checkpoint, save_text
 
 from kvconvert.bundle.manifest import Manifest
 from kvconvert.cache.size import LayerCache, ModelCache
+from kvconvert.calibration.attention_sample import SAMPLE_SEQUENCES, AttentionSampler
+from kvconvert.calibration.clip_ratios import ClipRatioPass
+from kvconvert.calibration.key_treatments import KeyTreatmentPass
 from kvconvert.cli import cli
 from kvconvert.convert.export import export
 from kvconvert.convert.host_memory import anonymous_bytes
@@ -21,8 +24,9 @@ from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.errors import UsageError
 from kvconvert.kernels.linear.awq_format import quantize_weight
+from kvconvert.methods import KVCalibration, KVScheme
 from kvconvert.planning.plan import fit, packed_bytes, plan, plan_text
-from kvconvert.planning.probe import LayerProbe, measure, sequences_probed
+from kvconvert.planning.probe import PartTime, measure, paced, sequences_probed
 from kvconvert.recipes.recipe import Recipe
 
 RTN = '[weights]\nmethod = "rtn"\nbits = {bits}\ngroup_size = 32\n[kv]\npreset = "{preset}"\n'
@@ -84,9 +88,9 @@ def test_sink_tokens_and_windows_count_in_short_contexts(tmp_path):
 
 
 def test_what_does_not_depend_on_tokens_is_not_extrapolated():
-    probe = LayerProbe(0, (1000, 2000), (5.0, 7.0), 1.0, 0.0, None, None)
-    assert probe.layer_seconds(10_000) == pytest.approx(3 + 20)
-    assert LayerProbe(0, (1000, 2000), (7.0, 6.0), 1.0, 0.0, None, None).layer_seconds(10_000) == pytest.approx(6)
+    assert PartTime("gptq", (1, 2, 16), (5.0, 7.0)).whole() == pytest.approx(3 + 2 * 16)
+    assert PartTime("gptq", (1, 2, 16), (7.0, 6.0)).whole() == pytest.approx(6)
+    assert PartTime("gptq", (4, 8), (6.0,)).whole() == pytest.approx(12)
     assert sequences_probed(64, 512) == (4, 8)
     assert sequences_probed(6, 512) == (6,)
     assert sequences_probed(64, 8192) == (1, 2)
@@ -107,9 +111,49 @@ def test_a_probe_calibrates_one_layer_on_some_sequences(tmp_path):
             "folder": str(tmp_path),
         }
     )
-    assert found.tokens == (128,)
-    assert found.seconds[0] > 0
+    assert {part.name for part in found.parts} == {"", "oscar", "attention_sample", "error_feedback", "clip_ratios"}
+    assert found.layer_seconds() > 0
     assert len(list((tmp_path / "work-4" / "layers").glob("00001.*"))) == 3
+
+
+def test_searches_are_not_extrapolated_beyond_the_sample_that_they_read(tmp_path, monkeypatch, capfd):
+    model = save_checkpoint(tmp_path / "model", max_position_embeddings=2048)
+    found = []
+
+    def solve(self, work):
+        found.append(len(self.sampler.sample.queries))
+
+    monkeypatch.setattr(ClipRatioPass, "solve", solve)
+    request = {
+        "model": str(model),
+        "recipe": Recipe.load(recipe(tmp_path, preset="oscar")).to_dict(),
+        "data": None,
+        "samples": 16,
+        "length": 2048,
+        "seed": 0,
+        "device": "cpu",
+        "layer": 0,
+        "folder": str(tmp_path),
+    }
+    parts = {part.name: part for part in measure(request).parts}
+    assert found == [1, 2]
+    assert parts["clip_ratios"].read == parts["attention_sample"].read == (1, 2, SAMPLE_SEQUENCES)
+    assert parts["oscar"].read == parts[""].read == (1, 2, 16)
+    assert "about" in capfd.readouterr().out, "a probe says how long it still takes"
+
+
+def test_the_samples_of_a_probe_are_those_that_passes_take():
+    sampler = AttentionSampler()
+    assert [sampler.sequences_read(16, length) for length in (512, 2048, 4096, 32768)] == [8, 8, 4, 1]
+    assert sampler.sequences_read(3, 512) == 3
+    search = KeyTreatmentPass(sampler, KVScheme(), KVCalibration())
+    assert [search.sequences_read(16, length) for length in (2048, 8192)] == [4, 2]
+
+
+def test_other_programs_do_not_move_the_proportion_of_times():
+    alone, busy = paced((1.0, 2.0), (1.0, 2.0)), paced((1.0, 2.0), (5.0, 1.0))
+    assert alone == pytest.approx((1, 2))
+    assert busy == pytest.approx((2, 4)), "as long as the wall's, and to each other as the processor's"
 
 
 def test_layers_are_freed_without_waiting_for_the_garbage_collector(tmp_path, monkeypatch):

@@ -21,8 +21,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import UsageError
+from kvconvert.fidelity.asked import source_of
 from kvconvert.fidelity.bootstrap import bootstrap_mean
-from kvconvert.fidelity.evaluate import source_of, versions
+from kvconvert.fidelity.evaluate import versions
 from kvconvert.fidelity.recall import has_plain_template
 from kvconvert.fidelity.tasks.problems import TASKS, Problem, Task, text_before
 from kvconvert.io.progress import progress_bar
