@@ -20,7 +20,7 @@ from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight
 from kvconvert.methods import KVScheme
 from kvconvert.models.configuration import model_class
 from kvconvert.recipes.recipe import Recipe, WeightsRecipe
-from kvconvert.runtime import load
+from kvconvert.runtime import Engine, load
 
 TEXT = " ".join(f"The miller walked {number} miles to town." for number in range(40))
 EXACT = KVScheme(key_bits=16, value_bits=16)
@@ -28,7 +28,7 @@ AWQ = Recipe(weights=WeightsRecipe(method="awq", group_size=16), kv=EXACT)
 CACHE_ONLY = Recipe(weights=WeightsRecipe(method="none"), kv=EXACT)
 # Largest difference from transformers' own logits in float32, as a share of the largest logit: sums in other orders.
 CLOSE = 5e-3
-PROMPT, GENERATED = 140, 3
+PROMPT, GENERATED, CHUNK = 140, 3, 128
 
 
 @torch.no_grad()
@@ -70,7 +70,7 @@ def outcome(model_type: str, directory: Path) -> str:
 
 
 def check(model: PreTrainedModel, loaded: PreTrainedModel, bundle: Path, has_pages: bool) -> None:
-    """Compare a bundle with the source that has its weights: at once, and token by token through the cache.
+    """Compare a bundle with the source that has its weights: at once, through the cache, and in an Engine.
 
     Raises:
         ValueError: the logits differ.
@@ -88,6 +88,33 @@ def check(model: PreTrainedModel, loaded: PreTrainedModel, bundle: Path, has_pag
     )  # fmt: skip
     expected = model(input_ids=generated.sequences, use_cache=False).logits[:, PROMPT - 1 : -1]
     _compare("generation's", torch.stack(generated.logits, 1), expected)
+    if has_pages:
+        check_engine(model, loaded, size)
+
+
+def check_engine(model: PreTrainedModel, loaded: PreTrainedModel, vocabulary: int) -> None:
+    """Compare the likeliest tokens of requests that join and leave and share prefixes with the source's logits.
+
+    Raises:
+        ValueError: their probabilities differ, or the last prompt did not go on from the stored chunks of another.
+    """
+    generator = torch.Generator().manual_seed(2)
+    long, short, other = (torch.randint(5, vocabulary, (1, n), generator=generator) for n in (300, 9, 131))
+    prompts = [long[:, :140], short, other, long]
+    engine, requests = Engine(loaded, max_batch=2, prompt_chunk=CHUNK), []
+    for number, ids in enumerate(prompts):
+        new = (4, 9)[number % 2]
+        requests.append(engine.add(ids, max_new_tokens=new, stop_token_ids=[], likeliest=20))
+        engine.step()
+    engine.run()
+    if requests[-1].cached_tokens != CHUNK:
+        raise ValueError(f"{requests[-1].cached_tokens} tokens came from a stored prefix, not {CHUNK}")
+    for ids, request in zip(prompts, requests, strict=True):
+        whole = torch.cat([ids, torch.tensor([request.tokens])], 1)
+        expected = model(input_ids=whole, use_cache=False).logits[0, ids.shape[1] - 1 : -1].log_softmax(-1)
+        found = torch.tensor([each.likeliest for each in request.logprobs])
+        _compare("the Engine's", found[..., 1], expected.gather(1, found[..., 0].long()))
+
 
 
 def _take_weights(model: PreTrainedModel, bundle: Path) -> None:
