@@ -286,7 +286,8 @@ def stored_shape(config: PretrainedConfig) -> tuple[int, int, int]:
     """
     if is_latent(config):
         return 1, config.kv_lora_rank, config.qk_rope_head_dim
-    return key_value_heads(config), head_dim(config), head_dim(config)
+    channels = head_dim(config)
+    return key_value_heads(config), channels, getattr(config, "v_head_dim", None) or channels
 
 
 def _index_dim(config: PretrainedConfig, layer_type: str, index: int) -> int:
@@ -303,7 +304,10 @@ def sliding_windows(config: PretrainedConfig) -> list[int | None]:
 
 
 def model_cache(
-    config: PretrainedConfig, schemes: Sequence[KVScheme | None], dtype: torch.dtype = torch.bfloat16
+    config: PretrainedConfig,
+    schemes: Sequence[KVScheme | None],
+    dtype: torch.dtype = torch.bfloat16,
+    shapes: Sequence[tuple[int, int, int] | None] | None = None,
 ) -> ModelCache:
     """The cache of a model whose layers have these schemes, as `KVCache` makes it.
 
@@ -311,6 +315,8 @@ def model_cache(
         config: of the model.
         schemes: of all layers, budgets spread over them; None leaves a layer unquantized.
         dtype: of full-precision tokens.
+        shapes: KV heads, and channels of keys and values, of the layers where they are known better than by the
+            configuration.
     """
     text = config.get_text_config(decoder=True)
     quantized = any(scheme is not None for scheme in schemes)
@@ -322,7 +328,8 @@ def model_cache(
         else:
             # Beside quantized layers the others have pages, too, of the model's own dtype.
             stored = UNQUANTIZED if scheme is None and quantized else scheme
-            layers.append(LayerCache(*stored_shape(own), stored, window, dtype.itemsize, _index_dim(text, kind, index)))
+            shape = (shapes[index] if shapes else None) or stored_shape(own)
+            layers.append(LayerCache(*shape, stored, window, dtype.itemsize, _index_dim(text, kind, index)))
     return ModelCache(tuple(layers))
 
 

@@ -116,7 +116,6 @@ def check_engine(model: PreTrainedModel, loaded: PreTrainedModel, vocabulary: in
         _compare("the Engine's", found[..., 1], expected.gather(1, found[..., 0].long()))
 
 
-
 def _take_weights(model: PreTrainedModel, bundle: Path) -> None:
     separated(model, architecture_of(model.config))
     parameters = dict(model.named_parameters())
