@@ -197,6 +197,15 @@ def pages_unsupported(config: PretrainedConfig, layer_type: str, scheme: KVSchem
     return None
 
 
+def without_weights(config: PretrainedConfig) -> str:
+    """What else of a model can be converted where its weights cannot, as the end of a sentence."""
+    reasons = {kind: pages_unsupported(config, kind, None) for kind in layer_types_of(config)[0]}
+    if not all(reasons.values()):
+        return 'it can be converted with [weights] method = "none" only'
+    reason = min(reasons.items(), key=lambda found: not has_pages(found[0]))[1]
+    return f"nor can its cache be converted, for {reason.partition('; its ')[0]}"
+
+
 def context_length(config: PretrainedConfig) -> int | None:
     """Tokens that a model may attend over: its positions, times what its RoPE is scaled by; None without a limit.
 

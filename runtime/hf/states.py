@@ -144,9 +144,12 @@ class Part:
             return tuple(map(self, value))
         if not isinstance(value, Tensor):
             return value
-        if value.shape[:2] != (1, self.count):
+        # Positions of several kinds, such as those of images, have them all in front.
+        axis = next((i for i in range(value.ndim - 1) if value.shape[i : i + 2] == (1, self.count)), None)
+        if axis is None:
             raise CacheError(f"A module with states was given a tensor of shape {list(value.shape)} in a packed pass.")
-        return value[0, self.tokens].unflatten(0, (self.rows, -1))
+        own = value.select(axis, 0)[(slice(None),) * axis + (self.tokens,)]
+        return own.unflatten(axis, (self.rows, -1))
 
 
 class _SideBySide:
