@@ -73,11 +73,11 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     states = next(value for value in every if isinstance(value, Tensor))
     if not isinstance(cache, PackedCache):
         return _read(self, cache, states, args, kwargs)
-    output = torch.zeros_like(states)
+    found: list[tuple[slice, Any]] = []
     for part in _parts(self, cache, states):
         try:
             if len(part) > 1:
-                _read_side_by_side(self, cache, part, states, args, kwargs, output)
+                found.append(_read_side_by_side(self, cache, part, states, args, kwargs))
                 continue
         except Exception as error:
             # Nothing was stored, and whichever fails by itself is left out.
@@ -86,10 +86,28 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             try:
                 take = Part(segment.cache, segment.tokens, segment.rows, states.shape[1])
                 own = tuple(map(take, args)), {name: take(value) for name, value in kwargs.items()}
-                output[0, segment.tokens] = _read(self, segment.cache, take(states), *own).flatten(0, 1)
+                found.append((segment.tokens, _read(self, segment.cache, take(states), *own)))
             except Exception as error:
                 cache.fail(segment, error)
+    return _placed(found, states)
+
+
+def _placed(found: Sequence[tuple[slice, Any]], states: Tensor) -> Any:
+    """Outputs [1, T, ...] of a pass, made of those of some of its tokens [B, T / B, ...]; a tuple where these are."""
+    first = found[0][1] if found else states
+    if isinstance(first, tuple):
+        return tuple(_placed([(tokens, own[i]) for tokens, own in found], states) for i in range(len(first)))
+    output = first.new_zeros(1, states.shape[1], *first.shape[2:])
+    for tokens, own in found:
+        output[0, tokens] = own.flatten(0, 1)
     return output
+
+
+def _joined(outputs: Sequence[Any]) -> Any:
+    """Outputs [B, T, ...] of tokens that follow one another, or tuples of such."""
+    if isinstance(outputs[0], tuple):
+        return tuple(map(_joined, zip(*outputs, strict=True)))
+    return torch.cat(list(outputs), 1)
 
 
 def _parts(module: nn.Module, cache: PackedCache, states: Tensor) -> list[list[Segment]]:
@@ -112,15 +130,14 @@ def _read_side_by_side(
     states: Tensor,
     args: tuple,
     kwargs: dict[str, Any],
-    output: Tensor,
-) -> None:
+) -> tuple[slice, Any]:
     tokens = slice(part[0].tokens.start, part[-1].tokens.stop)
     layers = [segment.cache.layers[module.layer_idx] for segment in part]
     sequences = cache.sequences([segment.length for segment in part], states.device)
     stand_in = _SideBySide(layers, sequences)
     take = Part(stand_in, tokens, 1, states.shape[1])
     own = tuple(map(take, args)), {name: take(value) for name, value in kwargs.items()}
-    output[0, tokens] = stand_in.read(module, *own)[0]
+    return tokens, stand_in.read(module, *own)
 
 
 class Part:
@@ -169,8 +186,8 @@ class _SideBySide:
         self._number = 0
         self._after: dict[tuple[str, int], Tensor] = {}
 
-    def read(self, module: nn.Module, *given: Any) -> Tensor:
-        """What the module gives for arguments and named arguments, [1, N, C]."""
+    def read(self, module: nn.Module, *given: Any) -> Any:
+        """What the module gives for arguments and named arguments, [1, N, C] or a tuple of such."""
         own = inspect.unwrap(type(module).forward)
         found = {name: own.__globals__[name] for name in own.__code__.co_names if name in own.__globals__}
         scans = {name: self._scan(f) for name, f in found.items() if inspect.isfunction(f) and _initial(f)}
@@ -318,7 +335,7 @@ def _apart(module: nn.Module, layer: StateLayer, x: Tensor, generator: torch.Gen
             found.append(stand_in.read(module, (x,), {name: stand_in}))
         else:
             parts = zip(x.split(lengths, 1), caches, strict=True)
-            found.append(torch.cat([_read(module, cache, part, (part,), {name: cache}) for part, cache in parts], 1))
+            found.append(_joined([_read(module, cache, part, (part,), {name: cache}) for part, cache in parts]))
         states.append([tensor for layer in layers for tensor in layer.tensors().values()])
     return _close(*found) and all(map(_close, *states))
 
@@ -333,7 +350,7 @@ def _read(module: nn.Module, cache: Cache | None, states: Tensor, args: Any, kwa
     return _one_by_one(lambda *args, **kwargs: own(module, *args, **kwargs), states, args, kwargs)
 
 
-def _one_by_one(own: Callable, states: Tensor, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+def _one_by_one(own: Callable, states: Tensor, args: tuple, kwargs: dict[str, Any]) -> Any:
     def at(token: int, value: Any) -> Any:
         whole = isinstance(value, Tensor) and value.shape[:2] == states.shape[:2]
         return value[:, token : token + 1] if whole else value
@@ -341,7 +358,7 @@ def _one_by_one(own: Callable, states: Tensor, args: tuple, kwargs: dict[str, An
     found = []
     for token in range(states.shape[1]):
         found.append(own(*(at(token, x) for x in args), **{name: at(token, x) for name, x in kwargs.items()}))
-    return torch.cat(found, 1)
+    return _joined(found)
 
 
 @torch.no_grad()
@@ -361,7 +378,7 @@ def _continues(module: nn.Module, layer: StateLayer, like: Tensor) -> bool:
         for size in (_TRIAL, 1):
             cache = _trial_cache(module, layer.number_of_states, x[:, :1], generator.manual_seed(0))
             own, name = type(module).forward, _cache_name(module)
-            found.append(torch.cat([own(module, part, **{name: cache}) for part in x[:, 1:].split(size, 1)], 1))
+            found.append(_joined([own(module, part, **{name: cache}) for part in x[:, 1:].split(size, 1)]))
         module.continues = _close(*found)
         if not module.continues:
             logger.warning(
@@ -386,5 +403,7 @@ def _trial_cache(module: nn.Module, number_of_states: int, first: Tensor, genera
     return cache
 
 
-def _close(found: Tensor, expected: Tensor) -> bool:
+def _close(found: Any, expected: Any) -> bool:
+    if isinstance(found, tuple):
+        return all(map(_close, found, expected))
     return bool((found - expected).float().norm() <= _TOLERANCE * expected.float().norm())
