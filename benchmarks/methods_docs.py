@@ -27,7 +27,10 @@ FEATURES = {
 # Bundles record these reasons as discovery spells them.
 AMERICAN = {"normalised": "normalized", "neighbouring": "neighboring"}
 WHOLE = "weights and cache"
-OUTCOMES = {"weights": "weights; transformers' own cache"}
+OUTCOMES = {
+    "weights and cache, no Engine": "weights and cache; no Engine",
+    "weights": "weights; transformers' own cache",
+}
 # What is kept, by a word of the reason.
 KEPT = {
     "shared expert's gate": "shared experts' gates",
@@ -155,7 +158,7 @@ def types(outcomes: dict[str, str]) -> str:
     whole = sum(outcome == WHOLE for outcome in outcomes.values())
     rows = [(what, ", ".join(groups[what])) for what in (*OUTCOMES.values(), "refused") if what in groups]
     about = (
-        f"{whole} of {len(outcomes)} types convert with weights and cache "
+        f"{whole} of {len(outcomes)} types convert with weights and cache, which the Engine serves "
         "([all](../tests/test_models/sweep.json)), not so:"
     )
     return f"{about}\n\n{table(('converted', 'types'), rows)}"

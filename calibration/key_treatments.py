@@ -319,7 +319,7 @@ class KeyTreatmentPass(SampleReader):
         search = TreatmentSearch(sample, cache.rotations.keys, self._constant, self.search)
         if self.search.chooses_treatment(self.scheme):
             if pages_read(work.seq_len, cache.keys.recent_tokens, cache.pages.keys.page_size):
-                choices = treatments(self.scheme, work.structure.head_dim)
+                choices = treatments(self.scheme, keys.shape[3])
                 self._chosen, self._errors = search.best(self.scheme, choices, work.ranks)
             else:
                 self._note = f"sequences of {work.seq_len} tokens are too short to choose a treatment of keys"

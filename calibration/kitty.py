@@ -92,7 +92,7 @@ class KittyPass(AttentionPass):
     def of(cls, job: LayerJob, sampler: CalibrationPass) -> KittyPass | None:
         """Of a scheme that boosts any channel of the layer's heads."""
         scheme = job.scheme
-        if scheme is None or not scheme.boosted_for(job.structure.head_dim):
+        if scheme is None or not scheme.boosted_for(job.key_dim):
             return None
         return cls(scheme.boost_select)
 

@@ -117,9 +117,8 @@ class LayerJob:
         search: what calibration chooses of it.
         structure: names of the layer's parts; None where they are unknown.
         reason: why the scheme differs from the recipe's, or "".
-        heads, head_dim: KV heads, and channels of each.
-        value_head_dim: channels of a stored value where a key has others: of RoPE parts beside latents, of which no
-            pass knows; None where keys and values have one size.
+        heads, key_dim, value_dim: KV heads, and channels of a head's keys and values, as they are stored.
+        is_latent: whether keys are latents and values RoPE parts (MLA), of which no pass knows.
         bits: width of each quantized Linear's weights, by its name within the layer.
     """
 
@@ -131,8 +130,9 @@ class LayerJob:
     structure: LayerStructure | None
     reason: str = ""
     heads: int = 0
-    head_dim: int = 0
-    value_head_dim: int | None = None
+    key_dim: int = 0
+    value_dim: int = 0
+    is_latent: bool = False
     bits: Mapping[str, int] = field(default_factory=dict)
 
 

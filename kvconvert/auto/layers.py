@@ -34,7 +34,7 @@ class SearchedLayer:
         index: of the layer.
         scheme: the recipe's, resolved for the layer, with values rotated at run time: nothing is folded yet.
         search: what calibration chooses for every candidate.
-        heads, head_dim: KV heads and channels.
+        heads, key_dim, value_dim: KV heads, and channels of a head's keys and values.
         keys, values: candidates, those without any quantization last.
         costs: bytes of each candidate, summed over `lengths(context)`, by name.
         context: tokens of the sequence that costs are stated for.
@@ -46,7 +46,8 @@ class SearchedLayer:
     scheme: KVScheme
     search: KVCalibration
     heads: int
-    head_dim: int
+    key_dim: int
+    value_dim: int
     keys: tuple[Candidate, ...]
     values: tuple[Candidate, ...]
     costs: Mapping[str, int]
@@ -66,7 +67,7 @@ class SearchedLayer:
 
     def formats(self, scheme: KVScheme) -> CacheFormat:
         """A scheme in the terms of kernels, without what calibration makes."""
-        return CacheFormat.of(scheme.uncalibrated(), heads=self.heads, key_dim=self.head_dim)
+        return CacheFormat.of(scheme.uncalibrated(), heads=self.heads, key_dim=self.key_dim, value_dim=self.value_dim)
 
     def cache(
         self,
@@ -107,7 +108,7 @@ class SearchedLayer:
 
     def cache_of(self, scheme: KVScheme | None) -> LayerCache:
         """The layer's cache with a scheme, as bytes are counted."""
-        return LayerCache(self.heads, self.head_dim, self.head_dim, scheme, self.sliding_window)
+        return LayerCache(self.heads, self.key_dim, self.value_dim, scheme, self.sliding_window)
 
     def pairs(self) -> list[tuple[Candidate, Candidate]]:
         """Every way to store keys with every way to store values."""
@@ -125,7 +126,7 @@ def searched_layers(config: PretrainedConfig, jobs: Sequence[LayerJob], context:
     windows = sliding_windows(config)
     layers = []
     for job, window in zip(jobs, windows, strict=True):
-        if job.scheme is None or job.value_head_dim is not None:
+        if job.scheme is None or job.is_latent:
             continue
         every = (KEY_CANDIDATES, VALUE_CANDIDATES)
         output = None if job.structure is None else job.structure.output
@@ -134,7 +135,8 @@ def searched_layers(config: PretrainedConfig, jobs: Sequence[LayerJob], context:
             job.scheme.with_online_rotation(),
             job.search,
             job.heads,
-            job.head_dim,
+            job.key_dim,
+            job.value_dim,
             *every,
             {},
             context,
@@ -201,7 +203,7 @@ def candidate_treatments(layer: SearchedLayer, measured: TreatmentSearch) -> dic
             continue
         key = (scheme.keys.bits, scheme.boost_fraction > 0)
         if key not in known:
-            choices = treatments(scheme, layer.head_dim)
+            choices = treatments(scheme, layer.key_dim)
             if scheme.boost_fraction:
                 choices = [choice for choice in choices if choice.fields["rotate_keys"] == "none"]
             # What replaces widths is a candidate of its own.

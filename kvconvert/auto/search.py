@@ -249,6 +249,20 @@ class SearchTask:
         sides = [[layer.costs[c.name] for c in side] for layer in self.layers for side in (layer.keys, layer.values)]
         return sum(map(min, sides)), sum(side[-1] for side in sides)
 
+    def check_budget(self, auto: AutoSearch) -> None:
+        """Refuse a budget that no plan or every plan keeps (UsageError)."""
+        least, most = self.extremes()
+        if least <= self.budget < most:
+            return
+        name, unit, shown = "kv_bits", "bits per value", self.bits
+        if auto.kv_bits is None:
+            name, unit, shown = "kv_bytes_per_token", "bytes per token", self.per_token
+        low, high, given = shown(least), shown(most), getattr(auto, name)
+        raise UsageError(
+            f"`{name}` is {given:.6g}, and at {self.context:,} tokens this model's cache can be allocated from "
+            f"{low:.4g} to below {high:.4g} {unit}; choose one in between."
+        )
+
     @property
     def window(self) -> int:
         """The newest tokens that all layers keep in full precision."""
@@ -312,15 +326,7 @@ def search_task(config: PretrainedConfig, jobs: Sequence[LayerJob], recipe: Reci
     task = SearchTask(context, length, tokens // length, layers, 0, auto.repairs, windows).windowed(windows[0])
     budget = task.plain_bytes / 16 * auto.kv_bits if auto.kv_bits else auto.kv_bytes_per_token / task.per_token(1)
     task = replace(task, budget=int(budget))
-    least, most = task.extremes()
-    if not least <= task.budget < most:
-        bits = auto.kv_bits is not None
-        name, unit = ("kv_bits", "bits per value") if bits else ("kv_bytes_per_token", "bytes per token")
-        low, high, given = map(task.bits if bits else task.per_token, (least, most, budget))
-        raise UsageError(
-            f"`{name}` is {given:.6g}, and at {context:,} tokens this model's cache can be allocated from {low:.4g} to "
-            f"below {high:.4g} {unit}; choose one in between."
-        )
+    task.check_budget(auto)
     return task
 
 
@@ -421,7 +427,12 @@ class _Measuring:
         return done
 
     def plan(self, table: list[LayerAllocation]) -> tuple[SearchTask, MeasuredPlan]:
-        """The best plan of the whole model, and the task with its window."""
+        """The best plan of the whole model, and the task with its window.
+
+        Raises:
+            UsageError: treatments of keys take bytes, with which no plan keeps the budget.
+        """
+        self.task.check_budget(self.recipe.auto)
         ratios, losses = {layer.index: layer.clip_ratios for layer in table}, [layer.kl for layer in table]
         known = self.run.store.measurement("plans") or {}
         tasks = [self.task.windowed(tokens) for tokens in self.task.windows[: self.task.repairs + 1]]

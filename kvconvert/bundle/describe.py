@@ -142,8 +142,7 @@ def kv_cache(manifest: Manifest, windows: Sequence[int | None] = ()) -> ModelCac
     for layer, scheme in zip(manifest.layers, spread_ratios(manifest.schemes()), strict=True):
         if scheme is not None:
             shape, window = layer.shape(), windows[layer.index] if windows else None
-            value_dim = layer.value_head_dim or shape.head_dim
-            layers.append(LayerCache(shape.num_key_value_heads, shape.head_dim, value_dim, scheme, window))
+            layers.append(LayerCache(*shape.sizes, scheme, window))
     return ModelCache(tuple(layers))
 
 

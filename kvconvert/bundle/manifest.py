@@ -88,10 +88,11 @@ class LayerPlan(Record):
         index: number of the decoder layer.
         kv: fields of a `KVScheme`, or None where the cache is left to the model's own class.
         head_dim, num_key_value_heads: of this layer as its cache stores it; None where `kv` is None.
-        value_head_dim: channels of a value where a key has others: of latent attention, whose latents are stored as
-            keys and RoPE parts as values; absent where they have one size.
+        value_head_dim: channels of a value where a key has others, such as RoPE parts beside the latents of latent
+            attention, which are stored as values and keys; absent where they have one size.
         value_group_size: channels per value group after fitting `kv["value_group_size"]` to the head size.
         rotation: the rotation's convention, for instance "sylvester(64)"; None without rotation.
+        value_rotation: that of values where keys have other sizes; else absent.
         reason: why the plan differs from the recipe's scheme, or "".
         statistics: what calibration measured for this layer (plain numbers and strings).
     """
@@ -103,14 +104,16 @@ class LayerPlan(Record):
     num_key_value_heads: Heads | None = None
     value_group_size: Heads | None = None
     rotation: Name | None = None
+    value_rotation: Name | None = None
     reason: Text = ""
     statistics: dict[str, Any] = Field(default_factory=dict)
 
     @model_serializer(mode="wrap")
     def _without_absent(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         found = serialize(self)
-        if self.value_head_dim is None:
-            del found["value_head_dim"]
+        for name in ("value_head_dim", "value_rotation"):
+            if found[name] is None:
+                del found[name]
         return found
 
     def scheme(self) -> KVScheme | None:
@@ -120,7 +123,9 @@ class LayerPlan(Record):
     def shape(self) -> LayerShape:
         """Sizes of the layer's keys and values; only of a layer with a scheme."""
         head_dim = self.head_dim or 0
-        return LayerShape(self.num_key_value_heads or 0, head_dim, self.value_group_size or head_dim, self.rotation)
+        value_dim = self.value_head_dim or head_dim
+        group = self.value_group_size or value_dim
+        return LayerShape(self.num_key_value_heads or 0, head_dim, value_dim, group, self.rotation, self.value_rotation)
 
 
 class WeightsInfo(Record):

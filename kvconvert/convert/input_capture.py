@@ -96,8 +96,7 @@ class InputCapture:
                 base(**arguments_of_sample, use_cache=False)
             if len(captured) != len(layers):
                 raise UnsupportedModelError(
-                    f"The model ran {len(captured)} of {len(layers)} layers of {self.name} on the calibration data; "
-                    'it can be converted with [weights] method = "none" only.'
+                    f"The model ran {len(captured)} of {len(layers)} layers of {self.name} on the calibration data."
                 )
             for layer, (hidden, kwargs) in enumerate(captured):
                 if not all_finite(hidden):
@@ -224,8 +223,7 @@ def fill(module: nn.Module, owner: PreTrainedModel, tensors: dict[str, Tensor], 
 
     def refuse(name: str, buffer: Tensor) -> Tensor:
         raise UnsupportedModelError(
-            f"transformers does not compute the buffer {name} of {type(owner).__name__}, which no checkpoint holds; it "
-            'can be converted with [weights] method = "none" only.'
+            f"transformers does not compute the buffer {name} of {type(owner).__name__}, which no checkpoint holds."
         )
 
     compute_buffers(module, owner, device, refuse)

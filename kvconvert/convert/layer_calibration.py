@@ -180,9 +180,9 @@ class LayerCalibration:
             seq_len=inputs.ids.shape[1],
             dtype=float_dtype(runner.source),
             cache=None
-            if job.scheme is None or job.value_head_dim is not None
+            if job.scheme is None or job.is_latent
             else CacheFormat.of(
-                job.scheme.uncalibrated(), heads=job.structure.num_key_value_heads, key_dim=job.structure.head_dim
+                job.scheme.uncalibrated(), heads=job.heads, key_dim=job.key_dim, value_dim=job.value_dim
             ),
             visual=inputs.visual,
             changing_rope=changing_rope(runner.config),
@@ -296,11 +296,12 @@ def resolved_fields(scheme: KVScheme | None, job: LayerJob) -> dict[str, Any]:
         return {"kv": None}
     return {
         "kv": scheme.to_dict(),
-        "head_dim": job.head_dim,
-        "value_head_dim": job.value_head_dim,
+        "head_dim": job.key_dim,
+        "value_head_dim": job.value_dim if job.value_dim != job.key_dim else None,
         "num_key_value_heads": job.heads,
-        "value_group_size": scheme.value_group_for(job.value_head_dim or job.head_dim),
-        "rotation": hadamard_kind(job.head_dim) if scheme.rotates else None,
+        "value_group_size": scheme.value_group_for(job.value_dim),
+        "rotation": hadamard_kind(job.key_dim) if scheme.rotates else None,
+        "value_rotation": hadamard_kind(job.value_dim) if scheme.rotates and job.value_dim != job.key_dim else None,
     }
 
 

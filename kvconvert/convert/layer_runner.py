@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from kvconvert.calibration.attention_sample import RECORDING_ATTENTION
-from kvconvert.convert.discovery import ONLY_CACHE, Architecture, discover
+from kvconvert.convert.discovery import Architecture, discover
 from kvconvert.convert.hidden_states import HiddenPart, HiddenStates
 from kvconvert.convert.input_capture import (
     CalibrationInputs,
@@ -35,7 +35,7 @@ from kvconvert.io.tensorfile import Mapped
 from kvconvert.kernels.device import tf32_products
 from kvconvert.kernels.linear.awq_format import AwqWeight
 from kvconvert.kernels.quantizer import all_finite
-from kvconvert.models.configuration import bounded_modules, model_class
+from kvconvert.models.configuration import bounded_modules, model_class, without_weights
 from kvconvert.models.experts import expert_modules, split_fused
 from kvconvert.models.formats import Packing
 from kvconvert.models.source import SourceModel, wrong_count
@@ -74,10 +74,21 @@ class LayerRunner:
         self.device = device
         self.model = build_without_weights(source.config, source.directory / "config.json", len(source.tensors))
         self.source = source.named_as(self.model)
-        self.architecture: Architecture | None = discover(self.model) if discovers else None
+        self.architecture: Architecture | None = None
         self._capture: InputCapture | None = None
-        if self.architecture is not None:
-            self._check_arrangement()
+        if discovers:
+            with self._saying_what_is_left():
+                self.architecture = discover(self.model)
+                self._check_arrangement()
+
+    @contextmanager
+    def _saying_what_is_left(self) -> Iterator[None]:
+        """Let a refusal of a model's weights say whether its cache can be converted alone."""
+        try:
+            yield
+        except UnsupportedModelError as error:
+            left = without_weights(self.source.config)
+            raise UnsupportedModelError(f"{str(error).removesuffix('.')}; {left}.") from error
 
     def _check_arrangement(self) -> None:
         """Read layers' tensors as the model has them; refuse what cannot be. Experts are taken apart as needed."""
@@ -87,7 +98,7 @@ class LayerRunner:
         if rearranged is not None:
             raise UnsupportedModelError(
                 f"transformers rearranges {rearranged} as it loads {self.architecture.model_type} models, which "
-                f"reading them layer by layer does not; {ONLY_CACHE}."
+                "reading them layer by layer does not."
             )
         self.source = self.source.arranged(self.model, inside)
 
@@ -157,7 +168,8 @@ class LayerRunner:
             for key in tensors:
                 if key.startswith(experts):
                     tensors[key] = mapped.copy(tensors[key], torch.float32)
-        fill(layer, self._owner(name), tensors, self.device)
+        with self._saying_what_is_left():
+            fill(layer, self._owner(name), tensors, self.device)
         return layer, dtypes
 
     def _read_mapped(self, stored: dict[str, str], mapped: Mapped) -> dict[str, Tensor]:
@@ -217,8 +229,9 @@ class LayerRunner:
                 rows = self.source.read([table])[table]  # a NaN among the rows shows in the layer's input
                 stack.enter_context(rows_as_looked_up(embedding, rows, self.device))
             tensors = self.source.read_finite([f"{name}.{key}" for key in outside])
-            fill(base, base, dict(zip(outside, tensors.values(), strict=True)), self.device)
-            yield from self._capture.run(base, base.get_submodule(layers), self.device)
+            with self._saying_what_is_left():
+                fill(base, base, dict(zip(outside, tensors.values(), strict=True)), self.device)
+                yield from self._capture.run(base, base.get_submodule(layers), self.device)
 
     def batch_size(self, length: int) -> int:
         """Samples that run through a layer together, where all have the same arguments."""
@@ -355,7 +368,7 @@ def build_without_weights(
         if RECORDING_ATTENTION in reason:
             raise UnsupportedModelError(
                 f"{config.model_type} models compute attention in code of their own, which does not go through "
-                "transformers' attention interface; so that kvconvert can neither calibrate nor serve their cache."
+                "transformers' attention interface, so that kvconvert can neither calibrate nor serve their cache."
             ) from error
         raise UnsupportedModelError(
             f"transformers builds no causal language model from {origin} ({reason})."

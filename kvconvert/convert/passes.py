@@ -50,7 +50,7 @@ PASSES: tuple[type[CalibrationPass], ...] = (
 
 def make_passes(job: LayerJob) -> list[CalibrationPass]:
     """The passes that a job asks for, in order; the sampler stands before the first that needs it."""
-    if job.value_head_dim is not None:
+    if job.is_latent:
         job = replace(job, scheme=None)
     sampler = AttentionSampler()
     passes = [made for kind in PASSES if (made := kind.of(job, sampler)) is not None]
@@ -104,14 +104,17 @@ def resolve_layers(
 
 def layer_jobs(runner: LayerRunner, recipe: Recipe) -> list[LayerJob]:
     """The jobs of all layers, in order."""
-    kinds = layer_types_of(runner.config)[0]
+    kinds, latent = layer_types_of(runner.config)[0], is_latent(runner.config)
     jobs = []
     for index in range(runner.num_layers):
-        structure, shape, name = runner.structure(index), layer_config(runner.config, index), runner.layer_name(index)
-        heads, channels, value_channels = stored_shape(shape)
+        structure, name = runner.structure(index), runner.layer_name(index)
+        if latent or structure is None or structure.key is None:
+            shape = stored_shape(layer_config(runner.config, index))
+        else:
+            shape = structure.shape
         scheme, reason = _scheme(runner, recipe.scheme(index), index, kinds[index])
         searched = recipe.calibration_of(index).searched(scheme) if scheme is not None else []
-        if value_channels != channels and searched:
+        if latent and searched:
             reason = f"{', '.join(searched)} are the scheme's own, for calibration knows no latents"
         jobs.append(
             LayerJob(
@@ -122,9 +125,8 @@ def layer_jobs(runner: LayerRunner, recipe: Recipe) -> list[LayerJob]:
                 search=recipe.calibration_of(index),
                 structure=structure,
                 reason=reason,
-                heads=heads,
-                head_dim=channels,
-                value_head_dim=value_channels if value_channels != channels else None,
+                **dict(zip(("heads", "key_dim", "value_dim"), shape, strict=True)),
+                is_latent=latent,
                 bits={
                     linear: recipe.weights.bits_of(f"{name}.{linear}", index)
                     for linear in (() if structure is None else structure.linears)
@@ -139,7 +141,9 @@ def _scheme(runner: LayerRunner, scheme: KVScheme | None, index: int, layer_type
     if scheme is None:
         return None, ""
     structure = runner.structure(index)
-    unsupported_reason = pages_unsupported(runner.config, layer_type, scheme) or _shape_unsupported(runner, index)
+    unsupported_reason = pages_unsupported(runner.config, layer_type, scheme)
+    if unsupported_reason is None and structure is not None and not structure.attends_once:
+        unsupported_reason = ATTENDS_IN_PARTS
     if unsupported_reason:
         return None, unsupported_reason
     if scheme.folds_values and runner.has_packed(index):
@@ -153,20 +157,3 @@ def _scheme(runner: LayerRunner, scheme: KVScheme | None, index: int, layer_type
         if unsupported_reason:
             return scheme.with_online_rotation(), f"values are rotated at run time: {unsupported_reason}"
     return scheme, ""
-
-
-def _shape_unsupported(runner: LayerRunner, index: int) -> str | None:
-    """Why a layer whose keys and values have other shapes than the configuration says keeps transformers' own cache."""
-    structure, config = runner.structure(index), layer_config(runner.config, index)
-    if structure is None or structure.key is None or is_latent(config):
-        return None
-    if not structure.attends_once:
-        return ATTENDS_IN_PARTS
-    channels = structure.head_dim
-    found = (structure.num_key_value_heads, structure.key_dim or channels, channels)
-    if found == stored_shape(config):
-        return None
-    return (
-        f"{found[0]} KV heads with keys of {found[1]} and values of {found[2]} channels are not what the configuration "
-        "says; its cache is left to transformers"
-    )

@@ -89,7 +89,9 @@ class Oscar(Part):
     def conventions(cls, layers: Sequence[tuple[Any, LayerShape]]) -> dict[str, Any]:
         """How matrices are built and applied, and what a norm is."""
         known: dict[str, Any] = {}
-        matrices = {str(shape.head_dim): shape.rotation for scheme, shape in layers if scheme.rotates}
+        rotated = [shape for scheme, shape in layers if scheme.rotates]
+        matrices = {str(shape.head_dim): shape.rotation for shape in rotated}
+        matrices |= {str(shape.value_head_dim): shape.value_rotation for shape in rotated if shape.value_rotation}
         if matrices:
             known["rotation"] = {
                 "matrix": matrices,

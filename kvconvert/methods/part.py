@@ -55,15 +55,23 @@ class LayerShape:
     """Sizes of one layer's keys and values.
 
     Attributes:
-        num_key_value_heads, head_dim: as in the model's config.
+        num_key_value_heads, head_dim, value_head_dim: KV heads, and channels of a head's keys and values.
         value_group_size: channels per value group, fitted to the head.
-        rotation: how the rotation matrix is built, for instance "sylvester(64)"; None without rotation.
+        rotation, value_rotation: how the rotation matrix of keys, and of values where these have another size, is
+            built, for instance "sylvester(64)"; None without rotation.
     """
 
     num_key_value_heads: int
     head_dim: int
+    value_head_dim: int
     value_group_size: int
     rotation: str | None = None
+    value_rotation: str | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """KV heads, and channels of a head's keys and values."""
+        return self.num_key_value_heads, self.head_dim, self.value_head_dim
 
 
 @dataclass(frozen=True)

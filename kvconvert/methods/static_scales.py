@@ -73,14 +73,15 @@ class StaticScales(Part):
 
     def required_tensors(self, shape: LayerShape) -> dict[str, PlanTensor]:
         """Scale and zero point of the sides that are quantized."""
-        size = (shape.num_key_value_heads, shape.head_dim)
+        heads, *channels = shape.sizes
+        sizes = {side.name: (heads, count) for side, count in zip(self.sides, channels, strict=True)}
 
         def negative(heads: list[list[float]]) -> str | None:
             return "scales of 0 or more" if any(scale < 0 for head in heads for scale in head) else None
 
         return {
             f"static_{side.name}_{part}": PlanTensor(
-                "F16", size, 'static_scales = "calibrated"', negative if part == "scale" else None
+                "F16", sizes[side.name], 'static_scales = "calibrated"', negative if part == "scale" else None
             )
             for side in self.sides
             for part in SCALE_NAMES

@@ -71,6 +71,7 @@ ATTENDS_IN_PARTS = (
 # Models that handle their cache otherwise than through a layer's update() and transformers' attention interface.
 OTHER_CACHES = {
     "diffllama": ATTENDS_IN_PARTS,
+    "doge": "its attention adds to its scores what it computes of all values; its cache is left to transformers",
     "hrm_text": "it runs each layer several times, with a cache for each; its cache is left to transformers",
     "minimax": "minimax takes no cache but its own class of transformers, which holds its linear attention",
     "mllama_text_model": "Llama 3.2 Vision reads the tensors of its cache by itself; its cache is left to transformers",
@@ -199,6 +200,15 @@ def pages_unsupported(config: PretrainedConfig, layer_type: str, scheme: KVSchem
     return None
 
 
+def without_weights(config: PretrainedConfig) -> str:
+    """What else of a model can be converted where its weights cannot, as the end of a sentence."""
+    reasons = {kind: pages_unsupported(config, kind, None) for kind in layer_types_of(config)[0]}
+    if not all(reasons.values()):
+        return 'it can be converted with [weights] method = "none" only'
+    reason = min(reasons.items(), key=lambda found: not has_pages(found[0]))[1]
+    return f"nor can its cache be converted, for {reason.partition('; its ')[0]}"
+
+
 def context_length(config: PretrainedConfig) -> int | None:
     """Tokens that a model may attend over: its positions, times what its RoPE is scaled by; None without a limit.
 
@@ -288,7 +298,8 @@ def stored_shape(config: PretrainedConfig) -> tuple[int, int, int]:
     """
     if is_latent(config):
         return 1, config.kv_lora_rank, config.qk_rope_head_dim
-    return key_value_heads(config), head_dim(config), head_dim(config)
+    channels = head_dim(config)
+    return key_value_heads(config), channels, getattr(config, "v_head_dim", None) or channels
 
 
 def _index_dim(config: PretrainedConfig, layer_type: str, index: int) -> int:
@@ -305,7 +316,10 @@ def sliding_windows(config: PretrainedConfig) -> list[int | None]:
 
 
 def model_cache(
-    config: PretrainedConfig, schemes: Sequence[KVScheme | None], dtype: torch.dtype = torch.bfloat16
+    config: PretrainedConfig,
+    schemes: Sequence[KVScheme | None],
+    dtype: torch.dtype = torch.bfloat16,
+    shapes: Sequence[tuple[int, int, int] | None] | None = None,
 ) -> ModelCache:
     """The cache of a model whose layers have these schemes, as `KVCache` makes it.
 
@@ -313,6 +327,8 @@ def model_cache(
         config: of the model.
         schemes: of all layers, budgets spread over them; None leaves a layer unquantized.
         dtype: of full-precision tokens.
+        shapes: KV heads, and channels of keys and values, of the layers where they are known better than by the
+            configuration.
     """
     text = config.get_text_config(decoder=True)
     quantized = any(scheme is not None for scheme in schemes)
@@ -324,7 +340,8 @@ def model_cache(
         else:
             # Beside quantized layers the others have pages, too, of the model's own dtype.
             stored = UNQUANTIZED if scheme is None and quantized else scheme
-            layers.append(LayerCache(*stored_shape(own), stored, window, dtype.itemsize, _index_dim(text, kind, index)))
+            shape = (shapes[index] if shapes else None) or stored_shape(own)
+            layers.append(LayerCache(*shape, stored, window, dtype.itemsize, _index_dim(text, kind, index)))
     return ModelCache(tuple(layers))
 
 

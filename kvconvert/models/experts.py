@@ -90,13 +90,10 @@ def fused_layout(fused: nn.Module) -> FusedLayout:
     known = plain or (names in (both, both | {f"{name}_bias" for name in both}) and getattr(fused, "has_gate", True))
     if not known or not (declared or hasattr(fused, "_apply_gate")):
         raise UnsupportedModelError(
-            f"{name} with {', '.join(sorted(names))} are fused experts that kvconvert cannot split; use "
-            '[weights] method = "none".'
+            f"{name} with {', '.join(sorted(names))} are fused experts that kvconvert cannot split."
         )
     if getattr(fused, "has_post_expert_norm", False):
-        raise UnsupportedModelError(
-            f'{name} normalises the output of its experts, which is not supported; use [weights] method = "none".'
-        )
+        raise UnsupportedModelError(f"{name} normalises the output of its experts, which is not supported.")
     transposed = scored_before or getattr(fused, "is_transposed", False)
     experts, rows, columns = fused.down_proj.shape
     return FusedLayout(
@@ -258,7 +255,7 @@ def _check_alike(fused: nn.Module) -> None:
     if expected is None or not torch.allclose(separate(tokens, chosen, weights), expected, rtol=1e-3, atol=1e-4):
         raise UnsupportedModelError(
             f"{type(fused).__name__} computes otherwise than its weights say, so that kvconvert cannot split its fused "
-            'experts; use [weights] method = "none".'
+            "experts."
         )
 
 
@@ -294,6 +291,25 @@ def split_fused(layer: nn.Module, tensors: Mapping[str, Tensor], layer_name: str
                     )
                 result |= {f"{name}.{part}": value for part, value in _split(module, fused_name, tensor).items()}
     return result
+
+
+class FusedShapes:
+    """A model with separate experts in the place of one with fused experts, whose parameters' shapes are asked for.
+
+    Args:
+        model: with `SeparateExperts`, or none.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def get_parameter(self, name: str) -> nn.Parameter:
+        """As of the model; fused weights are on the meta device."""
+        module, _, part = name.rpartition(".")
+        experts = self._model.get_submodule(module)
+        if not isinstance(experts, SeparateExperts):
+            return self._model.get_parameter(name)
+        return nn.Parameter(torch.empty(_fused_shapes(experts.layout)[part], device="meta"))
 
 
 def _fused_shapes(layout: FusedLayout) -> dict[str, tuple[int, ...]]:

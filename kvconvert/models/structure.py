@@ -159,6 +159,11 @@ class LayerStructure:
     experts: RoutedExperts | None = None
     adds_to_stream: bool = False
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """KV heads, and channels of a head's keys and values."""
+        return self.num_key_value_heads, self.key_dim or self.head_dim, self.head_dim
+
     @cached_property
     def writers(self) -> dict[str, tuple[str, str]]:
         """Linears that add to the residual stream; {} where unknown.

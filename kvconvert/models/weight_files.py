@@ -23,6 +23,7 @@ from kvconvert.io.json_text import parse_json
 from kvconvert.io.records import TensorInfo
 from kvconvert.io.tensorheader import read_header
 from kvconvert.models import INDEX_FILE, PICKLES, SINGLE_FILE, without_weights
+from kvconvert.models.experts import FusedShapes
 
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 
@@ -148,7 +149,7 @@ class Rearrangement:
         own = copy.deepcopy(self.converter)
         for (pattern, name), tensor in zip(self.sources.items(), tensors, strict=True):
             own.add_tensor(self.target, name, pattern, lambda tensor=tensor: tensor)
-        return own.convert(self.target, model=model, config=model.config)
+        return own.convert(self.target, model=FusedShapes(model), config=model.config)
 
 
 @dataclass(frozen=True)

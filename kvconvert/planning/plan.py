@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -163,6 +164,7 @@ class Cache:
             model without keys and values.
         plain_bytes_per_token: in 16 bits.
         basis: what the figures rest on, for people.
+        left: why layers keep the model's own cache, and how many of them.
     """
 
     context: int
@@ -170,6 +172,7 @@ class Cache:
     bits_per_value: float | None
     plain_bytes_per_token: float
     basis: str
+    left: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -282,7 +285,7 @@ def plan(
         batch=batch,
         memory=_memory(runner, layers, probed, own, (samples, length), target.type),
         disk=disk,
-        cache=_cache(planned, context),
+        cache=_cache(planned, context, jobs),
         gpu_memory=gpu_memory,
         fit=None
         if gpu_memory is None
@@ -345,13 +348,14 @@ def _disk(layers: list[LayerSizes], kept: int, hidden_size: int, tokens: int, co
     return Disk(bundle=kept + packed, work=packed, work_peak=packed + hidden + mapped)
 
 
-def _cache(planned: ModelCache, context: int) -> Cache:
+def _cache(planned: ModelCache, context: int, jobs: Sequence[LayerJob]) -> Cache:
     return Cache(
         context=context,
         bytes_per_token=planned.bytes(context) / context,
         bits_per_value=planned.bits_per_value(context),
         plain_bytes_per_token=planned.plain_bytes(context) / context,
         basis=_basis(planned),
+        left=dict(Counter(job.reason for job in jobs if job.scheme is None and job.reason)),
     )
 
 
@@ -393,7 +397,7 @@ def recipe_cache(runner: LayerRunner, recipe: Recipe, jobs: Sequence[LayerJob]) 
     # Budgets that are spread by measurement have the same mean as those that are not.
     if all(scheme is None or not scheme.evicts or scheme.allocation in FORMULAS for scheme in schemes):
         schemes = list(spread_ratios(schemes))
-    cache = model_cache(runner.config, schemes)
+    cache = model_cache(runner.config, schemes, shapes=[(job.heads, job.key_dim, job.value_dim) for job in jobs])
     return cache if recipe.auto is None else replace(cache, budget_bits=_budget_bits(recipe.auto, cache))
 
 
@@ -495,6 +499,8 @@ def plan_text(plan: Plan) -> str:
             f"{bits}, {cache.basis}; {cache.plain_bytes_per_token:,.0f} bytes in 16 bits",
         )
     ]
+    for reason, count in cache.left.items():
+        rows.append(("1 layer" if count == 1 else f"{count} layers", "the model's own cache", reason))
     if plan.fit is not None:
         fit = plan.fit
         rows += [

@@ -91,7 +91,7 @@ def bits_per_value(scheme: KVScheme) -> float:
 
 
 def _shape(scheme: KVScheme) -> LayerShape:
-    return LayerShape(HEADS, HEAD_DIM, scheme.value_group_size)
+    return LayerShape(HEADS, HEAD_DIM, HEAD_DIM, scheme.value_group_size)
 
 
 def recipe_toml(recipe: Recipe) -> str:

@@ -206,7 +206,7 @@ def frontier(manifest: Manifest, config: PretrainedConfig) -> Frontier:
             raise NotDrawnError(f"what was chosen for layer {own.index} is not among its candidates.")
         size += options[own.keys, own.values].cost
         predicted += options[own.keys, own.values].loss
-        plain = LayerCache(shape.num_key_value_heads, shape.head_dim, shape.head_dim, None, windows[own.index])
+        plain = LayerCache(*shape.sizes, None, windows[own.index])
         plain_bytes += sum(map(plain.plain_bytes, lengths(found.context)))
         layers.append(options)
     if not math.isclose(16 * size / plain_bytes, found.bits_per_value, rel_tol=1e-3):
@@ -248,7 +248,7 @@ def _options(
             fields = found.candidates[name]
             of_keys = stores_keys(fields)
             scheme = KVScheme.from_dict(base.to_dict() | fields)
-            cache = LayerCache(shape.num_key_value_heads, shape.head_dim, shape.head_dim, scheme, window)
+            cache = LayerCache(*shape.sizes, scheme, window)
             size = cache.summed_sides(found.context)[0 if of_keys else 1]
             sides[of_keys].append((name, size, loss))
     except (RecipeError, KeyError, TypeError, ValueError) as error:
@@ -292,7 +292,8 @@ def memory(manifest: Manifest, config: PretrainedConfig, contexts: Sequence[int]
     _windows(config, len(manifest.layers))  # refuses a configuration of another number of layers
     schemes = spread_ratios(manifest.schemes())
     try:
-        cache = model_cache(config, schemes)
+        shapes = [None if layer.kv is None else layer.shape().sizes for layer in manifest.layers]
+        cache = model_cache(config, schemes, shapes=shapes)
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         raise NotDrawnError("config.json does not give the sizes of keys and values.") from error
     for layer, scheme in zip(cache.layers, schemes, strict=True):

@@ -141,6 +141,13 @@ class ServedBundle:
                 "This model has latent attention (MLA), and the plugin serves keys and values per head; use "
                 "`kvconvert serve`."
             )
+        for index in self.attending:
+            layer = self.bundle.manifest.layers[index]
+            if layer.value_head_dim is not None:
+                return (
+                    f"Layer {index} of this bundle has keys of {layer.head_dim} and values of {layer.value_head_dim} "
+                    "channels, and the plugin serves keys and values of one size; use `kvconvert serve`."
+                )
         others = sorted(set(self.layer_types) - {*OURS, *STATES, *WINDOWS, *WITHOUT_CACHE})
         if others:
             kinds = listed(others)

@@ -62,6 +62,9 @@ def unsupported(model: PreTrainedModel) -> str | None:
         return "it was not loaded from a bundle with a KV plan"
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return f"{model.config.model_type} models take no position_ids, and the rows of a batch are at different ones"
+    text = model.config.get_text_config(decoder=True)
+    if model.config.model_type == "gemma4_unified" and text.use_bidirectional_attention == "vision":
+        return "gemma4_unified models mask tokens by where they stand in a pass, whether or not it has images"
     return not_split(model)
 
 

@@ -71,11 +71,12 @@ def place_packed_experts(model: nn.Module, modules: Iterable[ModuleCoverage]) ->
         BundleError: the coverage names some of a layer's experts and not others, or passes over them.
     """
     coverage = {module.name: module for module in modules}
-    quantizes = any(module.method != "kept" for module in coverage.values())
+    if all(module.method == "kept" for module in coverage.values()):
+        return
     for name, fused in [(name, module) for name, module in model.named_modules() if is_fused(module)]:
         roles = next((roles for roles in EXPERT_ROLES if f"{name}.0.{roles.down}" in coverage), None)
         if roles is None:
-            if quantizes and name not in coverage and not any(other.startswith(f"{name}.") for other in coverage):
+            if name not in coverage and not any(other.startswith(f"{name}.") for other in coverage):
                 raise BundleError(
                     f"{MANIFEST_NAME} does not list {name}, the experts of a layer of {type(model).__name__}; "
                     "the bundle belongs to another architecture or version of transformers."

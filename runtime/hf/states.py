@@ -87,11 +87,11 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     states = next(value for value in every if isinstance(value, Tensor))
     if not isinstance(cache, PackedCache):
         return _read(self, cache, states, args, kwargs)
-    output = torch.zeros_like(states)
+    found: list[tuple[slice, Any]] = []
     for part in _parts(self, cache, states):
         try:
             if len(part) > 1:
-                _read_side_by_side(self, cache, part, states, args, kwargs, output)
+                found.append(_read_side_by_side(self, cache, part, states, args, kwargs))
                 continue
         except Exception as error:
             # Nothing was stored, and whichever fails by itself is left out.
@@ -100,10 +100,28 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             try:
                 take = Part(segment.cache, segment.tokens, segment.rows, states.shape[1])
                 own = tuple(map(take, args)), {name: take(value) for name, value in kwargs.items()}
-                output[0, segment.tokens] = _read(self, segment.cache, take(states), *own).flatten(0, 1)
+                found.append((segment.tokens, _read(self, segment.cache, take(states), *own)))
             except Exception as error:
                 cache.fail(segment, error)
+    return _placed(found, states)
+
+
+def _placed(found: Sequence[tuple[slice, Any]], states: Tensor) -> Any:
+    """Outputs [1, T, ...] of a pass, made of those of some of its tokens [B, T / B, ...]; a tuple where these are."""
+    first = found[0][1] if found else states
+    if isinstance(first, tuple):
+        return tuple(_placed([(tokens, own[i]) for tokens, own in found], states) for i in range(len(first)))
+    output = first.new_zeros(1, states.shape[1], *first.shape[2:])
+    for tokens, own in found:
+        output[0, tokens] = own.flatten(0, 1)
     return output
+
+
+def _joined(outputs: Sequence[Any]) -> Any:
+    """Outputs [B, T, ...] of tokens that follow one another, or tuples of such."""
+    if isinstance(outputs[0], tuple):
+        return tuple(map(_joined, zip(*outputs, strict=True)))
+    return torch.cat(list(outputs), 1)
 
 
 def _parts(module: nn.Module, cache: PackedCache, states: Tensor) -> list[list[Segment]]:
@@ -126,15 +144,14 @@ def _read_side_by_side(
     states: Tensor,
     args: tuple,
     kwargs: dict[str, Any],
-    output: Tensor,
-) -> None:
+) -> tuple[slice, Any]:
     tokens = slice(part[0].tokens.start, part[-1].tokens.stop)
     layers = [segment.cache.layers[module.layer_idx] for segment in part]
     sequences = cache.sequences([segment.length for segment in part], states.device)
     stand_in = _SideBySide(layers, sequences)
     take = Part(stand_in, tokens, 1, states.shape[1])
     own = tuple(map(take, args)), {name: take(value) for name, value in kwargs.items()}
-    output[0, tokens] = stand_in.read(module, *own)[0]
+    return tokens, stand_in.read(module, *own)
 
 
 class Part:
@@ -158,9 +175,12 @@ class Part:
             return tuple(map(self, value))
         if not isinstance(value, Tensor):
             return value
-        if value.shape[:2] != (1, self.count):
+        # Positions of several kinds, such as those of images, have them all in front.
+        axis = next((i for i in range(value.ndim - 1) if value.shape[i : i + 2] == (1, self.count)), None)
+        if axis is None:
             raise CacheError(f"A module with states was given a tensor of shape {list(value.shape)} in a packed pass.")
-        return value[0, self.tokens].unflatten(0, (self.rows, -1))
+        own = value.select(axis, 0)[(slice(None),) * axis + (self.tokens,)]
+        return own.unflatten(axis, (self.rows, -1))
 
 
 class _SideBySide:
@@ -180,8 +200,8 @@ class _SideBySide:
         self._number = 0
         self._after: dict[tuple[str, int], Tensor] = {}
 
-    def read(self, module: nn.Module, *given: Any) -> Tensor:
-        """What the module gives for arguments and named arguments, [1, N, C]."""
+    def read(self, module: nn.Module, *given: Any) -> Any:
+        """What the module gives for arguments and named arguments, [1, N, C] or a tuple of such."""
         own = inspect.unwrap(type(module).forward)
         found = {name: own.__globals__[name] for name in own.__code__.co_names if name in own.__globals__}
         scans = {name: self._scan(f) for name, f in found.items() if inspect.isfunction(f) and _initial(f)}
@@ -328,7 +348,7 @@ def _apart(module: nn.Module, layer: StateLayer, x: Tensor, generator: torch.Gen
             found.append(stand_in.read(module, (x,), {name: stand_in}))
         else:
             parts = zip(x.split(lengths, 1), caches, strict=True)
-            found.append(torch.cat([_read(module, cache, part, (part,), {name: cache}) for part, cache in parts], 1))
+            found.append(_joined([_read(module, cache, part, (part,), {name: cache}) for part, cache in parts]))
         states.append([state for layer in layers for state in _kept(layer)])
     return _close(*found) and all(map(_close, *states))
 
@@ -525,7 +545,7 @@ def _step_equals(module: nn.Module, layer: StateLayer, x: Tensor, generator: tor
     return _close(*found) and all(map(_close, *states))
 
 
-def _one_by_one(own: Callable, states: Tensor, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+def _one_by_one(own: Callable, states: Tensor, args: tuple, kwargs: dict[str, Any]) -> Any:
     def at(token: int, value: Any) -> Any:
         whole = isinstance(value, Tensor) and value.shape[:2] == states.shape[:2]
         return value[:, token : token + 1] if whole else value
@@ -533,7 +553,7 @@ def _one_by_one(own: Callable, states: Tensor, args: tuple, kwargs: dict[str, An
     found = []
     for token in range(states.shape[1]):
         found.append(own(*(at(token, x) for x in args), **{name: at(token, x) for name, x in kwargs.items()}))
-    return torch.cat(found, 1)
+    return _joined(found)
 
 
 @torch.no_grad()
@@ -554,7 +574,7 @@ def _continues(module: nn.Module, layer: StateLayer, like: Tensor) -> bool:
             cache, name = _trial_cache(module, layer, x[:, :1], generator.manual_seed(0)), _cache_name(module)
             own = cache.layers[module.layer_idx]
             parts = x[:, 1:].split(size, 1)
-            found.append(torch.cat([_run(module, own, cache, (part,), {name: cache}) for part in parts], 1))
+            found.append(_joined([_run(module, own, cache, (part,), {name: cache}) for part in parts]))
         module.continues = _close(*found)
         if not module.continues:
             logger.warning(
@@ -590,5 +610,7 @@ def _kept(layer: StateLayer) -> list[Tensor]:
     return [state for state in kept if state is not None]
 
 
-def _close(found: Tensor, expected: Tensor) -> bool:
+def _close(found: Any, expected: Any) -> bool:
+    if isinstance(found, tuple):
+        return all(map(_close, found, expected))
     return bool((found - expected).float().norm() <= _TOLERANCE * expected.float().norm())

@@ -12,7 +12,7 @@ from kvconvert.methods.auto import Candidate
 KEYS = tuple(Candidate(f"K{b}", "key", {"key_bits": b}) for b in (2, 4, 16))
 VALUES = tuple(Candidate(f"V{b}", "value", {"value_bits": b}) for b in (2, 4, 16))
 COSTS = {c.name: c.fields[f"{c.side}_bits"] for c in KEYS + VALUES}
-LAYERS = [SearchedLayer(i, KVScheme(), KVCalibration(), 1, 64, KEYS, VALUES, COSTS) for i in range(3)]
+LAYERS = [SearchedLayer(i, KVScheme(), KVCalibration(), 1, 64, 64, KEYS, VALUES, COSTS) for i in range(3)]
 # By the sum of the parts, layer 0 needs the bits most.
 LOSSES = [{"K2": 1.0 / (i + 1), "K4": 0.1, "K16": 0.0, "V2": 0.2, "V4": 0.1, "V16": 0.0} for i in range(3)]
 BUDGET = 3 * 4 + 2
@@ -68,7 +68,7 @@ def test_plans_are_made_of_few_combinations_at_a_fiftieth_of_the_loss():
     keys = tuple(Candidate(f"K{b}", "key", {"key_bits": b}) for b in (2, 2.5, 3, 3.5, 4, 8))
     values = tuple(Candidate(f"V{b}", "value", {"value_bits": b}) for b in (2, 2.5, 3, 4, 8))
     costs = {c.name: int(10 * c.fields[f"{c.side}_bits"]) for c in keys + values}
-    layers = [SearchedLayer(i, KVScheme(), KVCalibration(), 1, 64, keys, values, costs) for i in range(24)]
+    layers = [SearchedLayer(i, KVScheme(), KVCalibration(), 1, 64, 64, keys, values, costs) for i in range(24)]
     size = [rng.lognormvariate(0, 0.8) for _ in layers]
     losses = [
         {c.name: own * 4 ** -c.fields[f"{c.side}_bits"] * rng.uniform(0.8, 1.25) for c in keys + values} for own in size

@@ -185,6 +185,18 @@ def test_a_budget_may_be_given_in_bytes(model):
     assert tasks[0].budget == tasks[1].budget == BITS * 128 / 8 * sum(range(273, 401))
 
 
+def test_a_budget_that_treatments_of_keys_exceed_is_refused(model):
+    runner = LayerRunner(open_source(model), torch.device("cpu"), discovers=False)
+    recipe = RECIPE.with_budget(kv_bits=BITS)
+    task = search.search_task(runner.config, layer_jobs(runner, recipe), recipe, runner.device)
+    task = replace(task, budget=task.extremes()[0])
+    task.check_budget(recipe.auto)
+    for number, layer in enumerate(task.layers):
+        task.layers[number] = layer.treated({c.name: {"token_norm": "per_head"} for c in layer.keys[:-1]})
+    with pytest.raises(UsageError, match="can be allocated from"):
+        search._Measuring(task, recipe, None).plan([])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -18,7 +18,7 @@ from kvconvert.runtime import KVCache
 def simulated_layer(scheme, search):
     """A tiny model with simulated attention, text, one of its layers, and what its candidates are fitted with."""
     model, ids = ARCHITECTURES["llama"].build(), random_ids(2, 3 * 128 + 9, 3)
-    layer = SearchedLayer(1, scheme, search, 2, 16, KEY_CANDIDATES, VALUE_CANDIDATES, {}, 400)
+    layer = SearchedLayer(1, scheme, search, 2, 16, 16, KEY_CANDIDATES, VALUE_CANDIDATES, {}, 400)
     model.set_attn_implementation(SIMULATED_ATTENTION)
     simulated = SimulatedModel(model, model.model.layers)
     text = simulated.read(ids, 128)

@@ -19,7 +19,7 @@ from kvconvert.methods import (
 from kvconvert.methods.scheme import PARTS, RECIPES
 from kvconvert.recipes.recipe import preset_names
 
-SHAPE = LayerShape(num_key_value_heads=2, head_dim=64, value_group_size=32, rotation="sylvester(64)")
+SHAPE = LayerShape(num_key_value_heads=2, head_dim=64, value_head_dim=64, value_group_size=32, rotation="sylvester(64)")
 
 
 def test_every_field_belongs_to_one_part_and_says_what_it_means():

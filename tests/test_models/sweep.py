@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
-from kvconvert.errors import KvconvertError
+from kvconvert.errors import KvconvertError, UnsupportedModelError
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight
 from kvconvert.methods import KVScheme
 from kvconvert.models.configuration import model_class
 from kvconvert.recipes.recipe import Recipe, WeightsRecipe
-from kvconvert.runtime import load
+from kvconvert.runtime import Engine, load
 
 TEXT = " ".join(f"The miller walked {number} miles to town." for number in range(40))
 EXACT = KVScheme(key_bits=16, value_bits=16)
@@ -28,12 +28,12 @@ AWQ = Recipe(weights=WeightsRecipe(method="awq", group_size=16), kv=EXACT)
 CACHE_ONLY = Recipe(weights=WeightsRecipe(method="none"), kv=EXACT)
 # Largest difference from transformers' own logits in float32, as a share of the largest logit: sums in other orders.
 CLOSE = 5e-3
-PROMPT, GENERATED = 140, 3
+PROMPT, GENERATED, CHUNK = 140, 3, 128
 
 
 @torch.no_grad()
 def outcome(model_type: str, directory: Path) -> str:
-    """ "weights and cache", "weights" or "cache" where a bundle computes what transformers does, or the refusal."""
+    """What a bundle computes as transformers does: "weights and cache" or "weights"; or the refusal."""
     source = directory / "source"
     config = tiny_config(model_type)
     torch.manual_seed(0)
@@ -62,14 +62,19 @@ def outcome(model_type: str, directory: Path) -> str:
             refusals.append(str(refusal).replace(str(directory), "").strip())
             continue
         pages = [layer.kv is not None for layer in open_bundle(bundle).manifest.layers]
-        check(model, loaded, bundle, any(pages))
-        if name == "cache":
-            return f"cache alone: {refusals[0]}"
-        return "weights and cache" if any(pages) else "weights"
+        check(model, loaded, bundle)
+        found = "weights"
+        if any(pages):
+            try:
+                check_engine(model, Engine(loaded, max_batch=2, prompt_chunk=CHUNK))
+                found = "weights and cache"
+            except UnsupportedModelError:
+                found = "weights and cache, no Engine"
+        return f"cache alone: {refusals[0]}" if name == "cache" else found
     return refusals[0]
 
 
-def check(model: PreTrainedModel, loaded: PreTrainedModel, bundle: Path, has_pages: bool) -> None:
+def check(model: PreTrainedModel, loaded: PreTrainedModel, bundle: Path) -> None:
     """Compare a bundle with the source that has its weights: at once, and token by token through the cache.
 
     Raises:
@@ -88,6 +93,30 @@ def check(model: PreTrainedModel, loaded: PreTrainedModel, bundle: Path, has_pag
     )  # fmt: skip
     expected = model(input_ids=generated.sequences, use_cache=False).logits[:, PROMPT - 1 : -1]
     _compare("generation's", torch.stack(generated.logits, 1), expected)
+
+
+def check_engine(model: PreTrainedModel, engine: Engine) -> None:
+    """Compare the likeliest tokens of requests that join and leave and share prefixes with the source's logits.
+
+    Raises:
+        ValueError: their probabilities differ, or the last prompt did not go on from the stored chunks of another.
+    """
+    vocabulary, generator = min(model.config.get_text_config().vocab_size, 4000), torch.Generator().manual_seed(2)
+    long, short, other = (torch.randint(5, vocabulary, (1, n), generator=generator) for n in (300, 9, 131))
+    prompts = [long[:, :140], short, other, long]
+    requests = []
+    for number, ids in enumerate(prompts):
+        new = (4, 9)[number % 2]
+        requests.append(engine.add(ids, max_new_tokens=new, stop_token_ids=[], likeliest=20))
+        engine.step()
+    engine.run()
+    if requests[-1].cached_tokens != CHUNK:
+        raise ValueError(f"{requests[-1].cached_tokens} tokens came from a stored prefix, not {CHUNK}")
+    for ids, request in zip(prompts, requests, strict=True):
+        whole = torch.cat([ids, torch.tensor([request.tokens])], 1)
+        expected = model(input_ids=whole, use_cache=False).logits[0, ids.shape[1] - 1 : -1].log_softmax(-1)
+        found = torch.tensor([each.likeliest for each in request.logprobs])
+        _compare("the Engine's", found[..., 1], expected.gather(1, found[..., 0].long()))
 
 
 def _take_weights(model: PreTrainedModel, bundle: Path) -> None:

@@ -162,7 +162,7 @@ def test_a_class_is_known_by_the_name_that_was_published_whatever_its_case(model
 
 
 def test_layers_without_linears_are_refused_by_name():
-    with pytest.raises(UnsupportedModelError, match=r"transformer\.h\.0\.attn has no Linear.*method = \"none\""):
+    with pytest.raises(UnsupportedModelError, match=r"transformer\.h\.0\.attn has no Linear"):
         architecture_of(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64))
 
 

@@ -10,7 +10,7 @@ from tiny.every_type import UNTRIED, WITHOUT, names
 
 RECORDED = json.loads(RESULTS.read_text(encoding="utf8"))
 QUICK = ("arcee", "qwen3_5", "mimo_v2_flash", "gpt_neo")
-CONVERTED = ("weights and cache", "weights")
+CONVERTED = ("weights and cache", "weights and cache, no Engine", "weights")
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,5 @@ def test_most_convert_and_the_others_are_refused_in_one_sentence():
         assert not said.startswith("CRASH")
         assert "\n" not in said
         assert re.search(r"[.)\"]$", said)
+        # What is said to be possible was tried.
+        assert said.startswith("cache alone: ") == said.endswith('[weights] method = "none" only.')

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from tiny.checkpoints import save_checkpoint, save_text
+from tiny.models import ARCHITECTURES
 
 from kvconvert.bundle.manifest import Manifest
 from kvconvert.cache.size import LayerCache, ModelCache
@@ -85,6 +87,14 @@ def test_sink_tokens_and_windows_count_in_short_contexts(tmp_path):
     ]
     assert bits[0] == 16, "nothing is in a page yet"
     assert bits[0] > bits[1] > bits[2] > 2
+
+
+def test_layers_that_keep_the_models_own_cache_are_counted_with_the_reason(tmp_path):
+    model = ARCHITECTURES["qwen3_5_text"].write(tmp_path / "model")
+    planned = plan(model, recipe=recipe(tmp_path), probe=False, progress=False)
+    reason = "a linear_attention layer has no keys and values; its state is left to transformers"
+    assert planned.cache.left == {reason: 1}
+    assert re.search(rf"\n1 layer +the model's own cache +{reason}", plan_text(planned))
 
 
 def test_what_does_not_depend_on_tokens_is_not_extrapolated():

@@ -82,6 +82,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "glm5_next": {"text_config": {"qk_rope_head_dim": 0}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "num_dense_layers": 1},
     "mistral4": {"head_dim": 2 * CHANNELS},
+    "mimo_v2_flash": {"head_dim": 2 * CHANNELS},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "step3p7": {"text_config": {"sliding_window": 40}},
     "glm_ocr": {

@@ -19,7 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
 from kvconvert.convert.discovery.experiment import Experiment
-from kvconvert.convert.discovery.finder import ONLY_CACHE, Finder
+from kvconvert.convert.discovery.finder import Finder
 from kvconvert.convert.input_capture import CalibrationInputs, InputCapture, compute_buffers
 from kvconvert.errors import UnsupportedModelError, first_line
 from kvconvert.models.configuration import layer_config
@@ -66,8 +66,7 @@ def discover(model: PreTrainedModel) -> Architecture:
     # Published names differ in case from the classes that transformers builds: LLaMAForCausalLM, PhiMoEForCausalLM.
     if stated and kind.casefold() not in [name.casefold() for name in stated]:
         raise UnsupportedModelError(
-            f"config.json states the architecture {', '.join(stated)}, and transformers generates text with {kind}; "
-            f"{ONLY_CACHE}."
+            f"config.json states the architecture {', '.join(stated)}, and transformers generates text with {kind}."
         )
     base, layers = _places(model)
     roles = _expert_roles(model)
@@ -89,9 +88,7 @@ def discover(model: PreTrainedModel) -> Architecture:
 def _check_layers(config: PretrainedConfig) -> None:
     """Refuse layers that read what others computed, which they do not get where each runs by itself."""
     if getattr(config, "num_kv_shared_layers", 0):
-        raise UnsupportedModelError(
-            f"The weights of this {config.model_type} model cannot be converted ({SHARED}); {ONLY_CACHE}."
-        )
+        raise UnsupportedModelError(f"The weights of this {config.model_type} model cannot be converted ({SHARED}).")
 
 
 def _places(model: PreTrainedModel) -> tuple[str, str]:
@@ -107,7 +104,7 @@ def _places(model: PreTrainedModel) -> tuple[str, str]:
     if len(found) != 1:
         raise UnsupportedModelError(
             f"{type(model).__name__} has {len(found)} lists of {text.num_hidden_layers} decoder layers in a model "
-            f"beneath its head, instead of one; {ONLY_CACHE}."
+            "beneath its head, instead of one."
         )
     layers, base = found[0]
     return next(name for name, module in model.named_modules() if module is base), layers
@@ -153,13 +150,13 @@ def _arguments(model: PreTrainedModel, base_name: str, layers_name: str) -> list
         raise
     except Exception as error:  # code of any model, which may take more than token ids
         raise UnsupportedModelError(
-            f"{type(model).__name__} does not run on token ids alone ({first_line(error)}); {ONLY_CACHE}."
+            f"{type(model).__name__} does not run on token ids alone ({first_line(error)})."
         ) from error
     expected = (1, TOKENS, model.config.get_text_config().hidden_size)
     if tuple(hidden.shape) != expected:
         raise UnsupportedModelError(
             f"The layers of {type(model).__name__} take hidden states of shape {list(hidden.shape)}, not one stream "
-            f"{list(expected)}; {ONLY_CACHE}."
+            f"{list(expected)}."
         )
     return [capture.arguments(index, 0) for index in range(len(base.get_submodule(inside)))]
 
@@ -207,14 +204,14 @@ def _structure(model: PreTrainedModel, name: str, index: int, arguments: Mapping
     layer, config = model.get_submodule(name), layer_config(model.config.get_text_config(), index)
     fused = next((path for path, module in layer.named_modules() if is_fused(module)), None)
     if fused is not None:
-        raise UnsupportedModelError(f"The experts {name}.{fused} cannot be separated; {ONLY_CACHE}.")
+        raise UnsupportedModelError(f"The experts {name}.{fused} cannot be separated.")
     owner, hidden = _models_around(model, name)[-1], model.config.get_text_config().hidden_size
     try:
         experiment = Experiment(layer, owner, arguments, TOKENS, hidden)
         if not experiment.takes_batches():
-            raise UnsupportedModelError(f"{name} takes arguments that fit one sequence alone; {ONLY_CACHE}.")
+            raise UnsupportedModelError(f"{name} takes arguments that fit one sequence alone.")
         return Finder(experiment, config, name).structure()
     except UnsupportedModelError:
         raise
     except Exception as error:  # of the model's own code
-        raise UnsupportedModelError(f"{name} cannot be run by itself ({first_line(error)}); {ONLY_CACHE}.") from error
+        raise UnsupportedModelError(f"{name} cannot be run by itself ({first_line(error)}).") from error

@@ -20,7 +20,6 @@ from kvconvert.models.configuration import head_dim, is_latent, key_value_heads
 from kvconvert.models.experts import SeparateExperts
 from kvconvert.models.structure import LayerStructure, NormGroup, Projection, RoutedExperts, ScalingPair
 
-ONLY_CACHE = 'it can be converted with [weights] method = "none" only'
 NO_VALUES = "the layer has no keys and values"
 LATENT = "latent attention makes keys and values from a shared latent vector"
 SAME = "keys serve as values"
@@ -67,9 +66,7 @@ class Finder:
         self.kept: dict[str, str] = {}
         found = [(path, module) for path, module in self.modules.items() if isinstance(module, SeparateExperts)]
         if len(found) > 1:
-            raise UnsupportedModelError(
-                f"{name} has two modules of experts, {found[0][0]} and {found[1][0]}; {ONLY_CACHE}."
-            )
+            raise UnsupportedModelError(f"{name} has two modules of experts, {found[0][0]} and {found[1][0]}.")
         self.experts = None
         if found:
             path, module = found[0]
@@ -146,11 +143,9 @@ class Finder:
                 break
             place = place.rpartition(".")[0]
         if not self.calls[name][0].is_first:
-            raise UnsupportedModelError(
-                f"{self.name}.{name} takes its input otherwise than as hidden_states; {ONLY_CACHE}."
-            )
+            raise UnsupportedModelError(f"{self.name}.{name} takes its input otherwise than as hidden_states.")
         if not inside:
-            raise UnsupportedModelError(f"{self.name}.{name} has no Linear that reads what it computes; {ONLY_CACHE}.")
+            raise UnsupportedModelError(f"{self.name}.{name} has no Linear that reads what it computes.")
         return name, inside[-1]
 
     def _found_mixer(self) -> str:
@@ -171,7 +166,7 @@ class Finder:
                 return name
         blocks = [name for name in outermost if any(linear.startswith(f"{name}.") for linear in self.linears)]
         if not blocks:
-            raise UnsupportedModelError(f"{self.name} has no block with a Linear; {ONLY_CACHE}.")
+            raise UnsupportedModelError(f"{self.name} has no block with a Linear.")
         return blocks[0]
 
     def _shape(self) -> tuple[int, int, int]:
@@ -519,7 +514,7 @@ class Finder:
             uncalled = [name for name in chosen if not self.experiment.is_called([name])]
             if any(map(self._is_expert, uncalled)):
                 raise UnsupportedModelError(
-                    f"The model of {self.name} initializes {self.experts.module} as fused experts; {ONLY_CACHE}."
+                    f"The model of {self.name} initializes {self.experts.module} as fused experts."
                 )
             self.kept |= dict.fromkeys(uncalled, UNCALLED)
 
