@@ -3,8 +3,7 @@
     python examples/own_data.py MODEL OUTPUT CALIBRATION HELD_OUT
 
 Both are .txt or .jsonl files, or others that docs/quickstart.md lists. Rows with `messages` go through the chat
-template.
-Never measure on what was calibrated on: the figures would be too good.
+template. Never measure on what was calibrated on: the figures would be too good.
 """
 
 import argparse

@@ -32,6 +32,7 @@ from kvconvert.version import __version__
 _ELSEWHERE = {
     **dict.fromkeys(("quantize", "quantise", "compress"), "kvconvert convert quantizes a model."),
     "run": "kvconvert generate answers a prompt, and kvconvert serve clients.",
+    "auto": "kvconvert convert MODEL BUNDLE --recipe auto --kv-bits B searches for the best widths.",
     "chat": "kvconvert generate BUNDLE --chat is a conversation.",
     **dict.fromkeys(("show", "info"), "kvconvert inspect says what a bundle holds."),
     **dict.fromkeys(("benchmark", "perf"), "kvconvert bench measures speed, and kvconvert eval what is lost."),

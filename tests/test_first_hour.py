@@ -97,7 +97,6 @@ WRONG = [
     (["warm", "gone"], 1, "no such directory"),
     (["rm", "someone/gone"], 1, "no bundle"),
     (["completion", "csh"], 2, "is not one of"),
-    (["bench", "BUNDLE", "--json", "gone/speed.json"], 1, "does not exist"),
     (["eval", "BUNDLE", "--full", "--only", "kl"], 2, "leave --only out"),
     (["list"], 0, ""),
 ]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import click
 
 from kvconvert.commands import count_option, device_option, dtype_option
-from kvconvert.errors import MissingError
 
 
 @click.command()
@@ -28,17 +26,13 @@ from kvconvert.errors import MissingError
 @count_option("--new-tokens", least=2, default=128, show_default=True, help="Tokens that each sequence generates.")
 @device_option()
 @dtype_option("what each model loads in")
-@click.option(
-    "--json", "file", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="Write JSON, too."
-)
-def bench(bundle: str, against: str | None, contexts: tuple[int, ...], file: Path | None, **options: Any) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON.")
+def bench(bundle: str, against: str | None, contexts: tuple[int, ...], as_json: bool, **options: Any) -> None:
     """Measure how fast BUNDLE generates on this machine, and the memory it takes.
 
     With --against its source is measured in the same way, with transformers' DynamicCache and, on a GPU, with its
     StaticCache and torch.compile.
     """
-    if file is not None and not file.absolute().parent.is_dir():
-        raise MissingError(f"The directory of {file} does not exist; make it, or name another file for --json.")
     from kvconvert.bundle.locate import check_place
 
     check_place(bundle)
@@ -50,6 +44,4 @@ def bench(bundle: str, against: str | None, contexts: tuple[int, ...], file: Pat
     from kvconvert.benchmark.bench import table
 
     report = run(bundle, against, contexts=contexts or None, **options)
-    if file is not None:
-        file.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf8")
-    click.echo(table(report))
+    click.echo(json.dumps(report.to_dict(), indent=2) if as_json else table(report))

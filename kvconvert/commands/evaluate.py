@@ -23,7 +23,7 @@ from kvconvert.errors import UsageError
 @count_option("--tokens", help="Tokens to score, rounded up to whole segments; 4096 by default, 8192 with --full.")
 @count_option(
     "--context",
-    help="Tokens of a segment, and of the prompts of retrieval and probes; 1024 by default. With --task: before each "
+    help="Tokens of a segment, and of the prompts of recall and probes; 1024 by default. With --task: before each "
     "problem, none by default.",
 )
 @click.option(
@@ -41,8 +41,8 @@ from kvconvert.errors import UsageError
     type=click.Choice(["humaneval", "gsm8k"]),
     help="Let source and bundle solve problems with checkable answers instead.",
 )
-@count_option("--seeds", help="With --task: sampled answers to each problem beside the greedy one.")
-@count_option("--limit", help="Examples of each task of --harness, or problems of --task.")
+@count_option("--seeds", help="With --task: sampled answers to each problem beside the greedy one; none by default.")
+@count_option("--limit", help="Examples of each task of --harness, or problems of --task; all by default.")
 @click.option("--full", is_flag=True, help="Measure probes and free running, too, and score more; --write does so.")
 @click.option("--write", is_flag=True, help="Put the figures into the bundle's manifest and card.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with every figure.")
@@ -61,8 +61,8 @@ def evaluate(
 ) -> None:
     """Measure how far BUNDLE departs from its source, decoding with the low-bit cache.
 
-    By default that is KL and perplexity, numbers retrieved from a prompt, and sizes; --full measures the rest. How long
-    it takes is said before.
+    By default that is KL and perplexity, recall of a number in a long prompt, and sizes; --full measures the rest. How
+    long it takes is said before.
 
     With --task, both solve the problems of a benchmark instead; programs that they write run in processes of their own.
     With --harness, tasks of lm-evaluation-harness are measured instead, and with --against those of that model, too.

@@ -30,7 +30,7 @@ from kvconvert.errors import UsageError
     type=click.Path(path_type=Path),
     help="Image that the prompt, or the first turn, is about; may be given again.",
 )
-@count_option("--max-new-tokens", default=256, show_default=True, help="At most.")
+@count_option("--max-new-tokens", default=256, show_default=True, help="Tokens to generate at most.")
 @click.option("--temperature", metavar="T", type=float, help="Divides the logits; 0 takes the most likely token.")
 @click.option("--top-p", metavar="P", type=float, help="Draw among the most likely tokens that sum up to P.")
 @click.option("--top-k", metavar="K", type=int, help="Draw among the K most likely tokens; 0 allows all.")

@@ -217,7 +217,7 @@ def plan(
     batch: int = 1,
     samples: int | None = None,
     seq_len: int | None = None,
-    device: str = "cpu",
+    device: str | None = None,
     data: str | list[str] | None = None,
     seed: int = 0,
     probe: bool = True,
@@ -242,6 +242,7 @@ def plan(
     recipe = Recipe.of(recipe)
     recipe = recipe.with_budget()  # refuses a search without a budget
     target = choose_device(device)
+    device = target.type
     source = open_source(str(model))
     check_purpose(source.config, recipe)
     runner = make_runner(source, recipe.weights, target)
