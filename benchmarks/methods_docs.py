@@ -16,6 +16,7 @@ from kvconvert.methods.scheme import (
     KVScheme,
     preset_calibration,
 )
+from kvconvert.methods.state_bits import PRESET_STATES
 from kvconvert.tables import markdown_table as table
 
 FEATURES = {
@@ -64,8 +65,8 @@ def methods() -> str:
 
 
 def presets() -> str:
-    """Every preset but the papers', with the fields in which it differs from a plain scheme."""
-    plain, everything = KVScheme().to_dict(), KVCalibration().to_dict()
+    """Every preset but the papers', with the fields in which it differs from a plain scheme with its states."""
+    plain, everything = KVScheme(**PRESET_STATES).to_dict(), KVCalibration().to_dict()
     rows = []
     for name, scheme in PRESETS.items():
         if name not in PAPER_PRESETS:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -184,25 +182,26 @@ def selective_kernel(
     _store(first, second, high, low, scales, row, STATE)
 
 
-def _launched(kernel_: Any, states: Tensor, packed: Tensor) -> None:
+def _tiles(states: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+    """Programs that pack or unpack states [B, ..., K, N], and their constants."""
     *_, rows, channels = states.shape
     tile = min(1 << (rows.bit_length() - 1), max(1, NUMBERS // channels))
-    matrices = states.numel() // (rows * channels)
-    kernel_[(matrices, triton.cdiv(rows, tile))](
-        states, packed, ROWS=rows, CHANNELS=channels, TILE=tile, num_warps=4
-    )  # fmt: skip
+    grid = states.numel() // (rows * channels), triton.cdiv(rows, tile)
+    return grid, {"ROWS": rows, "CHANNELS": channels, "TILE": tile, "num_warps": 4}
 
 
 def pack(states: Tensor, packed: Tensor) -> None:
     """`pack_reference` into `packed`; both contiguous."""
-    _launched(pack_kernel, states, packed)
+    grid, constants = _tiles(states)
+    pack_kernel[grid](states, packed, **constants)
 
 
 def unpack(packed: Tensor) -> Tensor:
     """`unpack_reference`."""
     shape = *packed.shape[:-1], channels_of(packed)
     states = torch.empty(shape, dtype=torch.float32, device=packed.device)
-    _launched(unpack_kernel, states, packed)
+    grid, constants = _tiles(states)
+    unpack_kernel[grid](states, packed, **constants)
     return states
 
 

@@ -81,6 +81,10 @@ def evaluate(
     from kvconvert.bundle.locate import check_place
 
     check_place(bundle)
+    if options["data"] is not None and task is None:
+        from kvconvert.data.sources import check_sources
+
+        check_sources(options["data"])
     if options["against"] is not None:
         from kvconvert.models import check_model
 
@@ -101,10 +105,6 @@ def evaluate(
         solved = solve(bundle, task, limit=limit, seeds=seeds or 0, context=before, **options)
         click.echo(json.dumps(solved.to_dict(), indent=2) if as_json else solved.table())
         return
-    if options["data"] is not None:
-        from kvconvert.data.sources import check_sources
-
-        check_sources(options["data"])
     if tasks is not None:
         others = {"only": only, "tokens": tokens, "data": options.pop("data"), "context": options.pop("context")}
         given = [f"--{name}" for name, value in others.items() if value is not None]

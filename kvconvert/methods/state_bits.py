@@ -23,8 +23,8 @@ class StateBits(Part):
     """Width of recurrent states."""
 
     method = "states of 12 bits"
-    summary = "recurrent states are stored as 8-bit codes and 4 bits of their rounding errors, with a scale per row"
-    source = "ours; integer states with an int4 residual are discussed for vLLM (issue 55196)"
+    summary = "recurrent states are stored as 8-bit codes and 4 bits of their rounding errors"
+    source = "ours; vLLM issue 55196 discusses it"
 
     state_bits: Annotated[int, AfterValidator(one_of(STATE_BITS))] = option(
         16,

@@ -164,7 +164,7 @@ class Cache:
             model without keys and values.
         plain_bytes_per_token: in 16 bits.
         basis: what the figures rest on, for people.
-        left: why layers keep the model's own cache, and how many of them.
+        left: why layers have no pages of keys and values, and how many of them.
     """
 
     context: int
@@ -501,7 +501,7 @@ def plan_text(plan: Plan) -> str:
         )
     ]
     for reason, count in cache.left.items():
-        rows.append(("1 layer" if count == 1 else f"{count} layers", "the model's own cache", reason))
+        rows.append(("1 layer" if count == 1 else f"{count} layers", "no low-bit keys and values", reason))
     if plan.fit is not None:
         fit = plan.fit
         rows += [

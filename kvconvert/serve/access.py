@@ -47,7 +47,7 @@ class Hosts:
         """
         for name in further:
             if "/" in name or not _name(name):
-                raise UsageError(f"--allowed-host {name!r:.100} is no name of a host; give one such as proxy.example.")
+                raise UsageError(f"`allowed_hosts` {name!r:.100} is no name of a host; give one such as proxy.example.")
         parsed = ipaddress.ip_address(address.partition("%")[0])
         names = {host.lower(), str(parsed), *map(_name, further)}
         if parsed.is_loopback or parsed.is_unspecified:

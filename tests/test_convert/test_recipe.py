@@ -82,7 +82,7 @@ def test_what_a_recipe_states_itself_is_not_searched(tmp_path):
 
 def test_a_paper_preset_is_the_paper_and_calibration_chooses_what_the_paper_does(tmp_path):
     oscar, paper = Recipe.load("oscar"), Recipe.load("oscar-paper")
-    assert (oscar.kv.sink_tokens, paper.kv) == (4, replace(oscar.kv, sink_tokens=0))
+    assert (oscar.kv.sink_tokens, paper.kv) == (4, replace(oscar.kv, sink_tokens=0, state_bits=16))
     assert oscar.calibration.searched(oscar.kv) == ["key_clip_ratio", "value_clip_ratio", "key_rounding"]
     assert paper.calibration.searched(paper.kv) == []
     spans = Recipe.load("calibquant-1bit-paper")

@@ -132,9 +132,10 @@ def test_a_line_about_a_scheme_names_its_methods():
 
 def test_conventions_speak_of_the_methods_in_use_alone():
     kivi, oscar = KVScheme.preset("kivi"), KVScheme.preset("oscar")
-    assert layer_conventions([(kivi, SHAPE)]).keys() == {"kv"}
+    assert layer_conventions([(kivi, SHAPE)]).keys() == {"kv", "state_bits"}
+    assert layer_conventions([(KVScheme(), SHAPE)]).keys() == {"kv"}
     both = layer_conventions([(kivi, SHAPE), (oscar, SHAPE)])
-    assert both.keys() == {"kv", "rotation", "token_norm"}
+    assert both.keys() == {"kv", "rotation", "token_norm", "state_bits"}
     assert both["rotation"]["matrix"] == {"64": "sylvester(64)"}
     assert layer_conventions([]) == {}
 

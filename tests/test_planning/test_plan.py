@@ -92,9 +92,9 @@ def test_sink_tokens_and_windows_count_in_short_contexts(tmp_path):
 def test_layers_that_keep_the_models_own_cache_are_counted_with_the_reason(tmp_path):
     model = ARCHITECTURES["qwen3_5_text"].write(tmp_path / "model")
     planned = plan(model, recipe=recipe(tmp_path), probe=False, progress=False)
-    reason = "a linear_attention layer has no keys and values; its state is left to transformers"
+    reason = "a linear_attention layer has no keys and values; its state is stored in 12 bits"
     assert planned.cache.left == {reason: 1}
-    assert re.search(rf"\n1 layer +the model's own cache +{reason}", plan_text(planned))
+    assert re.search(rf"\n1 layer +no low-bit keys and values +{reason}", plan_text(planned))
 
 
 def test_what_does_not_depend_on_tokens_is_not_extrapolated():

@@ -369,8 +369,9 @@ def test_a_repository_on_the_hub_is_fetched_with_the_arguments_given(bundle, mon
     model, _ = load("owner/name", verify="headers", revision="v1", token="secret", local_files_only=True)
     assert isinstance(model, LlamaForCausalLM)
     arguments = {"revision": "v1", "token": "secret", "local_files_only": True}
-    commit = {"revision": bundle.name}  # the manifest's, in whose snapshot it lies
-    assert calls == [("owner/name", "kvconvert.json", arguments), ("owner/name", arguments | commit)]
+    # The manifest's commit, in whose snapshot it lies, and nothing hidden.
+    others = {"revision": bundle.name, "ignore_patterns": [".*", "*/.*"]}
+    assert calls == [("owner/name", "kvconvert.json", arguments), ("owner/name", arguments | others)]
 
 
 def test_a_repository_that_cannot_be_fetched_is_one_sentence(tmp_path, monkeypatch):

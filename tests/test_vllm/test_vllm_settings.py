@@ -40,7 +40,7 @@ def arguments(model: Path | str, **given: Any) -> SimpleNamespace:
 
 def served(*schemes: KVScheme | None, **config: Any) -> ServedBundle:
     """A bundle as far as the plugin looks at it, of layers with two heads of 64 channels."""
-    layers = [SimpleNamespace(num_key_value_heads=2, head_dim=64) for _ in schemes]
+    layers = [SimpleNamespace(num_key_value_heads=2, head_dim=64, value_head_dim=None) for _ in schemes]
     manifest = SimpleNamespace(schemes=lambda: list(schemes), layers=layers, modules=[])
     return ServedBundle(SimpleNamespace(manifest=manifest, config=config, plan={}))
 
