@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from tiny.families import FAMILIES
+from tiny.models import ARCHITECTURES, GREEDY, random_ids
 
+from kvconvert.kernels.device import interpreted
 from kvconvert.kernels.states import (
     can_pack,
     gated_delta_step,
@@ -17,6 +20,9 @@ from kvconvert.kernels.states import (
     unpack_reference,
     unsupported,
 )
+from kvconvert.methods import KVScheme
+from kvconvert.runtime.hf.generation import adopt
+from kvconvert.runtime.hf.states import state_modules
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -161,3 +167,21 @@ def test_what_cannot_be_packed():
     packed = packed_like(states := draw(1, 2, 6))
     pack(states, packed)
     torch.testing.assert_close(unpack(packed), states, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "bamba", "lfm2"])
+def test_modules_give_with_kernels_what_they_give_without(device, name):
+    logits = []
+    for kernels in (True, False):
+        model = (ARCHITECTURES | FAMILIES)[name].build()
+        layers = model.config.get_text_config(decoder=True).num_hidden_layers
+        adopt(model, [KVScheme(key_bits=16, value_bits=16, state_bits=12)] * layers, {})
+        model = model.to(device if kernels else "cpu")
+        with interpreted(kernels and device.type == "cpu"):
+            ids = random_ids(2, 8).to(model.device)
+            options = {"max_new_tokens": 5, "return_dict_in_generate": True, "output_logits": True}
+            found = model.generate(ids, **options, **GREEDY)
+        logits.append(torch.stack(found.logits).cpu())
+        if kernels:
+            assert all(module.steps_equal for module in state_modules(model))
+    torch.testing.assert_close(*logits, rtol=1e-3, atol=1e-3)
