@@ -20,6 +20,8 @@ from kvconvert.errors import UsageError, did_you_mean
 
 # Sums of probabilities as integers are the same in whatever order they are added; 2 ** 40 leaves room for 2 ** 22 ids.
 FIXED_POINT = 2**40
+# Of a row's likeliest tokens, among which those that it may draw are looked for first.
+CANDIDATES = 512
 # Temperatures that a float32 holds with all its digits; beyond them a choice is the likeliest token, or any.
 COLDEST, HOTTEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
@@ -111,6 +113,28 @@ def sample(
     Returns:
         int64 [B].
     """
+    if not restrict or logits.device.type != "cpu" or logits.shape[1] <= 4 * CANDIDATES:
+        return _sample(logits, temperature, top_k, top_p, seeds, counters, restrict=restrict)
+    # What a row draws must not depend on the others, so that each is decided for itself.
+    tokens = _sample_likeliest(logits, temperature, top_k, top_p, seeds, counters)
+    left = tokens < 0
+    if left.any():
+        own = [column[left] for column in (logits, temperature, top_k, top_p, seeds, counters)]
+        tokens[left] = _sample(*own, restrict=True)
+    return tokens
+
+
+def _sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    seeds: Tensor,
+    counters: Tensor,
+    *,
+    restrict: bool,
+) -> Tensor:
+    """`sample`, by sorting the vocabulary if some tokens are ruled out."""
     greedy = temperature == 0
     ordered = logits.float()
     if restrict:  # before they are divided, which may make different ones equal
@@ -119,13 +143,41 @@ def sample(
         ids = torch.arange(logits.shape[1], device=logits.device)[None]
     # The largest becomes 0, so that a temperature near 0 divides nothing to infinity but what is out of the question.
     best = ordered[:, :1] if restrict else ordered.amax(-1, keepdim=True)
-    scaled = (ordered - best) / torch.where(greedy, 1, temperature.clamp(COLDEST, HOTTEST))[:, None]
+    scaled = _scaled(ordered, best, temperature)
     if restrict:
         scaled = scaled.masked_fill(~_allowed(scaled, top_k, top_p), -math.inf)
     drawn = (scaled + gumbel_noise(seeds, counters, ids)).argmax(-1)
     if restrict:
         drawn = ids.gather(1, drawn[:, None])[:, 0]
     return torch.where(greedy, logits.argmax(-1), drawn)
+
+
+def _sample_likeliest(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seeds: Tensor, counters: Tensor
+) -> Tensor:
+    """`sample` for rows whose allowed tokens are certainly among the CANDIDATES likeliest; -1 for others.
+
+    On a CPU sorting a vocabulary takes longer than the layers of a small model.
+    """
+    every = logits.float()
+    values, ids = every.topk(CANDIDATES)
+    # Of equal ones the lowest ids first.
+    ids, order = ids.sort(-1)
+    values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    ids = ids.gather(1, order)
+    scaled = _scaled(values, values[:, :1], temperature)
+    allowed = _allowed(scaled, top_k, top_p, _scaled(every, values[:, :1], temperature).exp().sum(-1))
+    last = values.gather(1, allowed.sum(-1, keepdim=True) - 1)
+    drawn = (scaled.masked_fill(~allowed, -math.inf) + gumbel_noise(seeds, counters, ids)).argmax(-1)
+    restricts = ((top_k > 0) | (top_p < 1)) & (top_k < CANDIDATES)
+    known = restricts & (last > values[:, -1:])[:, 0]
+    tokens = torch.where(known, ids.gather(1, drawn[:, None])[:, 0], -1)
+    return torch.where(temperature == 0, logits.argmax(-1), tokens)
+
+
+def _scaled(logits: Tensor, best: Tensor, temperature: Tensor) -> Tensor:
+    """Logits [B, N] over the temperature, 0 for the best [B, 1]; those of greedy rows as they are."""
+    return (logits - best) / torch.where(temperature == 0, 1, temperature.clamp(COLDEST, HOTTEST))[:, None]
 
 
 @dataclass(frozen=True)
@@ -163,11 +215,19 @@ def log_probabilities(logits: Tensor, chosen: Tensor, most: int) -> Tensor:
     return torch.cat([logs.gather(1, chosen[:, None]).double(), ids.double(), values.double()], 1)
 
 
-def _allowed(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Which tokens may be drawn, bool [B, V], of descending logits: top_k first, then top_p of what it left."""
+def _allowed(scaled: Tensor, top_k: Tensor, top_p: Tensor, total: Tensor | None = None) -> Tensor:
+    """Which tokens may be drawn, bool [B, N], of descending logits: top_k first, then top_p of what it left.
+
+    Args:
+        scaled: of the likeliest tokens, the largest 0.
+        top_k, top_p: of each row.
+        total: the sum of exp(scaled) over the vocabulary, [B]; None where `scaled` has it all.
+    """
     places = torch.arange(scaled.shape[1], device=scaled.device)
     within_k = (places < top_k[:, None]) | (top_k == 0)[:, None]
     probabilities = scaled.masked_fill(~within_k, -math.inf).softmax(-1)
+    if total is not None:  # of rows without a top_k
+        probabilities = torch.where((top_k == 0)[:, None], scaled.exp() / total[:, None], probabilities)
     summed = (probabilities.double() * FIXED_POINT).long().cumsum(-1)
     before = torch.cat([torch.zeros_like(summed[:, :1]), summed[:, :-1]], 1)
     within_p = (before < (top_p.double() * FIXED_POINT).long()[:, None]) | (top_p >= 1)[:, None]

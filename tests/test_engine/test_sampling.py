@@ -7,7 +7,7 @@ from fake_model import FakeModel
 
 from kvconvert.errors import UsageError
 from kvconvert.runtime import Engine, Sampling
-from kvconvert.runtime.engine.sampling import gumbel_noise, sample
+from kvconvert.runtime.engine.sampling import CANDIDATES, _sample, _sample_likeliest, gumbel_noise, sample
 
 MASK32, MASK64 = 2**32 - 1, 2**64 - 1
 
@@ -208,3 +208,25 @@ def test_an_engine_takes_every_temperature(temperature):
 def test_values_out_of_range_are_refused_by_name(wrong):
     with pytest.raises(UsageError, match=next(iter(wrong))):
         Sampling(**wrong)
+
+
+@pytest.mark.parametrize("sigma", [0.2, 1.0, 8.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_likeliest_tokens_decide_as_the_whole_vocabulary_does(sigma, dtype):
+    rows = [(0.0, 0, 0.9), (1.0, 5, 1.0), (0.5, 0, 0.9), (2.0, 100, 0.5), (1.0, 5000, 0.99), (1e-30, 3, 1.0)]
+    rows += [(1.0, 0, 1.0), (0.7, 1, 0.3), (1.0, 0, 0.01), (0.3, CANDIDATES, 1.0), (1.0, CANDIDATES - 1, 1.0)]
+    given = columns([(*row, seed, 3) for seed, row in enumerate(rows)])
+    found = []
+    for seed in range(5):
+        logits = torch.randn(len(rows), 4 * CANDIDATES + 1, generator=torch.Generator().manual_seed(seed)) * sigma
+        if seed == 4:
+            logits = logits.round()  # many equal ones
+        logits = logits.to(dtype)
+        few = _sample_likeliest(logits, *given)
+        expected = _sample(logits, *given, restrict=True)
+        assert few[few >= 0].equal(expected[few >= 0])
+        assert sample(logits, *given).equal(expected)
+        found.append(few >= 0)
+    known = torch.stack(found)
+    assert known[:, [0, 1, 7, 8]].all()
+    assert not known[:, [4, 6, 9]].any()
