@@ -245,6 +245,9 @@ def plan(
     device = target.type
     source = open_source(str(model))
     check_purpose(source.config, recipe)
+    load_tokenizer(source.directory)  # is part of the process's own memory
+    plain = anonymous_bytes() or 0
+    # Finding the layers' structure runs one, which `export` does not.
     runner = make_runner(source, recipe.weights, target)
     runner.check_headers()
     check_recipe(runner, recipe)
@@ -254,7 +257,6 @@ def plan(
     samples, length = text_shape(samples, seq_len, positions)
     context = min(DEFAULT_CONTEXT, positions or DEFAULT_CONTEXT) if context is None else context
     _check_positions(positions, length, context)
-    load_tokenizer(source.directory)  # is part of the process's own memory
     own = anonymous_bytes() or 0
     kept = kept_bytes(runner, kept_tensors(runner, recipe.weights))
     jobs = layer_jobs(runner, recipe)
@@ -284,7 +286,7 @@ def plan(
         length=length,
         device=device,
         batch=batch,
-        memory=_memory(runner, layers, probed, own, (samples, length), target.type),
+        memory=_memory(runner, layers, probed, (own, plain), (samples, length), target.type),
         disk=disk,
         cache=_cache(planned, context, jobs),
         gpu_memory=gpu_memory,
@@ -319,12 +321,12 @@ def _memory(
     runner: LayerRunner,
     layers: list[LayerSizes],
     probed: LayerProbe | None,
-    own: int,
+    own: tuple[int, int],  # anonymous bytes with the layers' structure, and without
     samples: tuple[int, int],
     device: str,
 ) -> MemoryEstimate:
     largest = max((sizes.layer_bytes for sizes in layers), default=0)
-    host, on_device = (own, largest) if device == "cuda" else (own + largest, None)
+    host, on_device = (own[0], largest) if device == "cuda" else (own[0] + largest, None)
     measured = None
     if probed is not None:
         measured, on_device = probed.peak_anonymous_bytes, probed.peak_device_bytes
@@ -333,7 +335,7 @@ def _memory(
         on_device += 2 * 4 * math.prod(shape)  # the inputs of two layers, of which the probe has a few sequences
     return MemoryEstimate(
         calibrate=host if measured is None else measured,
-        export=own,
+        export=own[1],
         device=on_device,
         source="headers" if measured is None else "probe",
     )
