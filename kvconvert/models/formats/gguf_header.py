@@ -9,13 +9,15 @@ from pathlib import Path
 
 _STRING, _ARRAY = 8, 9
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a number, by its type
-# Of all lists together, of which each entry costs the reader 20 to 40 microseconds and 700 bytes. The largest files have
-# 262,144 tokens and 514,906 merges, and of each token its kind and its score, or 240,000 bytes of a normalizer's table
-# in place of merges; and of single values and tensors some dozens and thousands.
+# Texts, and numbers, of all lists together, each of which costs the reader 20 to 40 microseconds and 700 bytes: the
+# largest vocabularies have 262,144 tokens and 514,906 merges, and a kind and a score of each token. Of single values
+# and tensors the largest models have some dozens and thousands.
 MAX_ENTRIES = 800_000
 MAX_FIELDS = 2**12
 MAX_TENSORS = 2**14
 _MAX_DIMENSIONS = 8
+# Numbers that lists have: of each token its kind and its score, and besides the table of a normalizer, 240,000 bytes.
+_NUMBERS_OF_TEXT, _NUMBERS_BESIDE = 4, 400_000
 
 
 def check_header(file: Path) -> None:
@@ -47,6 +49,8 @@ class _Walk:
         for _ in range(fields):
             self._text()
             self._value(self._number("I"))
+        if self._numbers > _NUMBERS_BESIDE + _NUMBERS_OF_TEXT * self._texts:
+            raise ValueError(f"its lists have {self._numbers} numbers beside {self._texts} texts")
         for _ in range(tensors):
             self._text()
             dimensions = self._number("I")
