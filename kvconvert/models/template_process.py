@@ -282,8 +282,10 @@ def _work(connection: socket.socket, memory: int, tokenizer: Any) -> None:
         if "memory" in asked:
             _allow_memory(asked["memory"])
         # What a table may take is for all its rows together.
-        spent = time.process_time() if "rows" in asked else 0
-        _allow(max(asked["seconds"] - spent, 0.001))
+        seconds = asked["seconds"] - (time.process_time() if "rows" in asked else 0)
+        if seconds <= 0:
+            return
+        _allow(seconds)
         found = answer(asked, template, tokenizer, table)
         _allow(0)
         rows = found.pop("rows", None)
