@@ -1,18 +1,27 @@
-"""Rows of .parquet files, a few decoded at a time.
+"""Rows of .parquet files, decoded in a process that has limits of time and memory.
 
-`datasets` decodes a whole group of rows: a file of 266 bytes that repeats one text takes gigabytes.
+Nothing that such a file says of itself bounds what it unpacks into: in 1 KB, one row may hold millions of messages, or
+every row a text of 50 MB. Looking at the file first does not help, because its counts of rows, values, and bytes are
+its own word, and decoding a single row may already take all memory.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvconvert.errors import DataError, first_line
+from kvconvert.models import template_process
 
-ROWS = 16  # decoded at a time
+# Bytes that a row may unpack into, and a file besides a thousand times its own size: texts shrink to a fifth, tables
+# that repeat a long prompt in each row to a hundredth.
+MOST_OF_ROW, MOST, _RATIO = 2**26, 2**26, 1000
+# What a file may take besides its own size of memory, and of a processor's time besides what each MiB may.
+_MEMORY, _SECONDS, _SECONDS_OF_MIB = 2**30, 20, 5
 
 
 @dataclass(frozen=True)
@@ -31,24 +40,80 @@ class ParquetRows:
 
     def names(self) -> list[str]:
         """All columns of the first file (DataError where it cannot be read)."""
-        import pyarrow.parquet
-
-        try:
-            return list(pyarrow.parquet.read_schema(self.files[0]).names)
-        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise _unreadable(self.files[0], error) from error
+        with closing(_Reader(self.files[0], self.columns)) as reader:
+            return reader.names
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        import pyarrow.parquet
-
         for file in self.files:
+            with closing(_Reader(file, self.columns)) as reader:
+                yield from reader.rows()
+
+
+class _Reader:
+    """A file, open in a worker that ends when this is closed."""
+
+    def __init__(self, file: Path, columns: Sequence[str] | None) -> None:
+        from kvconvert.models.templates import shared_renderer  # which imports transformers
+
+        self._file = file
+        try:
+            size = file.stat().st_size
+        except OSError as error:
+            raise self._unreadable(error) from error
+        self._seconds, self._memory = _SECONDS + _SECONDS_OF_MIB * (size >> 20), _MEMORY + size
+        self._connection = shared_renderer().connect(template_process.TABLES)
+        self._connection.settimeout(4 * self._seconds + 60)  # a worker ends itself
+        table = {"path": os.path.abspath(file), "columns": columns and list(columns), "most_of_row": MOST_OF_ROW}
+        try:
+            self._ask({"table": table | {"most": MOST + _RATIO * size}, "memory": self._memory})
+            self.names: list[str] = self._answer()["names"]
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """All rows; the next ones are decoded while these are used."""
+        import pyarrow
+
+        self._ask({"rows": True})
+        while content := self._content():
+            self._ask({"rows": True})
             try:
-                with pyarrow.parquet.ParquetFile(file) as opened:
-                    for batch in opened.iter_batches(ROWS, columns=self.columns):
-                        yield from batch.to_pylist()
-            except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-                raise _unreadable(file, error) from error
+                with pyarrow.ipc.open_stream(content) as stream:
+                    parts = [part.to_pylist() for part in stream]
+            except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+                raise self._unreadable(error) from error
+            for part in parts:
+                yield from part
 
+    def _content(self) -> bytearray:
+        self._answer()
+        try:
+            return template_process.receive_bytes(self._connection)
+        except (OSError, EOFError) as error:
+            raise self._ended() from error
 
-def _unreadable(file: Path, error: Exception) -> DataError:
-    return DataError(f"Data file {file} cannot be read ({first_line(error)}); check the file.")
+    def _ask(self, asked: dict[str, Any]) -> None:
+        try:
+            template_process.send(self._connection, asked | {"seconds": self._seconds})
+        except OSError as error:
+            raise self._ended() from error
+
+    def _answer(self) -> dict[str, Any]:
+        try:
+            answer = template_process.receive(self._connection)
+        except (OSError, EOFError) as error:
+            raise self._ended() from error
+        if "error" in answer:
+            raise self._unreadable(answer["error"])
+        return answer
+
+    def _ended(self) -> DataError:
+        return self._unreadable(f"it takes more than {self._seconds} seconds or {self._memory >> 20} MiB of memory")
+
+    def _unreadable(self, error: Exception | str) -> DataError:
+        advice = "check the file, or write its rows to a .jsonl file"
+        return DataError(f"Data file {self._file} cannot be read ({first_line(error)}); {advice}.")

@@ -14,7 +14,7 @@ import json
 import os
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -305,7 +305,7 @@ KNOWN_COLUMNS = frozenset(
 )
 MOST_COLUMNS = 100
 SHUFFLE_BUFFER = 1_000
-SHUFFLE_BYTES = 2**28  # of the texts in it
+SHUFFLE_BYTES = 2**28  # of all that they hold
 
 
 def holds_conversations(source: str | None) -> bool:
@@ -375,9 +375,15 @@ class SourceTable:
         return cls(source, place, _known(names, column), column, folder, rows)
 
     def first(self, count: int) -> list[dict[str, Any]]:
-        """The first rows."""
+        """The first rows, fewer if they are long."""
+        found, size = [], 0
         with _readable(self.source, self.folder is not None):
-            return list(itertools.islice(self._rows(), count))
+            for row in itertools.islice(self._rows(), count):
+                found.append(row)
+                size += size_of(row)
+                if size > SHUFFLE_BYTES:
+                    break
+        return found
 
     def shuffled(self, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
         """Each row after its name for error messages, in an order given by the seed."""
@@ -475,19 +481,24 @@ def _shuffled(rows: Iterable[dict[str, Any]], seed: int) -> Iterator[dict[str, A
     chance, buffer, size = random.Random(seed), [], 0
     for row in rows:
         buffer.append(row)
-        size += _text_size(row)
+        size += size_of(row)
         while len(buffer) > SHUFFLE_BUFFER or (size > SHUFFLE_BYTES and len(buffer) > 1):
             index = chance.randrange(len(buffer) - 1)
             taken, buffer[index] = buffer[index], buffer[-1]
             buffer.pop()
-            size -= _text_size(taken)
+            size -= size_of(taken)
             yield taken
     chance.shuffle(buffer)
     yield from buffer
 
 
-def _text_size(row: Mapping[str, Any]) -> int:
-    return sum(len(value) for value in row.values() if isinstance(value, str | bytes))
+def size_of(value: Any) -> int:
+    """Bytes of memory that a value takes, roughly: lists and objects with all that they hold."""
+    own = 64  # an empty one takes memory, too
+    if isinstance(value, str | bytes):
+        return own + len(value)
+    held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return own + sum(map(size_of, held))
 
 
 def text_column_of(columns: list[str], wanted: str | None, place: str) -> str:

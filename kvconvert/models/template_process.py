@@ -1,11 +1,12 @@
-"""The processes in which chat templates are rendered, text is tokenized, and grammars are tried: run as a script, with
-a socket as its standard input.
+"""The processes in which chat templates are rendered, text is tokenized, grammars are tried, and Parquet files are
+decoded: run as a script, with a socket as its standard input.
 
-Templates and tokenizers come with the model, grammars from clients. A template is a program, a tokenizer has regular
-expressions and replacements, a grammar may have more states than there is memory, and each of them may run for ever.
-This process loads what its workers need, and forks one for each socket that it receives; a worker that takes more than
-it may is ended by the system. Each message is JSON after its length in eight bytes. The first one that a worker sends
-is empty; each one that it receives asks for something, and is answered with `text`, `ids`, or `error`.
+Templates and tokenizers come with the model, grammars from clients, tables from anybody. A template is a program, a
+tokenizer has regular expressions and replacements, a grammar may have more states than there is memory, a table may
+unpack into a million times its size, and each of them may run for ever. This process loads what its workers need, and
+forks one for each socket that it receives; a worker that takes more than it may is ended by the system. Each message is
+JSON after its length in eight bytes. The first one that a worker sends is empty; each one that it receives asks for
+something, and is answered with `text`, `ids`, `names`, or `error`, or with nothing but the rows that follow it.
 """
 
 from __future__ import annotations
@@ -17,28 +18,43 @@ import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 LENGTH = 8
-# What is asked of the process that forks: a worker, for the socket that comes with it, or to be ready for templates.
-WORKER, TEMPLATES = b"w", b"t"
+# What is asked of the process that forks: a worker, for the socket that comes with it, or to be ready for templates or
+# tables.
+WORKER, TEMPLATES, TABLES = b"w", b"t", b"p"
 # Characters of each text with which a tokenizer is tried, how many texts, and tokens or characters that may become of
 # each character.
 _PROBE, _PROBES, _GROWTH = 1024, 200, 64
+# Rows of a table that are decoded at a time, bytes that its file says they have, and bytes that are sent together; each
+# value, and each row or object, counts as that many besides its own bytes, because empty ones take memory, too.
+_FEWEST_ROWS, _MOST_ROWS, _STATED, _TOGETHER, _VALUE, _ROW = 16, 1024, 2**18, 2**20, 64, 256
 
 
 def send(connection: socket.socket, message: dict[str, Any]) -> None:
     """Send one message."""
-    content = json.dumps(message, default=str).encode()
-    connection.sendall(len(content).to_bytes(LENGTH, "big") + content)
+    send_bytes(connection, json.dumps(message, default=str).encode())
+
+
+def send_bytes(connection: socket.socket, content: bytes | memoryview) -> None:
+    """Send what is no JSON."""
+    connection.sendall(len(content).to_bytes(LENGTH, "big"))
+    connection.sendall(content)
 
 
 def receive(connection: socket.socket) -> dict[str, Any]:
     """Wait for one message, and say how many bytes it had; EOFError if the other side is gone."""
-    size = int.from_bytes(_read(connection, LENGTH), "big")
-    return {"bytes": size} | json.loads(_read(connection, size))
+    content = receive_bytes(connection)
+    return {"bytes": len(content)} | json.loads(content)
+
+
+def receive_bytes(connection: socket.socket) -> bytearray:
+    """Wait for what is no JSON; EOFError if the other side is gone."""
+    return _read(connection, int.from_bytes(_read(connection, LENGTH), "big"))
 
 
 def _read(connection: socket.socket, size: int) -> bytearray:
@@ -51,7 +67,7 @@ def _read(connection: socket.socket, size: int) -> bytearray:
     return content
 
 
-def answer(asked: dict[str, Any], template: str, tokenizer: Any) -> dict[str, Any]:
+def answer(asked: dict[str, Any], template: str, tokenizer: Any, table: Table) -> dict[str, Any]:
     """What is asked for, or why there is none."""
     try:
         if "messages" in asked:
@@ -60,6 +76,10 @@ def answer(asked: dict[str, Any], template: str, tokenizer: Any) -> dict[str, An
             return {"text": _try_grammar(asked["grammar"], asked["limits"])}
         if "probe" in asked:
             return {"text": _try_tokenizer(asked["probe"])}
+        if "table" in asked:
+            return {"names": table.open(**asked["table"])}
+        if "rows" in asked:
+            return {"rows": table.next()}
         return {"ids": tokenizer.encode(asked["encode"], add_special_tokens=asked["special"]).ids}
     except MemoryError:
         return {"error": "it needs too much memory"}
@@ -129,6 +149,83 @@ def _strings(value: Any) -> Iterator[str]:
         yield from _strings(entry)
 
 
+class Table:
+    """A Parquet file that is read once, from its beginning to its end."""
+
+    def __init__(self) -> None:
+        self._parts: Iterator[tuple[Any, int]] = iter(())
+
+    def open(self, path: str, columns: list[str] | None, most: int, most_of_row: int) -> list[str]:
+        """Open the file; the names of all its columns.
+
+        Args:
+            path: of the file.
+            columns: that are read; None for all.
+            most, most_of_row: bytes that the file, and one of its rows, may unpack into.
+        """
+        import pyarrow.parquet
+
+        file = pyarrow.parquet.ParquetFile(path, buffer_size=2**20)
+        stated = file.metadata
+        size = sum(stated.row_group(index).total_byte_size for index in range(stated.num_row_groups))
+        rows = min(max(_STATED * stated.num_rows // max(size, 1), _FEWEST_ROWS), _MOST_ROWS)
+        self._parts = _bounded(file.iter_batches(rows, columns=columns, use_threads=False), most, most_of_row)
+        return file.schema_arrow.names
+
+    def next(self) -> memoryview:
+        """The next rows, as a stream of Arrow's; nothing at the end."""
+        import pyarrow
+
+        parts, size = [], 0
+        while size < _TOGETHER and (found := next(self._parts, None)):
+            parts.append(found[0])
+            size += found[1]
+        sink = pyarrow.BufferOutputStream()
+        if parts:
+            with pyarrow.ipc.new_stream(sink, parts[0].schema) as stream:
+                for part in parts:
+                    stream.write_batch(part)
+        return memoryview(sink.getvalue())
+
+
+def _bounded(batches: Iterator[Any], most: int, most_of_row: int) -> Iterator[tuple[Any, int]]:
+    """Parts of a table that are a few rows, or a single large one, and the bytes of each (ValueError: too many)."""
+    whole = 0
+    for batch in batches:
+        rows = batch.to_struct_array()
+        step = 1 if _unpacked(rows) > _TOGETHER else max(len(rows), 1)
+        for start in range(0, len(rows), step):
+            size = _unpacked(rows.slice(start, step))
+            whole += size
+            if step == 1 and size > most_of_row:
+                raise ValueError(f"one of its rows unpacks into more than {most_of_row >> 20} MiB")
+            if whole > most:
+                raise ValueError(f"it unpacks into more than {most >> 20} MiB")
+            yield batch.slice(start, step), size
+
+
+def _unpacked(values: Any) -> int:
+    """Bytes of memory that an array of Arrow's takes as Python's values, roughly."""
+    import pyarrow
+    from pyarrow import types
+
+    kind, own = values.type, _VALUE * len(values)
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        return _unpacked(values.storage)
+    if types.is_dictionary(kind):
+        return _unpacked(values.dictionary_decode())
+    if types.is_string_view(kind) or types.is_binary_view(kind):  # which may share their bytes
+        return _unpacked(values.cast(pyarrow.large_string() if types.is_string_view(kind) else pyarrow.large_binary()))
+    if types.is_union(kind) or types.is_run_end_encoded(kind):
+        raise TypeError(f"columns of type {kind} are not read")
+    if types.is_struct(kind):
+        return _ROW * len(values) + sum(_unpacked(field) for field in values.flatten())
+    if types.is_map(kind):
+        first, last = values.offsets[0].as_py(), values.offsets[-1].as_py()
+        return own + sum(_unpacked(part.slice(first, last - first)) for part in (values.keys, values.items))
+    return own + (_unpacked(values.flatten()) if types.is_nested(kind) else values.nbytes)
+
+
 def main(memory: int, tokenizer_file: int) -> None:
     """Fork workers until the other side is gone.
 
@@ -150,6 +247,8 @@ def main(memory: int, tokenizer_file: int) -> None:
         wanted, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if wanted == TEMPLATES:
             from transformers.utils import chat_template_utils  # noqa: F401, so that no worker has to import it
+        elif wanted == TABLES:
+            import pyarrow.parquet  # noqa: F401, likewise
         elif not descriptors:
             return
         else:
@@ -165,13 +264,11 @@ def main(memory: int, tokenizer_file: int) -> None:
 
 def _work(connection: socket.socket, memory: int, tokenizer: Any) -> None:
     """Answer until the other side is gone."""
-    if sys.platform == "linux":  # elsewhere there is no such limit
-        with open("/proc/self/statm", encoding="ascii") as file:
-            _limit(resource.RLIMIT_AS, int(file.read().split()[0]) * resource.getpagesize() + memory)
+    _allow_memory(memory)
     with open(os.devnull, "w", encoding="ascii") as nothing:
         os.dup2(nothing.fileno(), 2)  # where tokenizers say at length why they panic
     send(connection, {})
-    template = ""
+    template, table = "", Table()
     while True:
         try:
             asked = receive(connection)
@@ -182,10 +279,26 @@ def _work(connection: socket.socket, memory: int, tokenizer: Any) -> None:
             from transformers.utils import chat_template_utils  # noqa: F401, which takes longer than most templates
         if "grammar" in asked:
             import llguidance  # noqa: F401, likewise
-        _allow(asked["seconds"])
-        found = answer(asked, template, tokenizer)
+        if "memory" in asked:
+            _allow_memory(asked["memory"])
+        # What a table may take is for all its rows together.
+        seconds = asked["seconds"] - (time.process_time() if "rows" in asked else 0)
+        if seconds <= 0:
+            return
+        _allow(seconds)
+        found = answer(asked, template, tokenizer, table)
         _allow(0)
+        rows = found.pop("rows", None)
         send(connection, found)
+        if rows is not None:
+            send_bytes(connection, rows)
+
+
+def _allow_memory(size: int) -> None:
+    """Let this process take that many more bytes than it has."""
+    if sys.platform == "linux":  # elsewhere there is no such limit
+        with open("/proc/self/statm", encoding="ascii") as file:
+            _limit(resource.RLIMIT_AS, int(file.read().split()[0]) * resource.getpagesize() + size)
 
 
 def _allow(seconds: float) -> None:

@@ -1,4 +1,6 @@
-"""Chat templates and tokenizers, which come with a model, at work in processes that have limits of time and memory."""
+"""Chat templates and tokenizers, which come with a model, and tables at work in processes that have limits of time and
+memory.
+"""
 
 from __future__ import annotations
 
@@ -147,7 +149,7 @@ class TemplateRenderer:
         self._control, there = socket.socketpair()
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        environment["TOKENIZERS_PARALLELISM"] = "false"
+        environment |= {"TOKENIZERS_PARALLELISM": "false", "ARROW_DEFAULT_MEMORY_POOL": "system"}
         with there, tempfile.TemporaryFile() as file:
             file.write(self._tokenizer.encode())
             file.seek(0)
@@ -197,8 +199,19 @@ class TemplateRenderer:
 
     def _worker(self) -> socket.socket:
         """The connection to a worker that is ready."""
-        if getattr(self._own, "connection", None) is not None:
-            return self._own.connection
+        if getattr(self._own, "connection", None) is None:
+            self._own.connection, self._own.template = self.connect(), None
+        return self._own.connection
+
+    def connect(self, ready: bytes = b"") -> socket.socket:
+        """The connection to a worker of the caller's own, which ends when the connection is closed.
+
+        Args:
+            ready: what the process is to be ready for, in the words of `template_process`.
+
+        Raises:
+            KvconvertError: there is no process.
+        """
         here, there = socket.socketpair()
         here.settimeout(_START_SECONDS)
         try:
@@ -206,15 +219,15 @@ class TemplateRenderer:
                 self._start()
                 if self._control is None:
                     raise EOFError
+                self._control.sendall(ready)
                 socket.send_fds(self._control, [template_process.WORKER], [there.fileno()])
             template_process.receive(here)
         except (OSError, EOFError) as error:
             here.close()
             if self._closed:
                 raise KvconvertError("The server is shutting down.") from error
-            message = "The process that renders chat templates and tokenizes did not start; see the log."
+            message = "The process that renders chat templates, tokenizes and reads tables did not start; see the log."
             raise KvconvertError(message) from error
-        self._own.connection, self._own.template = here, None
         return here
 
 

@@ -15,7 +15,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from kvconvert.data import sources
-from kvconvert.data.parquet_rows import ParquetRows
 from kvconvert.data.sources import HubSource, SourceTable, holds_conversations, local_files
 from kvconvert.data.text import load_held_out_samples, load_token_samples, token_data, with_random_tokens
 from kvconvert.errors import DataError, UsageError
@@ -419,16 +418,8 @@ def test_what_a_parquet_file_says_of_itself_for_datasets_means_nothing(tmp_path)
     assert load_token_samples(str(tmp_path / "rows.parquet"), word_tokenizer(), 1, 16, 0).ids.shape == (1, 16)
 
 
-def test_a_small_parquet_file_that_repeats_a_long_text_does_not_fill_the_memory(tmp_path):
-    repeated = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 10_000), pyarrow.array(["w1 " * 30_000]))
-    pyarrow.parquet.write_table(pyarrow.table({"text": repeated}), tmp_path / "x.parquet", store_schema=False)
-    rows = iter(ParquetRows([tmp_path / "x.parquet"]))
-    assert next(rows)["text"].startswith("w1 ")
-    assert pyarrow.total_allocated_bytes() < 50_000_000
-
-
 def test_long_rows_leave_the_shuffled_buffer_early(monkeypatch):
-    monkeypatch.setattr(sources, "SHUFFLE_BYTES", 100)
+    monkeypatch.setattr(sources, "SHUFFLE_BYTES", 500)
     made = []
 
     def rows():

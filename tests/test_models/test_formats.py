@@ -18,6 +18,7 @@ import kvconvert.runtime
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import CheckpointError, UnsupportedModelError
 from kvconvert.models.formats.fp8 import dequantize_blocks
+from kvconvert.models.formats.gguf_header import check_header
 from kvconvert.models.formats.mxfp4 import Mxfp4
 from kvconvert.models.source import open_source
 
@@ -397,8 +398,9 @@ def gguf_header(*values: bytes, tensors: bytes = b"", count: int = 0) -> bytes:
         (b"GGUF", "ends within"),
         (gguf_header()[:-9] + struct.pack("<Q", 2**62), "ends within"),
         (gguf_header(struct.pack("<IIQ", 9, 9, 1) * 100_000), "entries of type 9"),  # lists in lists in lists
-        (gguf_header(struct.pack("<IIQ", 9, 0, 2**62)), "entries"),
-        (gguf_header(struct.pack("<IIQ", 9, 8, 2**21 - 1)), "ends within"),
+        (gguf_header(struct.pack("<IIQ", 9, 0, 2**62)), "more than 800,000 numbers"),
+        (gguf_header(struct.pack("<IIQ", 9, 8, 800_000)), "ends within"),
+        (gguf_header(struct.pack("<IIQ", 9, 8, 800_001)), "more than 800,000 texts"),
         (gguf_header(struct.pack("<IQ", 8, 2**62)), "ends within"),
         (gguf_header(struct.pack("<I", 77)), "type 77"),
         (gguf_header(tensors=gguf_text(b"x") + struct.pack("<I", 2**31), count=1), "dimensions"),
@@ -410,6 +412,25 @@ def test_a_gguf_header_that_claims_what_the_file_cannot_hold_is_refused_at_once(
     (tmp_path / "x.gguf").write_bytes(content)
     with pytest.raises(CheckpointError, match=reason):
         open_source(str(tmp_path / "x.gguf"))
+
+
+def test_the_lists_of_a_gguf_header_are_counted_together(tmp_path):
+    texts, numbers = (struct.pack("<IIQ", 9, kind, 450_000) + bytes(size * 450_000) for kind, size in ((8, 8), (0, 1)))
+    for lists, reason in (
+        ([texts] * 2, "more than 800,000 texts"),
+        ([numbers] * 2, "more than 800,000 numbers"),
+        ([numbers], "450000 numbers beside 0 texts"),
+    ):
+        (tmp_path / "x.gguf").write_bytes(gguf_header(*lists))
+        with pytest.raises(ValueError, match=reason):
+            check_header(tmp_path / "x.gguf")
+
+
+def test_the_header_of_the_largest_vocabulary_is_read(tmp_path):
+    texts = [struct.pack("<IIQ", 9, 8, count) + bytes(8 * count) for count in (262_144, 514_906)]
+    numbers = [struct.pack("<IIQ", 9, kind, 262_144) + bytes(4 * 262_144) for kind in (5, 6)]
+    (tmp_path / "x.gguf").write_bytes(gguf_header(*texts, *numbers))
+    check_header(tmp_path / "x.gguf")
 
 
 def test_a_gguf_file_that_claims_many_blocks_is_refused_before_its_configuration_is_made(tmp_path):

@@ -9,9 +9,10 @@ from pathlib import Path
 
 _STRING, _ARRAY = 8, 9
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a number, by its type
-# Of all lists together, such as tokens and merges, of which each entry costs the reader 20 microseconds and 700 bytes;
-# and of single values and tensors, of which the largest models have some dozens and thousands.
-MAX_ENTRIES = 2**21
+# Texts, and numbers, of all lists together, each of which costs the reader 20 to 40 microseconds and 700 bytes: the
+# largest vocabularies have 262,144 tokens and 514,906 merges, and a kind and a score of each token. Of single values
+# and tensors the largest models have some dozens and thousands.
+MAX_ENTRIES = 800_000
 MAX_FIELDS = 2**12
 MAX_TENSORS = 2**14
 _MAX_DIMENSIONS = 8
@@ -65,17 +66,19 @@ class _Walk:
             self._text()
         elif kind == _ARRAY:
             inner, count = self._number("I"), self._number("Q")
-            if count > MAX_ENTRIES - self._numbers - self._texts:
-                raise ValueError(f"its lists have more than {MAX_ENTRIES} entries")
+            if inner not in (_STRING, *_SIZES):
+                raise ValueError(f"a list has entries of type {inner}")
+            have = self._texts if inner == _STRING else self._numbers
+            if count > MAX_ENTRIES - have:
+                what = "texts" if inner == _STRING else "numbers"
+                raise ValueError(f"its lists have more than {MAX_ENTRIES:,} {what}")
             if inner == _STRING:
                 self._texts += count
                 for _ in range(count):
                     self._text()
-            elif inner in _SIZES:
+            else:
                 self._numbers += count
                 self._skip(count * _SIZES[inner])
-            else:
-                raise ValueError(f"a list has entries of type {inner}")
         elif kind in _SIZES:
             self._skip(_SIZES[kind])
         else:
