@@ -168,8 +168,8 @@ def evaluate(
     plan = _Drills.plan(parts, checkpoint, tokenizer, samples.ids, shape.length, drills, seed)
     if not plan.work and parts <= {"recall", "probes", "free-running"}:
         raise UsageError(
-            f"`only`: a context of {shape.length} tokens holds no prompt of {listed(sorted(parts), 'or')}; take a longer "
-            "`context` if the model has one, or measure other parts."
+            f"`only`: a context of {shape.length} tokens holds no prompt of {listed(sorted(parts), 'or')}; take a "
+            "longer `context` if the model has one, or measure other parts."
         )
     if progress:
         say("Timing a page of each.")

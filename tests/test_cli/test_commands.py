@@ -326,6 +326,7 @@ def test_bench_prints_a_table_and_writes_json(folder, tmp_path):
     assert result.exit_code == 0, result.output
     report = json.loads(file.read_text())
     assert [m["context"] for m in report["measurements"]] == [16, 200]
+    assert "sequences that fill no page of " in result.stdout
     rows = result.stdout.splitlines()
     assert rows[0].split()[:3] == ["batch", "context", "model"]
     for row, measured in zip(rows[1:3], report["measurements"], strict=True):
