@@ -7,6 +7,7 @@ pages before it begins: what does not fit waits.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import kvconvert
@@ -20,10 +21,11 @@ def main(bundle: str, file: str, kv_memory: int = CACHE_BYTES, prompt_chunk: int
 
     from kvconvert.runtime import Engine, Sampling
 
+    text = Path(file).read_text(encoding="utf8")
     model, tokenizer = kvconvert.load(bundle)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     engine = Engine(model, tokenizer, kv_memory=kv_memory, prompt_chunk=prompt_chunk, max_batch=4)
-    ids = tokenizer(Path(file).read_text(encoding="utf8")).input_ids
+    ids = tokenizer(text).input_ids
     ids = ids[: model.config.get_text_config().max_position_embeddings - 32]
     long = engine.add(ids, max_new_tokens=32)
     short = [
@@ -39,4 +41,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("bundle", "file"):
         parser.add_argument(name)
-    print(*main(**vars(parser.parse_args())), sep="\n---\n")
+    try:
+        print(*main(**vars(parser.parse_args())), sep="\n---\n")
+    except (kvconvert.KvconvertError, OSError) as error:  # one sentence, without a traceback
+        sys.exit(str(error))

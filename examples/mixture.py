@@ -8,6 +8,7 @@ receive few. The router keeps its dtype.
 
 import argparse
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -34,4 +35,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("model", "output"):
         parser.add_argument(name)
-    print(main(**vars(parser.parse_args())))
+    try:
+        print(main(**vars(parser.parse_args())))
+    except (kvconvert.KvconvertError, OSError) as error:  # one sentence, without a traceback
+        sys.exit(str(error))

@@ -46,8 +46,11 @@ def main():
     parser.add_argument("prompt", metavar="TEXT")
     parser.add_argument("--tokens", type=int, default=40, metavar="N", help="at most; 40 by default")
     args = parser.parse_args()
+    try:
+        end = json.loads((args.directory / "genai_config.json").read_text())["model"].get("eos_token_id", [])
+    except OSError as error:
+        parser.error(f"{args.directory} is no ONNX export ({error.strerror}: {error.filename})")
     tokenizer = Tokenizer.from_file(str(args.directory / "tokenizer.json"))
-    end = json.loads((args.directory / "genai_config.json").read_text())["model"].get("eos_token_id", [])
     ids = tokenizer.encode(args.prompt).ids
     stop = end if isinstance(end, list) else [end]
     tokens = [token for token, _ in generate(args.directory, ids, args.tokens, stop)]

@@ -7,6 +7,7 @@ template. Never measure on what was calibrated on: the figures would be too good
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import kvconvert
@@ -26,4 +27,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("model", "output", "calibration", "held_out"):
         parser.add_argument(name)
-    main(**vars(parser.parse_args()))
+    try:
+        main(**vars(parser.parse_args()))
+    except (kvconvert.KvconvertError, OSError) as error:  # one sentence, without a traceback
+        sys.exit(str(error))

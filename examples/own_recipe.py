@@ -41,15 +41,15 @@ def main(model: str, output: str, samples: int = 64, seq_len: int = 512) -> Path
     file.write_text(RECIPE)
     recipe = kvconvert.Recipe.load(str(file))
     print(recipe.scheme(0), recipe.scheme(1).key_bits)
-    try:
-        kvconvert.calibrate(model, folder / "work", recipe=recipe, samples=samples, seq_len=seq_len)
-        return kvconvert.export(folder / "work", folder / "bundle", force=True)
-    except kvconvert.KvconvertError as error:
-        sys.exit(str(error))
+    kvconvert.calibrate(model, folder / "work", recipe=recipe, samples=samples, seq_len=seq_len)
+    return kvconvert.export(folder / "work", folder / "bundle", force=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("model", "output"):
         parser.add_argument(name)
-    main(**vars(parser.parse_args()))
+    try:
+        main(**vars(parser.parse_args()))
+    except (kvconvert.KvconvertError, OSError) as error:  # one sentence, without a traceback
+        sys.exit(str(error))

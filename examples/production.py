@@ -23,11 +23,8 @@ def main(bundle: str, pinned: str | None = None) -> list[str]:
     found = hashlib.sha256((Path(bundle) / "kvconvert.json").read_bytes()).hexdigest()
     if pinned is not None and found != pinned:
         sys.exit(f"{bundle} is not the bundle that was deployed: its manifest has SHA-256 {found}.")
-    try:
-        # verify="full", the default, hashes every file before anything reads it.
-        model, tokenizer = kvconvert.load(bundle, device_map="cuda" if torch.cuda.is_available() else None)
-    except kvconvert.KvconvertError as error:  # one sentence for the log
-        sys.exit(str(error))
+    # verify="full", the default, hashes every file before anything reads it.
+    model, tokenizer = kvconvert.load(bundle, device_map="cuda" if torch.cuda.is_available() else None)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # `load` has it pad on the left
     inputs = tokenizer(PROMPTS, return_tensors="pt", padding=True).to(model.device)
     cache = model.new_kv_cache(kv_memory=CACHE_BYTES)  # taken at once, never exceeded
@@ -40,4 +37,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle")
     parser.add_argument("pinned", nargs="?")
-    print(*main(**vars(parser.parse_args())), sep="\n---\n")
+    try:
+        print(*main(**vars(parser.parse_args())), sep="\n---\n")
+    except (kvconvert.KvconvertError, OSError) as error:  # one sentence, without a traceback
+        sys.exit(str(error))

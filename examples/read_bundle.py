@@ -78,5 +78,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("bundle", type=Path)
     bundle = parser.parse_args().bundle
-    module = json.loads((bundle / "kvconvert.json").read_bytes())["modules"][0]
+    try:
+        module = json.loads((bundle / "kvconvert.json").read_bytes())["modules"][0]
+    except OSError as error:
+        parser.error(f"{bundle} is no bundle ({error.strerror}: {error.filename})")
     print(module["name"], weight(read_tensors(bundle / "model.safetensors"), module["name"], module["group_size"]))

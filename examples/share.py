@@ -18,13 +18,10 @@ def main(bundle: str, repository: str, folder: str) -> str:
     """Push, fetch the same commit into a directory, and load it by its id; returns a text."""
     from kvconvert.hub import pull, push  # here, so that --help does not wait for torch
 
-    try:
-        commit = push(bundle, repository, private=True)  # verified here, and compared with what the Hub then holds
-        copy = pull(repository, Path(folder) / "copy", revision=commit)  # verified again
-        # Everything lies in the Hub's cache afterwards, and HF_HUB_OFFLINE=1 works. A branch may move; a commit cannot.
-        model, tokenizer = kvconvert.load(repository, revision=commit)
-    except kvconvert.KvconvertError as error:  # one sentence, never with the token in it
-        sys.exit(str(error))
+    commit = push(bundle, repository, private=True)  # verified here, and compared with what the Hub then holds
+    copy = pull(repository, Path(folder) / "copy", revision=commit)  # verified again
+    # Everything lies in the Hub's cache afterwards, and HF_HUB_OFFLINE=1 works. A branch may move; a commit cannot.
+    model, tokenizer = kvconvert.load(repository, revision=commit)
     print(f"{repository} at {commit} is in {copy}")
     inputs = tokenizer(PROMPT, return_tensors="pt")
     ids = model.generate(**inputs, max_new_tokens=8, do_sample=False, pad_token_id=0)
@@ -35,4 +32,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("bundle", "repository", "folder"):
         parser.add_argument(name)
-    print(main(**vars(parser.parse_args())))
+    try:
+        print(main(**vars(parser.parse_args())))
+    except (kvconvert.KvconvertError, OSError) as error:  # one sentence, never with the token in it
+        sys.exit(str(error))

@@ -6,6 +6,7 @@ calibquant-2bit-visual stores what the image became at 2 bits and leaves text ex
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import kvconvert
@@ -13,11 +14,14 @@ import kvconvert
 
 def main(model: str, output: str, image: str, samples: int = 16) -> str:
     """Convert on the drawings that ship with kvconvert; returns the answer to a question about the image."""
+    from PIL import Image
+
+    picture = Image.open(image)  # before minutes of calibration
     work, bundle = Path(output) / "work", Path(output) / "bundle"
     recipe = kvconvert.Recipe.load("calibquant-2bit-visual", {"weights.method": "none"})
     kvconvert.calibrate(model, work, recipe=recipe, samples=samples)
     loaded, processor = kvconvert.load(kvconvert.export(work, bundle, force=True))
-    content = [{"type": "image", "path": image}, {"type": "text", "text": "Describe the picture."}]
+    content = [{"type": "image", "image": picture}, {"type": "text", "text": "Describe the picture."}]
     inputs = processor.apply_chat_template(
         [{"role": "user", "content": content}],
         add_generation_prompt=True,
@@ -35,4 +39,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("model", "output", "image"):
         parser.add_argument(name)
-    print(main(**vars(parser.parse_args())))
+    try:
+        print(main(**vars(parser.parse_args())))
+    except (kvconvert.KvconvertError, OSError) as error:  # one sentence, without a traceback
+        sys.exit(str(error))

@@ -31,6 +31,8 @@ from kvconvert.version import __version__
 # What other programs call what is here.
 _ELSEWHERE = {
     **dict.fromkeys(("quantize", "quantise", "compress"), "kvconvert convert quantizes a model."),
+    "auto": "kvconvert convert MODEL BUNDLE --recipe auto chooses the widths.",
+    **dict.fromkeys(("compare", "evaluate"), "kvconvert eval compares a bundle with its source."),
     "run": "kvconvert generate answers a prompt, and kvconvert serve clients.",
     "auto": "kvconvert convert MODEL BUNDLE --recipe auto --kv-bits B searches for the best widths.",
     "chat": "kvconvert generate BUNDLE --chat is a conversation.",

@@ -4,6 +4,7 @@ own.
 
 import hashlib
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from tiny.checkpoints import REFERENCE, save_checkpoint
 from tiny.hub import standing_in
 from tiny.mixtures import tiny_mixture
 
-from kvconvert import calibrate, export
+from kvconvert import KvconvertError, calibrate, export
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.data.drawings import draw
 
@@ -93,7 +94,7 @@ def test_share_pushes_fetches_and_loads_the_commit(folder, hub, tmp_path, capsys
     assert hub.repositories["somebody/tiny"].private
     assert open_bundle(tmp_path / "copy").manifest == open_bundle(folder / "bundle").manifest
     hub.status = 403
-    with pytest.raises(SystemExit, match="The Hub refuses access"):
+    with pytest.raises(KvconvertError, match="The Hub refuses access"):
         share.main(str(folder / "bundle"), "somebody/tiny", str(tmp_path / "other"))
 
 
@@ -128,6 +129,25 @@ def test_a_mixtures_experts_are_quantized(tmp_path):
         shutil.copyfile(REFERENCE / name, tmp_path / "model" / name)
     stored = mixture.main(str(tmp_path / "model"), str(tmp_path), samples=4, seq_len=32, group_size=16)
     assert stored["awq"] == 2 * 4 * 3
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_a_wrong_path_ends_in_one_sentence(script, tmp_path, monkeypatch):
+    count = {production: 1, vision_language: 3, own_data: 4, share: 3}.get(script, 2)
+    monkeypatch.setattr(sys, "argv", [script.__file__, *(str(tmp_path / f"no{i}") for i in range(count))])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(script.__file__, run_name="__main__")
+    assert str(tmp_path) in ended.value.code
+    assert "\n" not in ended.value.code
+
+
+@pytest.mark.parametrize("script", ["onnx_generate", "read_bundle"])
+def test_a_script_for_numpy_says_that_a_directory_is_another(script, tmp_path, monkeypatch, capsys):
+    file = ROOT / "examples" / f"{script}.py"
+    monkeypatch.setattr(sys, "argv", [str(file), str(tmp_path), *["a text"][: script == "onnx_generate"]])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(file), run_name="__main__")
+    assert f"{tmp_path} is no" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)

@@ -114,6 +114,10 @@ def bench(
     source = None if against is None else open_source(str(against))
     models: list[tuple[Name, Path]] = [("bundle", opened.directory)]
     notes = []
+    schemes = [scheme for layer in opened.manifest.layers if (scheme := layer.scheme()) is not None]
+    page = max((scheme.page_size for scheme in schemes if scheme.group_scales), default=0)
+    if min(context for _, context in cases) + new_tokens <= page:
+        notes.append(f"sequences that fill no page of {page} tokens keep the model's dtype: measure longer ones, too")
     if source is not None:
         models.append(("source", source.location))
         if place.type == "cuda":

@@ -197,7 +197,7 @@ def _stored_as(module: ModuleCoverage) -> str:
     """How a module is stored, in a few words."""
     if module.method == "kept":
         return "kept"
-    return f"{module.method} {module.bits} bit, groups of {module.group_size}"
+    return f"{module.bits}-bit {module.method}, groups of {module.group_size}"
 
 
 def coverage(manifest: Manifest) -> Table:
@@ -360,7 +360,7 @@ def summary(manifest: Manifest, windows: Sequence[int | None] = ()) -> str:
     facts = [*found.facts, ("weights", found.weights), ("cache", found.cache)]
     kinds = Counter(both for layer in found.manifest.layers if (both := _bits(layer)) is not None)
     if kinds:
-        widths = [f"{count} with keys at {k} bit and values at {v} bit" for (k, v), count in kinds.most_common()]
+        widths = [f"{count} with {k}-bit keys and {v}-bit values" for (k, v), count in kinds.most_common()]
         facts.append(("layers", "; ".join(widths[:4]) + ("; ..." if widths[4:] else "")))
     facts += [("caution", sentence) for sentence in found.cautions]
     facts += [("fidelity", _fidelity_line(found.manifest)), ("more", "--layers shows every module and layer")]

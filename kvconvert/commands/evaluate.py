@@ -75,9 +75,9 @@ def evaluate(
     if tasks is not None and task is not None:
         raise UsageError("--task and --harness measure different things; leave one of them out.")
     if limit is not None and task is None and tasks is None:
-        raise UsageError("--limit is of the problems of --task or --harness; name some, or leave it out.")
+        raise UsageError("--limit counts problems of --task or --harness; give one of them, or leave it out.")
     if seeds is not None and task is None:
-        raise UsageError("--seeds are of the answers to --task; name one, or leave them out.")
+        raise UsageError("--seeds applies to --task alone; give one, or leave it out.")
     from kvconvert.bundle.locate import check_place
 
     check_place(bundle)
@@ -97,7 +97,7 @@ def evaluate(
     if task is not None:
         given = [f"--{name}" for name, value in {"only": only, "tokens": tokens}.items() if value is not None]
         if given:
-            raise UsageError(f"{given[0]} says nothing to --task; leave one of them out.")
+            raise UsageError(f"{given[0]} does not apply to --task; leave one of them out.")
         quiet()
         from kvconvert.fidelity.tasks import solve
 
@@ -109,7 +109,7 @@ def evaluate(
         others = {"only": only, "tokens": tokens, "data": options.pop("data"), "context": options.pop("context")}
         given = [f"--{name}" for name, value in others.items() if value is not None]
         if given:
-            raise UsageError(f"{given[0]} says nothing to tasks of --harness; leave one of them out.")
+            raise UsageError(f"{given[0]} does not apply to --harness; leave one of them out.")
         quiet()
         from kvconvert.fidelity.harness import harness
 

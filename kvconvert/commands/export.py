@@ -70,7 +70,7 @@ def export(
 
     if format_ == "onnx":
         if weights_format != "awq":
-            raise click.UsageError("--weights-format says nothing to --format onnx; leave one of them out.")
+            raise click.UsageError("--weights-format does not apply to --format onnx; leave one of them out.")
         _export_onnx(work, bundle, force=force, device=device, kv_cache=kv_cache, int8_activations=int8_activations)
         return
     if kv_cache is not None or int8_activations:

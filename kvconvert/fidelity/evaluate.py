@@ -21,7 +21,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.data.text import load_token_samples
-from kvconvert.errors import UsageError
+from kvconvert.errors import UsageError, listed
 from kvconvert.fidelity.asked import PARTS, parts_asked, source_of
 from kvconvert.fidelity.images import DRAWINGS, image_figures
 from kvconvert.fidelity.probes import PROBES, ProbePrompt, Writer, abilities, measure_probes, probe_tokens, verdict
@@ -166,6 +166,11 @@ def evaluate(
     source = Decoder.plain(source_model)
     drills = drills or DrillCounts.for_tokens(tokens)
     plan = _Drills.plan(parts, checkpoint, tokenizer, samples.ids, shape.length, drills, seed)
+    if not plan.work and parts <= {"recall", "probes", "free-running"}:
+        raise UsageError(
+            f"`only`: a context of {shape.length} tokens holds no prompt of {listed(sorted(parts), 'or')}; take a "
+            "longer `context` if the model has one, or measure other parts."
+        )
     if progress:
         say("Timing a page of each.")
         work = [*plan.work, *([Work(*ids.shape, batch=ROWS[place.type])] if {*SCORED} & parts else [])]
@@ -218,9 +223,13 @@ def evaluate(
     if supports_images(checkpoint.config):
         rest = "; images has the rest" if images else ""
         notes.append(f"perplexity, KL, recall and probes are those of text alone{rest}")
-    left_out = [found and found.prompts == 0, continued and continued.prompts == 0]
-    if any(left_out) or (probes is not None and len(probes) < len(PROBES)):
-        notes.append("recall and probes that do not fit the model's context were left out")
+    short = {
+        "recall": found and found.prompts == 0,
+        "probes": probes is not None and len(probes) < len(PROBES),
+        "free-running": continued and continued.prompts == 0,
+    }
+    if left_out := [name for name, is_short in short.items() if is_short]:
+        notes.append(f"prompts of {listed(left_out)} that do not fit the context were left out")
     scored = 0 if comparison is None else comparison.kl.numel()
     perplexity = figures.get("perplexity") if "perplexity" in parts else None
     text = None if perplexity is None else (perplexity.source, perplexity.bundle)

@@ -69,7 +69,7 @@ class Kitty(Part):
     def clauses(self, shape: LayerShape) -> list[str]:
         """How many channels, and who chooses them."""
         channels = f"{self.boosted_for(shape.head_dim)} key channels of each head"
-        return [f"{channels} at {2 * self.key_bits} bit ({self.boost_select})"]
+        return [f"{channels} at {2 * self.key_bits} bits ({self.boost_select})"]
 
     def required_tensors(self, shape: LayerShape) -> dict[str, PlanTensor]:
         """The fixed channels."""

@@ -101,8 +101,8 @@ class Kivi(Part):
         said = []
         if self.group_scales:
             said = [
-                f"keys {self.key_bits} bit in groups of {self.key_group_size} tokens",
-                f"values {self.value_bits} bit in groups of {shape.value_group_size} channels",
+                f"{self.key_bits}-bit keys in groups of {self.key_group_size} tokens",
+                f"{self.value_bits}-bit values in groups of {shape.value_group_size} channels",
             ]
         if self.sink_tokens:
             said.append(f"first {self.sink_tokens} tokens in full precision")

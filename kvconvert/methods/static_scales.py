@@ -69,7 +69,7 @@ class StaticScales(Part):
 
     def clauses(self, shape: LayerShape) -> list[str]:
         """Widths."""
-        return [f"keys {self.key_bits} bit and values {self.value_bits} bit with static scales per channel"]
+        return [f"{self.key_bits}-bit keys and {self.value_bits}-bit values with static scales per channel"]
 
     def required_tensors(self, shape: LayerShape) -> dict[str, PlanTensor]:
         """Scale and zero point of the sides that are quantized."""

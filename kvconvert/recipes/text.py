@@ -77,7 +77,7 @@ def list_recipes() -> str:
 
 
 def _sizes(recipe: Recipe) -> tuple[str, str]:
-    weights = f"{recipe.weights.method} {recipe.weights.bits} bit" if recipe.weights.quantizes else "kept"
+    weights = f"{recipe.weights.bits}-bit {recipe.weights.method}" if recipe.weights.quantizes else "kept"
     if recipe.auto is not None:
         return weights, "as asked"
     return weights, "kept" if recipe.kv is None else f"{bits_per_value(recipe.kv):.2f}"

@@ -183,7 +183,7 @@ def test_three_bits_calibrate_export_verify_and_generate(tmp_path, model, text):
     run(model, tmp_path / "work", text, scheme)
     opened = open_bundle(export(tmp_path / "work", tmp_path / "bundle", progress=False), verify="full")
     assert "codes of 3 bits" in opened.manifest.conventions["kv"]["fields"]
-    assert "keys 3 bit in groups of 32 tokens" in manifest_text(opened.manifest)
+    assert "3-bit keys in groups of 32 tokens" in manifest_text(opened.manifest)
     loaded, _ = load(tmp_path / "bundle", dtype=torch.float32)
     ids = torch.randint(1, 4096, (1, 260), generator=torch.Generator().manual_seed(0))
     coarser = [replace(planned, key_bits=2, value_bits=2) for planned in opened.manifest.schemes()]

@@ -123,6 +123,8 @@ def test_another_source_is_noticed_and_an_absent_one_refused(report, source, tmp
         evaluate(bundle, against=str(source), only=["kl", "speed"])
     with pytest.raises(UsageError, match="reads text alone, so leave images out"):
         evaluate(bundle, against=str(source), only=["images"], progress=False)
+    with pytest.raises(UsageError, match="a context of 256 tokens holds no prompt of probes"):
+        evaluate(bundle, against=str(source), context=256, tokens=300, only=["probes"], progress=False)
     with pytest.raises(UsageError, match="drawings = 0"):
         evaluate(bundle, against=str(source), drawings=0)
 

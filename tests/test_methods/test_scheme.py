@@ -117,15 +117,15 @@ def test_spans_take_no_part_in_what_pages_have(fields, words):
 
 def test_a_line_about_a_scheme_names_its_methods():
     kitty = ", ".join(KVScheme.preset("kitty").clauses(SHAPE))
-    assert "keys 2 bit in groups of 128 tokens" in kitty
-    assert "8 key channels of each head at 4 bit (dynamic)" in kitty
+    assert "2-bit keys in groups of 128 tokens" in kitty
+    assert "8 key channels of each head at 4 bits (dynamic)" in kitty
     assert "first 32 tokens in full precision" in kitty
     visual = KVScheme.preset("calibquant-1bit-visual").clauses(SHAPE)
-    assert visual[0] == "visual tokens of prompts as spans, keys 1 bit and values 1 bit per channel"
+    assert visual[0] == "visual tokens of prompts as spans, 1-bit keys and 1-bit values per channel"
     assert not any("groups of" in clause for clause in visual)
     static = KVScheme(static_scales="calibrated", key_bits=8, value_bits=8, sink_tokens=4).clauses(SHAPE)
     assert static == [
-        "keys 8 bit and values 8 bit with static scales per channel",
+        "8-bit keys and 8-bit values with static scales per channel",
         "first 4 tokens in full precision",
     ]
 

