@@ -34,7 +34,6 @@ _ELSEWHERE = {
     "auto": "kvconvert convert MODEL BUNDLE --recipe auto chooses the widths.",
     **dict.fromkeys(("compare", "evaluate"), "kvconvert eval compares a bundle with its source."),
     "run": "kvconvert generate answers a prompt, and kvconvert serve clients.",
-    "auto": "kvconvert convert MODEL BUNDLE --recipe auto --kv-bits B searches for the best widths.",
     "chat": "kvconvert generate BUNDLE --chat is a conversation.",
     **dict.fromkeys(("show", "info"), "kvconvert inspect says what a bundle holds."),
     **dict.fromkeys(("benchmark", "perf"), "kvconvert bench measures speed, and kvconvert eval what is lost."),
