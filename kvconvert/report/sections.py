@@ -66,7 +66,7 @@ class Contents:
 def _fidelity(c: Contents) -> None:
     if c.fidelity is None:
         raise NotDrawnError(
-            "it was not measured at export; kvconvert eval measures it, and its JSON can be given as --fidelity."
+            "it was not measured at export; kvconvert eval measures it, and kvconvert report takes its JSON."
         )
     rows = fidelity_rows(c.fidelity)
     if not rows:

@@ -31,6 +31,13 @@ def workers():
     return Path(f"/proc/{process}/task/{process}/children").read_text(encoding="ascii").split()
 
 
+@pytest.fixture
+def started():
+    """Ids of those that were made since the test began: chat templates of other tests may keep theirs."""
+    before = {*workers()}
+    return lambda: {*workers()} - before
+
+
 def until(condition):
     end = time.monotonic() + 30
     while not condition() and time.monotonic() < end:
@@ -62,7 +69,7 @@ def many_messages():
     ],
     ids=["messages", "values", "rows", "texts", "texts of one message"],
 )
-def test_a_small_file_that_unpacks_into_much_is_one_sentence(tmp_path, made, reason):
+def test_a_small_file_that_unpacks_into_much_is_one_sentence(tmp_path, started, made, reason):
     file = written(tmp_path, made(), store_schema=False, dictionary_pagesize_limit=2**30)
     assert file.stat().st_size < 200_000
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -70,7 +77,7 @@ def test_a_small_file_that_unpacks_into_much_is_one_sentence(tmp_path, made, rea
         list(SourceTable.open(str(file), [file]).shuffled(0))
     assert str(caught.value).count("\n") == 0
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10  # KiB
-    until(lambda: not workers())
+    until(lambda: not started())
 
 
 def test_the_first_rows_of_a_file_that_repeats_a_long_text_are_read(tmp_path):
@@ -81,14 +88,14 @@ def test_the_first_rows_of_a_file_that_repeats_a_long_text_are_read(tmp_path):
         list(rows)
 
 
-def test_all_rows_together_take_no_more_of_a_processor_than_the_file_may(tmp_path, monkeypatch):
+def test_all_rows_together_take_no_more_of_a_processor_than_the_file_may(tmp_path, started, monkeypatch):
     monkeypatch.setattr(parquet_rows, "_SECONDS", 0.2)
     monkeypatch.setattr(parquet_rows, "MOST", 2**40)
     file = written(tmp_path, pyarrow.table({"text": pyarrow.nulls(20_000_000, pyarrow.string())}))
     with pytest.raises(DataError, match=r"it takes more than 0\.2 seconds or 1024 MiB of memory"):
         for _ in ParquetRows([file]):
             pass
-    until(lambda: not workers())
+    until(lambda: not started())
 
 
 def test_rows_are_as_the_file_has_them(tmp_path):
@@ -117,20 +124,22 @@ def test_rows_are_as_the_file_has_them(tmp_path):
     assert list(ParquetRows([file], ["kind"])) == [{"kind": row["kind"]} for row in expected]
 
 
-def test_a_read_that_is_interrupted_leaves_no_process(tmp_path):
+def test_a_read_that_is_interrupted_leaves_no_process(tmp_path, started):
     file = written(tmp_path, pyarrow.table({"text": ["word " * 20_000] * 500}), use_dictionary=False)
     rows = iter(ParquetRows([file]))
     next(rows)
-    assert len(workers()) == 1
+    assert len(started()) == 1
     rows.close()
-    until(lambda: not workers())
+    until(lambda: not started())
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_a_program_that_is_ended_leaves_no_process(tmp_path, how):
     file = written(tmp_path, pyarrow.table({"text": ["word " * 20_000] * 500}), use_dictionary=False)
     code = (
-        "import sys, time; from pathlib import Path; from kvconvert.data.parquet_rows import ParquetRows\n"
+        # A shell ignores interrupts of what it runs in the background, and children inherit that.
+        "import signal, sys, time; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from pathlib import Path; from kvconvert.data.parquet_rows import ParquetRows\n"
         "from kvconvert.models.templates import shared_renderer\n"
         "rows = iter(ParquetRows([Path(sys.argv[1])])); next(rows)\n"
         "print(shared_renderer()._process.pid, flush=True); time.sleep(60)"
