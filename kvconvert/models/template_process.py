@@ -159,7 +159,7 @@ class Table:
         """Open the file; the names of all its columns.
 
         Args:
-            path: of the file.
+            path: the file.
             columns: that are read; None for all.
             most, most_of_row: bytes that the file, and one of its rows, may unpack into.
         """

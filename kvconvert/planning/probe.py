@@ -48,9 +48,9 @@ class PartTime:
     """The time of one pass over a layer, or of everything around the passes.
 
     Attributes:
-        name: of the pass, or "".
+        name: the name of the pass, or "".
         read: how many sequences it reads in each measurement, and last in the whole calibration.
-        seconds: of each measurement.
+        seconds: the seconds that each measurement took.
     """
 
     name: str

@@ -219,8 +219,8 @@ def _allowed(scaled: Tensor, top_k: Tensor, top_p: Tensor, total: Tensor | None 
     """Which tokens may be drawn, bool [B, N], of descending logits: top_k first, then top_p of what it left.
 
     Args:
-        scaled: of the likeliest tokens, the largest 0.
-        top_k, top_p: of each row.
+        scaled: scaled logits of the likeliest tokens, float32 [B, N]; the largest is 0.
+        top_k, top_p: the limits of each row, [B].
         total: the sum of exp(scaled) over the vocabulary, [B]; None where `scaled` has it all.
     """
     places = torch.arange(scaled.shape[1], device=scaled.device)

@@ -35,7 +35,7 @@ class CacheLayers:
         shares_keys: whether layers read earlier layers' keys and values.
         rotary_switch: see the function of this name.
         placeholders: ids of the tokens of each modality that a scheme compresses.
-        state_bits: of a number of recurrent states; 12 only for models whose modules `read_by_sequence` has changed,
+        state_bits: width of recurrent states; 12 only for models whose modules `read_by_sequence` has changed,
             for some of transformers' write into the states that a cache gives them.
     """
 

@@ -308,7 +308,7 @@ class StateLayer(LinearAttentionLayer):
 
     Args:
         number_of_states: states of each kind that the layer's module keeps.
-        state_bits: of a number of recurrent states, 12 (`kernels/states`) or 16 for the module's own dtype.
+        state_bits: width of recurrent states, 12 (`kernels/states`) or 16 for the module's own dtype.
     """
 
     def __init__(self, number_of_states: int = 1, state_bits: int = 16):

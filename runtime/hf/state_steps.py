@@ -29,8 +29,8 @@ class StoredStates:
     Some modules say which states follow, and others write into those that they were given.
 
     Args:
-        cache: of all layers.
-        layer: the module's.
+        cache: the cache of all layers.
+        layer: the module's layer in it.
         packed: whether the module is given states as they are stored, for a kernel that changes them there.
     """
 

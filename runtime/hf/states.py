@@ -316,19 +316,42 @@ def _keeps_apart(module: nn.Module, layer: StateLayer, like: Tensor) -> bool:
         layer: its layer in a cache.
         like: its input, hidden states [B, T, C].
     """
+    without = "reads the prompts of a pass one by one"
+    return _passes(module, "keeps_apart", 2 * _TRIAL + 1, like, lambda *own: _apart(module, layer, *own), without)
+
+
+def _passes(
+    module: nn.Module,
+    name: str,
+    tokens: int,
+    like: Tensor,
+    trial: Callable[[Tensor, torch.Generator], bool],
+    without: str,
+) -> bool:
+    """Whether a module passes a trial, which is made once and kept as an attribute of the module.
+
+    Args:
+        module: a module with states.
+        name: the attribute's name.
+        tokens: how many random tokens the trial takes, [1, tokens, C].
+        like: the module's input, hidden states [B, T, C].
+        trial: given the tokens and a generator, whether the outputs are as they should be.
+        without: what is logged of a module that does not pass.
+    """
     if skips_launches():
         return True
-    if "keeps_apart" not in module.__dict__:
+    if name not in module.__dict__:
         generator = torch.Generator().manual_seed(0)
-        x = torch.randn(1, 2 * _TRIAL + 1, like.shape[2], generator=generator).to(like)
-        reason = "a trial gave other outputs"
+        x = torch.randn(1, tokens, like.shape[2], generator=generator).to(like)
+        passed, reason = False, "a trial gave other outputs"
         try:
-            module.keeps_apart = not hasattr(module, "_hf_hook") and _apart(module, layer, x, generator)
+            passed = not hasattr(module, "_hf_hook") and trial(x, generator)
         except Exception as error:  # code of any model, which may do what the stand-in for a cache does not
-            module.keeps_apart, reason = False, f"a trial failed: {error}"
-        if not module.keeps_apart:
-            logger.warning("%s reads the prompts of a pass one by one (%s).", type(module).__name__, reason)
-    return module.keeps_apart
+            reason = f"a trial failed: {error}"
+        setattr(module, name, passed)
+        if not passed:
+            logger.warning("%s %s (%s).", type(module).__name__, without, reason)
+    return getattr(module, name)
 
 
 def _apart(module: nn.Module, layer: StateLayer, x: Tensor, generator: torch.Generator) -> bool:
@@ -387,19 +410,8 @@ def _steps_equal(module: nn.Module, layer: StateLayer, like: Tensor) -> bool:
         layer: its layer in a cache.
         like: its input, hidden states [B, T, C].
     """
-    if skips_launches():
-        return True
-    if "steps_equal" not in module.__dict__:
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(1, 2, like.shape[2], generator=generator).to(like)
-        reason = "a trial gave other outputs"
-        try:
-            module.steps_equal = not hasattr(module, "_hf_hook") and _step_equals(module, layer, x, generator)
-        except Exception as error:  # code of any model, which may do what the stand-in for a cache does not
-            module.steps_equal, reason = False, f"a trial failed: {error}"
-        if not module.steps_equal:
-            logger.warning("%s decodes with transformers' functions (%s).", type(module).__name__, reason)
-    return module.steps_equal
+    without = "decodes with transformers' functions"
+    return _passes(module, "steps_equal", 2, like, lambda *own: _step_equals(module, layer, *own), without)
 
 
 def _step_equals(module: nn.Module, layer: StateLayer, x: Tensor, generator: torch.Generator) -> bool:

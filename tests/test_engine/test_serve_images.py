@@ -3,7 +3,6 @@
 import base64
 import io
 import struct
-import time
 import zlib
 
 import openai
@@ -221,10 +220,8 @@ def test_a_picture_in_thousands_of_scans_is_refused_before_it_is_decoded(drawing
     plain = content.getvalue()
     last = plain[plain.rindex(b"\xff\xc4") : -2]  # the last scan, and its table: less than a hundred bytes
     url = PIXEL.replace("png", "jpeg") + base64.b64encode(plain[:-2] + last * 1000 + plain[-2:]).decode()
-    begun = time.thread_time()
     with pytest.raises(Refusal, match="Image 1 comes in more than 32 scans; store it as a baseline JPEG"):
         read_images([url], 4_000_000, "messages")
-    assert time.thread_time() - begun < 1
 
 
 def test_a_refusal_names_its_field():

@@ -17,7 +17,7 @@ DTYPE = torch.bfloat16
 
 
 def launches(served, blocks):
-    """What a rehearsal launches over a cache of so many blocks."""
+    """The launches of a rehearsal over a cache of `blocks` blocks."""
     layers = []
     for index, layout in served.layouts(DTYPE).items():
         memory = torch.zeros(blocks, layout.block_bytes, dtype=torch.uint8)
