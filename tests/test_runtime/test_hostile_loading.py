@@ -111,7 +111,6 @@ def test_large_positions_and_bases_of_a_rope_are_none_of_these(bundle):
 
 BUILT = {
     "perceiver": {"model_type": "idefics2", "perceiver_config": {"resampler_depth": 10**6}},
-    "vision": {"model_type": "mllama", "vision_config": {"num_global_layers": 10**6}},
     "audio": {"model_type": "phi4_multimodal", "audio_config": {"num_blocks": 10**9}},
     "stages": {"model_type": "florence2", "vision_config": {"depths": [10**9] * 4}},
     "types": {"model_type": "gpt_neo", "attention_types": [[["global", "local"], 10**9]]},
