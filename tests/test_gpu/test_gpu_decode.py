@@ -89,10 +89,7 @@ def test_how_work_is_divided_changes_rounding_only(device):
 
 @pytest.mark.parametrize(
     ("bits", "tau", "heads"),
-    [
-        (1, (0.4, 1.5), 1),
-        *(pytest.param(bits, (0.0, 0.0), 2, marks=pytest.mark.full) for bits in (2, 3)),
-    ],
+    [(1, (0.4, 1.5), 1), *(pytest.param(bits, (0.0, 0.0), 2, marks=pytest.mark.full) for bits in (2, 3))],
 )
 def test_spans_of_several_prompts_are_shifted_together(bits, tau, heads, device):
     group, dim, scaling = 2, 32, 0.15
