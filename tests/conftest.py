@@ -30,15 +30,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test marked `each_value`, keep as few cells as have every value of each parameter, and mark the others full:
     the i-th cell has the i-th value of each, counted around.
     """
-    grids: dict[str, list[tuple[pytest.Item, dict[str, int]]]] = {}
+    grids: dict[str, list[tuple[pytest.Item, list[tuple[int, ...]]]]] = {}
     for item in items:
         if item.get_closest_marker("each_value"):
-            grids.setdefault(item.nodeid.partition("[")[0], []).append((item, item.callspec.indices))
+            # One set of names for each `parametrize`, whose values are the same objects in all cells.
+            names = [
+                mark.args[0].replace(" ", "").split(",") if isinstance(mark.args[0], str) else mark.args[0]
+                for mark in item.iter_markers("parametrize")
+            ]
+            values = [tuple(id(item.callspec.params[name]) for name in together) for together in names]
+            grids.setdefault(item.nodeid.partition("[")[0], []).append((item, values))
     for cells in grids.values():
-        counts = {name: 1 + max(indices[name] for _, indices in cells) for name in cells[0][1]}
-        kept = [{name: i % count for name, count in counts.items()} for i in range(max(counts.values()))]
-        for item, indices in cells:
-            if indices not in kept:
+        columns = [list(dict.fromkeys(column)) for column in zip(*(values for _, values in cells), strict=True)]
+        longest = max(len(column) for column in columns)
+        kept = [[column[i % len(column)] for column in columns] for i in range(longest)]
+        for item, values in cells:
+            if values not in kept:
                 item.add_marker(pytest.mark.full)
 
 

@@ -169,22 +169,6 @@ def test_load_refuses_in_a_sentence_what_it_cannot_do(options, said):
         load(GOLDEN, **options)
 
 
-RUNTIME = """
-import time
-import transformers.generation.utils, transformers.modeling_utils
-from transformers import AutoModelForCausalLM, AutoTokenizer, AwqConfig
-before = time.process_time()
-import kvconvert.runtime
-print((time.process_time() - before) / before)
-"""
-
-
-def test_importing_the_runtime_takes_at_most_a_tenth_more_than_what_it_needs_of_transformers():
-    # Measured again only where it was more, which a busy machine may make it.
-    shares = (float(subprocess.check_output([sys.executable, "-c", RUNTIME], text=True)) for _ in range(2))
-    assert any(share < 0.1 for share in shares)
-
-
 def test_convert_gives_the_bytes_of_calibrate_and_export_and_leaves_nothing_else(tmp_path):
     torch.set_num_threads(1)
     write_tiny_llama(tmp_path / "model", tied=True)

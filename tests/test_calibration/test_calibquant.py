@@ -7,13 +7,7 @@ import torch
 from sample_layers import layer_work, random_sample, run_passes
 
 from kvconvert.calibration.attention_sample import AttentionSampler, causal
-from kvconvert.calibration.calibquant import (
-    SPAN_CLIP_RATIO_GRID,
-    CalibQuantPass,
-    choose_taus,
-    search_taus,
-    span_of,
-)
+from kvconvert.calibration.calibquant import SPAN_CLIP_RATIO_GRID, CalibQuantPass, choose_taus, search_taus, span_of
 from kvconvert.kernels.quantizer import dequantize, quantize
 from kvconvert.kernels.spans import SpanFormat, shift_extremes
 from kvconvert.methods.calibquant import CalibQuant

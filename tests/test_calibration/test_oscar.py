@@ -7,12 +7,7 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from kvconvert.calibration.attention_sample import RECORDING_ATTENTION, attention_observed
 from kvconvert.calibration.awq import simulate_value_cache
-from kvconvert.calibration.oscar import (
-    STAGES,
-    KeyStatistics,
-    OscarPass,
-    fold_value_rotation,
-)
+from kvconvert.calibration.oscar import STAGES, KeyStatistics, OscarPass, fold_value_rotation
 from kvconvert.calibration.protocol import LayerWork
 from kvconvert.errors import NumericError
 from kvconvert.kernels.rotate import hadamard_matrix

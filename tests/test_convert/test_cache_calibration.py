@@ -237,10 +237,7 @@ def test_short_sequences_leave_ranges_and_the_record_says_why(tmp_path, model, t
     ("recipe", "said"),
     [
         (
-            Recipe(
-                weights=NO_WEIGHTS,
-                layers=[LayerOverride(index=[1, 3], kv=None, calibration=KVCalibration())],
-            ),
+            Recipe(weights=NO_WEIGHTS, layers=[LayerOverride(index=[1, 3], kv=None, calibration=KVCalibration())]),
             r"lists layer 3, but this model has layers 0 to 2",
         ),
         (Recipe(weights=NO_WEIGHTS, kv=replace(PRESETS["kivi"], key_bits=1, value_bits=1)), None),

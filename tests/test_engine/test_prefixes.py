@@ -221,7 +221,7 @@ def test_what_cannot_share_is_refused_by_name_or_left_out():
 EXACT = KVScheme(key_bits=16, value_bits=16, sink_tokens=5, value_recent_tokens=130)
 
 
-@pytest.mark.parametrize("scheme", ["kitty", EXACT], ids=["kitty", "exact"])
+@pytest.mark.parametrize("scheme", ["kitty", pytest.param(EXACT, id="exact", marks=pytest.mark.full)])
 def test_a_soak_of_shared_prompts_leaves_no_page_behind(scheme):
     model, dice = llama(scheme), random.Random(5)
     page = engine_of(model, kv_memory=10**6)._steps.pages

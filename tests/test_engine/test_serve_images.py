@@ -242,9 +242,9 @@ PICTURE = """(() => {
 
 
 @pytest.mark.skipif(EXECUTABLE is None, reason="Chromium is not installed")
-@pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (420, "dark")])
-def test_the_page_offers_a_picture(loaded, tmp_path, width, scheme):
+def test_the_page_offers_a_picture(loaded, tmp_path):
     bundle, model, processor = loaded
+    width, scheme = (1400, "light") if model.config.model_type == "llava" else (420, "dark")
     of_service = {"facts": BundleFacts.of(str(bundle), model.config)}
     limits = Limits(new_tokens=NEW)
     with (

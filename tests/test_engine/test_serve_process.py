@@ -7,15 +7,15 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from tiny import forked
 
-from kvconvert.cli import cli
+from kvconvert.cli import cli, main
 from kvconvert.commands.serve import _keys
 from kvconvert.serve.requests import Chat, Completion
 
@@ -28,27 +28,52 @@ def bundle(converted):
     return converted / "bundle"
 
 
+class Process:
+    """A forked process that serves."""
+
+    def __init__(self, bundle, *options):
+        read, write = os.pipe()
+
+        def serve():
+            os.close(read)
+            os.dup2(write, 2)
+            sys.stderr = os.fdopen(2, "w", 1, "utf8")
+            os.environ["KVCONVERT_API_KEY"] = KEY
+            sys.argv = ["kvconvert", "serve", str(bundle), *options]
+            main()
+
+        self.pid, self.returncode = forked.start(serve), None
+        os.close(write)
+        self.stderr = os.fdopen(read, encoding="utf8")
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+    def wait(self):
+        if self.returncode is None:
+            self.returncode = forked.wait(self.pid)
+
+
 @contextlib.contextmanager
 def process(bundle, *options):
     """A process that serves, its port, and the lines of its standard error."""
-    environment = os.environ | {"KVCONVERT_API_KEY": KEY}
-    command = [sys.executable, "-m", "kvconvert", "serve", str(bundle), *options]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as started:
-        said = []
-        try:
-            port = None
-            while port is None:
-                said.append(started.stderr.readline())
-                assert said[-1], "".join(said)
-                found = re.match(r"Serving (\w+) at http://127\.0\.0\.1:(\d+)/v1$", said[-1])
-                port = found and int(found[2])
-            rest = threading.Thread(target=lambda: said.extend(started.stderr))
-            rest.start()
-            yield started, port, said
-            started.wait(timeout=60)
-            rest.join(timeout=60)
-        finally:
-            started.kill()
+    started, said, port = Process(bundle, *options), [], None
+    stop = threading.Timer(300, started.send_signal, (signal.SIGKILL,))
+    stop.start()
+    try:
+        while port is None:
+            said.append(started.stderr.readline())
+            assert said[-1], "".join(said)
+            found = re.match(r"Serving (\w+) at http://127\.0\.0\.1:(\d+)/v1$", said[-1])
+            port = found and int(found[2])
+        yield started, port, said
+    except BaseException:
+        started.send_signal(signal.SIGKILL)
+        raise
+    finally:
+        said.extend(started.stderr)
+        started.wait()
+        stop.cancel()
 
 
 def ask(port, body, key=KEY):
@@ -65,7 +90,7 @@ def test_a_server_finishes_when_it_is_terminated_even_one_that_follows_a_killed_
         with process(bundle, "--port", "0") as (killed, port, _):
             connection, response = ask(port, LONG | {"stream": True})
             assert response.read(5) == b"data:"
-            killed.kill()
+            killed.send_signal(signal.SIGKILL)
             with contextlib.closing(connection), pytest.raises((http.client.IncompleteRead, ConnectionResetError)):
                 response.read()
         assert killed.returncode == -signal.SIGKILL

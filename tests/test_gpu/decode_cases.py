@@ -97,8 +97,7 @@ class Stored:
         if c.static:
             for side, dim in enumerate((c.key_dim, c.value_dim)):
                 scales[side] = ChannelScales(
-                    (random(c.heads, dim).abs() * 0.1 + 0.3).half(),
-                    (random(c.heads, dim) * 0.2 - 2).half(),
+                    (random(c.heads, dim).abs() * 0.1 + 0.3).half(), (random(c.heads, dim) * 0.2 - 2).half()
                 )
         center = random_center(c, generator) if c.center else None
         self.format = LayerFormat(keys, values, channels, *scales, key_center=center)

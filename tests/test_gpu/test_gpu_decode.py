@@ -17,23 +17,16 @@ from kvconvert.kernels.spans import SpanFormat, quantize_span, shift_extremes, s
 # (2^-11 each), bf16 weights of full-precision tokens and bf16 outputs to 8 bits.
 TOLERANCE = {torch.float32: 4e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
+SMALL = {"heads": 1, "pages": (1, 1), "residual": (3, 0), "half_quantized_pages": (0, 0)}
 SHORT = (
     Case(norm="joint"),
     Case(norm="per_head", key_group=32, value_group=32, group=1, dtype=torch.float16),
-    Case(key_bits=1, value_bits=1, pages=(1, 2), residual=(0, 5), half_quantized_pages=(0, 0)),
-    Case(
-        key_bits=4,
-        value_bits=8,
-        key_group=16,
-        value_group=32,
-        pages=(1, 1),
-        residual=(1, 0),
-        half_quantized_pages=(0, 0),
-    ),
-    Case(boosted=16, norm="none", dtype=torch.bfloat16),
-    Case(key_bits=16, value_bits=2, key_dim=64, value_dim=48, value_group=24, group=3),
+    Case(heads=1, key_bits=1, value_bits=1, pages=(1, 2), residual=(0, 5), half_quantized_pages=(0, 0)),
+    Case(key_bits=4, value_bits=8, key_group=16, value_group=32, **{**SMALL, "residual": (1, 0)}),
+    Case(heads=1, boosted=16, norm="none", dtype=torch.bfloat16),
+    Case(heads=1, key_bits=16, value_bits=2, key_dim=64, value_dim=48, value_group=24, group=3),
     Case(key_bits=2, value_bits=16, half_quantized=1, half_quantized_pages=(1, 0, 2), dtype=torch.float16),
-    Case(half_quantized=2, half_quantized_pages=(1, 0, 2), key_dim=80, value_dim=96, value_group=16),
+    Case(heads=1, half_quantized=2, half_quantized_pages=(1, 0, 2), key_dim=80, value_dim=96, value_group=16),
     Case(queries=3, masked=True, group=2, softcap=5.0, sink_logits=True),
 )
 HALVES = {"heads": 1, "half_quantized_pages": (2, 1, 3), "pages": (1, 0, 0), "residual": (9, 4, 77)}
@@ -42,7 +35,6 @@ HIDING = (
     Case(hides=True, half_quantized=1, **HALVES),
     Case(hides=True, heads=1, queries=3, masked=True, group=2, sink_tokens=32, residual=(40, 33, 0), programs=5),
 )
-SMALL = {"heads": 1, "pages": (1, 1), "residual": (3, 0), "half_quantized_pages": (0, 0)}
 THREE_BITS = (
     Case(key_bits=3, value_bits=3, key_dim=64, value_dim=64, value_group=64, norm="joint", **SMALL),
     Case(key_bits=2, value_bits=3, key_dim=48, value_dim=96, key_group=32, value_group=48, **SMALL),
@@ -97,10 +89,7 @@ def test_how_work_is_divided_changes_rounding_only(device):
 
 @pytest.mark.parametrize(
     ("bits", "tau", "heads"),
-    [
-        (1, (0.4, 1.5), 1),
-        *(pytest.param(bits, (0.0, 0.0), 2, marks=pytest.mark.full) for bits in (2, 3)),
-    ],
+    [(1, (0.4, 1.5), 1), *(pytest.param(bits, (0.0, 0.0), 2, marks=pytest.mark.full) for bits in (2, 3))],
 )
 def test_spans_of_several_prompts_are_shifted_together(bits, tau, heads, device):
     group, dim, scaling = 2, 32, 0.15

@@ -8,13 +8,7 @@ import torch
 from kvconvert.kernels.decode import PageTables, ResidualWindows
 from kvconvert.kernels.decode.plan import Segment, SequencePlan, plan_work
 from kvconvert.kernels.latent import latent_decode, unsupported
-from kvconvert.kernels.pages import (
-    PAGE_SIZE,
-    LayerFormat,
-    PageFormat,
-    dequantize_pages,
-    quantize_pages,
-)
+from kvconvert.kernels.pages import PAGE_SIZE, LayerFormat, PageFormat, dequantize_pages, quantize_pages
 
 SCALING = 0.09
 
@@ -136,11 +130,7 @@ def test_decoding_over_latents_is_that_of_float64(case, device):
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [
-        ((3, 64, 16), "latents of 3 bits"),
-        ((4, 520, 16), "latents of 520 channels"),
-        ((4, 64, 12), "RoPE parts of 12"),
-    ],
+    [((3, 64, 16), "latents of 3 bits"), ((4, 520, 16), "latents of 520 channels"), ((4, 64, 12), "RoPE parts of 12")],
 )
 def test_what_the_kernel_does_not_serve_is_said(change, reason, device):
     f = format_of(*change)

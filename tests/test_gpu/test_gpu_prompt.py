@@ -87,8 +87,7 @@ FULL = pytest.mark.full
 
 
 @pytest.mark.parametrize(
-    "window",
-    [1, 65, 199, *(pytest.param(window, marks=FULL) for window in (16, 63, 64, 129, 200))],
+    "window", [1, 65, 199, *(pytest.param(window, marks=FULL) for window in (16, 63, 64, 129, 200))]
 )
 def test_windows_of_every_relation_to_the_tiles(device, window):
     tensors = inputs(device, 1, 1, 140, 200, 16, 16, torch.float16)

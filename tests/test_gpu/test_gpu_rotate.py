@@ -3,13 +3,7 @@
 import pytest
 import torch
 
-from kvconvert.kernels.rotate import (
-    Rotations,
-    hadamard_matrix,
-    hadamard_transform,
-    unsupported,
-    unsupported_append,
-)
+from kvconvert.kernels.rotate import Rotations, hadamard_matrix, hadamard_transform, unsupported, unsupported_append
 from kvconvert.kernels.rotate.triton import launch as gpu
 
 # Half a unit in the last place of the result, and the rounding of float32 sums.

@@ -179,7 +179,7 @@ def test_modules_give_with_kernels_what_they_give_without(device, name):
         model = model.to(device if kernels else "cpu")
         with interpreted(kernels and device.type == "cpu"):
             ids = random_ids(2, 8).to(model.device)
-            options = {"max_new_tokens": 5, "return_dict_in_generate": True, "output_logits": True}
+            options = {"max_new_tokens": 3, "return_dict_in_generate": True, "output_logits": True}
             found = model.generate(ids, **options, **GREEDY)
         logits.append(torch.stack(found.logits).cpu())
         if kernels:

@@ -118,7 +118,7 @@ def test_while_an_engine_serves_no_kernel_is_compiled_or_read_and_no_step_record
     assert model.captured.passes.recorded > 0 or scheme == "minikv"
 
 
-@pytest.mark.parametrize("scheme", ["oscar-g128", "kivi", "kitty", "default"])
+@pytest.mark.parametrize("scheme", ["default", *OTHERS[:2], pytest.param("oscar-g128", marks=pytest.mark.full)])
 def test_steps_are_recorded_for_all_lengths_before_the_first_request(monkeypatch, scheme):
     """By the keys of steps alone: no launch is made."""
     keys, launch = [], CapturedSteps._launch

@@ -1,4 +1,4 @@
-"""AWQ's file layout, read by code that shares nothing with the packer."""
+"""AWQ's file layout, and kvconvert's own of 2, 3 and 8 bits, read by code that shares nothing with the packer."""
 
 import pytest
 import torch
@@ -9,25 +9,35 @@ from kvconvert.kernels.linear.awq_format import (
     dequantize_weight,
     fake_quantize_weight,
     pack_awq,
+    pack_planes,
     quantize_weight,
     unpack_awq,
+    unpack_bits,
+    unpack_channels,
+    unpack_planes,
 )
 from kvconvert.kernels.quantizer import GroupRangeError
 
 
-def read_nibble(words: torch.Tensor, row: int, channel: int) -> int:
-    """The layout's definition: nibble i of column c is channel 8 c + (0, 2, 4, 6, 1, 3, 5, 7)[i]."""
-    nibble = [0, 2, 4, 6, 1, 3, 5, 7].index(channel % 8)
-    return int(words[row, channel // 8]) % 2**32 // 16**nibble % 16
+def read_code(row: list[int], channel: int, outputs: int, bits: int) -> int:
+    """The layouts' definition, of one row: nibble i of AWQ's column c is channel 8 c + (0, 2, 4, 6, 1, 3, 5, 7)[i]."""
+    if bits == 4:
+        return row[channel // 8] % 2**32 // 16 ** [0, 2, 4, 6, 1, 3, 5, 7].index(channel % 8) % 16
+    if bits == 8:
+        return row[channel]
+    upper = row[channel // 4] // 4 ** (channel % 4) % 4
+    return upper if bits == 2 else 2 * upper + row[outputs // 4 + channel // 8] // 2 ** (channel % 8) % 2
 
 
-def read_weight(packed: AwqWeight, group_size: int) -> torch.Tensor:
-    inputs, outputs = packed.qweight.shape[0], packed.scales.shape[1]
+def read_weight(packed: AwqWeight, bits: int, group_size: int) -> torch.Tensor:
+    codes, zeros, scales = packed.qweight.tolist(), packed.qzeros.tolist(), packed.scales.double()
+    inputs, outputs = len(codes), scales.shape[1]
     weight = torch.empty(outputs, inputs, dtype=torch.float64)
     for i in range(inputs):
         for o in range(outputs):
-            code, zero = read_nibble(packed.qweight, i, o), read_nibble(packed.qzeros, i // group_size, o)
-            weight[o, i] = (code - zero) * float(packed.scales[i // group_size, o])
+            g = i // group_size
+            code, zero = read_code(codes[i], o, outputs, bits), read_code(zeros[g], o, outputs, bits)
+            weight[o, i] = (code - zero) * scales[g, o]
     return weight
 
 
@@ -36,34 +46,49 @@ def test_packing_follows_the_published_nibble_order() -> None:
     assert [hex(word % 2**32) for word in pack_awq(codes)[0].tolist()] == ["0x75316420", "0x8ace9bdf"]
 
 
-def test_unpacking_inverts_packing_for_strided_codes_too() -> None:
+@pytest.mark.parametrize(
+    ("bits", "codes", "packed"),
+    [
+        (2, [0, 3, 0, 1, 2, 0, 3, 1], "0x4c 0x72"),
+        (3, [0, 1, 3, 5, 7, 5, 2, 1], "0x90 0x1b 0xbe"),
+        (8, [0, 255, 3, 8, 12, 7, 9, 14], "0x0 0xff 0x3 0x8 0xc 0x7 0x9 0xe"),
+    ],
+)
+def test_packing_follows_the_documented_order(bits: int, codes: list[int], packed: str) -> None:
+    assert " ".join(map(hex, pack_planes(torch.tensor([codes]), bits)[0].tolist())) == packed
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_unpacking_inverts_packing_for_strided_codes_too(bits: int) -> None:
     torch.manual_seed(0)
-    codes = torch.randint(0, 16, (40, 24), dtype=torch.uint8)
+    codes = torch.randint(0, 2**bits, (40, 24), dtype=torch.uint8)
     for given in (codes, codes.T):
-        words = pack_awq(given)
-        assert words.dtype == torch.int32
-        assert words.is_contiguous()
-        assert torch.equal(unpack_awq(words), given)
+        packed = pack_awq(given) if bits == 4 else pack_planes(given, bits)
+        assert packed.dtype == (torch.int32 if bits == 4 else torch.uint8)
+        assert packed.is_contiguous()
+        assert torch.equal(unpack_awq(packed) if bits == 4 else unpack_planes(packed, bits), given)
 
 
 @pytest.mark.parametrize("group_size", [8, 32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_independent_reader_sees_the_weight_that_was_meant(group_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_an_independent_reader_sees_the_weight_that_was_meant(bits: int, group_size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    weight = (torch.randn(16, 64) + torch.linspace(-2, 2, 16)[:, None]).to(dtype)
-    packed = quantize_weight(weight, 4, group_size)
-    assert packed.qweight.shape == (64, 2)
-    assert packed.qzeros.shape == (64 // group_size, 2)
-    assert packed.scales.shape == (64 // group_size, 16)
+    weight = (torch.randn(24, 64) + torch.linspace(-2, 2, 24)[:, None]).to(dtype)
+    packed = quantize_weight(weight, bits, group_size)
+    columns = 3 if bits == 4 else 3 * bits
+    assert packed.bits == bits
+    assert [tensor.shape for tensor in packed] == [(64, columns), (64 // group_size, columns), (64 // group_size, 24)]
     assert packed.scales.dtype == torch.float16
     assert all(tensor.is_contiguous() for tensor in packed)
-    seen = read_weight(packed, group_size)
+    seen = read_weight(packed, bits, group_size)
     assert torch.equal(dequantize_weight(packed, torch.float64), seen)
-    assert torch.equal(fake_quantize_weight(weight.float(), 4, group_size).double(), seen)
+    assert torch.equal(fake_quantize_weight(weight.float(), bits, group_size).double(), seen)
+    assert torch.equal(unpack_channels(packed, 8, 24), unpack_bits(packed.qweight, bits)[:, 8:])
     step = packed.scales.T.double().repeat_interleave(group_size, 1)
     # A zero is rounded to an integer, which may push one end of the range half a step past the last code.
     assert ((seen - weight.double()).abs() <= 1.01 * step).all()
-    assert ((seen - weight.double()).abs() <= 0.51 * step).double().mean() > 0.9
+    assert ((seen - weight.double()).abs() <= 0.51 * step).double().mean() > (0.9 if bits > 3 else 0.7)
 
 
 @pytest.mark.parametrize("shift", [5.0, -5.0])
@@ -150,3 +175,6 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(UsageError):
             call()
+    for codes, bits, said in ((torch.zeros(4, 12), 3, "by eight"), (torch.zeros(4, 16), 4, "2, 3 or 8 bits, not 4")):
+        with pytest.raises(UsageError, match=said):
+            pack_planes(codes, bits)

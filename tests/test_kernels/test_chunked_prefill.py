@@ -8,21 +8,10 @@ from kvconvert.kernels.attention.reference import attention_reference, causal_ma
 from kvconvert.kernels.attention.softmax import merge
 from kvconvert.kernels.chunked_prefill import PageReader, StoredPart, chunk_attention, unsupported
 from kvconvert.kernels.chunked_prefill.parts import Workspace, tile_tokens
-from kvconvert.kernels.pages import (
-    PAGE_SIZE,
-    LayerFormat,
-    PageFormat,
-    dequantize_pages,
-    quantize_pages,
-)
+from kvconvert.kernels.pages import PAGE_SIZE, LayerFormat, PageFormat, dequantize_pages, quantize_pages
 
 # Heads, query heads per KV head, head size, queries, pages, full-precision tokens.
-CASES = [
-    (2, 4, 64, 70, 5, 0),
-    (3, 1, 80, 17, 1, 45),
-    (1, 16, 48, 129, 0, 300),
-    (2, 2, 256, 33, 3, 1),
-]
+CASES = [(2, 4, 64, 70, 5, 0), (3, 1, 80, 17, 1, 45), (1, 16, 48, 129, 0, 300), (2, 2, 256, 33, 3, 1)]
 
 
 def case_of(heads, group, dim, queries, pages, residual, dtype=torch.float32, seed=0):
@@ -45,10 +34,7 @@ def case_of(heads, group, dim, queries, pages, residual, dtype=torch.float32, se
     ]
     parts = [StoredPart(residual, *full), StoredPart(pages * PAGE_SIZE, *readers)]
     chunk = random(heads, queries, dim), random(heads, queries, dim)
-    paged = (
-        dequantize_pages(stored[0]).transpose(0, 1),
-        dequantize_pages(stored[1]).transpose(0, 1),
-    )
+    paged = (dequantize_pages(stored[0]).transpose(0, 1), dequantize_pages(stored[1]).transpose(0, 1))
     every = [torch.cat([a, b.flatten(1, 2), c], 1) for a, b, c in zip(full, paged, chunk, strict=True)]
     return random(heads * group, queries, dim), [part for part in parts if part.tokens], chunk, every
 

@@ -8,12 +8,7 @@ import torch
 from kvconvert.kernels.attention.reference import attention_reference
 from kvconvert.kernels.decode import PageTile, ResidualTokens, SpanTokens, paged_attention, pages_per_tile
 from kvconvert.kernels.decode.cpu import TILE_BYTES
-from kvconvert.kernels.pages import (
-    LayerFormat,
-    PageFormat,
-    dequantize_pages,
-    quantize_pages,
-)
+from kvconvert.kernels.pages import LayerFormat, PageFormat, dequantize_pages, quantize_pages
 from kvconvert.kernels.spans import SpanFormat, quantize_span, span_keys, span_values
 
 # (heads, query heads per KV head, key dim, value dim, key bits, value bits, key group, value group, norm, queries)

@@ -5,12 +5,7 @@ import torch
 
 from kvconvert.kernels.chunked_prefill import PageReader, StoredPart
 from kvconvert.kernels.latent import latent_attention
-from kvconvert.kernels.pages import (
-    PAGE_SIZE,
-    PageFormat,
-    dequantize_pages,
-    quantize_pages,
-)
+from kvconvert.kernels.pages import PAGE_SIZE, PageFormat, dequantize_pages, quantize_pages
 
 SCALING = 0.11
 # Heads, latent channels, RoPE channels, queries, pages, full-precision tokens, exact tokens of the first page, tile.
@@ -38,10 +33,7 @@ def case_of(heads, rank, rope, queries, pages, residual, exact, bits=4, dtype=to
         PageReader(lambda numbers, side=side: side.select(numbers), f) for side, f in zip(stored, formats, strict=True)
     ]
     window, first = ((random(1, count, rank), random(1, count, rope)) for count in (residual, exact))
-    parts = [
-        StoredPart(pages * PAGE_SIZE, *readers, exact=first if exact else None),
-        StoredPart(residual, *window),
-    ]
+    parts = [StoredPart(pages * PAGE_SIZE, *readers, exact=first if exact else None), StoredPart(residual, *window)]
     every = []
     for paged, own, head in zip(
         (

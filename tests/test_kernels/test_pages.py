@@ -5,12 +5,7 @@ import torch
 
 from kvconvert.errors import NumericError, UsageError
 from kvconvert.kernels.page_layout import PageLayout
-from kvconvert.kernels.pages import (
-    PageFormat,
-    dequantize_pages,
-    new_pages,
-    quantize_pages,
-)
+from kvconvert.kernels.pages import PageFormat, dequantize_pages, new_pages, quantize_pages
 from kvconvert.kernels.pages.reference import rank_channels, token_norms
 
 

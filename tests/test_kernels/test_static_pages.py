@@ -6,14 +6,7 @@ import torch
 from kvconvert.errors import NumericError
 from kvconvert.kernels.attention.reference import attention_reference
 from kvconvert.kernels.decode import PageTile, ResidualTokens, paged_attention
-from kvconvert.kernels.pages import (
-    ChannelScales,
-    LayerFormat,
-    PageFormat,
-    dequantize_pages,
-    new_pages,
-    quantize_pages,
-)
+from kvconvert.kernels.pages import ChannelScales, LayerFormat, PageFormat, dequantize_pages, new_pages, quantize_pages
 from kvconvert.kernels.quantizer import affine_grid, quantize_static
 
 
@@ -39,14 +32,7 @@ def test_what_lies_outside_is_clamped_and_a_constant_channel_gets_code_zero(bits
     top = 2**bits - 1
     scale, offset = torch.tensor([0.5, 0.0]).half(), torch.tensor([-1.0, 3.0]).half()
     x = torch.tensor([[-1e30, -7.0], [-1.0, 3.0], [-0.3, 3.1], [top / 2 - 1, 9.0], [top / 2 - 0.7, 0.0], [1e30, 1e30]])
-    assert quantize_static(x, bits, scale, offset).tolist() == [
-        [0, 0],
-        [0, 0],
-        [1, 0],
-        [top, 0],
-        [top, 0],
-        [top, 0],
-    ]
+    assert quantize_static(x, bits, scale, offset).tolist() == [[0, 0], [0, 0], [1, 0], [top, 0], [top, 0], [top, 0]]
 
 
 def test_codes_come_from_the_stored_scale():

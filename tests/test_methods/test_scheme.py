@@ -124,10 +124,7 @@ def test_a_line_about_a_scheme_names_its_methods():
     assert visual[0] == "visual tokens of prompts as spans, 1-bit keys and 1-bit values per channel"
     assert not any("groups of" in clause for clause in visual)
     static = KVScheme(static_scales="calibrated", key_bits=8, value_bits=8, sink_tokens=4).clauses(SHAPE)
-    assert static == [
-        "8-bit keys and 8-bit values with static scales per channel",
-        "first 4 tokens in full precision",
-    ]
+    assert static == ["8-bit keys and 8-bit values with static scales per channel", "first 4 tokens in full precision"]
 
 
 def test_conventions_speak_of_the_methods_in_use_alone():

@@ -3,20 +3,21 @@ weights in a file of their own, and any locale.
 """
 
 import json
+import locale
 import os
-import subprocess
-import sys
-import warnings
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny import forked
 from tiny.llama import write_recipe, write_tiny_llama
 from tiny.packed import GROUP, write_packed
 from transformers import AutoModelForCausalLM
 
 from kvconvert import calibrate, export, load
+from kvconvert.console import Console
 from kvconvert.errors import CheckpointError
 from kvconvert.models.source import open_source
 
@@ -83,21 +84,23 @@ def test_settings_of_quantized_weights_may_have_a_file_of_their_own(kind, name, 
             open_source(str(tmp_path))
 
 
-CONVERSION = """
-import sys, warnings
-warnings.filterwarnings("error", category=EncodingWarning, module=r"kvconvert\\b.*")
-from pathlib import Path
-from kvconvert import calibrate, export, load
-from kvconvert.console import Console
-folder = Path(sys.argv[1])
-options = {"recipe": str(folder / "recipe.toml"), "data": str(folder / "text.txt"), "progress": False}
-calibrate(folder / "model", folder / "work", samples=2, seq_len=16, **options)
-bundle = export(folder / "work", folder / "bundle", progress=False)
-Console(bundle, 2, "cpu").complete("na\\xefve \\u65e5", raw=True)
-"""
+def convert(folder):
+    """Convert the folder's model and answer a prompt; files and what is printed stay in the folder."""
+    with (folder / "said").open("w", encoding="utf8") as said, redirect_stdout(said):
+        options = {"recipe": str(folder / "recipe.toml"), "data": str(folder / "text.txt"), "progress": False}
+        calibrate(folder / "model", folder / "work", samples=2, seq_len=16, **options)
+        bundle = export(folder / "work", folder / "bundle", progress=False)
+        Console(bundle, 2, "cpu").complete("na\xefve \u65e5", raw=True)
 
 
-def test_the_locale_changes_nothing(tmp_path, monkeypatch, capsys):
+def convert_in_ascii(folder):
+    os.environ["LC_ALL"] = locale.setlocale(locale.LC_ALL, "C")
+    with open(os.devnull) as stream:
+        assert "UTF" not in stream.encoding.upper(), "run the tests without PYTHONUTF8"
+    convert(folder)
+
+
+def test_the_locale_changes_nothing(tmp_path):
     """In a process whose locale is ASCII the same is made as in this one."""
     torch.set_num_threads(1)
     model = write_tiny_llama(tmp_path / "model", tied=True)
@@ -111,17 +114,10 @@ def test_the_locale_changes_nothing(tmp_path, monkeypatch, capsys):
         for part in ("model", "recipe.toml", "text.txt"):
             (folder / part).symlink_to(tmp_path / part)
         if name == "here":
-            monkeypatch.setattr(sys, "argv", ["", str(folder)])
-            with warnings.catch_warnings():
-                exec(CONVERSION, {})
-            said = capsys.readouterr().out
+            convert(folder)
         else:
-            command = [sys.executable, "-X", "warn_default_encoding", "-c", CONVERSION, str(folder)]
-            locale = {"LC_ALL": "C", "PYTHONIOENCODING": "utf-8", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-            environment = os.environ | locale
-            done = subprocess.run(command, env=environment, capture_output=True, encoding="utf8", timeout=600)
-            assert done.returncode == 0, done.stderr[-2000:]
-            said = done.stdout
-        bundle = folder / "bundle"
-        made.append({file.name: file.read_bytes() for file in bundle.iterdir() if file.is_file()} | {"": said})
+            assert forked.wait(forked.start(lambda folder=folder: convert_in_ascii(folder))) == 0
+        files = [folder / "said", *(file for file in (folder / "bundle").iterdir() if file.is_file())]
+        made.append({file.name: file.read_bytes() for file in files})
     assert made[0] == made[1]
+    assert made[0]["said"]

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 from pathlib import Path
 from threading import local
 from types import SimpleNamespace
@@ -54,13 +53,11 @@ HOSTILE = {
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_a_template_that_takes_too_much_is_a_sentence_and_the_next_one_is_rendered(renderer, kind):
     renderer.render("ready", TURNS, {})
-    begun = time.monotonic()
     with pytest.raises(
         UsageError, match=r"^The model's chat template (takes more|refuses the conversation \()"
     ) as told:
         renderer.render(HOSTILE[kind], TURNS, {})
     assert "\n" not in str(told.value)
-    assert time.monotonic() - begun < 30
     assert renderer.render("{{ messages | length }}", TURNS, {}) == "2"
 
 

@@ -250,9 +250,9 @@ def test_text_that_resembles_special_tokens_takes_no_longer_where_there_are_thou
     more = AutoTokenizer.from_pretrained(REFERENCE)
     more.add_special_tokens({"additional_special_tokens": ["[end]", *(f"<unused{number}>" for number in range(5000))]})
     more.chat_template = "{% for m in messages %}{{ m.content }}[end]{% endfor %}"
-    begun = time.perf_counter()
+    begun = time.process_time()
     text = Conversations(more).text([{"role": "user", "content": "<unused" * 50000 + "4999><unused49>"}], True)
-    assert time.perf_counter() - begun < 3
+    assert time.process_time() - begun < 3
     assert text.endswith(f"<{MARK}unused4999><{MARK}unused49>[end]")
 
 

@@ -150,10 +150,7 @@ def same(one: Stepped, other: Stepped) -> None:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(
     "growth",
-    [
-        pytest.param(CPU_GROWTH, id="short buffers", marks=pytest.mark.full),
-        pytest.param(GPU_GROWTH, id="long buffers"),
-    ],
+    [pytest.param(CPU_GROWTH, id="short buffers", marks=pytest.mark.full), pytest.param(GPU_GROWTH, id="long buffers")],
 )
 def test_steps_without_planning_leave_what_planned_steps_leave(name, growth):
     caches = [Stepped(*CASES[name], growth, continues) for continues in (True, False)]

@@ -81,7 +81,6 @@ def test_padding_reaches_neither_pages_nor_states(model):
     ids, mask = random_ids(2, 40), torch.ones(2, 40, dtype=torch.long)
     mask[0, :9] = 0
     expected, found = both(
-        model,
-        lambda cache: model.generate(ids, attention_mask=mask, max_new_tokens=8, past_key_values=cache, **GREEDY),
+        model, lambda cache: model.generate(ids, attention_mask=mask, max_new_tokens=8, past_key_values=cache, **GREEDY)
     )
     assert found.tolist() == expected.tolist()

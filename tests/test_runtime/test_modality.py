@@ -381,8 +381,7 @@ def test_masks_of_another_input_are_refused(llava):
 
 
 @pytest.mark.parametrize(
-    ("name", "scheme", "words"),
-    [("llama", VISUAL, "no image or video token"), ("llava", AUDIBLE, "no audio token")],
+    ("name", "scheme", "words"), [("llama", VISUAL, "no image or video token"), ("llava", AUDIBLE, "no audio token")]
 )
 def test_a_config_without_such_tokens_is_refused_when_the_cache_is_made(name, scheme, words):
     with pytest.raises(UnsupportedModelError, match=words):

@@ -151,6 +151,24 @@ def test_a_file_that_was_changed_is_refused(llama, tmp_path):
         KVCache.load(tmp_path / "absent", KVCache(llama.config, "kivi"))
 
 
+@pytest.fixture(scope="module")
+def session_file(llama, tmp_path_factory):
+    return saved(llama, tmp_path_factory.mktemp("session") / "session", tokens=300)
+
+
+@pytest.fixture(scope="module")
+def hybrid_session(tmp_path_factory):
+    """A model with states, and a session of it."""
+    model = tiny_model("qwen3_next", attention="kvconvert")
+    return model, saved(model, tmp_path_factory.mktemp("session") / "session", tokens=30)
+
+
+def reseal(file, tensors, fields):
+    """Write a session whose description fits its seal, whatever it says."""
+    text = session._sealed({name: field for name, field in fields.items() if name != "seal"})
+    save_file(tensors | {"description": torch.frombuffer(bytearray(text), dtype=torch.uint8)}, file)
+
+
 PAGES = [("groups", 0, "keys", "pages"), ("groups", 0, "values", "pages")]
 
 
@@ -171,8 +189,7 @@ def test_a_description_that_was_changed_and_sealed_again_is_one_sentence(llama, 
     for step in place[:-1]:
         part = part[step]
     part[place[-1]] = value
-    text = session._sealed({name: field for name, field in fields.items() if name != "seal"})
-    save_file(tensors | {"description": torch.frombuffer(bytearray(text), dtype=torch.uint8)}, tmp_path / "changed")
+    reseal(tmp_path / "changed", tensors, fields)
     with pytest.raises(CacheError, match=r"^The session \S+ cannot be loaded: .{1,200}\.$"):
         KVCache.load(tmp_path / "changed", KVCache(llama.config, "kivi"))
 
@@ -187,26 +204,18 @@ def test_tensors_of_another_shape_or_type_are_refused_whatever_their_hash(llama,
     tensors = {n: t if n != name or change is None else change(t).contiguous() for n, t in tensors.items()}
     if change is None:
         del tensors[name]
-    told = {n: f for n, f in fields.items() if n != "seal"} | {
-        "tensors": {n: session._sha256(t) for n, t in tensors.items()}
-    }
-    text = session._sealed(told)
-    save_file(tensors | {"description": torch.frombuffer(bytearray(text), dtype=torch.uint8)}, tmp_path / "changed")
+    reseal(tmp_path / "changed", tensors, fields | {"tensors": {n: session._sha256(t) for n, t in tensors.items()}})
     with pytest.raises(CacheError, match="cannot be loaded"):
         KVCache.load(tmp_path / "changed", KVCache(llama.config, "kivi"))
 
 
 @pytest.mark.parametrize("name", ["recurrent", "conv.0x", "other.0", "index.0.0", "conv.10000", "conv.-1", "\x1b.0"])
-def test_states_that_a_layer_does_not_have_are_refused_whatever_their_hash(tmp_path, name):
-    model = tiny_model("qwen3_next", attention="kvconvert")
-    tensors = load_file(saved(model, tmp_path / "session"))
+def test_states_that_a_layer_does_not_have_are_refused_whatever_their_hash(hybrid_session, tmp_path, name):
+    model, file = hybrid_session
+    tensors = load_file(file)
     fields = json.loads(bytes(tensors.pop("description").numpy()))
     tensors[f"layers.0.states.{name}"] = torch.ones(1, 2)
-    told = {n: f for n, f in fields.items() if n != "seal"} | {
-        "tensors": {n: session._sha256(t) for n, t in tensors.items()}
-    }
-    text = session._sealed(told)
-    save_file(tensors | {"description": torch.frombuffer(bytearray(text), dtype=torch.uint8)}, tmp_path / "changed")
+    reseal(tmp_path / "changed", tensors, fields | {"tensors": {n: session._sha256(t) for n, t in tensors.items()}})
     cache = KVCache(model.config, "kivi")
     with pytest.raises(CacheError, match="do not fit this cache"):
         KVCache.load(tmp_path / "changed", cache)
@@ -217,11 +226,6 @@ def test_a_pipe_is_no_session(llama, tmp_path):
     os.mkfifo(tmp_path / "pipe")  # reading it would wait for ever
     with pytest.raises(CacheError, match="no session"):
         KVCache.load(tmp_path / "pipe", KVCache(llama.config, "kivi"))
-
-
-@pytest.fixture(scope="module")
-def session_file(llama, tmp_path_factory):
-    return saved(llama, tmp_path_factory.mktemp("session") / "session", tokens=300)
 
 
 def test_what_cannot_be_saved_is_refused_by_name(llama, tmp_path):

@@ -22,6 +22,7 @@ def layout(**fields: int) -> BlockLayout:
 WINDOWS = [(0, 0), (0, 128), (130, 0), (20, 300), (256, 256)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("key_window", "value_window"), WINDOWS)
 @pytest.mark.parametrize("sinks", [0, 4, 60])
 @pytest.mark.parametrize("drafts", [0, 5])

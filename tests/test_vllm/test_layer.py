@@ -196,6 +196,8 @@ SCHEMES = {
 }
 # Prompts whole and in chunks beside decoding requests; pages that a prompt, a chunk or a decoded token completes.
 PASSES = [[127, 0, 0], [1, 40, 0], [1, 100, 1], [200, 128, 1], [1, 1, 1], [0, 1, 130], [1, 1, 1], [100, 1, 0]]
+# Decoding over the end of a page in every request, and of what a window of 130 or sink tokens keep beside pages.
+STEPS = [[60, 90, 100], *[[1, 1, 1]] * 30]
 
 
 def test_tables_hold_the_pages_of_all_rows_one_after_another_and_nothing_of_lengths_that_no_cache_holds():
@@ -269,7 +271,7 @@ def test_layers_with_blocks_of_different_sizes_follow_one_plan(kernels):
     layers: list[Layer] = []
     for scheme, layout in zip(schemes, layouts, strict=True):
         layers.append(Layer(scheme, kernels=kernels, layout=layout, beside=layers[0] if layers else None))
-    for lengths in PASSES[:5] if kernels else PASSES + [[1, 1, 1]] * 140:
+    for lengths in PASSES[:5] if kernels else PASSES + STEPS:
         for layer in layers:
             assert layer.run(lengths) < (1e-3 if kernels else 2e-6), lengths
 
@@ -278,7 +280,7 @@ def test_layers_with_blocks_of_different_sizes_follow_one_plan(kernels):
 def test_a_pass_attends_to_what_is_stored_as_it_is_stored(name):
     torch.manual_seed(0)
     layer = Layer(SCHEMES[name], kernels=False)
-    for lengths in PASSES + [[1, 1, 1]] * 140:
+    for lengths in PASSES + STEPS:
         assert layer.run(lengths) < 2e-6, lengths
 
 

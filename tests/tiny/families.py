@@ -9,7 +9,8 @@ SMALL |= {"num_hidden_layers": 2}
 EXPERTS = {"n_routed_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
 TURNS = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16, "bos_token_id": 1, "eos_token_id": 2}
 # Latent attention elsewhere, alone and beside linear attention.
-MIXED = {"kimi_linear": TURNS, "bailing_hybrid": TURNS, "axk1": {}, "minicpm3": {}, "youtu": {}}
+KIMI = TURNS | {"linear_num_heads": 4, "linear_head_dim": 16}
+MIXED = {"kimi_linear": KIMI, "bailing_hybrid": TURNS, "axk1": {}, "minicpm3": {}, "youtu": {}}
 MIXED = {name: TinyModel(name, LATENTS | SMALL | EXPERTS | own) for name, own in MIXED.items()}
 
 # Token 0 of a model that pads with it has an embedding of zeros, to which all tokens are alike.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import traceback
 from collections.abc import Callable
 
@@ -20,6 +21,8 @@ def start(function: Callable[[], object]) -> int:
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        if templates := sys.modules.get("kvconvert.models.templates"):
+            templates.shared_renderer.cache_clear()  # whose worker answers the process that started it
         function()
         code = 0
     except SystemExit as stopped:

@@ -164,12 +164,7 @@ TEXTS: dict[str, tuple[str, str, float, dict[str, Any]]] = {
         "",
         0.5 / 4,
         NO_HEAD_DIM
-        | {
-            "embedding_multiplier": 4.0,
-            "residual_multiplier": 0.7,
-            "attention_multiplier": 0.2,
-            "logits_scaling": 2.0,
-        },
+        | {"embedding_multiplier": 4.0, "residual_multiplier": 0.7, "attention_multiplier": 0.2, "logits_scaling": 2.0},
     ),
     "cohere": ("cohere", "parallel", 0.5, NO_HEAD_DIM | {"tie_word_embeddings": True, "logit_scale": 0.25}),
     "cohere2": (
@@ -380,12 +375,7 @@ TEXTS: dict[str, tuple[str, str, float, dict[str, Any]]] = {
         | partial_rope()
         | experts(num_experts=4, shared_expert_intermediate_size=32, decoder_sparse_step=1),
     ),
-    "qwen3_5_text": (
-        "qwen3_5_text",
-        "linear_attention qk_norm partial_rotary",
-        0.5,
-        BASE | LINEAR | partial_rope(),
-    ),
+    "qwen3_5_text": ("qwen3_5_text", "linear_attention qk_norm partial_rotary", 0.5, BASE | LINEAR | partial_rope()),
     "qwen3_5_moe_text": (
         "qwen3_5_moe_text",
         "linear_attention moe qk_norm partial_rotary",
@@ -434,10 +424,5 @@ TEXTS: dict[str, tuple[str, str, float, dict[str, Any]]] = {
             "attention_multiplier": 0.25,
         },
     ),
-    "falcon_h1": (
-        "falcon_h1",
-        "linear_attention",
-        0.5,
-        NO_HEAD_DIM | MAMBA | {"mamba_d_ssm": 128},
-    ),
+    "falcon_h1": ("falcon_h1", "linear_attention", 0.5, NO_HEAD_DIM | MAMBA | {"mamba_d_ssm": 128}),
 }

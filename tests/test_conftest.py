@@ -1,4 +1,4 @@
-"""Stored figures are compared within their tolerance, and written only when that is asked for."""
+"""Stored figures are compared within their tolerance and written on request; grids lose all but a few cells."""
 
 from dataclasses import replace
 
@@ -16,3 +16,11 @@ def test_a_figure_beyond_its_tolerance_and_a_case_without_figures_fail(baseline,
         with pytest.raises(AssertionError, match="make baselines"):
             compared.check(case, figures, TOLERANCE)
     assert compared.cases() == {"oscar": {"kl": 0.1}}
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("second", [0, 1])
+@pytest.mark.parametrize(("first", "alike"), [(0, 0), (1, 0), (2, 0)])
+def test_the_cells_of_a_grid_that_are_not_full_have_every_value(request, first, alike, second):
+    full = request.node.get_closest_marker("full") is not None
+    assert full == ((first, second) not in [(0, 0), (1, 1), (2, 0)])
