@@ -19,6 +19,8 @@ from kvconvert.kernels.launches.triton import kernel
 from kvconvert.kernels.sampling.reference import COLDEST, FIXED_POINT, HOTTEST
 
 _COLDEST, _HOTTEST, _ONE = tl.constexpr(COLDEST), tl.constexpr(HOTTEST), tl.constexpr(float(FIXED_POINT))
+# Parts of larger tensors, aligned or not.
+_COLUMNS = ["temperature", "top_k", "top_p", "seeds", "counters"]
 # Bits of a key that a pass decides, and the bins that this takes.
 BITS, BINS = 3, 8
 _BITS, _BINS = tl.constexpr(BITS), tl.constexpr(BINS)
@@ -123,7 +125,7 @@ def extremes_kernel(logits, extremes, stride, vocabulary, LINES: tl.constexpr, W
     tl.store(extremes + row * tl.num_programs(0) + tl.program_id(0), tl.max(best))
 
 
-@kernel(do_not_specialize=["number", "passes"])
+@kernel(do_not_specialize=["number", "passes", *_COLUMNS[:3]])
 def search_kernel(
     logits,
     temperature,
@@ -185,7 +187,7 @@ def search_kernel(
         tl.store(sums + (here * parts + part) * _BINS + tl.arange(0, _BINS), total.to(tl.int64))
 
 
-@kernel(do_not_specialize=["passes"])
+@kernel(do_not_specialize=["passes", *_COLUMNS[:3]])
 def masses_kernel(
     logits,
     temperature,
@@ -255,7 +257,7 @@ def _noise(key, token):
     return -tl.log(tl.where(rest == 1.0, uniform, -tl.log(rest) * (uniform / (1.0 - rest))))
 
 
-@kernel(do_not_specialize=["passes"])
+@kernel(do_not_specialize=["passes", *_COLUMNS])
 def draw_kernel(
     logits,
     temperature,
