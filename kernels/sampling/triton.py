@@ -356,7 +356,8 @@ def sample(
             logits, *columns, extremes, counted, count_bounds, masses, stride, vocabulary, passes, **tile, **whole
         )
         search(weighed, weight_bounds, by_weight=True)
-    scores, tokens = torch.empty_like(extremes), torch.empty_like(masses)
+    # Zeros, for tokens are looked up even where launches are only listed.
+    scores, tokens = torch.empty_like(extremes), torch.zeros_like(masses)
     draw_kernel[grid](
         logits, *columns, *keys, extremes, masses, counted, count_bounds, weighed, weight_bounds, scores, tokens,
         stride, vocabulary, passes, RESTRICT=restrict, TILE=TILE, PART=PART, **whole, num_warps=4,
