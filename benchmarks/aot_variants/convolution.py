@@ -8,7 +8,7 @@ from itertools import product
 import triton
 
 from aot_variants.variant import DTYPES, Variant
-from kvconvert.kernels.convolution.triton import CHANNELS, TOKENS, convolve_kernel, states_kernel
+from kvconvert.kernels.convolution.triton import CHANNELS, TOKENS, convolve_kernel, step_kernel
 
 
 def variants(device_capability: int) -> Iterator[Variant]:
@@ -18,8 +18,9 @@ def variants(device_capability: int) -> Iterator[Variant]:
         own = {name: kind.format(dtype) for name, kind in types.items()}
         name = f"{dtype}-{taps}{'-bias' * bias}{'-silu' * silu}"
         axes = {"dtype": dtype, "taps": taps, "bias": bias, "silu": silu}
-        constants = {"TAPS": taps, "KEPT": taps, "HAS_BIAS": bias, "SILU": silu, "TOKENS": TOKENS, "CHANNELS": CHANNELS}
-        yield Variant.of(f"convolve-{name}", convolve_kernel, dtype, constants, num_warps=4, types=own, axes=axes)
-        if not bias:
-            constants = {"KEPT": taps, "KEPT_TILE": triton.next_power_of_2(taps), "CHANNELS": CHANNELS}
-            yield Variant.of(f"states-{name}", states_kernel, dtype, constants, num_warps=4, types=own, axes=axes)
+        constants = {"TAPS": taps, "KEPT": taps, "KEPT_TILE": triton.next_power_of_2(taps)}
+        constants |= {"HAS_BIAS": bias, "SILU": silu}
+        whole = constants | {"TOKENS": TOKENS, "CHANNELS": CHANNELS}
+        yield Variant.of(f"convolve-{name}", convolve_kernel, dtype, whole, num_warps=8, types=own, axes=axes)
+        step = constants | {"CHANNELS": CHANNELS}
+        yield Variant.of(f"step-{name}", step_kernel, dtype, step, num_warps=4, types=own, axes=axes)

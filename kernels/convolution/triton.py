@@ -9,10 +9,72 @@ from torch import Tensor
 
 from kvconvert.kernels.launches.triton import kernel
 
-TOKENS, CHANNELS = 32, 128
+# Tokens and channels of a program; fewer channels than threads, so that weights come in the layout of tokens.
+TOKENS, CHANNELS = 64, 128
 
 
-@kernel(do_not_specialize=["tokens", "stride"])
+@triton.jit
+def _finished(total, bias, channel, inside, DTYPE: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr):
+    """What follows the products with weights."""
+    if HAS_BIAS:
+        total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    if SILU:
+        total = total.to(DTYPE).to(tl.float32)
+        total = total / (1.0 + tl.exp(-total))
+    return total.to(DTYPE)
+
+
+@triton.jit
+def _keep(x, states, after, row, length, channel, channels, stride, KEPT: tl.constexpr, KEPT_TILE: tl.constexpr):
+    """The newest KEPT tokens of one sequence, whose first token x points to."""
+    place = tl.arange(0, KEPT_TILE)[None, :]
+    inside = (channel < channels) & (place < KEPT)
+    source = length - KEPT + place
+    new = source >= 0
+    line = (row * channels + channel) * KEPT
+    value = tl.load(x + source.to(tl.int64) * stride + channel, mask=inside & new, other=0.0)
+    value += tl.load(states + line + length + place, mask=inside & (new == 0), other=0.0)
+    tl.store(after + line + place, value, mask=inside)
+
+
+@triton.jit
+def _convolve(x, weight, bias, ends, owners, y, block, tokens, lane, channels, stride, TAPS: tl.constexpr,
+              HAS_BIAS: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
+    """TOKENS tokens, but for the first TAPS - 1 of a sequence."""
+    token, channel = block * TOKENS + tl.arange(0, TOKENS), lane[None, :]
+    exists = token < tokens
+    first = tl.load(ends + tl.load(owners + token, mask=exists, other=0), mask=exists, other=0)
+    here = (exists & (token - (TAPS - 1) >= first))[:, None]
+    token, inside = token[:, None].to(tl.int64), channel < channels
+    total = (here & inside).to(tl.float32) * 0.0
+    for tap in tl.static_range(TAPS):
+        place = x + (token - (TAPS - 1 - tap)) * stride + channel
+        value = tl.load(place, mask=here & inside, other=0.0).to(tl.float32)
+        total += value * tl.load(weight + channel * TAPS + tap, mask=inside, other=0.0).to(tl.float32)
+    total = _finished(total, bias, channel, inside, y.dtype.element_ty, HAS_BIAS, SILU)
+    tl.store(y + token * channels + channel, total, mask=here & inside)
+
+
+@triton.jit
+def _begin(x, weight, bias, state, y, length, channel, channels, stride, TAPS: tl.constexpr,
+           HAS_BIAS: tl.constexpr, SILU: tl.constexpr):  # fmt: skip
+    """The first TAPS - 1 tokens of one sequence, which x and y point to, after the state that ends before `state`."""
+    inside = channel < channels
+    for token in tl.static_range(TAPS - 1):
+        exists = inside & (tl.zeros_like(channel) + token < length)
+        total = inside.to(tl.float32) * 0.0
+        for tap in tl.static_range(TAPS):
+            if token + tap < TAPS - 1:
+                value = tl.load(state + (token + tap - (TAPS - 1)), mask=exists, other=0.0)
+            else:
+                value = tl.load(x + (token + tap - (TAPS - 1)) * stride + channel, mask=exists, other=0.0)
+            each = tl.load(weight + channel * TAPS + tap, mask=inside, other=0.0)
+            total += value.to(tl.float32) * each.to(tl.float32)
+        total = _finished(total, bias, channel, inside, y.dtype.element_ty, HAS_BIAS, SILU)
+        tl.store(y + token * channels + channel, total, mask=exists)
+
+
+@kernel(do_not_specialize=["tokens", "blocks"])
 def convolve_kernel(
     x,
     weight,
@@ -21,59 +83,37 @@ def convolve_kernel(
     ends,
     owners,
     y,
+    after,
     tokens,
+    blocks,
     channels,
     stride,
     TAPS: tl.constexpr,
     KEPT: tl.constexpr,
+    KEPT_TILE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """TOKENS tokens of CHANNELS channels. What comes before a sequence's first token is in its state."""
-    DTYPE: tl.constexpr = y.dtype.element_ty
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
-    exists = token < tokens
-    owner = tl.load(owners + token, mask=exists, other=0)
-    first = tl.load(ends + owner, mask=exists, other=0)[:, None]
-    state = states + (owner[:, None].to(tl.int64) * channels + channel) * KEPT
-    here, token, inside = exists[:, None], token[:, None], channel < channels
-    total = tl.zeros([TOKENS, CHANNELS], tl.float32)
-    for tap in tl.static_range(TAPS):
-        source = token - (TAPS - 1 - tap)
-        new = source >= first
-        value = tl.load(x + source.to(tl.int64) * stride + channel, mask=here & inside & new, other=0.0).to(tl.float32)
-        value += tl.load(state + (KEPT + source - first), mask=here & inside & (new == 0), other=0.0).to(tl.float32)
-        total += value * tl.load(weight + channel * TAPS + tap, mask=inside, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
-    if SILU:
-        total = total.to(DTYPE).to(tl.float32)
-        total = total / (1.0 + tl.exp(-total))
-    tl.store(y + token.to(tl.int64) * channels + channel, total.to(DTYPE), mask=here & inside)
+    """TOKENS tokens of CHANNELS channels in each of the first `blocks` programs of these channels. Each of the others
+    has one sequence: its first tokens, before which its state lies, and the state after it.
+    """
+    block, channel = tl.program_id(1), tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    if block < blocks:
+        _convolve(
+            x, weight, bias, ends, owners, y, block, tokens, channel, channels, stride, TAPS, HAS_BIAS, SILU, TOKENS
+        )
+    else:
+        row = (block - blocks).to(tl.int64)
+        first, end = tl.load(ends + row).to(tl.int64), tl.load(ends + row + 1)
+        begin, length, state = x + first * stride, end - first.to(tl.int32), states + (row * channels + channel) * KEPT
+        target = y + first * channels
+        _begin(begin, weight, bias, state + KEPT, target, length, channel, channels, stride, TAPS, HAS_BIAS, SILU)
+        _keep(begin, states, after, row, length, channel[:, None], channels, stride, KEPT, KEPT_TILE)
 
 
-@kernel(do_not_specialize=["stride"])
-def states_kernel(
-    x, states, ends, after, channels, stride, KEPT: tl.constexpr, KEPT_TILE: tl.constexpr, CHANNELS: tl.constexpr
-):
-    """The newest KEPT tokens of one sequence."""
-    row = tl.program_id(0).to(tl.int64)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[:, None]
-    place = tl.arange(0, KEPT_TILE)[None, :]
-    first, length = tl.load(ends + row), tl.load(ends + row + 1) - tl.load(ends + row)
-    inside = (channel < channels) & (place < KEPT)
-    source = length - KEPT + place
-    new = source >= 0
-    line = (row * channels + channel) * KEPT
-    value = tl.load(x + (first + source).to(tl.int64) * stride + channel, mask=inside & new, other=0.0)
-    value += tl.load(states + line + length + place, mask=inside & (new == 0), other=0.0)
-    tl.store(after + line + place, value, mask=inside)
-
-
-@kernel(do_not_specialize=["stride"])
+@kernel
 def step_kernel(
     x,
     weight,
@@ -120,14 +160,11 @@ def convolve(
     (tokens, channels), (count, _, kept) = x.shape, states.shape
     weight, states = weight.contiguous(), states.contiguous()
     y, after = torch.empty(tokens, channels, dtype=x.dtype, device=x.device), torch.empty_like(states)
-    convolve_kernel[(triton.cdiv(tokens, TOKENS), triton.cdiv(channels, CHANNELS))](
-        x, weight, weight if bias is None else bias, states, ends, owners, y, tokens, channels, x.stride(0),
-        TAPS=weight.shape[1], KEPT=kept, HAS_BIAS=bias is not None, SILU=silu, TOKENS=TOKENS, CHANNELS=CHANNELS,
-        num_warps=4,
-    )  # fmt: skip
-    states_kernel[(count, triton.cdiv(channels, CHANNELS))](
-        x, states, ends, after, channels, x.stride(0), KEPT=kept, KEPT_TILE=triton.next_power_of_2(kept),
-        CHANNELS=CHANNELS, num_warps=4,
+    blocks = triton.cdiv(tokens, TOKENS)
+    convolve_kernel[(triton.cdiv(channels, CHANNELS), blocks + count)](
+        x, weight, weight if bias is None else bias, states, ends, owners, y, after, tokens, blocks, channels,
+        x.stride(0), TAPS=weight.shape[1], KEPT=kept, KEPT_TILE=triton.next_power_of_2(kept), HAS_BIAS=bias is not None,
+        SILU=silu, TOKENS=TOKENS, CHANNELS=CHANNELS, num_warps=8,
     )  # fmt: skip
     return y, after
 
@@ -138,6 +175,7 @@ def convolve_step(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor
     weight, y = weight.contiguous(), torch.empty(rows, channels, dtype=x.dtype, device=x.device)
     step_kernel[(rows, triton.cdiv(channels, CHANNELS))](
         x, weight, weight if bias is None else bias, states, y, channels, x.stride(0), TAPS=weight.shape[1], KEPT=kept,
-        KEPT_TILE=triton.next_power_of_2(kept), HAS_BIAS=bias is not None, SILU=silu, CHANNELS=CHANNELS, num_warps=4,
+        KEPT_TILE=triton.next_power_of_2(kept), HAS_BIAS=bias is not None, SILU=silu, CHANNELS=CHANNELS,
+        num_warps=4,
     )  # fmt: skip
     return y

@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from kvconvert.kernels import device as devices
-from kvconvert.kernels.elementwise.reference import Gate, Norm, gated_reference, rms_norm_reference, rotary_reference
+from kvconvert.kernels.elementwise.reference import (
+    Gate,
+    Norm,
+    gated_reference,
+    gated_rms_norm_reference,
+    rms_norm_reference,
+    rotary_reference,
+)
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Channels of a row that one program holds.
@@ -73,6 +80,15 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, kind: Norm)
     from kvconvert.kernels.elementwise import triton as launch
 
     return launch.rms_norm(x, weight, kind, residual)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor | None, kind: Norm) -> Tensor:
+    """RMSNorm of x times silu(gate), as linear attention ends with; see `rms_norm`. Both tensors of one shape."""
+    if _unsupported_norm(x, weight, gate) is not None or x.shape != gate.shape:
+        return gated_rms_norm_reference(x, gate, weight, kind)
+    from kvconvert.kernels.elementwise import triton as launch
+
+    return launch.rms_norm(x, weight, kind, gate=gate)[0]
 
 
 def _unsupported_norm(x: Tensor, weight: Tensor | None, *others: Tensor) -> str | None:

@@ -68,6 +68,11 @@ def rms_norm_reference(x: Tensor, weight: Tensor | None, kind: Norm) -> Tensor:
     return (values * (weight.float() + kind.offset)).to(x.dtype)
 
 
+def gated_rms_norm_reference(x: Tensor, gate: Tensor, weight: Tensor | None, kind: Norm) -> Tensor:
+    """`rms_norm_reference` times silu(gate) in float32; gate of the shape of x. Result in the dtype of x."""
+    return (rms_norm_reference(x, weight, kind) * functional.silu(gate.float())).to(x.dtype)
+
+
 def rotary_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotary positions of queries and keys [B, heads, T, D] by halves; cos and sin [1 or B, T, R], R <= D.
 

@@ -15,6 +15,7 @@ from kvconvert.kernels.launches.triton import kernel
 def rms_norm_kernel(
     x,
     residual,
+    gate,
     weight,
     total,
     y,
@@ -31,9 +32,10 @@ def rms_norm_kernel(
     COLUMNS: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_GATE: tl.constexpr,
     ROUNDED: tl.constexpr,
 ):
-    """y = norm(x), or total = x + residual and y = norm(total), for ROWS rows; see `Norm`.
+    """y = norm(x), or norm(x) silu(gate), or total = x + residual and y = norm(total), for ROWS rows; see `Norm`.
 
     Rows of x are numbered by three dimensions with strides of their own; all other tensors are contiguous.
     """
@@ -57,12 +59,19 @@ def rms_norm_kernel(
         if ROUNDED:
             values = values.to(DTYPE).to(tl.float32)
         values = values * scale
+    if HAS_GATE:
+        opened = tl.load(gate + here, mask=mask, other=0.0).to(tl.float32)
+        values = values.to(DTYPE).to(tl.float32) * (opened / (1.0 + tl.exp(-opened)))
     tl.store(y + here, values.to(DTYPE), mask=mask)
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, kind: Norm, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The norm of x, or of x + residual, and that sum (x itself without a residual); both contiguous, if new."""
-    columns = x.shape[-1]
+def rms_norm(
+    x: Tensor, weight: Tensor | None, kind: Norm, residual: Tensor | None = None, gate: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The norm of x, or of x + residual, times silu(gate) if there is a gate; and that sum (x itself without a
+    residual); both contiguous, if new.
+    """
+    columns, gate = x.shape[-1], None if gate is None else gate.contiguous()
     if residual is not None:
         x, residual = x.contiguous(), residual.contiguous()
     elif x.dim() > 4:
@@ -76,10 +85,10 @@ def rms_norm(x: Tensor, weight: Tensor | None, kind: Norm, residual: Tensor | No
         strides = (0,) * (4 - x.dim()) + tuple(x.stride())
         block, rows_per_program, warps = shape(columns)
         rms_norm_kernel[(triton.cdiv(rows, rows_per_program),)](
-            x, x if residual is None else residual, x if weight is None else weight, total, y,
-            rows, sizes[2], columns, *strides[:3], sizes[1], kind.eps, kind.offset,
+            x, x if residual is None else residual, x if gate is None else gate, x if weight is None else weight, total,
+            y, rows, sizes[2], columns, *strides[:3], sizes[1], kind.eps, kind.offset,
             ROWS=rows_per_program, COLUMNS=block, HAS_WEIGHT=weight is not None, HAS_RESIDUAL=residual is not None,
-            ROUNDED=kind.rounded, num_warps=warps,
+            HAS_GATE=gate is not None, ROUNDED=kind.rounded, num_warps=warps,
         )  # fmt: skip
     return y, total
 

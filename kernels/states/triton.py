@@ -19,10 +19,19 @@ NUMBERS = 4096
 
 
 @triton.jit
+def _places(HALF: tl.constexpr):
+    """Numbers of half a row, of which a thread takes four.
+
+    With more, rows would be divided among few threads, and sums over rows take instructions for each number.
+    """
+    return tl.max_contiguous(tl.arange(0, HALF), 4)
+
+
+@triton.jit
 def _load(high, low, scales, row, CHANNELS: tl.constexpr):
     """float32 codes of rows [rows, 1]: their first and their second halves, and the rows' scales."""
     HALF: tl.constexpr = CHANNELS // 2
-    place = tl.arange(0, HALF)[None, :]
+    place = _places(HALF)[None, :]
     below = tl.load(low + row * HALF + place).to(tl.int32)
     first = tl.load(high + row * CHANNELS + place).to(tl.int32)
     second = tl.load(high + row * CHANNELS + HALF + place).to(tl.int32)
@@ -50,7 +59,7 @@ def _larger(a, b):
 def _store(first, second, high, low, scales, row, CHANNELS: tl.constexpr):
     """Pack rows [rows, 1], given as halves."""
     HALF: tl.constexpr = CHANNELS // 2
-    place = tl.arange(0, HALF)[None, :]
+    place = _places(HALF)[None, :]
     scale = tl.reduce(_larger(tl.abs(first), tl.abs(second)), 1, _larger)[:, None] / _LARGEST
     inverse = tl.where(scale > 0, 1.0 / scale, 0.0)
     first = (first * inverse + _SHIFT).to(tl.int32, bitcast=True)
@@ -210,6 +219,11 @@ def _side_by_side(x: Tensor) -> Tensor:
     return x if x[0].is_contiguous() else x.contiguous()
 
 
+def warps(key_dim: int, value_dim: int) -> int:
+    """Warps of a program of `gated_delta_kernel`."""
+    return 8 if key_dim * value_dim > 8192 else 4
+
+
 def gated_delta_step(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, packed: Tensor) -> Tensor:
     """`gated_delta_step_reference` over packed states."""
     (count, heads, key_dim), value_dim = packed.shape[:3], channels_of(packed)
@@ -219,7 +233,7 @@ def gated_delta_step(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, b
         query, key, value, decay, beta, packed, output,
         query.stride(0), key.stride(0), value.stride(0), decay.stride(0), beta.stride(0),
         HEADS=heads, SHARED=heads // query.shape[2], KEY_DIM=key_dim, VALUE_DIM=value_dim, BY_CHANNEL=decay.ndim == 4,
-        num_warps=8 if key_dim * value_dim > 8192 else 4,
+        num_warps=warps(key_dim, value_dim),
     )  # fmt: skip
     return output
 

@@ -17,11 +17,11 @@ from kvconvert.errors import CacheError, UnsupportedModelError, UsageError, firs
 from kvconvert.kernels.launches import make_ready, record_specializations
 from kvconvert.kernels.linear import keep_values
 from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.kernels.sampling import sample
 from kvconvert.models import CACHE
 from kvconvert.models.configuration import changing_rope, context_length
 from kvconvert.runtime.cache.compress import raise_found
 from kvconvert.runtime.cache.group_tables import upload
-from kvconvert.runtime.engine.sampling import sample
 from kvconvert.runtime.hf.cache_layers import rotary_switch
 from kvconvert.runtime.hf.captured import ShortBatch, prepare_steps, tokens_with_pages
 from kvconvert.runtime.hf.captured_passes import SIZES
@@ -193,10 +193,7 @@ class ModelSteps:
         logits = self._read_prompts(chunk, most_tokens)
         self._record_passes(chunk, most_tokens)
         for width in self._widths:
-            none = torch.zeros(width, dtype=torch.int64, device=self.device)
-            ones = torch.ones(width, device=self.device)
-            for restrict in (True, False):
-                sample(logits[:width], ones, none, ones / 2, none, none, restrict=restrict)
+            self._draw(logits[:width])
         # Recordings have memory of their own, and passes without one are rare.
         del logits
         gc.collect()
@@ -261,9 +258,19 @@ class ModelSteps:
             for count in (*3 * counts[-1:], *counts[:-1]):
                 self._read_prompts(chunk, count)
 
+    def _draw(self, logits: Tensor) -> None:
+        """Choose tokens in every way, from logits as passes give them and from changed ones."""
+        none = torch.zeros(len(logits), dtype=torch.int64, device=self.device)
+        ones = torch.ones(len(logits), device=self.device)
+        for each in (logits, logits.float()):
+            for restrict in (True, False):
+                sample(each, ones, none, ones / 2, none, none, restrict=restrict)
+
     def rehearse(self) -> None:
         """Run passes of every kind over the empty cache, which it has to itself; within `record_specializations`."""
         none = torch.zeros(self.rows, dtype=torch.int64, device=self.device)
+        for width in self._widths:
+            self._draw(torch.zeros(width, self.vocabulary, dtype=self.model.dtype, device=self.device))
         most = self.max_positions or sum(REHEARSED_CHUNKS) + 1
         for decodes in (False, True):
             first, second = self.new_prompt(), self.new_prompt()

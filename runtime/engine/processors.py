@@ -16,7 +16,8 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from kvconvert.bundle.generation import DRAWING, PROCESSED
 from kvconvert.errors import UsageError, first_line
-from kvconvert.runtime.engine.sampling import COLDEST, HOTTEST, Sampling
+from kvconvert.kernels.sampling import COLDEST, HOTTEST
+from kvconvert.runtime.engine.sampling import Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from kvconvert.errors import QueueFullError, UsageError
+from kvconvert.kernels.sampling import HOTTEST, sample
 from kvconvert.runtime.engine.processors import ProcessedRow
 from kvconvert.runtime.engine.request import Request
-from kvconvert.runtime.engine.sampling import HOTTEST, Sampling, sample
+from kvconvert.runtime.engine.sampling import Sampling
 
 
 class Scheduler:

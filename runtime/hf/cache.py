@@ -304,8 +304,11 @@ class KVCache(Cache):
         for group, source in zip(self.groups, other.groups, strict=True):
             read_flags(source)
             group.join(row, source)
+        copies = []
         for layer, twin in zip(self.state_layers().values(), other.state_layers().values(), strict=True):
-            layer.join(row, twin, self.groups[0].rows)
+            copies += layer.join(row, twin, self.groups[0].rows)
+        if copies:
+            torch._foreach_copy_(*map(list, zip(*copies, strict=True)))
         for twin in other.layers:
             twin.reset()
 

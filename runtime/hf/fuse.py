@@ -22,7 +22,14 @@ from torch import Tensor, nn
 from kvconvert.kernels.elementwise import add_rms_norm, unsupported
 from kvconvert.kernels.linear import QuantizedLinear, share_input
 from kvconvert.models import CACHE
-from kvconvert.runtime.hf.fused_modules import fuse_gated_mlp, fuse_norm, fuse_rotary, norm_ahead, norm_kind
+from kvconvert.runtime.hf.fused_modules import (
+    fuse_gated_mlp,
+    fuse_gated_norm,
+    fuse_norm,
+    fuse_rotary,
+    norm_ahead,
+    norm_kind,
+)
 from kvconvert.runtime.hf.packed_experts import PackedExperts
 
 # Names of Linears beside each other that read one input: attention, a gated MLP, latent attention.
@@ -52,6 +59,7 @@ def fuse(model: nn.Module) -> dict[str, int]:
     with torch.no_grad():
         for module in [] if dtype is None else list(model.modules()):
             fused["norms"] += fuse_norm(module, dtype)
+            fused["gated norms"] += fuse_gated_norm(module, dtype)
             fused["gated MLPs"] += fuse_gated_mlp(module, dtype)
             fused["rotary positions"] += fuse_rotary(module)
         for module in [] if dtype is None else list(model.modules()):

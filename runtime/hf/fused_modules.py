@@ -21,6 +21,8 @@ from kvconvert.kernels.elementwise import (
     Norm,
     gated,
     gated_reference,
+    gated_rms_norm,
+    gated_rms_norm_reference,
     rms_norm,
     rms_norm_reference,
     rotary,
@@ -50,6 +52,21 @@ def fuse_norm(module: nn.Module, dtype: torch.dtype) -> bool:
     return True
 
 
+def fuse_gated_norm(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Replace the forward of an RMSNorm that multiplies with silu of a gate; whether the module is one."""
+    kind = _find_norm(module, dtype, gated=True)
+    if kind is None:
+        return False
+
+    def forward(self: nn.Module, x: Tensor, gate: Tensor) -> Tensor:
+        if unsupported(x, gate, self.weight) is not None:
+            return type(self).forward(self, x, gate)
+        return gated_rms_norm(x, gate, self.weight, kind)
+
+    module.forward = types.MethodType(forward, module)
+    return True
+
+
 def _norm_forward(self: nn.Module, x: Tensor) -> Tensor:
     ahead = self.__dict__.pop("ahead", None)
     if ahead is not None and ahead[0]() is x and ahead[1] == x._version:
@@ -70,7 +87,8 @@ def norm_ahead(module: nn.Module, x: Tensor, normed: Tensor) -> None:
     module.ahead = (weakref.ref(x), x._version, normed)
 
 
-def _find_norm(module: nn.Module, dtype: torch.dtype) -> Norm | None:
+def _find_norm(module: nn.Module, dtype: torch.dtype, gated: bool = False) -> Norm | None:
+    """Which norm a module computes, of one tensor, or with `gated` of one and its gate; None if it is none."""
     parameters = dict(module.named_parameters())
     eps = next((getattr(module, name) for name in ("variance_epsilon", "eps") if hasattr(module, name)), None)
     weight = parameters.get("weight")
@@ -79,20 +97,22 @@ def _find_norm(module: nn.Module, dtype: torch.dtype) -> Norm | None:
         or set(parameters) - {"weight"}
         or any(True for _ in module.children())
         or (weight is not None and (weight.dim() != 1 or weight.dtype != dtype or weight.is_meta))
-        or not _takes_one_tensor(module)
+        or not _takes_tensors(module, 1 + gated)
+        or (gated and weight is None)
     ):
         return None
     device = torch.device("cpu") if weight is None else weight.device
     channels = 64 if weight is None else len(weight)
     generator = torch.Generator().manual_seed(0)
     scales = torch.tensor([3e-3, 0.1, 1.0, 30.0])[:, None]
-    x = (torch.randn(4, channels, generator=generator) * scales).to(device, dtype)
+    x, gate = ((torch.randn(4, channels, generator=generator) * scales).to(device, dtype) for _ in range(2))
     try:
-        found = type(module).forward(module, x)
+        found = type(module).forward(module, *((x, gate) if gated else (x,)))
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
         return None
     for kind in (Norm(eps), Norm(eps, rounded=False), Norm(eps, offset=1.0, rounded=False)):
-        if _equal_but_for_rounding(found, rms_norm_reference(x, weight, kind)):
+        expected = gated_rms_norm_reference(x, gate, weight, kind) if gated else rms_norm_reference(x, weight, kind)
+        if _equal_but_for_rounding(found, expected):
             return kind
     return None
 
@@ -103,7 +123,7 @@ def fuse_gated_mlp(module: nn.Module, dtype: torch.dtype) -> bool:
         return False
     names = ("act_fn", "activation_fn", "act")
     activation = next((getattr(module, name) for name in names if callable(getattr(module, name, None))), None)
-    if activation is None or not _takes_one_tensor(module):
+    if activation is None or not _takes_tensors(module, 1):
         return False
     kind = find_gate(lambda gate, up: activation(gate) * up, module)
     if kind is None or not _computes_gated_mlp(module, dtype, kind):
@@ -150,12 +170,15 @@ def fuse_rotary(module: nn.Module) -> bool:
     own = getattr(forward, "__globals__", {}).get(ROTARY)
     if not isinstance(forward, types.FunctionType) or ROTARY not in forward.__code__.co_names or own is None:
         return False
-    if "forward" in module.__dict__ or not _rotates_by_halves(own):
+    if "forward" in module.__dict__ or not _rotates_by_halves(own, 16):
         return False
+    # Some functions leave the channels beyond cos and sin as they are, others take no such heads.
+    takes_more = _rotates_by_halves(own, 24)
 
     def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         served = not args and not kwargs and q.dim() == k.dim() == 4 and cos.dim() == 3
-        if not served or cos.shape[-1] != q.shape[-1] or unsupported(q, k, cos, sin) is not None:
+        served = served and (cos.shape[-1] == q.shape[-1] or (takes_more and cos.shape[-1] < q.shape[-1]))
+        if not served or unsupported(q, k, cos, sin) is not None:
             return own(q, k, cos, sin, *args, **kwargs)
         return rotary(q, k, cos, sin)
 
@@ -172,9 +195,10 @@ def fuse_rotary(module: nn.Module) -> bool:
     return True
 
 
-def _rotates_by_halves(function: Callable[..., Any]) -> bool:
+def _rotates_by_halves(function: Callable[..., Any], head_size: int) -> bool:
+    """Whether a function rotates the first 16 channels of heads as `rotary_reference` does."""
     generator = torch.Generator().manual_seed(0)
-    shapes = ((2, 3, 4, 16), (2, 1, 4, 16), (2, 4, 16), (2, 4, 16))
+    shapes = ((2, 3, 4, head_size), (2, 1, 4, head_size), (2, 4, 16), (2, 4, 16))
     for dtype in (torch.float32, torch.bfloat16):
         tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
         try:
@@ -187,11 +211,11 @@ def _rotates_by_halves(function: Callable[..., Any]) -> bool:
     return True
 
 
-def _takes_one_tensor(module: nn.Module) -> bool:
+def _takes_tensors(module: nn.Module, count: int) -> bool:
     if "forward" in module.__dict__:
         return False
     parameters = inspect.signature(type(module).forward).parameters.values()
-    return len(parameters) == 2 and not any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+    return len(parameters) == 1 + count and not any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
 
 
 def _equal_but_for_rounding(found: Any, expected: Tensor) -> bool:

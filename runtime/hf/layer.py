@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -246,9 +247,10 @@ class IndexedLayer(PagedLayer):
         """Have as many rows, the first of which are those there were."""
         self.index.resize(rows)
 
-    def join(self, row: int, other: IndexedLayer, rows: int) -> None:
-        """Let a row of `rows` have the keys of the only sequence in another cache's layer."""
+    def join(self, row: int, other: IndexedLayer, rows: int) -> list[tuple[Tensor, Tensor]]:
+        """Let a row of `rows` have the keys of the only sequence in another cache's layer; nothing is left to copy."""
         self.index.take(row, other.index, rows)
+        return []
 
 
 class IndexedLatentLayer(IndexedLayer, LatentLayer):
@@ -288,13 +290,18 @@ def read_each(stored: Sequence[RecurrentStates], number: int) -> Tensor | None:
     known = next((state for state in states if state is not None), None)
     if known is None:
         return None
-    together = torch.cat([torch.zeros_like(known) if state is None else state for state in states])
+    together = known
+    if len(states) > 1:
+        together = torch.cat([torch.zeros_like(known) if state is None else state for state in states])
     return unpack(together) if is_packed(known) else together
 
 
 def write_each(stored: Sequence[RecurrentStates], number: int, states: Tensor) -> None:
     """Overwrite the stored states of as many sequences with [S, ...]."""
     places = [own.get(number) for own in stored]
+    if len(places) == 1:
+        stored[0].write(number, states)
+        return
     if is_packed(places[0]):
         together = packed_like(states)
         pack(states, together)
@@ -371,17 +378,26 @@ class StateLayer(LinearAttentionLayer):
 
         def resized(tensor: Tensor) -> Tensor:
             more = rows - len(tensor)
-            return tensor[:rows] if more <= 0 else torch.cat([tensor, tensor[:1].expand(more, *tensor.shape[1:])])
+            if more <= 0:
+                return tensor[:rows]
+            size = rows * math.prod(tensor.shape[1:])
+            # Where rows were left out before, they are still behind the others.
+            if tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() >= size * tensor.element_size():
+                return tensor.as_strided((rows, *tensor.shape[1:]), tensor.stride())
+            return torch.cat([tensor, tensor[:1].expand(more, *tensor.shape[1:])])
 
         self.hold({name: resized(tensor) for name, tensor in self.tensors().items()})
 
-    def join(self, row: int, other: StateLayer, rows: int) -> None:
-        """Let a row of `rows` have the states of the only sequence in another cache's layer."""
+    def join(self, row: int, other: StateLayer, rows: int) -> list[tuple[Tensor, Tensor]]:
+        """Let a row of `rows` have the states of the only sequence in another cache's layer.
+
+        Returns:
+            where the states of this row are to be copied to, and from where: those of all layers at once.
+        """
         if not self.tensors():
             self.hold({name: tensor.new_zeros(rows, *tensor.shape[1:]) for name, tensor in other.tensors().items()})
         own = self.tensors()
-        for name, state in other.tensors().items():
-            own[name][row] = state[0]
+        return [(own[name][row], state[0]) for name, state in other.tensors().items()]
 
 
 class HybridLayer(StateLayer, PagedLayer):

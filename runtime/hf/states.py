@@ -86,7 +86,7 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     found: list[tuple[slice, Any]] = []
     for part in _parts(self, cache, states):
         try:
-            if len(part) > 1:
+            if len(part) > 1 or _is_prompt(self, part[0], states):
                 found.append(_read_side_by_side(self, cache, part, states, args, kwargs))
                 continue
         except Exception as error:
@@ -105,6 +105,8 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _placed(found: Sequence[tuple[slice, Any]], states: Tensor) -> Any:
     """Outputs [1, T, ...] of a pass, made of those of some of its tokens [B, T / B, ...]; a tuple where these are."""
     first = found[0][1] if found else states
+    if len(found) == 1 and found[0][0] == slice(0, states.shape[1]) and isinstance(first, Tensor):
+        return first.flatten(0, 1)[None]
     if isinstance(first, tuple):
         return tuple(_placed([(tokens, own[i]) for tokens, own in found], states) for i in range(len(first)))
     output = first.new_zeros(1, states.shape[1], *first.shape[2:])
@@ -131,6 +133,13 @@ def _parts(module: nn.Module, cache: PackedCache, states: Tensor) -> list[list[S
         else:
             parts[-1].append(segment)
     return parts
+
+
+def _is_prompt(module: nn.Module, segment: Segment, states: Tensor) -> bool:
+    """Whether a segment alone is read as prompts side by side are, for their convolution has a kernel."""
+    if segment.rows > 1 or segment.length == 1 or devices.unsupported(states.device) is not None:
+        return False
+    return _keeps_apart(module, segment.cache.layers[module.layer_idx], states)
 
 
 def _read_side_by_side(

@@ -8,8 +8,8 @@ import torch
 from fake_model import END, VOCABULARY, FakeModel, next_logits
 
 from kvconvert.errors import QueueFullError, UnsupportedModelError, UsageError
+from kvconvert.kernels.sampling import sample
 from kvconvert.runtime import Engine, Sampling
-from kvconvert.runtime.engine.sampling import sample
 
 
 def alone(prompt, max_new_tokens, sampling, stops=(END,)):

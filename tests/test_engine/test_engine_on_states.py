@@ -14,6 +14,7 @@ from kvconvert.runtime import Engine, KVCache
 from kvconvert.runtime.cache import session
 from kvconvert.runtime.hf import states
 from kvconvert.runtime.hf.generation import adopt
+from kvconvert.runtime.hf.layer import StateLayer
 from kvconvert.runtime.hf.states import state_modules
 
 EXACT = KVScheme(key_bits=16, value_bits=16, sink_tokens=5)
@@ -194,3 +195,32 @@ def test_a_cache_of_a_model_that_is_not_a_bundles_keeps_states_as_they_are():
     kept = [state.dtype for layer in cache.state_layers().values() for state in layer.tensors().values()]
     assert kept
     assert torch.uint8 not in kept
+
+
+def test_a_prompt_alone_is_read_as_prompts_in_company_are(monkeypatch):
+    model, read = bundle_model("qwen3_5_text"), []
+    expected = alone(model, prompts := [random_ids(1, 140)], new=(3,))
+    convolve = states.convolve
+    monkeypatch.setattr(states, "convolve", lambda *a: read.append(a[4].lengths) or convolve(*a))
+    # What has kernels; those that the module's own functions would launch are not called for a prompt.
+    monkeypatch.setattr(states.devices, "unsupported", lambda device: None)
+    monkeypatch.setattr(states, "_steps_equal", lambda *_: False)
+    engine = Engine(model, max_batch=2, prompt_chunk=CHUNK)
+    assert answers(engine, prompts, new=(3,)) == expected
+    assert [lengths for lengths in read if lengths in ([CHUNK], [140 - CHUNK])]
+
+
+def test_rows_that_come_back_lie_where_they_were():
+    layer = StateLayer(state_bits=12)
+    layer.hold({"conv.0": torch.randn(6, 4, 3), "recurrent.0": torch.randn(6, 2, 4, 8)})
+    before, numbers = layer.tensors(), {name: tensor.clone() for name, tensor in layer.tensors().items()}
+    layer.resize(2)
+    assert {len(tensor) for tensor in layer.tensors().values()} == {2}
+    layer.resize(6)
+    for name, tensor in layer.tensors().items():
+        assert tensor.data_ptr() == before[name].data_ptr()
+        assert tensor.equal(numbers[name])
+    layer.resize(9)
+    for name, tensor in layer.tensors().items():
+        assert len(tensor) == 9
+        assert tensor[:6].equal(numbers[name])

@@ -6,8 +6,8 @@ import torch
 from fake_model import FakeModel
 
 from kvconvert.errors import UsageError
+from kvconvert.kernels.sampling import CANDIDATES, gumbel_noise, sample, sample_likeliest, sample_reference
 from kvconvert.runtime import Engine, Sampling
-from kvconvert.runtime.engine.sampling import CANDIDATES, _sample, _sample_likeliest, gumbel_noise, sample
 
 MASK32, MASK64 = 2**32 - 1, 2**64 - 1
 
@@ -222,8 +222,8 @@ def test_the_likeliest_tokens_decide_as_the_whole_vocabulary_does(sigma, dtype):
         if seed == 4:
             logits = logits.round()  # many equal ones
         logits = logits.to(dtype)
-        few = _sample_likeliest(logits, *given)
-        expected = _sample(logits, *given, restrict=True)
+        few = sample_likeliest(logits, *given)
+        expected = sample_reference(logits, *given, restrict=True)
         assert few[few >= 0].equal(expected[few >= 0])
         assert sample(logits, *given).equal(expected)
         found.append(few >= 0)

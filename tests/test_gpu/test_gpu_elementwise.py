@@ -12,6 +12,8 @@ from kvconvert.kernels.elementwise import (
     add_rms_norm,
     gated,
     gated_reference,
+    gated_rms_norm,
+    gated_rms_norm_reference,
     rms_norm,
     rms_norm_reference,
     rotary,
@@ -101,6 +103,16 @@ def test_a_residual_is_added_before(device, dtype):
     y, total = add_rms_norm(x, residual, weight, Norm(1e-6))
     assert_rounded_alike(total, residual + x)
     assert_rounded_alike(y, rms_norm_reference(total, weight, Norm(1e-6)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 64), (3, 5, 1100), (70, 128)])
+def test_a_norm_with_a_gate(device, dtype, shape):
+    x, wide = random(*shape, device=device, dtype=dtype), random(*shape[:-1], 2 * shape[-1], device=device, dtype=dtype)
+    weight, gate = random(shape[-1], device=device, dtype=dtype, seed=2), wide[..., shape[-1] :]
+    assert_rounded_alike(
+        gated_rms_norm(x, gate, weight, Norm(1e-6)), gated_rms_norm_reference(x, gate, weight, Norm(1e-6))
+    )
 
 
 def test_eps_counts_and_rows_of_zeros_stay_zero(device):

@@ -4,9 +4,9 @@ import pytest
 import torch
 from tiny.models import GREEDY, random_ids, tiny_model
 
+from kvconvert.kernels.sampling import gumbel_noise, sample
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import Engine, Sampling
-from kvconvert.runtime.engine.sampling import gumbel_noise, sample
 from kvconvert.runtime.hf.generation import adopt
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

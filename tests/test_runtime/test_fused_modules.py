@@ -14,12 +14,20 @@ from transformers.models.cohere.modeling_cohere import CohereAttention
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssRMSNorm
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Attention
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from kvconvert.kernels.elementwise import Gate, Norm
 from kvconvert.runtime.hf import fused_modules
 from kvconvert.runtime.hf.fuse import fuse, fuse_residuals
-from kvconvert.runtime.hf.fused_modules import find_gate, fuse_gated_mlp, fuse_norm, fuse_rotary
+from kvconvert.runtime.hf.fused_modules import (
+    find_gate,
+    fuse_gated_mlp,
+    fuse_gated_norm,
+    fuse_norm,
+    fuse_rotary,
+)
 
 DTYPE = torch.bfloat16
 
@@ -68,6 +76,16 @@ def test_norms_with_a_gate_of_another_dtype_or_with_a_hook_are_left_alone():
     hooked = with_random_weight(LlamaRMSNorm(96))
     hooked.forward = hooked.forward
     assert not fuse_norm(hooked, DTYPE)
+
+
+def test_norms_with_a_gate_are_found_by_what_they_compute():
+    norm, x = with_random_weight(Qwen3NextRMSNormGated(96)), torch.randn(5, 96, dtype=DTYPE)
+    expected = norm(x, x.flip(0))
+    assert fuse_gated_norm(norm, DTYPE)
+    assert torch.equal(norm(x, x.flip(0)), expected)
+    assert not fuse_gated_norm(norm, DTYPE)
+    for other in (MambaRMSNormGated(96, 96), LlamaRMSNorm(96)):  # the gate comes before the norm; there is none
+        assert not fuse_gated_norm(with_random_weight(other), DTYPE)
 
 
 class MLP(nn.Module):
@@ -138,6 +156,23 @@ def test_rotary_positions_are_fused_by_halves_only_and_for_the_instance_only():
     assert "forward" not in other.__dict__
     assert inspect.signature(attention.forward) == inspect.signature(other.forward)
     assert not fuse_rotary(attention)
+
+
+@pytest.mark.parametrize("rotated", [8, 16])
+def test_rotary_positions_of_the_first_channels_are_fused(rotated, monkeypatch):
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = AutoConfig.for_model("qwen3_5_text", num_hidden_layers=1, **sizes)
+    config._attn_implementation = "eager"
+    attention = Qwen3_5Attention(config, 0).eval().requires_grad_(False)
+    tables = torch.randn(2, 3, rotated), torch.randn(2, 3, rotated)
+    arguments = {"hidden_states": torch.randn(2, 3, 64), "position_embeddings": tables, "attention_mask": None}
+    expected, fused = attention(**arguments)[0], []
+    assert fuse_rotary(attention)
+    rotary = fused_modules.rotary
+    monkeypatch.setattr(fused_modules, "unsupported", lambda *_: None)
+    monkeypatch.setattr(fused_modules, "rotary", lambda *given: fused.append(given) or rotary(*given))
+    torch.testing.assert_close(attention(**arguments)[0], expected)
+    assert fused
 
 
 @pytest.mark.parametrize("name", ["gemma2", "granite", "olmo2", "glm4"])
