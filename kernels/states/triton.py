@@ -19,19 +19,10 @@ NUMBERS = 4096
 
 
 @triton.jit
-def _places(HALF: tl.constexpr):
-    """Numbers of half a row, of which a thread takes four.
-
-    With more, rows would be divided among few threads, and sums over rows take instructions for each number.
-    """
-    return tl.max_contiguous(tl.arange(0, HALF), 4)
-
-
-@triton.jit
 def _load(high, low, scales, row, CHANNELS: tl.constexpr):
     """float32 codes of rows [rows, 1]: their first and their second halves, and the rows' scales."""
     HALF: tl.constexpr = CHANNELS // 2
-    place = _places(HALF)[None, :]
+    place = tl.arange(0, HALF)[None, :]
     below = tl.load(low + row * HALF + place).to(tl.int32)
     first = tl.load(high + row * CHANNELS + place).to(tl.int32)
     second = tl.load(high + row * CHANNELS + HALF + place).to(tl.int32)
@@ -59,7 +50,7 @@ def _larger(a, b):
 def _store(first, second, high, low, scales, row, CHANNELS: tl.constexpr):
     """Pack rows [rows, 1], given as halves."""
     HALF: tl.constexpr = CHANNELS // 2
-    place = _places(HALF)[None, :]
+    place = tl.arange(0, HALF)[None, :]
     scale = tl.reduce(_larger(tl.abs(first), tl.abs(second)), 1, _larger)[:, None] / _LARGEST
     inverse = tl.where(scale > 0, 1.0 / scale, 0.0)
     first = (first * inverse + _SHIFT).to(tl.int32, bitcast=True)
