@@ -308,7 +308,7 @@ class CalibQuantPass(SampleReader):
             SPAN_CLIP_RATIO_GRID if self.search_keys else (f.key_clip_ratio,),
             SPAN_CLIP_RATIO_GRID if self.search_values else (f.value_clip_ratio,),
             cache.sink_tokens,
-            cache.pages.key_feedback,
+            cache.pages.key_tensors.feedback,
             work.ranks,
         )
 

@@ -87,9 +87,10 @@ def stored_tokens(tokens: Tensor, cache: CacheFormat, side: Side, clip_ratios: S
     result, sinks, size = result.clone(), cache.sink_tokens, count * f.page_size
     pages = tokens[:, :, :size].unflatten(2, (count, f.page_size)).transpose(1, 2)
     constant: Tensor | float = 0.0
-    if side == "key" and cache.pages.key_center is not None:
+    center = cache.pages.side(f.is_key)[1].center
+    if center is not None:
         starts = f.page_size * torch.arange(count, device=tokens.device)
-        constant = page_centers(starts, f.page_size, cache.pages.key_center)
+        constant = page_centers(starts, f.page_size, center)
         pages = pages - constant
     # Static scales belong to the layer, and are others with each clip ratio.
     limit = GPU_STORED_NUMBERS if tokens.is_cuda else STORED_NUMBERS
@@ -105,13 +106,11 @@ def stored_tokens(tokens: Tensor, cache: CacheFormat, side: Side, clip_ratios: S
 def _read_back(pages: Tensor, cache: CacheFormat, side: Side, clip_ratios: Sequence[float]) -> Tensor:
     """Pages [n, count, H, P, channels] of n sequences with each of m clip ratios, [m, n, count, H, P, channels]."""
     f, shape = cache.side(side)[0], (len(clip_ratios), *pages.shape)
-    static = cache.static_scales(side, clip_ratios[0])
+    tensors = cache.pages.side(f.is_key)[1]._replace(static=cache.static_scales(side, clip_ratios[0]))
     ratios = torch.tensor(clip_ratios, dtype=torch.float64).repeat_interleave(shape[1] * shape[2]).to(pages.device)
     every = pages.expand(shape).flatten(0, 2)
     of_all = {"hidden": cache.sink_tokens, "firsts": slice(0, None, shape[2]), "clip_ratios": ratios}
-    fixed = cache.pages.boosted if f.is_key else None, static
-    quantized = quantize_pages(every, f, *fixed, cache.pages.key_feedback if f.is_key else None, **of_all)
-    return dequantize_pages(quantized, *fixed).view(shape)
+    return dequantize_pages(quantize_pages(every, f, tensors, **of_all), tensors).view(shape)
 
 
 @dataclass(frozen=True)

@@ -223,14 +223,14 @@ class TreatmentSearch:
     def format_of(self, scheme: KVScheme) -> CacheFormat:
         """The cache of a scheme, with error feedback and a constant part where it has them."""
         cache = CacheFormat.of(scheme.uncalibrated(), **self._shape)
-        rotated, pages = cache.rotations.keys, cache.pages
+        rotated, keys = cache.rotations.keys, cache.pages.key_tensors
         if scheme.feeds_errors_back or self.search.chooses_error_feedback(scheme):
-            pages = replace(pages, key_feedback=self._feedback_of(rotated))
+            keys = keys._replace(feedback=self._feedback_of(rotated))
         if scheme.centers_keys:
             part = self.constant
             center = key_center(part.mean, part.rope.frequencies, part.rope.pairs, rotated)
-            pages = replace(pages, key_center=center)
-        return replace(cache, pages=pages)
+            keys = keys._replace(center=center)
+        return replace(cache, pages=replace(cache.pages, key_tensors=keys))
 
     def drop_sample(self) -> None:
         """Keep what `format_of` needs, and nothing of the sample's size."""
@@ -330,8 +330,9 @@ class KeyTreatmentPass(SampleReader):
     def apply(self, work: LayerWork) -> None:
         """Store keys so from here on; feedback and clip ratio are for the passes that follow."""
         pages, chosen = work.cache.pages, self._cache.pages
-        keys = replace(pages, keys=chosen.keys, key_center=chosen.key_center)
-        work.cache = replace(work.cache, pages=keys, rotations=self._cache.rotations)
+        tensors = pages.key_tensors._replace(center=chosen.key_tensors.center)
+        pages = replace(pages, keys=chosen.keys, key_tensors=tensors)
+        work.cache = replace(work.cache, pages=pages, rotations=self._cache.rotations)
 
     def result(self) -> PassResult:
         """Return the choice, every treatment's error, and the constant part where it is kept."""

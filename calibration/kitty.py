@@ -118,7 +118,8 @@ class KittyPass(AttentionPass):
             pages = work.cache.pages
             keys = replace(pages.keys, fixed_channels=True)
             chosen = self._tensors["boosted_channels"].long().to(next(work.layer.parameters()).device)
-            work.cache = replace(work.cache, pages=replace(pages, keys=keys, boosted=chosen))
+            tensors = pages.key_tensors._replace(boosted=chosen)
+            work.cache = replace(work.cache, pages=replace(pages, keys=keys, key_tensors=tensors))
 
     def result(self) -> PassResult:
         """The statistics as plan tensors, and what share of all sensitivity the most sensitive channels have."""

@@ -7,6 +7,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     import torch
 
     from kvconvert.kernels.pages.center import KeyCenter
@@ -91,23 +93,54 @@ class PageFormat:
         return cls(False, heads, head_dim, page_size, bits, group_size, **named)
 
 
+class SideTensors(NamedTuple):
+    """The tensors with which one layer's pages of keys, or of values, are written and read, besides their format.
+
+    Attributes:
+        boosted: int64 [H, boosted], the key channels with more bits where the format fixes them.
+        static: the scales of all pages, where the format says that these are static.
+        feedback: float16 [H, D, D], with which channels of keys are rounded one after another (`pages/feedback.py`);
+            None rounds to nearest. It says how codes came about, not what they mean.
+        center: what pages of keys leave out and attention adds (`pages/center.py`); None for whole keys.
+    """
+
+    boosted: torch.Tensor | None = None
+    static: ChannelScales | None = None
+    feedback: torch.Tensor | None = None
+    center: KeyCenter | None = None
+
+
+NO_TENSORS = SideTensors()
+
+
 @dataclass(frozen=True)
 class LayerFormat:
-    """How one layer's pages are read.
+    """How one layer's pages are written and read.
 
     Attributes:
         keys, values: their formats.
-        boosted: int64 [H, boosted], the key channels with more bits where these are fixed for the layer.
-        static_keys, static_values: the scales of all pages, where the formats say that these are static.
-        key_feedback: float16 [H, D, D], with which keys are rounded (`pages/feedback.py`); None rounds to nearest. It
-            says how codes came about, not what they mean.
-        key_center: what pages of keys leave out and attention adds (`pages/center.py`); None for whole keys.
+        key_tensors, value_tensors: what belongs to these.
     """
 
     keys: PageFormat
     values: PageFormat
-    boosted: torch.Tensor | None = None
-    static_keys: ChannelScales | None = None
-    static_values: ChannelScales | None = None
-    key_feedback: torch.Tensor | None = None
-    key_center: KeyCenter | None = None
+    key_tensors: SideTensors = NO_TENSORS
+    value_tensors: SideTensors = NO_TENSORS
+
+    def side(self, is_key: bool) -> tuple[PageFormat, SideTensors]:
+        """Keys or values."""
+        return (self.keys, self.key_tensors) if is_key else (self.values, self.value_tensors)
+
+    @property
+    def kind(self) -> Hashable:
+        """The same for layers whose pages the same kernels write and read."""
+        tensors = (*self.key_tensors, *self.value_tensors)
+        return self.keys, self.values, tuple(tensor is None for tensor in tensors)
+
+    @property
+    def shares_launches(self) -> bool:
+        """Whether one launch can write pages of several layers of this kind.
+
+        Matrices of error feedback and key centers are found by their addresses, and so may be each layer's own.
+        """
+        return not any(side.boosted is not None or side.static for side in (self.key_tensors, self.value_tensors))

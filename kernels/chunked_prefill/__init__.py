@@ -15,7 +15,7 @@ import torch
 
 from kvconvert.kernels import device, prompt
 from kvconvert.kernels.chunked_prefill.cpu import tiled_attention
-from kvconvert.kernels.chunked_prefill.parts import PageReader, StoredPart
+from kvconvert.kernels.chunked_prefill.parts import PageReader, StoredPart, stored_parts
 from kvconvert.kernels.pages import LayerFormat, unsupported_dequantization
 
 if TYPE_CHECKING:

@@ -109,7 +109,7 @@ def decode_attention(
     if output is None:
         output = queries.new_empty(*queries.shape[:3], format.values.head_dim)
     at_once = QUERIES_AT_ONCE
-    if format.key_center is not None and queries.shape[2] > 1:
+    if format.key_tensors.center is not None and queries.shape[2] > 1:
         entries = len(stored.page_tables(1).keys)
         room = launch.centered_queries(CENTER_BYTES, entries, format.keys.heads, group, queries)
         at_once = min(QUERIES_AT_ONCE, room)

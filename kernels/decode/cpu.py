@@ -69,7 +69,7 @@ def paged_attention(
     grouped = queries.float().reshape(batch, heads, query_heads // heads * length, -1)
     # Soft caps need the scores themselves.
     scaled = grouped if softcap else grouped * scaling
-    center = format.key_center
+    center = format.key_tensors.center
     projected = None if center is None else scaled @ center.matrix.float()
     softmax = StreamingSoftmax(batch)
 
@@ -138,11 +138,11 @@ def page_scores(queries: torch.Tensor, pages: PageTensors | torch.Tensor, format
     if f.bits == 16:
         return queries @ pages.codes.float().transpose(2, 3)
     # A row [N, H, groups, 1, D] for each group of tokens.
-    scale, offset = _scales(pages, format.static_keys)
+    scale, offset = _scales(pages, format.key_tensors.static)
     groups = f.page_size // f.group_size
     few = queries.shape[2] * groups <= f.page_size
     if f.boosted:
-        codes, weights = page_codes(pages, format.boosted).transpose(2, 3).float(), None
+        codes, weights = page_codes(pages, format.key_tensors.boosted).transpose(2, 3).float(), None
     else:
         codes, weights = _unpacked(pages.codes, f.bits, in_place=few)
     codes = codes.unflatten(2, (groups, f.group_size))
@@ -161,7 +161,7 @@ def weighted_page_values(weights: torch.Tensor, pages: PageTensors | torch.Tenso
     """
     if isinstance(pages, torch.Tensor):
         return weights @ pages.float()
-    f, static = format.values, format.static_values
+    f, static = format.values, format.value_tensors.static
     if f.bits == 16:
         return weights @ pages.codes.float()
     if f.static:

@@ -21,7 +21,15 @@ import torch
 
 from kvconvert.kernels import device
 from kvconvert.kernels.launches import deferred
-from kvconvert.kernels.page_formats import PAGE_SIZE, ChannelScales, LayerFormat, PageFormat, TokenNorm
+from kvconvert.kernels.page_formats import (
+    NO_TENSORS,
+    PAGE_SIZE,
+    ChannelScales,
+    LayerFormat,
+    PageFormat,
+    SideTensors,
+    TokenNorm,
+)
 from kvconvert.kernels.page_layout import ALIGNMENT
 from kvconvert.kernels.pages.center import KeyCenter, add_centers_reference, key_center, page_centers
 from kvconvert.kernels.pages.records import (
@@ -96,29 +104,32 @@ def add_centers(tokens: torch.Tensor, position: int, page_size: int, center: Key
 def quantize_by_reference(
     tokens: Sequence[torch.Tensor],
     pages: Sequence[PageTensors],
-    channels: torch.Tensor | None = None,
-    static: ChannelScales | None = None,
-    feedback: torch.Tensor | None = None,
-    hidden: Sequence[int] | None = None,
+    tensors: SideTensors,
+    positions: Sequence[int],
+    hidden: Sequence[int],
 ) -> None:
     """Quantize complete pages of many sequences where no kernels do, and write them where they are to be stored.
 
     Args:
         tokens: views [H, n P, channels] of n >= 1 pages' tokens each, in buffers of any capacity.
         pages: views of the records that these pages take, in the same order; as many pages as there are tokens for.
-        channels, static, feedback: as for `quantize_pages`.
-        hidden: the same, for the first page of each tensor.
+        tensors: the layer's.
+        positions: of each tensor's first token among its sequence's.
+        hidden: as for `quantize_pages`, for the first page of each tensor.
 
     Raises:
         NumericError: what cannot be quantized; `index` is (page, head, ...).
     """
     f = pages[0].format
     rooms = (room for view in pages for room in view.buffer)
-    for part, count in zip(tokens, hidden or [0] * len(tokens), strict=True):
-        every = part.unflatten(1, (-1, f.page_size)).transpose(0, 1)
-        for number, some in enumerate(every.split(REFERENCE_PAGES)):
-            first = 0 if number else count
-            for record in quantize_pages(some, f, channels, static, feedback, first).buffer:
+    for part, position, count in zip(tokens, positions, hidden, strict=True):
+        for begin in range(0, part.shape[1], REFERENCE_PAGES * f.page_size):
+            some = part[:, begin : begin + REFERENCE_PAGES * f.page_size]
+            if tensors.center is not None:
+                some = some.clone()
+                add_centers(some, position + begin, f.page_size, tensors.center, sign=-1)
+            every = some.unflatten(1, (-1, f.page_size)).transpose(0, 1)
+            for record in quantize_pages(every, f, tensors, 0 if begin else count).buffer:
                 next(rooms).copy_(record)
 
 
@@ -139,8 +150,7 @@ def unsupported_dequantization(f: PageFormat, dtype: torch.dtype, on: torch.devi
 def dequantize_into(
     output: torch.Tensor,
     pages: PageTensors | PageAddresses,
-    channels: torch.Tensor | None = None,
-    static: ChannelScales | None = None,
+    tensors: SideTensors = NO_TENSORS,
 ) -> None:
     """Write the tokens of pages, one page after another, as `dequantize_pages` gives them.
 
@@ -150,7 +160,7 @@ def dequantize_into(
         output: [H, tokens, channels] in any float dtype, channels contiguous; of the last page as many tokens are
             written as there is room for.
         pages: tensors, or addresses on a device for which `unsupported_dequantization` gives None.
-        channels, static: as for `quantize_pages`, of pages given as tensors.
+        tensors: the layer's, of pages given as tensors.
     """
     if isinstance(pages, PageAddresses):
         from kvconvert.kernels.pages.triton.dequantize import dequantize_addressed
@@ -160,7 +170,7 @@ def dequantize_into(
     size = pages.format.page_size
     for start in range(0, len(pages), REFERENCE_PAGES):
         part = pages.select(slice(start, start + REFERENCE_PAGES))
-        tokens = dequantize_pages(part, channels, static).transpose(0, 1)
+        tokens = dequantize_pages(part, tensors).transpose(0, 1)
         if output.dtype == torch.float16:
             tokens = tokens.clamp(*_HALF_RANGE)
         target = output[:, start * size : start * size + len(part) * size]

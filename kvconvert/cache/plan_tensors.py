@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 
 from kvconvert.cache.format import Side, rotations
 from kvconvert.errors import RecipeError
-from kvconvert.kernels.page_formats import ChannelScales, LayerFormat, PageFormat
+from kvconvert.kernels.page_formats import ChannelScales, LayerFormat, PageFormat, SideTensors
 from kvconvert.kernels.pages.center import KeyCenter, key_center
 from kvconvert.methods import KVScheme
 from kvconvert.methods.static_scales import SCALE_NAMES
@@ -24,14 +23,14 @@ def with_plan(
     Raises:
         RecipeError: a tensor is missing or does not fit the layer's shape.
     """
-    return replace(
-        format,
+    keys = SideTensors(
         boosted=_fixed_channels(format.keys, plan, device),
-        static_keys=_static_scales("key", format.keys, plan, device),
-        static_values=_static_scales("value", format.values, plan, device),
-        key_feedback=_key_feedback(format.keys, plan, device) if scheme.feeds_errors_back else None,
-        key_center=_key_center(format.keys, scheme, plan, device) if scheme.centers_keys else None,
+        static=_static_scales("key", format.keys, plan, device),
+        feedback=_key_feedback(format.keys, plan, device) if scheme.feeds_errors_back else None,
+        center=_key_center(format.keys, scheme, plan, device) if scheme.centers_keys else None,
     )
+    values = SideTensors(static=_static_scales("value", format.values, plan, device))
+    return LayerFormat(format.keys, format.values, keys, values)
 
 
 def _planned(

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import torch
 
-from kvconvert.kernels.chunked_prefill import StoredPart, chunk_attention, unsupported
+from kvconvert.kernels.chunked_prefill import PageReader, StoredPart, chunk_attention, stored_parts, unsupported
 from kvconvert.kernels.chunked_prefill.parts import Workspace
 from kvconvert.kernels.decode import decode_attention
 from kvconvert.kernels.decode.cpu import paged_attention, pages_per_tile
 from kvconvert.kernels.decode.stored import PageTables, PageTile, ResidualTokens, ResidualWindows, SpanTokens
-from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.kernels.pages import PAGE_SIZE, PageAddresses
 from kvconvert.kernels.rotate import hadamard_transform, rotate_and_append, unsupported_append
 from kvconvert.vllm.layer import LayerBatch, LayerBlocks
 from kvconvert.vllm.prompts import PackedPrompts
@@ -157,24 +157,18 @@ class LayerStep:
 
     def _history(self, request: Request, keys: torch.Tensor, values: torch.Tensor) -> list[StoredPart]:
         """What is stored before a chunk; keys [H, n, D] and values [H, n, E] are its full-precision tokens."""
-        plan, center = self.plan, self.blocks.cache.format.key_center
-        quantized = self.blocks.layout.quantized(request.stored)
-        both, pages = min(quantized), max(quantized)
-        half = (pages - both) * PAGE_SIZE
-        sinks = self.blocks.layout.sink_tokens if pages else 0
-        first = self.blocks.read(*plan.sinks(self.blocks.layout, request, 0, sinks)) if sinks else None
-        formats = self.blocks.cache.format.keys, self.blocks.cache.format.values
-        whole = [self.blocks.source(plan.pages(request, 0, both), f) for f in formats]
-        mixed = [
-            exact[:, :half] if count == both else self.blocks.source(plan.pages(request, both, pages), f)
-            for exact, count, f in zip((keys, values), quantized, formats, strict=True)
+        plan, blocks = self.plan, self.blocks
+        counts, format = blocks.layout.quantized(request.stored), blocks.cache.format
+        exact = [
+            side[:, (count - min(counts)) * PAGE_SIZE :] for side, count in zip((keys, values), counts, strict=True)
         ]
-        found = [
-            StoredPart(both * PAGE_SIZE, *whole, center, 0, first),
-            StoredPart(half, *mixed, center, both * PAGE_SIZE, None if both else first),
-            StoredPart(keys.shape[1] - half, keys[:, half:], values[:, half:]),
-        ]
-        return [part for part in found if part.tokens]
+        sinks = blocks.layout.sink_tokens if max(counts) else 0
+        first = blocks.read(*plan.sinks(blocks.layout, request, 0, sinks)) if sinks else None
+
+        def pages(begin: int, end: int) -> list[PageReader | PageAddresses]:
+            return [blocks.source(plan.pages(request, begin, end), f) for f in (format.keys, format.values)]
+
+        return stored_parts(counts, pages, exact, PAGE_SIZE, format.key_tensors.center, sinks=first)
 
     def _decode(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, output: torch.Tensor) -> None:
         """Store the tokens of the requests with one, and write their attention [B, Hq, E].
@@ -255,7 +249,7 @@ class DecodeTokens:
             else:
                 exact = [self._exact(*entry)[index] for entry in part]
                 sides.append(torch.stack(exact))
-        positions = pages * PAGE_SIZE if format.key_center is not None else None
+        positions = pages * PAGE_SIZE if format.key_tensors.center is not None else None
         at = torch.tensor([number for number, _ in part], device=device)
         sinks = self.blocks.layout.sink_tokens
         hidden = [(i, sinks) for i, (_, page) in enumerate(part) if page == 0 and sinks]

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from kvconvert.cache.format import CacheFormat
@@ -115,6 +116,11 @@ class BlockLayout:
     def quantized(self, tokens: int) -> tuple[int, int]:
         """Pages of keys and of values that are quantized once so many tokens are stored."""
         return max(0, tokens - self.key_window) // PAGE_SIZE, max(0, tokens - self.value_window) // PAGE_SIZE
+
+    def quantized_pages(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`quantized` of many requests."""
+        keys, values = (np.maximum(tokens - n, 0) // PAGE_SIZE for n in (self.key_window, self.value_window))
+        return keys, values
 
     def completes(self, tokens: int) -> bool:
         """Whether the last of so many stored tokens completes a page on either side."""

@@ -42,14 +42,12 @@ def rehearse(
     kinds = {}
     for blocks, (count, logits) in zip(layers, heads, strict=True):
         f, own = blocks.cache.format, (count, logits.softcap, logits.sink_logits is None)
-        kinds[f.keys, f.values, blocks.geometry, f.key_center is None, f.key_feedback is None, own] = (
-            blocks, count, logits,
-        )  # fmt: skip
+        kinds[f.kind, blocks.geometry, own] = blocks, count, logits
     # Requests with a page to quantize on either side, as many at a time as there are rows for.
     each = min(2, tables.rows)
     stored = [PAGE_SIZE + window + 1 for window in (windows if each == 2 else sorted(set(windows)))]
     singles = [(list(range(each + 1)), stored[at : at + each], each) for at in range(0, len(stored), each)]
-    if any(blocks.cache.format.key_center is not None for blocks in layers):
+    if any(blocks.cache.format.key_tensors.center is not None for blocks in layers):
         # What centers add to the scores is computed for a power of two of requests.
         singles += [(*singles[0][:2], 1 << power) for power in range(tables.rows.bit_length() + 1)]
     prompts = [0, long, 2 * long], [2 * long + PAGE_SIZE // 2, long], 2 * long

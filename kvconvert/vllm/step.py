@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from kvconvert.kernels.device import upload
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.vllm.blocks import BlockLayout
 
@@ -216,17 +217,6 @@ class StepPlan:
                 rows, numbers = upload(torch.tensor(pages).T, self.device)
                 blocks = self.block_table[rows, self.layout.first_page + numbers].long()
                 self.quantized_blocks.index_fill_(0, blocks, value)
-
-
-def upload(data: torch.Tensor | list, device: torch.device) -> torch.Tensor:
-    """Integers on a device, without waiting for what it is doing."""
-    tensor = torch.tensor(data) if isinstance(data, list) else data
-    return fill(torch.empty_like(tensor, device=device), tensor)
-
-
-def fill(target: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """`target`, which takes integers of the host's without waiting for what its device is doing."""
-    return target.copy_(data.pin_memory() if target.is_cuda else data, non_blocking=True)
 
 
 def plan_step(

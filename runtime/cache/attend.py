@@ -18,13 +18,14 @@ from kvconvert.kernels.decode import (
     decode_attention,
     pages_per_tile,
 )
+from kvconvert.kernels.device import upload
 from kvconvert.kernels.prompt import prompt_attention
 from kvconvert.kernels.rotate import hadamard_transform, rotate_and_append, rotate_new_tokens, unsupported_append
 from kvconvert.kernels.select import column_sums, selective_attention
 from kvconvert.runtime.cache.chunked_prefill import AttentionCall, ChunkedPrefill
 from kvconvert.runtime.cache.compress import end_forward, seal
 from kvconvert.runtime.cache.forward_pass import ForwardPass, PassTokens
-from kvconvert.runtime.cache.group_tables import GroupTables, upload
+from kvconvert.runtime.cache.group_tables import GroupTables
 from kvconvert.runtime.cache.sequence import Sequence
 from kvconvert.runtime.cache.store import LayerStore
 
@@ -329,7 +330,7 @@ class StoredRows:
                 store.read_pages(part.pages, part.keys, True),
                 store.read_pages(part.pages, part.values, False),
             )
-            positions = None if store.format.key_center is None else part.positions
+            positions = None if store.format.key_tensors.center is None else part.positions
             yield PageTile(keys, values, part.rows, visible, positions, part.hidden)
 
     def _page_parts(self, step: int) -> list[PagePart]:

@@ -331,7 +331,7 @@ class LayerStore:
         row, parts = self.rows[work.row], list(work.parts)
         keys, values = (_joined([side.tokens(*part) for part in parts]) for side in (row.keys, row.values))
         for side in zip(keys.split(work.lengths, 1), values.split(work.lengths, 1), strict=True):
-            row.spans.append(quantize_span(*side, self.span_format, self.format.key_feedback))
+            row.spans.append(quantize_span(*side, self.span_format, self.format.key_tensors.feedback))
         for side in (row.keys, row.values):
             side.remove(parts, work.used)
 

@@ -230,7 +230,7 @@ def test_an_architecture_without_calibration_is_measured_as_it_will_round(tmp_pa
     feedbacks, divergence = [], SimulatedModel.divergence
 
     def seen(self, text, caches):
-        feedbacks.extend(cache.pages.key_feedback for cache in caches.values())
+        feedbacks.extend(cache.pages.key_tensors.feedback for cache in caches.values())
         return divergence(self, text, caches)
 
     monkeypatch.setattr(SimulatedModel, "divergence", seen)

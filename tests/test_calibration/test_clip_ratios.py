@@ -21,7 +21,7 @@ from kvconvert.calibration.clip_ratios import (
     value_clip_ratio_errors,
 )
 from kvconvert.calibration.protocol import CalibrationPass
-from kvconvert.kernels.pages import PageFormat
+from kvconvert.kernels.pages import PageFormat, SideTensors
 from kvconvert.kernels.quantizer import dequantize, quantize
 from kvconvert.kernels.rotate import Rotations, hadamard_matrix
 
@@ -81,7 +81,8 @@ def test_sequences_and_clip_ratios_together_are_each_alone(monkeypatch, changes,
     cache = replace(cache_format(dim=16), sink_tokens=20)
     feedback = torch.eye(16) + torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(0)).triu(1) / 4
     keys = replace(cache.pages.keys, **changes)
-    cache = replace(cache, pages=replace(cache.pages, keys=keys, key_feedback=feedback.half()))
+    tensors = SideTensors(feedback=feedback.half())
+    cache = replace(cache, pages=replace(cache.pages, keys=keys, key_tensors=tensors))
     for side, tokens in (("key", sample.keys), ("value", sample.values)):
         together = stored_tokens(tokens, cache, side, (1.0, 0.7))
         for number, ratio in enumerate((1.0, 0.7)):

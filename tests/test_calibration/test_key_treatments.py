@@ -19,7 +19,7 @@ from kvconvert.calibration.key_treatments import (
     measure_constant_part,
 )
 from kvconvert.errors import UnsupportedModelError
-from kvconvert.kernels.pages import key_center, page_centers
+from kvconvert.kernels.pages import SideTensors, key_center, page_centers
 from kvconvert.methods import KVCalibration, KVScheme, preset_calibration
 from kvconvert.methods.key_treatments import treatments
 
@@ -109,7 +109,7 @@ def test_keys_stored_without_their_constant_come_back_with_it():
     keys = turned(mean[None, :, None] + normal())[0]
     cache = cache_format(dim=DIM, group=128, sink_tokens=4)
     center = key_center(mean, rope().frequencies, rope().pairs, False)
-    centered = replace(cache, pages=replace(cache.pages, key_center=center))
+    centered = replace(cache, pages=replace(cache.pages, key_tensors=SideTensors(center=center)))
     read, whole = (stored_tokens(keys[None], own, "key", [1.0])[0, 0] for own in (centered, cache))
     pages = slice(4, 4 + 4 * 128)
     assert torch.equal(read[:, :4], keys[:, :4])
@@ -136,7 +136,7 @@ def test_the_pass_leaves_format_sample_and_plan_in_agreement():
     work, sampler, result = run_pass(scheme(key_bits=3), SEARCH)
     made = replace(scheme(key_bits=3), **result.scheme)
     assert work.cache.rotations.keys == (made.rotate_keys == "hadamard")
-    assert (work.cache.pages.key_center is not None) == made.centers_keys == ("key_mean" in result.plan)
+    assert (work.cache.pages.key_tensors.center is not None) == made.centers_keys == ("key_mean" in result.plan)
     assert result.statistics["output_error"]
     # The passes that follow fit feedback and clip ratio in the same coordinates.
     following = [ErrorFeedbackPass(), ClipRatioPass(sampler)]
@@ -153,7 +153,7 @@ def test_a_center_that_is_asked_for_is_made():
     work, _, result = run_pass(asked, KVCalibration())
     assert result.scheme == {}
     assert result.plan["key_mean"].shape == (2, 8)
-    assert work.cache.pages.key_center.matrix.shape == (2, 8, 8)
+    assert work.cache.pages.key_tensors.center.matrix.shape == (2, 8, 8)
     assert work.cache.rotations.keys
 
 

@@ -7,7 +7,7 @@ import torch
 from sample_layers import layer_work, run_passes
 
 from kvconvert.calibration.kitty import ChannelStatistics, KittyPass, choose_channels
-from kvconvert.kernels.pages import LayerFormat, PageFormat, dequantize_pages, quantize_pages
+from kvconvert.kernels.pages import LayerFormat, PageFormat, SideTensors, dequantize_pages, quantize_pages
 from kvconvert.kernels.rotate import Rotations, hadamard_matrix
 from kvconvert.methods.kitty import Kitty
 
@@ -73,7 +73,8 @@ def test_a_large_channel_that_no_query_reads_is_not_sensitive_and_boosting_by_se
     f = PageFormat.keys(1, 8, 128, 2, 128, boosted=1, fixed_channels=True)
 
     def score_error(channels):
-        read = dequantize_pages(quantize_pages(keys, f, channels), channels)
+        tensors = SideTensors(channels)
+        read = dequantize_pages(quantize_pages(keys, f, tensors), tensors)
         return (queries @ (read - keys).transpose(2, 3)).square().mean()
 
     by_magnitude = choose_channels(found["key_mean_abs"], 1)
@@ -99,9 +100,9 @@ def test_the_pass_measures_keys_as_the_quantizer_sees_them(select, norm):
     assert result.plan.keys() <= {*Kitty.plan_tensors}
     if select == "dynamic":
         assert "boosted_channels" not in result.plan
-        assert work.cache.pages.boosted is None
+        assert work.cache.pages.key_tensors.boosted is None
     else:
         chosen = result.plan["boosted_channels"]
         assert (chosen.dtype, chosen.shape) == (torch.int32, (2, 3))
-        assert torch.equal(work.cache.pages.boosted, chosen.long())
+        assert torch.equal(work.cache.pages.key_tensors.boosted, chosen.long())
         assert work.cache.pages.keys.fixed_channels

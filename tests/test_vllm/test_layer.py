@@ -158,17 +158,17 @@ class Layer:
         """A complete page of a request's keys or values [HEADS, 128, DIM] as it is stored, computed once."""
         if (side, row, number) not in self.pages:
             part, hidden = slice(128 * number, 128 * number + 128), 0 if number else self.layout.sink_tokens
-            f, g = self.format, self.format.values
+            f = self.format
             if side == "keys":
                 center = 0.0
-                if f.key_center is not None:
-                    center = page_centers(torch.tensor([128 * number]), 128, f.key_center)
+                if f.key_tensors.center is not None:
+                    center = page_centers(torch.tensor([128 * number]), 128, f.key_tensors.center)
                 whole = self.keys[row][None, :, part] - center
-                page = quantize_pages(whole, f.keys, f.boosted, f.static_keys, f.key_feedback, hidden)
-                stored = dequantize_pages(page, f.boosted, f.static_keys) + center
+                page = quantize_pages(whole, *f.side(True), hidden)
+                stored = dequantize_pages(page, f.key_tensors) + center
             else:
-                page = quantize_pages(self.values[row][None, :, part], g, static=f.static_values, hidden=hidden)
-                stored = dequantize_pages(page, static=f.static_values)
+                page = quantize_pages(self.values[row][None, :, part], *f.side(False), hidden)
+                stored = dequantize_pages(page, f.value_tensors)
             self.pages[side, row, number] = stored[0]
         return self.pages[side, row, number]
 

@@ -281,9 +281,9 @@ def test_a_rank_has_its_heads_of_the_plan():
         part = found.layer(0, torch.device("cpu"), torch.bfloat16, rank, 2)
         own = slice(rank, rank + 1)
         assert part.format.keys.heads == part.format.values.heads == 1
-        assert torch.equal(part.format.key_feedback, whole.format.key_feedback[own])
-        assert torch.equal(part.format.boosted, whole.format.boosted[own])
-        assert torch.equal(part.format.key_center.matrix, whole.format.key_center.matrix[own])
+        assert torch.equal(part.format.key_tensors.feedback, whole.format.key_tensors.feedback[own])
+        assert torch.equal(part.format.key_tensors.boosted, whole.format.key_tensors.boosted[own])
+        assert torch.equal(part.format.key_tensors.center.matrix, whole.format.key_tensors.center.matrix[own])
         assert part.layout == found.layouts(torch.bfloat16, 2)[0]
         assert 2 * part.layout.token_bytes == whole.layout.token_bytes
 

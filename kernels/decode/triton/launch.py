@@ -102,7 +102,7 @@ def decode_shape(
         ragged=hides or span is not None,
         softcap=softcap,
         tau=tau,
-        centered=format.key_center is not None,
+        centered=format.key_tensors.center is not None,
         placed=placed,
         tile=TILE,
         inline_asm=inline_asm,
