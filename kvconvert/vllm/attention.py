@@ -94,13 +94,13 @@ class LayerStep:
             else:
                 attended = self._prompt(prompts, *(x.transpose(0, 1) for x in self._turned(*own)))
                 output[part] = attended.transpose(0, 1)
-        if self.blocks.cache.rotations.values:
+        if self.blocks.cache.format.rotations.values:
             output.copy_(hadamard_transform(output, inverse=True))
 
     def _turned(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        rotations = self.blocks.cache.rotations
+        rotations = self.blocks.cache.format.rotations
         if rotations.keys:
             queries, keys = hadamard_transform(queries), hadamard_transform(keys)
         return queries, keys, hadamard_transform(values) if rotations.values else values
@@ -180,10 +180,10 @@ class LayerStep:
         plan, cache, tables = self.plan, self.blocks.cache, self.tables
         if tables is not None:
             where, new = tables.targets(self.blocks, len(queries)), [x.unsqueeze(2) for x in (queries, keys, values)]
-            if unsupported_append(cache.dtype, *new, cache.rotations) is not None:
+            if unsupported_append(cache.dtype, *new, cache.format.rotations) is not None:
                 new = [x.contiguous() for x in new]
             words = self.blocks.words.view(cache.dtype)
-            queries = rotate_and_append(*new, words, *where, cache.rotations).squeeze(2)
+            queries = rotate_and_append(*new, words, *where, cache.format.rotations).squeeze(2)
         else:
             queries, keys, values = self._turned(queries, keys, values)
             for number, request in enumerate(plan.decodes):
@@ -195,8 +195,6 @@ class LayerStep:
             cache.format,
             cache.dtype,
             self.scaling,
-            half_quantized=self.blocks.layout.half_quantized,
-            hides=self.blocks.layout.sink_tokens > 0,
             softcap=self.logits.softcap,
             sink_logits=self.logits.sink_logits,
             output=output.unsqueeze(2),

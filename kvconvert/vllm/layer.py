@@ -26,7 +26,6 @@ from kvconvert.kernels.pages import (
 )
 from kvconvert.kernels.pages.records import pages_of
 from kvconvert.kernels.quantizer import new_flag
-from kvconvert.kernels.rotate import Rotations
 from kvconvert.vllm.blocks import BlockLayout
 
 # Tokens in full precision that are gathered from all layers at once in order to be quantized.
@@ -38,14 +37,12 @@ class LayerCache:
     """How one attention layer's cache is stored.
 
     Attributes:
-        format: of its pages, with the tensors of the KV plan.
-        rotations: what is rotated at run time.
+        format: with the tensors of the KV plan.
         layout: of its blocks.
         dtype: of full-precision tokens.
     """
 
     format: LayerFormat
-    rotations: Rotations
     layout: BlockLayout
     dtype: torch.dtype
 

@@ -220,7 +220,7 @@ class PackedPrompts:
             capacity=packing.tokens,
             **{name: device[name] for name in PLANNED},
         )
-        turned = append(*(x.transpose(0, 1) for x in (queries, keys, values)), tables, f, cache.rotations)
+        turned = append(*(x.transpose(0, 1) for x in (queries, keys, values)), tables, f, cache.format.rotations)
         workspace = packing.keys, packing.values
         if packing.flash is None or softcap or sink_logits is not None:
             attend(turned, tables, f, scaling, softcap, sink_logits, workspace=workspace, output=output)

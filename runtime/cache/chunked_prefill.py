@@ -76,7 +76,7 @@ class ChunkedPrefill:
         reason = unsupported(*arguments)
         if reason is not None:
             return reason
-        if sequence.spans and store.span_format.shifts:
+        if sequence.spans and store.format.span.shifts:
             return "the scores of its spans are shifted by the extremes of all of them"
         if sequence.spans and not device.runs_triton(store.device):
             return "blocks of spans are dequantized by kernels alone"
@@ -197,7 +197,7 @@ class _Addresses:
 
     def spans(self) -> list:
         """Tokens, and keys and values, of each span."""
-        f, span = self.store.format, self.store.span_format
+        f, span = self.store.format, self.store.format.span
         if span is None:
             return []
         keys = key_blocks(f.keys.heads, f.keys.head_dim, span.key_bits)

@@ -187,7 +187,7 @@ class PromptPass:
     ) -> torch.Tensor:
         """Store a layer's new keys [H, N, D] and values [H, N, E]; queries [Hq, N, D], rotated as the keys are."""
         keys, values = keys.to(store.dtype), values.to(store.dtype)
-        return ragged.append(queries, keys, values, self._of_layer(store), store.format, store.rotations)
+        return ragged.append(queries, keys, values, self._of_layer(store), store.format, store.format.rotations)
 
     def attend(
         self,

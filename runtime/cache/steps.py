@@ -81,7 +81,7 @@ class TableRegistry:
         while room < entries:
             room *= 2
         stores = group.stores
-        formats = tuple((s.index, s.dtype, s.device, s.format.kind, s.span_format) for s in stores)
+        formats = tuple((s.index, s.dtype, s.device, s.format.kind, s.format.span) for s in stores)
         key = (formats, rows, room, group.place)
         if key not in self._tables:
             self._tables[key] = GroupTables(stores, rows, room, group.place)

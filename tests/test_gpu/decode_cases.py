@@ -103,7 +103,10 @@ class Stored:
                 )
         center = random_center(c, generator) if c.center else None
         key_tensors = SideTensors(channels, scales[0], center=center)
-        self.format = LayerFormat(keys, values, key_tensors, SideTensors(static=scales[1]))
+        windows = {"key_window": c.half_quantized // 2, "value_window": c.half_quantized % 2}
+        self.format = LayerFormat(
+            keys, values, key_tensors, SideTensors(static=scales[1]), sink_tokens=int(c.hides), **windows
+        )
         key_rows = []
         offset = random(1, c.heads, 1, c.key_dim) * 2  # keys have channels far from zero, as in real models
         self.sequences = []
@@ -238,7 +241,7 @@ def compare(case: Case, device: torch.device, seed: int = 0) -> tuple[float, tor
         visibility = Visibility(mask, mask.stride(0), 0, mask.stride(1))
     out = decode_attention(
         queries.to(device), stored.tables(), ResidualWindows(stored.base, stored.rows.to(device)), stored.format,
-        case.scaling, half_quantized=case.half_quantized, hides=case.hides, softcap=case.softcap,
+        case.scaling, softcap=case.softcap,
         sink_logits=None if sink_logits is None else sink_logits.to(device), visibility=visibility,
     )  # fmt: skip
     worst = 0.0

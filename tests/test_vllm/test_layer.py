@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvconvert.cache.format import CacheFormat
+from kvconvert.cache.format import layer_format
 from kvconvert.cache.plan_tensors import with_plan
 from kvconvert.kernels.attention.reference import attention_reference
 from kvconvert.kernels.device import interpreted
@@ -55,16 +55,16 @@ class Layer:
         beside: Layer | None = None,
         layout: BlockLayout | None = None,
     ):
-        cache = CacheFormat.of(scheme, heads=HEADS, key_dim=DIM)
+        cache = layer_format(scheme, heads=HEADS, key_dim=DIM)
         self.device, self.dtype = torch.device(device), dtype
-        self.format = with_plan(cache.pages, scheme, PLAN, torch.device("cpu"))
+        self.format = with_plan(cache, scheme, PLAN, torch.device("cpu"))
         self.layout, self.logits, self.beside = layout or BlockLayout.of(cache, dtype, drafts), logits, beside
         self.rotations, self.kernels = cache.rotations, kernels
         each = self.layout.blocks_for(LONGEST)
         shape = (1 + each * REQUESTS, 1, 1, self.layout.block_bytes // 2)
         memory = torch.full(shape, POISON, dtype=torch.int16, device=self.device)
-        format = with_plan(cache.pages, scheme, PLAN, self.device)
-        self.blocks = LayerBlocks(LayerCache(format, cache.rotations, self.layout, dtype), memory)
+        format = with_plan(cache, scheme, PLAN, self.device)
+        self.blocks = LayerBlocks(LayerCache(format, self.layout, dtype), memory)
         # Scattered, and never block 0, which vLLM leaves to no request.
         self.table = torch.zeros(REQUESTS, each + 3, dtype=torch.int32)
         self.table[:, :each] = (torch.randperm(each * REQUESTS) + 1).view(REQUESTS, each)
@@ -263,7 +263,7 @@ def test_layers_with_blocks_of_different_sizes_follow_one_plan(kernels):
     torch.manual_seed(0)
     windows = {"sink_tokens": 4, "value_recent_tokens": 128}
     schemes = [KVScheme(key_bits=bits, value_bits=bits, **windows) for bits in (2, 8, 16)]
-    caches = [CacheFormat.of(scheme, heads=HEADS, key_dim=DIM) for scheme in schemes]
+    caches = [layer_format(scheme, heads=HEADS, key_dim=DIM) for scheme in schemes]
     layouts = block_layouts(caches, torch.float32)
     assert len({layout.block_bytes for layout in layouts}) == len({layout.tokens_per_block for layout in layouts}) == 3
     layers: list[Layer] = []
