@@ -94,13 +94,13 @@ class LayerStep:
             else:
                 attended = self._prompt(prompts, *(x.transpose(0, 1) for x in self._turned(*own)))
                 output[part] = attended.transpose(0, 1)
-        if self.blocks.cache.format.rotations.values:
+        if self.blocks.format.rotations.values:
             output.copy_(hadamard_transform(output, inverse=True))
 
     def _turned(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        rotations = self.blocks.cache.format.rotations
+        rotations = self.blocks.format.rotations
         if rotations.keys:
             queries, keys = hadamard_transform(queries), hadamard_transform(keys)
         return queries, keys, hadamard_transform(values) if rotations.values else values
@@ -117,7 +117,7 @@ class LayerStep:
         if sinks and not max(self.blocks.layout.quantized(request.stored)):
             self._write(plan.sinks(self.blocks.layout, request, 0, sinks), *(side[:, :sinks] for side in every))
         for is_key, first, end in plan.settled(request):
-            f = self.blocks.cache.format.keys if is_key else self.blocks.cache.format.values
+            f = self.blocks.format.keys if is_key else self.blocks.format.values
             tokens = every[0 if is_key else 1][:, first * PAGE_SIZE - begin : end * PAGE_SIZE - begin]
             firsts = [page * PAGE_SIZE for page in range(first, end)]
             self.blocks.quantize(plan.pages(request, first, end), tokens.clone(), firsts, f)
@@ -132,7 +132,7 @@ class LayerStep:
         self, queries: torch.Tensor, history: list[StoredPart], keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
         """Attention [Hq, T, E] of a chunk over what is stored before it and, causally, over itself."""
-        format, (softcap, sink_logits) = self.blocks.cache.format, self.logits
+        format, (softcap, sink_logits) = self.blocks.format, self.logits
         if unsupported(queries, format, keys.dtype, self.scaling, softcap) is None:
             return chunk_attention(queries, history, keys, values, self.scaling, softcap, sink_logits)
 
@@ -158,7 +158,7 @@ class LayerStep:
     def _history(self, request: Request, keys: torch.Tensor, values: torch.Tensor) -> list[StoredPart]:
         """What is stored before a chunk; keys [H, n, D] and values [H, n, E] are its full-precision tokens."""
         plan, blocks = self.plan, self.blocks
-        counts, format = blocks.layout.quantized(request.stored), blocks.cache.format
+        counts, format = blocks.layout.quantized(request.stored), blocks.format
         exact = [
             side[:, (count - min(counts)) * PAGE_SIZE :] for side, count in zip((keys, values), counts, strict=True)
         ]
@@ -177,23 +177,24 @@ class LayerStep:
             queries: [B, Hq, D]; keys: [B, H, D]; values: [B, H, E], as the model gives them.
             output: for attention in the coordinates in which values are stored.
         """
-        plan, cache, tables = self.plan, self.blocks.cache, self.tables
+        plan, blocks, tables = self.plan, self.blocks, self.tables
+        format, dtype = blocks.format, blocks.dtype
         if tables is not None:
-            where, new = tables.targets(self.blocks, len(queries)), [x.unsqueeze(2) for x in (queries, keys, values)]
-            if unsupported_append(cache.dtype, *new, cache.format.rotations) is not None:
+            where, new = tables.targets(blocks, len(queries)), [x.unsqueeze(2) for x in (queries, keys, values)]
+            if unsupported_append(dtype, *new, format.rotations) is not None:
                 new = [x.contiguous() for x in new]
-            words = self.blocks.words.view(cache.dtype)
-            queries = rotate_and_append(*new, words, *where, cache.format.rotations).squeeze(2)
+            words = blocks.words.view(dtype)
+            queries = rotate_and_append(*new, words, *where, format.rotations).squeeze(2)
         else:
             queries, keys, values = self._turned(queries, keys, values)
             for number, request in enumerate(plan.decodes):
                 token = keys[number].unsqueeze(1), values[number].unsqueeze(1)
-                self._write(plan.places(self.blocks.layout, request, request.stored, request.tokens), *token)
+                self._write(plan.places(blocks.layout, request, request.stored, request.tokens), *token)
         found = decode_attention(
             queries.unsqueeze(2),
-            DecodeTokens(self.blocks, plan, tables, len(queries)),
-            cache.format,
-            cache.dtype,
+            DecodeTokens(blocks, plan, tables, len(queries)),
+            format,
+            dtype,
             self.scaling,
             softcap=self.logits.softcap,
             sink_logits=self.logits.sink_logits,
@@ -222,7 +223,7 @@ class DecodeTokens:
 
     def page_tiles(self, num_query_heads: int, num_queries: int) -> Iterator[PageTile]:
         """Pages of all rows: first those quantized on both sides, then those quantized on one."""
-        plan, format = self.plan, self.blocks.cache.format
+        plan, format = self.plan, self.blocks.format
         step = pages_per_tile(num_query_heads, num_queries, format)
         both, half = [], []
         for number, request in enumerate(plan.decodes):
@@ -236,7 +237,7 @@ class DecodeTokens:
             yield self._tile([(number, page)], page < keys, page < values)
 
     def _tile(self, part: list[tuple[int, int]], key_pages: bool, value_pages: bool) -> PageTile:
-        plan, format, device = self.plan, self.blocks.cache.format, self.plan.device
+        plan, format, device = self.plan, self.blocks.format, self.plan.device
         rows = [plan.decodes[number].row for number, _ in part]
         pages = torch.tensor([page for _, page in part], device=device)
         numbers = plan.block_table[torch.tensor(rows, device=device), self.blocks.layout.first_page + pages].long()

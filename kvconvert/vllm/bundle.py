@@ -19,7 +19,6 @@ from kvconvert.kernels.page_formats import LayerFormat
 from kvconvert.methods import UNQUANTIZED, KVScheme
 from kvconvert.methods.scheme import Evict, Pages
 from kvconvert.vllm.blocks import MOST_PADDING, BlockLayout, block_layouts
-from kvconvert.vllm.layer import LayerCache
 
 # Tensors of a layer's KV plan that have a part for each KV head.
 OF_HEADS = {
@@ -164,8 +163,8 @@ class ServedBundle:
 
     def layer(
         self, index: int, device: torch.device, dtype: torch.dtype, rank: int = 0, ranks: int = 1, drafts: int = 0
-    ) -> LayerCache:
-        """The cache of a decoder layer, with its part of the KV plan on a device.
+    ) -> tuple[LayerFormat, BlockLayout]:
+        """The format of a decoder layer, with its part of the KV plan on a device, and the layout of its blocks.
 
         Args:
             index: of the layer.
@@ -178,7 +177,7 @@ class ServedBundle:
         plan = {name.removeprefix(prefix): t for name, t in self.bundle.plan.items() if name.startswith(prefix)}
         own = {name: t[rank * heads : (rank + 1) * heads] if name in OF_HEADS else t for name, t in plan.items()}
         format = with_plan(format, self.schemes[index], own, device)
-        return LayerCache(format, self.layouts(dtype, ranks, drafts)[index], dtype)
+        return format, self.layouts(dtype, ranks, drafts)[index]
 
     def layouts(self, dtype: torch.dtype, ranks: int = 1, drafts: int = 0) -> dict[int, BlockLayout]:
         """The layout of each layer's blocks, all found by the same rows of a block table."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
@@ -32,26 +31,13 @@ from kvconvert.vllm.blocks import BlockLayout
 WORKSPACE_BYTES = 256 << 20
 
 
-@dataclass(frozen=True)
-class LayerCache:
-    """How one attention layer's cache is stored.
-
-    Attributes:
-        format: with the tensors of the KV plan.
-        layout: of its blocks.
-        dtype: of full-precision tokens.
-    """
-
-    format: LayerFormat
-    layout: BlockLayout
-    dtype: torch.dtype
-
-
 class LayerBlocks:
     """All blocks of one layer.
 
     Args:
-        cache: how they are used.
+        format: how the layer stores tokens, with the tensors of the KV plan.
+        layout: how they are divided.
+        dtype: of full-precision tokens.
         memory: [blocks, ...] of any dtype, `layout.block_bytes` contiguous bytes of each block.
 
     Attributes:
@@ -60,16 +46,11 @@ class LayerBlocks:
         flag: what page kernels raise on numbers that cannot be stored.
     """
 
-    def __init__(self, cache: LayerCache, memory: torch.Tensor):
-        self.cache = cache
+    def __init__(self, format: LayerFormat, layout: BlockLayout, dtype: torch.dtype, memory: torch.Tensor):
+        self.format, self.layout, self.dtype = format, layout, dtype
         self.words = memory.flatten(1).view(torch.int16)
         self.flag = new_flag(memory.device)
         self.tokens = self.tokens_of(self.words)
-
-    @property
-    def layout(self) -> BlockLayout:
-        """Of the blocks."""
-        return self.cache.layout
 
     @cached_property
     def block_units(self) -> int:
@@ -85,8 +66,8 @@ class LayerBlocks:
 
     def tokens_of(self, words: torch.Tensor) -> torch.Tensor:
         """Full-precision tokens, a view [..., tokens of a block, numbers of a token] of such words as the layer's."""
-        numbers, each = self.layout.token_bytes // self.cache.dtype.itemsize, self.layout.tokens_per_block
-        return words.view(self.cache.dtype)[..., : each * numbers].unflatten(-1, (each, numbers))
+        numbers, each = self.layout.token_bytes // self.dtype.itemsize, self.layout.tokens_per_block
+        return words.view(self.dtype)[..., : each * numbers].unflatten(-1, (each, numbers))
 
     def write(self, blocks: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store full-precision keys [n, H, D] and values [n, H, E] in these places, int64 [n] each."""
@@ -94,7 +75,7 @@ class LayerBlocks:
 
     def read(self, blocks: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Full-precision keys [..., H, n, D] and values [..., H, n, E] of places int64 [..., n], contiguous."""
-        f = self.cache.format
+        f = self.format
         split = [f.keys.heads * f.keys.head_dim, f.values.heads * f.values.head_dim]
         keys, values = self.tokens[blocks, slots].split(split, -1)
         sides = ((keys, f.keys.heads), (values, f.values.heads))
@@ -106,7 +87,7 @@ class LayerBlocks:
         """Where scale and zero point of keys and of values lie, where they are the layer's: int64 [1, 4] distances from
         `words` in units of 16 bytes.
         """
-        format = self.cache.format
+        format = self.format
         if format.key_tensors.static is None and format.value_tensors.static is None:
             return None
         offsets = [*self._distances(format.key_tensors.static), *self._distances(format.value_tensors.static)]
@@ -117,7 +98,7 @@ class LayerBlocks:
 
     def source(self, blocks: torch.Tensor, f: PageFormat) -> PageReader | PageAddresses:
         """The pages of one side in these blocks, int64 [N], as `chunk_attention` takes them."""
-        tensors = self.cache.format.side(f.is_key)[1]
+        tensors = self.format.side(f.is_key)[1]
         if not runs_triton(self.words.device):
             return PageReader(lambda part: self.pages(blocks[part], f), f, tensors)
         offsets, scales = blocks * self.block_units, None
@@ -144,7 +125,7 @@ class LayerBlocks:
         """Records int16 [N, units] as `pages_of` takes them."""
         if f.bits < 16:
             return records
-        return records.view(self.cache.dtype).unflatten(1, (f.heads, f.page_size, f.head_dim))
+        return records.view(self.dtype).unflatten(1, (f.heads, f.page_size, f.head_dim))
 
 
 class LayerBatch:
@@ -170,7 +151,7 @@ class LayerBatch:
         Args:
             sides: keys (True), values, or both.
         """
-        f, layout = self.layers[0].cache.format, self.layers[0].layout
+        f, layout = self.layers[0].format, self.layers[0].layout
         split = [side.heads * side.head_dim for side in (f.keys, f.values)]
         at_once = max(1, WORKSPACE_BYTES // (len(places[0]) * layout.token_bytes))
         for start in range(0, len(self.layers), at_once):
@@ -200,7 +181,7 @@ class LayerBatch:
         hidden = [0 if position else first.layout.sink_tokens for position in firsts]
         records = first.records(self.words, f)
         pages = pages_of(first.buffer(records.new_empty(len(self.layers) * count, records.shape[2]), f), f)
-        tensors = [layer.cache.format.side(f.is_key)[1] for layer in self.layers]
+        tensors = [layer.format.side(f.is_key)[1] for layer in self.layers]
         if runs_triton(tokens.device):
             quantize_at(self._writes(tokens, pages, firsts, hidden), tokens[0], pages, first.flag, tensors)
         else:
@@ -224,9 +205,9 @@ def alike(layers: Sequence[LayerBlocks]) -> list[LayerBatch]:
     """All layers, divided into those that are alike and equally far apart in one allocation."""
     groups: dict[Hashable, list[LayerBlocks]] = {}
     for number, layer in enumerate(layers):
-        format = layer.cache.format
+        format = layer.format
         own = None if format.shares_launches else number
-        key = format.kind, own, layer.cache.layout, layer.words.untyped_storage().data_ptr()
+        key = format.kind, own, layer.layout, layer.words.untyped_storage().data_ptr()
         groups.setdefault(key, []).append(layer)
     found = []
     for group in groups.values():

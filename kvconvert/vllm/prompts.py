@@ -75,12 +75,12 @@ class Packing:
     """
 
     def __init__(self, like: LayerBlocks, flash: Flash | None, memory: torch.Tensor):
-        f = like.cache.format
+        f = like.format
         self.flash, self.sides = flash, ((f.keys.heads, f.keys.head_dim), (f.values.heads, f.values.head_dim))
         # Whole pages, so that no size of a pass gives kernels a number of another kind.
-        self.tokens = memory.nbytes // like.cache.layout.token_bytes // PAGE_SIZE * PAGE_SIZE
+        self.tokens = memory.nbytes // like.layout.token_bytes // PAGE_SIZE * PAGE_SIZE
         sizes = [heads * self.tokens * dim for heads, dim in self.sides]
-        self.memory = memory.view(like.cache.dtype)[: sum(sizes)]
+        self.memory = memory.view(like.dtype)[: sum(sizes)]
         parts = zip(self.memory.split(sizes), self.sides, strict=True)
         self.keys, self.values = (part.view(heads, self.tokens, dim) for part, (heads, dim) in parts)
 
@@ -206,8 +206,7 @@ class PackedPrompts:
             output: [N, Hq, E], for attention in the coordinates in which values are stored.
             softcap, sink_logits: as in `kvconvert/vllm/attention.py`.
         """
-        cache, device = blocks.cache, self._on_device
-        f, records = cache.format, self._records(blocks)
+        device, f, records = self._on_device, blocks.format, self._records(blocks)
         shared = blocks.static_scales
         scales = (None, None) if shared is None else (shared[0, :2], shared[0, 2:])
         places = device["places"].split([len(records[4]), len(records[5])])
@@ -220,7 +219,7 @@ class PackedPrompts:
             capacity=packing.tokens,
             **{name: device[name] for name in PLANNED},
         )
-        turned = append(*(x.transpose(0, 1) for x in (queries, keys, values)), tables, f, cache.format.rotations)
+        turned = append(*(x.transpose(0, 1) for x in (queries, keys, values)), tables, f, f.rotations)
         workspace = packing.keys, packing.values
         if packing.flash is None or softcap or sink_logits is not None:
             attend(turned, tables, f, scaling, softcap, sink_logits, workspace=workspace, output=output)
@@ -235,11 +234,11 @@ class PackedPrompts:
 
     def _quantize(self, blocks: LayerBlocks, f: PageFormat, tokens: torch.Tensor) -> None:
         """Quantize what the pass has completed of one side, from the workspace, whose tokens may change."""
-        words = blocks.words if f.bits < 16 else blocks.words.view(blocks.cache.dtype)
+        words = blocks.words if f.bits < 16 else blocks.words.view(blocks.dtype)
         table = self._settled(blocks, f.is_key, words.itemsize)
         if len(table):
             centers = self._on_device["settled_centers"]
-            tensors = blocks.cache.format.side(f.is_key)[1]
+            tensors = blocks.format.side(f.is_key)[1]
             quantize_listed(tokens, table, words, f, blocks.flag, centers=centers, tensors=tensors)
 
     def _records(self, blocks: LayerBlocks) -> list[torch.Tensor]:

@@ -59,7 +59,7 @@ class DecodeTables:
 
     def __init__(self, layers: Sequence[LayerBlocks], rows: int, pages: int):
         self.rows, self.layout, first = rows, layers[0].layout, layers[0]
-        self.device, self.dtype, f = first.words.device, first.cache.dtype, first.cache.format
+        self.device, self.dtype, f = first.words.device, first.dtype, first.format
         self.capacity = self.layout.sink_tokens + max(self.layout.key_window, self.layout.value_window) + PAGE_SIZE
         self.head_sizes = f.keys.heads, f.keys.head_dim, f.values.head_dim
         self._flat = torch.zeros(rows * sum(SIZES), dtype=torch.int64, device=self.device)
@@ -135,7 +135,7 @@ class DecodeTables:
 
     def page_tables(self, blocks: LayerBlocks, programs: int, rows: int) -> PageTables:
         """A layer's pages, for the first rows' kernels."""
-        format, found = blocks.cache.format, self._found[blocks.geometry]
+        format, found = blocks.format, self._found[blocks.geometry]
         if programs not in self._work:
             self._work[programs] = self._empty_work(programs)
             self._write_work(programs)

@@ -18,7 +18,7 @@ from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.methods import KVScheme
 from kvconvert.vllm.attention import PLAIN, LayerStep, Logits, quantize_pending
 from kvconvert.vllm.blocks import BlockLayout, block_layouts
-from kvconvert.vllm.layer import LayerBatch, LayerBlocks, LayerCache, alike
+from kvconvert.vllm.layer import LayerBatch, LayerBlocks, alike
 from kvconvert.vllm.prompts import Flash, PackedPrompts, Packing, divide_prompts
 from kvconvert.vllm.rehearsal import rehearse
 from kvconvert.vllm.step import StepPlan, plan_step
@@ -64,7 +64,7 @@ class Layer:
         shape = (1 + each * REQUESTS, 1, 1, self.layout.block_bytes // 2)
         memory = torch.full(shape, POISON, dtype=torch.int16, device=self.device)
         format = with_plan(cache, scheme, PLAN, self.device)
-        self.blocks = LayerBlocks(LayerCache(format, self.layout, dtype), memory)
+        self.blocks = LayerBlocks(format, self.layout, dtype, memory)
         # Scattered, and never block 0, which vLLM leaves to no request.
         self.table = torch.zeros(REQUESTS, each + 3, dtype=torch.int32)
         self.table[:, :each] = (torch.randperm(each * REQUESTS) + 1).view(REQUESTS, each)
@@ -202,7 +202,7 @@ def test_tables_hold_the_pages_of_all_rows_one_after_another_and_nothing_of_leng
     blocks = Layer(SCHEMES["kivi"], kernels=False).blocks
     tables = DecodeTables([blocks], 4, 9)
     table = torch.arange(1, 91, dtype=torch.int32).view(3, 30)
-    first = blocks.cache.layout.first_page
+    first = blocks.layout.first_page
     pages = torch.stack([*table[0, first : first + 3], table[2, first]])
     with interpreted():
         tables.write(table, [0, 1, 2], [385, 0, 140])
@@ -239,7 +239,8 @@ def test_layers_in_one_allocation_are_quantized_together_as_each_alone(name):
     shape = together[0].blocks.words.shape
     memory = torch.full((3, *shape), POISON, dtype=torch.int16)
     for number, layer in enumerate(together):
-        layer.blocks = LayerBlocks(layer.blocks.cache, memory[number])
+        own = layer.blocks
+        layer.blocks = LayerBlocks(own.format, own.layout, own.dtype, memory[number])
     groups = alike([layer.blocks for layer in together])
     assert sum(len(group.layers) for group in groups) == 3
     assert len(groups) == (1 if name == "kitty" else 3)
