@@ -32,6 +32,21 @@ TILE_BYTES = 3 << 20
 MOST_VIEWS = 256
 
 
+def divided_pages(counts: Iterable[tuple[int, int, int]], step: int) -> list[list[tuple[int, int]]]:
+    """All pages of some rows as (row, page), those that attention on a CPU takes at once side by side.
+
+    Args:
+        counts: of each row its number, and how many pages of keys and of values it has.
+        step: how many of the pages that are quantized on both sides, which come first; the others come one by one.
+    """
+    both: list[tuple[int, int]] = []
+    half: list[list[tuple[int, int]]] = []
+    for row, keys, values in counts:
+        both += [(row, page) for page in range(min(keys, values))]
+        half += [[(row, page)] for page in range(min(keys, values), max(keys, values))]
+    return [both[i : i + step] for i in range(0, len(both), step)] + half
+
+
 def pages_per_tile(num_query_heads: int, num_queries: int, format: LayerFormat) -> int:
     """How many pages one tile should hold, so that its scores and dequantized codes stay within `TILE_BYTES`."""
     keys, values = format.keys, format.values

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvconvert.kernels.page_formats import PageFormat, TokenNorm
+from kvconvert.kernels.page_formats import LayerFormat, PageFormat, TokenNorm
 from kvconvert.kernels.page_layout import PageLayout
 from kvconvert.kernels.quantizer import pack_grid, unpack_grid
 
@@ -121,6 +121,17 @@ class PageAddresses:
     def select(self, index: slice) -> PageAddresses:
         """Some of the pages."""
         return replace(self, offsets=self.offsets[index])
+
+
+def static_offsets(format: LayerFormat, base: torch.Tensor) -> list[int] | None:
+    """Where scale and offset of keys and of values lie, in units of 16 bytes from `base`, zeros for a side whose pages
+    have scales of their own; None where both do.
+    """
+    sides = format.key_tensors.static, format.value_tensors.static
+    if not any(sides):
+        return None
+    parts = [part for scales in sides for part in scales or (None, None)]
+    return [0 if part is None else (part.data_ptr() - base.data_ptr()) // 16 for part in parts]
 
 
 def pages_of(buffer: torch.Tensor, f: PageFormat) -> PageTensors:

@@ -11,7 +11,7 @@ import torch
 from kvconvert.kernels.chunked_prefill import PageReader, StoredPart, chunk_attention, stored_parts, unsupported
 from kvconvert.kernels.chunked_prefill.parts import Workspace
 from kvconvert.kernels.decode import decode_attention
-from kvconvert.kernels.decode.cpu import paged_attention, pages_per_tile
+from kvconvert.kernels.decode.cpu import divided_pages, paged_attention, pages_per_tile
 from kvconvert.kernels.decode.stored import PageTables, PageTile, ResidualTokens, ResidualWindows, SpanTokens
 from kvconvert.kernels.pages import PAGE_SIZE, PageAddresses
 from kvconvert.kernels.rotate import hadamard_transform, rotate_and_append, unsupported_append
@@ -225,16 +225,10 @@ class DecodeTokens:
         """Pages of all rows: first those quantized on both sides, then those quantized on one."""
         plan, format = self.plan, self.blocks.format
         step = pages_per_tile(num_query_heads, num_queries, format)
-        both, half = [], []
-        for number, request in enumerate(plan.decodes):
-            quantized = self.blocks.layout.quantized(request.stored)
-            both += [(number, page) for page in range(min(quantized))]
-            half += [(number, page) for page in range(min(quantized), max(quantized))]
-        for part in [both[i : i + step] for i in range(0, len(both), step)]:
-            yield self._tile(part, True, True)
-        for number, page in half:
-            keys, values = self.blocks.layout.quantized(plan.decodes[number].stored)
-            yield self._tile([(number, page)], page < keys, page < values)
+        quantized = [self.blocks.layout.quantized(request.stored) for request in plan.decodes]
+        for part in divided_pages([(number, *counts) for number, counts in enumerate(quantized)], step):
+            number, page = part[0]
+            yield self._tile(part, *(page < count for count in quantized[number]))
 
     def _tile(self, part: list[tuple[int, int]], key_pages: bool, value_pages: bool) -> PageTile:
         plan, format, device = self.plan, self.blocks.format, self.plan.device

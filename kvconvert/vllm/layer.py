@@ -14,7 +14,6 @@ from kvconvert.kernels.chunked_prefill import PageReader
 from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.pages import (
     PAGE_SIZE,
-    ChannelScales,
     LayerFormat,
     PageAddresses,
     PageFormat,
@@ -23,7 +22,7 @@ from kvconvert.kernels.pages import (
     quantize_at,
     quantize_by_reference,
 )
-from kvconvert.kernels.pages.records import pages_of
+from kvconvert.kernels.pages.records import pages_of, static_offsets
 from kvconvert.kernels.quantizer import new_flag
 from kvconvert.vllm.blocks import BlockLayout
 
@@ -87,14 +86,8 @@ class LayerBlocks:
         """Where scale and zero point of keys and of values lie, where they are the layer's: int64 [1, 4] distances from
         `words` in units of 16 bytes.
         """
-        format = self.format
-        if format.key_tensors.static is None and format.value_tensors.static is None:
-            return None
-        offsets = [*self._distances(format.key_tensors.static), *self._distances(format.value_tensors.static)]
-        return torch.tensor([offsets], device=self.words.device)
-
-    def _distances(self, scales: ChannelScales | None) -> list[int]:
-        return [0, 0] if scales is None else [(part.data_ptr() - self.words.data_ptr()) // 16 for part in scales]
+        offsets = static_offsets(self.format, self.words)
+        return None if offsets is None else torch.tensor([offsets], device=self.words.device)
 
     def source(self, blocks: torch.Tensor, f: PageFormat) -> PageReader | PageAddresses:
         """The pages of one side in these blocks, int64 [N], as `chunk_attention` takes them."""

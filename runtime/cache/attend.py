@@ -16,6 +16,7 @@ from kvconvert.kernels.decode import (
     SpanTokens,
     Visibility,
     decode_attention,
+    divided_pages,
     pages_per_tile,
 )
 from kvconvert.kernels.device import upload
@@ -339,15 +340,10 @@ class StoredRows:
 
     def _planned_parts(self, step: int) -> list[PagePart]:
         store = self.store
-        both: list[tuple[int, int]] = []
-        half_quantized: list[tuple[int, int]] = []
-        for row in self.rows:
-            sequence = store.sequences[row]
-            shared = min(len(sequence.keys.pages), len(sequence.values.pages))
-            both += [(row, page) for page in range(shared)]
-            half_quantized += [(row, page) for page in range(shared, sequence.pages)]
-        parts = [both[i : i + step] for i in range(0, len(both), step)] + [[entry] for entry in half_quantized]
-        return [PagePart.of(part, store.sequences, store.page_size, store.device) for part in parts]
+        sequences = store.sequences
+        counts = ((row, len(sequences[row].keys.pages), len(sequences[row].values.pages)) for row in self.rows)
+        parts = divided_pages(counts, step)
+        return [PagePart.of(part, sequences, store.page_size, store.device) for part in parts]
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from kvconvert.errors import CacheError
 from kvconvert.kernels.decode.plan import Segment, SequencePlan, WorkPlan, most_items, plan_work
 from kvconvert.kernels.device import upload
 from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.kernels.pages.records import static_offsets
 from kvconvert.kernels.spans import Span
 from kvconvert.runtime.cache.forward_pass import ForwardPass, PassTokens
 from kvconvert.runtime.cache.pool import UNIT
@@ -239,10 +240,9 @@ class GroupTables:
             first.append(total)
             total += len(sequence.spans)
         for layer, store in enumerate(stores):
-            static, lines = (store.format.key_tensors.static, store.format.value_tensors.static), []
-            if any(static):
-                parts = [part for scales in static for part in scales or (None, None)]
-                lines = [[0 if part is None else self._offset(part) for part in parts]]
+            static, lines = static_offsets(store.format, self.base), []
+            if static is not None:
+                lines = [static]
             elif total:
                 spans = [span for row in store.rows for span in row.spans]
                 lines = [[self._offset(p) for p in (*s.keys[1:], *s.values[1:])] for s in spans]

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from kvconvert.kernels.pages import PAGE_SIZE, PageAddresses
+from kvconvert.kernels.pages.records import static_offsets
 from kvconvert.kernels.ragged.tables import (
     COPIED_TOKENS,
     TILE_QUERIES,
@@ -17,7 +18,6 @@ from kvconvert.kernels.ragged.tables import (
     ranges,
     unflattened,
 )
-from kvconvert.runtime.cache.pool import UNIT
 from kvconvert.runtime.cache.sequence import Sequence
 from kvconvert.runtime.cache.store import Group
 
@@ -102,7 +102,7 @@ class GroupWriter:
             "tokens": packed.new_tokens(tokens if limits is None else limits.tokens, *newest),
             "keys": self._offsets([n for s in sequences for n in s.keys.pages], True),
             "values": self._offsets([n for s in sequences for n in s.values.pages], False),
-            "shared": self._shared(),
+            "shared": np.array([static_offsets(store.format, self.base) or [0] * 4 for store in self.stores]),
             "copies": self._copies(sequences, packed.begins),
             **packed.lines(self.capacity, self.stores[0].format.keys.head_dim),
         }
@@ -150,18 +150,6 @@ class GroupWriter:
         if not numbers:
             return np.zeros((len(storages), 0), np.int64)
         return np.stack([storage.offsets(numbers, self.base) for storage in storages])
-
-    def _shared(self) -> np.ndarray:
-        """Where the scales of static pages lie: [L, 4], as in `GroupTables.shared`."""
-        lines = []
-        for store in self.stores:
-            scales = [
-                part
-                for static in (store.format.key_tensors.static, store.format.value_tensors.static)
-                for part in static or 2 * (None,)
-            ]
-            lines.append([0 if part is None else (part.data_ptr() - self.base.data_ptr()) // UNIT for part in scales])
-        return np.array(lines, np.int64)
 
     def _buffers(self) -> np.ndarray:
         origin, width = self.base.data_ptr(), self.stores[0].dtype.itemsize
