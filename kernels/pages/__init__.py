@@ -65,21 +65,28 @@ def unsupported(tokens: torch.Tensor, page_size: int = PAGE_SIZE, plain_keys: Pa
         page_size: tokens of a page.
         plain_keys: the format of keys that are rounded to nearest and whole; None for other tokens.
     """
-    reason = device.unsupported(tokens.device)
-    if reason is not None:
-        return reason
-    dim, largest = tokens.shape[-1], LARGEST_HEAD
+    largest = LARGEST_HEAD
     if plain_keys is not None and plain_keys.bits < 16 and plain_keys.token_norm is TokenNorm.NONE:
         # A program then takes some of the channels.
         largest = LARGEST_HEAD if plain_keys.boosted else LARGEST_PLAIN_KEY
-    if tokens.dtype not in KERNEL_DTYPES:
-        return f"the page kernels do not take {tokens.dtype}"
+    reason = _unsupported(tokens.device, tokens.dtype, tokens.shape[-1], largest, page_size)
+    if reason is not None:
+        return reason
+    if tokens.stride(-1) != 1 or any(s % ALIGNMENT for s in tokens.stride()[:-1]) or tokens.data_ptr() % 16:
+        return "the page kernels need channels side by side and tokens at multiples of 16 bytes"
+    return None
+
+
+def _unsupported(on: torch.device, dtype: torch.dtype, dim: int, largest: int, page_size: int) -> str | None:
+    reason = device.unsupported(on)
+    if reason is not None:
+        return reason
+    if dtype not in KERNEL_DTYPES:
+        return f"the page kernels do not take {dtype}"
     if dim % ALIGNMENT or dim > largest:
         return f"the page kernels take head sizes that are multiples of {ALIGNMENT} up to {largest}, not {dim}"
     if page_size not in KERNEL_PAGE_SIZES:
         return f"the page kernels take pages of {KERNEL_PAGE_SIZES} tokens, not {page_size}"
-    if tokens.stride(-1) != 1 or any(s % ALIGNMENT for s in tokens.stride()[:-1]) or tokens.data_ptr() % 16:
-        return "the page kernels need channels side by side and tokens at multiples of 16 bytes"
     return None
 
 
@@ -135,16 +142,7 @@ def quantize_by_reference(
 
 def unsupported_dequantization(f: PageFormat, dtype: torch.dtype, on: torch.device) -> str | None:
     """Why the Triton kernels cannot dequantize pages of a format to a dtype; None if they can."""
-    reason = device.unsupported(on)
-    if reason is not None:
-        return reason
-    if dtype not in KERNEL_DTYPES:
-        return f"the page kernels do not write {dtype}"
-    if f.head_dim % ALIGNMENT or f.head_dim > LARGEST_HEAD:
-        return f"the page kernels take head sizes that are multiples of {ALIGNMENT} up to {LARGEST_HEAD}"
-    if f.page_size not in KERNEL_PAGE_SIZES:
-        return f"the page kernels take pages of {KERNEL_PAGE_SIZES} tokens, not {f.page_size}"
-    return None
+    return _unsupported(on, dtype, f.head_dim, LARGEST_HEAD, f.page_size)
 
 
 def dequantize_into(
