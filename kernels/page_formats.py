@@ -186,6 +186,14 @@ class LayerFormat:
         """Keys or values."""
         return (self.keys, self.key_tensors) if is_key else (self.values, self.value_tensors)
 
+    @property
+    def stored(self) -> tuple[PageFormat, PageFormat]:
+        """The formats of what tables of addresses lead to: pages, or the blocks of spans."""
+        if self.span is None:
+            return self.keys, self.values
+        keys = key_blocks(self.keys.heads, self.keys.head_dim, self.span.key_bits)
+        return keys, value_blocks(self.values.heads, self.values.head_dim, self.span.value_bits)
+
     def window(self, is_key: bool) -> int:
         """`key_window` or `value_window`."""
         return self.key_window if is_key else self.value_window

@@ -17,7 +17,6 @@ from kvconvert.kernels.chunked_prefill import (
     unsupported,
 )
 from kvconvert.kernels.pages import PageAddresses, PageFormat
-from kvconvert.kernels.spans import key_blocks, value_blocks
 from kvconvert.runtime.cache.forward_pass import PassTokens
 from kvconvert.runtime.cache.store import LayerStore
 
@@ -193,25 +192,24 @@ class _Addresses:
         """Keys and values of pages begin..end-1; a side that has no such page gets an address not to be used."""
         f = self.store.format
         entries = slice(self.first + begin, self.first + end)
-        return self._addresses(f.keys, f.values, entries, 0, f.keys.static, f.values.static)
+        return self._addresses(f.keys, f.values, entries, 0)
 
     def spans(self) -> list:
         """Tokens, and keys and values, of each span."""
-        f, span = self.store.format, self.store.format.span
-        if span is None:
+        format = self.store.format
+        if format.span is None:
             return []
-        keys = key_blocks(f.keys.heads, f.keys.head_dim, span.key_bits)
-        values = value_blocks(f.values.heads, f.values.head_dim, span.value_bits)
         return [
-            (part.tokens, self._addresses(keys, values, slice(part.begin, part.end), part.scales, True, True))
+            (part.tokens, self._addresses(*format.stored, slice(part.begin, part.end), part.scales))
             for part in self.plan.segments
         ]
 
-    def _addresses(
-        self, keys: PageFormat, values: PageFormat, entries: slice, scales: int, *static: bool
-    ) -> list[PageAddresses]:
+    def _addresses(self, keys: PageFormat, values: PageFormat, entries: slice, scales: int) -> list[PageAddresses]:
         tables, layer = self.tables, self.layer
-        shared = [tables.shared[layer][scales, 2 * side : 2 * side + 2] if static[side] else None for side in range(2)]
+        shared = [
+            tables.shared[layer][scales, 2 * number : 2 * number + 2] if f.static else None
+            for number, f in enumerate((keys, values))
+        ]
         return [
             PageAddresses(keys, tables.base, tables.keys[layer][entries], shared[0], tables.boosted[layer]),
             PageAddresses(values, tables.base, tables.values[layer][entries], shared[1]),

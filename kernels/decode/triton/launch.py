@@ -15,7 +15,7 @@ from kvconvert.kernels.decode.triton.shape import DecodeShape, block_of, query_c
 from kvconvert.kernels.decode.triton.sums import combine_kernel
 from kvconvert.kernels.device import compiles, multiprocessors, overlaps_launches
 from kvconvert.kernels.launches import skips_launches
-from kvconvert.kernels.page_formats import PAGE_SIZE, LayerFormat, PageFormat, key_blocks, value_blocks
+from kvconvert.kernels.page_formats import PAGE_SIZE, LayerFormat, PageFormat
 from kvconvert.kernels.page_layout import PageLayout
 
 # Registers of a thread, and how many one-warp programs with that many fit a multiprocessor, whose four parts hold
@@ -82,10 +82,7 @@ def decode_shape(
     inline_asm: bool = True,
 ) -> DecodeShape:
     """The specialisation for a layer."""
-    key, value, span = format.keys, format.values, format.span
-    if span is not None:
-        key = key_blocks(key.heads, key.head_dim, span.key_bits)
-        value = value_blocks(value.heads, value.head_dim, span.value_bits)
+    (key, value), span = format.stored, format.span
     return DecodeShape(
         **_side_fields("key", key),
         **_side_fields("value", value),
