@@ -35,7 +35,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from weights_docs import beside_peers
 from weights_measure import SourceScores
 
-from kvconvert.data.text import load_token_samples, spaced_samples
+from kvconvert.data.mixture import load_mixture
+from kvconvert.data.text import spaced_samples
 from kvconvert.fidelity.evaluate import versions
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight
 
@@ -157,7 +158,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         write_checkpoint(args.model, args.shape, args.layers)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     ids = folder / "ids.safetensors"
-    data = load_token_samples(args.calibration, tokenizer, args.samples, args.length, args.seed)
+    data = load_mixture(args.calibration, tokenizer, args.samples, args.length, args.seed)
     save_file({"ids": data.ids}, ids)
     cases: dict[str, dict[str, Any]] = {case: {"rounds": []} for case in args.cases}
     imports = {program: import_seconds(program, args) for program in {case.partition(":")[0]: None for case in cases}}

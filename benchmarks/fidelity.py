@@ -27,6 +27,7 @@ from kvconvert.calibration.awq_scales import search_scales
 from kvconvert.calibration.awq_scaling import apply_clips, apply_scales, search_clips
 from kvconvert.convert.discovery import discover
 from kvconvert.convert.layer_runner import build_without_weights
+from kvconvert.data.sources import EVALUATION
 from kvconvert.data.text import load_token_samples
 from kvconvert.fidelity.bootstrap import Interval, bootstrap_mean
 from kvconvert.fidelity.evaluate import text_figures, versions
@@ -187,8 +188,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
-    calibration = load_token_samples(None, tokenizer, *CALIBRATION, args.seed)
-    held_out = load_token_samples(args.text, tokenizer, args.segments, SEGMENT_TOKENS, args.seed, "evaluation")
+    calibration = load_token_samples("kvconvert:books-calib.txt", tokenizer, *CALIBRATION, args.seed)
+    held_out = load_token_samples(args.text or EVALUATION, tokenizer, args.segments, SEGMENT_TOKENS, args.seed)
     source = Decoder.plain(model)
     # Full-precision caches do not care how the text is cut into chunks; one is the fastest.
     whole = {"chunk": SEGMENT_TOKENS, "batch": 1, "progress": True}

@@ -120,7 +120,7 @@ def measured_on(args: argparse.Namespace, text: str, models: dict[str, Any]) -> 
         "scored_per_segment": args.length,
         "seed": args.seed,
         "device": args.device,
-        "calibrated_on": Path(args.calibration).name if args.calibration else "books-calib",
+        "calibrated_on": Path(args.calibration).name if args.calibration else "books-calib and code-calib",
     }
     name = args.model.resolve().name + (f", {CODE}" if text == CODE else "")
     if models.get(name, {"settings": settings})["settings"] != settings:

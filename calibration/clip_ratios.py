@@ -42,6 +42,7 @@ from kvconvert.kernels.pages import dequantize_pages, page_centers, quantize_pag
 from kvconvert.methods import KVCalibration, KVScheme
 
 CLIP_RATIO_GRID = tuple(round(1 - 0.05 * i, 2) for i in range(17))  # 1.0, 0.95 ... 0.2
+QUERIES = 512  # of a sequence, evenly spaced, whose errors are measured, or all of a shorter one
 QUERY_BLOCK = 128  # queries of a sequence whose attention is held at once
 # Attention scores, and numbers read back from pages, that are held at once, each in several copies: a GPU is kept busy
 # by many, the caches of a CPU by few.
@@ -61,10 +62,10 @@ def pages_read(num_tokens: int, recent: int, page_size: int) -> int:
 def reads_quantized(
     queries: slice, keys: int, sink_tokens: int, recent: int, page_size: int, device: torch.device
 ) -> Tensor:
-    """Bool [queries, keys]: which of the first `keys` tokens a query finds quantized."""
+    """Bool [queries, keys]: which of the first `keys` tokens the queries of a slice find quantized."""
     token = torch.arange(keys, device=device)
     available = (token // page_size + 1) * page_size + recent
-    query = torch.arange(queries.start, queries.stop, device=device).unsqueeze(1)
+    query = torch.arange(queries.start, queries.stop, queries.step or 1, device=device).unsqueeze(1)
     return (token >= sink_tokens) & (query >= available)
 
 
@@ -135,12 +136,13 @@ class _Block:
 
 
 def _blocks(sample: AttentionSample, first: int, sequences: slice) -> Iterator[_Block]:
-    """The queries from token `first` on."""
+    """Evenly spaced queries from token `first` on."""
     keys, values = sample.keys[sequences], sample.values[sequences].unsqueeze(2)
     queries = sample.queries[sequences].unflatten(1, (keys.shape[1], -1))
     own = sample.visible if sample.visible.dim() == 2 else sample.visible[sequences, None, None]
-    for start in range(first, sample.num_tokens, QUERY_BLOCK):
-        rows = slice(start, min(start + QUERY_BLOCK, sample.num_tokens))
+    step = max(1, sample.num_tokens // QUERIES)
+    for start in range(first, sample.num_tokens, QUERY_BLOCK * step):
+        rows = slice(start, min(start + QUERY_BLOCK * step, sample.num_tokens), step)
         reach = rows.stop
         some = queries[:, :, :, rows]
         scores, visible = sample.scores(some, keys[:, :, :reach]), own[..., rows, :reach]
@@ -194,7 +196,7 @@ def _errors(
     error: Callable[[_Block, Tensor], Tensor],
     ranks: Ranks,
 ) -> Tensor:
-    """Squared output error with each clip ratio, over the queries that may read a quantized page.
+    """Squared output error with each clip ratio, over evenly spaced queries that may read a quantized page.
 
     Args:
         sample: attention of the layer.

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from kvconvert import calibrate, export, load
 from kvconvert.bundle.reader import open_bundle
+from kvconvert.data.sources import EVALUATION
 from kvconvert.data.text import load_token_samples
 from kvconvert.fidelity.evaluate import decoder_of
 from kvconvert.fidelity.report import measure_cache
@@ -29,7 +30,7 @@ def test_a_small_conversion_of_the_reference_model_has_the_pages_sizes_and_diver
     manifest = open_bundle(export(tmp_path / "work", tmp_path / "bundle", progress=False)).manifest
     model, tokenizer = load(tmp_path / "bundle", dtype=torch.float32)
     source = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
-    ids = load_token_samples(None, tokenizer, 1, 1024, 0, "evaluation").ids
+    ids = load_token_samples(EVALUATION, tokenizer, 1, 1024, 0).ids
     decoder = decoder_of(model)
     scored = compare(Decoder.plain(source), {"bundle": decoder}, ids, PAGE_SIZE)["bundle"]
     cache = measure_cache(decoder, ids, 2048, 2048, torch.bfloat16, None)  # as many as the model has positions

@@ -63,10 +63,10 @@ from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.passes import layer_jobs, resolve_layers
 from kvconvert.convert.work_files import check_place
 from kvconvert.convert.workdir import WorkDir, WorkState
-from kvconvert.data.mixture import load_held_out_mixture
+from kvconvert.data.mixture import load_held_out_mixture, load_mixture
 from kvconvert.data.samples import load_samples
 from kvconvert.data.sources import Sources
-from kvconvert.data.text import TokenData, load_token_samples, with_random_tokens
+from kvconvert.data.text import TokenData, with_random_tokens
 from kvconvert.errors import UnsupportedModelError, UsageError, check_place_named
 from kvconvert.io.progress import progress_bar
 from kvconvert.io.records import DataInfo
@@ -383,7 +383,7 @@ class Searches:
         data, tokens = self.data, self.tokens
         if tokens.extras:  # images: candidates are measured on text all the same
             tokenizer = load_tokenizer(self.runner.source.directory)
-            data, tokens = None, load_token_samples(None, tokenizer, CLIP_ROWS, tokens.ids.shape[1], self.seed)
+            data, tokens = None, load_mixture(None, tokenizer, CLIP_ROWS, tokens.ids.shape[1], self.seed)
         return self._run(data, tokens, task.text_rows, task.text_length), tokens.ids[: len(tokens.ids) - tokens.random][
             :CLIP_ROWS
         ]

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvconvert.data.sources import Sources, WeightedSource, holds_conversations, source_name, weighted_sources
-from kvconvert.data.text import EMBEDDED, TokenData, load_held_out_samples, load_token_samples, token_data
-from kvconvert.errors import UsageError
+from kvconvert.data.text import TokenData, load_held_out_samples, load_token_samples, token_data
+from kvconvert.errors import UsageError, listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,7 +46,7 @@ def shares(weights: Sequence[float], samples: int) -> list[int]:
 
 def load_mixture(data: Sources, tokenizer: PreTrainedTokenizerBase, samples: int, length: int, seed: int) -> TokenData:
     """Samples of one or several text sources; see `load_token_samples`, which cuts those of each."""
-    sources = weighted_sources(data)
+    sources = _sources(data, samples)
     if len(sources) == 1:
         return load_token_samples(sources[0].source, tokenizer, samples, length, seed)
     counts = shares([source.weight for source in sources], samples)
@@ -61,7 +61,7 @@ def load_held_out_mixture(
     data: Sources, tokenizer: PreTrainedTokenizerBase, samples: int, length: int, seed: int, apart_from: tuple[int, int]
 ) -> TokenData:
     """The same of `load_held_out_samples`: of each source what calibration left over."""
-    sources = weighted_sources(data)
+    sources = _sources(data, apart_from[0])
     if len(sources) == 1:
         return load_held_out_samples(sources[0].source, tokenizer, samples, length, seed, apart_from)
     weights = [source.weight for source in sources]
@@ -71,6 +71,12 @@ def load_held_out_mixture(
         for source, count, used in zip(sources, wanted, shares(weights, apart_from[0]), strict=True)
     ]
     return _joined(sources, parts, seed)
+
+
+def _sources(data: Sources, samples: int) -> list[WeightedSource]:
+    """All that are named; of the texts that ship with kvconvert no more than there are samples."""
+    sources = weighted_sources(data)
+    return sources[:samples] if data is None else sources
 
 
 def _joined(sources: list[WeightedSource], parts: list[TokenData], seed: int) -> TokenData:
@@ -91,11 +97,12 @@ def unlike_the_model(data: Sources, tokens: TokenData, tokenizer: PreTrainedToke
     named = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.pad_token_id}
     special = torch.tensor(sorted(set(tokenizer.all_special_ids) - named), dtype=torch.int64)
     rendered = bool(torch.isin(ids, special).any())
-    names = [source_name(source.source, EMBEDDED["calibration"]) for source in weighted_sources(data)]
+    names = [source_name(source.source) for source in weighted_sources(data)]
+    named_text, verb = listed(names, "and"), "is" if len(names) == 1 else "are"
     plain = not rendered and not any(holds_conversations(source.source) for source in weighted_sources(data))
     if tokenizer.chat_template and plain:
         said.append(
-            f"The tokenizer has a chat template, and {' and '.join(names)} is plain text; if the model is to serve "
+            f"The tokenizer has a chat template, and {named_text} {verb} plain text; if the model is to serve "
             "conversations, give data with a column of messages."
         )
     unknown = {tokenizer.unk_token_id} - {None, tokenizer.bos_token_id, tokenizer.eos_token_id}
@@ -109,13 +116,13 @@ def unlike_the_model(data: Sources, tokens: TokenData, tokenizer: PreTrainedToke
     share = sum(pieces) / ids.numel()
     if share > MANY_UNKNOWN:
         said.append(
-            f"{share:.0%} of the calibration tokens of {' and '.join(names)} are unknown to the tokenizer or single "
+            f"{share:.0%} of the calibration tokens of {named_text} are unknown to the tokenizer or single "
             "bytes; the model was hardly trained on such text."
         )
     text = sum(len(row.encode()) for row in tokenizer.batch_decode(ids, skip_special_tokens=True))
     if text / ids.numel() < FEW_BYTES:
         said.append(
-            f"{' and '.join(names)} has {text / ids.numel():.1f} bytes of text per token, where a tokenizer that fits "
-            "has 3 to 5; check that it is text in the model's languages."
+            f"{named_text} {'has' if len(names) == 1 else 'have'} {text / ids.numel():.1f} bytes of text per token, "
+            "where a tokenizer that fits has 3 to 5; check that it is text in the model's languages."
         )
     return said

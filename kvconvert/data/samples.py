@@ -12,7 +12,6 @@ it has one); questions and conversations go through the chat template. A model w
 from __future__ import annotations
 
 import hashlib
-import importlib.resources
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -33,15 +32,18 @@ from kvconvert.data.images import (
 )
 from kvconvert.data.mixture import load_mixture, unlike_the_model
 from kvconvert.data.sources import (
+    CALIBRATION,
     ROWS_INSPECTED,
+    SHIPPED,
     Sources,
     SourceTable,
     is_plain_text,
     local_files,
+    read_text,
     source_name,
     weighted_sources,
 )
-from kvconvert.data.text import EMBEDDED, TokenData
+from kvconvert.data.text import TokenData
 from kvconvert.errors import CheckpointError, DataError, UsageError
 from kvconvert.io.records import DataInfo, shortened
 from kvconvert.io.tensorfile import Mapped
@@ -59,9 +61,9 @@ IMAGE_BYTES = 500_000_000  # of pixels and the like of all samples that are held
 _SLACK = 8  # tokens by which joining documents may change their number
 
 
-def holds_images(source: str | None) -> bool:
-    """Whether a SOURCE has images: none at all (drawings), a directory of them, or rows with a column or parts."""
-    if source is None or is_image_directory(source):
+def holds_images(source: str) -> bool:
+    """Whether a SOURCE has images: a directory of them, or rows with a column or parts."""
+    if is_image_directory(source):
         return True
     files = local_files(source)
     if is_plain_text(files):
@@ -95,7 +97,7 @@ def load_image_samples(
     Raises:
         DataError: an image or a caption that is missing or unreadable, an image longer than a sample, or too little.
     """
-    name = source_name(source, "drawings")
+    name = f"{SHIPPED}drawings" if source is None else source_name(source)
     packer = _Packer(ImagePrompts(processor, config), _documents(source, seed), name, seed)
     if length is None:
         length = packer.fitting_length()
@@ -222,7 +224,7 @@ class _Packer:
 
 def _filler(seed: int) -> Iterator[str]:
     """Paragraphs of the embedded text, from a place that the seed chooses, without end."""
-    text = (importlib.resources.files("kvconvert.data.texts") / EMBEDDED["calibration"]).read_text(encoding="utf-8")
+    text = "".join(read_text(file) for file in local_files(CALIBRATION[0]) or ())
     paragraphs = [" ".join(part.split()) for part in text.split("\n\n") if part.strip()]
     start = random.Random(f"filler {seed}").randrange(len(paragraphs))
     while True:
@@ -290,9 +292,9 @@ def load_samples(
         )
     multimodal = supports_images(model.config) and has_processor(model.directory)
     several = weighted_sources(source)
-    only = several[0].source if len(several) == 1 else None
-    with_images = multimodal and any(holds_images(part.source) for part in several)
-    if with_images and len(several) > 1:
+    only = several[0].source if source is not None and len(several) == 1 else None
+    with_images = multimodal and (source is None or any(holds_images(part.source) for part in several))
+    if with_images and source is not None and len(several) > 1:
         raise UsageError("`data` names several sources and one of them holds images, which are not mixed; give one.")
     if with_images:
         count = MOST_SAMPLES if samples is None else samples

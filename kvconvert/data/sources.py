@@ -9,6 +9,7 @@ What looks like text and is conversations spelled as JSON or Python is refused.
 
 from __future__ import annotations
 
+import importlib.resources
 import itertools
 import json
 import os
@@ -103,6 +104,9 @@ def _unreadable(file: Path | str, reason: str) -> DataError:
 
 
 Sources = str | Sequence[str] | None
+SHIPPED = "kvconvert:"  # begins the SOURCE of a text that ships with kvconvert
+CALIBRATION = (f"{SHIPPED}books-calib.txt", f"{SHIPPED}code-calib.txt")  # why two: benchmarks/WEIGHTS.md
+EVALUATION = f"{SHIPPED}books-val.txt"
 _WEIGHTED = re.compile(r"(.+)=(\d+(?:\.\d+)?)")
 LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 # In a directory beside other data these are about it, as captions and settings are.
@@ -143,20 +147,22 @@ class HubSource:
 
 @dataclass(frozen=True)
 class WeightedSource:
-    """A SOURCE of `kvconvert.data.text`, or None for the text that ships with kvconvert, and its share."""
+    """A SOURCE of `kvconvert.data.text` and its share."""
 
-    source: str | None
+    source: str
     weight: float = 1.0
 
 
 def weighted_sources(data: Sources) -> list[WeightedSource]:
     """Sources with their weights, 1 where none is given; a path that exists is one, whatever its name looks like.
 
+    None stands for `CALIBRATION`.
+
     Raises:
         UsageError: no text, a weight that is no positive number, or an empty list.
     """
     if data is None:
-        return [WeightedSource(None)]
+        return [WeightedSource(source) for source in CALIBRATION]
     given = [data] if isinstance(data, str) else data
     if not isinstance(given, Sequence) or not all(isinstance(source, str) for source in given):
         raise UsageError(f"`data` is {data!r:.80}; name a source, or a list of sources.")
@@ -173,10 +179,8 @@ def weighted_sources(data: Sources) -> list[WeightedSource]:
     return found
 
 
-def source_name(source: str | None, default: str) -> str:
+def source_name(source: str) -> str:
     """The source's name in the manifest: the last part of a local path, because bundles are shared, paths private."""
-    if source is None:
-        return f"kvconvert:{default}"
     place, column = named_column(source)
     path = Path(os.path.expanduser(place))
     return path.resolve().name + (f"::{column}" if column else "") if _exists(place) else source
@@ -201,6 +205,8 @@ def local_files(source: str) -> list[Path] | None:
         raise DataError(
             "The data source is empty text; name a file, a directory or a Hub data set id, or leave it out."
         )
+    if source.startswith(SHIPPED):
+        return [_shipped(source)]
     source, column = named_column(source)
     path = Path(os.path.expanduser(source))
     files = _files(path)
@@ -224,13 +230,21 @@ def local_files(source: str) -> list[Path] | None:
     return None
 
 
+def _shipped(source: str) -> Path:
+    file = Path(str(importlib.resources.files("kvconvert.data.texts"))) / source.removeprefix(SHIPPED)
+    known = (*CALIBRATION, EVALUATION)
+    if source not in known:
+        raise DataError(f"Data source {source} does not ship with kvconvert; name {listed(known, 'or')}.")
+    return file
+
+
 def check_sources(data: Sources) -> None:
     """Refuse what can be neither a local file or directory nor the id of a data set (DataError, UsageError).
 
     Commands ask this before they import torch.
     """
     for source in weighted_sources(data):
-        if source.source is None or _exists(named_column(source.source)[0]):
+        if _exists(named_column(source.source)[0]):
             continue
         if local_files(source.source) is None:
             HubSource.parse(source.source)
@@ -308,10 +322,10 @@ SHUFFLE_BUFFER = 1_000
 SHUFFLE_BYTES = 2**28  # of all that they hold
 
 
-def holds_conversations(source: str | None) -> bool:
+def holds_conversations(source: str) -> bool:
     """Whether a SOURCE is a table of messages."""
-    files = None if source is None else local_files(source)
-    if source is None or is_plain_text(files):
+    files = local_files(source)
+    if is_plain_text(files):
         return False
     table = SourceTable.open(source, files)
     return table.text_column == MESSAGES

@@ -2,8 +2,8 @@
 
 A SOURCE is a .txt, .jsonl, .json, .csv or .parquet file, a directory of one of these kinds, either of them with
 optional `::column`, source code or Markdown (a file, or a directory with files of `CODE`), a Hub data set id with
-optional `:config:split:column`, or nothing at all, which means the public-domain text that ships with kvconvert.
-`kvconvert.data.mixture` takes several.
+optional `:config:split:column`, or a text that ships with kvconvert (`kvconvert:books-calib.txt`, public-domain novels;
+`kvconvert:code-calib.txt`, code and notes of earlier versions of kvconvert). `kvconvert.data.mixture` takes several.
 
 How samples are cut, always without overlap and padding, so that every sample has exactly the requested length:
 
@@ -20,13 +20,12 @@ beginning-of-sequence token, every sample begins with one, because models traine
 from __future__ import annotations
 
 import hashlib
-import importlib.resources
 import logging
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-EMBEDDED = {"calibration": "books-calib.txt", "evaluation": "books-val.txt"}
 PIECE_CHARACTERS = 1_000_000  # a long text is tokenized piece by piece: the peak of memory is then one piece's encoding
 
 
@@ -81,22 +79,16 @@ class TokenData:
 
 
 def load_token_samples(
-    source: str | None,
-    tokenizer: PreTrainedTokenizerBase,
-    samples: int,
-    length: int,
-    seed: int,
-    default: Literal["calibration", "evaluation"] = "calibration",
+    source: str, tokenizer: PreTrainedTokenizerBase, samples: int, length: int, seed: int
 ) -> TokenData:
     """Read a SOURCE and cut it into samples; the same arguments and files give the same ids.
 
     Args:
-        source: see the module's text; None takes the embedded text named by `default`.
+        source: see the module's text.
         tokenizer: the model's own tokenizer, with a chat template if rows hold `messages`.
         samples: number of samples; more than the source holds are an error that says how many it has.
         length: tokens per sample.
         seed: chooses windows of plain text, and the order of rows.
-        default: the embedded text that is used without a source.
 
     Raises:
         DataError: the source is missing, empty, undecodable, of an unknown kind, has no text column, or is too short.
@@ -107,8 +99,8 @@ def load_token_samples(
             f"{samples} samples of {length} tokens cannot be cut; request at least 1 sample of at least 2 tokens."
         )
     prefix, window = _prefix(tokenizer, length)
-    name = source_name(source, EMBEDDED[default])
-    ids, whole = _token_ids(source, tokenizer, seed, default, samples * window)
+    name = source_name(source)
+    ids, whole = _token_ids(source, tokenizer, seed, samples * window)
     available = len(ids) // window
     if available < samples:
         found = f"Data source {name} holds {len(ids)} tokens"
@@ -152,7 +144,7 @@ def with_random_tokens(data: TokenData, tokenizer: PreTrainedTokenizerBase, voca
 
 
 def load_held_out_samples(
-    source: str | None,
+    source: str,
     tokenizer: PreTrainedTokenizerBase,
     samples: int,
     length: int,
@@ -162,7 +154,7 @@ def load_held_out_samples(
     """Samples of what `load_token_samples` leaves over, for choices that calibration's own samples must not decide.
 
     Args:
-        source, tokenizer, seed: as of those samples; without a source, the calibration text that ships with kvconvert.
+        source, tokenizer, seed: as of those samples.
         samples: how many; fewer where the rest of the text has no more that are evenly spread. Consecutive text, or,
             where calibration left none that is long enough, what lies between its samples, joined.
         length: tokens per sample.
@@ -173,9 +165,9 @@ def load_held_out_samples(
     """
     prefix, window = _prefix(tokenizer, length)
     taken = apart_from[1] - len(prefix)
-    name = source_name(source, EMBEDDED["calibration"])
+    name = source_name(source)
     used = apart_from[0] * taken
-    ids, whole = _token_ids(source, tokenizer, seed, "calibration", used + samples * window)
+    ids, whole = _token_ids(source, tokenizer, seed, used + samples * window)
     starts, rest, at = [], [], 0
     for index in [*_windows(len(ids) // taken, apart_from[0], seed, whole), None]:
         gap = len(ids) if index is None else index * taken
@@ -205,17 +197,8 @@ def _prefix(tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[list[int],
     return prefix, length - len(prefix)
 
 
-def _token_ids(
-    source: str | None,
-    tokenizer: PreTrainedTokenizerBase,
-    seed: int,
-    default: Literal["calibration", "evaluation"],
-    enough: int,
-) -> tuple[list[int], bool]:
+def _token_ids(source: str, tokenizer: PreTrainedTokenizerBase, seed: int, enough: int) -> tuple[list[int], bool]:
     """All tokens of plain text, or `enough` of shuffled rows; and whether it is plain text."""
-    if source is None:
-        text = (importlib.resources.files("kvconvert.data.texts") / EMBEDDED[default]).read_text(encoding="utf-8")
-        return _join([_encode(text, tokenizer)], tokenizer, None), True
     files = local_files(source)
     if is_plain_text(files):
         return _join((_encode(read_text(file), tokenizer) for file in files), tokenizer, None), True

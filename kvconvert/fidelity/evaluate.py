@@ -20,6 +20,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
+from kvconvert.data.sources import EVALUATION
 from kvconvert.data.text import load_token_samples
 from kvconvert.errors import UsageError, listed
 from kvconvert.fidelity.asked import PARTS, parts_asked, source_of
@@ -151,7 +152,7 @@ def evaluate(
         parts.remove("images")
     decoder = decoder_of(model)
     shape = _segment_shape(checkpoint, context, decoder.new_cache())
-    samples = load_token_samples(data, tokenizer, -(-tokens // shape.scored), shape.length, seed, default="evaluation")
+    samples = load_token_samples(data or EVALUATION, tokenizer, -(-tokens // shape.scored), shape.length, seed)
     ids = samples.ids[:, : shape.prefill + min(tokens, shape.scored) + 1]
     noise = None
     if computed_in != torch.float32 and "kl" in parts:

@@ -9,15 +9,15 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
-# What "auto" chooses from, the largest first. Smaller models have half the KL with groups of 64, at 2 to 4% more bytes:
-# benchmarks/WEIGHTS.md.
+# What "auto" chooses from, the largest first. Smaller models lose more: groups of 32 take a quarter off the KL of those
+# of 64 at 4% more bytes, and 64 half of that of 128 at 2 to 4% (benchmarks/WEIGHTS.md).
 AUTO_GROUP_SIZES = (128, 64, 32)
-SMALL_HIDDEN_SIZE = 3584  # below which the largest is 64
 
 
 def auto_group_sizes(hidden_size: int) -> tuple[int, ...]:
     """What "auto" chooses from for a model, the largest first."""
-    return AUTO_GROUP_SIZES if hidden_size >= SMALL_HIDDEN_SIZE else AUTO_GROUP_SIZES[1:]
+    largest = 128 if hidden_size >= 3584 else 64 if hidden_size >= 2048 else 32
+    return tuple(size for size in AUTO_GROUP_SIZES if size <= largest)
 
 
 # What a recipe can ask for.

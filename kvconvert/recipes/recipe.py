@@ -6,7 +6,7 @@ files in `kvconvert/recipes/presets`; dropping one in extends the command line. 
     [weights]
     method = "auto"       # awq+gptq, in mixtures of experts awq; or awq, gptq, awq+gptq, rtn (round to nearest), none
     bits = 4              # 2, 3, 4 or 8
-    group_size = "auto"   # 128, or 64 for hidden sizes below 3584, or 32 where these divide not all inputs
+    group_size = "auto"   # 128; 64 below a hidden size of 3584; 32 below 2048, or where these do not fit all inputs
 
     [[weights.modules]]   # Linears of another width; where several tables apply to one, the last of them counts
     match = "*.down_proj" # names as in the loaded model, * for anything; all if it is left out

@@ -20,6 +20,7 @@ from kvconvert.bundle.manifest import Allocation, LayerPlan, Manifest
 from kvconvert.cache.size import LayerCache, lengths
 from kvconvert.calibration.attention_sample import RECORDING_ATTENTION, attention_observed
 from kvconvert.calibration.oscar import KeyStatistics
+from kvconvert.data.sources import EVALUATION
 from kvconvert.data.text import load_token_samples
 from kvconvert.errors import RecipeError, UsageError
 from kvconvert.kernels.pages import PAGE_SIZE
@@ -84,7 +85,7 @@ def sample_keys(model: str, manifest: Manifest, tokens: int = TOKENS) -> KeySamp
         raise UsageError(
             f"`model` has {depth} layers and the bundle {len(manifest.layers)}; give the model that it was made of."
         )
-    text = load_token_samples(None, load_tokenizer(source.directory), 1, tokens, 0, "evaluation")
+    text = load_token_samples(EVALUATION, load_tokenizer(source.directory), 1, tokens, 0)
     loaded = source.load(float_dtype(source), attn_implementation=RECORDING_ATTENTION).eval()
     keys: dict[int, Tensor] = {}
     statistics: dict[int, KeyStatistics] = {}

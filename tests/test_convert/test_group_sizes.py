@@ -16,12 +16,12 @@ from kvconvert.methods.awq import WeightsRecipe
 
 # hidden, intermediate (of experts where they are routed), query heads, KV heads, head size, and the group size.
 SHAPES = {
-    "SmolLM2-135M": (576, 1536, 9, 3, 64, 64),
-    "Gemma-3-270M": (640, 2048, 4, 1, 256, 64),
-    "Qwen2.5-0.5B": (896, 4864, 14, 2, 64, 64),
-    "SmolLM2-360M": (960, 2560, 15, 5, 64, 64),
-    "Gemma-3-1B": (1152, 6912, 4, 1, 256, 64),
-    "Qwen2.5-1.5B": (1536, 8960, 12, 2, 128, 64),
+    "SmolLM2-135M": (576, 1536, 9, 3, 64, 32),
+    "Gemma-3-270M": (640, 2048, 4, 1, 256, 32),
+    "Qwen2.5-0.5B": (896, 4864, 14, 2, 64, 32),
+    "SmolLM2-360M": (960, 2560, 15, 5, 64, 32),
+    "Gemma-3-1B": (1152, 6912, 4, 1, 256, 32),
+    "Qwen2.5-1.5B": (1536, 8960, 12, 2, 128, 32),
     "Llama-3.2-1B": (2048, 8192, 32, 8, 64, 64),
     "Qwen3-30B-A3B": (2048, 768, 32, 4, 128, 64),
     "Qwen1.5-MoE-A2.7B": (2048, 1408, 16, 16, 128, 64),

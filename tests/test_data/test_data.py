@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from kvconvert.data import sources
-from kvconvert.data.sources import HubSource, SourceTable, holds_conversations, local_files
+from kvconvert.data.sources import CALIBRATION, EVALUATION, HubSource, SourceTable, holds_conversations, local_files
 from kvconvert.data.text import load_held_out_samples, load_token_samples, token_data, with_random_tokens
 from kvconvert.errors import DataError, UsageError
 
@@ -68,10 +68,11 @@ def test_info_fingerprints_the_ids_and_keeps_private_paths_to_itself(tmp_path):
     assert (data.info.source, data.info.samples, data.info.length, data.info.seed) == ("book.txt", 3, 16, 0)
 
 
-@pytest.mark.parametrize(("default", "name"), [("calibration", "books-calib.txt"), ("evaluation", "books-val.txt")])
-def test_no_source_means_the_embedded_text(default, name):
-    data = load_token_samples(None, word_tokenizer(), 2, 64, seed=0, default=default)
-    assert data.info.source == f"kvconvert:{name}"
+@pytest.mark.parametrize("source", [*CALIBRATION, EVALUATION])
+def test_texts_that_ship_with_kvconvert_are_named_as_sources(source):
+    assert load_token_samples(source, word_tokenizer(), 2, 64, seed=0).info.source == source
+    with pytest.raises(DataError, match="does not ship with kvconvert; name kvconvert:books"):
+        load_token_samples(f"{source}x", word_tokenizer(), 2, 64, seed=0)
 
 
 def test_every_sample_begins_as_the_tokenizer_begins_a_text(tmp_path):
@@ -181,7 +182,7 @@ def test_bad_sources_are_one_sentence_each(tmp_path):
         with pytest.raises(DataError):
             load_token_samples(source, word_tokenizer(), 1, 4, seed=0)
     with pytest.raises(UsageError):
-        load_token_samples(None, word_tokenizer(), 0, 4, seed=0)
+        load_token_samples(EVALUATION, word_tokenizer(), 0, 4, seed=0)
 
 
 def test_what_is_below_a_local_directory_is_no_hub_source(tmp_path, monkeypatch):

@@ -120,3 +120,12 @@ def test_tokens_of_hardly_any_text_are_said(tmp_path):
     tokenizer.clean_up_tokenization_spaces = False
     found = unlike_the_model(str(file), data, tokenizer)
     assert any("bytes of text per token" in sentence for sentence in found)
+
+
+def test_by_default_novels_and_code_are_read_in_equal_parts():
+    tokenizer = word_tokenizer()
+    data = load_mixture(None, tokenizer, 4, 16, seed=0)
+    assert data.info.source == "kvconvert:books-calib.txt=1, kvconvert:code-calib.txt=1"
+    assert data.ids[2:].equal(load_token_samples("kvconvert:code-calib.txt", tokenizer, 2, 16, seed=0).ids)
+    assert load_mixture(None, tokenizer, 1, 16, seed=0).info.source == "kvconvert:books-calib.txt"
+    assert load_held_out_mixture(None, tokenizer, 4, 16, seed=0, apart_from=(1, 16)).ids.shape == (4, 16)

@@ -7,6 +7,7 @@ import torch
 from tiny.checkpoints import REFERENCE, tiny_model
 from transformers import AutoTokenizer
 
+from kvconvert.data.sources import EVALUATION
 from kvconvert.data.text import load_token_samples
 from kvconvert.fidelity.probes import (
     ASKED,
@@ -38,7 +39,7 @@ CHAT = (
 @pytest.fixture(scope="module", params=["plain text", "chat template"])
 def writer(request):
     tokenizer = AutoTokenizer.from_pretrained(REFERENCE)
-    prose = load_token_samples(None, tokenizer, 2, 1024, 0, "evaluation").ids.flatten().tolist()
+    prose = load_token_samples(EVALUATION, tokenizer, 2, 1024, 0).ids.flatten().tolist()
     tokenizer.chat_template = CHAT if request.param == "chat template" else None
     return Writer(tokenizer, prose, seed=0)
 

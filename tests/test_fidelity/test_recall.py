@@ -5,6 +5,7 @@ import torch
 from tiny.checkpoints import REFERENCE
 from transformers import AutoTokenizer
 
+from kvconvert.data.sources import EVALUATION
 from kvconvert.data.text import load_token_samples
 from kvconvert.errors import UsageError
 from kvconvert.fidelity.recall import (
@@ -28,7 +29,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def book(tokenizer):
-    prose = load_token_samples(None, tokenizer, 2, 1024, 0, "evaluation").ids.flatten().tolist()
+    prose = load_token_samples(EVALUATION, tokenizer, 2, 1024, 0).ids.flatten().tolist()
     return DrillBook(tokenizer, prose, seed=0)
 
 
@@ -100,7 +101,7 @@ class ChatTokenizer:
 
 def test_numbers_are_hidden_in_prose_and_asked_for_through_the_chat_template(tokenizer):
     chat = ChatTokenizer(tokenizer, "[{user}] CONTENT [{assistant}]{{ '\\n' }}")
-    prose = load_token_samples(None, tokenizer, 1, 1024, 0, "evaluation").ids.flatten().tolist()
+    prose = load_token_samples(EVALUATION, tokenizer, 1, 1024, 0).ids.flatten().tolist()
     book = NumberBook(chat, prose, seed=0)
     drills = book.drills(400, 10)
     assert {len(drill.context) for drill in drills} == {400}

@@ -7,6 +7,7 @@ import torch
 from tiny.checkpoints import REFERENCE, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvconvert.data.sources import EVALUATION
 from kvconvert.data.text import load_token_samples
 from kvconvert.errors import NumericError
 from kvconvert.fidelity.evaluate import text_figures
@@ -89,7 +90,7 @@ def test_nan_is_refused_instead_of_averaged():
 
 
 def test_oscar_keeps_more_than_kivi_on_the_reference_model(tokenizer):
-    ids = load_token_samples(None, tokenizer, 2, 512, 0, "evaluation").ids
+    ids = load_token_samples(EVALUATION, tokenizer, 2, 512, 0).ids
     source = AutoModelForCausalLM.from_pretrained(REFERENCE, dtype=torch.float32).eval()
     model = AutoModelForCausalLM.from_pretrained(REFERENCE, dtype=torch.float32).eval()
     kivi, oscar = KVScheme.preset("kivi"), KVScheme.preset("oscar").with_online_rotation()

@@ -7,6 +7,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from kvconvert.data.sources import EVALUATION
 from kvconvert.data.text import load_held_out_samples, load_token_samples
 from kvconvert.errors import DataError, UsageError
 from kvconvert.models.prompts import MARK, Conversations, _any_of, added_around, encode_text
@@ -401,8 +402,8 @@ def test_json_among_prose_is_read(fresh, tmp_path):
 def test_a_tokenizer_whose_beginning_fills_a_sample_is_refused(fresh):
     around(fresh, "<|endoftext|> " * 64 + "$A")
     for cut in (
-        lambda: load_token_samples(None, fresh, 1, 64, 0),
-        lambda: load_held_out_samples(None, fresh, 1, 64, 0, (1, 128)),
+        lambda: load_token_samples(EVALUATION, fresh, 1, 64, 0),
+        lambda: load_held_out_samples(EVALUATION, fresh, 1, 64, 0, (1, 128)),
     ):
         with pytest.raises(UsageError, match="puts 64 tokens before a text"):
             cut()

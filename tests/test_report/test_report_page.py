@@ -243,10 +243,11 @@ def test_keys_are_those_that_attention_computes_on(tmp_path):
     ]
     manifest = manifest.model_copy(update={"layers": layers})
     found = sample_keys(str(source), manifest, tokens=40)
+    from kvconvert.data.sources import EVALUATION
     from kvconvert.data.text import load_token_samples
     from kvconvert.models.processors import load_tokenizer
 
-    ids = load_token_samples(None, load_tokenizer(source), 1, 40, 0, "evaluation").ids
+    ids = load_token_samples(EVALUATION, load_tokenizer(source), 1, 40, 0).ids
     cache = model(ids, use_cache=True).past_key_values
     for index, keys in found.keys.items():
         torch.testing.assert_close(keys.float(), cache.layers[index].keys[0].float(), rtol=1e-3, atol=1e-3)

@@ -1,1 +1,1 @@
-"""Public-domain text that ships with kvconvert, for calibration and evaluation."""
+"""Text that ships with kvconvert, for calibration and evaluation: public-domain novels, and code of its own."""
