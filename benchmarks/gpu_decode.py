@@ -69,7 +69,8 @@ class Layer:
             HEADS, DIM, PAGE_SIZE, case.bits, case.key_group, case.norm, boosted=case.boosted, **more
         )
         values = PageFormat.values(HEADS, DIM, PAGE_SIZE, case.bits, case.value_group, **more)
-        self.case, self.format = case, LayerFormat(keys, values)
+        span = SpanFormat(case.bits, case.bits, tau1=case.tau, tau2=case.tau * 2) if case.span else None
+        self.case, self.format = case, LayerFormat(keys, values, span=span, sink_tokens=not case.span)
         pages = (case.tokens - case.residual) // PAGE_SIZE if not case.span else case.tokens // PAGE_SIZE
         count = case.batch * pages
         self.keys = new_pages(count, keys, DTYPE, torch.device("cuda"))
@@ -89,8 +90,7 @@ class Layer:
             SequencePlan((Segment(row * pages, (row + 1) * pages, pages * PAGE_SIZE),), residual)
             for row in range(case.batch)
         ]
-        self.span = SpanFormat(case.bits, case.bits, tau1=case.tau, tau2=case.tau * 2) if case.span else None
-        programs = programs_for(torch.device("cuda"), self.format, self.span, GROUP, 1)
+        programs = programs_for(torch.device("cuda"), self.format, GROUP, 1)
         plan = plan_work(sequences, programs).to(torch.device("cuda"))
         self.scales = torch.rand(4, HEADS, DIM, dtype=torch.float16, device="cuda") + 0.5
         shared = None
@@ -111,9 +111,7 @@ class Layer:
 
     def step(self) -> torch.Tensor:
         """One decode step of the layer."""
-        return decode_attention(
-            self.queries, self.tables, self.windows, self.format, DIM**-0.5, span=self.span, hides=self.span is None
-        )
+        return decode_attention(self.queries, self.tables, self.windows, self.format, DIM**-0.5)
 
 
 def fill(name: str, tensor: torch.Tensor) -> None:

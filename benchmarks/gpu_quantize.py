@@ -23,6 +23,7 @@ from page_writes import page_writes
 from kvconvert.kernels.pages import (
     PAGE_SIZE,
     PageFormat,
+    SideTensors,
     new_flag,
     new_pages,
 )
@@ -122,8 +123,9 @@ class Job:
             (self.values, new_pages(pages, g, torch.bfloat16, cuda), None),
         ):
             each = [page for sequence in tokens for page in sequence]
-            writes = page_writes(each, [records], matrices)
-            self.launches.append(gpu.page_launch(writes, each[0], records, new_flag(cuda)))
+            layers = [SideTensors(feedback=own) for own in matrices or [None]]
+            writes = page_writes(each, [records], len(layers))
+            self.launches.append(gpu.page_launch(writes, each[0], records, new_flag(cuda), layers))
 
     def quantize_keys(self) -> None:
         """The norm's launch and the keys'."""

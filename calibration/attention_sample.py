@@ -25,10 +25,10 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
-from kvconvert.cache.format import CacheFormat
 from kvconvert.calibration.activations import same_arguments
 from kvconvert.calibration.protocol import CalibrationPass, LayerWork, require_finite
 from kvconvert.kernels.attention.chosen import choice_of
+from kvconvert.kernels.page_formats import LayerFormat
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.models.masks import tensor_mask
 
@@ -206,7 +206,7 @@ def squared_output(heads: Tensor, output_weight: Tensor | None) -> Tensor:
     return rows.square().sum((-2, -1), dtype=torch.float64)
 
 
-def as_cached(queries: Tensor, keys: Tensor, values: Tensor, cache: CacheFormat) -> tuple[Tensor, Tensor, Tensor]:
+def as_cached(queries: Tensor, keys: Tensor, values: Tensor, cache: LayerFormat) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [..., head_dim] in the cache's coordinates (after its rotations), in float32."""
     queries, keys, values = queries.float(), keys.float(), values.float()
     if cache.rotations.keys:
@@ -258,7 +258,8 @@ class AttentionSampler(CalibrationPass):
     def observe(self, work: LayerWork) -> Iterator[None]:
         """Keep evenly spaced sequences of the layer's input; for a visual cache, of those that have images."""
         candidates = list(range(work.num_samples))
-        if work.cache.modality == "visual" and work.visual is not None and work.visual.any():
+        span = work.cache.span
+        if span is not None and span.modality == "visual" and work.visual is not None and work.visual.any():
             candidates = work.visual.any(1).nonzero().flatten().tolist()
         wanted = self.sequences_read(len(candidates), work.seq_len)
         self._chosen = [candidates[i * len(candidates) // wanted] for i in range(wanted)]

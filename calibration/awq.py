@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kvconvert.cache.format import CacheFormat
 from kvconvert.calibration.activations import MIN_EXPERT_TOKENS, ActivationRecorder, ActivationStatistics
 from kvconvert.calibration.awq_scales import search_scales
 from kvconvert.calibration.awq_scaling import Scaling, Widths, apply_clips, apply_scales, reader_scales, search_clips
@@ -25,6 +24,7 @@ from kvconvert.calibration.layer_error import LayerSample, LayerSampler, quantiz
 from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork, PassResult
 from kvconvert.errors import NumericError
 from kvconvert.kernels.device import tf32_products
+from kvconvert.kernels.page_formats import LayerFormat
 from kvconvert.kernels.quantizer import dequantize, quantize
 from kvconvert.kernels.rotate import hadamard_transform
 
@@ -209,14 +209,14 @@ class AwqPass(CalibrationPass):
         return self._result
 
 
-def value_rounding(cache: CacheFormat | None) -> Callable[[Tensor], Tensor] | None:
+def value_rounding(cache: LayerFormat | None) -> Callable[[Tensor], Tensor] | None:
     """How a cache rounds values [..., head_dim]; None where scaling channels changes nothing about their error.
 
     That is so where values are not quantized, and for spans and static pages, which have one scale per channel.
     """
-    if cache is None or cache.span is not None or cache.pages.values.static or cache.pages.values.bits == 16:
+    if cache is None or cache.span is not None or cache.values.static or cache.values.bits == 16:
         return None
-    f = cache.pages.values
+    f = cache.values
     return lambda values: simulate_value_cache(values, f.bits, f.group_size, f.clip_ratio, cache.rotations.values)
 
 

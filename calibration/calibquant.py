@@ -292,11 +292,11 @@ class CalibQuantPass(SampleReader):
             )
             return
         f, cache, sample = work.cache.span, work.cache, self.sampler.sample
-        if cache.modality == "all":
+        if f.modality == "all":
             sample = replace(sample, visual=None)
-        elif cache.modality != "visual" or sample.visual is None or not has_spans(sample, cache.sink_tokens):
+        elif f.modality != "visual" or sample.visual is None or not has_spans(sample, cache.sink_tokens):
             self._note = (
-                f"the calibration data has no {cache.modality} tokens with text to decode after them, so that tau and "
+                f"the calibration data has no {f.modality} tokens with text to decode after them, so that tau and "
                 "clip ratios are the scheme's own"
             )
             return
@@ -308,7 +308,7 @@ class CalibQuantPass(SampleReader):
             SPAN_CLIP_RATIO_GRID if self.search_keys else (f.key_clip_ratio,),
             SPAN_CLIP_RATIO_GRID if self.search_values else (f.value_clip_ratio,),
             cache.sink_tokens,
-            cache.pages.key_feedback,
+            cache.key_tensors.feedback,
             work.ranks,
         )
 

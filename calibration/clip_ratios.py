@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvconvert.cache.format import CacheFormat, Side
+from kvconvert.cache.format import Side
 from kvconvert.calibration.attention_sample import (
     AttentionSample,
     AttentionSampler,
@@ -37,6 +37,7 @@ from kvconvert.calibration.protocol import (
     significant,
 )
 from kvconvert.calibration.ranks import ALONE, Ranks
+from kvconvert.kernels.page_formats import LayerFormat
 from kvconvert.kernels.pages import dequantize_pages, page_centers, quantize_pages
 from kvconvert.methods import KVCalibration, KVScheme
 
@@ -68,7 +69,7 @@ def reads_quantized(
     return (token >= sink_tokens) & (query >= available)
 
 
-def stored_tokens(tokens: Tensor, cache: CacheFormat, side: Side, clip_ratios: Sequence[float]) -> Tensor:
+def stored_tokens(tokens: Tensor, cache: LayerFormat, side: Side, clip_ratios: Sequence[float]) -> Tensor:
     """Keys or values of n sequences as read back from pages with each of some clip ratios.
 
     Args:
@@ -80,17 +81,17 @@ def stored_tokens(tokens: Tensor, cache: CacheFormat, side: Side, clip_ratios: S
     Returns:
         [m, n, H, T, channels]; unchanged where no page is read.
     """
-    f, own = cache.side(side)
-    count = pages_read(tokens.shape[2], own.recent_tokens, f.page_size)
+    f, tensors = cache.side(side == "key")
+    count = pages_read(tokens.shape[2], cache.window(f.is_key), f.page_size)
     result = tokens.expand(len(clip_ratios), *tokens.shape)
     if f.bits == 16 or not count:
         return result
     result, sinks, size = result.clone(), cache.sink_tokens, count * f.page_size
     pages = tokens[:, :, :size].unflatten(2, (count, f.page_size)).transpose(1, 2)
     constant: Tensor | float = 0.0
-    if side == "key" and cache.pages.key_center is not None:
+    if tensors.center is not None:
         starts = f.page_size * torch.arange(count, device=tokens.device)
-        constant = page_centers(starts, f.page_size, cache.pages.key_center)
+        constant = page_centers(starts, f.page_size, tensors.center)
         pages = pages - constant
     # Static scales belong to the layer, and are others with each clip ratio.
     limit = GPU_STORED_NUMBERS if tokens.is_cuda else STORED_NUMBERS
@@ -103,16 +104,14 @@ def stored_tokens(tokens: Tensor, cache: CacheFormat, side: Side, clip_ratios: S
     return result
 
 
-def _read_back(pages: Tensor, cache: CacheFormat, side: Side, clip_ratios: Sequence[float]) -> Tensor:
+def _read_back(pages: Tensor, cache: LayerFormat, side: Side, clip_ratios: Sequence[float]) -> Tensor:
     """Pages [n, count, H, P, channels] of n sequences with each of m clip ratios, [m, n, count, H, P, channels]."""
-    f, shape = cache.side(side)[0], (len(clip_ratios), *pages.shape)
-    static = cache.static_scales(side, clip_ratios[0])
+    (f, tensors), shape = cache.side(side == "key"), (len(clip_ratios), *pages.shape)
+    tensors = tensors._replace(static=cache.static_scales(f.is_key, clip_ratios[0]))
     ratios = torch.tensor(clip_ratios, dtype=torch.float64).repeat_interleave(shape[1] * shape[2]).to(pages.device)
     every = pages.expand(shape).flatten(0, 2)
     of_all = {"hidden": cache.sink_tokens, "firsts": slice(0, None, shape[2]), "clip_ratios": ratios}
-    fixed = cache.pages.boosted if f.is_key else None, static
-    quantized = quantize_pages(every, f, *fixed, cache.pages.key_feedback if f.is_key else None, **of_all)
-    return dequantize_pages(quantized, *fixed).view(shape)
+    return dequantize_pages(quantize_pages(every, f, tensors, **of_all), tensors).view(shape)
 
 
 @dataclass(frozen=True)
@@ -157,14 +156,14 @@ def _weights(sample: AttentionSample, scores: Tensor, visible: Tensor) -> Tensor
 
 
 def key_clip_ratio_errors(
-    sample: AttentionSample, cache: CacheFormat, grid: tuple[float, ...], ranks: Ranks = ALONE
+    sample: AttentionSample, cache: LayerFormat, grid: tuple[float, ...], ranks: Ranks = ALONE
 ) -> Tensor:
     """Error of the attention output with quantized keys and exact values, relative to its mean square.
 
     Returns:
         float64 [grid], over the queries that read at least one quantized page; zeros where there are none.
     """
-    recent, page = cache.keys.recent_tokens, cache.pages.keys.page_size
+    recent, page = cache.key_window, cache.keys.page_size
 
     def output(block: _Block, stored: Tensor) -> Tensor:
         quantized = reads_quantized(block.rows, block.keys, cache.sink_tokens, recent, page, stored.device)
@@ -176,10 +175,10 @@ def key_clip_ratio_errors(
 
 
 def value_clip_ratio_errors(
-    sample: AttentionSample, cache: CacheFormat, grid: tuple[float, ...], ranks: Ranks = ALONE
+    sample: AttentionSample, cache: LayerFormat, grid: tuple[float, ...], ranks: Ranks = ALONE
 ) -> Tensor:
     """The same with quantized values and exact attention weights."""
-    recent, page = cache.values.recent_tokens, cache.pages.values.page_size
+    recent, page = cache.value_window, cache.values.page_size
 
     def output(block: _Block, stored: Tensor) -> Tensor:
         quantized = reads_quantized(block.rows, block.keys, cache.sink_tokens, recent, page, stored.device)
@@ -191,7 +190,7 @@ def value_clip_ratio_errors(
 
 def _errors(
     sample: AttentionSample,
-    cache: CacheFormat,
+    cache: LayerFormat,
     side: Side,
     grid: tuple[float, ...],
     error: Callable[[_Block, Tensor], Tensor],
@@ -209,8 +208,8 @@ def _errors(
         ranks: each evaluates some of the clip ratios.
     """
     exact = sample.keys if side == "key" else sample.values
-    f, own = cache.side(side)
-    first, mine = f.page_size + own.recent_tokens, ranks.mine(range(len(grid)))
+    f = cache.side(side == "key")[0]
+    first, mine = f.page_size + cache.window(f.is_key), ranks.mine(range(len(grid)))
     # What is computed at once: some of the sequences, and of these with some of the clip ratios.
     room = GPU_SCORES if exact.is_cuda else SCORES
     scores = sample.queries.shape[1] * QUERY_BLOCK * sample.num_tokens
@@ -263,9 +262,9 @@ class ClipRatioPass(SampleReader):
 
     def solve(self, work: LayerWork) -> None:
         """Search each side whose pages the calibration sequences are long enough to fill and read."""
-        cache, page, missing = work.cache, work.cache.pages.keys.page_size, []
+        cache, page, missing = work.cache, work.cache.keys.page_size, []
         search = {"key": self.search_keys, "value": self.search_values}
-        for side, recent in (("key", cache.keys.recent_tokens), ("value", cache.values.recent_tokens)):
+        for side, recent in (("key", cache.key_window), ("value", cache.value_window)):
             if search[side] and not pages_read(work.seq_len, recent, page):
                 search[side] = False
                 missing.append(f"{side}_clip_ratio ({page + recent + 1} tokens are needed)")
@@ -278,10 +277,10 @@ class ClipRatioPass(SampleReader):
 
     def apply(self, work: LayerWork) -> None:
         """Put the chosen clip ratios into the format of the layer's pages."""
-        chosen, pages = self._chosen(), work.cache.pages
-        keys = replace(pages.keys, clip_ratio=chosen.get("key", pages.keys.clip_ratio))
-        values = replace(pages.values, clip_ratio=chosen.get("value", pages.values.clip_ratio))
-        work.cache = replace(work.cache, pages=replace(pages, keys=keys, values=values))
+        chosen, cache = self._chosen(), work.cache
+        keys = replace(cache.keys, clip_ratio=chosen.get("key", cache.keys.clip_ratio))
+        values = replace(cache.values, clip_ratio=chosen.get("value", cache.values.clip_ratio))
+        work.cache = replace(cache, keys=keys, values=values)
 
     def _chosen(self) -> dict[str, float]:
         """The best clip ratio of each searched side; ties go to the larger one."""

@@ -108,7 +108,7 @@ class ErrorFeedbackPass(AttentionPass):
     def apply(self, work: LayerWork) -> None:
         """Put the matrices into the format of the layer's cache."""
         feedback = self._feedback.half().to(next(work.layer.parameters()).device)
-        work.cache = replace(work.cache, pages=replace(work.cache.pages, key_feedback=feedback))
+        work.cache = replace(work.cache, key_tensors=work.cache.key_tensors._replace(feedback=feedback))
 
     def result(self) -> PassResult:
         """The matrices, and what they leave of the error."""

@@ -27,13 +27,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvconvert.cache.format import CacheFormat
+from kvconvert.cache.format import layer_format
 from kvconvert.calibration.attention_sample import AttentionSample, AttentionSampler, SampleReader
 from kvconvert.calibration.clip_ratios import key_clip_ratio_errors, pages_read
 from kvconvert.calibration.error_feedback import QueryMoments, feedback_matrices
 from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork, PassResult, significant
 from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.errors import UnsupportedModelError
+from kvconvert.kernels.page_formats import LayerFormat
 from kvconvert.kernels.pages import key_center
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.methods import KVCalibration, KVScheme
@@ -220,17 +221,17 @@ class TreatmentSearch:
             self._samples[rotated] = replace(other, **dict(zip(("queries", "keys"), turned, strict=True)))
         return self._samples[rotated]
 
-    def format_of(self, scheme: KVScheme) -> CacheFormat:
+    def format_of(self, scheme: KVScheme) -> LayerFormat:
         """The cache of a scheme, with error feedback and a constant part where it has them."""
-        cache = CacheFormat.of(scheme.uncalibrated(), **self._shape)
-        rotated, pages = cache.rotations.keys, cache.pages
+        cache = layer_format(scheme.uncalibrated(), **self._shape)
+        rotated, keys = cache.rotations.keys, cache.key_tensors
         if scheme.feeds_errors_back or self.search.chooses_error_feedback(scheme):
-            pages = replace(pages, key_feedback=self._feedback_of(rotated))
+            keys = keys._replace(feedback=self._feedback_of(rotated))
         if scheme.centers_keys:
             part = self.constant
             center = key_center(part.mean, part.rope.frequencies, part.rope.pairs, rotated)
-            pages = replace(pages, key_center=center)
-        return replace(cache, pages=pages)
+            keys = keys._replace(center=center)
+        return replace(cache, key_tensors=keys)
 
     def drop_sample(self) -> None:
         """Keep what `format_of` needs, and nothing of the sample's size."""
@@ -285,7 +286,7 @@ class KeyTreatmentPass(SampleReader):
         self._constant: ConstantPart | str = ""
         self._chosen: Treatment | None = None
         self._errors: dict[str, float] = {}
-        self._cache: CacheFormat | None = None
+        self._cache: LayerFormat | None = None
         self._note = ""
 
     @classmethod
@@ -318,7 +319,7 @@ class KeyTreatmentPass(SampleReader):
             )
         search = TreatmentSearch(sample, cache.rotations.keys, self._constant, self.search)
         if self.search.chooses_treatment(self.scheme):
-            if pages_read(work.seq_len, cache.keys.recent_tokens, cache.pages.keys.page_size):
+            if pages_read(work.seq_len, cache.key_window, cache.keys.page_size):
                 choices = treatments(self.scheme, keys.shape[3])
                 self._chosen, self._errors = search.best(self.scheme, choices, work.ranks)
             else:
@@ -329,9 +330,9 @@ class KeyTreatmentPass(SampleReader):
 
     def apply(self, work: LayerWork) -> None:
         """Store keys so from here on; feedback and clip ratio are for the passes that follow."""
-        pages, chosen = work.cache.pages, self._cache.pages
-        keys = replace(pages, keys=chosen.keys, key_center=chosen.key_center)
-        work.cache = replace(work.cache, pages=keys, rotations=self._cache.rotations)
+        chosen = self._cache
+        tensors = work.cache.key_tensors._replace(center=chosen.key_tensors.center)
+        work.cache = replace(work.cache, keys=chosen.keys, key_tensors=tensors, rotations=chosen.rotations)
 
     def result(self) -> PassResult:
         """Return the choice, every treatment's error, and the constant part where it is kept."""

@@ -98,7 +98,7 @@ class KittyPass(AttentionPass):
 
     def see(self, work: LayerWork, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Count queries and keys as the page quantizer gets them."""
-        cache, f = work.cache, work.cache.pages.keys
+        cache, f = work.cache, work.cache.keys
         if self._statistics is None:
             self._statistics = ChannelStatistics(f.page_size, cache.sink_tokens)
         queries, keys, _ = as_cached(query, key, value, cache)
@@ -109,16 +109,16 @@ class KittyPass(AttentionPass):
         self._tensors = self._statistics.result(work.ranks)
         require_finite(self._tensors, "queries or keys", work)
         if self.select == "calibrated":
-            chosen = choose_channels(self._tensors["key_sensitivity"], work.cache.pages.keys.boosted)
+            chosen = choose_channels(self._tensors["key_sensitivity"], work.cache.keys.boosted)
             self._tensors["boosted_channels"] = chosen.int()
 
     def apply(self, work: LayerWork) -> None:
         """Fix the channels in the format of the layer's pages."""
         if self.select == "calibrated":
-            pages = work.cache.pages
-            keys = replace(pages.keys, fixed_channels=True)
+            cache = work.cache
             chosen = self._tensors["boosted_channels"].long().to(next(work.layer.parameters()).device)
-            work.cache = replace(work.cache, pages=replace(pages, keys=keys, boosted=chosen))
+            keys, tensors = replace(cache.keys, fixed_channels=True), cache.key_tensors._replace(boosted=chosen)
+            work.cache = replace(cache, keys=keys, key_tensors=tensors)
 
     def result(self) -> PassResult:
         """The statistics as plan tensors, and what share of all sensitivity the most sensitive channels have."""

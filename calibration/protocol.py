@@ -16,10 +16,10 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from kvconvert.cache.format import CacheFormat
 from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.calibration.weight_grid import WeightGrid
 from kvconvert.errors import NumericError
+from kvconvert.kernels.page_formats import LayerFormat
 from kvconvert.methods import KVCalibration, KVScheme
 from kvconvert.methods.awq import WeightsRecipe
 from kvconvert.models.structure import LayerStructure
@@ -75,7 +75,7 @@ class LayerWork:
     num_samples: int
     seq_len: int
     dtype: torch.dtype
-    cache: CacheFormat | None = None
+    cache: LayerFormat | None = None
     replay: Callable[[], None] | None = None
     paired: PairedInputs | None = None
     visual: Tensor | None = None

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from kvconvert.cache.format import CacheFormat
 from kvconvert.calibration.attention_sample import as_cached, model_attention
 from kvconvert.calibration.clip_ratios import pages_read, stored_tokens
+from kvconvert.kernels.page_formats import LayerFormat
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.models.masks import tensor_mask
 
@@ -49,12 +49,12 @@ class AttentionCall:
 class _Simulation:
     """State of the attention function: caches by layer, and layers whose calls are kept."""
 
-    caches: Mapping[int, CacheFormat] = {}
+    caches: Mapping[int, LayerFormat] = {}
     captured: dict[int, AttentionCall | None] | None = None
 
 
 @contextmanager
-def simulated_caches(caches: Mapping[int, CacheFormat]) -> Iterator[None]:
+def simulated_caches(caches: Mapping[int, LayerFormat]) -> Iterator[None]:
     """Let these layers of models with `SIMULATED_ATTENTION` read their keys and values as such caches return them."""
     previous, _Simulation.caches = _Simulation.caches, caches
     try:
@@ -79,7 +79,7 @@ def simulated_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    cache: CacheFormat,
+    cache: LayerFormat,
     **kwargs: Any,
 ) -> Tensor:
     """Causal attention of whole sequences that are read token by token through a cache.
@@ -100,9 +100,9 @@ def simulated_attention(
     queries, keys, values = as_cached(query, key, value, cache)
     length, stored, written = keys.shape[2], [], []
     for name, tokens in (("key", keys), ("value", values)):
-        f, own = cache.side(name)
+        f = cache.side(name == "key")[0]
         stored.append(stored_tokens(tokens, cache, name, [f.clip_ratio])[0])
-        written.append(_written(length, own.recent_tokens, f.page_size))
+        written.append(_written(length, cache.window(f.is_key), f.page_size))
     read = (keys.clone(), values.clone())
     outputs = []
     for start, stop in pairwise(sorted({0, length, *written[0], *written[1]})):

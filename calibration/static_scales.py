@@ -17,11 +17,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvconvert.cache.format import ChannelBounds
 from kvconvert.calibration.attention_sample import as_cached, attention_observed
 from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork, PassResult
 from kvconvert.calibration.ranks import Ranks
 from kvconvert.errors import NumericError
+from kvconvert.kernels.page_formats import ChannelBounds
 from kvconvert.methods.static_scales import SCALE_NAMES
 
 
@@ -94,10 +94,10 @@ class StaticScalesPass(CalibrationPass):
             NumericError: a channel that float16 scales cannot describe.
         """
         for side, found in self._bounds.items():
-            f, own = work.cache.side(side)
-            bounds = found.bounds if f.static else None
-            work.cache = replace(work.cache, **{f"{side}s": replace(own, bounds=bounds)})
-            scales = work.cache.static_scales(side, 1.0)
+            f, own = work.cache.side(side == "key")
+            tensors = own._replace(bounds=found.bounds if f.static else None)
+            work.cache = replace(work.cache, **{f"{side}_tensors": tensors})
+            scales = work.cache.static_scales(f.is_key, 1.0)
             unfit = None if scales is None else ~(scales.scale.isfinite() & scales.offset.isfinite())
             if unfit is not None and unfit.any():
                 head, channel = unfit.nonzero()[0].tolist()
@@ -110,7 +110,8 @@ class StaticScalesPass(CalibrationPass):
     def result(self) -> PassResult:
         """The scales with the clip ratios that later passes chose."""
         cache = self._work.cache
-        sides = {side: cache.static_scales(side, cache.side(side)[0].clip_ratio) for side in self._bounds}
+        formats = {"key": cache.keys, "value": cache.values}
+        sides = {side: cache.static_scales(f.is_key, f.clip_ratio) for side, f in formats.items()}
         return PassResult(
             plan={
                 f"static_{side}_{part}": tensor.cpu()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvconvert.errors import UsageError
@@ -181,3 +182,9 @@ def _precision(precision: str, device: torch.device) -> Iterator[None]:
     finally:
         if before != torch.get_float32_matmul_precision():
             torch.set_float32_matmul_precision(before)
+
+
+def upload(data: torch.Tensor | np.ndarray | list, device: torch.device) -> torch.Tensor:
+    """Integers on a device, without waiting for what it is doing, as a copy from pageable memory would."""
+    tensor = torch.from_numpy(data) if isinstance(data, np.ndarray) else torch.as_tensor(data)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,4 +1,4 @@
-"""What the bytes of a layer's pages mean; no torch."""
+"""What the bytes of a layer's cache mean; no torch, unless calibration has measured bounds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
+from kvconvert.kernels.rotations import NO_ROTATION, Rotations
+
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     import torch
 
     from kvconvert.kernels.pages.center import KeyCenter
@@ -91,23 +95,173 @@ class PageFormat:
         return cls(False, heads, head_dim, page_size, bits, group_size, **named)
 
 
-@dataclass(frozen=True)
-class LayerFormat:
-    """How one layer's pages are read.
+class ChannelBounds(NamedTuple):
+    """Smallest and largest value of each channel of a layer's keys or values: float32 [H, channels]."""
+
+    low: torch.Tensor
+    high: torch.Tensor
+
+    def scales(self, bits: int, clip_ratio: float) -> ChannelScales:
+        """The grid from `low` to `high`, shrunk about its midpoint by `clip_ratio`."""
+        from kvconvert.kernels.quantizer import affine_grid
+
+        return ChannelScales(*affine_grid(self.low, self.high, bits, clip_ratio))
+
+
+class SideTensors(NamedTuple):
+    """The tensors with which one layer's pages of keys, or of values, are written and read, besides their format.
 
     Attributes:
-        keys, values: their formats.
-        boosted: int64 [H, boosted], the key channels with more bits where these are fixed for the layer.
-        static_keys, static_values: the scales of all pages, where the formats say that these are static.
-        key_feedback: float16 [H, D, D], with which keys are rounded (`pages/feedback.py`); None rounds to nearest. It
-            says how codes came about, not what they mean.
-        key_center: what pages of keys leave out and attention adds (`pages/center.py`); None for whole keys.
+        boosted: int64 [H, boosted], the key channels with more bits where the format fixes them.
+        static: the scales of all pages, where the format says that these are static.
+        feedback: float16 [H, D, D], with which channels of keys are rounded one after another (`pages/feedback.py`);
+            None rounds to nearest. It says how codes came about, not what they mean.
+        center: what pages of keys leave out and attention adds (`pages/center.py`); None for whole keys.
+        bounds: the values of static pages, as long as calibration has measured them and not fixed the scales.
+    """
+
+    boosted: torch.Tensor | None = None
+    static: ChannelScales | None = None
+    feedback: torch.Tensor | None = None
+    center: KeyCenter | None = None
+    bounds: ChannelBounds | None = None
+
+
+NO_TENSORS = SideTensors()
+
+
+@dataclass(frozen=True)
+class SpanFormat:
+    """How a layer's spans are stored and scored.
+
+    Attributes:
+        key_bits, value_bits: width of a code: 1, 2, 3, 4 or 8.
+        key_clip_ratio, value_clip_ratio: factor by which a channel's (min, max) shrinks about its midpoint.
+        tau1, tau2: shift of the spans' smallest and largest score, see `shift_extremes`.
+        span_tokens: tokens that share scales, for callers that divide a prompt into spans; 0 for all. A span itself is
+            quantized as it comes.
+        modality: which of a prompt's tokens go to spans, for the same callers: "all", or those of one kind.
+    """
+
+    key_bits: int
+    value_bits: int
+    key_clip_ratio: float = 1.0
+    value_clip_ratio: float = 1.0
+    tau1: float = 0.0
+    tau2: float = 0.0
+    span_tokens: int = 0
+    modality: str = "all"
+
+    @property
+    def shifts(self) -> bool:
+        """Whether scores are shifted at all."""
+        return bool(self.tau1 or self.tau2)
+
+
+@dataclass(frozen=True)
+class LayerFormat:
+    """How one layer stores keys and values: a KV scheme in the terms of kernels.
+
+    Attributes:
+        keys, values: the formats of their pages; of a layer of spans only heads are looked at.
+        key_tensors, value_tensors: what belongs to these.
+        span: the format of spans where the layer stores these instead of pages (CalibQuant).
+        rotations: what is rotated at run time, after RoPE.
+        sink_tokens: the number of first tokens that stay in full precision besides.
+        key_window, value_window: the number of newest keys, and of newest values, that stay in full precision besides
+            the page being filled.
     """
 
     keys: PageFormat
     values: PageFormat
-    boosted: torch.Tensor | None = None
-    static_keys: ChannelScales | None = None
-    static_values: ChannelScales | None = None
-    key_feedback: torch.Tensor | None = None
-    key_center: KeyCenter | None = None
+    key_tensors: SideTensors = NO_TENSORS
+    value_tensors: SideTensors = NO_TENSORS
+    span: SpanFormat | None = None
+    rotations: Rotations = NO_ROTATION
+    sink_tokens: int = 0
+    key_window: int = 0
+    value_window: int = 0
+
+    def side(self, is_key: bool) -> tuple[PageFormat, SideTensors]:
+        """Keys or values."""
+        return (self.keys, self.key_tensors) if is_key else (self.values, self.value_tensors)
+
+    @property
+    def stored(self) -> tuple[PageFormat, PageFormat]:
+        """The formats of what tables of addresses lead to: pages, or the blocks of spans."""
+        if self.span is None:
+            return self.keys, self.values
+        keys = key_blocks(self.keys.heads, self.keys.head_dim, self.span.key_bits)
+        return keys, value_blocks(self.values.heads, self.values.head_dim, self.span.value_bits)
+
+    def window(self, is_key: bool) -> int:
+        """`key_window` or `value_window`."""
+        return self.key_window if is_key else self.value_window
+
+    def static_scales(self, is_key: bool, clip_ratio: float) -> ChannelScales | None:
+        """Scales of one side's static pages with this clip ratio, as bounds were measured; None for other pages."""
+        f, tensors = self.side(is_key)
+        return None if tensors.bounds is None else tensors.bounds.scales(f.bits, clip_ratio)
+
+    @property
+    def half_quantized(self) -> int:
+        """1 where pages may have their values still in full precision, 2 where their keys, 0 where neither."""
+        return 0 if self.key_window == self.value_window else 1 if self.key_window < self.value_window else 2
+
+    @property
+    def kind(self) -> Hashable:
+        """The same for layers whose pages the same kernels write and read."""
+        tensors = (*self.key_tensors, *self.value_tensors)
+        return self.keys, self.values, tuple(tensor is None for tensor in tensors)
+
+    @property
+    def shares_launches(self) -> bool:
+        """Whether one launch can write pages of several layers of this kind.
+
+        Matrices of error feedback and key centers are found by their addresses, and so may be each layer's own.
+        """
+        return not any(side.boosted is not None or side.static for side in (self.key_tensors, self.value_tensors))
+
+
+def span_lengths(tokens: int, span_tokens: int) -> tuple[int, ...]:
+    """How many tokens each span of a prompt gets; a `span_tokens` of 0 makes it one span."""
+    size = span_tokens or max(tokens, 1)
+    return tuple(min(size, tokens - start) for start in range(0, tokens, size))
+
+
+def key_blocks(heads: int, head_dim: int, bits: int) -> PageFormat:
+    """The codes of a span's keys, block by block, as static pages."""
+    return PageFormat.keys(heads, head_dim, PAGE_SIZE, bits, PAGE_SIZE, static=True)
+
+
+def value_blocks(heads: int, head_dim: int, bits: int) -> PageFormat:
+    """The same of its values."""
+    return PageFormat.values(heads, head_dim, PAGE_SIZE, bits, head_dim, static=True)
+
+
+class SpanSide(NamedTuple):
+    """Quantized keys or values of a span of n tokens and H KV heads; all tensors are contiguous.
+
+    Attributes:
+        codes: int16 [blocks, H, lanes, rows], those of pages in the format of `key_blocks` or `value_blocks`; tokens
+            after the last one have code 0.
+        scale, offset: float16 [H, channels].
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    offset: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Span:
+    """One quantized span of n tokens."""
+
+    tokens: int
+    keys: SpanSide
+    values: SpanSide
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for side in (self.keys, self.values) for tensor in side)

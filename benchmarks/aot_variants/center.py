@@ -17,7 +17,7 @@ from kvconvert.kernels.decode.triton.center import STAGES, center_constants, cen
 from kvconvert.kernels.decode.triton.kernel import decode_kernel
 from kvconvert.kernels.decode.triton.launch import decode_shape
 from kvconvert.kernels.decode.triton.shape import DecodeShape
-from kvconvert.kernels.pages import PAGE_SIZE, KeyCenter, LayerFormat
+from kvconvert.kernels.pages import PAGE_SIZE, KeyCenter, LayerFormat, SideTensors
 from kvconvert.kernels.pages.triton import center
 
 # Of codes in lanes of different lengths.
@@ -68,14 +68,15 @@ def variants(capability: int) -> Iterator[Variant]:
         )
     for preset, dtype in product(PRESETS, EITHER):
         layer = preset_layer(preset, (128, 128))
-        shape = _shape(layer.format, dtype, (4, 1), layer.half_quantized)
+        shape = _shape(layer.format, dtype, (4, 1))
         axes = {"format": preset, "head_size": 128, "dtype": dtype}
         name = f"{preset}-centered-{dtype}"
         yield page_variant("decode", decode_kernel, name, shape, dtype, axes, "", capability)
 
 
-def _shape(format: LayerFormat, dtype: str, rows: tuple[int, int], half_quantized: int = 0) -> DecodeShape:
+def _shape(format: LayerFormat, dtype: str, rows: tuple[int, int]) -> DecodeShape:
     """The decode kernel's specialisation for pages whose keys lack a constant part."""
-    lacking = replace(format, key_center=KeyCenter(torch.empty(0), torch.empty(0)))
-    masked = rows[1] > 1
-    return decode_shape(lacking, None, DTYPES[dtype], *rows, half_quantized=half_quantized, hides=True, masked=masked)
+    center = SideTensors(center=KeyCenter(torch.empty(0), torch.empty(0)))
+    lacking = replace(format, key_tensors=center, sink_tokens=1)
+    half_quantized, masked = format.half_quantized, rows[1] > 1
+    return decode_shape(lacking, DTYPES[dtype], *rows, half_quantized=half_quantized, masked=masked)

@@ -8,13 +8,13 @@ the head size of 128; and the kernel's other features with the formats that can 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
 
 from aot_variants.variant import Variant
-from kvconvert.cache.format import CacheFormat
+from kvconvert.cache.format import layer_format
 from kvconvert.kernels.decode.triton.kernel import decode_kernel, extremes_kernel
 from kvconvert.kernels.decode.triton.launch import (
     FEW_REGISTERS,
@@ -51,17 +51,12 @@ class Layer:
 
     Attributes:
         name: of the preset or of what is varied; details: of the latter, for the variant's name.
-        format: of its pages, or, with `span`, of its heads alone.
-        half_quantized: as in `DecodeShape`.
-        tau: whether scores of spans are shifted.
+        format: how; pages may have hidden tokens.
     """
 
     name: str
     format: LayerFormat
     details: str = ""
-    span: SpanFormat | None = None
-    half_quantized: int = 0
-    tau: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,7 +87,7 @@ class Pages:
         details += f"-full-precision-{self.half_quantized}" * (self.half_quantized != "none")
         if self.span:
             span = SpanFormat(self.key_bits, self.value_bits)
-            return Layer(self.name, _unused_pages(*head), details, span)
+            return Layer(self.name, replace(_unused_pages(*head), span=span), details)
         keys = PageFormat.keys(
             HEADS,
             key_dim,
@@ -109,17 +104,14 @@ class Pages:
         values = PageFormat.values(
             HEADS, value_dim, PAGE_SIZE, self.value_bits, group, static=static, scale_bits=self.scale_bits
         )
-        half_quantized = HALF_QUANTIZED.index(self.half_quantized)
-        return Layer(self.name, LayerFormat(keys, values), details, half_quantized=half_quantized)
+        windows = {"key_window": self.half_quantized == "keys", "value_window": self.half_quantized == "values"}
+        return Layer(self.name, LayerFormat(keys, values, sink_tokens=1, **windows), details)
 
 
 def preset_layer(name: str, head: tuple[int, int]) -> Layer:
     """The layer of a preset with heads of D and E channels."""
-    scheme = KVScheme.preset(name)
-    cache = CacheFormat.of(scheme, heads=HEADS, key_dim=head[0], value_dim=head[1])
-    format, recent = cache.pages, (cache.keys.recent_tokens, cache.values.recent_tokens)
-    half_quantized = 0 if recent[0] == recent[1] else 1 if recent[0] < recent[1] else 2
-    return Layer(name, format, "", cache.span, half_quantized, bool(scheme.tau1 or scheme.tau2))
+    format = layer_format(KVScheme.preset(name), heads=HEADS, key_dim=head[0], value_dim=head[1])
+    return Layer(name, replace(format, sink_tokens=1))
 
 
 def _unused_pages(key_dim: int, value_dim: int) -> LayerFormat:
@@ -201,14 +193,11 @@ def _decode_variants(
     """The decode kernel's variant and, with tau, that of the launch before it."""
     shape = decode_shape(
         layer.format,
-        layer.span,
         DTYPES[dtype],
         *rows,
-        half_quantized=layer.half_quantized,
-        hides=True,
+        half_quantized=layer.format.half_quantized,
         masked=masked,
         softcap=softcap,
-        tau=layer.tau,
         placed=placed,
     )
     keys = layer.format.keys
@@ -222,7 +211,7 @@ def _decode_variants(
         "boost": f"{keys.boosted / keys.head_dim} {'calibrated' if keys.fixed_channels else 'dynamic'}"
         if keys.boosted
         else "none",
-        "half_quantized": HALF_QUANTIZED[layer.half_quantized],
+        "half_quantized": HALF_QUANTIZED[shape.half_quantized],
         "head_size": head[0],
         "dtype": dtype,
         "rows": f"{rows[0]}x{rows[1]}",
@@ -235,7 +224,7 @@ def _decode_variants(
     name = f"{layer.name}{layer.details}-{head[0]}x{head[1]}-{dtype}-{rows[0]}x{rows[1]}"
     name += "-masked" * masked + "-softcap" * softcap + "-placed" * placed
     yield page_variant("decode", decode_kernel, name, shape, dtype, axes, usual, capability)
-    if layer.tau:
+    if shape.tau:
         yield page_variant("extremes", extremes_kernel, name, shape, dtype, axes, usual, capability)
 
 
@@ -327,7 +316,7 @@ def _why_spills(shape: DecodeShape) -> str:
 def _combine_variant(
     capability: int, value_dim: int, dtype: str, rows: tuple[int, int], sink_logits: bool, most_slots: int
 ) -> Variant:
-    shape = decode_shape(_unused_pages(value_dim, value_dim), None, DTYPES[dtype], *rows)
+    shape = decode_shape(_unused_pages(value_dim, value_dim), DTYPES[dtype], *rows)
     slots, channels = combine_block(most_slots, value_dim)
     constants = {
         "GROUP": rows[0],

@@ -15,7 +15,7 @@ import torch
 
 from kvconvert.kernels import device, prompt
 from kvconvert.kernels.chunked_prefill.cpu import tiled_attention
-from kvconvert.kernels.chunked_prefill.parts import PageReader, StoredPart
+from kvconvert.kernels.chunked_prefill.parts import PageReader, StoredPart, stored_parts
 from kvconvert.kernels.pages import LayerFormat, unsupported_dequantization
 
 if TYPE_CHECKING:
@@ -52,10 +52,17 @@ def unsupported(
         if keys.head_dim != values.head_dim:
             return "the attention of CPUs wants keys and values of one head size"
         return None
-    shape = queries.shape[-2:]
-    sides = [queries.new_empty(1, 1, side.head_dim, dtype=dtype, device="meta") for side in (keys, values)]
-    reasons = [unsupported_dequantization(side, dtype, on) for side in (keys, values)]
-    reasons.append(prompt.unsupported(queries.reshape(-1, *shape)[:1], *sides, scaling))
+    return unsupported_by_kernels(queries.reshape(-1, *queries.shape[-2:])[:1], format, dtype, scaling)
+
+
+def unsupported_by_kernels(
+    queries: torch.Tensor, format: LayerFormat, dtype: torch.dtype, scaling: float
+) -> str | None:
+    """Why no kernel attends to dequantized pages from queries like these [1, T, D]; other arguments as above."""
+    sides = format.keys, format.values
+    tokens = [queries.new_empty(1, 1, side.head_dim, dtype=dtype, device="meta") for side in sides]
+    reasons = [unsupported_dequantization(side, dtype, queries.device) for side in sides]
+    reasons.append(prompt.unsupported(queries, *tokens, scaling))
     return next((reason for reason in reasons if reason is not None), None)
 
 

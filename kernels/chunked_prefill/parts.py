@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from kvconvert.errors import UsageError
+from kvconvert.kernels.page_formats import NO_TENSORS, SideTensors
 from kvconvert.kernels.pages import (
-    ChannelScales,
     KeyCenter,
     PageAddresses,
     PageFormat,
@@ -29,13 +29,12 @@ class PageReader:
     Attributes:
         read: gives the pages of a slice of page numbers, 0 being the first of the part.
         format: the format of the pages.
-        channels, static: as for `dequantize_pages`.
+        tensors: as for `dequantize_pages`.
     """
 
     read: Callable[[slice], PageTensors]
     format: PageFormat
-    channels: torch.Tensor | None = None
-    static: ChannelScales | None = None
+    tensors: SideTensors = NO_TENSORS
 
 
 # Full-precision tokens [H, n, channels], or pages of which all but the last are full.
@@ -73,6 +72,40 @@ class StoredPart:
     def sides(self) -> tuple[Source, Source]:
         """Keys and values."""
         return self.keys, self.values
+
+
+def stored_parts(
+    counts: tuple[int, int],
+    pages: Callable[[int, int], Sequence[Source]],
+    exact: Sequence[torch.Tensor],
+    page_size: int,
+    center: KeyCenter | None,
+    position: int = 0,
+    sinks: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> list[StoredPart]:
+    """Everything that a sequence has stored from its first page on, oldest first.
+
+    Args:
+        counts: the number of its pages of keys, and of values.
+        pages: gives the keys and values of pages begin to end - 1, of which a side with fewer pages is not read.
+        exact: full-precision keys [H, n, D] and values [H, m, E] that follow the last page of each side.
+        page_size: tokens of a page.
+        center, position: as for `StoredPart`, of the first page.
+        sinks: as `StoredPart.exact`, of the first page.
+    """
+    both, total = min(counts), max(counts)
+    half = (total - both) * page_size
+    mixed = [
+        tokens[:, :half] if count < total else paged
+        for tokens, count, paged in zip(exact, counts, pages(both, total), strict=True)
+    ]
+    newest = [tokens[:, half:] if count < total else tokens for tokens, count in zip(exact, counts, strict=True)]
+    found = [
+        StoredPart(both * page_size, *pages(0, both), center, position, sinks),
+        StoredPart(half, *mixed, center, position + both * page_size, None if both else sinks),
+        StoredPart(newest[0].shape[1], *newest),
+    ]
+    return [part for part in found if part.tokens]
 
 
 class Workspace:
@@ -149,4 +182,4 @@ def _write(source: Source, start: int, output: torch.Tensor) -> None:
     if isinstance(source, PageAddresses):
         dequantize_into(output, source.select(pages))
     else:
-        dequantize_into(output, source.read(pages), source.channels, source.static)
+        dequantize_into(output, source.read(pages), source.tensors)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from kvconvert.kernels import device
-from kvconvert.kernels.decode.cpu import paged_attention, pages_per_tile
+from kvconvert.kernels.decode.cpu import divided_pages, paged_attention, pages_per_tile
 from kvconvert.kernels.decode.plan import MOST_ROWS
 from kvconvert.kernels.decode.stored import (
     PageTables,
@@ -23,7 +23,6 @@ from kvconvert.kernels.decode.stored import (
 )
 from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.page_formats import PAGE_SIZE, LayerFormat
-from kvconvert.kernels.span_formats import SpanFormat
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOST_CHANNELS = 256
@@ -66,9 +65,6 @@ def decode_attention(
     dtype: torch.dtype,
     scaling: float,
     *,
-    span: SpanFormat | None = None,
-    half_quantized: int = 0,
-    hides: bool = False,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
     clamped_rows: torch.Tensor | None = None,
@@ -80,13 +76,9 @@ def decode_attention(
     Args:
         queries: [B, Hq, T, D], rotated if the keys are.
         stored: what they attend to.
-        format: the format of the layer's pages.
+        format: how the layer stores tokens.
         dtype: the dtype of stored full-precision tokens.
         scaling: factor of the dot products, usually 1 / sqrt(D).
-        span: the format of spans where the layer stores these instead of pages.
-        half_quantized: 1 where pages may have their values still in full precision, 2 where their keys, 0 where both
-            sides are quantized together.
-        hides: whether the first page of a sequence may have sink tokens, which are hidden there.
         softcap, sink_logits: as in `attention_reference`; sink_logits [Hq].
         clamped_rows: as in `SpanTokens`.
         output: [B, Hq, T, E] in the queries' dtype, channels side by side, where kernels put the result; made if not
@@ -109,23 +101,20 @@ def decode_attention(
     if output is None:
         output = queries.new_empty(*queries.shape[:3], format.values.head_dim)
     at_once = QUERIES_AT_ONCE
-    if format.key_center is not None and queries.shape[2] > 1:
+    if format.key_tensors.center is not None and queries.shape[2] > 1:
         entries = len(stored.page_tables(1).keys)
         room = launch.centered_queries(CENTER_BYTES, entries, format.keys.heads, group, queries)
         at_once = min(QUERIES_AT_ONCE, room)
     for start in range(0, queries.shape[2], at_once):
         part = queries[:, :, start : start + at_once]
         visibility = stored.visibility(slice(start, start + at_once))
-        programs = launch.programs_for(queries.device, format, span, group, part.shape[2])
+        programs = launch.programs_for(queries.device, format, group, part.shape[2])
         launch.decode_attention(
             part,
             stored.page_tables(programs),
             windows,
             format,
             scaling,
-            span=span,
-            half_quantized=half_quantized,
-            hides=hides,
             softcap=softcap,
             sink_logits=sink_logits,
             visibility=visibility,

@@ -32,6 +32,21 @@ TILE_BYTES = 3 << 20
 MOST_VIEWS = 256
 
 
+def divided_pages(counts: Iterable[tuple[int, int, int]], step: int) -> list[list[tuple[int, int]]]:
+    """All pages of some rows as (row, page), those that attention on a CPU takes at once side by side.
+
+    Args:
+        counts: of each row its number, and how many pages of keys and of values it has.
+        step: how many of the pages that are quantized on both sides, which come first; the others come one by one.
+    """
+    both: list[tuple[int, int]] = []
+    half: list[list[tuple[int, int]]] = []
+    for row, keys, values in counts:
+        both += [(row, page) for page in range(min(keys, values))]
+        half += [[(row, page)] for page in range(min(keys, values), max(keys, values))]
+    return [both[i : i + step] for i in range(0, len(both), step)] + half
+
+
 def pages_per_tile(num_query_heads: int, num_queries: int, format: LayerFormat) -> int:
     """How many pages one tile should hold, so that its scores and dequantized codes stay within `TILE_BYTES`."""
     keys, values = format.keys, format.values
@@ -69,7 +84,7 @@ def paged_attention(
     grouped = queries.float().reshape(batch, heads, query_heads // heads * length, -1)
     # Soft caps need the scores themselves.
     scaled = grouped if softcap else grouped * scaling
-    center = format.key_center
+    center = format.key_tensors.center
     projected = None if center is None else scaled @ center.matrix.float()
     softmax = StreamingSoftmax(batch)
 
@@ -138,11 +153,11 @@ def page_scores(queries: torch.Tensor, pages: PageTensors | torch.Tensor, format
     if f.bits == 16:
         return queries @ pages.codes.float().transpose(2, 3)
     # A row [N, H, groups, 1, D] for each group of tokens.
-    scale, offset = _scales(pages, format.static_keys)
+    scale, offset = _scales(pages, format.key_tensors.static)
     groups = f.page_size // f.group_size
     few = queries.shape[2] * groups <= f.page_size
     if f.boosted:
-        codes, weights = page_codes(pages, format.boosted).transpose(2, 3).float(), None
+        codes, weights = page_codes(pages, format.key_tensors.boosted).transpose(2, 3).float(), None
     else:
         codes, weights = _unpacked(pages.codes, f.bits, in_place=few)
     codes = codes.unflatten(2, (groups, f.group_size))
@@ -161,7 +176,7 @@ def weighted_page_values(weights: torch.Tensor, pages: PageTensors | torch.Tenso
     """
     if isinstance(pages, torch.Tensor):
         return weights @ pages.float()
-    f, static = format.values, format.static_values
+    f, static = format.values, format.value_tensors.static
     if f.bits == 16:
         return weights @ pages.codes.float()
     if f.static:

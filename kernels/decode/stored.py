@@ -12,9 +12,9 @@ from typing import Protocol
 import torch
 
 from kvconvert.kernels.decode.plan import WorkPlan
+from kvconvert.kernels.page_formats import Span, SpanFormat
 from kvconvert.kernels.pages.center import KeyCenter
 from kvconvert.kernels.pages.records import PageTensors
-from kvconvert.kernels.span_formats import Span, SpanFormat
 
 
 class StoredTokens(Protocol):

@@ -21,7 +21,15 @@ import torch
 
 from kvconvert.kernels import device
 from kvconvert.kernels.launches import deferred
-from kvconvert.kernels.page_formats import PAGE_SIZE, ChannelScales, LayerFormat, PageFormat, TokenNorm
+from kvconvert.kernels.page_formats import (
+    NO_TENSORS,
+    PAGE_SIZE,
+    ChannelScales,
+    LayerFormat,
+    PageFormat,
+    SideTensors,
+    TokenNorm,
+)
 from kvconvert.kernels.page_layout import ALIGNMENT
 from kvconvert.kernels.pages.center import KeyCenter, add_centers_reference, key_center, page_centers
 from kvconvert.kernels.pages.records import (
@@ -57,21 +65,28 @@ def unsupported(tokens: torch.Tensor, page_size: int = PAGE_SIZE, plain_keys: Pa
         page_size: tokens of a page.
         plain_keys: the format of keys that are rounded to nearest and whole; None for other tokens.
     """
-    reason = device.unsupported(tokens.device)
-    if reason is not None:
-        return reason
-    dim, largest = tokens.shape[-1], LARGEST_HEAD
+    largest = LARGEST_HEAD
     if plain_keys is not None and plain_keys.bits < 16 and plain_keys.token_norm is TokenNorm.NONE:
         # A program then takes some of the channels.
         largest = LARGEST_HEAD if plain_keys.boosted else LARGEST_PLAIN_KEY
-    if tokens.dtype not in KERNEL_DTYPES:
-        return f"the page kernels do not take {tokens.dtype}"
+    reason = _unsupported(tokens.device, tokens.dtype, tokens.shape[-1], largest, page_size)
+    if reason is not None:
+        return reason
+    if tokens.stride(-1) != 1 or any(s % ALIGNMENT for s in tokens.stride()[:-1]) or tokens.data_ptr() % 16:
+        return "the page kernels need channels side by side and tokens at multiples of 16 bytes"
+    return None
+
+
+def _unsupported(on: torch.device, dtype: torch.dtype, dim: int, largest: int, page_size: int) -> str | None:
+    reason = device.unsupported(on)
+    if reason is not None:
+        return reason
+    if dtype not in KERNEL_DTYPES:
+        return f"the page kernels do not take {dtype}"
     if dim % ALIGNMENT or dim > largest:
         return f"the page kernels take head sizes that are multiples of {ALIGNMENT} up to {largest}, not {dim}"
     if page_size not in KERNEL_PAGE_SIZES:
         return f"the page kernels take pages of {KERNEL_PAGE_SIZES} tokens, not {page_size}"
-    if tokens.stride(-1) != 1 or any(s % ALIGNMENT for s in tokens.stride()[:-1]) or tokens.data_ptr() % 16:
-        return "the page kernels need channels side by side and tokens at multiples of 16 bytes"
     return None
 
 
@@ -96,51 +111,44 @@ def add_centers(tokens: torch.Tensor, position: int, page_size: int, center: Key
 def quantize_by_reference(
     tokens: Sequence[torch.Tensor],
     pages: Sequence[PageTensors],
-    channels: torch.Tensor | None = None,
-    static: ChannelScales | None = None,
-    feedback: torch.Tensor | None = None,
-    hidden: Sequence[int] | None = None,
+    tensors: SideTensors,
+    positions: Sequence[int],
+    hidden: Sequence[int],
 ) -> None:
     """Quantize complete pages of many sequences where no kernels do, and write them where they are to be stored.
 
     Args:
         tokens: views [H, n P, channels] of n >= 1 pages' tokens each, in buffers of any capacity.
         pages: views of the records that these pages take, in the same order; as many pages as there are tokens for.
-        channels, static, feedback: as for `quantize_pages`.
-        hidden: the same, for the first page of each tensor.
+        tensors: the layer's.
+        positions: of each tensor's first token among its sequence's.
+        hidden: as for `quantize_pages`, for the first page of each tensor.
 
     Raises:
         NumericError: what cannot be quantized; `index` is (page, head, ...).
     """
     f = pages[0].format
     rooms = (room for view in pages for room in view.buffer)
-    for part, count in zip(tokens, hidden or [0] * len(tokens), strict=True):
-        every = part.unflatten(1, (-1, f.page_size)).transpose(0, 1)
-        for number, some in enumerate(every.split(REFERENCE_PAGES)):
-            first = 0 if number else count
-            for record in quantize_pages(some, f, channels, static, feedback, first).buffer:
+    for part, position, count in zip(tokens, positions, hidden, strict=True):
+        for begin in range(0, part.shape[1], REFERENCE_PAGES * f.page_size):
+            some = part[:, begin : begin + REFERENCE_PAGES * f.page_size]
+            if tensors.center is not None:
+                some = some.clone()
+                add_centers(some, position + begin, f.page_size, tensors.center, sign=-1)
+            every = some.unflatten(1, (-1, f.page_size)).transpose(0, 1)
+            for record in quantize_pages(every, f, tensors, 0 if begin else count).buffer:
                 next(rooms).copy_(record)
 
 
 def unsupported_dequantization(f: PageFormat, dtype: torch.dtype, on: torch.device) -> str | None:
     """Why the Triton kernels cannot dequantize pages of a format to a dtype; None if they can."""
-    reason = device.unsupported(on)
-    if reason is not None:
-        return reason
-    if dtype not in KERNEL_DTYPES:
-        return f"the page kernels do not write {dtype}"
-    if f.head_dim % ALIGNMENT or f.head_dim > LARGEST_HEAD:
-        return f"the page kernels take head sizes that are multiples of {ALIGNMENT} up to {LARGEST_HEAD}"
-    if f.page_size not in KERNEL_PAGE_SIZES:
-        return f"the page kernels take pages of {KERNEL_PAGE_SIZES} tokens, not {f.page_size}"
-    return None
+    return _unsupported(on, dtype, f.head_dim, LARGEST_HEAD, f.page_size)
 
 
 def dequantize_into(
     output: torch.Tensor,
     pages: PageTensors | PageAddresses,
-    channels: torch.Tensor | None = None,
-    static: ChannelScales | None = None,
+    tensors: SideTensors = NO_TENSORS,
 ) -> None:
     """Write the tokens of pages, one page after another, as `dequantize_pages` gives them.
 
@@ -150,7 +158,7 @@ def dequantize_into(
         output: [H, tokens, channels] in any float dtype, channels contiguous; of the last page as many tokens are
             written as there is room for.
         pages: tensors, or addresses on a device for which `unsupported_dequantization` gives None.
-        channels, static: as for `quantize_pages`, of pages given as tensors.
+        tensors: the layer's, of pages given as tensors.
     """
     if isinstance(pages, PageAddresses):
         from kvconvert.kernels.pages.triton.dequantize import dequantize_addressed
@@ -160,7 +168,7 @@ def dequantize_into(
     size = pages.format.page_size
     for start in range(0, len(pages), REFERENCE_PAGES):
         part = pages.select(slice(start, start + REFERENCE_PAGES))
-        tokens = dequantize_pages(part, channels, static).transpose(0, 1)
+        tokens = dequantize_pages(part, tensors).transpose(0, 1)
         if output.dtype == torch.float16:
             tokens = tokens.clamp(*_HALF_RANGE)
         target = output[:, start * size : start * size + len(part) * size]

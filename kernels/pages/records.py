@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvconvert.kernels.page_formats import PageFormat, TokenNorm
+from kvconvert.kernels.page_formats import LayerFormat, PageFormat, TokenNorm
 from kvconvert.kernels.page_layout import PageLayout
 from kvconvert.kernels.quantizer import pack_grid, unpack_grid
 
@@ -18,25 +18,21 @@ FIELDS = ("codes", "scale", "offset", "grid", "norm", "high", "channels")
 
 
 class PageWrites(NamedTuple):
-    """Where complete pages' tokens lie and where their records go, each int64 [N], unless said, for N pages.
+    """Where N complete pages of each of L layers lie and where they go, int64.
 
     Attributes:
-        tokens: byte addresses of each page's first token, at multiples of 16; tokens of a head lie side by side.
-        head_strides: elements from head to head.
-        records: byte addresses of the records.
-        feedback: byte addresses of float16 [H, D, D] for the error feedback of each page's layer, at multiples of 16;
-            None rounds to nearest.
-        centers: [N, 3], the position of each page's first token and the addresses of matrix and frequencies of its
-            layer's `KeyCenter`; None for whole keys.
-        hidden: how many of each page's first tokens are stored elsewhere, see `quantize_pages`; None for none.
+        tokens: [L, N] byte addresses of each page's first token, at multiples of 16; tokens of a head lie side by side.
+        head_strides: [L, N] elements from head to head.
+        records: [L, N] byte addresses of the records.
+        positions: [N] of each page's first token among its sequence's.
+        hidden: [N], how many of each page's first tokens are stored elsewhere, see `quantize_pages`.
     """
 
     tokens: np.ndarray
     head_strides: np.ndarray
     records: np.ndarray
-    feedback: np.ndarray | None = None
-    centers: np.ndarray | None = None
-    hidden: np.ndarray | None = None
+    positions: np.ndarray
+    hidden: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -125,6 +121,17 @@ class PageAddresses:
     def select(self, index: slice) -> PageAddresses:
         """Some of the pages."""
         return replace(self, offsets=self.offsets[index])
+
+
+def static_offsets(format: LayerFormat, base: torch.Tensor) -> list[int] | None:
+    """Where scale and offset of keys and of values lie, in units of 16 bytes from `base`, zeros for a side whose pages
+    have scales of their own; None where both do.
+    """
+    sides = format.key_tensors.static, format.value_tensors.static
+    if not any(sides):
+        return None
+    parts = [part for scales in sides for part in scales or (None, None)]
+    return [0 if part is None else (part.data_ptr() - base.data_ptr()) // 16 for part in parts]
 
 
 def pages_of(buffer: torch.Tensor, f: PageFormat) -> PageTensors:

@@ -8,7 +8,7 @@ import torch
 
 from kvconvert.errors import NumericError
 from kvconvert.kernels.packing import pack_codes, unpack_codes
-from kvconvert.kernels.page_formats import ChannelScales, PageFormat, TokenNorm
+from kvconvert.kernels.page_formats import NO_TENSORS, PageFormat, SideTensors, TokenNorm
 from kvconvert.kernels.pages.feedback import round_with_feedback
 from kvconvert.kernels.pages.records import PageTensors, record_of
 from kvconvert.kernels.quantizer import dequantize, quantize, quantize_static
@@ -75,9 +75,7 @@ def shown_tokens(tokens: torch.Tensor, hidden: int, firsts: slice = FIRST) -> to
 def quantize_pages(
     tokens: torch.Tensor,
     f: PageFormat,
-    channels: torch.Tensor | None = None,
-    static: ChannelScales | None = None,
-    feedback: torch.Tensor | None = None,
+    tensors: SideTensors = NO_TENSORS,
     hidden: int = 0,
     firsts: slice = FIRST,
     clip_ratios: torch.Tensor | None = None,
@@ -87,10 +85,7 @@ def quantize_pages(
     Args:
         tokens: values, or keys after RoPE and the scheme's rotation.
         f: how.
-        channels: int64 [H, boosted], the channels to boost where the format fixes them.
-        static: the layer's scales, where `f.static`.
-        feedback: float16 [H, D, D], with which channels of keys are rounded one after another (`pages/feedback.py`);
-            None rounds each number to its nearest code.
+        tensors: the layer's; keys come without their center.
         hidden: how many of the first page's first tokens, fewer than all, are stored elsewhere in full precision: the
             page's scales are those of its other tokens, and what it holds in their places is not to be read.
         firsts: the pages, of those given, that are the first of a sequence.
@@ -113,7 +108,7 @@ def quantize_pages(
         tokens = tokens.float() * torch.where(norm > 0, norm.float().reciprocal(), 0.0).unsqueeze(3)
     rows = _rows(tokens, f)
     if f.static:
-        scale, offset = (part.unsqueeze(2 if f.is_key else 1) for part in static)
+        scale, offset = (part.unsqueeze(2 if f.is_key else 1) for part in tensors.static)
         codes = quantize_static(rows, f.bits, scale, offset)
         scale, offset = (part.expand(len(rows), *part.shape) for part in (scale, offset))
     else:
@@ -122,8 +117,10 @@ def quantize_pages(
         codes, scale, offset = quantize(rows, f.bits, **grid)
     largest: int | torch.Tensor = 2**f.bits - 1
     if f.boosted:
-        ranked = not f.fixed_channels
-        chosen = rank_channels(tokens, f.boosted, hidden, firsts) if ranked else channels.expand(len(tokens), -1, -1)
+        if f.fixed_channels:
+            chosen = tensors.boosted.expand(len(tokens), -1, -1)
+        else:
+            chosen = rank_channels(tokens, f.boosted, hidden, firsts)
 
         def places(tensor: torch.Tensor) -> torch.Tensor:
             return chosen.unsqueeze(3).expand(-1, -1, -1, tensor.shape[3])
@@ -133,8 +130,8 @@ def quantize_pages(
         offset = offset.scatter(2, places(offset), fine.offset)
         codes = codes.scatter(2, places(codes), fine.codes)
         largest = torch.full(codes.shape[:3], largest, device=codes.device).scatter_(2, chosen, 4**f.bits - 1)
-    if feedback is not None:
-        codes = round_with_feedback(rows, scale, offset, largest, feedback)
+    if tensors.feedback is not None:
+        codes = round_with_feedback(rows, scale, offset, largest, tensors.feedback)
     if f.boosted:
         high = pack_codes((codes.gather(2, places(codes)) >> f.bits).transpose(2, 3), f.bits, dim=2, across=3)
         codes = codes & 2**f.bits - 1
@@ -161,16 +158,14 @@ def page_codes(pages: PageTensors, channels: torch.Tensor | None = None) -> torc
     return codes.scatter_add(3, chosen.unsqueeze(2).expand_as(high), high).transpose(2, 3)
 
 
-def dequantize_pages(
-    pages: PageTensors, channels: torch.Tensor | None = None, static: ChannelScales | None = None
-) -> torch.Tensor:
-    """Dequantized tokens, float32 [N, H, P, channels], token norms applied."""
+def dequantize_pages(pages: PageTensors, tensors: SideTensors = NO_TENSORS) -> torch.Tensor:
+    """Dequantized tokens, float32 [N, H, P, channels], token norms applied, without the layer's center."""
     f = pages.format
     if f.bits == 16:
         return pages.codes.float()
-    codes = page_codes(pages, channels)
+    codes = page_codes(pages, tensors.boosted)
     if f.static:
-        grid = (part[None, :, :, None] if f.is_key else part[None, :, None] for part in static)
+        grid = (part[None, :, :, None] if f.is_key else part[None, :, None] for part in tensors.static)
         tokens = _rows(dequantize(codes, *grid, f.page_size, 3 if f.is_key else 2), f)
     else:
         tokens = _rows(dequantize(codes, *pages.group_scales, f.group_size, 3), f)

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvconvert.kernels import prompt
+from kvconvert.kernels.chunked_prefill import unsupported_by_kernels
 from kvconvert.kernels.launches import deferred
-from kvconvert.kernels.page_formats import PAGE_SIZE
-from kvconvert.kernels.pages import LayerFormat, unsupported_dequantization
+from kvconvert.kernels.page_formats import PAGE_SIZE, LayerFormat
 from kvconvert.kernels.ragged.tables import COPIED_TOKENS, TILE_QUERIES, RaggedTables, TokensInBlocks
 
 if TYPE_CHECKING:
@@ -32,14 +31,10 @@ def unsupported(format: LayerFormat, dtype: torch.dtype, device: torch.device) -
         format: the format of the layer's pages.
         dtype, device: those of stored full-precision tokens and of queries.
     """
-    keys, values = format.keys, format.values
-    reasons = [unsupported_dequantization(side, dtype, device) for side in (keys, values)]
-    if keys.page_size != PAGE_SIZE:
-        reasons.append(f"pages of {keys.page_size} tokens have no kernel")
-    tokens = [torch.empty(1, 1, side.head_dim, dtype=dtype, device="meta") for side in (keys, values)]
-    queries = torch.empty(1, 1, keys.head_dim, dtype=dtype, device=device)
-    reasons.append(prompt.unsupported(queries, *tokens, 1.0))
-    return next((reason for reason in reasons if reason is not None), None)
+    if format.keys.page_size != PAGE_SIZE:
+        return f"pages of {format.keys.page_size} tokens have no kernel"
+    queries = torch.empty(1, 1, format.keys.head_dim, dtype=dtype, device=device)
+    return unsupported_by_kernels(queries, format, dtype, 1.0)
 
 
 __all__ = [

@@ -6,10 +6,15 @@ than they have room for, so that launches of one size serve passes of any divisi
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from kvconvert.kernels.page_formats import PAGE_SIZE
 from kvconvert.kernels.pages.records import PageAddresses
 
 # Columns of the tables.
@@ -70,3 +75,100 @@ class RaggedTables:
     copies: torch.Tensor | TokensInBlocks
     tiles: torch.Tensor
     capacity: int
+
+
+class PackedSequences(NamedTuple):
+    """What a pass has of each of S sequences, from which the host fills its tables: int64 [S] each.
+
+    Attributes:
+        firsts: the number of its first new token in the pass.
+        lengths: the number of its new tokens.
+        totals: the number of its tokens in the workspace, which end with the new ones.
+        begins: where these begin in the workspace.
+        keys, values: the number of its pages, which come first in the workspace.
+        positions: the position of the first page's first token.
+    """
+
+    firsts: np.ndarray
+    lengths: np.ndarray
+    totals: np.ndarray
+    begins: np.ndarray
+    keys: np.ndarray
+    values: np.ndarray
+    positions: np.ndarray
+
+    def lines(self, capacity: int, head_dim: int) -> dict[str, np.ndarray]:
+        """The tables of `RaggedTables` that say where pages go and what attends to what, by their names."""
+        zeros = np.zeros_like(self.keys)
+        owner, number = ranges(zeros, self.keys)
+        places = self.places(owner, number)
+        return {
+            "key_places": places,
+            "value_places": self.places(*ranges(zeros, self.values)),
+            "center_pages": listed_pages(places, capacity, head_dim),
+            "centers": listed_centers(self.positions[owner] + number * PAGE_SIZE),
+            "tiles": self._tiles(),
+        }
+
+    def places(self, owner: np.ndarray, number: np.ndarray) -> np.ndarray:
+        """The token of the workspace at which each page begins, given its sequence and its number there."""
+        return self.begins[owner] + number * PAGE_SIZE
+
+    def new_tokens(self, count: int, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """`RaggedTables.tokens` for a pass of `count` tokens.
+
+        Args:
+            count: tokens of the pass; those of no sequence are stored nowhere.
+            keys, values: index of each sequence's first new token in its buffers.
+        """
+        table = np.full((count, TOKEN), -1, np.int64)
+        table[:, 0] = 0  # kernels look a sequence up before they see that its token is stored nowhere
+        owner, number = ranges(np.zeros_like(self.lengths), self.lengths)
+        table[self.firsts[owner] + number] = np.column_stack([owner, keys[owner] + number, values[owner] + number])
+        return table
+
+    def _tiles(self) -> np.ndarray:
+        owner, number = ranges(np.zeros_like(self.lengths), -(-self.lengths // TILE_QUERIES))
+        start = number * TILE_QUERIES
+        first, column = self.firsts[owner] + start, (self.totals - self.lengths)[owner] + start
+        end = (self.firsts + self.lengths)[owner]
+        tiles = np.column_stack([first, end, column, self.begins[owner], self.totals[owner]])
+        return tiles[np.argsort(column, kind="stable")]
+
+
+def listed_pages(places: np.ndarray, capacity: int, dim: int, hidden: np.ndarray | int = 0) -> np.ndarray:
+    """Pages of a workspace [H, capacity, dim] as kernels/pages/triton/launch.py lists them, without their records."""
+    table = np.zeros((len(places), 5), np.int64)
+    table[:, 0], table[:, 1], table[:, 3], table[:, 4] = places * dim, capacity * dim, PAGE_SIZE, hidden
+    return table
+
+
+def listed_centers(positions: np.ndarray) -> np.ndarray:
+    """Pages whose first tokens have these positions, as `launch_centers` takes them."""
+    return np.column_stack([positions, np.zeros((len(positions), 2), np.int64)])
+
+
+def ranges(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The integers of several ranges, one range after another: which range each is of, and the integers."""
+    counts = np.maximum(end - begin, 0)
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts - begin)[owner]
+
+
+def flattened(lines: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Tables as one line of int64.
+
+    Each begins at a multiple of 16 bytes, on which kernels are specialized.
+    """
+    return np.concatenate([np.resize(line, _even(line.size)) for line in lines.values()]).astype(np.int64, copy=False)
+
+
+def unflattened(flat: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """The tables of these shapes, by their names, once `flattened` is on the device."""
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    parts = zip(shapes.items(), sizes, flat.split([_even(size) for size in sizes]), strict=True)
+    return {name: part[:size].view(shape) for (name, shape), size, part in parts}
+
+
+def _even(count: int) -> int:
+    return count + count % 2

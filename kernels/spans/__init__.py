@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from kvconvert.kernels import device, pages
-from kvconvert.kernels.span_formats import Span, SpanFormat, SpanSide, key_blocks, span_lengths, value_blocks
+from kvconvert.kernels.page_formats import Span, SpanFormat, SpanSide, key_blocks, span_lengths, value_blocks
 from kvconvert.kernels.spans.reference import quantize_span_reference, shift_extremes, span_keys, span_values
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from kvconvert.kernels.packing import pack_codes, unpack_codes
-from kvconvert.kernels.page_formats import PAGE_SIZE
+from kvconvert.kernels.page_formats import PAGE_SIZE, Span, SpanFormat, SpanSide
 from kvconvert.kernels.pages.feedback import round_with_feedback
 from kvconvert.kernels.quantizer import dequantize, quantize
-from kvconvert.kernels.span_formats import Span, SpanFormat, SpanSide
 
 # Blocks unpacked at a time.
 TILE_BLOCKS = 64

@@ -6,13 +6,21 @@ import torch
 import triton.language as tl
 
 from kvconvert.kernels.launches.triton import kernel
-from kvconvert.kernels.page_formats import PAGE_SIZE, ChannelScales
+from kvconvert.kernels.page_formats import (
+    PAGE_SIZE,
+    ChannelScales,
+    SideTensors,
+    Span,
+    SpanFormat,
+    SpanSide,
+    key_blocks,
+    value_blocks,
+)
 from kvconvert.kernels.page_layout import PageLayout
 from kvconvert.kernels.pages.triton.affine import affine_grid, flag_if, storable
 from kvconvert.kernels.pages.triton.feedback import PageFeedback
 from kvconvert.kernels.pages.triton.launch import UNFUSED, PageLaunch, quantize_pages, shrinkage, tile_of, warps_for
 from kvconvert.kernels.quantizer import new_flag, raise_if_flagged
-from kvconvert.kernels.span_formats import Span, SpanFormat, SpanSide, key_blocks, value_blocks
 
 
 @kernel(do_not_specialize=["count"])
@@ -143,5 +151,6 @@ def _span_codes(
     table = table.to(x.device, non_blocking=True)
     codes = torch.empty(blocks, heads, layout.lanes, layout.rows, dtype=torch.int16, device=x.device)
     matrices = PageFeedback(feedback, torch.zeros_like(table[:, 0])) if is_key and feedback is not None else None
-    quantize_pages(PageLaunch(x, x.stride(1), table, codes, flag, matrices), f, None, scales, partial=True)
+    launch = PageLaunch(x, x.stride(1), table, codes, flag, matrices)
+    quantize_pages(launch, f, SideTensors(static=scales), partial=True)
     return codes

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvconvert.kernels import device as devices
 from kvconvert.kernels.states.reference import (
+    SelectiveToken,
     channels_of,
     gated_delta_step_reference,
     pack_reference,
@@ -111,37 +112,23 @@ def gated_delta_step(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, b
     return launch.gated_delta_step(query, key, value, decay, beta, packed)
 
 
-def selective_step(
-    x: Tensor,
-    dt: Tensor,
-    decay: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    dt_bias: Tensor | None,
-    gate: Tensor | None,
-    packed: Tensor,
-) -> Tensor:
+def selective_step(token: SelectiveToken, packed: Tensor) -> Tensor:
     """One token of Mamba 2 for each sequence, which its packed state takes up (arXiv 2405.21060, eq. 2).
 
         h = exp(dt decay) h + dt x b^T,  output = (h c + d x) silu(gate),  dt = softplus(dt + dt_bias)
 
     Args:
-        x: [B, H, P].
-        dt: [B, H].
-        decay: [H], negative.
-        b, c: [B, G, N], H a multiple of G.
-        d, dt_bias: [H] or None.
-        gate: [B, H, P] or None.
+        token: one of each sequence.
         packed: of states [B, H, P, N], which are overwritten.
 
     Returns:
         [B, H, P] in the dtype of x.
     """
+    x = token.x
     if _unsupported(channels_of(packed), packed.device) is not None or x.shape[2] not in (16, 32, 64, 128):
-        output, states = selective_step_reference(x, dt, decay, b, c, d, dt_bias, gate, unpack_reference(packed))
+        output, states = selective_step_reference(token, unpack_reference(packed))
         pack(states, packed)
         return output
     from kvconvert.kernels.states import triton as launch
 
-    return launch.selective_step(x, dt, decay, b, c, d, dt_bias, gate, packed)
+    return launch.selective_step(token, packed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -56,18 +58,31 @@ def gated_delta_step_reference(
     return torch.einsum("bhkv,bhk->bhv", states, query)[:, None].to(value.dtype), states
 
 
-def selective_step_reference(
-    x: Tensor,
-    dt: Tensor,
-    decay: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    dt_bias: Tensor | None,
-    gate: Tensor | None,
-    states: Tensor,
-) -> tuple[Tensor, Tensor]:
+class SelectiveToken(NamedTuple):
+    """What Mamba 2 makes of one token of each sequence, and the layer's parameters, see `selective_step`.
+
+    Attributes:
+        x: [B, H, P].
+        dt: [B, H].
+        decay: [H], negative.
+        b, c: [B, G, N], H a multiple of G.
+        d, dt_bias: [H] or None.
+        gate: [B, H, P] or None.
+    """
+
+    x: Tensor
+    dt: Tensor
+    decay: Tensor
+    b: Tensor
+    c: Tensor
+    d: Tensor | None
+    dt_bias: Tensor | None
+    gate: Tensor | None
+
+
+def selective_step_reference(token: SelectiveToken, states: Tensor) -> tuple[Tensor, Tensor]:
     """See `selective_step`; states float32 [B, H, P, N], which are returned as they are after the token."""
+    x, dt, decay, b, c, d, dt_bias, gate = token
     shared = x.shape[1] // b.shape[1]
     b, c = (value.float().repeat_interleave(shared, 1) for value in (b, c))
     dt = functional.softplus(dt.float() + (0 if dt_bias is None else dt_bias.float()))

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvconvert.kernels.launches.triton import kernel
-from kvconvert.kernels.states.reference import EPSILON, LARGEST_CODE, channels_of
+from kvconvert.kernels.states.reference import EPSILON, LARGEST_CODE, SelectiveToken, channels_of
 
 _LARGEST = tl.constexpr(LARGEST_CODE)
 _EPSILON = tl.constexpr(EPSILON)
@@ -229,18 +229,9 @@ def gated_delta_step(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, b
     return output
 
 
-def selective_step(
-    x: Tensor,
-    dt: Tensor,
-    decay: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    dt_bias: Tensor | None,
-    gate: Tensor | None,
-    packed: Tensor,
-) -> Tensor:
+def selective_step(token: SelectiveToken, packed: Tensor) -> Tensor:
     """`selective_step_reference` over packed states."""
+    x, dt, decay, b, c, d, dt_bias, gate = token
     (count, heads, head_dim), state = packed.shape[:3], channels_of(packed)
     x, dt, b, c = map(_side_by_side, (x, dt, b, c))
     gate = x if gate is None else _side_by_side(gate)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from kvconvert.cache.format import CacheFormat
+from kvconvert.cache.format import layer_format
 from kvconvert.cache.size import LayerCache
 from kvconvert.calibration.attention_sample import AttentionSample, as_cached, causal
 from kvconvert.calibration.clip_ratios import key_clip_ratio_errors, pages_read, value_clip_ratio_errors
@@ -19,6 +19,7 @@ from kvconvert.calibration.key_treatments import TreatmentSearch, measure_consta
 from kvconvert.calibration.protocol import LayerJob
 from kvconvert.calibration.simulated_attention import AttentionCall
 from kvconvert.errors import RecipeError
+from kvconvert.kernels.page_formats import LayerFormat
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.methods import KVCalibration, KVScheme
 from kvconvert.methods.auto import KEY_CANDIDATES, VALUE_CANDIDATES, WINDOW_FIELDS, Candidate, stores_keys
@@ -65,16 +66,16 @@ class SearchedLayer:
         chosen = {candidate.side: candidate for candidate in (self.keys[-1], self.values[-1], *candidates)}
         return replace(self.scheme, **chosen["key"].fields, **chosen["value"].fields)
 
-    def formats(self, scheme: KVScheme) -> CacheFormat:
+    def formats(self, scheme: KVScheme) -> LayerFormat:
         """A scheme in the terms of kernels, without what calibration makes."""
-        return CacheFormat.of(scheme.uncalibrated(), heads=self.heads, key_dim=self.key_dim, value_dim=self.value_dim)
+        return layer_format(scheme.uncalibrated(), heads=self.heads, key_dim=self.key_dim, value_dim=self.value_dim)
 
     def cache(
         self,
         *candidates: Candidate,
         clip_ratios: Mapping[str, float] | None = None,
         measured: TreatmentSearch | None = None,
-    ) -> CacheFormat:
+    ) -> LayerFormat:
         """The cache of these candidates; a side without one stays in full precision.
 
         Args:
@@ -146,7 +147,7 @@ def searched_layers(config: PretrainedConfig, jobs: Sequence[LayerJob], context:
         sides: dict[str, dict[object, Candidate]] = {"key": {}, "value": {}}
         for candidate in plain.candidates:
             try:
-                pages = plain.formats(plain.scheme_of(candidate)).pages
+                pages = plain.formats(plain.scheme_of(candidate))
             except RecipeError:  # the head size cannot be packed so
                 continue
             # Groups that are larger than the head are the head's.

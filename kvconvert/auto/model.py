@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvconvert.auto.allocation import Measurements
-from kvconvert.cache.format import CacheFormat
 from kvconvert.calibration.simulated_attention import AttentionCall, attention_calls, simulated_caches
 from kvconvert.data.text import TokenData
 from kvconvert.errors import NumericError
+from kvconvert.kernels.page_formats import LayerFormat
 from kvconvert.kernels.quantizer import all_finite
 
 # Tokens that run through the model at once, and bytes for the exact model's log-probabilities.
@@ -96,7 +96,7 @@ class SimulatedModel:
         return text
 
     @torch.no_grad()
-    def divergence(self, text: ExactText, caches: Mapping[int, CacheFormat], first: int | None = None) -> float:
+    def divergence(self, text: ExactText, caches: Mapping[int, LayerFormat], first: int | None = None) -> float:
         """Mean KL(exact || simulated) in nats per token with these layers' caches quantized.
 
         Args:
@@ -127,7 +127,7 @@ class SimulatedModel:
         whole = masks[0] if masks[0] is None or masks[0].shape[0] == 1 else torch.cat(masks)
         return AttentionCall(*tensors, whole, calls[0].arguments)
 
-    def _divergence(self, text: ExactText, caches: Mapping[int, CacheFormat], first: int) -> float:
+    def _divergence(self, text: ExactText, caches: Mapping[int, LayerFormat], first: int) -> float:
         rows, length = text.ids.shape
         total = 0.0
         for batch in self._batches(rows, length):

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from kvconvert.cache.format import Side, rotations
+from kvconvert.cache.format import Side
 from kvconvert.errors import RecipeError
-from kvconvert.kernels.page_formats import ChannelScales, LayerFormat, PageFormat
+from kvconvert.kernels.page_formats import ChannelScales, LayerFormat, PageFormat, SideTensors
 from kvconvert.kernels.pages.center import KeyCenter, key_center
 from kvconvert.methods import KVScheme
 from kvconvert.methods.static_scales import SCALE_NAMES
@@ -24,14 +24,14 @@ def with_plan(
     Raises:
         RecipeError: a tensor is missing or does not fit the layer's shape.
     """
-    return replace(
-        format,
+    keys = SideTensors(
         boosted=_fixed_channels(format.keys, plan, device),
-        static_keys=_static_scales("key", format.keys, plan, device),
-        static_values=_static_scales("value", format.values, plan, device),
-        key_feedback=_key_feedback(format.keys, plan, device) if scheme.feeds_errors_back else None,
-        key_center=_key_center(format.keys, scheme, plan, device) if scheme.centers_keys else None,
+        static=_static_scales("key", format.keys, plan, device),
+        feedback=_key_feedback(format.keys, plan, device) if scheme.feeds_errors_back else None,
+        center=_key_center(format, plan, device) if scheme.centers_keys else None,
     )
+    values = SideTensors(static=_static_scales("value", format.values, plan, device))
+    return replace(format, key_tensors=keys, value_tensors=values)
 
 
 def _planned(
@@ -48,13 +48,14 @@ def _planned(
     return tensor
 
 
-def _key_center(f: PageFormat, scheme: KVScheme, plan: Mapping[str, torch.Tensor], device: torch.device) -> KeyCenter:
+def _key_center(format: LayerFormat, plan: Mapping[str, torch.Tensor], device: torch.device) -> KeyCenter:
     """The center of a layer whose pages hold keys without it."""
+    f = format.keys
     shapes = {"key_mean": (f.heads, f.head_dim), "rope_frequencies": (f.head_dim // 2,)}
     shapes["rope_pairs"] = (f.head_dim // 2, 2)
     setting, instead = "key_center = 'calibrated'", 'key_center = "none"'
     tensors = [_planned(plan, name, shape, setting, instead).to(device) for name, shape in shapes.items()]
-    return key_center(*tensors, rotations(scheme).keys)
+    return key_center(*tensors, format.rotations.keys)
 
 
 def _key_feedback(f: PageFormat, plan: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
-from kvconvert.cache.format import CacheFormat
+from kvconvert.cache.format import layer_format
 from kvconvert.kernels.page_formats import PAGE_SIZE
 from kvconvert.kernels.page_layout import page_bytes
 from kvconvert.methods import Evict, KVScheme, Spans
@@ -122,10 +122,10 @@ class LayerCache:
     @cached_property
     def _sides(self) -> tuple[tuple[int, int, int], ...]:
         """Of keys and of values: recent tokens in full precision, bytes of one of them, bytes of a page."""
-        pages = CacheFormat.of(self.scheme, heads=self.heads, key_dim=self.key_dim, value_dim=self.value_dim).pages
+        own = layer_format(self.scheme, heads=self.heads, key_dim=self.key_dim, value_dim=self.value_dim)
         return tuple(
             (side.recent_tokens, form.heads * form.head_dim * self.number_bytes, page_bytes(form, self.number_bytes))
-            for side, form in zip(self.scheme.sides, (pages.keys, pages.values), strict=True)
+            for side, form in zip(self.scheme.sides, (own.keys, own.values), strict=True)
         )
 
     def _shared_bytes(self, context: int, prompt: Evict) -> int:
@@ -134,7 +134,7 @@ class LayerCache:
         pages = prompt.shared_pages(context, self.heads, sinks, PAGE_SIZE)
         if not pages:
             return sum(self.sides(context))
-        forms = CacheFormat.of(self.scheme, heads=1, key_dim=self.key_dim, value_dim=self.value_dim).pages
+        forms = layer_format(self.scheme, heads=1, key_dim=self.key_dim, value_dim=self.value_dim)
         sides = (page_bytes(form, self.number_bytes) for form in (forms.keys, forms.values))
         page = sum(sides) + _POSITION_BYTES * PAGE_SIZE
         return pages * page + sinks * self.values_per_token * self.number_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from transformers import PretrainedConfig
 
-from kvconvert.cache.format import CacheFormat
+from kvconvert.cache.format import layer_format
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.errors import CheckpointError, RecipeError, UnsupportedModelError, UsageError
 from kvconvert.methods.awq import AUTO_GROUP_SIZES, WeightsRecipe, auto_group_sizes
@@ -46,7 +46,7 @@ def check_recipe(runner: LayerRunner, recipe: Recipe) -> None:
     for scheme in recipe.schemes():
         if not latent or scheme.fits_latents:
             for heads, key_dim, value_dim in dict.fromkeys(map(stored_shape, shapes)):
-                CacheFormat.of(scheme.uncalibrated(), heads=heads, key_dim=key_dim, value_dim=value_dim)
+                layer_format(scheme.uncalibrated(), heads=heads, key_dim=key_dim, value_dim=value_dim)
         only = scheme.only_tokens()
         if only is not None:
             placeholder_ids(runner.source.config, only)

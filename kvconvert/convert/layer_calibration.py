@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kvconvert.bundle.manifest import ModuleCoverage
-from kvconvert.cache.format import CacheFormat
+from kvconvert.cache.format import layer_format
 from kvconvert.calibration.activations import count_routed, input_points
 from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork
 from kvconvert.calibration.ranks import ALONE, Ranks
@@ -181,9 +181,7 @@ class LayerCalibration:
             dtype=float_dtype(runner.source),
             cache=None
             if job.scheme is None or job.is_latent
-            else CacheFormat.of(
-                job.scheme.uncalibrated(), heads=job.heads, key_dim=job.key_dim, value_dim=job.value_dim
-            ),
+            else layer_format(job.scheme.uncalibrated(), heads=job.heads, key_dim=job.key_dim, value_dim=job.value_dim),
             visual=inputs.visual,
             changing_rope=changing_rope(runner.config),
             bits=job.bits,

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import torch
 
-from kvconvert.kernels.chunked_prefill import StoredPart, chunk_attention, unsupported
+from kvconvert.kernels.chunked_prefill import PageReader, StoredPart, chunk_attention, stored_parts, unsupported
 from kvconvert.kernels.chunked_prefill.parts import Workspace
 from kvconvert.kernels.decode import decode_attention
-from kvconvert.kernels.decode.cpu import paged_attention, pages_per_tile
+from kvconvert.kernels.decode.cpu import divided_pages, paged_attention, pages_per_tile
 from kvconvert.kernels.decode.stored import PageTables, PageTile, ResidualTokens, ResidualWindows, SpanTokens
-from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.kernels.pages import PAGE_SIZE, PageAddresses
 from kvconvert.kernels.rotate import hadamard_transform, rotate_and_append, unsupported_append
 from kvconvert.vllm.layer import LayerBatch, LayerBlocks
 from kvconvert.vllm.prompts import PackedPrompts
@@ -94,13 +94,13 @@ class LayerStep:
             else:
                 attended = self._prompt(prompts, *(x.transpose(0, 1) for x in self._turned(*own)))
                 output[part] = attended.transpose(0, 1)
-        if self.blocks.cache.rotations.values:
+        if self.blocks.format.rotations.values:
             output.copy_(hadamard_transform(output, inverse=True))
 
     def _turned(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        rotations = self.blocks.cache.rotations
+        rotations = self.blocks.format.rotations
         if rotations.keys:
             queries, keys = hadamard_transform(queries), hadamard_transform(keys)
         return queries, keys, hadamard_transform(values) if rotations.values else values
@@ -117,7 +117,7 @@ class LayerStep:
         if sinks and not max(self.blocks.layout.quantized(request.stored)):
             self._write(plan.sinks(self.blocks.layout, request, 0, sinks), *(side[:, :sinks] for side in every))
         for is_key, first, end in plan.settled(request):
-            f = self.blocks.cache.format.keys if is_key else self.blocks.cache.format.values
+            f = self.blocks.format.keys if is_key else self.blocks.format.values
             tokens = every[0 if is_key else 1][:, first * PAGE_SIZE - begin : end * PAGE_SIZE - begin]
             firsts = [page * PAGE_SIZE for page in range(first, end)]
             self.blocks.quantize(plan.pages(request, first, end), tokens.clone(), firsts, f)
@@ -132,7 +132,7 @@ class LayerStep:
         self, queries: torch.Tensor, history: list[StoredPart], keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
         """Attention [Hq, T, E] of a chunk over what is stored before it and, causally, over itself."""
-        format, (softcap, sink_logits) = self.blocks.cache.format, self.logits
+        format, (softcap, sink_logits) = self.blocks.format, self.logits
         if unsupported(queries, format, keys.dtype, self.scaling, softcap) is None:
             return chunk_attention(queries, history, keys, values, self.scaling, softcap, sink_logits)
 
@@ -157,24 +157,18 @@ class LayerStep:
 
     def _history(self, request: Request, keys: torch.Tensor, values: torch.Tensor) -> list[StoredPart]:
         """What is stored before a chunk; keys [H, n, D] and values [H, n, E] are its full-precision tokens."""
-        plan, center = self.plan, self.blocks.cache.format.key_center
-        quantized = self.blocks.layout.quantized(request.stored)
-        both, pages = min(quantized), max(quantized)
-        half = (pages - both) * PAGE_SIZE
-        sinks = self.blocks.layout.sink_tokens if pages else 0
-        first = self.blocks.read(*plan.sinks(self.blocks.layout, request, 0, sinks)) if sinks else None
-        formats = self.blocks.cache.format.keys, self.blocks.cache.format.values
-        whole = [self.blocks.source(plan.pages(request, 0, both), f) for f in formats]
-        mixed = [
-            exact[:, :half] if count == both else self.blocks.source(plan.pages(request, both, pages), f)
-            for exact, count, f in zip((keys, values), quantized, formats, strict=True)
+        plan, blocks = self.plan, self.blocks
+        counts, format = blocks.layout.quantized(request.stored), blocks.format
+        exact = [
+            side[:, (count - min(counts)) * PAGE_SIZE :] for side, count in zip((keys, values), counts, strict=True)
         ]
-        found = [
-            StoredPart(both * PAGE_SIZE, *whole, center, 0, first),
-            StoredPart(half, *mixed, center, both * PAGE_SIZE, None if both else first),
-            StoredPart(keys.shape[1] - half, keys[:, half:], values[:, half:]),
-        ]
-        return [part for part in found if part.tokens]
+        sinks = blocks.layout.sink_tokens if max(counts) else 0
+        first = blocks.read(*plan.sinks(blocks.layout, request, 0, sinks)) if sinks else None
+
+        def pages(begin: int, end: int) -> list[PageReader | PageAddresses]:
+            return [blocks.source(plan.pages(request, begin, end), f) for f in (format.keys, format.values)]
+
+        return stored_parts(counts, pages, exact, PAGE_SIZE, format.key_tensors.center, sinks=first)
 
     def _decode(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, output: torch.Tensor) -> None:
         """Store the tokens of the requests with one, and write their attention [B, Hq, E].
@@ -183,26 +177,25 @@ class LayerStep:
             queries: [B, Hq, D]; keys: [B, H, D]; values: [B, H, E], as the model gives them.
             output: for attention in the coordinates in which values are stored.
         """
-        plan, cache, tables = self.plan, self.blocks.cache, self.tables
+        plan, blocks, tables = self.plan, self.blocks, self.tables
+        format, dtype = blocks.format, blocks.dtype
         if tables is not None:
-            where, new = tables.targets(self.blocks, len(queries)), [x.unsqueeze(2) for x in (queries, keys, values)]
-            if unsupported_append(cache.dtype, *new, cache.rotations) is not None:
+            where, new = tables.targets(blocks, len(queries)), [x.unsqueeze(2) for x in (queries, keys, values)]
+            if unsupported_append(dtype, *new, format.rotations) is not None:
                 new = [x.contiguous() for x in new]
-            words = self.blocks.words.view(cache.dtype)
-            queries = rotate_and_append(*new, words, *where, cache.rotations).squeeze(2)
+            words = blocks.words.view(dtype)
+            queries = rotate_and_append(*new, words, *where, format.rotations).squeeze(2)
         else:
             queries, keys, values = self._turned(queries, keys, values)
             for number, request in enumerate(plan.decodes):
                 token = keys[number].unsqueeze(1), values[number].unsqueeze(1)
-                self._write(plan.places(self.blocks.layout, request, request.stored, request.tokens), *token)
+                self._write(plan.places(blocks.layout, request, request.stored, request.tokens), *token)
         found = decode_attention(
             queries.unsqueeze(2),
-            DecodeTokens(self.blocks, plan, tables, len(queries)),
-            cache.format,
-            cache.dtype,
+            DecodeTokens(blocks, plan, tables, len(queries)),
+            format,
+            dtype,
             self.scaling,
-            half_quantized=self.blocks.layout.half_quantized,
-            hides=self.blocks.layout.sink_tokens > 0,
             softcap=self.logits.softcap,
             sink_logits=self.logits.sink_logits,
             output=output.unsqueeze(2),
@@ -230,21 +223,15 @@ class DecodeTokens:
 
     def page_tiles(self, num_query_heads: int, num_queries: int) -> Iterator[PageTile]:
         """Pages of all rows: first those quantized on both sides, then those quantized on one."""
-        plan, format = self.plan, self.blocks.cache.format
+        plan, format = self.plan, self.blocks.format
         step = pages_per_tile(num_query_heads, num_queries, format)
-        both, half = [], []
-        for number, request in enumerate(plan.decodes):
-            quantized = self.blocks.layout.quantized(request.stored)
-            both += [(number, page) for page in range(min(quantized))]
-            half += [(number, page) for page in range(min(quantized), max(quantized))]
-        for part in [both[i : i + step] for i in range(0, len(both), step)]:
-            yield self._tile(part, True, True)
-        for number, page in half:
-            keys, values = self.blocks.layout.quantized(plan.decodes[number].stored)
-            yield self._tile([(number, page)], page < keys, page < values)
+        quantized = [self.blocks.layout.quantized(request.stored) for request in plan.decodes]
+        for part in divided_pages([(number, *counts) for number, counts in enumerate(quantized)], step):
+            number, page = part[0]
+            yield self._tile(part, *(page < count for count in quantized[number]))
 
     def _tile(self, part: list[tuple[int, int]], key_pages: bool, value_pages: bool) -> PageTile:
-        plan, format, device = self.plan, self.blocks.cache.format, self.plan.device
+        plan, format, device = self.plan, self.blocks.format, self.plan.device
         rows = [plan.decodes[number].row for number, _ in part]
         pages = torch.tensor([page for _, page in part], device=device)
         numbers = plan.block_table[torch.tensor(rows, device=device), self.blocks.layout.first_page + pages].long()
@@ -255,7 +242,7 @@ class DecodeTokens:
             else:
                 exact = [self._exact(*entry)[index] for entry in part]
                 sides.append(torch.stack(exact))
-        positions = pages * PAGE_SIZE if format.key_center is not None else None
+        positions = pages * PAGE_SIZE if format.key_tensors.center is not None else None
         at = torch.tensor([number for number, _ in part], device=device)
         sinks = self.blocks.layout.sink_tokens
         hidden = [(i, sinks) for i, (_, page) in enumerate(part) if page == 0 and sinks]

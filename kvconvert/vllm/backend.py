@@ -21,10 +21,11 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from kvconvert.errors import BundleError
 from kvconvert.kernels.decode import unsupported
 from kvconvert.kernels.device import runs_triton
-from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.kernels.pages import PAGE_SIZE, LayerFormat
 from kvconvert.vllm.attention import PLAIN, LayerStep, Logits, quantize_pending
+from kvconvert.vllm.blocks import BlockLayout
 from kvconvert.vllm.bundle import ServedBundle, layer_index, served_bundle
-from kvconvert.vllm.layer import LayerBatch, LayerBlocks, LayerCache, alike
+from kvconvert.vllm.layer import LayerBatch, LayerBlocks, alike
 from kvconvert.vllm.passes import LowBitMetadata, PassPlanner
 from kvconvert.vllm.rehearsal import STAND_INS
 from kvconvert.vllm.settings import MODEL_DRAFTS
@@ -220,26 +221,27 @@ class LowBitAttention(AttentionImpl[LowBitMetadata]):
             return None
         known = self._blocks is not None and self._blocks.words.data_ptr() == memory.data_ptr()
         if not known or len(self._blocks.words) != len(memory):
-            self._blocks = LayerBlocks(self._cache(layer, memory.device), memory)
+            self._blocks = LayerBlocks(*self._cache(layer, memory.device), layer.dtype, memory)
         return self._blocks
 
     def stand_in(self, layer: Any, device: torch.device) -> LayerBlocks:
         """Blocks like the layer's, before vLLM has allocated these."""
-        cache = self._cache(layer, device)
-        return LayerBlocks(cache, torch.empty(STAND_INS, cache.layout.block_bytes, dtype=torch.uint8, device=device))
+        format, layout = self._cache(layer, device)
+        memory = torch.empty(STAND_INS, layout.block_bytes, dtype=torch.uint8, device=device)
+        return LayerBlocks(format, layout, layer.dtype, memory)
 
-    def _cache(self, layer: Any, device: torch.device) -> LayerCache:
+    def _cache(self, layer: Any, device: torch.device) -> tuple[LayerFormat, BlockLayout]:
         index = layer_index(layer.layer_name)
-        cache = self.served.layer(index, device, layer.dtype, self.rank, self.ranks, LowBitBackend.drafts)
+        found = self.served.layer(index, device, layer.dtype, self.rank, self.ranks, LowBitBackend.drafts)
         if runs_triton(device):
             query = torch.empty(1, self.num_heads, 1, self.head_size, dtype=layer.dtype, device=device)
-            reason = unsupported(query, cache.format, layer.dtype)
+            reason = unsupported(query, found[0], layer.dtype)
             if reason is not None:
                 raise BundleError(f"This bundle cannot be served on a GPU ({reason}); use `kvconvert serve`.")
         # Loaded by now; a copy in fixed places, which CUDA graphs may hold.
         sinks = None if self._sinks is None else self._sinks.detach().float().contiguous()
         self.logits = Logits(self._softcap, sinks)
-        return cache
+        return found
 
     def forward(
         self,

@@ -26,9 +26,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from kvconvert.cache.format import CacheFormat
+from kvconvert.kernels.page_formats import LayerFormat
 from kvconvert.kernels.page_layout import page_bytes
 from kvconvert.kernels.pages import PAGE_SIZE
 
@@ -73,13 +74,13 @@ class BlockLayout:
     blocks_ahead: int = 0
 
     @classmethod
-    def of(cls, cache: CacheFormat, dtype: torch.dtype, drafts: int = 0) -> BlockLayout:
+    def of(cls, format: LayerFormat, dtype: torch.dtype, drafts: int = 0) -> BlockLayout:
         """The geometry of a layer alone, whose full-precision tokens have this dtype."""
-        keys, values = cache.pages.keys, cache.pages.values
+        keys, values = format.keys, format.values
         token = (keys.heads * keys.head_dim + values.heads * values.head_dim) * dtype.itemsize
         sides = page_bytes(keys, dtype.itemsize), page_bytes(values, dtype.itemsize)
-        windows = cache.keys.recent_tokens, cache.values.recent_tokens
-        layout = cls(*sides, sum(sides), token, cache.sink_tokens, *windows, drafts)
+        windows = format.key_window, format.value_window
+        layout = cls(*sides, sum(sides), token, format.sink_tokens, *windows, drafts)
         return layout.beside([layout])
 
     def beside(self, layouts: Sequence[BlockLayout]) -> BlockLayout:
@@ -103,11 +104,6 @@ class BlockLayout:
         """Distance between a page's blocks ahead: as many pages are in full precision at a time."""
         return 1 + -(-(max(self.key_window, self.value_window) + self.drafts) // PAGE_SIZE)
 
-    @property
-    def half_quantized(self) -> int:
-        """1 where pages may have their values still in full precision, 2 where their keys, 0 where neither."""
-        return 0 if self.key_window == self.value_window else 1 if self.key_window < self.value_window else 2
-
     def blocks_for(self, tokens: int) -> int:
         """Entries of a request with so many tokens, the one being computed included."""
         return -(-tokens // PAGE_SIZE) + self.blocks_ahead if tokens else 0
@@ -115,6 +111,11 @@ class BlockLayout:
     def quantized(self, tokens: int) -> tuple[int, int]:
         """Pages of keys and of values that are quantized once so many tokens are stored."""
         return max(0, tokens - self.key_window) // PAGE_SIZE, max(0, tokens - self.value_window) // PAGE_SIZE
+
+    def quantized_pages(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`quantized` of many requests."""
+        keys, values = (np.maximum(tokens - n, 0) // PAGE_SIZE for n in (self.key_window, self.value_window))
+        return keys, values
 
     def completes(self, tokens: int) -> bool:
         """Whether the last of so many stored tokens completes a page on either side."""
@@ -132,17 +133,17 @@ class BlockLayout:
 
 
 def block_layouts(
-    caches: Sequence[CacheFormat], dtype: torch.dtype, equal: bool = False, drafts: int = 0
+    formats: Sequence[LayerFormat], dtype: torch.dtype, equal: bool = False, drafts: int = 0
 ) -> list[BlockLayout]:
     """The layouts of layers whose requests have the same rows: of all that pad little, those with the smallest cache.
 
     Args:
-        caches: of the layers.
+        formats: those of the layers.
         dtype: of full-precision tokens.
         equal: give all blocks one size, whole bytes for each token, however much is padded.
         drafts: newest tokens of a request that may be taken back.
     """
-    exact = [BlockLayout.of(cache, dtype, drafts) for cache in caches]
+    exact = [BlockLayout.of(format, dtype, drafts) for format in formats]
     if equal:
         largest = max((layout.block_bytes for layout in exact), default=0)
         own = [replace(layout, block_bytes=-(-largest // PAGE_SIZE) * PAGE_SIZE) for layout in exact]

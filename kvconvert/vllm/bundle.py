@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from kvconvert.bundle.reader import Bundle, open_bundle
-from kvconvert.cache.format import CacheFormat
+from kvconvert.cache.format import layer_format
 from kvconvert.cache.plan_tensors import with_plan
 from kvconvert.errors import BundleError, listed
+from kvconvert.kernels.page_formats import LayerFormat
 from kvconvert.methods import UNQUANTIZED, KVScheme
 from kvconvert.methods.scheme import Evict, Pages
 from kvconvert.vllm.blocks import MOST_PADDING, BlockLayout, block_layouts
-from kvconvert.vllm.layer import LayerCache
 
 # Tensors of a layer's KV plan that have a part for each KV head.
 OF_HEADS = {
@@ -163,8 +163,8 @@ class ServedBundle:
 
     def layer(
         self, index: int, device: torch.device, dtype: torch.dtype, rank: int = 0, ranks: int = 1, drafts: int = 0
-    ) -> LayerCache:
-        """The cache of a decoder layer, with its part of the KV plan on a device.
+    ) -> tuple[LayerFormat, BlockLayout]:
+        """The format of a decoder layer, with its part of the KV plan on a device, and the layout of its blocks.
 
         Args:
             index: of the layer.
@@ -172,17 +172,17 @@ class ServedBundle:
             rank, ranks: whose heads it holds, of how many that the heads are divided among.
             drafts: newest tokens of a request that may be taken back.
         """
-        scheme, cache = self._cache(index, ranks)
-        prefix, heads = f"layers.{index}.", cache.pages.keys.heads
+        format = self._format(index, ranks)
+        prefix, heads = f"layers.{index}.", format.keys.heads
         plan = {name.removeprefix(prefix): t for name, t in self.bundle.plan.items() if name.startswith(prefix)}
         own = {name: t[rank * heads : (rank + 1) * heads] if name in OF_HEADS else t for name, t in plan.items()}
-        pages = with_plan(cache.pages, scheme, own, device)
-        return LayerCache(pages, cache.rotations, self.layouts(dtype, ranks, drafts)[index], dtype)
+        format = with_plan(format, self.schemes[index], own, device)
+        return format, self.layouts(dtype, ranks, drafts)[index]
 
     def layouts(self, dtype: torch.dtype, ranks: int = 1, drafts: int = 0) -> dict[int, BlockLayout]:
         """The layout of each layer's blocks, all found by the same rows of a block table."""
-        caches = tuple(self._cache(index, ranks)[1] for index in self.attending)
-        return dict(zip(self.attending, _layouts(caches, dtype, self.has_states, drafts), strict=True))
+        formats = tuple(self._format(index, ranks) for index in self.attending)
+        return dict(zip(self.attending, _layouts(formats, dtype, self.has_states, drafts), strict=True))
 
     def _division_refusal(self, index: int, ranks: int) -> str | None:
         """Why a layer's heads cannot be divided among ranks, to follow the layer's name; None if they can."""
@@ -196,9 +196,9 @@ class ServedBundle:
             )
         return None
 
-    def _cache(self, index: int, ranks: int) -> tuple[KVScheme, CacheFormat]:
+    def _format(self, index: int, ranks: int) -> LayerFormat:
         heads, head_dim = self._shape(index)
-        return self.schemes[index], CacheFormat.of(self.schemes[index], heads=heads // ranks, key_dim=head_dim)
+        return layer_format(self.schemes[index], heads=heads // ranks, key_dim=head_dim)
 
     def _shape(self, index: int) -> tuple[int, int]:
         """KV heads of a layer and channels of each."""
@@ -213,8 +213,8 @@ class ServedBundle:
 
 
 @lru_cache(maxsize=16)
-def _layouts(caches: tuple[CacheFormat, ...], dtype: torch.dtype, equal: bool, drafts: int) -> list[BlockLayout]:
-    return block_layouts(caches, dtype, equal, drafts)
+def _layouts(formats: tuple[LayerFormat, ...], dtype: torch.dtype, equal: bool, drafts: int) -> list[BlockLayout]:
+    return block_layouts(formats, dtype, equal, drafts)
 
 
 def scheme_refusal(scheme: KVScheme) -> str | None:

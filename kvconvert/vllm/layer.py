@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
@@ -15,47 +14,29 @@ from kvconvert.kernels.chunked_prefill import PageReader
 from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.pages import (
     PAGE_SIZE,
-    ChannelScales,
     LayerFormat,
     PageAddresses,
     PageFormat,
     PageTensors,
     PageWrites,
-    add_centers,
     quantize_at,
     quantize_by_reference,
 )
-from kvconvert.kernels.pages.records import pages_of
+from kvconvert.kernels.pages.records import pages_of, static_offsets
 from kvconvert.kernels.quantizer import new_flag
-from kvconvert.kernels.rotate import Rotations
 from kvconvert.vllm.blocks import BlockLayout
 
 # Tokens in full precision that are gathered from all layers at once in order to be quantized.
 WORKSPACE_BYTES = 256 << 20
 
 
-@dataclass(frozen=True)
-class LayerCache:
-    """How one attention layer's cache is stored.
-
-    Attributes:
-        format: of its pages, with the tensors of the KV plan.
-        rotations: what is rotated at run time.
-        layout: of its blocks.
-        dtype: of full-precision tokens.
-    """
-
-    format: LayerFormat
-    rotations: Rotations
-    layout: BlockLayout
-    dtype: torch.dtype
-
-
 class LayerBlocks:
     """All blocks of one layer.
 
     Args:
-        cache: how they are used.
+        format: how the layer stores tokens, with the tensors of the KV plan.
+        layout: how they are divided.
+        dtype: of full-precision tokens.
         memory: [blocks, ...] of any dtype, `layout.block_bytes` contiguous bytes of each block.
 
     Attributes:
@@ -64,16 +45,11 @@ class LayerBlocks:
         flag: what page kernels raise on numbers that cannot be stored.
     """
 
-    def __init__(self, cache: LayerCache, memory: torch.Tensor):
-        self.cache = cache
+    def __init__(self, format: LayerFormat, layout: BlockLayout, dtype: torch.dtype, memory: torch.Tensor):
+        self.format, self.layout, self.dtype = format, layout, dtype
         self.words = memory.flatten(1).view(torch.int16)
         self.flag = new_flag(memory.device)
         self.tokens = self.tokens_of(self.words)
-
-    @property
-    def layout(self) -> BlockLayout:
-        """Of the blocks."""
-        return self.cache.layout
 
     @cached_property
     def block_units(self) -> int:
@@ -89,8 +65,8 @@ class LayerBlocks:
 
     def tokens_of(self, words: torch.Tensor) -> torch.Tensor:
         """Full-precision tokens, a view [..., tokens of a block, numbers of a token] of such words as the layer's."""
-        numbers, each = self.layout.token_bytes // self.cache.dtype.itemsize, self.layout.tokens_per_block
-        return words.view(self.cache.dtype)[..., : each * numbers].unflatten(-1, (each, numbers))
+        numbers, each = self.layout.token_bytes // self.dtype.itemsize, self.layout.tokens_per_block
+        return words.view(self.dtype)[..., : each * numbers].unflatten(-1, (each, numbers))
 
     def write(self, blocks: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store full-precision keys [n, H, D] and values [n, H, E] in these places, int64 [n] each."""
@@ -98,7 +74,7 @@ class LayerBlocks:
 
     def read(self, blocks: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Full-precision keys [..., H, n, D] and values [..., H, n, E] of places int64 [..., n], contiguous."""
-        f = self.cache.format
+        f = self.format
         split = [f.keys.heads * f.keys.head_dim, f.values.heads * f.values.head_dim]
         keys, values = self.tokens[blocks, slots].split(split, -1)
         sides = ((keys, f.keys.heads), (values, f.values.heads))
@@ -110,28 +86,20 @@ class LayerBlocks:
         """Where scale and zero point of keys and of values lie, where they are the layer's: int64 [1, 4] distances from
         `words` in units of 16 bytes.
         """
-        format = self.cache.format
-        if format.static_keys is None and format.static_values is None:
-            return None
-        offsets = [*self._distances(format.static_keys), *self._distances(format.static_values)]
-        return torch.tensor([offsets], device=self.words.device)
-
-    def _distances(self, scales: ChannelScales | None) -> list[int]:
-        return [0, 0] if scales is None else [(part.data_ptr() - self.words.data_ptr()) // 16 for part in scales]
+        offsets = static_offsets(self.format, self.words)
+        return None if offsets is None else torch.tensor([offsets], device=self.words.device)
 
     def source(self, blocks: torch.Tensor, f: PageFormat) -> PageReader | PageAddresses:
         """The pages of one side in these blocks, int64 [N], as `chunk_attention` takes them."""
-        format, is_key = self.cache.format, f.is_key
-        channels = format.boosted if is_key else None
+        tensors = self.format.side(f.is_key)[1]
         if not runs_triton(self.words.device):
-            static = format.static_keys if is_key else format.static_values
-            return PageReader(lambda part: self.pages(blocks[part], f), f, channels, static)
+            return PageReader(lambda part: self.pages(blocks[part], f), f, tensors)
         offsets, scales = blocks * self.block_units, None
-        if not is_key:
+        if not f.is_key:
             offsets += self.layout.key_bytes // 16
         if f.static:
-            scales = self.static_scales[0, :2] if is_key else self.static_scales[0, 2:]
-        return PageAddresses(f, self.words, offsets, scales, channels)
+            scales = self.static_scales[0, :2] if f.is_key else self.static_scales[0, 2:]
+        return PageAddresses(f, self.words, offsets, scales, tensors.boosted)
 
     def pages(self, blocks: torch.Tensor, f: PageFormat) -> PageTensors:
         """A copy of the pages of one side in these blocks, int64 [N]."""
@@ -150,7 +118,7 @@ class LayerBlocks:
         """Records int16 [N, units] as `pages_of` takes them."""
         if f.bits < 16:
             return records
-        return records.view(self.cache.dtype).unflatten(1, (f.heads, f.page_size, f.head_dim))
+        return records.view(self.dtype).unflatten(1, (f.heads, f.page_size, f.head_dim))
 
 
 class LayerBatch:
@@ -176,7 +144,7 @@ class LayerBatch:
         Args:
             sides: keys (True), values, or both.
         """
-        f, layout = self.layers[0].cache.format, self.layers[0].layout
+        f, layout = self.layers[0].format, self.layers[0].layout
         split = [side.heads * side.head_dim for side in (f.keys, f.values)]
         at_once = max(1, WORKSPACE_BYTES // (len(places[0]) * layout.token_bytes))
         for start in range(0, len(self.layers), at_once):
@@ -202,60 +170,37 @@ class LayerBatch:
             firsts: position of each page's first token.
             f: of the side, in all layers.
         """
-        first, is_key = self.layers[0], f.is_key
-        format, hidden = first.cache.format, [0 if n else first.layout.sink_tokens for n in firsts]
-        channels, static = (format.boosted, format.static_keys) if is_key else (None, format.static_values)
+        first, count = self.layers[0], len(blocks)
+        hidden = [0 if position else first.layout.sink_tokens for position in firsts]
         records = first.records(self.words, f)
-        pages = pages_of(first.buffer(records.new_empty(len(self.layers) * len(blocks), records.shape[2]), f), f)
+        pages = pages_of(first.buffer(records.new_empty(len(self.layers) * count, records.shape[2]), f), f)
+        tensors = [layer.format.side(f.is_key)[1] for layer in self.layers]
         if runs_triton(tokens.device):
-            center = format.key_center if is_key else None
-            writes = self._writes(tokens, pages, firsts, hidden, is_key)
-            quantize_at(writes, tokens[0], pages, first.flag, channels, static, center)
+            quantize_at(self._writes(tokens, pages, firsts, hidden), tokens[0], pages, first.flag, tensors)
         else:
             rooms = [pages.select(slice(page, page + 1)) for page in range(len(pages))]
-            for layer, own in zip(self.layers, tokens, strict=True):
-                format = layer.cache.format
-                if is_key and format.key_center is not None:
-                    for page, position in zip(own.split(PAGE_SIZE, 1), firsts, strict=True):
-                        add_centers(page, position, PAGE_SIZE, format.key_center, sign=-1)
-                feedback = format.key_feedback if is_key else None
-                quantize_by_reference(own.split(PAGE_SIZE, 1), rooms, channels, static, feedback, hidden)
-                rooms = rooms[len(blocks) :]
+            for number, (own, side) in enumerate(zip(tokens, tensors, strict=True)):
+                into = rooms[number * count : (number + 1) * count]
+                quantize_by_reference(own.split(PAGE_SIZE, 1), into, side, firsts, hidden)
         records[:, blocks] = pages.buffer.flatten(1).view(torch.int16).unflatten(0, (len(self.layers), -1))
 
-    def _writes(
-        self,
-        tokens: torch.Tensor,
-        pages: PageTensors,
-        firsts: list[int],
-        hidden: list[int],
-        is_key: bool,
-    ) -> PageWrites:
-        """Where pages' tokens lie and where their records go, layer after layer."""
-        layers, count, bytes_of = len(self.layers), len(firsts), tokens.element_size()
-        page = tokens.stride(2) * PAGE_SIZE * np.arange(count)
-        starts = tokens.data_ptr() + bytes_of * (tokens.stride(0) * np.arange(layers)[:, None] + page)
-        records = pages.buffer.data_ptr() + np.arange(layers * count) * pages.buffer[0].nbytes
-        formats = [layer.cache.format for layer in self.layers]
-        feedback = centers = None
-        if is_key and formats[0].key_feedback is not None:
-            feedback = np.repeat([format.key_feedback.data_ptr() for format in formats], count)
-        if is_key and formats[0].key_center is not None:
-            own = [[f.key_center.matrix.data_ptr(), f.key_center.frequencies.data_ptr()] for f in formats]
-            centers = np.column_stack([np.tile(firsts, layers), np.repeat(own, count, axis=0)]).astype(np.int64)
-        strides = np.full(layers * count, tokens.stride(1))
-        return PageWrites(starts.flatten(), strides, records, feedback, centers, np.tile(hidden, layers))
+    def _writes(self, tokens: torch.Tensor, pages: PageTensors, firsts: list[int], hidden: list[int]) -> PageWrites:
+        """Where pages' tokens lie and where their records go."""
+        shape = len(self.layers), len(firsts)
+        layer, page = np.indices(shape)
+        distance = layer * tokens.stride(0) + page * (tokens.stride(2) * PAGE_SIZE)
+        starts = tokens.data_ptr() + tokens.element_size() * distance
+        records = pages.buffer.data_ptr() + np.arange(layer.size).reshape(shape) * pages.buffer[0].nbytes
+        return PageWrites(starts, np.full(shape, tokens.stride(1)), records, np.array(firsts), np.array(hidden))
 
 
 def alike(layers: Sequence[LayerBlocks]) -> list[LayerBatch]:
     """All layers, divided into those that are alike and equally far apart in one allocation."""
     groups: dict[Hashable, list[LayerBlocks]] = {}
     for number, layer in enumerate(layers):
-        f, cache = layer.cache.format, layer.cache
-        # Matrices of error feedback and key centers are found by their addresses; other tensors are a launch's own.
-        own = number if f.boosted is not None or f.static_keys is not None or f.static_values is not None else None
-        absent = f.key_feedback is None, f.key_center is None
-        key = f.keys, f.values, absent, own, cache.layout, layer.words.untyped_storage().data_ptr()
+        format = layer.format
+        own = None if format.shares_launches else number
+        key = format.kind, own, layer.layout, layer.words.untyped_storage().data_ptr()
         groups.setdefault(key, []).append(layer)
     found = []
     for group in groups.values():

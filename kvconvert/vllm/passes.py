@@ -61,7 +61,7 @@ class PassPlanner:
         if runs_triton(self.like.words.device):
             self._tables = DecodeTables(layers, *self._most())
             if _packs(layers):
-                first = self.like.cache
+                first = self.like
                 dims = first.format.keys.head_dim, first.format.values.head_dim
                 flash = flash_attention(first.dtype, *dims, config.attention_config.flash_attn_version)
                 self._packing = Packing(self.like, flash, self.workspace(self.like.words.device))
@@ -176,12 +176,12 @@ class PassPlanner:
 
 def _tokens_of(blocks: LayerBlocks) -> tuple[object, ...]:
     """What decides how a layer's tokens are found."""
-    f, layout = blocks.cache.format, blocks.layout
+    f, layout = blocks.format, blocks.layout
     heads = f.keys.heads, f.keys.head_dim, f.values.head_dim
     windows = layout.sink_tokens, layout.key_window, layout.value_window
-    return *heads, blocks.cache.dtype, *windows, layout.first_page, len(blocks.words)
+    return *heads, blocks.dtype, *windows, layout.first_page, len(blocks.words)
 
 
 def _packs(layers: list[LayerBlocks]) -> bool:
     """Whether `kernels/ragged` serves prompts in all of these."""
-    return not any(ragged.unsupported(b.cache.format, b.cache.dtype, b.words.device) for b in layers)
+    return not any(ragged.unsupported(b.format, b.dtype, b.words.device) for b in layers)

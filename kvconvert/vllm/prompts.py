@@ -8,21 +8,32 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from kvconvert.kernels.blocks import BlockGeometry, copy_tokens
+from kvconvert.kernels.device import upload
 from kvconvert.kernels.pages import PAGE_SIZE, PageAddresses, PageFormat, quantize_listed
-from kvconvert.kernels.ragged import TILE_QUERIES, RaggedTables, TokensInBlocks, append, attend, fill_workspace
+from kvconvert.kernels.ragged import RaggedTables, TokensInBlocks, append, attend, fill_workspace
+from kvconvert.kernels.ragged.tables import (
+    PackedSequences,
+    flattened,
+    listed_centers,
+    listed_pages,
+    ranges,
+    unflattened,
+)
 from kvconvert.vllm.blocks import BlockLayout
 from kvconvert.vllm.layer import LayerBlocks
-from kvconvert.vllm.step import Request, StepPlan, upload
+from kvconvert.vllm.step import Request, StepPlan
 
 # Room for the keys and values of the prompts of a pass in one layer: 131,072 tokens of 8 KV heads of 128 channels.
 WORKSPACE_BYTES = 512 << 20
 BOTH_SIDES = 3
+# Tables of `RaggedTables` that are the same in all layers.
+PLANNED = "buffers", "tokens", "key_places", "value_places", "center_pages", "centers", "tiles"
 
 
 class Flash(Protocol):
@@ -64,12 +75,12 @@ class Packing:
     """
 
     def __init__(self, like: LayerBlocks, flash: Flash | None, memory: torch.Tensor):
-        f = like.cache.format
+        f = like.format
         self.flash, self.sides = flash, ((f.keys.heads, f.keys.head_dim), (f.values.heads, f.values.head_dim))
         # Whole pages, so that no size of a pass gives kernels a number of another kind.
-        self.tokens = memory.nbytes // like.cache.layout.token_bytes // PAGE_SIZE * PAGE_SIZE
+        self.tokens = memory.nbytes // like.layout.token_bytes // PAGE_SIZE * PAGE_SIZE
         sizes = [heads * self.tokens * dim for heads, dim in self.sides]
-        self.memory = memory.view(like.cache.dtype)[: sum(sizes)]
+        self.memory = memory.view(like.dtype)[: sum(sizes)]
         parts = zip(self.memory.split(sizes), self.sides, strict=True)
         self.keys, self.values = (part.view(heads, self.tokens, dim) for part, (heads, dim) in parts)
 
@@ -114,8 +125,11 @@ class PackedPrompts:
         names = "row", "stored", "length", "drafted", "continues"
         fields = (np.array([getattr(request, name) for request in requests]) for name in names)
         self.rows, self.stored, self.lengths, self._drafted, self._continues = fields
-        self.totals = self.stored + self.lengths
-        self.begins = np.cumsum(self.totals) - self.totals
+        totals = self.stored + self.lengths
+        keys, values = plan.layout.quantized_pages(self.stored)
+        firsts, begins = np.cumsum(self.lengths) - self.lengths, np.cumsum(totals) - totals
+        zeros = np.zeros_like(totals)
+        self.packed = PackedSequences(firsts, self.lengths, totals, begins, keys, values, zeros)
         self.block_table = plan.block_table
         self._write(plan)
         self._of_geometry: dict[BlockGeometry, list[torch.Tensor]] = {}
@@ -123,50 +137,45 @@ class PackedPrompts:
 
     def _write(self, plan: StepPlan) -> None:
         """Upload what does not depend on the layer."""
-        layout, page, capacity = self.layout, PAGE_SIZE, self.packing.tokens
+        layout, packed, capacity = self.layout, self.packed, self.packing.tokens
         (heads, dim), (_, value_dim) = self.packing.sides
-        keys, values = (np.maximum(self.stored - n, 0) // page for n in (layout.key_window, layout.value_window))
+        totals, keys, values, zeros = packed.totals, packed.keys, packed.values, packed.positions
         any_page = np.maximum(keys, values) > 0
-        nothing = np.zeros_like(keys)
         # Of keys and of values: pages before the pass, full-precision tokens before it, and what comes to be stored.
-        history = [_ranges(nothing, count) for count in (keys, values)]
-        sinks = _ranges(nothing, np.where(any_page, layout.sink_tokens, 0))
-        owner, position = _ranges(np.minimum(keys, values) * page, self.stored)
-        side = (position >= keys[owner] * page) + 2 * (position >= values[owner] * page)
-        settling = self.totals - 1 + self._continues
-        settled_until = [np.maximum(settling - n, 0) // page for n in (layout.key_window, layout.value_window)]
-        settled = [_ranges(*ends) for ends in zip((keys, values), settled_until, strict=True)]
-        new_sinks = _ranges(nothing, np.where(any_page, 0, np.minimum(layout.sink_tokens, self.totals)))
-        kept_from = np.where(self._drafted, 0, np.minimum(*settled_until) * page)
-        kept = _ranges(np.maximum(kept_from, self.stored), self.totals)
+        history = [ranges(zeros, count) for count in (keys, values)]
+        sinks = ranges(zeros, np.where(any_page, layout.sink_tokens, 0))
+        owner, position = ranges(np.minimum(keys, values) * PAGE_SIZE, self.stored)
+        side = (position >= keys[owner] * PAGE_SIZE) + 2 * (position >= values[owner] * PAGE_SIZE)
+        settled_until = layout.quantized_pages(totals - 1 + self._continues)
+        settled = [ranges(*ends) for ends in zip((keys, values), settled_until, strict=True)]
+        new_sinks = ranges(zeros, np.where(any_page, 0, np.minimum(layout.sink_tokens, totals)))
+        kept_from = np.where(self._drafted, 0, np.minimum(*settled_until) * PAGE_SIZE)
+        kept = ranges(np.maximum(kept_from, self.stored), totals)
 
         # Of both the tokens in blocks before the pass and those after it: sink tokens first.
         self._found = [self._pages(*pages) for pages in (*history, *settled)]
         self._tokens = ((*sinks, True), (owner, position, False)), ((*new_sinks, True), (*kept, False))
         full = [np.full(len(part[0]), BOTH_SIDES) for part in (sinks, new_sinks, kept)]
-        places = [self.begins[who] + where for who, where, _ in itertools.chain(*self._tokens)]
-        lines = {
+        places = [packed.begins[who] + where for who, where, _ in itertools.chain(*self._tokens)]
+        # A sequence's part of the workspace is its buffer.
+        whole = np.array([0, capacity * dim, heads * capacity * dim, capacity * value_dim])
+        lines = packed.lines(capacity, dim) | {
+            "buffers": whole + np.outer(packed.begins, [dim, 0, value_dim, 0]),
+            "tokens": packed.new_tokens(int(self.lengths.sum()), self.stored, self.stored),
             "places": np.column_stack([np.concatenate(places), np.concatenate([full[0], side, *full[1:]])]),
-            "key_places": self._places(history[0]),
-            "value_places": self._places(history[1]),
-            "center_pages": self._table(history[0], dim),
-            "centers": _centers(history[0]),
-            "settled_keys": self._table(settled[0], dim),
-            "settled_values": self._table(settled[1], value_dim),
-            "settled_centers": _centers(settled[0]),
-            "buffers": np.array([[0, capacity * dim, heads * capacity * dim, capacity * value_dim]]),
-            "tokens": self._new_tokens(),
-            "tiles": self._tiles(),
-            "ends": np.cumsum(np.pad([self.lengths, self.totals], ((0, 0), (1, 0))), 1),
+            "settled_keys": self._listed_pages(settled[0], dim),
+            "settled_values": self._listed_pages(settled[1], value_dim),
+            "settled_centers": listed_centers(settled[0][1] * PAGE_SIZE),
+            "ends": np.cumsum(np.pad([self.lengths, totals], ((0, 0), (1, 0))), 1),
         }
-        flat = np.concatenate([np.resize(line, line.size + line.size % 2) for line in lines.values()])
-        device, at = upload(torch.from_numpy(flat.astype(np.int64)), plan.device), 0
-        self._on_device: dict[str, torch.Tensor] = {}
-        for name, line in lines.items():
-            self._on_device[name] = device[at : at + line.size].view(line.shape)
-            at += line.size + line.size % 2
+        flat = upload(flattened(lines), plan.device)
+        self._on_device = unflattened(flat, {name: line.shape for name, line in lines.items()})
         self._ends = self._on_device["ends"].int().unbind()
-        self._most, self._all = (int(self.lengths.max()), int(self.totals.max())), int(self.totals.sum())
+        self._most, self._all = (int(self.lengths.max()), int(totals.max())), int(totals.sum())
+
+    def _listed_pages(self, pages: tuple[np.ndarray, np.ndarray], dim: int) -> np.ndarray:
+        hidden = np.where(pages[1], 0, self.layout.sink_tokens)
+        return listed_pages(self.packed.places(*pages), self.packing.tokens, dim, hidden)
 
     def _pages(self, owner: np.ndarray, number: np.ndarray) -> np.ndarray:
         """Of pages their rows of the block table, entries there, and 0: [3, n]."""
@@ -176,30 +185,6 @@ class PackedPrompts:
         """Of full-precision tokens rows, entries, and slots within blocks of a layout: [3, n]."""
         places = (layout.sinks if sinks else layout.places)(torch.from_numpy(position))
         return np.stack([self.rows[owner], *(part.numpy() for part in places)])
-
-    def _places(self, pages: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-        """The token of the workspace that each page begins at."""
-        owner, number = pages
-        return self.begins[owner] + number * PAGE_SIZE
-
-    def _table(self, pages: tuple[np.ndarray, np.ndarray], dim: int) -> np.ndarray:
-        """Pages in the workspace as kernels/pages/triton/launch.py lists them, without their records."""
-        table = np.zeros((len(pages[0]), 5), np.int64)
-        table[:, 0], table[:, 1], table[:, 3] = self._places(pages) * dim, self.packing.tokens * dim, PAGE_SIZE
-        table[:, 4] = np.where(pages[1], 0, self.layout.sink_tokens)
-        return table
-
-    def _new_tokens(self) -> np.ndarray:
-        owner, number = _ranges(np.zeros_like(self.lengths), self.lengths)
-        place = self.begins[owner] + self.stored[owner] + number
-        return np.column_stack([np.zeros_like(place), place, place])
-
-    def _tiles(self) -> np.ndarray:
-        owner, number = _ranges(np.zeros_like(self.lengths), -(-self.lengths // TILE_QUERIES))
-        first, start = (np.cumsum(self.lengths) - self.lengths)[owner], number * TILE_QUERIES
-        column = self.stored[owner] + start
-        parts = first + start, first + self.lengths[owner], column, self.begins[owner], self.totals[owner]
-        return np.column_stack(parts)[np.argsort(column, kind="stable")]
 
     def attend(
         self,
@@ -221,27 +206,20 @@ class PackedPrompts:
             output: [N, Hq, E], for attention in the coordinates in which values are stored.
             softcap, sink_logits: as in `kvconvert/vllm/attention.py`.
         """
-        cache, device = blocks.cache, self._on_device
-        f, records = cache.format, self._records(blocks)
+        device, f, records = self._on_device, blocks.format, self._records(blocks)
         shared = blocks.static_scales
         scales = (None, None) if shared is None else (shared[0, :2], shared[0, 2:])
         places = device["places"].split([len(records[4]), len(records[5])])
         packing = self.packing
         tables = RaggedTables(
-            packing.memory,
-            device["buffers"],
-            device["tokens"],
-            PageAddresses(f.keys, blocks.words, records[0], scales[0], f.boosted),
-            PageAddresses(f.values, blocks.words, records[1], scales[1]),
-            device["key_places"],
-            device["value_places"],
-            device["center_pages"],
-            device["centers"],
-            TokensInBlocks(blocks.words, records[4], places[0]),
-            device["tiles"],
-            packing.tokens,
+            base=packing.memory,
+            key_pages=PageAddresses(f.keys, blocks.words, records[0], scales[0], f.key_tensors.boosted),
+            value_pages=PageAddresses(f.values, blocks.words, records[1], scales[1]),
+            copies=TokensInBlocks(blocks.words, records[4], places[0]),
+            capacity=packing.tokens,
+            **{name: device[name] for name in PLANNED},
         )
-        turned = append(*(x.transpose(0, 1) for x in (queries, keys, values)), tables, f, cache.rotations)
+        turned = append(*(x.transpose(0, 1) for x in (queries, keys, values)), tables, f, f.rotations)
         workspace = packing.keys, packing.values
         if packing.flash is None or softcap or sink_logits is not None:
             attend(turned, tables, f, scaling, softcap, sink_logits, workspace=workspace, output=output)
@@ -251,19 +229,17 @@ class PackedPrompts:
             written = (side[:, : self._all].transpose(0, 1) for side in workspace)
             packing.flash(turned.transpose(0, 1), *written, *self._ends, *self._most, scaling, output)
         copy_tokens(records[5], places[1], blocks.words, *workspace, to_blocks=True)
-        self._quantize(
-            blocks, f.keys, packing.keys, channels=f.boosted, static=f.static_keys, feedback=f.key_feedback,
-            center=f.key_center,
-        )  # fmt: skip
-        self._quantize(blocks, f.values, packing.values, static=f.static_values)
+        self._quantize(blocks, f.keys, packing.keys)
+        self._quantize(blocks, f.values, packing.values)
 
-    def _quantize(self, blocks: LayerBlocks, f: PageFormat, tokens: torch.Tensor, **extras: Any) -> None:
+    def _quantize(self, blocks: LayerBlocks, f: PageFormat, tokens: torch.Tensor) -> None:
         """Quantize what the pass has completed of one side, from the workspace, whose tokens may change."""
-        words = blocks.words if f.bits < 16 else blocks.words.view(blocks.cache.dtype)
+        words = blocks.words if f.bits < 16 else blocks.words.view(blocks.dtype)
         table = self._settled(blocks, f.is_key, words.itemsize)
         if len(table):
             centers = self._on_device["settled_centers"]
-            quantize_listed(tokens, table, words, f, blocks.flag, centers=centers, **extras)
+            tensors = blocks.format.side(f.is_key)[1]
+            quantize_listed(tokens, table, words, f, blocks.flag, centers=centers, tensors=tensors)
 
     def _records(self, blocks: LayerBlocks) -> list[torch.Tensor]:
         """Offsets in units of 16 bytes from a layer's blocks: pages of keys and of values before the pass, those that
@@ -277,7 +253,7 @@ class PackedPrompts:
             found = np.concatenate([np.pad(part, ((0, 0), (0, part.shape[1] % 2))) for part in listed], 1)
             # A rehearsed length may need more entries than there are.
             found[1] = np.minimum(found[1], self.block_table.shape[1] - 1)
-            rows, entries, slots = upload(torch.from_numpy(found), self.block_table.device)
+            rows, entries, slots = upload(found, self.block_table.device)
             every = torch.add(self.block_table[rows, entries].long() * g.block_units, slots, alpha=g.token_units)
             parts = every.split([part.shape[1] + part.shape[1] % 2 for part in listed])
             # Values lie behind keys.
@@ -295,16 +271,3 @@ class PackedPrompts:
             table[:, 2] = self._records(blocks)[2 if is_key else 3] * (16 // itemsize)
             self._listed[key] = table
         return self._listed[key]
-
-
-def _centers(pages: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-    """Positions of pages' first tokens, as `launch_centers` takes them."""
-    return np.column_stack([pages[1] * PAGE_SIZE, np.zeros((len(pages[1]), 2), np.int64)])
-
-
-def _ranges(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The integers of several ranges, one range after another: which range each is of, and the integers."""
-    counts = np.maximum(end - begin, 0)
-    owner = np.repeat(np.arange(len(counts)), counts)
-    first = np.cumsum(counts) - counts
-    return owner, np.arange(len(owner)) - first[owner] + begin[owner]

@@ -34,22 +34,20 @@ def rehearse(
         packing: of prompts, if they are packed.
     """
     first = layers[0]
-    layout, device, dtype = first.layout, first.words.device, first.cache.dtype
+    layout, device, dtype = first.layout, first.words.device, first.dtype
     windows = layout.key_window, layout.value_window
     long = 2 * PAGE_SIZE + max(windows)
     block_table = torch.zeros(2, layout.blocks_for(4 * long), dtype=torch.int32, device=device)
     # Layers that are alike launch the same.
     kinds = {}
     for blocks, (count, logits) in zip(layers, heads, strict=True):
-        f, own = blocks.cache.format, (count, logits.softcap, logits.sink_logits is None)
-        kinds[f.keys, f.values, blocks.geometry, f.key_center is None, f.key_feedback is None, own] = (
-            blocks, count, logits,
-        )  # fmt: skip
+        f, own = blocks.format, (count, logits.softcap, logits.sink_logits is None)
+        kinds[f.kind, blocks.geometry, own] = blocks, count, logits
     # Requests with a page to quantize on either side, as many at a time as there are rows for.
     each = min(2, tables.rows)
     stored = [PAGE_SIZE + window + 1 for window in (windows if each == 2 else sorted(set(windows)))]
     singles = [(list(range(each + 1)), stored[at : at + each], each) for at in range(0, len(stored), each)]
-    if any(blocks.cache.format.key_center is not None for blocks in layers):
+    if any(blocks.format.key_tensors.center is not None for blocks in layers):
         # What centers add to the scores is computed for a power of two of requests.
         singles += [(*singles[0][:2], 1 << power) for power in range(tables.rows.bit_length() + 1)]
     prompts = [0, long, 2 * long], [2 * long + PAGE_SIZE // 2, long], 2 * long
@@ -60,7 +58,7 @@ def rehearse(
         tables.write(block_table, [r.row for r in decodes], [r.tokens for r in decodes])
         parts = divide_prompts(plan, packing)
         for blocks, query_heads, logits in kinds.values():
-            f = blocks.cache.format
+            f = blocks.format
             sizes = (query_heads, f.keys.head_dim), (f.keys.heads, f.keys.head_dim), (f.values.heads, f.values.head_dim)
             tokens = [torch.zeros(count, *size, dtype=dtype, device=device) for size in sizes]
             output = tokens[0].new_empty(count, query_heads, f.values.head_dim)

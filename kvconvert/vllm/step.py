@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from kvconvert.kernels.device import upload
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.vllm.blocks import BlockLayout
 
@@ -40,7 +41,7 @@ class Request(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PendingPages:
+class PendingBlocks:
     """Complete pages of one side that are still in full precision.
 
     Attributes:
@@ -126,7 +127,7 @@ class StepPlan:
         return ((is_key, begin, end) for is_key, begin, end in sides if begin < end)
 
     @cached_property
-    def pending(self) -> tuple[PendingPages | None, PendingPages | None]:
+    def pending(self) -> tuple[PendingBlocks | None, PendingBlocks | None]:
         """Pages of keys and of values that the last token stored before this pass has completed."""
         found: list[list[tuple[int, int]]] = [[], []]
         # The second part of a request begins where the first has completed a page, and quantized it.
@@ -143,7 +144,7 @@ class StepPlan:
         keys = self._pending(found[0])
         return keys, keys if found[0] == found[1] else self._pending(found[1])
 
-    def _pending(self, pages: list[tuple[int, int]]) -> PendingPages | None:
+    def _pending(self, pages: list[tuple[int, int]]) -> PendingBlocks | None:
         """These rows' pages, each a row and a number."""
         if not pages:
             return None
@@ -156,7 +157,7 @@ class StepPlan:
                 return self._pending([page for page, done in zip(pages, known.tolist(), strict=True) if not done])
             # A device need not tell: these go to block 0, which vLLM leaves to no request.
             blocks = blocks.masked_fill(known, 0)
-        return PendingPages(blocks, [number * PAGE_SIZE for _, number in pages], list(rows))
+        return PendingBlocks(blocks, [number * PAGE_SIZE for _, number in pages], list(rows))
 
     def pending_tokens(self, layout: BlockLayout) -> PendingTokens:
         """Where the tokens of pending pages are in layers whose blocks have this layout."""
@@ -173,7 +174,7 @@ class StepPlan:
     def _pending_tokens(self) -> dict[int, PendingTokens]:
         return {}
 
-    def _page_tokens(self, layout: BlockLayout, pages: PendingPages) -> tuple[torch.Tensor, torch.Tensor]:
+    def _page_tokens(self, layout: BlockLayout, pages: PendingBlocks) -> tuple[torch.Tensor, torch.Tensor]:
         positions = torch.tensor(pages.firsts)[:, None] + torch.arange(PAGE_SIZE)
         entries, slots = layout.places(positions.flatten())
         rows = torch.tensor(pages.rows).repeat_interleave(PAGE_SIZE)
@@ -216,17 +217,6 @@ class StepPlan:
                 rows, numbers = upload(torch.tensor(pages).T, self.device)
                 blocks = self.block_table[rows, self.layout.first_page + numbers].long()
                 self.quantized_blocks.index_fill_(0, blocks, value)
-
-
-def upload(data: torch.Tensor | list, device: torch.device) -> torch.Tensor:
-    """Integers on a device, without waiting for what it is doing."""
-    tensor = torch.tensor(data) if isinstance(data, list) else data
-    return fill(torch.empty_like(tensor, device=device), tensor)
-
-
-def fill(target: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """`target`, which takes integers of the host's without waiting for what its device is doing."""
-    return target.copy_(data.pin_memory() if target.is_cuda else data, non_blocking=True)
 
 
 def plan_step(

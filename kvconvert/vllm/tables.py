@@ -18,7 +18,6 @@ from kvconvert.kernels.decode.plan import Item, Segment, SequencePlan, WorkPlan,
 from kvconvert.kernels.decode.stored import PageTables, ResidualWindows
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.vllm.layer import LayerBlocks
-from kvconvert.vllm.step import fill
 
 # Partial results of a request whose merge takes one step, where requests have few of them on average and where they
 # have many; it takes more steps of more.
@@ -60,7 +59,7 @@ class DecodeTables:
 
     def __init__(self, layers: Sequence[LayerBlocks], rows: int, pages: int):
         self.rows, self.layout, first = rows, layers[0].layout, layers[0]
-        self.device, self.dtype, f = first.words.device, first.cache.dtype, first.cache.format
+        self.device, self.dtype, f = first.words.device, first.dtype, first.format
         self.capacity = self.layout.sink_tokens + max(self.layout.key_window, self.layout.value_window) + PAGE_SIZE
         self.head_sizes = f.keys.heads, f.keys.head_dim, f.values.head_dim
         self._flat = torch.zeros(rows * sum(SIZES), dtype=torch.int64, device=self.device)
@@ -98,8 +97,7 @@ class DecodeTables:
             return
         lengths = np.zeros(self.rows, np.int64)
         lengths[:count] = tokens
-        before = np.maximum(lengths - 1, 0)
-        keys, values = (np.maximum(before - n, 0) // PAGE_SIZE for n in (layout.key_window, layout.value_window))
+        keys, values = layout.quantized_pages(lengths - 1)
         both, pages = np.minimum(keys, values), np.maximum(keys, values)
         starts = np.cumsum(pages) - pages
         if pages.sum() > self._pages:
@@ -120,7 +118,7 @@ class DecodeTables:
         windows[7] = np.maximum(sinks + lengths - pages * PAGE_SIZE, 0)
         key_rows[:2] = starts, keys
         first[0] = np.where(lengths, 0, -1)
-        fill(self._flat, torch.from_numpy(flat))
+        _fill(self._flat, flat)
         most = int(pages.max())
         for geometry, found in self._found.items():
             locate(block_table, self._on_device.about, most, geometry, self.head_sizes, self.dtype, found)
@@ -137,7 +135,7 @@ class DecodeTables:
 
     def page_tables(self, blocks: LayerBlocks, programs: int, rows: int) -> PageTables:
         """A layer's pages, for the first rows' kernels."""
-        format, found = blocks.cache.format, self._found[blocks.geometry]
+        format, found = blocks.format, self._found[blocks.geometry]
         if programs not in self._work:
             self._work[programs] = self._empty_work(programs)
             self._write_work(programs)
@@ -145,7 +143,7 @@ class DecodeTables:
         most = most_items(rows, programs)
         slots = FEW_SLOTS if most <= FEW_SLOTS * rows else SLOTS
         work = WorkPlan(work.items[:most], work.item_rows, work.slot_rows, most + 2 * rows, slots)
-        center = format.key_center
+        center = format.key_tensors.center
         return PageTables(
             blocks.words,
             blocks.words,
@@ -153,7 +151,7 @@ class DecodeTables:
             found.value_pages,
             work,
             blocks.static_scales,
-            format.boosted,
+            format.key_tensors.boosted,
             center,
             None if center is None else self._on_device.keys[:rows],
         )
@@ -186,10 +184,16 @@ class DecodeTables:
             first = len(whole) + place * (self.rows + 1)
             whole[first : first + self.rows + 1] = ends[-1]
             whole[first : first + len(ends)] = ends
-        fill(flat, torch.from_numpy(whole))
+        _fill(flat, whole)
 
     def _plan(self, first: int, both: int, half: int, residual: int) -> SequencePlan:
         """A request some of whose pages are quantized on one side alone."""
         hidden, begin, pages = self.layout.sink_tokens, both * PAGE_SIZE, both + half
         segments = (Segment(first, first + both, begin, hidden=hidden),) if both else ()
         return SequencePlan(segments, residual, half, first + both, begin, pages * PAGE_SIZE, 0 if both else hidden)
+
+
+def _fill(target: torch.Tensor, data: np.ndarray) -> None:
+    """Write integers of the host's without waiting for what the device is doing."""
+    tensor = torch.from_numpy(data)
+    target.copy_(tensor.pin_memory() if target.is_cuda else tensor, non_blocking=True)

@@ -16,15 +16,17 @@ from kvconvert.kernels.decode import (
     SpanTokens,
     Visibility,
     decode_attention,
+    divided_pages,
     pages_per_tile,
 )
+from kvconvert.kernels.device import upload
 from kvconvert.kernels.prompt import prompt_attention
 from kvconvert.kernels.rotate import hadamard_transform, rotate_and_append, rotate_new_tokens, unsupported_append
 from kvconvert.kernels.select import column_sums, selective_attention
 from kvconvert.runtime.cache.chunked_prefill import AttentionCall, ChunkedPrefill
 from kvconvert.runtime.cache.compress import end_forward, seal
 from kvconvert.runtime.cache.forward_pass import ForwardPass, PassTokens
-from kvconvert.runtime.cache.group_tables import GroupTables, upload
+from kvconvert.runtime.cache.group_tables import GroupTables
 from kvconvert.runtime.cache.sequence import Sequence
 from kvconvert.runtime.cache.store import LayerStore
 
@@ -55,13 +57,13 @@ def commit(store: LayerStore, chunk: PassTokens, queries: torch.Tensor | None = 
     n, in_one_launch = latest.length, False
     if store.is_latent:
         queries = keys
-    if queries is not None and unsupported_append(store.dtype, queries, keys, values, store.rotations) is None:
+    if queries is not None and unsupported_append(store.dtype, queries, keys, values, store.format.rotations) is None:
         in_one_launch = all(destination.runs == [(0, n)] for destination in latest.destinations)
     tables = group.registry.step_tables(store) if in_one_launch else None
     if tables is not None:
         store.sequences = latest.appended
         table, base = tables.appends[group.stores.index(store)], tables.base.view(store.dtype)
-        return rotate_and_append(queries, keys, values, base, table, tables.step[0], store.rotations)
+        return rotate_and_append(queries, keys, values, base, table, tables.step[0], store.format.rotations)
     if group.rehearsal is not None:
         raise CacheError(f"Layer {store.index} was given keys and values that no kernel stores in a planned step.")
     for destination in latest.destinations:
@@ -70,8 +72,8 @@ def commit(store: LayerStore, chunk: PassTokens, queries: torch.Tensor | None = 
     store.sequences = latest.appended
     if in_one_launch:
         table, first_tokens = _append_table(store, latest)
-        return rotate_and_append(queries, keys, values, store.origin, table, first_tokens, store.rotations)
-    queries, keys, values = rotate_new_tokens(queries, keys, values, store.rotations)
+        return rotate_and_append(queries, keys, values, store.origin, table, first_tokens, store.format.rotations)
+    queries, keys, values = rotate_new_tokens(queries, keys, values, store.format.rotations)
     for row, runs, *starts in latest.destinations:
         tensors = store.rows[row]
         for buffer, at, tokens in zip((tensors.keys, tensors.values), starts, (keys, values), strict=True):
@@ -134,10 +136,10 @@ def attend(
     tells that the scheme's rotation has been applied to the queries; without `unrotate_output` outputs stay in the
     coordinates in which values are stored.
     """
-    if store.rotations.keys and not rotated:
+    if store.format.rotations.keys and not rotated:
         queries = hadamard_transform(queries)
     output = LayerAttention(store, chunk, scaling, softcap, sink_logits).output(queries)
-    return hadamard_transform(output, inverse=True) if unrotate_output and store.rotations.values else output
+    return hadamard_transform(output, inverse=True) if unrotate_output and store.format.rotations.values else output
 
 
 class LayerAttention(AttentionCall):
@@ -193,16 +195,12 @@ class LayerAttention(AttentionCall):
         """Attention of some rows' queries over pages as they are stored: [B, Hq, T, E], meaningless in other rows."""
         store = self.store
         tables = store.group.registry.step_tables(store)
-        key_window, value_window = (side.recent_tokens for side in store.scheme.sides)
         return decode_attention(
             queries,
             StoredRows(store, rows, self.chunk, queries.shape[2], tables),
             store.format,
             store.dtype,
             self.scaling,
-            span=store.span_format,
-            half_quantized=0 if key_window == value_window else 1 if key_window < value_window else 2,
-            hides=store.scheme.sink_tokens > 0,
             softcap=self.softcap,
             sink_logits=self.sink_logits,
             clamped_rows=store.clamped_rows if tables is None else tables.clamped_rows[store.group.stores.index(store)],
@@ -309,7 +307,7 @@ class StoredRows:
             if not chunk.is_causal:
                 positions = torch.cat([part.positions.slice(0, part.tokens, store.device) for part in parts])
                 visible = chunk.visible(row, chunk.query_positions, positions)
-            yield SpanTokens(row, spans, store.span_format, visible, store.clamped_rows)
+            yield SpanTokens(row, spans, store.format.span, visible, store.clamped_rows)
 
     def page_tiles(self, num_query_heads: int, num_queries: int) -> Iterator[PageTile]:
         """Pages of all rows: first those quantized on both sides, then those quantized on one."""
@@ -329,7 +327,7 @@ class StoredRows:
                 store.read_pages(part.pages, part.keys, True),
                 store.read_pages(part.pages, part.values, False),
             )
-            positions = None if store.format.key_center is None else part.positions
+            positions = None if store.format.key_tensors.center is None else part.positions
             yield PageTile(keys, values, part.rows, visible, positions, part.hidden)
 
     def _page_parts(self, step: int) -> list[PagePart]:
@@ -342,15 +340,10 @@ class StoredRows:
 
     def _planned_parts(self, step: int) -> list[PagePart]:
         store = self.store
-        both: list[tuple[int, int]] = []
-        half_quantized: list[tuple[int, int]] = []
-        for row in self.rows:
-            sequence = store.sequences[row]
-            shared = min(len(sequence.keys.pages), len(sequence.values.pages))
-            both += [(row, page) for page in range(shared)]
-            half_quantized += [(row, page) for page in range(shared, sequence.pages)]
-        parts = [both[i : i + step] for i in range(0, len(both), step)] + [[entry] for entry in half_quantized]
-        return [PagePart.of(part, store.sequences, store.page_size, store.device) for part in parts]
+        sequences = store.sequences
+        counts = ((row, len(sequences[row].keys.pages), len(sequences[row].values.pages)) for row in self.rows)
+        parts = divided_pages(counts, step)
+        return [PagePart.of(part, sequences, store.page_size, store.device) for part in parts]
 
 
 @dataclass(frozen=True)

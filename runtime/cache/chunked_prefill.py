@@ -13,10 +13,10 @@ from kvconvert.kernels.chunked_prefill import (
     PageReader,
     StoredPart,
     chunk_attention,
+    stored_parts,
     unsupported,
 )
 from kvconvert.kernels.pages import PageAddresses, PageFormat
-from kvconvert.kernels.spans import key_blocks, value_blocks
 from kvconvert.runtime.cache.forward_pass import PassTokens
 from kvconvert.runtime.cache.store import LayerStore
 
@@ -59,7 +59,7 @@ class ChunkedPrefill:
         Where kernels run, many queries that are not count as a fallback; for few queries the other path is faster.
         """
         fewest = FEWEST_QUERIES["cuda" if device.compiles(queries.device) else "cpu"]
-        if device.compiles(queries.device) and self.store.format.key_center is not None:
+        if device.compiles(queries.device) and self.store.format.key_tensors.center is not None:
             fewest = min(fewest, FEWEST_CENTERED)
         if queries.shape[2] <= fewest:
             return False
@@ -75,7 +75,7 @@ class ChunkedPrefill:
         reason = unsupported(*arguments)
         if reason is not None:
             return reason
-        if sequence.spans and store.span_format.shifts:
+        if sequence.spans and store.format.span.shifts:
             return "the scores of its spans are shifted by the extremes of all of them"
         if sequence.spans and not device.runs_triton(store.device):
             return "blocks of spans are dequantized by kernels alone"
@@ -142,31 +142,18 @@ class ChunkedPrefill:
         Pages come by their `addressed` places, by default where kernels run, or are read as tensors.
         """
         store, row, sequence, size = self.store, self.row, self.sequence, self.store.page_size
-        sides = (sequence.keys, sequence.values)
-        buffers = (store.rows[row].keys, store.rows[row].values)
-        both, pages = min(len(side.pages) for side in sides), sequence.pages
-        starts = [sequence.buffer_index(side, pages, size) for side in sides]
+        sides = (sequence.keys, store.rows[row].keys), (sequence.values, store.rows[row].values)
+        exact = [
+            buffer.tokens(sequence.buffer_index(side, len(side.pages), size), side.buffered - own)
+            for side, buffer in sides
+        ]
+        keys, values = (buffer.tokens(0, sequence.hidden(0)) for _, buffer in sides)
         addressed = device.runs_triton(store.device) if addressed is None else addressed
         source = _Addresses(store, row) if addressed else _Readers(store, row)
-        half_quantized = [
-            paged if len(side.pages) == pages else buffer.tokens(start - (pages - both) * size, start)
-            for side, buffer, start, paged in zip(sides, buffers, starts, source.pages(both, pages), strict=True)
-        ]
-        residual = [
-            buffer.tokens(start, side.buffered - own)
-            for side, buffer, start in zip(sides, buffers, starts, strict=True)
-        ]
-        center, exact = store.format.key_center, []
-        for page in (0, both):
-            hidden = sequence.hidden(page)
-            exact.append((*(buffer.tokens(0, hidden) for buffer in buffers),) if hidden else None)
-        found = [
-            StoredPart(both * size, *source.pages(0, both), center, sequence.page_position(0, size), exact[0]),
-            StoredPart((pages - both) * size, *half_quantized, center, sequence.page_position(both, size), exact[1]),
-            StoredPart(residual[0].shape[1], *residual),
-            *(StoredPart(tokens, *sides) for tokens, sides in source.spans()),
-        ]
-        return [part for part in found if part.tokens]
+        counts = len(sequence.keys.pages), len(sequence.values.pages)
+        position, sinks = sequence.page_position(0, size), (keys, values) if keys.shape[1] else None
+        found = stored_parts(counts, source.pages, exact, size, store.format.key_tensors.center, position, sinks)
+        return found + [StoredPart(tokens, *sides) for tokens, sides in source.spans()]
 
 
 class _Readers:
@@ -179,10 +166,10 @@ class _Readers:
         """Keys and values of pages begin..end-1."""
         store, f, sequence = self.store, self.store.format, self.sequence
         return [
-            PageReader(lambda part, p=pool, n=side.pages[begin:end]: p.read(n[part]), *about)
-            for pool, side, about in (
-                (store.key_pages, sequence.keys, (f.keys, f.boosted, f.static_keys)),
-                (store.value_pages, sequence.values, (f.values, None, f.static_values)),
+            PageReader(lambda part, p=pool, n=side.pages[begin:end]: p.read(n[part]), *f.side(is_key))
+            for pool, side, is_key in (
+                (store.key_pages, sequence.keys, True),
+                (store.value_pages, sequence.values, False),
             )
         ]
 
@@ -205,25 +192,24 @@ class _Addresses:
         """Keys and values of pages begin..end-1; a side that has no such page gets an address not to be used."""
         f = self.store.format
         entries = slice(self.first + begin, self.first + end)
-        return self._addresses(f.keys, f.values, entries, 0, f.keys.static, f.values.static)
+        return self._addresses(f.keys, f.values, entries, 0)
 
     def spans(self) -> list:
         """Tokens, and keys and values, of each span."""
-        f, span = self.store.format, self.store.span_format
-        if span is None:
+        format = self.store.format
+        if format.span is None:
             return []
-        keys = key_blocks(f.keys.heads, f.keys.head_dim, span.key_bits)
-        values = value_blocks(f.values.heads, f.values.head_dim, span.value_bits)
         return [
-            (part.tokens, self._addresses(keys, values, slice(part.begin, part.end), part.scales, True, True))
+            (part.tokens, self._addresses(*format.stored, slice(part.begin, part.end), part.scales))
             for part in self.plan.segments
         ]
 
-    def _addresses(
-        self, keys: PageFormat, values: PageFormat, entries: slice, scales: int, *static: bool
-    ) -> list[PageAddresses]:
+    def _addresses(self, keys: PageFormat, values: PageFormat, entries: slice, scales: int) -> list[PageAddresses]:
         tables, layer = self.tables, self.layer
-        shared = [tables.shared[layer][scales, 2 * side : 2 * side + 2] if static[side] else None for side in range(2)]
+        shared = [
+            tables.shared[layer][scales, 2 * number : 2 * number + 2] if f.static else None
+            for number, f in enumerate((keys, values))
+        ]
         return [
             PageAddresses(keys, tables.base, tables.keys[layer][entries], shared[0], tables.boosted[layer]),
             PageAddresses(values, tables.base, tables.values[layer][entries], shared[1]),

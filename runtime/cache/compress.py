@@ -11,7 +11,6 @@ from kvconvert.errors import CacheError, KvconvertError, NumericError
 from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.pages import (
     PageWrites,
-    add_centers,
     new_flag,
     quantize_at,
     quantize_by_reference,
@@ -227,60 +226,38 @@ def _flush(group: Group, stores: list[LayerStore], plan: Compression) -> None:
 
 def _quantize(stores: list[LayerStore], pending: tuple[PendingPages, ...], is_key: bool) -> None:
     """Write the pages of one side of some layers that one launch serves."""
-    first, size, f = stores[0], stores[0].page_size, stores[0].format
-    channels, static = (f.boosted, f.static_keys) if is_key else (None, f.static_values)
+    first, size = stores[0], stores[0].page_size
+    f, tensors = first.format.side(is_key)
     storages = [store.key_pages if is_key else store.value_pages for store in stores]
     sample = _tokens(first.buffer(pending[0].row, is_key), pending[0], size)
-    plain = f.keys if is_key and f.key_feedback is None and f.key_center is None else None
+    plain = f if is_key and tensors.feedback is None and tensors.center is None else None
     reason = unsupported(sample, size, plain)
     if reason is not None:
+        positions, hidden = [part.position for part in pending], [part.hidden for part in pending]
         for store, storage in zip(stores, storages, strict=True):
             tokens = [_tokens(store.buffer(part.row, is_key), part, size) for part in pending]
             pages = [view for part in pending for view in storage.views(part.numbers)]
-            feedback, center = (store.format.key_feedback, store.format.key_center) if is_key else (None, None)
-            if center is not None:
-                for part, some in zip(pending, tokens, strict=True):
-                    # Sink tokens stay in their buffers; the others leave them right after.
-                    sinks = some[:, : part.hidden].clone()
-                    add_centers(some, part.position, size, center, sign=-1)
-                    some[:, : part.hidden] = sinks
             if runs_triton(store.device):
                 store.fall_back("page quantization", reason)
             with _NamedErrors([store], 1):
-                quantize_by_reference(tokens, pages, channels, static, feedback, [part.hidden for part in pending])
+                quantize_by_reference(tokens, pages, store.format.side(is_key)[1], positions, hidden)
         return
     numbers = np.array([number for part in pending for number in part.numbers], dtype=np.int64)
     records = [storage.offsets(numbers, first.origin) * UNIT + first.origin.data_ptr() for storage in storages]
+    # Of each page, the part that it is of, and which one of these.
+    counts = [len(part.numbers) for part in pending]
+    part_of = np.repeat(np.arange(len(pending)), counts)
+    within = np.concatenate([np.arange(count) for count in counts])
     width = size * sample.shape[2] * sample.element_size()
-    # Of each page, from the buffer that it lies in: which one, and how far from its beginning.
-    place = np.repeat(np.arange(len(pending)), [len(part.numbers) for part in pending])
-    distance = np.concatenate([part.start * width // size + width * np.arange(len(part.numbers)) for part in pending])
+    distance = np.array([part.start * width // size for part in pending])[part_of] + width * within
     buffers = [[store.buffer(part.row, is_key) for part in pending] for store in stores]
-    starts = np.array([[buffer.address for buffer in line] for line in buffers])[:, place] + distance
-    strides = np.array([[buffer.head_stride for buffer in line] for line in buffers])[:, place]
-    feedback = None
-    if is_key and f.key_feedback is not None:
-        feedback = np.repeat([store.format.key_feedback.data_ptr() for store in stores], len(numbers))
-    center = f.key_center if is_key else None
-    centers = None if center is None else _centers(stores, pending)
-    hidden = np.zeros((len(stores), len(numbers)), dtype=np.int64)
-    firsts = np.cumsum([0] + [len(part.numbers) for part in pending[:-1]])
-    hidden[:, firsts] = [part.hidden for part in pending]
-    writes = PageWrites(
-        starts.flatten(), strides.flatten(), np.concatenate(records), feedback, centers, hidden.flatten()
-    )
-    quantize_at(writes, sample, storages[0].views(pending[0].numbers)[0], first.flag, channels, static, center)
-
-
-def _centers(stores: list[LayerStore], pending: tuple[PendingPages, ...]) -> np.ndarray:
-    """`PageWrites.centers`, layer after layer."""
-    size, found = stores[0].page_size, []
-    positions = np.concatenate([part.position + size * np.arange(len(part.numbers)) for part in pending])
-    for store in stores:
-        center = store.format.key_center
-        addresses = np.full((len(positions), 2), [center.matrix.data_ptr(), center.frequencies.data_ptr()])
-        found.append(np.column_stack([positions, addresses]))
-    return np.concatenate(found).astype(np.int64)
+    starts = np.array([[buffer.address for buffer in line] for line in buffers])[:, part_of] + distance
+    strides = np.array([[buffer.head_stride for buffer in line] for line in buffers])[:, part_of]
+    positions = np.array([part.position for part in pending])[part_of] + size * within
+    hidden = np.where(within, 0, np.array([part.hidden for part in pending])[part_of])
+    writes = PageWrites(starts, strides, np.stack(records), positions, hidden)
+    sides = [store.format.side(is_key)[1] for store in stores]
+    quantize_at(writes, sample, storages[0].views(pending[0].numbers)[0], first.flag, sides)
 
 
 def _tokens(buffer: TokenBuffer, part: PendingPages, size: int) -> torch.Tensor:
@@ -288,17 +265,11 @@ def _tokens(buffer: TokenBuffer, part: PendingPages, size: int) -> torch.Tensor:
 
 
 def _launched_together(stores: list[LayerStore]) -> list[list[LayerStore]]:
-    """Layers whose pages one launch of the kernels can write: of one format, without tensors of their own.
-
-    Matrices of error feedback and key centers are found by their addresses, and so may be each layer's own.
-    """
+    """Layers whose pages one launch of the kernels can write."""
     groups: dict[Hashable, list[LayerStore]] = {}
     for store in stores:
-        f = store.format
-        own = f.boosted is not None or f.static_keys is not None or f.static_values is not None
-        alone = own or not runs_triton(store.device)
-        absent = f.key_feedback is None, f.key_center is None
-        key = store.index if alone else (f.keys, f.values, absent, store.dtype, store.device)
+        together = store.format.shares_launches and runs_triton(store.device)
+        key = (store.format.kind, store.dtype, store.device) if together else store.index
         groups.setdefault(key, []).append(store)
     return list(groups.values())
 

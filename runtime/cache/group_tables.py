@@ -17,7 +17,9 @@ import torch
 
 from kvconvert.errors import CacheError
 from kvconvert.kernels.decode.plan import Segment, SequencePlan, WorkPlan, most_items, plan_work
+from kvconvert.kernels.device import upload
 from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.kernels.pages.records import static_offsets
 from kvconvert.kernels.spans import Span
 from kvconvert.runtime.cache.forward_pass import ForwardPass, PassTokens
 from kvconvert.runtime.cache.pool import UNIT
@@ -99,9 +101,9 @@ class GroupTables:
         self.positions = torch.zeros(rows, entries * PAGE_SIZE + 2 * GROWTH, **device)
         self.clamped_rows = torch.zeros(self._layers, **device)
         # Caches of one model share tables and recordings of their kernels, which know the addresses of these.
-        self.centers = [store.format.key_center for store in stores]
+        self.centers = [store.format.key_tensors.center for store in stores]
         self.key_rows = torch.zeros(rows, 3, **device) if any(self.centers) else None
-        self.boosted = [None if store.format.boosted is None else store.format.boosted.int() for store in stores]
+        self.boosted = [store.group.registry.boosted(store) for store in stores]
         self.shared: list[torch.Tensor | None] = [None] * self._layers
         self._owner: weakref.ref[Group] | None = None
         self._written = -1
@@ -173,7 +175,7 @@ class GroupTables:
             if sequences[row].spans:
                 # Its scales follow those of the rows before it, which may have more or fewer spans now.
                 self.plans[row] = self._plan(group, row, sequences[row], first_span[row])
-        on_device = upload(torch.from_numpy(tables), self.device)
+        on_device = upload(tables, self.device)
         where = slice(None) if len(rows) == self.rows else upload(list(rows), self.device)
         self.described[:, where], self.appends[:, where] = on_device[..., :8], on_device[..., 8:]
 
@@ -219,7 +221,7 @@ class GroupTables:
 
     def _place(self, table: torch.Tensor, places: list[int], offsets: np.ndarray) -> None:
         """Write [L, n] offsets to entries of all layers' lines."""
-        table[:, upload(places, self.device)] = upload(torch.from_numpy(offsets), self.device)
+        table[:, upload(places, self.device)] = upload(offsets, self.device)
 
     def _offset(self, tensor: torch.Tensor) -> int:
         """Where a contiguous tensor begins, in units of 16 bytes from `base`."""
@@ -238,10 +240,9 @@ class GroupTables:
             first.append(total)
             total += len(sequence.spans)
         for layer, store in enumerate(stores):
-            static, lines = (store.format.static_keys, store.format.static_values), []
-            if any(static):
-                parts = [part for scales in static for part in scales or (None, None)]
-                lines = [[0 if part is None else self._offset(part) for part in parts]]
+            static, lines = static_offsets(store.format, self.base), []
+            if static is not None:
+                lines = [static]
             elif total:
                 spans = [span for row in store.rows for span in row.spans]
                 lines = [[self._offset(p) for p in (*s.keys[1:], *s.values[1:])] for s in spans]
@@ -416,9 +417,3 @@ class GroupTables:
         head = torch.zeros((), dtype=torch.int64, device=self.device)
         seen = chunk.mask_function(batch, head, self.step[2].view(-1, 1, 1), self.positions.unsqueeze(1))
         return seen.expand(self.rows, 1, self.positions.shape[1]).to(torch.uint8).unsqueeze(1)
-
-
-def upload(data: torch.Tensor | list, device: torch.device) -> torch.Tensor:
-    """Integers on a device, without waiting for what it is doing, as a copy from pageable memory would."""
-    tensor = torch.tensor(data) if isinstance(data, list) else data
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -46,9 +46,9 @@ def attend_latents(
         )
     plain, rope = queries.split([up_keys.shape[1], queries.shape[-1] - up_keys.shape[1]], -1)
     latent = plain @ up_keys
-    if store.rotations.keys:
+    if store.format.rotations.keys:
         latent = hadamard_transform(latent)
-    if store.rotations.values:
+    if store.format.rotations.values:
         rope = hadamard_transform(rope)
     reason = store.latents_unsupported
     if reason is None and queries.dtype != store.dtype:
@@ -66,7 +66,7 @@ def attend_latents(
         if runs_triton(store.device):
             store.fall_back("attention over latents", reason)
         attended = _over_dequantized(AttentionCall(store, chunk, scaling, softcap, sink_logits), latent, rope)
-    if store.rotations.keys:
+    if store.format.rotations.keys:
         attended = hadamard_transform(attended, inverse=True)
     return attended.to(queries.dtype) @ up_values.mT
 

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from kvconvert.kernels import ragged
+from kvconvert.kernels.device import upload
 from kvconvert.kernels.ragged import RaggedTables
 from kvconvert.runtime.cache.compress import compress, read_flags
 from kvconvert.runtime.cache.forward_pass import PassTokens
-from kvconvert.runtime.cache.group_tables import upload
 from kvconvert.runtime.cache.prompt_tables import ChunkRow, GroupWriter, TableCapacity
 from kvconvert.runtime.cache.steps import runs_steps
 from kvconvert.runtime.cache.store import Group, LayerStore
@@ -161,7 +161,7 @@ class PromptPass:
         if not all(part.fits for part in parts):
             limits, parts = None, self._writers(None)
         store = self._like[0].stores[0]
-        flat = upload(torch.from_numpy(np.concatenate([part.flat for part in parts])), store.device)
+        flat = upload(np.concatenate([part.flat for part in parts]), store.device)
         if limits is not None:
             flat = self._like[0].registry.kept((limits, flat.shape), flat)
         self._written = parts, flat
@@ -187,7 +187,7 @@ class PromptPass:
     ) -> torch.Tensor:
         """Store a layer's new keys [H, N, D] and values [H, N, E]; queries [Hq, N, D], rotated as the keys are."""
         keys, values = keys.to(store.dtype), values.to(store.dtype)
-        return ragged.append(queries, keys, values, self._of_layer(store), store.format, store.rotations)
+        return ragged.append(queries, keys, values, self._of_layer(store), store.format, store.format.rotations)
 
     def attend(
         self,

@@ -36,9 +36,9 @@ def score_and_attend(
         [rows, G, T, E], zeros where a token is padding.
     """
     start, stop = store.group.repetition
-    if store.rotations.keys:
+    if store.format.rotations.keys:
         queries, keys = hadamard_transform(queries), hadamard_transform(keys)
-    if store.rotations.values:
+    if store.format.rotations.values:
         values = hadamard_transform(values)
     output = queries.new_zeros(*queries.shape[:3], values.shape[3])
     for begin in range(0, len(store.rows), store.heads_apart):
@@ -64,7 +64,7 @@ def score_and_attend(
             if row.attention_mass is None:
                 row.attention_mass = own.new_zeros(1, count)
             row.attention_mass[0, first:end] = own
-    return hadamard_transform(output, inverse=True) if store.rotations.values else output
+    return hadamard_transform(output, inverse=True) if store.format.rotations.values else output
 
 
 def share_budget(groups: list[Group], heads: int) -> None:

@@ -52,7 +52,8 @@ class TableRegistry:
         """int32 [H, n], a layer's boosted channels where its scheme fixes them; else None."""
         key = store.index, store.device
         if key not in self._boosted:
-            self._boosted[key] = None if store.format.boosted is None else store.format.boosted.int()
+            boosted = store.format.key_tensors.boosted
+            self._boosted[key] = None if boosted is None else boosted.int()
         return self._boosted[key]
 
     def ragged_unsupported(self, store: LayerStore) -> str | None:
@@ -80,10 +81,7 @@ class TableRegistry:
         while room < entries:
             room *= 2
         stores = group.stores
-        formats = tuple(
-            (s.index, s.dtype, s.device, s.format.keys, s.format.values, s.span_format, s.format.key_center is None)
-            for s in stores
-        )
+        formats = tuple((s.index, s.dtype, s.device, s.format.kind, s.format.span) for s in stores)
         key = (formats, rows, room, group.place)
         if key not in self._tables:
             self._tables[key] = GroupTables(stores, rows, room, group.place)

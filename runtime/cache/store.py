@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from kvconvert.cache.format import CacheFormat, rotations
+from kvconvert.cache.format import layer_format
 from kvconvert.cache.plan_tensors import with_plan
 from kvconvert.errors import CacheError
 from kvconvert.kernels.device import fall_back
@@ -74,7 +74,6 @@ class LayerStore:
         is_latent: whether the layer has latent attention: latents are its keys, and RoPE parts its values.
 
     Attributes:
-        rotations: what is rotated at run time.
         heads_apart: rows that a sequence has, one for each KV head where these keep different tokens by
             reconstruction, else 1.
         is_indexed: whether an indexer chooses the tokens that the layer attends to.
@@ -89,7 +88,7 @@ class LayerStore:
         flushes: pages quantized so far.
         fallbacks: calls that a slower path served than the one meant for the device.
         dtype, device: of the tokens; these and the following exist once `allocate` was called.
-        format, span_format: of pages, and of spans (None for schemes of pages).
+        format: how they are stored.
         key_pages, value_pages: their storage.
         origin: a small tensor of the tokens' dtype and device, from which addresses of buffers count.
         clamped_rows: int64 scalar, query rows for which CalibQuant's shift had to make different scores equal.
@@ -110,7 +109,7 @@ class LayerStore:
         self.is_latent, self.up_projections, self.is_indexed, self.in_chunks = is_latent, None, False, False
         self.scheme, self.index, self.group, self.page_bytes = scheme, index, group, page_bytes
         self.plan, self.growth, self.pages = plan or {}, None, pages
-        self.rotations, self.heads_apart = rotations(scheme), 1
+        self.heads_apart = 1
         group.add(self, index)
         self.reset()
 
@@ -162,13 +161,12 @@ class LayerStore:
         value_dim = values.shape[-1]
         self.dtype, self.device = keys.dtype, keys.device
         twin, shape = self.pages, {"heads": heads, "key_dim": key_dim, "value_dim": value_dim}
-        cache = CacheFormat.of(self.scheme, **shape, latent=self.is_latent)
         if twin is not None and twin.is_allocated and twin.device == self.device:
             # What it needs of the plan is on the device already.
             self.format = twin.format
         else:
-            self.format = with_plan(cache.pages, self.scheme, self.plan, self.device)
-        self.span_format = cache.span
+            format = layer_format(self.scheme, **shape, latent=self.is_latent)
+            self.format = with_plan(format, self.scheme, self.plan, self.device)
         group = self.group
         if self.is_allocated_storage and (self.key_pages.dtype, self.key_pages.device) == (self.dtype, self.device):
             pass  # a cache beside this one has seen tokens already
@@ -214,7 +212,6 @@ class LayerStore:
             "dtype",
             "device",
             "format",
-            "span_format",
             "key_pages",
             "value_pages",
             "growth",
@@ -293,7 +290,7 @@ class LayerStore:
     @property
     def appends_in_one_launch(self) -> bool:
         """Whether the append kernel takes tokens of this shape and dtype, and a kernel attends to heads so large."""
-        sides = zip((self.format.keys, self.format.values), self.rotations, strict=True)
+        sides = zip((self.format.keys, self.format.values), self.format.rotations, strict=True)
         return self.dtype in KERNEL_DTYPES and all(
             side.head_dim % 8 == 0 and side.head_dim <= largest_appended(rotated or not self.is_latent)
             for side, rotated in sides
@@ -302,8 +299,7 @@ class LayerStore:
     @property
     def latents_unsupported(self) -> str | None:
         """Why no kernel attends to this layer's latents; None if one does."""
-        key_window, value_window = (side.recent_tokens for side in self.scheme.sides)
-        if key_window != value_window:
+        if self.format.half_quantized:
             return "latents and RoPE parts stay in full precision for different numbers of tokens"
         return latents_unsupported(self.format, self.dtype, self.device)
 
@@ -331,7 +327,7 @@ class LayerStore:
         row, parts = self.rows[work.row], list(work.parts)
         keys, values = (_joined([side.tokens(*part) for part in parts]) for side in (row.keys, row.values))
         for side in zip(keys.split(work.lengths, 1), values.split(work.lengths, 1), strict=True):
-            row.spans.append(quantize_span(*side, self.span_format, self.format.key_feedback))
+            row.spans.append(quantize_span(*side, self.format.span, self.format.key_tensors.feedback))
         for side in (row.keys, row.values):
             side.remove(parts, work.used)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from kvconvert.errors import KvconvertError, UsageError
-from kvconvert.runtime.cache.group_tables import upload
+from kvconvert.kernels.device import upload
 from kvconvert.runtime.engine.model_steps import ModelSteps, PromptChunk
 from kvconvert.runtime.engine.prefixes import Prefixes, no_prefixes
 from kvconvert.runtime.engine.processors import check_settings, recommended

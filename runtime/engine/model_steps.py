@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvconvert.errors import CacheError, UnsupportedModelError, UsageError, first_line
+from kvconvert.kernels.device import upload
 from kvconvert.kernels.launches import make_ready, record_specializations
 from kvconvert.kernels.linear import keep_values
 from kvconvert.kernels.pages import PAGE_SIZE
@@ -21,7 +22,6 @@ from kvconvert.kernels.sampling import sample
 from kvconvert.models import CACHE
 from kvconvert.models.configuration import changing_rope, context_length
 from kvconvert.runtime.cache.compress import raise_found
-from kvconvert.runtime.cache.group_tables import upload
 from kvconvert.runtime.hf.cache_layers import rotary_switch
 from kvconvert.runtime.hf.captured import ShortBatch, prepare_steps, tokens_with_pages
 from kvconvert.runtime.hf.captured_passes import SIZES

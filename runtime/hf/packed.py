@@ -197,7 +197,7 @@ class PackedLayer(CacheLayerMixin):
                 except Exception as error:
                     self.cache.fail(segment, error)
             output[segment.tokens].zero_()
-        unrotate = store.rotations.values and over_latents is None
+        unrotate = store.format.rotations.values and over_latents is None
         return hadamard_transform(output[None], inverse=True) if unrotate else output[None]
 
     def _planned_store(self) -> Any:

@@ -18,11 +18,10 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from kvconvert.kernels.device import runs_triton
+from kvconvert.kernels.device import runs_triton, upload
 from kvconvert.kernels.launches import skips_launches
 from kvconvert.models import CACHE
 from kvconvert.runtime.cache.forward_pass import PassTokens
-from kvconvert.runtime.cache.group_tables import upload
 from kvconvert.runtime.cache.prompt_pass import MOST_TOKENS, PromptPass, unplanned
 from kvconvert.runtime.hf.cache import KVCache
 from kvconvert.runtime.hf.captured import DELAY, HARMLESS, is_plain

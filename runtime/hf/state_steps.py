@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 
 from kvconvert.errors import CacheError
 from kvconvert.kernels.convolution import convolve_step
-from kvconvert.kernels.states import gated_delta_step, is_packed, selective_step, unpack
+from kvconvert.kernels.states import SelectiveToken, gated_delta_step, is_packed, selective_step, unpack
 from kvconvert.runtime.hf.layer import StateLayer
 
 ACTIVATIONS = (None, "silu", "swish")
@@ -146,6 +146,6 @@ def _selective_rule(function: Callable) -> Callable:
         if not dt_softplus or any(value.stride(-1) for value in per_head) or any(A.stride()[1:]):
             raise CacheError("An update whose steps differ between the channels of a head does not take packed states.")
         d, bias = (None if value is None else value[..., 0] for value in (D, dt_bias))
-        return selective_step(x, dt[..., 0], A[:, 0, 0], B, C, d, bias, z, state)
+        return selective_step(SelectiveToken(x, dt[..., 0], A[:, 0, 0], B, C, d, bias, z), state)
 
     return step

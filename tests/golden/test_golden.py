@@ -14,7 +14,7 @@ import torch
 from kvconvert.bundle.manifest import FORMAT_VERSION, schema_text
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight
-from kvconvert.kernels.pages import PageFormat
+from kvconvert.kernels.pages import PageFormat, SideTensors
 from kvconvert.kernels.pages.reference import dequantize_pages, quantize_pages
 from kvconvert.kernels.rotate.matrices import hadamard_matrix
 from kvconvert.runtime.hf.bundle_quantizer import check_fits
@@ -116,7 +116,8 @@ def test_the_example_makes_the_pages_of_the_reference(golden, example, layer):
         boosted is not None,
     )
     fixed = None if boosted is None else boosted.long()
-    expected = dequantize_pages(quantize_pages(turned[None], form, fixed), fixed)[0]
+    tensors = SideTensors(fixed)
+    expected = dequantize_pages(quantize_pages(turned[None], form, tensors), tensors)[0]
     fields = json.loads((golden / "kvconvert.json").read_text())["layers"][layer]
     none = torch.empty(heads, 0, dtype=torch.int64)
     found = example.page_of_keys(keys.numpy(), fields, (none if fixed is None else fixed).numpy())

@@ -230,7 +230,7 @@ def test_an_architecture_without_calibration_is_measured_as_it_will_round(tmp_pa
     feedbacks, divergence = [], SimulatedModel.divergence
 
     def seen(self, text, caches):
-        feedbacks.extend(cache.pages.key_feedback for cache in caches.values())
+        feedbacks.extend(cache.key_tensors.feedback for cache in caches.values())
         return divergence(self, text, caches)
 
     monkeypatch.setattr(SimulatedModel, "divergence", seen)
@@ -336,7 +336,7 @@ def test_all_layers_get_the_window_whose_plan_loses_less_and_it_counts_as_bytes(
     measured = []
 
     def divergence(self, text, caches):
-        windows = {side.recent_tokens for cache in caches.values() for side in (cache.keys, cache.values)}
+        windows = {n for cache in caches.values() for n in (cache.key_window, cache.value_window)}
         measured.append(windows)
         return 0.1 if windows == {better} else 0.2
 

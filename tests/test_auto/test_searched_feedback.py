@@ -32,14 +32,14 @@ def test_simulated_feedback_is_that_of_the_cache():
     model, ids, simulated, text, layer, fitted = simulated_layer(scheme, KVCalibration())
     narrow = next(candidate for candidate in KEY_CANDIDATES if candidate.name == "K2g128s8")
     wide = next(candidate for candidate in KEY_CANDIDATES if candidate.name == "K4g128")
-    assert layer.cache(wide, measured=fitted).pages.key_feedback is None
+    assert layer.cache(wide, measured=fitted).key_tensors.feedback is None
     text = replace(text, positions=text.positions[:-1], log_probs=text.log_probs[:, :-1])
     cache = layer.cache(narrow, measured=fitted)
     found, nearest = (simulated.divergence(text, {1: c}) for c in (cache, layer.cache(narrow)))
-    assert cache.pages.key_feedback.dtype == torch.float16
+    assert cache.key_tensors.feedback.dtype == torch.float16
     assert found != pytest.approx(nearest, rel=0.01)
     stored = replace(layer.scheme_of(narrow), key_rounding="error_feedback").with_online_rotation()
-    plan = {"layers.1.key_feedback": cache.pages.key_feedback}
+    plan = {"layers.1.key_feedback": cache.key_tensors.feedback}
     assert found == pytest.approx(divergence_of_cache(model, ids, stored, plan), rel=2e-3)
 
 
@@ -64,5 +64,5 @@ def test_simulated_centers_are_those_of_the_cache():
     found = simulated.divergence(text, {1: layer.cache(narrow, measured=fitted)})
     stored = replace(layer.scheme_of(narrow), key_rounding="error_feedback").with_online_rotation()
     plan = {f"layers.1.{name}": tensor for name, tensor in fitted.constant.plan().items()}
-    plan["layers.1.key_feedback"] = layer.cache(narrow, measured=fitted).pages.key_feedback
+    plan["layers.1.key_feedback"] = layer.cache(narrow, measured=fitted).key_tensors.feedback
     assert found == pytest.approx(divergence_of_cache(model, ids, stored, plan), rel=5e-3)

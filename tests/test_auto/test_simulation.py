@@ -7,7 +7,7 @@ import torch
 from tiny.models import ARCHITECTURES, random_ids
 
 from kvconvert.auto.model import SimulatedModel
-from kvconvert.cache.format import CacheFormat
+from kvconvert.cache.format import layer_format
 from kvconvert.cache.size import LayerCache
 from kvconvert.calibration.simulated_attention import SIMULATED_ATTENTION
 from kvconvert.fidelity.scoring import Decoder, compare, first_page
@@ -33,7 +33,7 @@ SCHEMES = {
 
 
 def cache_of(scheme):
-    return CacheFormat.of(scheme, heads=2, key_dim=16)
+    return layer_format(scheme, heads=2, key_dim=16)
 
 
 def both(name, schemes, length=3 * PAGE + 37):

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvconvert.cache.format import CacheFormat
 from kvconvert.calibration.attention_sample import RECORDING_ATTENTION, AttentionSample, attention_observed, causal
 from kvconvert.calibration.protocol import CalibrationPass, LayerWork, PassResult
 from kvconvert.kernels.pages import LayerFormat, PageFormat
@@ -25,10 +24,10 @@ STRUCTURE = LayerStructure(
 )
 
 
-def cache_format(heads: int = 2, dim: int = 8, bits: int = 2, group: int = 32, **changes: object) -> CacheFormat:
+def cache_format(heads: int = 2, dim: int = 8, bits: int = 2, group: int = 32, **changes: object) -> LayerFormat:
     """Plain pages of 128 tokens."""
     keys = PageFormat.keys(heads, dim, 128, bits, group)
-    return CacheFormat(pages=LayerFormat(keys, PageFormat.values(heads, dim, 128, bits, dim)), **changes)
+    return LayerFormat(keys, PageFormat.values(heads, dim, 128, bits, dim), **changes)
 
 
 def layer_work(samples: int = 3, length: int = 20, **config: object) -> tuple[LayerWork, dict]:

@@ -220,7 +220,7 @@ def test_a_visual_span_is_searched_on_its_own_tokens_and_decoded_by_text():
 
 def visual_work(visual, modality="visual"):
     work = span_work(24)
-    work.cache = replace(work.cache, modality=modality)
+    work.cache = replace(work.cache, span=replace(work.cache.span, modality=modality))
     work.visual = visual
     return work
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from sample_layers import cache_format, layer_work, random_sample, run_passes
 
-from kvconvert.cache.format import CacheSide
 from kvconvert.calibration import clip_ratios
 from kvconvert.calibration.attention_sample import AttentionSample, AttentionSampler, causal
 from kvconvert.calibration.clip_ratios import (
@@ -21,7 +20,7 @@ from kvconvert.calibration.clip_ratios import (
     value_clip_ratio_errors,
 )
 from kvconvert.calibration.protocol import CalibrationPass
-from kvconvert.kernels.pages import PageFormat
+from kvconvert.kernels.pages import PageFormat, SideTensors
 from kvconvert.kernels.quantizer import dequantize, quantize
 from kvconvert.kernels.rotate import Rotations, hadamard_matrix
 
@@ -54,7 +53,7 @@ def test_queries_read_pages_quantized_exactly_once_the_cache_has_flushed_them(to
 
 def test_tokens_are_stored_as_page_by_page_and_head_by_head_quantization_gives():
     sample = random_sample(tokens=300)
-    cache = replace(cache_format(dim=16), sink_tokens=20, keys=CacheSide(10))
+    cache = replace(cache_format(dim=16), sink_tokens=20, key_window=10)
     keys = stored_tokens(sample.keys[:1], cache, "key", [0.7])[0, 0]
     expected = sample.keys[0].clone()
     # The groups of the first page but its first one, whose 20 sink tokens the next token stands for, and the second's.
@@ -80,8 +79,9 @@ def test_sequences_and_clip_ratios_together_are_each_alone(monkeypatch, changes,
     sample = random_sample(sequences=3, tokens=300)
     cache = replace(cache_format(dim=16), sink_tokens=20)
     feedback = torch.eye(16) + torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(0)).triu(1) / 4
-    keys = replace(cache.pages.keys, **changes)
-    cache = replace(cache, pages=replace(cache.pages, keys=keys, key_feedback=feedback.half()))
+    keys = replace(cache.keys, **changes)
+    tensors = SideTensors(feedback=feedback.half())
+    cache = replace(cache, keys=keys, key_tensors=tensors)
     for side, tokens in (("key", sample.keys), ("value", sample.values)):
         together = stored_tokens(tokens, cache, side, (1.0, 0.7))
         for number, ratio in enumerate((1.0, 0.7)):
@@ -111,7 +111,7 @@ def test_errors_do_not_depend_on_what_is_computed_at_once(monkeypatch, scores):
 def by_single_queries(sample, cache, r, side, step):
     """Relative error of the output in float64, one query and head at a time, of every `step`-th of the readers."""
     error = size = 0.0
-    recent = cache.side(side)[1].recent_tokens
+    recent = cache.window(side == "key")
     tokens, heads = sample.num_tokens, sample.keys.shape[1]
     for n in range(len(sample.queries)):
         keys, values = sample.keys[n].double(), sample.values[n].double()
@@ -145,7 +145,7 @@ def test_errors_are_those_of_single_queries_that_read_flushed_pages(monkeypatch,
     sample = random_sample(sequences=2, tokens=290, dim=8)
     if weight:
         sample = replace(sample, output_weight=torch.randn(5, 32, generator=torch.Generator().manual_seed(1)))
-    cache = replace(cache_format(), sink_tokens=4, keys=CacheSide(3), values=CacheSide(20))
+    cache = replace(cache_format(), sink_tokens=4, key_window=3, value_window=20)
     for side, measure in (("key", key_clip_ratio_errors), ("value", value_clip_ratio_errors)):
         found = measure(sample, cache, (1.0, 0.6))
         expected = [by_single_queries(sample, cache, r, side, step) for r in (1.0, 0.6)]
@@ -207,8 +207,7 @@ def test_the_pass_chooses_both_ranges_and_says_what_they_save():
         assert saved["chosen"] == pytest.approx(float(errors.min()), rel=1e-5)
     assert result.plan["clip_ratio_grid"].tolist() == pytest.approx(CLIP_RATIO_GRID)
     assert result.scheme["key_clip_ratio"] < 1
-    pages = work.cache.pages
-    assert (pages.keys.clip_ratio, pages.values.clip_ratio) == (
+    assert (work.cache.keys.clip_ratio, work.cache.values.clip_ratio) == (
         result.scheme["key_clip_ratio"],
         result.scheme["value_clip_ratio"],
     )
@@ -217,13 +216,12 @@ def test_the_pass_chooses_both_ranges_and_says_what_they_save():
 @pytest.mark.parametrize(("keys", "values"), [(True, False), (False, True)])
 def test_a_side_that_is_given_keeps_its_range(keys, values):
     work = work_with_pages(200)
-    pages = work.cache.pages
-    given = replace(pages, keys=replace(pages.keys, clip_ratio=0.9), values=replace(pages.values, clip_ratio=0.8))
-    work.cache = replace(work.cache, pages=given)
+    keys_given, values_given = replace(work.cache.keys, clip_ratio=0.9), replace(work.cache.values, clip_ratio=0.8)
+    work.cache = replace(work.cache, keys=keys_given, values=values_given)
     sampler = AttentionSampler(1)
     result = run_passes([sampler, ClipRatioPass(sampler, keys, values)], work)
     assert set(result.scheme) == ({"key_clip_ratio"} if keys else {"value_clip_ratio"})
-    assert (work.cache.pages.keys.clip_ratio == 0.9, work.cache.pages.values.clip_ratio == 0.8) == (
+    assert (work.cache.keys.clip_ratio == 0.9, work.cache.values.clip_ratio == 0.8) == (
         not keys,
         not values,
     )
@@ -233,7 +231,7 @@ def test_a_side_that_is_given_keeps_its_range(keys, values):
     ("length", "said"), [(128, "key_clip_ratio .129 .* value_clip_ratio .139"), (130, "value_clip_ratio .139")]
 )
 def test_sequences_too_short_for_a_page_are_said_and_leave_the_range(length, said):
-    work = work_with_pages(length, values=CacheSide(10))
+    work = work_with_pages(length, value_window=10)
     sampler = AttentionSampler()
     result = run_passes([sampler, ClipRatioPass(sampler)], work)
     assert ("key_clip_ratio" in result.scheme) == (length > 128)
@@ -270,7 +268,7 @@ def test_boosted_channels_and_norms_enter_the_search():
     cache = cache_format(dim=16)
     plain = key_clip_ratio_errors(sample, cache, (1.0,))
     keys = PageFormat.keys(2, 16, 128, 2, 32, boosted=16)
-    boosted = key_clip_ratio_errors(sample, replace(cache, pages=replace(cache.pages, keys=keys)), (1.0,))
+    boosted = key_clip_ratio_errors(sample, replace(cache, keys=keys), (1.0,))
     assert float(boosted) < 0.1 * float(plain)
 
 

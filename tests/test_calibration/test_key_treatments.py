@@ -6,7 +6,7 @@ import pytest
 import torch
 from sample_layers import cache_format, layer_work, random_sample, run_passes
 
-from kvconvert.cache.format import CacheFormat
+from kvconvert.cache.format import layer_format
 from kvconvert.cache.size import LayerCache
 from kvconvert.calibration.attention_sample import AttentionSampler
 from kvconvert.calibration.clip_ratios import ClipRatioPass, stored_tokens
@@ -19,7 +19,7 @@ from kvconvert.calibration.key_treatments import (
     measure_constant_part,
 )
 from kvconvert.errors import UnsupportedModelError
-from kvconvert.kernels.pages import key_center, page_centers
+from kvconvert.kernels.pages import SideTensors, key_center, page_centers
 from kvconvert.methods import KVCalibration, KVScheme, preset_calibration
 from kvconvert.methods.key_treatments import treatments
 
@@ -109,7 +109,7 @@ def test_keys_stored_without_their_constant_come_back_with_it():
     keys = turned(mean[None, :, None] + normal())[0]
     cache = cache_format(dim=DIM, group=128, sink_tokens=4)
     center = key_center(mean, rope().frequencies, rope().pairs, False)
-    centered = replace(cache, pages=replace(cache.pages, key_center=center))
+    centered = replace(cache, key_tensors=SideTensors(center=center))
     read, whole = (stored_tokens(keys[None], own, "key", [1.0])[0, 0] for own in (centered, cache))
     pages = slice(4, 4 + 4 * 128)
     assert torch.equal(read[:, :4], keys[:, :4])
@@ -124,7 +124,7 @@ def test_keys_stored_without_their_constant_come_back_with_it():
 def run_pass(scheme, search, changing_rope=None, tokens=300):
     work, _ = layer_work(samples=2, length=tokens)
     shape = work.structure
-    work.cache = CacheFormat.of(scheme.uncalibrated(), heads=shape.num_key_value_heads, key_dim=shape.head_dim)
+    work.cache = layer_format(scheme.uncalibrated(), heads=shape.num_key_value_heads, key_dim=shape.head_dim)
     work.changing_rope = changing_rope
     sampler = AttentionSampler(2)
     chosen = KeyTreatmentPass(sampler, scheme, search)
@@ -136,16 +136,16 @@ def test_the_pass_leaves_format_sample_and_plan_in_agreement():
     work, sampler, result = run_pass(scheme(key_bits=3), SEARCH)
     made = replace(scheme(key_bits=3), **result.scheme)
     assert work.cache.rotations.keys == (made.rotate_keys == "hadamard")
-    assert (work.cache.pages.key_center is not None) == made.centers_keys == ("key_mean" in result.plan)
+    assert (work.cache.key_tensors.center is not None) == made.centers_keys == ("key_mean" in result.plan)
     assert result.statistics["output_error"]
     # The passes that follow fit feedback and clip ratio in the same coordinates.
     following = [ErrorFeedbackPass(), ClipRatioPass(sampler)]
-    assert work.cache.pages.keys.clip_ratio == 1.0
+    assert work.cache.keys.clip_ratio == 1.0
     work.replay = None
     for calibration in following[1:]:
         calibration.solve(work)
         calibration.apply(work)
-    assert 0 < work.cache.pages.keys.clip_ratio <= 1
+    assert 0 < work.cache.keys.clip_ratio <= 1
 
 
 def test_a_center_that_is_asked_for_is_made():
@@ -153,7 +153,7 @@ def test_a_center_that_is_asked_for_is_made():
     work, _, result = run_pass(asked, KVCalibration())
     assert result.scheme == {}
     assert result.plan["key_mean"].shape == (2, 8)
-    assert work.cache.pages.key_center.matrix.shape == (2, 8, 8)
+    assert work.cache.key_tensors.center.matrix.shape == (2, 8, 8)
     assert work.cache.rotations.keys
 
 

@@ -1,13 +1,11 @@
 """Statistics of key channels and the choice of boosted ones, against loops over the definitions."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from sample_layers import layer_work, run_passes
 
 from kvconvert.calibration.kitty import ChannelStatistics, KittyPass, choose_channels
-from kvconvert.kernels.pages import LayerFormat, PageFormat, dequantize_pages, quantize_pages
+from kvconvert.kernels.pages import LayerFormat, PageFormat, SideTensors, dequantize_pages, quantize_pages
 from kvconvert.kernels.rotate import Rotations, hadamard_matrix
 from kvconvert.methods.kitty import Kitty
 
@@ -73,7 +71,8 @@ def test_a_large_channel_that_no_query_reads_is_not_sensitive_and_boosting_by_se
     f = PageFormat.keys(1, 8, 128, 2, 128, boosted=1, fixed_channels=True)
 
     def score_error(channels):
-        read = dequantize_pages(quantize_pages(keys, f, channels), channels)
+        tensors = SideTensors(channels)
+        read = dequantize_pages(quantize_pages(keys, f, tensors), tensors)
         return (queries @ (read - keys).transpose(2, 3)).square().mean()
 
     by_magnitude = choose_channels(found["key_mean_abs"], 1)
@@ -85,8 +84,8 @@ def test_a_large_channel_that_no_query_reads_is_not_sensitive_and_boosting_by_se
 def test_the_pass_measures_keys_as_the_quantizer_sees_them(select, norm):
     work, seen = layer_work(length=20)
     keys = PageFormat.keys(2, 8, 16, 2, 16, token_norm=norm, boosted=3)
-    pages = LayerFormat(keys, PageFormat.values(2, 8, 16, 2, 8))
-    work.cache = replace(work.cache, pages=pages, rotations=Rotations(keys=True), sink_tokens=2)
+    values = PageFormat.values(2, 8, 16, 2, 8)
+    work.cache = LayerFormat(keys, values, rotations=Rotations(keys=True), sink_tokens=2)
     calibration = KittyPass(select)
     result = run_passes([calibration], work)
     queries, stored = (torch.cat(x) @ hadamard_matrix(8, torch.float32) for x in (seen["queries"], seen["keys"]))
@@ -99,9 +98,9 @@ def test_the_pass_measures_keys_as_the_quantizer_sees_them(select, norm):
     assert result.plan.keys() <= {*Kitty.plan_tensors}
     if select == "dynamic":
         assert "boosted_channels" not in result.plan
-        assert work.cache.pages.boosted is None
+        assert work.cache.key_tensors.boosted is None
     else:
         chosen = result.plan["boosted_channels"]
         assert (chosen.dtype, chosen.shape) == (torch.int32, (2, 3))
-        assert torch.equal(work.cache.pages.boosted, chosen.long())
-        assert work.cache.pages.keys.fixed_channels
+        assert torch.equal(work.cache.key_tensors.boosted, chosen.long())
+        assert work.cache.keys.fixed_channels

@@ -53,10 +53,10 @@ CASES = {
     ErrorFeedbackPass: (ErrorFeedback, lambda: [ErrorFeedbackPass()], {}),
     GptqPass: (None, lambda: [GptqPass(4, 32)], {}),
     KeyTreatmentPass: (KeyCenter, lambda: sampled(centering), {}),
-    KittyPass: (Kitty, lambda: [KittyPass("calibrated")], {"pages": BOOSTED}),
+    KittyPass: (Kitty, lambda: [KittyPass("calibrated")], {"keys": BOOSTED.keys, "values": BOOSTED.values}),
     MiniKVPass: (MiniKV, lambda: sampled(lambda s: MiniKVPass(s, 0.25)), {}),
     OscarPass: (Oscar, lambda: [OscarPass(True, 32)], {}),
-    StaticScalesPass: (StaticScales, lambda: [StaticScalesPass()], {"pages": STATIC}),
+    StaticScalesPass: (StaticScales, lambda: [StaticScalesPass()], {"keys": STATIC.keys, "values": STATIC.values}),
 }
 
 

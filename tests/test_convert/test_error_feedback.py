@@ -55,10 +55,10 @@ def test_a_bundle_loads_and_writes_its_pages_with_feedback(work, place, text, mo
     ids = load_token_samples(text, tokenizer, 1, LENGTH, 0).ids
     seen = []
 
-    def noted(tokens, f, channels, static, feedback, hidden):
+    def noted(tokens, f, tensors, hidden):
         if f.is_key:
-            seen.append(feedback)
-        return quantize_pages(tokens, f, channels, static, feedback, hidden)
+            seen.append(tensors.feedback)
+        return quantize_pages(tokens, f, tensors, hidden)
 
     monkeypatch.setattr("kvconvert.kernels.pages.quantize_pages", noted)
     assert built.generate(ids[:, :270], max_new_tokens=3, **GREEDY).shape == (1, 273)

@@ -16,6 +16,7 @@ from kvconvert.kernels.pages import (
     KeyCenter,
     LayerFormat,
     PageFormat,
+    SideTensors,
     dequantize_pages,
     new_pages,
     page_centers,
@@ -100,7 +101,11 @@ class Stored:
                     (random(c.heads, dim).abs() * 0.1 + 0.3).half(), (random(c.heads, dim) * 0.2 - 2).half()
                 )
         center = random_center(c, generator) if c.center else None
-        self.format = LayerFormat(keys, values, channels, *scales, key_center=center)
+        key_tensors = SideTensors(channels, scales[0], center=center)
+        windows = {"key_window": c.half_quantized // 2, "value_window": c.half_quantized % 2}
+        self.format = LayerFormat(
+            keys, values, key_tensors, SideTensors(static=scales[1]), sink_tokens=int(c.hides), **windows
+        )
         key_rows = []
         offset = random(1, c.heads, 1, c.key_dim) * 2  # keys have channels far from zero, as in real models
         self.sequences = []
@@ -121,9 +126,9 @@ class Stored:
             key_count = pages + (half_quantized if c.half_quantized == 1 else 0)
             value_count = pages + (half_quantized if c.half_quantized == 2 else 0)
             plans.append((pages, half_quantized, residual, len(key_pages)))
-            qk, qv = quantize_pages(k, keys, channels, scales[0]), quantize_pages(v, values, static=scales[1])
-            dk = dequantize_pages(qk, channels, scales[0])
-            dv = dequantize_pages(qv, static=scales[1])
+            qk, qv = quantize_pages(k, *self.format.side(True)), quantize_pages(v, *self.format.side(False))
+            dk = dequantize_pages(qk, self.format.key_tensors)
+            dv = dequantize_pages(qv, self.format.value_tensors)
             dk[key_count:], dv[value_count:] = k[key_count:].float(), v[value_count:].float()
             first = c.position + 1000 * row
             key_rows.append([len(key_pages), key_count, first])
@@ -195,18 +200,18 @@ class Stored:
         f = self.format
         if self.case.static:
             scales = []
-            for base, channel_scales in ((self.key_pool, f.static_keys), (self.value_pool, f.static_values)):
-                for tensor in channel_scales:
+            for base, tensors in ((self.key_pool, f.key_tensors), (self.value_pool, f.value_tensors)):
+                for tensor in tensors.static:
                     own = tensor.to(self.device).contiguous()
                     self.buffers.append([own])
                     scales.append((own.data_ptr() - base.data_ptr()) // 16)
             shared = torch.tensor([scales], device=self.device)
-        boosted = None if f.boosted is None else f.boosted.to(self.device, torch.int32)
+        boosted = None if f.key_tensors.boosted is None else f.key_tensors.boosted.to(self.device, torch.int32)
         plan = self.plan.to(self.device)
         found = PageTables(self.key_pool, self.value_pool, self.keys, self.values, plan, shared, boosted)
-        if f.key_center is None:
+        if f.key_tensors.center is None:
             return found
-        parts = [part.to(self.device) for part in (f.key_center.matrix, f.key_center.frequencies)]
+        parts = [part.to(self.device) for part in (f.key_tensors.center.matrix, f.key_tensors.center.frequencies)]
         return replace(found, center=KeyCenter(*parts), key_rows=self.key_rows)
 
 
@@ -235,7 +240,7 @@ def compare(case: Case, device: torch.device, seed: int = 0) -> tuple[float, tor
         visibility = Visibility(mask, mask.stride(0), 0, mask.stride(1))
     out = decode_attention(
         queries.to(device), stored.tables(), ResidualWindows(stored.base, stored.rows.to(device)), stored.format,
-        case.scaling, half_quantized=case.half_quantized, hides=case.hides, softcap=case.softcap,
+        case.scaling, softcap=case.softcap,
         sink_logits=None if sink_logits is None else sink_logits.to(device), visibility=visibility,
     )  # fmt: skip
     worst = 0.0

@@ -135,10 +135,11 @@ def test_spans_of_several_prompts_are_shifted_together(bits, tau, heads, device)
     format = LayerFormat(
         PageFormat.keys(heads, dim, 128, bits, 128, static=True),
         PageFormat.values(heads, dim, 128, bits, dim, static=True),
+        span=form,
     )
     counter = torch.zeros((), dtype=torch.int64, device=device)
     out = decode_attention(
-        queries.to(device), tables, ResidualWindows(residual_base, rows.to(device)), format, scaling, span=form,
+        queries.to(device), tables, ResidualWindows(residual_base, rows.to(device)), format, scaling,
         clamped_rows=counter,
     )  # fmt: skip
     for row, residual in enumerate(residuals):

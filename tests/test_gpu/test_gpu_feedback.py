@@ -9,7 +9,7 @@ import torch
 from page_writes import store_pages
 
 from kvconvert.calibration.error_feedback import feedback_matrices
-from kvconvert.kernels.pages import ChannelScales, PageFormat, PageTensors, new_pages, quantize_pages
+from kvconvert.kernels.pages import ChannelScales, PageFormat, PageTensors, SideTensors, new_pages, quantize_pages
 from kvconvert.kernels.pages.reference import page_codes
 from kvconvert.kernels.spans import SpanFormat, quantize_span, span_keys
 from kvconvert.kernels.spans.reference import quantize_span_reference
@@ -86,7 +86,7 @@ def test_pages_hold_the_codes_of_the_reference(device, name):
     pages = noise(1, f, device)
     store_pages(list(keys), [pages], None if fixed is None else fixed.to(device), static, [matrices])
     on_host = None if static is None else ChannelScales(*(part.cpu() for part in static))
-    assert_same(pages, quantize_pages(keys.cpu(), f, fixed, on_host, matrices.cpu()), f, fixed)
+    assert_same(pages, quantize_pages(keys.cpu(), f, SideTensors(fixed, on_host, matrices.cpu())), f, fixed)
 
 
 @pytest.mark.full
@@ -95,7 +95,7 @@ def test_every_dtype_of_keys(device, dtype):
     f = key_format()
     keys, pages = random_keys(2, f, device, dtype), noise(2, f, device)
     store_pages(list(keys), [pages], feedback=[feedback(16, device)])
-    assert_same(pages, quantize_pages(keys.cpu(), f, feedback=feedback(16, "cpu")), f)
+    assert_same(pages, quantize_pages(keys.cpu(), f, SideTensors(feedback=feedback(16, "cpu"))), f)
 
 
 def test_pages_of_several_layers_have_matrices_of_their_own(device):
@@ -104,7 +104,8 @@ def test_pages_of_several_layers_have_matrices_of_their_own(device):
     matrices = [feedback(16, device, seed) for seed in (1, 2)]
     store_pages(list(keys), [pages], feedback=matrices)
     for i, matrix in enumerate(matrices):
-        assert_same(pages.select(slice(i, i + 1)), quantize_pages(keys[i : i + 1].cpu(), f, feedback=matrix.cpu()), f)
+        expected = quantize_pages(keys[i : i + 1].cpu(), f, SideTensors(feedback=matrix.cpu()))
+        assert_same(pages.select(slice(i, i + 1)), expected, f)
 
 
 @pytest.mark.full

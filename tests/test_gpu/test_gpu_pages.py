@@ -15,6 +15,7 @@ from kvconvert.kernels.pages import (
     ChannelScales,
     PageFormat,
     PageTensors,
+    SideTensors,
     new_flag,
     new_pages,
     quantize_at,
@@ -76,14 +77,15 @@ def assert_same_keys(
     even among few groups there may be one.
     """
     keys = shown_tokens(keys.cpu(), hidden)
-    expected = quantize_pages(keys, f, channels, static, hidden=hidden)
+    tensors = SideTensors(channels, static)
+    expected = quantize_pages(keys, f, tensors, hidden)
     fields = {name: tensor.cpu() for name, tensor in found.tensors()}
     if f.token_norm != "none":
         norm = fields["norm"]
         assert (norm.view(torch.int16) - expected.norm.view(torch.int16)).abs().max() <= 1
         inverse = torch.where(norm > 0, norm.float().reciprocal(), 0.0)
         keys = keys.float() * inverse.unsqueeze(3)
-        expected = quantize_pages(keys, replace(f, token_norm="none"), channels, static, hidden=hidden)
+        expected = quantize_pages(keys, replace(f, token_norm="none"), tensors, hidden)
     rounded = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
     for name in ("scale", "offset", "grid", "channels"):
         if getattr(expected, name) is None:
@@ -206,7 +208,7 @@ VALUE_FORMATS = [
 
 
 def assert_same_values(found, values, f, static=None) -> None:
-    expected = quantize_pages(values.cpu(), f, static=static)
+    expected = quantize_pages(values.cpu(), f, SideTensors(static=static))
     codes, wanted = page_codes(replace(found, codes=found.codes.cpu())), page_codes(expected)
     if not f.static:
         for mine, other in zip(found.group_scales, expected.group_scales, strict=True):
@@ -336,7 +338,7 @@ def test_bad_values_are_named_once(device, static):
     values = torch.randn(3, 2, 32, 16, device=device)
     values[1, 1, 31, 15] = torch.nan
     flag, pages = new_flag(values.device), new_pages(3, f, values.dtype, values.device)
-    quantize_at(page_writes(list(values), [pages]), values[0], pages, flag, static=scales)
+    quantize_at(page_writes(list(values), [pages]), values[0], pages, flag, [SideTensors(static=scales)])
     with pytest.raises(GroupRangeError) as raised:
         raise_if_flagged(flag, 2)
     assert raised.value.index == (1, 1)

@@ -1,5 +1,7 @@
 """Chunks of several prompts in one launch against float64, with kernels on a GPU or under the interpreter."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from decode_cases import Case, Stored
@@ -113,8 +115,8 @@ class Pass:
 def run(passed: Pass, rotations: Rotations = NO_ROTATION, **extras) -> float:
     """The relative error of a pass's attention."""
     case, tables, f = passed.case, passed.tables(), passed.stored.format
-    if f.key_center is not None:
-        f = passed.stored.format.__class__(**vars(f) | {"key_center": passed.stored.tables().center})
+    if f.key_tensors.center is not None:
+        f = replace(f, key_tensors=f.key_tensors._replace(center=passed.stored.tables().center))
     assert unsupported(f, case.dtype, passed.device) is None
     queries = append(passed.queries, passed.keys, passed.values, tables, f, rotations)
     output = attend(queries, tables, f, case.scaling, **extras)[: sum(passed.lengths)]

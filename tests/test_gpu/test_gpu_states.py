@@ -7,6 +7,7 @@ from tiny.models import ARCHITECTURES, GREEDY, random_ids
 
 from kvconvert.kernels.device import interpreted
 from kvconvert.kernels.states import (
+    SelectiveToken,
     can_pack,
     gated_delta_step,
     gated_delta_step_reference,
@@ -121,9 +122,9 @@ def test_a_step_of_mamba_equals_the_reference(device, dtype, plain, rows, groups
         d = bias = gate = None
     packed = empty((rows, heads, head_dim, state), device)
     pack(draw(rows, heads, head_dim, state, seed=4).to(device), packed)
-    given = x, dt.to(dtype), decay, b, c, d, bias, gate
-    expected, after = selective_step_reference(*given, unpack_reference(packed))
-    found = selective_step(*given, packed)
+    given = SelectiveToken(x, dt.to(dtype), decay, b, c, d, bias, gate)
+    expected, after = selective_step_reference(given, unpack_reference(packed))
+    found = selective_step(given, packed)
     assert found.dtype == dtype
     tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     torch.testing.assert_close(found, expected, **tolerance)
@@ -140,7 +141,8 @@ def test_the_reference_of_mamba_is_the_recurrence_as_its_equation_states_it():
         draw(1, 1, 8, seed=1),
     )
     h = draw(1, 1, 4, 8, seed=2)
-    output, after = selective_step_reference(x, dt, decay, b, c, torch.tensor([0.5]), None, None, h)
+    token = SelectiveToken(x, dt, decay, b, c, torch.tensor([0.5]), None, None)
+    output, after = selective_step_reference(token, h)
     step = torch.log1p(dt.exp())
     expected = (step * decay).exp() * h[0, 0] + step * torch.outer(x[0, 0], b[0, 0])
     torch.testing.assert_close(after[0, 0], expected)

@@ -10,6 +10,7 @@ from kvconvert.kernels.decode import PageTile, paged_attention
 from kvconvert.kernels.pages import (
     LayerFormat,
     PageFormat,
+    SideTensors,
     add_centers,
     dequantize_pages,
     key_center,
@@ -64,7 +65,7 @@ def test_attention_over_pages_equals_attention_over_whole_keys(bits, norm, boost
     format = LayerFormat(
         PageFormat.keys(2, 64, 128, bits, 128, norm, boosted=boosted),
         PageFormat.values(2, 64, 128, 4, 64),
-        key_center=center,
+        SideTensors(center=center),
     )
     keys, values = (torch.randn(4, 2, 128, 64, generator=generator) for _ in range(2))
     pages = quantize_pages(keys, format.keys), quantize_pages(values, format.values)

@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from kvconvert.calibration.error_feedback import feedback_matrices
-from kvconvert.kernels.pages import ChannelScales, PageFormat, dequantize_pages, normalised_keys, quantize_pages
+from kvconvert.kernels.pages import (
+    ChannelScales,
+    PageFormat,
+    SideTensors,
+    dequantize_pages,
+    normalised_keys,
+    quantize_pages,
+)
 from kvconvert.kernels.pages.feedback import round_with_feedback, round_with_feedback_reference
 from kvconvert.kernels.pages.reference import page_codes
 from kvconvert.kernels.quantizer import quantize
@@ -74,7 +81,7 @@ def test_the_error_that_queries_see_falls_and_the_plain_error_rises():
     h, x = moments(2, 64), random_keys(4, 2, 128, 64)
     f, seen, plain = PageFormat.keys(2, 64, 128, 2, 128), [], []
     for matrices in (None, feedback(2, 64)):
-        d = dequantize_pages(quantize_pages(x, f, feedback=matrices)).double() - x
+        d = dequantize_pages(quantize_pages(x, f, SideTensors(feedback=matrices))).double() - x
         seen.append(float(torch.einsum("nhpd,hde,nhpe->", d, h, d)))
         plain.append(float(d.square().sum()))
     assert seen[1] < 0.6 * seen[0]
@@ -96,7 +103,8 @@ def test_only_the_codes_of_a_page_change(f):
     x = random_keys(2, 2, 128, 24)
     fixed = torch.tensor([[0, 3, 4, 11, 23], [1, 2, 7, 8, 22]]) if f.fixed_channels else None
     static = ChannelScales(torch.full((2, 24), 0.4).half(), torch.full((2, 24), -3.0).half()) if f.static else None
-    near, fed = (quantize_pages(x, f, fixed, static, matrices) for matrices in (None, feedback(2, 24)))
+    fixings = fixed, static
+    near, fed = (quantize_pages(x, f, SideTensors(*fixings, matrices)) for matrices in (None, feedback(2, 24)))
     for name, tensor in near.tensors():
         assert torch.equal(tensor, getattr(fed, name)) == (name not in ("codes", "high")), name
     keys = normalised_keys(x, f)
@@ -116,7 +124,7 @@ def test_only_the_codes_of_a_page_change(f):
 def test_uncorrelated_queries_leave_rounding_as_it_is():
     x, f = random_keys(2, 2, 128, 24), PageFormat.keys(2, 24, 128, 2, 32)
     identity = feedback_matrices(torch.diag_embed(torch.rand(2, 24)))[0].half()
-    assert torch.equal(quantize_pages(x, f, feedback=identity).codes, quantize_pages(x, f).codes)
+    assert torch.equal(quantize_pages(x, f, SideTensors(feedback=identity)).codes, quantize_pages(x, f).codes)
 
 
 def test_a_token_of_a_span_is_rounded_by_itself():

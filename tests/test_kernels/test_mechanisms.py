@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvconvert.kernels.pages import PageFormat, dequantize_pages, quantize_pages
+from kvconvert.kernels.pages import PageFormat, SideTensors, dequantize_pages, quantize_pages
 from kvconvert.kernels.quantizer import dequantize, quantize
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.kernels.spans import shift_extremes
@@ -106,8 +106,9 @@ def test_boosting_by_magnitude_beats_random_channels():
 
     def error(select: str, channels: torch.Tensor | None = None) -> float:
         f = PageFormat.keys(4, 64, 128, 2, 128, boosted=8, fixed_channels=select == "calibrated")
+        tensors = SideTensors(channels)
         return float(
-            (queries @ dequantize_pages(quantize_pages(pages, f, channels), channels).mT - exact).square().mean()
+            (queries @ dequantize_pages(quantize_pages(pages, f, tensors), tensors).mT - exact).square().mean()
         )
 
     generator = torch.Generator().manual_seed(6)

@@ -5,7 +5,13 @@ import torch
 
 from kvconvert.errors import NumericError, UsageError
 from kvconvert.kernels.page_layout import PageLayout
-from kvconvert.kernels.pages import PageFormat, dequantize_pages, new_pages, quantize_pages
+from kvconvert.kernels.pages import (
+    PageFormat,
+    SideTensors,
+    dequantize_pages,
+    new_pages,
+    quantize_pages,
+)
 from kvconvert.kernels.pages.reference import rank_channels, token_norms
 
 
@@ -98,7 +104,7 @@ def test_stored_tensors_are_those_that_empty_pages_make_room_for(norm, boosted, 
     keys_as = key_format(heads=3, dim=80, token_norm=norm, boosted=boosted, fixed_channels=select == "calibrated")
     values_as = value_format(4, heads=3, dim=48, group=24)
     fixed = torch.arange(10).expand(3, 10)
-    keys = quantize_pages(torch.randn(5, 3, 128, 80), keys_as, fixed)
+    keys = quantize_pages(torch.randn(5, 3, 128, 80), keys_as, SideTensors(fixed))
     values = quantize_pages(torch.randn(5, 3, 128, 48), values_as)
     device = torch.device("cpu")
     for pages, room in (
@@ -308,7 +314,8 @@ def test_boosting_by_score_beats_boosting_other_channels():
     fixed = key_format(group=128, boosted=8, fixed_channels=True)
 
     def error(channels):
-        return (queries @ dequantize_pages(quantize_pages(keys, fixed, channels), channels).mT - exact).square().mean()
+        tensors = SideTensors(channels)
+        return (queries @ dequantize_pages(quantize_pages(keys, fixed, tensors), tensors).mT - exact).square().mean()
 
     by_score = rank_channels(keys.transpose(0, 1).flatten(1, 2)[None], 8)[0]
     others = [torch.stack([torch.randperm(64)[:8] for _ in range(2)]) for _ in range(5)]

@@ -6,7 +6,15 @@ import torch
 from kvconvert.errors import NumericError
 from kvconvert.kernels.attention.reference import attention_reference
 from kvconvert.kernels.decode import PageTile, ResidualTokens, paged_attention
-from kvconvert.kernels.pages import ChannelScales, LayerFormat, PageFormat, dequantize_pages, new_pages, quantize_pages
+from kvconvert.kernels.pages import (
+    ChannelScales,
+    LayerFormat,
+    PageFormat,
+    SideTensors,
+    dequantize_pages,
+    new_pages,
+    quantize_pages,
+)
 from kvconvert.kernels.quantizer import affine_grid, quantize_static
 
 
@@ -49,10 +57,11 @@ def test_pages_come_back_as_the_formula_says(bits, dim, dtype):
     keys, values = (torch.randn(3, 2, 128, dim).to(dtype) * torch.linspace(0.1, 5, dim) for _ in range(2))
     values[..., 7] = 1.5
     key_scales, value_scales = scales_for(keys.float(), bits[0], 0.7), scales_for(values.float(), bits[1])
+    key_tensors, value_tensors = SideTensors(static=key_scales), SideTensors(static=value_scales)
     keys_as = PageFormat.keys(2, dim, 128, bits[0], 128, static=True)
     values_as = PageFormat.values(2, dim, 128, bits[1], dim, static=True)
-    got_keys = dequantize_pages(quantize_pages(keys, keys_as, static=key_scales), static=key_scales)
-    got_values = dequantize_pages(quantize_pages(values, values_as, static=value_scales), static=value_scales)
+    got_keys = dequantize_pages(quantize_pages(keys, keys_as, key_tensors), key_tensors)
+    got_values = dequantize_pages(quantize_pages(values, values_as, value_tensors), value_tensors)
     # float32 against float64: a value on the edge between two codes may fall either way, so nearly all rather than all
     assert ((got_keys - by_hand(keys, bits[0], key_scales)).abs() < 1e-4).float().mean() > 0.999
     assert ((got_values - by_hand(values, bits[1], value_scales)).abs() < 1e-4).float().mean() > 0.999
@@ -65,15 +74,9 @@ def test_static_pages_hold_codes_alone():
         PageFormat.values(2, 48, 128, 4, 48, static=True),
     )
     keys, values = torch.randn(5, 2, 128, 64), torch.randn(5, 2, 128, 48)
-    device = torch.device("cpu")
-    for pages, room, size in (
-        (quantize_pages(keys, keys_as, static=scales_for(keys, 8)), new_pages(5, keys_as, torch.float32, device), 64),
-        (
-            quantize_pages(values, values_as, static=scales_for(values, 4)),
-            new_pages(5, values_as, torch.float32, device),
-            24,
-        ),
-    ):
+    for tokens, f, size in ((keys, keys_as, 64), (values, values_as, 24)):
+        pages = quantize_pages(tokens, f, SideTensors(static=scales_for(tokens, f.bits)))
+        room = new_pages(5, f, torch.float32, torch.device("cpu"))
         assert [(n, t.shape, t.dtype) for n, t in pages.tensors()] == [(n, t.shape, t.dtype) for n, t in room.tensors()]
         assert pages.nbytes == room.nbytes == 5 * 2 * 128 * size
 
@@ -84,7 +87,7 @@ def test_what_is_no_number_is_an_error_that_knows_the_head(number):
     scales = scales_for(keys, 8)
     keys[1, 2, 5, 3] = number
     with pytest.raises(NumericError, match="NaN or infinity") as caught:
-        quantize_pages(keys, PageFormat.keys(3, 16, 128, 8, 128, static=True), static=scales)
+        quantize_pages(keys, PageFormat.keys(3, 16, 128, 8, 128, static=True), SideTensors(static=scales))
     assert caught.value.index[:2] == (1, 2)
 
 
@@ -98,11 +101,10 @@ def test_attention_equals_float64_attention_over_the_dequantized_tokens(bits, le
     format = LayerFormat(
         PageFormat.keys(heads, key_dim, 128, bits[0], 128, static=bits[0] < 16),
         PageFormat.values(heads, value_dim, 128, bits[1], value_dim, static=bits[1] < 16),
-        static_keys=static[0],
-        static_values=static[1],
+        *(SideTensors(static=scales) for scales in static),
     )
-    key_pages = quantize_pages(keys, format.keys, static=static[0])
-    value_pages = quantize_pages(values, format.values, static=static[1])
+    key_pages = quantize_pages(keys, *format.side(True))
+    value_pages = quantize_pages(values, *format.side(False))
     rows = torch.tensor([0, 1, 1, 1])
     residual = ResidualTokens(torch.tensor([0]), torch.randn(1, heads, 9, key_dim), torch.randn(1, heads, 9, value_dim))
     queries = torch.randn(2, 3 * heads, length, key_dim)
@@ -110,8 +112,8 @@ def test_attention_equals_float64_attention_over_the_dequantized_tokens(bits, le
         PageTile(key_pages.select(part), value_pages.select(part), rows[part]) for part in (slice(0, 3), slice(3, 4))
     ]
     got = paged_attention(queries, tiles, [residual], format, 0.3)
-    stored_keys = dequantize_pages(key_pages, static=static[0])
-    stored_values = dequantize_pages(value_pages, static=static[1])
+    stored_keys = dequantize_pages(key_pages, format.key_tensors)
+    stored_values = dequantize_pages(value_pages, format.value_tensors)
     for row in range(2):
         k, v = (x[rows == row].transpose(0, 1).flatten(1, 2) for x in (stored_keys, stored_values))
         if row == 0:

@@ -258,7 +258,7 @@ def test_a_cache_beside_another_takes_what_that_one_has_of_the_plan_on_the_devic
     second = cache.beside()
     feed(second, 5)
     for mine, theirs in zip(second.stores(), cache.stores(), strict=True):
-        assert mine.format.key_feedback is theirs.format.key_feedback is not None
+        assert mine.format.key_tensors.feedback is theirs.format.key_tensors.feedback is not None
 
 
 def test_one_layer_may_stay_unquantized_beside_others():

@@ -88,7 +88,7 @@ def followed(layer, row: int) -> tuple[torch.Tensor, torch.Tensor]:
     plan, (keys, values) = tables.plans[row], (tables.keys[0].tolist(), tables.values[0].tolist())
     key_address, key_stride, value_address, value_stride, sink_tokens, *skips = described[row, :7].tolist()
     count = layer.store.sequences[row].residual
-    spans = [segment for segment in plan.segments if layer.store.span_format]
+    spans = [segment for segment in plan.segments if layer.store.format.span]
     pages = [entry for part in plan.segments if part not in spans for entry in range(part.begin, part.end)]
     half = list(range(plan.half_quantized_begin, plan.half_quantized_begin + plan.half_quantized))
     sides, residuals = [], []
@@ -126,8 +126,8 @@ def followed(layer, row: int) -> tuple[torch.Tensor, torch.Tensor]:
             raw(tables.base, 16 * o, 32, torch.float16).view(2, 16) for o in tables.shared[0][segment.scales].tolist()
         ]
         span = Span(segment.tokens, SpanSide(codes[0], *scales[:2]), SpanSide(codes[1], *scales[2:]))
-        sides[0].append(span_keys(span, layer.store.span_format))
-        sides[1].append(span_values(span, layer.store.span_format))
+        sides[0].append(span_keys(span, layer.store.format.span))
+        sides[1].append(span_values(span, layer.store.format.span))
     return tuple(torch.cat([*parts, last], 1) for parts, last in zip(sides, residuals, strict=True))
 
 
@@ -161,7 +161,7 @@ def test_following_the_tables_gives_what_attention_gives(name, mask_function):
         if tokens < 10:
             check(layer, queries, output, chunk)
             plans = tables_of(layer.store).plans
-            kinds |= {("pages", "spans")[bool(layer.store.span_format)] for plan in plans if plan.segments}
+            kinds |= {("pages", "spans")[bool(layer.store.format.span)] for plan in plans if plan.segments}
             kinds |= {"half" for plan in plans if plan.half_quantized}
         end_forward(layer.store)
     expected = {"spans"} if "spans" in name else {"pages", "half"} if "longer" in name else {"pages"}

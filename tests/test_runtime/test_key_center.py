@@ -71,8 +71,8 @@ def by_hand(layer, lengths, sliding_window=None, softcap=None, rows=3) -> list[t
                     if side:
                         image = dequantize_pages(quantize_pages(page, f.values, hidden=hidden))
                     else:
-                        center = page_centers(torch.tensor([first]), 128, layer.store.format.key_center)
-                        rotated = layer.store.rotations.keys
+                        center = page_centers(torch.tensor([first]), 128, layer.store.format.key_tensors.center)
+                        rotated = layer.store.format.rotations.keys
                         page = hadamard_transform(page) if rotated else page
                         pages = quantize_pages(page - center, f.keys, hidden=hidden)
                         image = dequantize_pages(pages) + center
@@ -107,8 +107,8 @@ def test_the_constant_part_is_what_rope_makes_of_the_mean():
     for name in ("rotated", "1 bit"):
         layer = layer_of(SCHEMES[name])
         layer.store.allocate(torch.zeros(1, 2, 1, 32), torch.zeros(1, 2, 1, 32))
-        found = page_centers(torch.tensor([4, 100_004]), 128, layer.store.format.key_center)
-        if layer.store.rotations.keys:
+        found = page_centers(torch.tensor([4, 100_004]), 128, layer.store.format.key_tensors.center)
+        if layer.store.format.rotations.keys:
             found = hadamard_transform(found, inverse=True)
         for page, first in zip(found, (4, 100_004), strict=True):
             expected = constant_part(PLAN["layers.0.key_mean"], torch.arange(first, first + 128))

@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvconvert.cache.format import CacheFormat
+from kvconvert.cache.format import layer_format
+from kvconvert.kernels.page_formats import LayerFormat
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme
 from kvconvert.vllm.blocks import BlockLayout, block_layouts
 
 
-def cache(**fields: int) -> CacheFormat:
-    return CacheFormat.of(KVScheme(**{"key_bits": 2, "value_bits": 2} | fields), heads=2, key_dim=64)
+def cache(**fields: int) -> LayerFormat:
+    return layer_format(KVScheme(**{"key_bits": 2, "value_bits": 2} | fields), heads=2, key_dim=64)
 
 
 def layout(**fields: int) -> BlockLayout:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvconvert.cache.format import CacheFormat
+from kvconvert.cache.format import layer_format
 from kvconvert.cache.plan_tensors import with_plan
 from kvconvert.kernels.attention.reference import attention_reference
 from kvconvert.kernels.device import interpreted
@@ -18,7 +18,7 @@ from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.methods import KVScheme
 from kvconvert.vllm.attention import PLAIN, LayerStep, Logits, quantize_pending
 from kvconvert.vllm.blocks import BlockLayout, block_layouts
-from kvconvert.vllm.layer import LayerBatch, LayerBlocks, LayerCache, alike
+from kvconvert.vllm.layer import LayerBatch, LayerBlocks, alike
 from kvconvert.vllm.prompts import Flash, PackedPrompts, Packing, divide_prompts
 from kvconvert.vllm.rehearsal import rehearse
 from kvconvert.vllm.step import StepPlan, plan_step
@@ -55,16 +55,16 @@ class Layer:
         beside: Layer | None = None,
         layout: BlockLayout | None = None,
     ):
-        cache = CacheFormat.of(scheme, heads=HEADS, key_dim=DIM)
+        cache = layer_format(scheme, heads=HEADS, key_dim=DIM)
         self.device, self.dtype = torch.device(device), dtype
-        self.format = with_plan(cache.pages, scheme, PLAN, torch.device("cpu"))
+        self.format = with_plan(cache, scheme, PLAN, torch.device("cpu"))
         self.layout, self.logits, self.beside = layout or BlockLayout.of(cache, dtype, drafts), logits, beside
         self.rotations, self.kernels = cache.rotations, kernels
         each = self.layout.blocks_for(LONGEST)
         shape = (1 + each * REQUESTS, 1, 1, self.layout.block_bytes // 2)
         memory = torch.full(shape, POISON, dtype=torch.int16, device=self.device)
-        format = with_plan(cache.pages, scheme, PLAN, self.device)
-        self.blocks = LayerBlocks(LayerCache(format, cache.rotations, self.layout, dtype), memory)
+        format = with_plan(cache, scheme, PLAN, self.device)
+        self.blocks = LayerBlocks(format, self.layout, dtype, memory)
         # Scattered, and never block 0, which vLLM leaves to no request.
         self.table = torch.zeros(REQUESTS, each + 3, dtype=torch.int32)
         self.table[:, :each] = (torch.randperm(each * REQUESTS) + 1).view(REQUESTS, each)
@@ -158,17 +158,17 @@ class Layer:
         """A complete page of a request's keys or values [HEADS, 128, DIM] as it is stored, computed once."""
         if (side, row, number) not in self.pages:
             part, hidden = slice(128 * number, 128 * number + 128), 0 if number else self.layout.sink_tokens
-            f, g = self.format, self.format.values
+            f = self.format
             if side == "keys":
                 center = 0.0
-                if f.key_center is not None:
-                    center = page_centers(torch.tensor([128 * number]), 128, f.key_center)
+                if f.key_tensors.center is not None:
+                    center = page_centers(torch.tensor([128 * number]), 128, f.key_tensors.center)
                 whole = self.keys[row][None, :, part] - center
-                page = quantize_pages(whole, f.keys, f.boosted, f.static_keys, f.key_feedback, hidden)
-                stored = dequantize_pages(page, f.boosted, f.static_keys) + center
+                page = quantize_pages(whole, *f.side(True), hidden)
+                stored = dequantize_pages(page, f.key_tensors) + center
             else:
-                page = quantize_pages(self.values[row][None, :, part], g, static=f.static_values, hidden=hidden)
-                stored = dequantize_pages(page, static=f.static_values)
+                page = quantize_pages(self.values[row][None, :, part], *f.side(False), hidden)
+                stored = dequantize_pages(page, f.value_tensors)
             self.pages[side, row, number] = stored[0]
         return self.pages[side, row, number]
 
@@ -204,7 +204,7 @@ def test_tables_hold_the_pages_of_all_rows_one_after_another_and_nothing_of_leng
     blocks = Layer(SCHEMES["kivi"], kernels=False).blocks
     tables = DecodeTables([blocks], 4, 9)
     table = torch.arange(1, 91, dtype=torch.int32).view(3, 30)
-    first = blocks.cache.layout.first_page
+    first = blocks.layout.first_page
     pages = torch.stack([*table[0, first : first + 3], table[2, first]])
     with interpreted():
         tables.write(table, [0, 1, 2], [385, 0, 140])
@@ -241,7 +241,8 @@ def test_layers_in_one_allocation_are_quantized_together_as_each_alone(name):
     shape = together[0].blocks.words.shape
     memory = torch.full((3, *shape), POISON, dtype=torch.int16)
     for number, layer in enumerate(together):
-        layer.blocks = LayerBlocks(layer.blocks.cache, memory[number])
+        own = layer.blocks
+        layer.blocks = LayerBlocks(own.format, own.layout, own.dtype, memory[number])
     groups = alike([layer.blocks for layer in together])
     assert sum(len(group.layers) for group in groups) == 3
     assert len(groups) == (1 if name == "kitty" else 3)
@@ -265,7 +266,7 @@ def test_layers_with_blocks_of_different_sizes_follow_one_plan(kernels):
     torch.manual_seed(0)
     windows = {"sink_tokens": 4, "value_recent_tokens": 128}
     schemes = [KVScheme(key_bits=bits, value_bits=bits, **windows) for bits in (2, 8, 16)]
-    caches = [CacheFormat.of(scheme, heads=HEADS, key_dim=DIM) for scheme in schemes]
+    caches = [layer_format(scheme, heads=HEADS, key_dim=DIM) for scheme in schemes]
     layouts = block_layouts(caches, torch.float32)
     assert len({layout.block_bytes for layout in layouts}) == len({layout.tokens_per_block for layout in layouts}) == 3
     layers: list[Layer] = []

@@ -21,7 +21,7 @@ def launches(served, blocks):
     layers = []
     for index, layout in served.layouts(DTYPE).items():
         memory = torch.zeros(blocks, layout.block_bytes, dtype=torch.uint8)
-        layers.append(LayerBlocks(served.layer(index, CPU, DTYPE), memory))
+        layers.append(LayerBlocks(*served.layer(index, CPU, DTYPE), DTYPE, memory))
     with imagined(GPU((9, 0), 132)):
         tables = DecodeTables(layers, 32, blocks)
         tables.include(layers)

@@ -275,16 +275,16 @@ def test_a_rank_has_its_heads_of_the_plan():
         "rope_pairs": torch.arange(64).view(2, 32).T.contiguous(),
     }
     found.bundle.plan.update({f"layers.0.{name}": tensor for name, tensor in plan.items()})
-    whole = found.layer(0, torch.device("cpu"), torch.bfloat16)
+    whole, whole_layout = found.layer(0, torch.device("cpu"), torch.bfloat16)
     for rank in range(2):
-        part = found.layer(0, torch.device("cpu"), torch.bfloat16, rank, 2)
+        part, layout = found.layer(0, torch.device("cpu"), torch.bfloat16, rank, 2)
         own = slice(rank, rank + 1)
-        assert part.format.keys.heads == part.format.values.heads == 1
-        assert torch.equal(part.format.key_feedback, whole.format.key_feedback[own])
-        assert torch.equal(part.format.boosted, whole.format.boosted[own])
-        assert torch.equal(part.format.key_center.matrix, whole.format.key_center.matrix[own])
-        assert part.layout == found.layouts(torch.bfloat16, 2)[0]
-        assert 2 * part.layout.token_bytes == whole.layout.token_bytes
+        assert part.keys.heads == part.values.heads == 1
+        assert torch.equal(part.key_tensors.feedback, whole.key_tensors.feedback[own])
+        assert torch.equal(part.key_tensors.boosted, whole.key_tensors.boosted[own])
+        assert torch.equal(part.key_tensors.center.matrix, whole.key_tensors.center.matrix[own])
+        assert layout == found.layouts(torch.bfloat16, 2)[0]
+        assert 2 * layout.token_bytes == whole_layout.token_bytes
 
 
 SPANS = KVScheme.preset("calibquant-1bit")
@@ -307,7 +307,7 @@ def test_layers_of_any_widths_windows_and_sink_tokens_are_served():
     found = served(None, KIVI, wide, replace(windowed, value_recent_tokens=128))
     assert found.refusal(torch.bfloat16) is None
     layouts = list(found.layouts(torch.bfloat16).values())
-    assert found.layer(2, torch.device("cpu"), torch.bfloat16).layout == layouts[2]
+    assert found.layer(2, torch.device("cpu"), torch.bfloat16)[1] == layouts[2]
     assert len({layout.block_bytes for layout in layouts}) == 3
     assert len({layout.blocks_ahead for layout in layouts}) == 1
     # A layer without a scheme finds its tokens as that after it does.

@@ -17,7 +17,6 @@ from kvconvert.kernels.device import compiles, multiprocessors, overlaps_launche
 from kvconvert.kernels.launches import skips_launches
 from kvconvert.kernels.page_formats import PAGE_SIZE, LayerFormat, PageFormat
 from kvconvert.kernels.page_layout import PageLayout
-from kvconvert.kernels.span_formats import SpanFormat, key_blocks, value_blocks
 
 # Registers of a thread, and how many one-warp programs with that many fit a multiprocessor, whose four parts hold
 # 16,384 registers each: two or three programs. Where three would spill, two are faster.
@@ -29,10 +28,10 @@ TILE = 16
 MOST_SLOTS = (16, 64, 1 << 20)
 
 
-def programs_for(device: torch.device, format: LayerFormat, span: SpanFormat | None, group: int, queries: int) -> int:
+def programs_for(device: torch.device, format: LayerFormat, group: int, queries: int) -> int:
     """How many work items run side by side for each KV head and block of queries."""
     block = queries_per_program(group, queries)
-    shape = decode_shape(format, span, torch.bfloat16, group, block)
+    shape = decode_shape(format, torch.bfloat16, group, block)
     side_by_side = multiprocessors(device) * PROGRAMS_PER_MULTIPROCESSOR[registers_for(shape)] // warps_for(shape)
     return max(1, side_by_side // (format.keys.heads * -(-queries // block)))
 
@@ -72,24 +71,18 @@ def centered_queries(room: int, entries: int, heads: int, group: int, queries: t
 
 def decode_shape(
     format: LayerFormat,
-    span: SpanFormat | None,
     dtype: torch.dtype,
     group: int,
     queries: int,
     *,
     half_quantized: int = 0,
-    hides: bool = False,
     masked: bool = False,
     softcap: bool = False,
-    tau: bool = False,
     placed: bool = False,
     inline_asm: bool = True,
 ) -> DecodeShape:
     """The specialisation for a layer."""
-    key, value = format.keys, format.values
-    if span is not None:
-        key = key_blocks(key.heads, key.head_dim, span.key_bits)
-        value = value_blocks(value.heads, value.head_dim, span.value_bits)
+    (key, value), span = format.stored, format.span
     return DecodeShape(
         **_side_fields("key", key),
         **_side_fields("value", value),
@@ -99,10 +92,10 @@ def decode_shape(
         split_query=dtype == torch.float32,
         half_quantized=half_quantized,
         masked=masked,
-        ragged=hides or span is not None,
+        ragged=format.sink_tokens > 0 or span is not None,
         softcap=softcap,
-        tau=tau,
-        centered=format.key_center is not None,
+        tau=span is not None and span.shifts,
+        centered=format.key_tensors.center is not None,
         placed=placed,
         tile=TILE,
         inline_asm=inline_asm,
@@ -143,9 +136,6 @@ def decode_attention(
     format: LayerFormat,
     scaling: float,
     *,
-    span: SpanFormat | None = None,
-    half_quantized: int = 0,
-    hides: bool = False,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
     visibility: Visibility | None = None,
@@ -161,10 +151,8 @@ def decode_attention(
     Args:
         queries: [B, Hq, T, D], rotated if the keys are; the last dimension contiguous.
         tables, windows: what is stored.
-        format, span: how; `span` where the tables hold span blocks.
+        format: how.
         scaling: factor of the dot products.
-        half_quantized: 1 where half-quantized pages have their values in full precision, 2 where their keys.
-        hides: whether pages, or half-quantized ones, may have hidden tokens, see `kernels/decode/plan.py`.
         softcap, sink_logits: as in `attention_reference`; sink_logits [Hq].
         visibility: which tokens are seen; None for all.
         clamped_rows: as in `SpanTokens`.
@@ -178,18 +166,14 @@ def decode_attention(
     group = query_heads // heads
     block = queries_per_program(group, count)
     blocks = -(-count // block)
-    shift = span is not None and span.shifts
     shape = decode_shape(
         format,
-        span,
         dtype,
         group,
         block,
-        half_quantized=half_quantized,
-        hides=hides,
+        half_quantized=format.half_quantized,
         masked=visibility is not None,
         softcap=bool(softcap),
-        tau=shift,
         placed=windows.places is not None,
         inline_asm=compiles(queries.device),
     )
@@ -225,7 +209,7 @@ def decode_attention(
     rest, mean = stats, stats
     if shape.centered:
         rest, mean = launch_center_scores(queries, tables, scaling, blocks, shape, dependent)
-    if shift:
+    if shape.tau:
         extremes = torch.empty(grid[0] * blocks, heads, rows, 2, dtype=torch.float32, device=device)
         counter = torch.zeros((), dtype=torch.int64, device=device) if clamped_rows is None else clamped_rows
         extremes_kernel[grid](**arguments, extremes=extremes, STAGES=STAGES)
@@ -249,8 +233,8 @@ def decode_attention(
         mask_head=mask_head,
         mask_query=mask_query,
         place_row=0 if windows.places is None else windows.places.stride(0),
-        tau1=span.tau1 if shift else 0.0,
-        tau2=span.tau2 if shift else 0.0,
+        tau1=format.span.tau1 if shape.tau else 0.0,
+        tau2=format.span.tau2 if shape.tau else 0.0,
         STAGES=STAGES,
         DEPENDENT=dependent,
         **(overlapped if shape.centered else {}),

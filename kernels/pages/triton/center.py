@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvconvert.kernels.device import compiles
+from kvconvert.kernels.device import compiles, upload
 from kvconvert.kernels.launches.triton import kernel
 from kvconvert.kernels.pages.center import KeyCenter
 from kvconvert.kernels.pages.triton.affine import TABLE_COLUMNS
@@ -167,16 +167,9 @@ def add_to_pages(tokens: torch.Tensor, position: int, page_size: int, center: Ke
     launch_centers(
         tokens,
         tokens.stride(1),
-        uploaded(table, tokens.device),
-        uploaded(centers, tokens.device),
+        upload(table, tokens.device),
+        upload(centers, tokens.device),
         center,
         page_size,
         sign,
     )
-
-
-def uploaded(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Integers on a device, without waiting for what it is doing, as a copy from pageable memory would."""
-    on_host = torch.from_numpy(numbers)
-    on_host = on_host.pin_memory() if device.type == "cuda" else on_host
-    return on_host.to(device, non_blocking=True)

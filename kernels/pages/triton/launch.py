@@ -12,6 +12,7 @@ device, which `raise_if_flagged` reads once per flush.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,12 +20,12 @@ import numpy as np
 import torch
 import triton
 
-from kvconvert.kernels.page_formats import ChannelScales, PageFormat, TokenNorm
+from kvconvert.kernels.device import upload
+from kvconvert.kernels.page_formats import NO_TENSORS, PageFormat, SideTensors, TokenNorm
 from kvconvert.kernels.page_layout import PageLayout
-from kvconvert.kernels.pages.center import KeyCenter
 from kvconvert.kernels.pages.records import PageTensors, PageWrites
 from kvconvert.kernels.pages.triton.affine import channel_parts, halves_of
-from kvconvert.kernels.pages.triton.center import launch_centers, uploaded
+from kvconvert.kernels.pages.triton.center import launch_centers
 from kvconvert.kernels.pages.triton.feedback import PageFeedback, launch_feedback
 from kvconvert.kernels.pages.triton.quantize import copy_page_kernel, norm_kernel, page_kernel
 
@@ -60,51 +61,47 @@ class PageLaunch(NamedTuple):
     feedback: PageFeedback | None = None
 
 
-def page_launch(writes: PageWrites, like: torch.Tensor, pages: PageTensors, flag: torch.Tensor) -> PageLaunch:
+def page_launch(
+    writes: PageWrites, like: torch.Tensor, pages: PageTensors, flag: torch.Tensor, tensors: Sequence[SideTensors]
+) -> PageLaunch:
     """The tables of a launch on the device; arguments as for `quantize_at`."""
-    records = pages.buffer
-    table = np.empty((len(writes.tokens), 5), dtype=np.int64)
-    table[:, 0] = (writes.tokens - like.data_ptr()) // like.element_size()
-    table[:, 1] = writes.head_strides
-    table[:, 2] = (writes.records - records.data_ptr()) // records.element_size()
-    table[:, 3] = pages.format.page_size
-    table[:, 4] = 0 if writes.hidden is None else writes.hidden
-    on_device, feedback = uploaded(table, like.device), None
-    if writes.feedback is not None:
+    records, (layers, count) = pages.buffer, writes.tokens.shape
+    table = np.empty((layers, count, 5), dtype=np.int64)
+    table[..., 0] = (writes.tokens - like.data_ptr()) // like.element_size()
+    table[..., 1] = writes.head_strides
+    table[..., 2] = (writes.records - records.data_ptr()) // records.element_size()
+    table[..., 3] = pages.format.page_size
+    table[..., 4] = writes.hidden
+    on_device, feedback = upload(table.reshape(-1, 5), like.device), None
+    if tensors[0].feedback is not None:
         # Addresses of float16 numbers, counted from the records', which are of 16 bits too.
         base = records.view(torch.float16)
-        feedback = PageFeedback(base, uploaded((writes.feedback - base.data_ptr()) // 2, like.device))
+        offsets = [(own.feedback.data_ptr() - base.data_ptr()) // 2 for own in tensors]
+        feedback = PageFeedback(base, upload(np.repeat(offsets, count), like.device))
     return PageLaunch(like, like.stride(1), on_device, records, flag, feedback)
 
 
 def quantize_at(
-    writes: PageWrites,
-    like: torch.Tensor,
-    pages: PageTensors,
-    flag: torch.Tensor,
-    channels: torch.Tensor | None = None,
-    static: ChannelScales | None = None,
-    center: KeyCenter | None = None,
+    writes: PageWrites, like: torch.Tensor, pages: PageTensors, flag: torch.Tensor, tensors: Sequence[SideTensors]
 ) -> None:
     """Quantize complete pages of many layers and sequences on a GPU and write them where they are to be stored.
 
     Args:
         writes: where the pages' tokens lie, which `unsupported` accepts, and where records go.
-        like: some of the tokens [H, n, channels].
+        like: some of the tokens [H, n, channels]; centers are subtracted from tokens in place.
         pages: some pages of the same storage, for their format and dtype.
         flag: what the kernels raise, see `raise_if_flagged`; from `new_flag`.
-        channels, static: as for `quantize_pages`.
-        center: that of any of the pages' layers, where `writes` has all of them; they are subtracted from the tokens
-            in place.
+        tensors: each layer's; of several layers `LayerFormat.shares_launches` is true.
     """
-    f, launch = pages.format, page_launch(writes, like, pages, flag)
-    if writes.centers is not None:
-        bases, centers = (center.matrix, center.frequencies), writes.centers.copy()
-        for column, base in enumerate(bases, 1):
-            centers[:, column] = (centers[:, column] - base.data_ptr()) // base.element_size()
-        on_device = uploaded(centers, like.device)
-        launch_centers(like, launch.token_stride, launch.table, on_device, center, f.page_size, sign=-1)
-    quantize_pages(launch, f, channels, static)
+    f, launch, first = pages.format, page_launch(writes, like, pages, flag, tensors), tensors[0]
+    if first.center is not None:
+        bases = first.center.matrix, first.center.frequencies
+        own = [[side.center.matrix.data_ptr(), side.center.frequencies.data_ptr()] for side in tensors]
+        offsets = (np.array(own) - [base.data_ptr() for base in bases]) // [base.element_size() for base in bases]
+        positions, count = np.tile(writes.positions, len(tensors)), len(writes.positions)
+        centers = upload(np.column_stack([positions, np.repeat(offsets, count, axis=0)]), like.device)
+        launch_centers(like, launch.token_stride, launch.table, centers, first.center, f.page_size, sign=-1)
+    quantize_pages(launch, f, first)
 
 
 def quantize_listed(
@@ -115,10 +112,7 @@ def quantize_listed(
     flag: torch.Tensor,
     *,
     centers: torch.Tensor,
-    channels: torch.Tensor | None = None,
-    static: ChannelScales | None = None,
-    feedback: torch.Tensor | None = None,
-    center: KeyCenter | None = None,
+    tensors: SideTensors = NO_TENSORS,
 ) -> None:
     """Quantize complete pages of one layer on a GPU that a table there describes.
 
@@ -130,30 +124,23 @@ def quantize_listed(
         f: the format of the pages.
         flag: as for `quantize_at`.
         centers: int64 [N, 3], the position of each page's first token, and zeros.
-        channels, static, feedback: as for `quantize_pages`.
-        center: the layer's, subtracted from the tokens in place before they are quantized; None for whole keys.
+        tensors: the layer's, whose center is subtracted from the tokens in place.
     """
+    feedback = tensors.feedback
     matrices = None if feedback is None else PageFeedback(feedback, torch.zeros_like(table[:, 0]))
     launch = PageLaunch(tokens, tokens.stride(1), table, records, flag, matrices)
-    if center is not None:
-        launch_centers(tokens, launch.token_stride, table, centers, center, f.page_size, sign=-1)
-    quantize_pages(launch, f, channels, static)
+    if tensors.center is not None:
+        launch_centers(tokens, launch.token_stride, table, centers, tensors.center, f.page_size, sign=-1)
+    quantize_pages(launch, f, tensors)
 
 
-def quantize_pages(
-    launch: PageLaunch,
-    f: PageFormat,
-    channels: torch.Tensor | None = None,
-    static: ChannelScales | None = None,
-    partial: bool = False,
-) -> None:
+def quantize_pages(launch: PageLaunch, f: PageFormat, tensors: SideTensors = NO_TENSORS, partial: bool = False) -> None:
     """Write pages into their records; `quantize_pages` in kernels/pages/reference.py says what.
 
     Args:
-        launch: the pages.
+        launch: the pages, with the feedback of each.
         f: their format.
-        channels: int64 [H, boosted], where the format fixes them.
-        static: the layer's scales, where `f.static`.
+        tensors: the layer's boosted channels and static scales.
         partial: whether pages, of 8 bits or fewer, may have fewer tokens than `f.page_size`.
     """
     table, records, tile = launch.table, launch.records, tile_of(f.head_dim, f.bits)
@@ -177,9 +164,9 @@ def quantize_pages(
         "records": records,
         "record_bytes": records.view(torch.uint8) if dynamic else records,
         "table": table,
-        "static_scales": static.scale if f.static else records,
-        "static_offsets": static.offset if f.static else records,
-        "boosted": channels if f.boosted and not dynamic else table,
+        "static_scales": tensors.static.scale if f.static else records,
+        "static_offsets": tensors.static.offset if f.static else records,
+        "boosted": tensors.boosted if f.boosted and not dynamic else table,
         "token_stride": launch.token_stride,
     }
     factor, shrink = shrinkage(f.clip_ratio)

@@ -106,9 +106,9 @@ def fill_workspace(tables: RaggedTables, format: LayerFormat, keys: torch.Tensor
     """
     f = format
     dequantize_addressed(tables.key_pages, keys, tables.key_places)
-    if f.key_center is not None and len(tables.key_pages):
+    if f.key_tensors.center is not None and len(tables.key_pages):
         size = f.keys.page_size
-        launch_centers(keys, keys.stride(1), tables.center_pages, tables.centers, f.key_center, size, sign=1)
+        launch_centers(keys, keys.stride(1), tables.center_pages, tables.centers, f.key_tensors.center, size, sign=1)
     dequantize_addressed(tables.value_pages, values, tables.value_places)
     copies = tables.copies
     if isinstance(copies, TokensInBlocks):
