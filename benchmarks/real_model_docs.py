@@ -42,8 +42,11 @@ def reports(results: Path = RESULTS) -> list[dict[str, Any]]:
 
 
 def sections(found: list[dict[str, Any]]) -> str:
-    """A section for each model."""
-    return "\n\n".join(f"### {model_name(report)}\n\n{markdown(report)}" for report in found)
+    """Perplexities of all models, then how each was measured and how its `auto` fares beside other caches."""
+    parts = ["Perplexity on WikiText-2:", _compared(found, _perplexity)]
+    for report in found:
+        parts += [f"### {model_name(report)}", _introduction(report), _auto(report)]
+    return "\n\n".join(part for part in parts if part)
 
 
 def model_name(report: dict[str, Any]) -> str:
@@ -94,6 +97,12 @@ def _divergences(row: dict[str, Any], report: dict[str, Any]) -> str:
     return " / ".join(_kl(row["texts"][text]["kl"]) if text in row["texts"] else "-" for text in COMPARED)
 
 
+def _perplexity(row: dict[str, Any], report: dict[str, Any]) -> str:
+    if "texts" not in row:  # the source
+        return f"{next(iter(_measured(report).values()))['texts'][COMPARED[0]]['source_perplexity']:.2f}"
+    return f"{row['texts'][COMPARED[0]]['perplexity']:.2f}"
+
+
 def _finds(row: dict[str, Any], report: dict[str, Any]) -> str:
     cells = [percent(row.get("json", {}).get(PAIRS)), percent(row.get("found", {}).get(longest_length(report)))]
     return " / ".join(cell or "-" for cell in cells)
@@ -117,13 +126,13 @@ def _introduction(report: dict[str, Any]) -> str:
             f": `{shape['model_type']}`, {shape['layers']} layers of {shape['heads']} query and {shape['kv_heads']} KV "
             f"heads of {shape['head_dim']}, {shape['positions']:,} positions"
         )
-    code = f"; code is the standard library of Python {s['python']}" if "python" in s else ""
+    code = f", code of Python {s['python']}" if "python" in s else ""
     asked = [f"{percent(hits)} of the numbers at {int(n):,} tokens" for n, hits in source.get("found", {}).items()]
     asked += [f"{percent(hits)} of the values in {n} pairs" for n, hits in source.get("json", {}).items()]
     recall = f" Of {s['prompts']} prompts each the source finds {', '.join(asked)}." if asked else ""
     calibrated = s["calibrated_on"]
     return (
-        f"{about}. {s['segments']} segments of {s['length']:,} tokens of each text{code}; calibrated on "
+        f"{about}. {s['segments']} x {s['length']:,} tokens of each text{code}; calibrated on "
         f"{calibrated['samples']} x {calibrated['length']} tokens of {calibrated['text']}.{recall}{_options(report)}"
     )
 
@@ -136,7 +145,7 @@ def _shared_options(report: dict[str, Any]) -> str:
 
 def _options(report: dict[str, Any]) -> str:
     shared = _shared_options(report)
-    return f" The names of `auto` leave out what is the same for all: {shared}." if shared else ""
+    return f" `auto`: {shared}." if shared else ""
 
 
 def _label(name: str, report: dict[str, Any]) -> str:
@@ -198,11 +207,7 @@ def _auto(report: dict[str, Any]) -> str:
         return ""
     count = len(lines) * len(texts)
     heads = ["cache", "its bits per value", "`auto`'s", *(f"KL {TEXTS.get(text, text)}" for text in texts)]
-    about = (
-        "The largest `auto` of at most a cache's mean bits less that cache, with 95% bootstrap intervals over "
-        f"segments; negative: `auto` is better. Of {count} differences {better} are significantly better and {worse} "
-        "significantly worse:"
-    )
+    about = f"`auto` less the cache; of {count} differences {better} are significantly better, {worse} worse:"
     return f"{about}\n\n{table(heads, lines)}"
 
 
