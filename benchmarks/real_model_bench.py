@@ -1,4 +1,4 @@
-"""What all cases of `benchmarks/real_model.py` have in common, and the report that grows row by row."""
+"""The parts that all cases of `benchmarks/real_model.py` share, and the report that grows row by row."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _bench: Bench | None = None  # of a process that measures some of the cases
 
 
 class Bench:
-    """What all cases have in common, and the report that grows row by row."""
+    """Texts, prompts, and source that all cases share, and the report that grows row by row."""
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
@@ -160,7 +160,7 @@ class Bench:
                         rows[pool.submit(_row_of_cache, other, first)] = search
 
     def _search(self, name: str) -> str | None:
-        """What a search has in common with others, None for a case that searches nothing."""
+        """The key of a search, see `Workshop.search_of`; None for a case that searches nothing."""
         case = Case.parse(name)
         return self.shop.search_of(case) if case.preset == "auto" else None
 

@@ -50,7 +50,7 @@ def sections(found: list[dict[str, Any]]) -> str:
 
 
 def model_name(report: dict[str, Any]) -> str:
-    """What people call the model of a report."""
+    """The title of a report's model."""
     return report.get("title", report["settings"]["model"])
 
 
@@ -109,7 +109,7 @@ def _finds(row: dict[str, Any], report: dict[str, Any]) -> str:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """What was measured and how, the caches, and `auto` beside the others."""
+    """A report: settings, the caches, and `auto` beside the others."""
     parts = [_introduction(report), _table(report), _auto(report)]
     failures = [f"- {name}: {row['failure']}" for name, row in report["caches"].items() if "failure" in row]
     if failures:
@@ -138,7 +138,7 @@ def _introduction(report: dict[str, Any]) -> str:
 
 
 def _shared_options(report: dict[str, Any]) -> str:
-    """What the names of all searched caches say after their bits, if it is the same in all."""
+    """The options after the bits in the names of searched caches, if all have the same."""
     found = {name.partition(",")[2] for name in report["caches"] if name.startswith("auto:")}
     return found.pop() if len(found) == 1 else ""
 

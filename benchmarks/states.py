@@ -1,4 +1,4 @@
-"""What storing recurrent states in few bits does to a model, token by token:
+"""The loss of a model whose recurrent states are stored in few bits, token by token:
 
     python benchmarks/states.py MODEL TEXT [--prompt 128] [--tokens 512] [--sequences 8]
 

@@ -38,7 +38,7 @@ LIMITS: dict[str, Any] = {"max_model_len": 4096, "kv_cache_memory_bytes": 2 * GI
 
 
 def one_by_one(dtype: str, tokens: int) -> dict[str, Any]:
-    """Of vLLM's settings those with which prompts are read one after another, so many tokens at a time."""
+    """Settings of vLLM with which prompts are read one after another, `tokens` tokens at a time."""
     return {"dtype": dtype, "enforce_eager": True, "max_num_batched_tokens": tokens, "max_num_seqs": 1}
 
 

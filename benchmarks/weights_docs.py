@@ -17,7 +17,7 @@ SHOWN = "SmolLM2-135M-Instruct, NVIDIA H200"  # of calibrate.json, to users
 
 
 def methods(report: dict[str, Any]) -> str:
-    """What was measured and how; per model its cases and their differences at the same width and groups."""
+    """A report: for each model its cases and their differences at the same width and groups."""
     parts = ["KL is to the source in nats per token, with 95% bootstrap intervals over segments; all in float32."]
     for name, model in report["models"].items():
         parts += [f"### {name}", _introduction(model["settings"]), _cases(model), _differences(model)]

@@ -202,8 +202,8 @@ def _errors(
         cache: how `side` is stored, but for the clip ratio.
         side: keys or values.
         grid: clip ratios.
-        error: of the heads' outputs of a block, [m, n, H, Hq / H, q, E], given what was read back with m clip ratios:
-            [m, n, H, keys, channels].
+        error: the error of the heads' outputs of a block, [m, n, H, Hq / H, q, E], given what was read back with m clip
+            ratios: [m, n, H, keys, channels].
         ranks: each evaluates some of the clip ratios.
     """
     exact = sample.keys if side == "key" else sample.values

@@ -151,7 +151,7 @@ class ConstantPart:
     """The constant part of a layer's keys, not rotated.
 
     Attributes:
-        rope: of the layer.
+        rope: the rotary embedding of the layer.
         mean: float32 [H, D], before RoPE.
         share: float64 [H], of the energy of each head's keys.
     """
@@ -175,7 +175,7 @@ def measure_constant_part(
     """The constant part of keys [n, H, T, D] after RoPE, at positions 0 to T - 1 and not rotated otherwise.
 
     Args:
-        keys: of the sample.
+        keys: the keys of the sample.
         embeddings: what the layer got as `position_embeddings`.
         sink_tokens: first tokens, which are not quantized and left out.
         changing_rope: see `LayerWork`.
@@ -193,9 +193,9 @@ class TreatmentSearch:
     """The treatments of one layer's keys on a sample of its attention.
 
     Args:
-        sample: of the layer's attention, in the coordinates of a cache that rotates keys or does not.
+        sample: the sample of the layer's attention, in the coordinates of a cache that rotates keys or does not.
         rotated: whether it does.
-        constant: of the layer's keys, or why there is none.
+        constant: the constant part of the layer's keys, or why there is none.
         search: what calibration chooses, of which error feedback and clip ratios count here.
     """
 
@@ -273,7 +273,7 @@ class KeyTreatmentPass(SampleReader):
 
     Args:
         sampler: takes the sample, earlier in the list of passes.
-        scheme: of the layer.
+        scheme: the scheme of the layer.
         search: what calibration chooses.
     """
 

@@ -47,11 +47,11 @@ PRESETS = ("kivi", "oscar", "oscar-g128", "kitty", "kitty-pro", "calibquant-1bit
 
 @dataclass(frozen=True)
 class Layer:
-    """What one layer stores.
+    """The storage of one layer.
 
     Attributes:
-        name: of the preset or of what is varied; details: of the latter, for the variant's name.
-        format: of its pages, or, with `span`, of its heads alone.
+        name: the name of the preset or of what is varied; details: of the latter, for the variant's name.
+        format: the format of its pages, or, with `span`, of its heads alone.
         half_quantized: as in `DecodeShape`.
         tau: whether scores of spans are shifted.
     """

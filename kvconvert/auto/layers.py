@@ -31,14 +31,14 @@ class SearchedLayer:
     """One layer and its choices.
 
     Attributes:
-        index: of the layer.
+        index: the layer's index.
         scheme: the recipe's, resolved for the layer, with values rotated at run time: nothing is folded yet.
         search: what calibration chooses for every candidate.
         heads, key_dim, value_dim: KV heads, and channels of a head's keys and values.
         keys, values: candidates, those without any quantization last.
         costs: bytes of each candidate, summed over `lengths(context)`, by name.
         context: tokens of the sequence that costs are stated for.
-        sliding_window: of the layer, or None.
+        sliding_window: the layer's sliding window, or None.
         output: name of its output projection, or None where it is unknown.
     """
 
@@ -78,7 +78,7 @@ class SearchedLayer:
         """The cache of these candidates; a side without one stays in full precision.
 
         Args:
-            candidates: of one side or both.
+            candidates: the candidates of one side or both.
             clip_ratios: by candidate's name; the scheme's own without one.
             measured: makes error feedback and constant parts of keys; None for a cache without.
         """
@@ -119,8 +119,8 @@ def searched_layers(config: PretrainedConfig, jobs: Sequence[LayerJob], context:
     """The layers whose cache the recipe quantizes, without costs, which `SearchedLayer.windowed` computes.
 
     Args:
-        config: of the language model.
-        jobs: of all layers; candidates are laid over their schemes.
+        config: the configuration of the language model.
+        jobs: the jobs of all layers; candidates are laid over their schemes.
         context: tokens of the sequence that costs are stated for.
     """
     windows = sliding_windows(config)
@@ -220,7 +220,7 @@ def candidate_clip_ratios(
 
     Args:
         layer: its candidates, treated as they will be.
-        measured: of `measured_layer`.
+        measured: the result of `measured_layer`.
         sides: whether the ratio of "key" and of "value" is to be chosen; the other one stays the recipe's.
     """
     scheme = layer.scheme

@@ -108,8 +108,8 @@ def find_widths(units: list[Unit], weights: WeightsRecipe, run: SearchRun) -> We
     """Measure, allocate and commit what was found.
 
     Args:
-        units: of the model.
-        weights: of the recipe, with `average_bits`.
+        units: the units of the model.
+        weights: the weights' recipe, with `average_bits`.
         run: what is measured with.
     """
     text = run.text

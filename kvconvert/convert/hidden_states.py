@@ -65,7 +65,7 @@ class HiddenPart:
     """Some sequences of hidden states that follow one another: those of one of several models, or a part of them.
 
     Attributes:
-        states: of all of them.
+        states: the hidden states of all samples.
         start, stop: the sequences.
         first: sample of the first one.
     """

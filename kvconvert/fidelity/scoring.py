@@ -170,7 +170,7 @@ class Reader:
 
     Args:
         decoder: which.
-        name: of the decoder, for messages.
+        name: the name of the decoder, for messages.
 
     Attributes:
         cache: what it has read; length: how many tokens of each segment.

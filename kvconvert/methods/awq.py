@@ -16,7 +16,7 @@ SMALL_HIDDEN_SIZE = 3584  # below which the largest is 64
 
 
 def auto_group_sizes(hidden_size: int) -> tuple[int, ...]:
-    """What "auto" chooses from for a model, the largest first."""
+    """Group sizes that "auto" chooses from for a model, the largest first."""
     return AUTO_GROUP_SIZES if hidden_size >= SMALL_HIDDEN_SIZE else AUTO_GROUP_SIZES[1:]
 
 
@@ -38,7 +38,7 @@ class WeightsRule(BaseModel):
     Attributes:
         match: pattern of module names as in the loaded model ("*.down_proj"); * stands for anything, dots included.
         index: numbers of the decoder layers that are meant; None for all.
-        bits: of their weights.
+        bits: the number of bits of their weights.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -64,7 +64,7 @@ class WeightsRecipe(BaseModel):
             it, "awq+gptq" does so on the scaled weights, "rtn" rounds to nearest, "none" keeps every weight. "auto"
             becomes "awq+gptq" once the model is known, or "awq" where it has routed experts, for each of which GPTQ
             would keep sums.
-        bits: of a stored weight, 2, 3, 4 or 8; means nothing with "none".
+        bits: the number of bits of a stored weight, 2, 3, 4 or 8; means nothing with "none".
         group_size: inputs that share one scale and zero point, or "auto", which becomes the largest of
             `auto_group_sizes` that divides the inputs of every Linear to be quantized once the model is known; means
             nothing with "none".
