@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from real_model_cases import LENGTH, SAMPLES, Calibrated, Case, Workshop
 from real_model_measure import Recall, cache_size, launches_of, text_figures
+from runner import read, save
 from transformers import AutoConfig, AutoTokenizer
 
 from kvconvert.data.text import spaced_samples
@@ -95,8 +96,7 @@ class Bench:
 
     def _begin(self) -> dict[str, Any]:
         report: dict[str, Any] = {"settings": self.settings, "versions": versions(), "source": {}, "caches": {}}
-        if self.args.output.is_file():
-            old = json.loads(self.args.output.read_text(encoding="utf-8"))
+        if old := read(self.args.output):
             if old["settings"] == self.settings:
                 report |= {key: old[key] for key in ("source", "caches")}
             else:
@@ -104,8 +104,7 @@ class Bench:
         return report
 
     def save(self) -> None:
-        self.args.output.parent.mkdir(parents=True, exist_ok=True)
-        self.args.output.write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
+        save(self.args.output, self.report)
 
     def measure_source(self) -> None:
         if not self.report["source"] or self.args.again:

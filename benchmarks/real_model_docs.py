@@ -5,19 +5,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from runner import RESULTS, read
 from tables import difference, signed
 
 from kvconvert.fidelity.bootstrap import Interval
 from kvconvert.tables import markdown_table as table
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 # In the order of the columns, as files and as people call them.
 MODELS = {
     "smollm2": "SmolLM2-135M-Instruct",
@@ -33,12 +31,8 @@ PAIRS = "40"  # of the JSON object whose column is shown
 
 def reports(results: Path = RESULTS) -> list[dict[str, Any]]:
     """The reports of all models that were measured."""
-    files = {title: results / f"real_model_{name}.json" for name, title in MODELS.items()}
-    return [
-        json.loads(file.read_text(encoding="utf-8")) | {"title": title}
-        for title, file in files.items()
-        if file.is_file()
-    ]
+    found = {title: read(results / f"real_model_{name}.json") for name, title in MODELS.items()}
+    return [report | {"title": title} for title, report in found.items() if report]
 
 
 def sections(found: list[dict[str, Any]]) -> str:
@@ -199,8 +193,8 @@ def _auto(report: dict[str, Any]) -> str:
     lines, better, worse = [], 0, 0
     for name, beside in _same_size(caches):
         found = [_less(caches[name], caches[beside], text) for text in texts]
-        better += sum(interval.high is not None and interval.high < 0 for interval in found)
-        worse += sum(interval.low is not None and interval.low > 0 for interval in found)
+        better += sum(interval.below_zero for interval in found)
+        worse += sum(interval.above_zero for interval in found)
         bits = [f"{mean_bits(caches[each]):.3f}" for each in (beside, name)]
         lines.append([_label(beside, report), *bits, *map(signed, found)])
     if not lines:

@@ -82,7 +82,7 @@ class AwqPass(CalibrationPass):
 
     @classmethod
     def of(cls, job: LayerJob, sampler: CalibrationPass) -> AwqPass | None:
-        """Of a recipe whose weights are searched."""
+        """The pass for a recipe whose weights are searched."""
         weights = job.weights
         return cls(weights.bits, weights.group_size) if weights.method == "awq" else None
 

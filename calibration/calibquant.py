@@ -251,7 +251,7 @@ class CalibQuantPass(SampleReader):
 
     @classmethod
     def of(cls, job: LayerJob, sampler: CalibrationPass) -> CalibQuantPass | None:
-        """Of a scheme with spans, for what the recipe leaves open."""
+        """The pass for a scheme with spans, for what the recipe leaves open."""
         scheme, search = job.scheme, job.search
         if scheme is None or not scheme.is_span:
             return None

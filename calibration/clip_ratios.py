@@ -252,7 +252,7 @@ class ClipRatioPass(SampleReader):
 
     @classmethod
     def of(cls, job: LayerJob, sampler: CalibrationPass) -> ClipRatioPass | None:
-        """Of a page scheme, for the quantized sides whose ratio the recipe leaves open."""
+        """The pass for a page scheme, for the quantized sides whose ratio the recipe leaves open."""
         scheme = job.scheme
         if scheme is None or scheme.is_span:
             return None

@@ -210,7 +210,7 @@ class GptqPass(CalibrationPass):
 
     @classmethod
     def of(cls, job: LayerJob, sampler: CalibrationPass) -> GptqPass | None:
-        """Of a recipe whose weights are compensated."""
+        """The pass for a recipe whose weights are compensated."""
         weights = job.weights
         if not weights.compensates:
             return None

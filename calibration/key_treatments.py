@@ -290,7 +290,7 @@ class KeyTreatmentPass(SampleReader):
 
     @classmethod
     def of(cls, job: LayerJob, sampler: CalibrationPass) -> KeyTreatmentPass | None:
-        """Of a scheme that keeps a constant part, or whose keys' treatment is to be chosen."""
+        """The pass for a scheme that keeps a constant part, or whose keys' treatment is to be chosen."""
         scheme = job.scheme
         if scheme is None or not (scheme.centers_keys or job.search.chooses_treatment(scheme)):
             return None

@@ -180,7 +180,7 @@ class MiniKVPass(SampleReader):
 
     @classmethod
     def of(cls, job: LayerJob, sampler: CalibrationPass) -> MiniKVPass | None:
-        """Of a scheme that evicts."""
+        """The pass for a scheme that evicts."""
         scheme = job.scheme
         evicts = scheme is not None and scheme.evicts and not scheme.reconstructs
         return cls(sampler, scheme.recent_ratio) if evicts else None

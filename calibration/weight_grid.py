@@ -64,7 +64,7 @@ class WeightGrid:
 
     @classmethod
     def searched(cls, weight: Tensor, bits: int, group_size: int, costs: Tensor) -> WeightGrid:
-        """Of grids from each group's whole range down to `RANGES[-1]` of it, the one with the least rounding error.
+        """The grid with the least rounding error among those from each group's whole range down to `RANGES[-1]` of it.
 
         A narrower one lies in the middle of the group's range, as nearly as zeros that are integers allow: one on each
         side of it is tried. Where errors cost nothing the whole range is kept.

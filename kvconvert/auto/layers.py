@@ -57,7 +57,7 @@ class SearchedLayer:
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
-        """Of both sides."""
+        """Candidates of both sides."""
         return self.keys + self.values
 
     def scheme_of(self, *candidates: Candidate) -> KVScheme:
@@ -188,7 +188,7 @@ def measured_layer(
 
 
 def candidate_treatments(layer: SearchedLayer, measured: TreatmentSearch) -> dict[str, dict[str, Any]]:
-    """Of every candidate that quantizes keys the best treatment's fields, by name; empty where none is to be chosen.
+    """The best treatment's fields for every candidate that quantizes keys, by name; empty where none is to be chosen.
 
     Candidates of equal bits are treated alike; boosted channels are those of keys that are not rotated.
     """

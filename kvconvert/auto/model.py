@@ -222,5 +222,5 @@ class SearchRun:
 
     @property
     def dtype(self) -> str:
-        """Of the model."""
+        """Name of the model's dtype."""
         return str(self.model.model.dtype).removeprefix("torch.")

@@ -270,7 +270,7 @@ class SearchTask:
 
     @property
     def plain_bytes(self) -> int:
-        """Of the searched layers in 16 bits, summed likewise."""
+        """Bytes of the searched layers in 16 bits, summed likewise."""
         caches = [layer.cache_of(None) for layer in self.layers]
         return sum(cache.plain_bytes(length) for cache in caches for length in lengths(self.context))
 

@@ -160,7 +160,7 @@ class _Search:
         return tables
 
     def best(self, tables: Sequence[Mapping[str, float]], budget: int) -> tuple[list[int], float, int]:
-        """Of the allocations that are tried, the widths with the smallest measured divergence, it, and their number."""
+        """Widths with the smallest measured divergence, that divergence, and the number of allocations tried."""
         middle = (self.units[-1].layer + 1) / 2
         weights = [
             [1.0] * len(self.units),

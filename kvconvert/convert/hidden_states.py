@@ -77,7 +77,7 @@ class HiddenPart:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of these."""
+        """Samples, tokens of a sample, and channels."""
         return self.stop - self.start, *self.states.shape[1:]
 
     def read(self, start: int, stop: int) -> Tensor:

@@ -63,12 +63,12 @@ class LayerSizes:
 
     @property
     def layer_bytes(self) -> int:
-        """Of its weights in float32, as they are calibrated; those in files left out."""
+        """Bytes of its weights in float32, as they are calibrated; those in files left out."""
         return 4 * (self.parameters - self.mapped_parameters)
 
     @classmethod
     def of(cls, runner: LayerRunner, index: int, weights: WeightsRecipe) -> LayerSizes:
-        """Of a layer of a model on the meta device."""
+        """Measure a layer of a model on the meta device."""
         structure = runner.structure(index)
         name = runner.layer_name(index)
         layer = runner.model.get_submodule(name)
@@ -311,7 +311,7 @@ def _check_positions(positions: int | None, length: int, context: int) -> None:
 
 
 def _layers(runner: LayerRunner, recipe: Recipe) -> list[LayerSizes]:
-    """Of a model whose structure is known; layers of others stay in the source, which is copied."""
+    """Sizes of the layers of a model whose structure is known; layers of others stay in the source, which is copied."""
     if runner.architecture is None:
         return []
     return [LayerSizes.of(runner, index, recipe.weights) for index in range(runner.num_layers)]
@@ -379,7 +379,7 @@ def _allowance(runner: LayerRunner, layers: list[LayerSizes], rows: int) -> int:
 def _seconds(
     source: SourceModel, layers: list[LayerSizes], probed: LayerProbe | None, disk: Disk, tokens: int
 ) -> float:
-    """Of calibrate and export: layers as the probe's, checksums and copies at the speed of a checksum in memory."""
+    """Seconds of calibrate and export: layers as the probe's, the rest at the speed of a checksum in memory."""
     block = bytes(_HASHED)
     begun = time.perf_counter()
     hashlib.sha256(block)

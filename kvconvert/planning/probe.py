@@ -249,7 +249,7 @@ def measure(request: dict[str, Any]) -> LayerProbe:
 
 
 def _state(request: dict[str, Any], data: DataInfo, num_layers: int) -> WorkState:
-    """Of a working directory that is thrown away: without the checksums of the model, which take long."""
+    """The state of a working directory that is thrown away: without the checksums of the model, which take long."""
     return WorkState(
         versions={},
         recipe=request["recipe"],
