@@ -99,7 +99,7 @@ def covering(rows: Sequence[Mapping[str, Hashable]], strength: int = 2, first: S
 
 
 def selected(full: bool, names: list[str]) -> list[tuple[str, str, int]]:
-    """What a run compiles: module, variant and capability.
+    """A run's jobs: module, variant and capability.
 
     Pairs, in the full run of smaller modules triples, of all values that variants differ in, the architecture being one
     of them. In the full run the usual variants of each kernel (axis "usual") are there for every architecture; in the
@@ -205,7 +205,7 @@ def write_json(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What was written, rows by the names of their columns."""
+    """The rows of a report, by the names of their columns."""
     table = json.loads(path.read_text(encoding="utf8"))
     return table | {"rows": [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]}
 

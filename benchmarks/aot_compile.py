@@ -132,7 +132,7 @@ def _run(tool: str, *arguments: str) -> str:
 
 
 def problems(row: dict[str, Any], variant: Variant) -> list[str]:
-    """What a row shows that must not be."""
+    """The faults of a row."""
     found = []
     if (row["stack"] or row["local"]) and not variant.spills:
         found.append(f"spills: {row['stack']} bytes of stack, {row['local']} accesses to local memory")

@@ -116,7 +116,7 @@ def process(command: Sequence[object], args: argparse.Namespace) -> tuple[dict[s
 
 
 def import_seconds(program: str, args: argparse.Namespace) -> float:
-    """What a program's imports alone take in a process that finds their files in memory."""
+    """Seconds of a program's imports alone, in a process that finds their files in memory."""
     ours = [sys.executable, "-c", "import kvconvert.convert.pipeline, kvconvert.convert.export"]
     theirs = f"{peers.IMPORTS.get(program)}; from transformers import AutoModelForCausalLM"
     for _ in range(2):

@@ -28,7 +28,7 @@ CHUNK, ROWS, GIB = 2048, 64, 1 << 30
 
 
 def child(directory: str, seconds: float, rate: float, tiny: bool) -> None:
-    """What one process measures, as JSON."""
+    """Measure in one process and print JSON."""
     import gc
     import random
 

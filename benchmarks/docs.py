@@ -94,7 +94,6 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "llm-compressor": of(weights_docs.beside_peers, "calibrate"),
     },
     "benchmarks/KERNELS.md": {
-        "machine": of(gpu_docs.machine, "gpu"),
         "decode": of(gpu_docs.decode, "gpu"),
         "quantize": of(gpu_docs.quantize, "gpu"),
         "prompts": of(gpu_docs.prompts, "gpu"),

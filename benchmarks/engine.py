@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import transformers
 from engine_models import dense_model, filled, llama_8b, packed_model
+from gpu_timing import timed
 from runner import run_sections
 from transformers import PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicCache
@@ -62,7 +63,7 @@ def freed() -> Iterator[None]:
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Of one call, with all that it launched."""
+    """Seconds of one call, with all that it launched."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
     run()
@@ -85,16 +86,9 @@ def per_step(model: PreTrainedModel, batch: int, tokens: int, cache: Any, steps:
 
 
 def replay_seconds(model: PreTrainedModel, repeats: int = 20) -> float:
-    """Of the newest recorded step's kernels, median."""
-    recording, times = list(model.captured._recordings.values())[-1], []
-    for _ in range(repeats):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        recording.graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) / 1e3)
-    return statistics.median(times)
+    """Median seconds of the newest recorded step's kernels."""
+    recording = list(model.captured._recordings.values())[-1]
+    return statistics.median(timed(recording.graph.replay) for _ in range(repeats))
 
 
 def steps(rows: dict) -> None:

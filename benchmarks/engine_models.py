@@ -137,7 +137,7 @@ def random_linear(inputs: int, outputs: int, device: torch.device | str, generat
 
 @torch.no_grad()
 def filled(model: PreTrainedModel, batch: int, tokens: int, cache: Any = None) -> Any:
-    """A cache with so many random tokens in every row, which went the cache's own way, in parts, as a prompt in chunks
+    """A cache with `tokens` random tokens in every row, which went the cache's own way, in parts, as a prompt in chunks
     would: the bundle's, or one of transformers'.
     """
     cache, config = model.new_kv_cache() if cache is None else cache, model.config

@@ -1,4 +1,4 @@
-"""What each method keeps, on the reference model: weights (AWQ against rounding), cache (OScaR against KIVI).
+"""The gain of each method on the reference model: weights (AWQ against rounding), cache (OScaR against KIVI).
 
     python benchmarks/fidelity.py [--text FILE] [--segments N] [--output FILE]
 

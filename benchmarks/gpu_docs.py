@@ -1,4 +1,4 @@
-"""What kernels and whole models take on a GPU, and models on a CPU, as tables.
+"""Tables of the times of kernels and whole models on a GPU, and of models on a CPU.
 
 Every figure comes from the results of gpu.py, engine.py, and cpu_models.py, or is computed from them.
 """
@@ -130,7 +130,7 @@ def whole_models(results: dict[str, Any]) -> str:
 
 
 def on_cpu(report: dict[str, Any]) -> str:
-    """What models take on a CPU, and the bundle's speed over the faster dtype of its source."""
+    """Times of models on a CPU, and the bundle's speed over the faster dtype of its source."""
     columns = ("first token of 2048, s", "1 x 2048, ms", "1 x 16384, ms", "8 x 2048, ms")
     rows = []
     for model in dict.fromkeys(row["model"] for row in report["results"]):

@@ -40,7 +40,7 @@ def random_weight(inputs: int, outputs: int, group_size: int, device: torch.devi
 
 
 def product(x: Tensor, packed: PackedWeight) -> Tensor:
-    """By the path that `QuantizedLinear` takes for so many rows."""
+    """Multiply by the path that `QuantizedLinear` takes for this number of rows."""
     module = QuantizedLinear(packed.inputs, packed.outputs, packed.group_size, device="meta")
     kernels = {"few rows": few_rows, "fused": prompt, "unpacked": unpacked}
     return kernels[module.path(len(x), x.dtype, x.device)](x, packed)

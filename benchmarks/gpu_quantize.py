@@ -78,7 +78,7 @@ def append_table(
 
 
 class DecodeStep:
-    """What one decode step rotates and appends."""
+    """The tensors that one decode step rotates and appends."""
 
     def __init__(self, batch: int, capacity: int):
         def normal(*shape: int) -> torch.Tensor:

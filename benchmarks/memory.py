@@ -82,13 +82,13 @@ def write_checkpoint(directory: Path, shape: str, layers: int) -> None:
 
 
 def planned(*arguments: str) -> dict[str, Any]:
-    """What `plan --json` says."""
+    """The output of `plan --json`."""
     command = [sys.executable, "-m", "kvconvert", "plan", *arguments, "--json"]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
 
 
 def measure(case: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One shape with so many layers."""
+    """Measure one shape and number of layers."""
     name, _, layers = case.partition(":")
     with tempfile.TemporaryDirectory(prefix="kvconvert-memory-") as folder:
         model, work, bundle = (Path(folder) / part for part in ("model", "work", "bundle"))

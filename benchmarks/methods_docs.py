@@ -101,7 +101,7 @@ GPUS = (24, 48, 80)
 
 
 def sizes() -> str:
-    """What bundles and caches of three sizes of models take, and how long a sequence may be on some GPUs."""
+    """Bytes of bundles and caches of three sizes of models, and how long a sequence may be on some GPUs."""
     rows = []
     for name, (linears, embeddings, layers, heads) in SHAPES.items():
         bundle = linears * AWQ_BITS / 8 + 2 * embeddings

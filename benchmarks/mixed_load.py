@@ -29,7 +29,7 @@ def mixed_load(seed: int, scale: int, vocabulary: int, draw: int = 0) -> list[tu
     """Random prompts and how many tokens each is answered with.
 
     Args:
-        seed: of lengths and tokens.
+        seed: the seed of lengths and tokens.
         scale: divides the number of prompts and all lengths.
         vocabulary: tokens are below.
         draw: other tokens of the same lengths, of which no prefix was seen before.

@@ -35,7 +35,7 @@ class Pass:
         tokens_before: prompt tokens of the step before, for whose results it may have waited.
         recorded: CUDA graphs that were made, of steps or of passes.
         kernels: that Triton compiled or read from its cache.
-        collected_seconds: of Python's collections of garbage.
+        collected_seconds: the seconds spent collecting garbage.
     """
 
     at: float

@@ -31,7 +31,7 @@ def quantize(
     """Quantize with one program into `folder`/model: what its process took, and what it says of itself.
 
     Args:
-        program: of `SCRIPTS`.
+        program: a name in `SCRIPTS`.
         python: interpreter of its environment.
         model: directory of the source.
         ids: safetensors file with the token ids to calibrate on, int64 [samples, length].

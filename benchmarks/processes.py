@@ -1,4 +1,4 @@
-"""What a command takes in a process of its own: wall and processor time, and its peak of anonymous memory."""
+"""Measure a command in a process of its own: wall and processor time, and its peak of anonymous memory."""
 
 from __future__ import annotations
 

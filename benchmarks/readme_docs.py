@@ -42,7 +42,7 @@ class Panel:
 
 
 def costs(reports: Sequence[Mapping[str, Any]]) -> str:
-    """What recipes cost, on the first models: the cache alone, and with 4-bit weights where that was measured."""
+    """The loss by recipe on the first models: the cache alone, and with 4-bit weights where that was measured."""
     rows = []
     for report in [report for report in reports if TEXT in report["settings"]["texts"]][:MODELS]:
         name, source = model_name(report), report["source"]

@@ -21,17 +21,17 @@ from pathlib import Path
 
 import torch
 from real_model_bench import Bench, joined
-from real_model_docs import RESULTS, markdown
+from real_model_docs import markdown
+from runner import RESULTS, ROOT, option_parser
 
 from kvconvert.errors import UsageError
 
-ROOT = Path(__file__).resolve().parent.parent
 PRESETS = ("default", "kivi", "oscar", "oscar-g128", "kitty", "kitty-pro", "kivi:key_bits=4,value_bits=4")
 BUDGETS = (2.62, 1.79, 3.19)  # of `auto`, in bits per value; complete pages alone have 2.43, 1.6 and 3.0
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("cases", nargs="*", metavar="CASE", help="measured beside the others")
     parser.add_argument("--text", type=Path, required=True, metavar="DIR", help="of the texts reported on")

@@ -1,4 +1,4 @@
-"""What all cases of `benchmarks/real_model.py` have in common, and the report that grows row by row."""
+"""The parts that all cases of `benchmarks/real_model.py` share, and the report that grows row by row."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from real_model_cases import LENGTH, SAMPLES, Calibrated, Case, Workshop
 from real_model_measure import Recall, cache_size, launches_of, text_figures
+from runner import read, save
 from transformers import AutoConfig, AutoTokenizer
 
 from kvconvert.data.text import spaced_samples
@@ -33,7 +34,7 @@ _bench: Bench | None = None  # of a process that measures some of the cases
 
 
 class Bench:
-    """What all cases have in common, and the report that grows row by row."""
+    """Texts, prompts, and source that all cases share, and the report that grows row by row."""
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
@@ -95,8 +96,7 @@ class Bench:
 
     def _begin(self) -> dict[str, Any]:
         report: dict[str, Any] = {"settings": self.settings, "versions": versions(), "source": {}, "caches": {}}
-        if self.args.output.is_file():
-            old = json.loads(self.args.output.read_text(encoding="utf-8"))
+        if old := read(self.args.output):
             if old["settings"] == self.settings:
                 report |= {key: old[key] for key in ("source", "caches")}
             else:
@@ -104,8 +104,7 @@ class Bench:
         return report
 
     def save(self) -> None:
-        self.args.output.parent.mkdir(parents=True, exist_ok=True)
-        self.args.output.write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
+        save(self.args.output, self.report)
 
     def measure_source(self) -> None:
         if not self.report["source"] or self.args.again:
@@ -160,7 +159,7 @@ class Bench:
                         rows[pool.submit(_row_of_cache, other, first)] = search
 
     def _search(self, name: str) -> str | None:
-        """What a search has in common with others, None for a case that searches nothing."""
+        """The key of a search, see `Workshop.search_of`; None for a case that searches nothing."""
         case = Case.parse(name)
         return self.shop.search_of(case) if case.preset == "auto" else None
 

@@ -35,9 +35,9 @@ class Case:
 
     Attributes:
         name: as it was written.
-        preset: of the cache, or of a recipe.
-        fields: of the scheme, over the preset's, or options of its calibration.
-        arguments: of `calibrate`, for instance `samples=8`.
+        preset: a preset of a cache or a recipe.
+        fields: the scheme's fields over the preset's, or options of its calibration.
+        arguments: keyword arguments of `calibrate`, for instance `samples=8`.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Calibrated:
 
     Attributes:
         decoder: model and cache.
-        schemes: of its layers; None for one that keeps the model's own cache.
+        schemes: its layers' schemes; None for one that keeps the model's own cache.
         plan: calibrated tensors by their names in the KV plan.
     """
 
@@ -161,7 +161,7 @@ class Workshop:
 
     @staticmethod
     def search_of(case: Case) -> str:
-        """What searches have in common that differ in the budget alone."""
+        """A key shared by searches that differ in the budget alone."""
         others = {k: v for k, v in case.arguments.items() if k not in ("kv_bits", "kv_bytes_per_token")}
         return f"{case.preset} {case.fields} {others}"
 

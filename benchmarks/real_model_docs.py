@@ -5,19 +5,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from runner import RESULTS, read
 from tables import difference, signed
 
 from kvconvert.fidelity.bootstrap import Interval
 from kvconvert.tables import markdown_table as table
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 # In the order of the columns, as files and as people call them.
 MODELS = {
     "smollm2": "SmolLM2-135M-Instruct",
@@ -33,21 +31,20 @@ PAIRS = "40"  # of the JSON object whose column is shown
 
 def reports(results: Path = RESULTS) -> list[dict[str, Any]]:
     """The reports of all models that were measured."""
-    files = {title: results / f"real_model_{name}.json" for name, title in MODELS.items()}
-    return [
-        json.loads(file.read_text(encoding="utf-8")) | {"title": title}
-        for title, file in files.items()
-        if file.is_file()
-    ]
+    found = {title: read(results / f"real_model_{name}.json") for name, title in MODELS.items()}
+    return [report | {"title": title} for title, report in found.items() if report]
 
 
 def sections(found: list[dict[str, Any]]) -> str:
-    """A section for each model."""
-    return "\n\n".join(f"### {model_name(report)}\n\n{markdown(report)}" for report in found)
+    """Perplexities of all models, then how each was measured and how its `auto` fares beside other caches."""
+    parts = ["Perplexity on WikiText-2:", _compared(found, _perplexity)]
+    for report in found:
+        parts += [f"### {model_name(report)}", _introduction(report), _auto(report)]
+    return "\n\n".join(part for part in parts if part)
 
 
 def model_name(report: dict[str, Any]) -> str:
-    """What people call the model of a report."""
+    """The title of a report's model."""
     return report.get("title", report["settings"]["model"])
 
 
@@ -94,13 +91,19 @@ def _divergences(row: dict[str, Any], report: dict[str, Any]) -> str:
     return " / ".join(_kl(row["texts"][text]["kl"]) if text in row["texts"] else "-" for text in COMPARED)
 
 
+def _perplexity(row: dict[str, Any], report: dict[str, Any]) -> str:
+    if "texts" not in row:  # the source
+        return f"{next(iter(_measured(report).values()))['texts'][COMPARED[0]]['source_perplexity']:.2f}"
+    return f"{row['texts'][COMPARED[0]]['perplexity']:.2f}"
+
+
 def _finds(row: dict[str, Any], report: dict[str, Any]) -> str:
     cells = [percent(row.get("json", {}).get(PAIRS)), percent(row.get("found", {}).get(longest_length(report)))]
     return " / ".join(cell or "-" for cell in cells)
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """What was measured and how, the caches, and `auto` beside the others."""
+    """A report: settings, the caches, and `auto` beside the others."""
     parts = [_introduction(report), _table(report), _auto(report)]
     failures = [f"- {name}: {row['failure']}" for name, row in report["caches"].items() if "failure" in row]
     if failures:
@@ -117,26 +120,26 @@ def _introduction(report: dict[str, Any]) -> str:
             f": `{shape['model_type']}`, {shape['layers']} layers of {shape['heads']} query and {shape['kv_heads']} KV "
             f"heads of {shape['head_dim']}, {shape['positions']:,} positions"
         )
-    code = f"; code is the standard library of Python {s['python']}" if "python" in s else ""
+    code = f", code of Python {s['python']}" if "python" in s else ""
     asked = [f"{percent(hits)} of the numbers at {int(n):,} tokens" for n, hits in source.get("found", {}).items()]
     asked += [f"{percent(hits)} of the values in {n} pairs" for n, hits in source.get("json", {}).items()]
     recall = f" Of {s['prompts']} prompts each the source finds {', '.join(asked)}." if asked else ""
     calibrated = s["calibrated_on"]
     return (
-        f"{about}. {s['segments']} segments of {s['length']:,} tokens of each text{code}; calibrated on "
+        f"{about}. {s['segments']} x {s['length']:,} tokens of each text{code}; calibrated on "
         f"{calibrated['samples']} x {calibrated['length']} tokens of {calibrated['text']}.{recall}{_options(report)}"
     )
 
 
 def _shared_options(report: dict[str, Any]) -> str:
-    """What the names of all searched caches say after their bits, if it is the same in all."""
+    """The options after the bits in the names of searched caches, if all have the same."""
     found = {name.partition(",")[2] for name in report["caches"] if name.startswith("auto:")}
     return found.pop() if len(found) == 1 else ""
 
 
 def _options(report: dict[str, Any]) -> str:
     shared = _shared_options(report)
-    return f" The names of `auto` leave out what is the same for all: {shared}." if shared else ""
+    return f" `auto`: {shared}." if shared else ""
 
 
 def _label(name: str, report: dict[str, Any]) -> str:
@@ -190,19 +193,15 @@ def _auto(report: dict[str, Any]) -> str:
     lines, better, worse = [], 0, 0
     for name, beside in _same_size(caches):
         found = [_less(caches[name], caches[beside], text) for text in texts]
-        better += sum(interval.high is not None and interval.high < 0 for interval in found)
-        worse += sum(interval.low is not None and interval.low > 0 for interval in found)
+        better += sum(interval.below_zero for interval in found)
+        worse += sum(interval.above_zero for interval in found)
         bits = [f"{mean_bits(caches[each]):.3f}" for each in (beside, name)]
         lines.append([_label(beside, report), *bits, *map(signed, found)])
     if not lines:
         return ""
     count = len(lines) * len(texts)
     heads = ["cache", "its bits per value", "`auto`'s", *(f"KL {TEXTS.get(text, text)}" for text in texts)]
-    about = (
-        "The largest `auto` of at most a cache's mean bits less that cache, with 95% bootstrap intervals over "
-        f"segments; negative: `auto` is better. Of {count} differences {better} are significantly better and {worse} "
-        "significantly worse:"
-    )
+    about = f"`auto` less the cache; of {count} differences {better} are significantly better, {worse} worse:"
     return f"{about}\n\n{table(heads, lines)}"
 
 

@@ -88,10 +88,10 @@ class Recall:
 
     Args:
         tokenizer: with a chat template, or without, where prompts are plain text.
-        config: of the model; lengths that its positions do not hold are left out.
+        config: the configuration of the model; lengths that its positions do not hold are left out.
         prose: token ids of the filler.
         lengths: tokens of prose; pairs: of JSON objects; prompts: how many of each.
-        seed: of the prompts.
+        seed: the seed of the prompts.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ def cache_size(
     tokens: int,
     device: str,
 ) -> dict[str, Any]:
-    """What a cache of `tokens` tokens stores in bfloat16, measured from its tensors.
+    """Bytes and bits of a cache of `tokens` tokens in bfloat16, measured from its tensors.
 
     The number of bytes depends on how many tokens were read and not on what they are: a model of random weights with
     the same keys and values, and little else, fills the cache; one layer stands for all with the same scheme. Evicted
@@ -243,7 +243,7 @@ class ObjectBook:
 
     Args:
         tokenizer: the model's tokenizer.
-        seed: of keys and values.
+        seed: the seed of keys and values.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int):
@@ -262,7 +262,7 @@ class ObjectBook:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def drill(self, pairs: int, depth: float) -> Drill:
-        """An object of so many pairs; the key at a share `depth` of them is asked for."""
+        """An object of `pairs` pairs; the key at a share `depth` of them is asked for."""
         keys = [f"{key:03d}" for key in self.random.sample(range(1000), pairs)]
         values = {key: str(self.random.randrange(10_000, 100_000)) for key in keys}
         asked = keys[round(depth * (pairs - 1))]

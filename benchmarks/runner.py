@@ -1,4 +1,4 @@
-"""What the commands of this folder share: options, JSON files that keep what is in them, sections that need a GPU."""
+"""Options, JSON files that keep what is in them, and sections that need a GPU, for the commands of this folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def option_parser(description: str) -> argparse.ArgumentParser:
 
 
 def read(path: Path | None) -> Any:
-    """What a file holds, an empty dictionary where there is none."""
+    """The contents of a JSON file; an empty dictionary where there is none."""
     return json.loads(path.read_text(encoding="utf-8")) if path is not None and path.is_file() else {}
 
 

@@ -152,7 +152,7 @@ def convert(case: Conversion, directory: Path) -> dict[str, Any]:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """What of two results is not equal, one line each; only what both have made is compared."""
+    """The differences of two results, one line each; only what both have made is compared."""
     found = []
     for name in sorted(old.keys() & new.keys()):
         files = (old[name]["files"], new[name]["files"])

@@ -1,4 +1,4 @@
-"""What mkdocs.yml makes the site of: the repository's pages, where they lie, and a reference of the public names."""
+"""Sources of the site that mkdocs.yml makes: the pages where they lie, and a reference of the public names."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def step_cases(seed: int, scale: int, vocabulary: int) -> dict[str, list[tuple[l
 
 
 def step_times(told: list[list[float]]) -> dict[str, float]:
-    """Of the case steps, from the seconds after which tokens were told."""
+    """Figures of the case steps, from the seconds after which tokens were told."""
     begin, end = max(times[0] for times in told), min(times[-1] for times in told)
     tokens = sum(begin < at <= end for times in told for at in times)
     return {"first_token_s": begin, "token_ms": (end - begin) * 1e3 * len(told) / tokens}

@@ -1,12 +1,9 @@
 """Answers of vLLM with the plugin beside those of the runtime.
 
-    python benchmarks/vllm_answers.py tokens --model MODEL --bundle BUNDLE
     python benchmarks/vllm_answers.py quality --model MODEL --bundle BUNDLE --text FILE
     python benchmarks/vllm_answers.py numbers --bundle BUNDLE --text FILE
     python benchmarks/vllm_answers.py prefix --bundle BUNDLE --text FILE
 
-`tokens` lets the runtime and vLLM continue the same texts greedily, in the model's dtype, and says after how many
-tokens they part; rounding differs between engines, so that long answers may part where two tokens are nearly as likely.
 `quality` compares the KL from the source, of the runtime and through vLLM's `prompt_logprobs`, and `numbers` how many
 of the numbers that are hidden in prompts of 3,072 tokens each finds (for models with a chat template). `prefix` lets
 vLLM read prompts with the same beginning anew and then find that beginning in its cache, and compares the answers:
@@ -16,8 +13,6 @@ pages of what was attended to in full precision. Where vLLM needs another Python
 
 from __future__ import annotations
 
-import argparse
-import inspect
 import json
 import sys
 from pathlib import Path
@@ -25,7 +20,7 @@ from typing import Any
 
 from runner import option_parser, save
 from vllm_process import child, reply
-from vllm_serving import CONTENDERS, GIB
+from vllm_serving import GIB
 
 SEGMENT_PAGES = 4
 LIKELIEST = 256
@@ -38,7 +33,7 @@ LIMITS: dict[str, Any] = {"max_model_len": 4096, "kv_cache_memory_bytes": 2 * GI
 
 
 def one_by_one(dtype: str, tokens: int) -> dict[str, Any]:
-    """Of vLLM's settings those with which prompts are read one after another, so many tokens at a time."""
+    """Settings of vLLM with which prompts are read one after another, `tokens` tokens at a time."""
     return {"dtype": dtype, "enforce_eager": True, "max_num_batched_tokens": tokens, "max_num_seqs": 1}
 
 
@@ -72,53 +67,6 @@ def twice(arguments: dict[str, Any]) -> dict[str, Any]:
             first = {token: x.logprob for token, x in answer.outputs[0].logprobs[0].items()}
             told[what].append([list(answer.outputs[0].token_ids), first, answer.num_cached_tokens])
     return told
-
-
-def compare(model: Path, bundle: Path, new: int, names: list[str], report_path: Path | None) -> None:
-    """After how many tokens vLLM with the plugin, and vLLM with the source, part from the runtime.
-
-    `margins` are how much larger the runtime's logit of its own token is, in units of its precision at that size: 1 or
-    less is a tie that rounding decides.
-    """
-    import torch
-    from transformers import AutoTokenizer
-
-    from kvconvert.runtime import load
-
-    text = "".join(inspect.getsource(module) for module in (argparse, inspect))
-    ids = AutoTokenizer.from_pretrained(bundle)(text)["input_ids"]
-    prompts = [ids[start : start + length] for start, length in ((0, 100), (100, 700), (300, 1500), (50, 2100))]
-    loaded = load(bundle, dtype="auto")[0].to("cuda" if torch.cuda.is_available() else "cpu")
-    precision = torch.finfo(loaded.dtype).eps
-    expected, logits = [], []
-    for prompt in prompts:
-        whole = torch.tensor([prompt], device=loaded.device)
-        answer = loaded.generate(
-            whole, max_new_tokens=new, min_new_tokens=new, do_sample=False, output_logits=True,
-            return_dict_in_generate=True,
-        )  # fmt: skip
-        expected.append(answer.sequences[0, len(prompt) :].tolist())
-        logits.append(torch.cat(answer.logits).float().cpu())
-    del loaded
-    torch.cuda.empty_cache()
-    report: dict[str, Any] = {"prompts": [len(prompt) for prompt in prompts], "new": new}
-    contenders = {name: (bundle, CONTENDERS[name]) for name in names if name.startswith("bundle")}
-    for name, (path, settings) in (contenders | {"source": (model, {})}).items():
-        request = {"path": str(path), "settings": LIMITS | settings, "prompts": prompts}
-        request["sampling"] = {"max_tokens": new}
-        found = child(Path(__file__), request)
-        if "tokens" in found:
-            equal, margins = [], []
-            for theirs, ours, told in zip(found["tokens"], expected, logits, strict=True):
-                at = next((i for i in range(new) if theirs[i] != ours[i]), new)
-                equal.append(at)
-                if at < new:
-                    own, other = told[at, ours[at]].item(), told[at, theirs[at]].item()
-                    margins.append(round((own - other) / (abs(own) * precision), 2))
-            found = {"equal": equal, "margins": margins}
-        report[name] = found
-        print(name, found, flush=True)
-        save(report_path, report)
 
 
 def quality(model: Path, bundle: Path, text: Path, segments: int, dtype: str) -> dict[str, Any]:
@@ -236,21 +184,16 @@ def main() -> None:
         reply((twice if arguments.get("prefix") else answers)(arguments))
         return
     parser = option_parser(__doc__)
-    parser.add_argument("what", choices=["tokens", "quality", "numbers", "prefix"])
-    parser.add_argument("--model", type=Path, help="tokens, quality: the source of --bundle")
+    parser.add_argument("what", choices=["quality", "numbers", "prefix"])
+    parser.add_argument("--model", type=Path, help="quality: the source of --bundle")
     parser.add_argument("--bundle", type=Path, required=True)
-    parser.add_argument("--only", default="bundle,bundle-piecewise,bundle-eager", help="tokens: contenders")
-    parser.add_argument("--new-tokens", type=int, default=200)
-    parser.add_argument("--text", type=Path, help="quality, numbers, prefix: a file of text")
+    parser.add_argument("--text", type=Path, required=True, help="a file of text")
     parser.add_argument("--segments", type=int, default=2, help="quality: of 512 tokens (default: 2)")
-    parser.add_argument("--dtype", default="bfloat16", help="all but tokens: of model and cache (default: bfloat16)")
+    parser.add_argument("--dtype", default="bfloat16", help="of model and cache (default: bfloat16)")
     parser.add_argument("--options", type=json.loads, default={}, help="of vLLM's EngineArgs, as JSON")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     LIMITS.update(given.options)
-    if given.what == "tokens":
-        compare(given.model, given.bundle, given.new_tokens, given.only.split(","), given.json)
-        return
     if given.what in ("numbers", "prefix"):
         found = (numbers if given.what == "numbers" else prefix)(given.bundle, given.text, given.dtype)
     else:

@@ -60,7 +60,7 @@ def child(script: Path, arguments: dict[str, Any], **variables: str) -> dict[str
 
 
 def reply(report: Any) -> None:
-    """What such a child says, as one line among vLLM's own."""
+    """Print a child's result as one line among vLLM's own."""
     print(REPLY + json.dumps(report), flush=True)
 
 
@@ -70,12 +70,12 @@ class VLLM:
     Args:
         path: the folder vLLM is imported from; empty if this Python imports it.
         model: a directory, or a config of transformers with the model's class in `architectures`.
-        options: of vLLM's `EngineArgs`.
+        options: the keyword arguments of vLLM's `EngineArgs`.
         seconds: after which it is ended whatever it does.
 
     Attributes:
-        version: of vLLM.
-        blocks, block_tokens: of its cache.
+        version: the version of vLLM.
+        blocks, block_tokens: blocks and tokens of a block of its cache.
 
     Raises:
         SystemExit: when the process ends before it is asked to; its messages are on standard error.
@@ -107,13 +107,13 @@ class VLLM:
         Args:
             requests: prompts and numbers of tokens to answer.
             arrivals: seconds after which each comes.
-            sampling: of vLLM's `SamplingParams`.
+            sampling: the keyword arguments of vLLM's `SamplingParams`.
         """
         told, seconds = self._ask([requests, arrivals, sampling])
         return told, seconds
 
     def limit(self, blocks: int) -> None:
-        """Leave so many blocks to the requests, of those that the cache has."""
+        """Leave `blocks` of the cache's blocks to the requests."""
         self._ask(["limit_blocks", blocks])
 
     def profile(self, what: str) -> list[list[Any]]:
@@ -169,7 +169,7 @@ def _serve(engine: Any, requests: list[Any], arrivals: list[float], sampling: di
 
 
 def register() -> None:
-    """What `VLLM.limit` and `VLLM.profile` ask the process with vLLM's scheduler for."""
+    """Methods of the process with vLLM's scheduler, for `VLLM.limit` and `VLLM.profile`."""
     from vllm.v1.engine.core import EngineCore
 
     def limit_blocks(core: Any, blocks: int) -> None:

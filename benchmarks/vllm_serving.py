@@ -190,7 +190,7 @@ def write_bundle(folder: Path, config: dict[str, Any], token_norm: str, widths: 
 
 
 def engine_options(contender: str, memory: float, scale: int) -> dict[str, Any]:
-    """What vLLM's `EngineArgs` are given besides the model; lengths divided by `scale`, `memory` GiB of cache."""
+    """Arguments of vLLM's `EngineArgs` besides the model; lengths divided by `scale`, `memory` GiB of cache."""
     return {
         "kv_cache_memory_bytes": int(memory * GIB),
         # Only a limit at the start, of all the GPU's memory; other work may have the rest.
@@ -213,7 +213,7 @@ class Contender:
         seconds: that it has, its starts included.
         mixed: prompts and numbers of tokens to answer.
         tiny: whether the model is, and lengths are divided by 8.
-        options: of vLLM's `EngineArgs`, besides those of `engine_options`.
+        options: the keyword arguments of vLLM's `EngineArgs`, besides those of `engine_options`.
     """
 
     def __init__(
@@ -314,7 +314,7 @@ class Contender:
         }
 
     def _rows(self, tokens: int) -> int:
-        """Requests of so many prompt tokens that the cache holds at a time, their answers included."""
+        """Number of requests with prompts of `tokens` tokens that the cache holds at a time, answers included."""
         if not self.name.startswith("bundle"):
 
             def blocks_for(count: int) -> int:

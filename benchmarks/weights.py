@@ -1,4 +1,4 @@
-"""What quantized weights cost a model, the cache left alone: KL and perplexity of every method and width.
+"""The loss by quantized weights, the cache left alone: KL and perplexity of every method and width.
 
     python benchmarks/weights.py MODEL --text DIR [--only CASE ...]
 
@@ -74,7 +74,7 @@ def arguments() -> argparse.Namespace:
 
 
 def source_scores(args: argparse.Namespace, name: str) -> SourceScores:
-    """What the source says of a text: the first call computes it, later ones find its files."""
+    """The source's outputs for a text: the first call computes it, later ones find its files."""
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     file = library_text(args.work) if name == CODE else args.text / f"{name}.txt"
     ids = spaced_samples(str(file), tokenizer, args.segments, args.length + 1)

@@ -17,7 +17,7 @@ SHOWN = "SmolLM2-135M-Instruct, NVIDIA H200"  # of calibrate.json, to users
 
 
 def methods(report: dict[str, Any]) -> str:
-    """What was measured and how; per model its cases and their differences at the same width and groups."""
+    """A report: for each model its cases and their differences at the same width and groups."""
     parts = ["KL is to the source in nats per token, with 95% bootstrap intervals over segments; all in float32."]
     for name, model in report["models"].items():
         parts += [f"### {name}", _introduction(model["settings"]), _cases(model), _differences(model)]
@@ -40,14 +40,14 @@ def _cases(model: dict[str, Any]) -> str:
         figures = (within(row["kl"]), f"{row['perplexity']:.2f}", f"{row['top1_agreement']:.1%}", f"{row['seconds']:,}")
         rows.append((_label(case), case["bits"], case["group_size"], data, *figures))
     head = ("method", "bits", "group size", "samples", "KL", "perplexity", "same first token", "seconds of calibration")
-    return table(head, rows)
+    return _varied(head, rows, len(rows) - 1)
 
 
 def _differences(model: dict[str, Any]) -> str:
     """Paired differences in KL: AWQ + GPTQ against each alone and other programs, everything against AWQ, and corrected
     against not.
     """
-    rows = []
+    found: dict[tuple[Any, ...], dict[str, str]] = {}
     for better in _sorted(model):
         for worse in _sorted(model):
             one, two = better["case"], worse["case"]
@@ -57,12 +57,25 @@ def _differences(model: dict[str, Any]) -> str:
             other_method = beside or (alike and (one["method"], two["method"]) in COMPARED)
             gained = one["method"] == two["method"] and _corrected(one) > _corrected(two)
             if same and (other_method or gained):
-                found = signed(difference(better["kl_by_segment"], worse["kl_by_segment"]))
-                rows.append((one["bits"], one["group_size"], _label(one), _label(two), found))
-    if not rows:
+                key = one["bits"], one["group_size"], f"{one['samples']} x {one['length']}{_texts(one)}"
+                less = signed(difference(better["kl_by_segment"], worse["kl_by_segment"]))
+                found.setdefault(key, {})[f"{_label(one)} less {_label(two)}"] = less
+    if not found:
         return ""
+    pairs = list(dict.fromkeys(pair for row in found.values() for pair in row))
+    rows = [(*key, *(row.get(pair, "") for pair in pairs)) for key, row in found.items()]
     about = "Paired differences in KL; negative is better:"
-    return f"{about}\n\n{table(('bits', 'group size', 'method', 'less', 'KL'), rows)}"
+    return f"{about}\n\n{_varied(('bits', 'group size', 'samples', *pairs), rows, len(rows))}"
+
+
+def _varied(head: tuple[str, ...], rows: list[tuple[object, ...]], cases: int) -> str:
+    """A table; columns of settings that are the same in its last rows, the `cases`, become a sentence before it."""
+    settings = ("bits", "group size", "samples")
+    same = {name for i, name in enumerate(head) if name in settings and len({row[i] for row in rows[-cases:]}) == 1}
+    said = "; ".join(f"{name} {rows[-1][i]}" for i, name in enumerate(head) if name in same)
+    kept = [i for i, name in enumerate(head) if name not in same]
+    made = table([head[i] for i in kept], [[row[i] for i in kept] for row in rows])
+    return f"{said.capitalize()}.\n\n{made}" if said and "method" in head else made
 
 
 def _corrected(case: dict[str, Any]) -> bool:
@@ -149,14 +162,10 @@ def _ratios(cases: dict[str, Any], quality: bool) -> str:
     for ours in (name for name in cases if name.startswith("kvconvert")):
         for theirs in (name for name in cases if not name.startswith("kvconvert")):
             pairs = list(zip(cases[theirs]["rounds"], cases[ours]["rounds"], strict=True))
-            wall, processor, memory = (
-                median(them[field] / us[field] for them, us in pairs)
-                for field in ("wall_s", "processor_s", "peak_anonymous_bytes")
-            )
+            wall = median(them["wall_s"] / us["wall_s"] for them, us in pairs)
             sentence = (
                 f"- {NAMES[ours.partition(':')[2]]} beside {theirs.partition(':')[0]}'s "
-                f"{NAMES[theirs.partition(':')[2]]}: "
-                f"{wall:.2f} times as fast, {processor:.2f} times by processor time, {1 / memory:.2f} times the memory"
+                f"{NAMES[theirs.partition(':')[2]]}: {wall:.2f} times as fast"
             )
             if quality:
                 segments = (cases[name]["quality"]["kl_by_segment"] for name in (ours, theirs))

@@ -37,7 +37,7 @@ class Case:
     Attributes:
         name: method and everything that differs from the defaults.
         weights: method, width and groups.
-        samples, length: of the calibration text.
+        samples, length: number and length of the samples of the calibration text.
         corrected: compensated weights make up for earlier layers too, as conversions do.
         peer: program and method, "llm-compressor/gptq", where another program quantizes; of `weights` width and groups
             count then.
@@ -156,7 +156,7 @@ def peer_model(
     Args:
         directory, case, calibration, seed, device: as in `quantized_model`.
         python: interpreter of the program's environment.
-        threads: of its process.
+        threads: the threads of its process.
     """
     program, _, method = case.peer.partition("/")
     ids = load_mixture(calibration, AutoTokenizer.from_pretrained(directory), case.samples, case.length, seed).ids
@@ -172,7 +172,7 @@ class SourceScores:
     """The source's log-probabilities of a text, one file per segment: they are compared with again and again.
 
     Args:
-        directory: of the model.
+        directory: the directory of the model.
         ids: int64 [segments, length + 1]; all but the first token are scored.
         work: where the files lie.
         device: on which models compute.

@@ -90,7 +90,7 @@ class ActivationRecorder:
     Args:
         structure: names of the layer's parts.
         num_samples, seq_len: sequences that will run through the layer, and tokens in each.
-        group_size: of the weights' inputs; None records no second moments, which only clips need.
+        group_size: the group size of the weights' inputs; None records no second moments, which only clips need.
         first_sample: the sequence with which this process begins.
         ranks: processes that share the sequences; all get the statistics of all.
         routed: `count_routed`, where several processes share a layer with routed experts.

@@ -51,7 +51,7 @@ class AwqPass(CalibrationPass):
     """Scale search, clip search, and what of both to keep; the layer's Linears are left ready for rounding to nearest.
 
     Args:
-        bits, group_size: of the weights; `LayerWork.bits` says which Linears have other bits.
+        bits, group_size: bits and group size of the weights; `LayerWork.bits` says which Linears have other bits.
         quantize_values: see `search_scales`; None takes what the layer's own cache makes of values.
         compensated: another pass rounds the weights: it gets all scales, and no clips are searched.
 
@@ -82,7 +82,7 @@ class AwqPass(CalibrationPass):
 
     @classmethod
     def of(cls, job: LayerJob, sampler: CalibrationPass) -> AwqPass | None:
-        """Of a recipe whose weights are searched."""
+        """The pass for a recipe whose weights are searched."""
         weights = job.weights
         return cls(weights.bits, weights.group_size) if weights.method == "awq" else None
 

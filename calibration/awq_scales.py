@@ -88,10 +88,10 @@ def search_scales(
     Args:
         layer: decoder layer in float32.
         structure: its names.
-        statistics: of its activations. Only `mean_abs` decides on the candidates, so statistics from elsewhere, or
-            shuffled ones, may be given. Those with `remaining` are for weights that will be compensated.
-        bits: of the weights, 2 to 8, of all Linears or of each by name.
-        group_size: of the weights.
+        statistics: the statistics of its activations. Only `mean_abs` decides on the candidates, so statistics from
+            elsewhere, or shuffled ones, may be given. Those with `remaining` are for weights that will be compensated.
+        bits: the width of the weights, 2 to 8 bits, one for all Linears or one for each by name.
+        group_size: the group size of the weights.
         dtype: in which norms will be stored.
         quantize_values: gives values [tokens, KV heads, head_dim] as read back from the KV cache. With it, candidates
             for value -> output that raise the mean squared error of the values are skipped.

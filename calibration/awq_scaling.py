@@ -31,7 +31,7 @@ class ScaledReader(NamedTuple):
 
     Attributes:
         linear: in float32.
-        bits: of its weight.
+        bits: the number of bits of its weight.
         routed: it belongs to an expert.
     """
 
@@ -47,7 +47,7 @@ def rounded(readers: Sequence[ScaledReader], scale: Tensor, group_size: int) -> 
     Args:
         readers: which.
         scale: s, [in].
-        group_size: of Q.
+        group_size: the group size of Q.
 
     Raises:
         GroupRangeError: a scaled weight leaves the range of fp16; on entry, or where an expert computes.
@@ -204,9 +204,9 @@ def search_clips(
     """Search how far to clamp each group of each Linear but query and key. The layer is unchanged afterwards.
 
     Args:
-        statistics: of the activations. Linears whose input has no second moment are not clipped.
+        statistics: the statistics of the activations. Linears whose input has no second moment are not clipped.
         scalings: by which the layer is going to be scaled.
-        bits: of the weights, of all Linears or of each by name.
+        bits: the width of the weights, one for all Linears or one for each by name.
         ranks: each searches some of the Linears.
 
     Returns:

@@ -50,7 +50,7 @@ class TauTables:
 
     Attributes:
         error: mean squared error of the attention weights with each pair's best key clip ratio, float64 [n1, n2].
-        output_error: of the attention output, relative to its mean square, with that clip ratio, float64 [n1, n2].
+        output_error: error of the attention output with that clip ratio, relative to its mean square, float64 [n1, n2].
         key_clip_ratio: the key clip ratio with the smallest error, float64 [n1, n2].
         clip_ratio_error: error of the weights for every key clip ratio, float64 [clip ratios, n1, n2].
         value_clip_ratio: the values' clip ratio.
@@ -251,7 +251,7 @@ class CalibQuantPass(SampleReader):
 
     @classmethod
     def of(cls, job: LayerJob, sampler: CalibrationPass) -> CalibQuantPass | None:
-        """Of a scheme with spans, for what the recipe leaves open."""
+        """The pass for a scheme with spans, for what the recipe leaves open."""
         scheme, search = job.scheme, job.search
         if scheme is None or not scheme.is_span:
             return None

@@ -203,8 +203,8 @@ def _errors(
         cache: how `side` is stored, but for the clip ratio.
         side: keys or values.
         grid: clip ratios.
-        error: of the heads' outputs of a block, [m, n, H, Hq / H, q, E], given what was read back with m clip ratios:
-            [m, n, H, keys, channels].
+        error: the error of the heads' outputs of a block, [m, n, H, Hq / H, q, E], given what was read back with m clip
+            ratios: [m, n, H, keys, channels].
         ranks: each evaluates some of the clip ratios.
     """
     exact = sample.keys if side == "key" else sample.values
@@ -253,7 +253,7 @@ class ClipRatioPass(SampleReader):
 
     @classmethod
     def of(cls, job: LayerJob, sampler: CalibrationPass) -> ClipRatioPass | None:
-        """Of a page scheme, for the quantized sides whose ratio the recipe leaves open."""
+        """The pass for a page scheme, for the quantized sides whose ratio the recipe leaves open."""
         scheme = job.scheme
         if scheme is None or scheme.is_span:
             return None

@@ -86,7 +86,7 @@ class ErrorFeedbackPass(AttentionPass):
 
     @classmethod
     def of(cls, job: LayerJob, sampler: CalibrationPass) -> ErrorFeedbackPass | None:
-        """Of a scheme that asks for error feedback, or leaves the rounding of narrow keys to calibration."""
+        """The pass for a scheme that asks for error feedback, or leaves the rounding of narrow keys to calibration."""
         scheme = job.scheme
         if scheme is None:
             return None

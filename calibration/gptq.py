@@ -155,8 +155,8 @@ def compensate(weight: Tensor, factor: Factor, grid: WeightGrid) -> Tensor:
 
     Args:
         weight: float32 [out, in].
-        factor: of the input's Hessian, in whose order columns are rounded; several Linears may share it.
-        grid: of the weight.
+        factor: the factor of the input's Hessian, in whose order columns are rounded; several Linears may share it.
+        grid: the weight's grid.
 
     Returns:
         float32 [out, in], every entry a value of the grid.
@@ -192,7 +192,7 @@ class GptqPass(CalibrationPass):
     """Find codes by error compensation; the layer's Linears are left with the values that these codes stand for.
 
     Args:
-        bits, group_size: of the weights; `LayerWork.bits` says which Linears have other bits.
+        bits, group_size: bits and group size of the weights; `LayerWork.bits` says which Linears have other bits.
         awq: searches scales first; None takes the weights as they are.
     """
 
@@ -210,7 +210,7 @@ class GptqPass(CalibrationPass):
 
     @classmethod
     def of(cls, job: LayerJob, sampler: CalibrationPass) -> GptqPass | None:
-        """Of a recipe whose weights are compensated."""
+        """The pass for a recipe whose weights are compensated."""
         weights = job.weights
         if not weights.compensates:
             return None
@@ -293,7 +293,7 @@ class GptqPass(CalibrationPass):
 
         Args:
             work: the layer, its Linears before these already rounded.
-            number, point: of the input.
+            number, point: the input's number and the module that reads it.
             scale: by which the input was divided since it was recorded, [in].
         """
         linear = work.layer.get_submodule(point)

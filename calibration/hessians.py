@@ -50,7 +50,7 @@ class SquareSum:
 
     Args:
         width: channels of x.
-        device: of x.
+        device: the device of x.
     """
 
     def __init__(self, width: int, device: torch.device) -> None:

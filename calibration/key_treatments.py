@@ -152,7 +152,7 @@ class ConstantPart:
     """The constant part of a layer's keys, not rotated.
 
     Attributes:
-        rope: of the layer.
+        rope: the rotary embedding of the layer.
         mean: float32 [H, D], before RoPE.
         share: float64 [H], of the energy of each head's keys.
     """
@@ -176,7 +176,7 @@ def measure_constant_part(
     """The constant part of keys [n, H, T, D] after RoPE, at positions 0 to T - 1 and not rotated otherwise.
 
     Args:
-        keys: of the sample.
+        keys: the keys of the sample.
         embeddings: what the layer got as `position_embeddings`.
         sink_tokens: first tokens, which are not quantized and left out.
         changing_rope: see `LayerWork`.
@@ -194,9 +194,9 @@ class TreatmentSearch:
     """The treatments of one layer's keys on a sample of its attention.
 
     Args:
-        sample: of the layer's attention, in the coordinates of a cache that rotates keys or does not.
+        sample: the sample of the layer's attention, in the coordinates of a cache that rotates keys or does not.
         rotated: whether it does.
-        constant: of the layer's keys, or why there is none.
+        constant: the constant part of the layer's keys, or why there is none.
         search: what calibration chooses, of which error feedback and clip ratios count here.
     """
 
@@ -274,7 +274,7 @@ class KeyTreatmentPass(SampleReader):
 
     Args:
         sampler: takes the sample, earlier in the list of passes.
-        scheme: of the layer.
+        scheme: the scheme of the layer.
         search: what calibration chooses.
     """
 
@@ -291,7 +291,7 @@ class KeyTreatmentPass(SampleReader):
 
     @classmethod
     def of(cls, job: LayerJob, sampler: CalibrationPass) -> KeyTreatmentPass | None:
-        """Of a scheme that keeps a constant part, or whose keys' treatment is to be chosen."""
+        """The pass for a scheme that keeps a constant part, or whose keys' treatment is to be chosen."""
         scheme = job.scheme
         if scheme is None or not (scheme.centers_keys or job.search.chooses_treatment(scheme)):
             return None

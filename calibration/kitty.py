@@ -90,7 +90,7 @@ class KittyPass(AttentionPass):
 
     @classmethod
     def of(cls, job: LayerJob, sampler: CalibrationPass) -> KittyPass | None:
-        """Of a scheme that boosts any channel of the layer's heads."""
+        """The pass for a scheme that boosts any channel of the layer's heads."""
         scheme = job.scheme
         if scheme is None or not scheme.boosted_for(job.key_dim):
             return None

@@ -73,7 +73,7 @@ def eviction_loss(
         sample: attention of the layer; at least two tokens.
         recent_ratio: share of the prompt kept as its newest tokens.
         sink_tokens: first tokens kept by themselves.
-        points: of the curves.
+        points: the points of the curves.
         ranks: each evaluates some of the points.
     """
     prompt = sample.num_tokens // 2
@@ -129,7 +129,7 @@ def spend_by_marginal_loss(curves: Sequence[Tensor], budget: float, limit: float
     Args:
         curves: per layer, falling values over equally spaced shares from 0 to 1.
         budget: sum of shares to spend.
-        limit: of each share.
+        limit: the upper limit of each share.
     """
     segments: dict[float, list[tuple[int, float]]] = {}
     for layer, curve in enumerate(curves):
@@ -180,7 +180,7 @@ class MiniKVPass(SampleReader):
 
     @classmethod
     def of(cls, job: LayerJob, sampler: CalibrationPass) -> MiniKVPass | None:
-        """Of a scheme that evicts."""
+        """The pass for a scheme that evicts."""
         scheme = job.scheme
         evicts = scheme is not None and scheme.evicts and not scheme.reconstructs
         return cls(sampler, scheme.recent_ratio) if evicts else None

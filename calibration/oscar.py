@@ -142,7 +142,7 @@ class OscarPass(AttentionPass):
 
     @classmethod
     def of(cls, job: LayerJob, sampler: CalibrationPass) -> OscarPass | None:
-        """Of a scheme that rotates or normalizes."""
+        """The pass for a scheme that rotates or normalizes."""
         scheme = job.scheme
         if scheme is None or not (scheme.rotates or scheme.token_norm != "none"):
             return None

@@ -38,7 +38,7 @@ class PairedInputs(Protocol):
             layer: decoder layer. Its modules up to `names`, of which the last may be a writer to the residual stream,
                 change no more afterwards.
             kept: one of the recorded names.
-            names: of modules, in the order in which they run; the layer runs as far as the last of them.
+            names: names of modules, in the order in which they run; the layer runs as far as the last of them.
 
         Yields:
             float32 [n, T, channels], and by name the same.
@@ -50,7 +50,7 @@ class LayerWork:
     """One decoder layer while the passes work on it.
 
     Attributes:
-        name: of the layer in the checkpoint, for messages ("model.layers.3").
+        name: the name of the layer in the checkpoint, for messages ("model.layers.3").
         layer: the layer in float32, the passes' own copy: they change its parameters in place.
         structure: names of its parts.
         num_samples, seq_len: calibration sequences, all of equal length; they run through the layer in order.
@@ -65,8 +65,8 @@ class LayerWork:
         visual: which tokens stand for images, bool [num_samples, seq_len]; None where there are none.
         changing_rope: why the angles of its RoPE are not the same at all lengths, as the end of a sentence, or None.
         bits: width of each quantized Linear's weights, by its name within the layer.
-        grids: of Linears (names within the layer) whose weights a pass has replaced by values of these grids. Weights
-            of experts may be mapped from files, so that passes write into them and never replace their memory.
+        grids: the grids of Linears (names within the layer) whose weights a pass has replaced by values of these grids.
+            Weights of experts may be mapped from files, so that passes write into them and never replace their memory.
     """
 
     name: str
@@ -111,9 +111,9 @@ class LayerJob:
     """A recipe's job in one decoder layer of a model, resolved once.
 
     Attributes:
-        index, name: of the layer; the name is the loaded model's ("model.layers.3").
+        index, name: index and name of the layer; the name is the loaded model's ("model.layers.3").
         weights: how Linears are quantized.
-        scheme: of the layer's cache; None where it is left alone.
+        scheme: the scheme of the layer's cache; None where it is left alone.
         search: what calibration chooses of it.
         structure: names of the layer's parts; None where they are unknown.
         reason: why the scheme differs from the recipe's, or "".
@@ -162,7 +162,7 @@ class CalibrationPass:
     """One method's calibration of one layer; a new object for every layer. Every step is optional.
 
     Attributes:
-        name: of the method.
+        name: the name of the method.
         reads_sample: it evaluates candidates on `of`'s sampler's sample of the finished layer's attention.
         reads_random: it also observes the random tokens that follow the text (`LayerWork.num_samples` sequences).
     """
@@ -176,7 +176,7 @@ class CalibrationPass:
         """The pass that a job asks for, or None where it asks for none.
 
         Args:
-            job: of a layer with a structure.
+            job: the job of a layer with a known structure.
             sampler: takes a sample of the layer's attention for the passes that ask for one (`reads_sample`).
         """
         return None

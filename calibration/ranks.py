@@ -43,7 +43,7 @@ class Ranks:
     """One process alone.
 
     Attributes:
-        rank, size: of this process, and how many there are.
+        rank, size: the number of this process, and how many there are.
         device: where this rank computes.
     """
 

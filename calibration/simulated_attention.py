@@ -35,7 +35,7 @@ class AttentionCall:
 
     Attributes:
         queries: [B, Hq, T, D]; keys: [B, H, T, D]; values: [B, H, T, E].
-        mask: of the model, or None for causal attention.
+        mask: the attention mask of the model, or None for causal attention.
         arguments: the rest (scaling, softcap, s_aux).
     """
 
@@ -87,7 +87,7 @@ def simulated_attention(
     Args:
         module: the attention module.
         query: [B, Hq, T, D]; key: [B, H, T, D]; value: [B, H, T, E]; without padding.
-        attention_mask: of the model, bool or additive [B or 1, 1, T, T]; None is causal.
+        attention_mask: the attention mask of the model, bool or additive [B or 1, 1, T, T]; None is causal.
         cache: formats with the clip ratios to be used.
         kwargs: what the model passes to attention.
 

@@ -68,7 +68,7 @@ class StaticScalesPass(CalibrationPass):
 
     @classmethod
     def of(cls, job: LayerJob, sampler: CalibrationPass) -> StaticScalesPass | None:
-        """Of a scheme with static scales."""
+        """The pass for a scheme with static scales."""
         return cls() if job.scheme is not None and job.scheme.is_static else None
 
     def solve(self, work: LayerWork) -> None:

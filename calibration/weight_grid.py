@@ -25,7 +25,7 @@ class WeightGrid:
     Attributes:
         scale: float32 [out, in / group_size], numbers that fp16 holds; never 0.
         zero: float32 [out, in / group_size], integers 0 to 2^bits - 1.
-        bits, group_size: of the weight.
+        bits, group_size: bits and group size of the weight.
     """
 
     scale: Tensor
@@ -39,7 +39,7 @@ class WeightGrid:
 
         Args:
             weight: [out, in], any float dtype.
-            bits, group_size: of the grid.
+            bits, group_size: bits and group size of the grid.
             clip: optional [out, in / group_size]: bounds beyond which |w| is clamped first.
 
         Raises:
@@ -64,15 +64,15 @@ class WeightGrid:
 
     @classmethod
     def searched(cls, weight: Tensor, bits: int, group_size: int, costs: Tensor) -> WeightGrid:
-        """Of grids from each group's whole range down to `RANGES[-1]` of it, the one with the least rounding error.
+        """The grid with the least rounding error among those from each group's whole range down to `RANGES[-1]` of it.
 
         A narrower one lies in the middle of the group's range, as nearly as zeros that are integers allow: one on each
         side of it is tried. Where errors cost nothing the whole range is kept.
 
         Args:
             weight: float32 [out, in].
-            bits, group_size: of the grid.
-            costs: of a squared error of each input, [in].
+            bits, group_size: bits and group size of the grid.
+            costs: the weight of the squared error of each input, [in].
 
         Raises:
             GroupRangeError: see `of`.

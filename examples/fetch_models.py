@@ -47,10 +47,10 @@ class Source:
     Attributes:
         about: model, license, size of the checkpoint.
         packages: that carry it; parts of the file in order.
-        pattern: of the parts' paths in the packages.
+        pattern: the pattern of the parts' paths in the packages.
         sha256: of the GGUF file.
-        config: of transformers, with its `model_type`: what the file says only in part.
-        names: of a layer's tensors, over `NAMES`; others: of those outside of layers.
+        config: transformers' configuration, with its `model_type`: what the file says only in part.
+        names: the names of a layer's tensors, over `NAMES`; others: of those outside of layers.
         interleaved: whether rows of queries and keys are in llama.cpp's rotary order.
         norms_plus_one: whether norms have 1 added.
     """

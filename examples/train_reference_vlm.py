@@ -51,7 +51,7 @@ TEMPLATE = (
     "{% endfor %}{% endif %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-LENGTHS = {1: 320, 2: 512}  # tokens of a row with so many pictures
+LENGTHS = {1: 320, 2: 512}  # tokens of a row by its number of pictures
 IGNORED = -100
 ORDINALS = ("first", "second")
 

@@ -12,7 +12,7 @@ from kvconvert.kernels.convolution.triton import CHANNELS, TOKENS, convolve_kern
 
 
 def variants(device_capability: int) -> Iterator[Variant]:
-    """What the dispatch chooses for the usual layers, the same on all devices."""
+    """The variants that the dispatch chooses for the usual layers, the same on all devices."""
     types = {"states": "*{}", "after": "*{}", "ends": "*i32", "owners": "*i32"}
     for dtype, (taps, bias, silu) in product(DTYPES.values(), ((4, False, True), (4, True, True), (3, False, False))):
         own = {name: kind.format(dtype) for name, kind in types.items()}

@@ -47,11 +47,11 @@ PRESETS = ("kivi", "oscar", "oscar-g128", "kitty", "kitty-pro", "calibquant-1bit
 
 @dataclass(frozen=True)
 class Layer:
-    """What one layer stores.
+    """The storage of one layer.
 
     Attributes:
-        name: of the preset or of what is varied; details: of the latter, for the variant's name.
-        format: how; pages may have hidden tokens.
+        name: the name of the preset or of what is varied; details: of the latter, for the variant's name.
+        format: the format of what it stores; pages may have hidden tokens.
     """
 
     name: str

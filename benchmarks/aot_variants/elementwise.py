@@ -15,7 +15,7 @@ ROTARY_SIZES = ((64, 0), (128, 0), (256, 0), (64, 64))
 
 
 def variants(device_capability: int) -> Iterator[Variant]:
-    """What the dispatch chooses for the usual models, the same on all devices."""
+    """The variants that the dispatch chooses for the usual models, the same on all devices."""
     for dtype in DTYPES.values():
         for activation, clamped in GATES:
             yield Variant.of(

@@ -63,7 +63,7 @@ def _product(
 
 
 def _few_shapes(k_block: int) -> Iterator[tuple[FewRowsShape, str, dict[str, int]]]:
-    """What few rows are multiplied by, with its name and axes."""
+    """Shapes of products of few rows, with their names and axes."""
     for shape in dict.fromkeys(few_rows_shapes(k_block).values()):
         yield shape, f"{shape.tiles}t{shape.warps}w", {"tiles": shape.tiles, "warps": shape.warps}
 
@@ -132,7 +132,7 @@ def other_widths(capability: int) -> Iterator[Variant]:
 
 
 def mixtures(capability: int) -> Iterator[Variant]:
-    """What the dispatch chooses for the usual mixtures of experts on a device, at 4 bits."""
+    """The variants that the dispatch chooses for the usual mixtures of experts on a device, at 4 bits."""
     yield Variant.of("sort", experts.sort_by_expert_kernel, "", {"CHUNK": experts.SORT_CHUNK}, num_warps=4)
     for dtype in DTYPES:
         for scores in (dtype, "fp32", None):

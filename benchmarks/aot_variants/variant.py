@@ -1,4 +1,4 @@
-"""What ahead-of-time compilation has to know of a kernel's specialisations."""
+"""A kernel's specializations for ahead-of-time compilation."""
 
 from __future__ import annotations
 

@@ -32,14 +32,14 @@ class SearchedLayer:
     """One layer and its choices.
 
     Attributes:
-        index: of the layer.
+        index: the layer's index.
         scheme: the recipe's, resolved for the layer, with values rotated at run time: nothing is folded yet.
         search: what calibration chooses for every candidate.
         heads, key_dim, value_dim: KV heads, and channels of a head's keys and values.
         keys, values: candidates, those without any quantization last.
         costs: bytes of each candidate, summed over `lengths(context)`, by name.
         context: tokens of the sequence that costs are stated for.
-        sliding_window: of the layer, or None.
+        sliding_window: the layer's sliding window, or None.
         output: name of its output projection, or None where it is unknown.
     """
 
@@ -58,7 +58,7 @@ class SearchedLayer:
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
-        """Of both sides."""
+        """Candidates of both sides."""
         return self.keys + self.values
 
     def scheme_of(self, *candidates: Candidate) -> KVScheme:
@@ -79,7 +79,7 @@ class SearchedLayer:
         """The cache of these candidates; a side without one stays in full precision.
 
         Args:
-            candidates: of one side or both.
+            candidates: the candidates of one side or both.
             clip_ratios: by candidate's name; the scheme's own without one.
             measured: makes error feedback and constant parts of keys; None for a cache without.
         """
@@ -120,8 +120,8 @@ def searched_layers(config: PretrainedConfig, jobs: Sequence[LayerJob], context:
     """The layers whose cache the recipe quantizes, without costs, which `SearchedLayer.windowed` computes.
 
     Args:
-        config: of the language model.
-        jobs: of all layers; candidates are laid over their schemes.
+        config: the configuration of the language model.
+        jobs: the jobs of all layers; candidates are laid over their schemes.
         context: tokens of the sequence that costs are stated for.
     """
     windows = sliding_windows(config)
@@ -189,7 +189,7 @@ def measured_layer(
 
 
 def candidate_treatments(layer: SearchedLayer, measured: TreatmentSearch) -> dict[str, dict[str, Any]]:
-    """Of every candidate that quantizes keys the best treatment's fields, by name; empty where none is to be chosen.
+    """The best treatment's fields for every candidate that quantizes keys, by name; empty where none is to be chosen.
 
     Candidates of equal bits are treated alike; boosted channels are those of keys that are not rotated.
     """
@@ -221,7 +221,7 @@ def candidate_clip_ratios(
 
     Args:
         layer: its candidates, treated as they will be.
-        measured: of `measured_layer`.
+        measured: the result of `measured_layer`.
         sides: whether the ratio of "key" and of "value" is to be chosen; the other one stays the recipe's.
     """
     scheme = layer.scheme

@@ -34,7 +34,7 @@ class ExactText:
         ids: int64 [rows, length].
         positions: int64 [scored], the tokens after which distributions are compared.
         log_probs: float32 [rows, scored, vocabulary]; empty where only layers' inputs are wanted.
-        inputs: of each decoder layer, [rows, length, hidden], in the model's dtype.
+        inputs: the inputs of each decoder layer, [rows, length, hidden], in the model's dtype.
         embeddings: what each decoder layer got as `position_embeddings`, or None.
     """
 
@@ -112,7 +112,7 @@ class SimulatedModel:
 
     @torch.no_grad()
     def attention_call(self, text: ExactText, layer: int) -> AttentionCall:
-        """What one layer's attention is called with, over all rows."""
+        """The arguments of one layer's attention, over all rows."""
         rows, length = text.ids.shape
         calls = []
         for batch in self._batches(rows, length):
@@ -222,5 +222,5 @@ class SearchRun:
 
     @property
     def dtype(self) -> str:
-        """Of the model."""
+        """Name of the model's dtype."""
         return str(self.model.model.dtype).removeprefix("torch.")

@@ -74,7 +74,7 @@ class PlanSearch:
     """The choice of a plan.
 
     Attributes:
-        layers: of the model.
+        layers: the layers whose choices are searched.
         losses: by layer and candidate's name.
         budget: bytes, as costs are.
         measure: divergence of the whole model with a plan.
@@ -217,7 +217,7 @@ class PlanSearch:
 TEXT_LENGTH = 4096  # tokens of a sequence at most
 DEFAULT_TOKENS, GPU_DEFAULT_TOKENS = 1024, 16384
 CLIP_ROWS = 4  # calibration sequences on which clip ratios are chosen
-REPEATED, PASSAGE = 4, 64  # one token of so many is part of a repeated passage, and the passages' tokens
+REPEATED, PASSAGE = 4, 64  # one token of REPEATED is part of a repeated passage, and the passages' tokens
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ class SearchTask:
 
     @property
     def plain_bytes(self) -> int:
-        """Of the searched layers in 16 bits, summed likewise."""
+        """Bytes of the searched layers in 16 bits, summed likewise."""
         caches = [layer.cache_of(None) for layer in self.layers]
         return sum(cache.plain_bytes(length) for cache in caches for length in lengths(self.context))
 
@@ -288,8 +288,8 @@ def search_task(config: PretrainedConfig, jobs: Sequence[LayerJob], recipe: Reci
     """Settle what a recipe's search means for a model.
 
     Args:
-        config: of the language model.
-        jobs: of all layers.
+        config: the configuration of the language model.
+        jobs: the jobs of all layers.
         recipe: with `auto`.
         device: where measurements will be made.
 
@@ -360,7 +360,7 @@ def find_allocation(task: SearchTask, recipe: Recipe, run: SearchRun, samples: T
     """Measure, allocate and commit what was found.
 
     Args:
-        task: of the recipe.
+        task: the task of the recipe.
         recipe: with `auto`.
         run: what is measured with.
         samples: int64 [rows, length], calibration sequences on which treatments and clip ratios are chosen.

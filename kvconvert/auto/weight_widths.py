@@ -108,8 +108,8 @@ def find_widths(units: list[Unit], weights: WeightsRecipe, run: SearchRun) -> We
     """Measure, allocate and commit what was found.
 
     Args:
-        units: of the model.
-        weights: of the recipe, with `average_bits`.
+        units: the units of the model.
+        weights: the weights' recipe, with `average_bits`.
         run: what is measured with.
     """
     text = run.text
@@ -160,7 +160,7 @@ class _Search:
         return tables
 
     def best(self, tables: Sequence[Mapping[str, float]], budget: int) -> tuple[list[int], float, int]:
-        """Of the allocations that are tried, the widths with the smallest measured divergence, it, and their number."""
+        """Widths with the smallest measured divergence, that divergence, and the number of allocations tried."""
         middle = (self.units[-1].layer + 1) / 2
         weights = [
             [1.0] * len(self.units),

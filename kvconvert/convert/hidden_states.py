@@ -65,7 +65,7 @@ class HiddenPart:
     """Some sequences of hidden states that follow one another: those of one of several models, or a part of them.
 
     Attributes:
-        states: of all of them.
+        states: the hidden states of all samples.
         start, stop: the sequences.
         first: sample of the first one.
     """
@@ -77,7 +77,7 @@ class HiddenPart:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of these."""
+        """Samples, tokens of a sample, and channels."""
         return self.stop - self.start, *self.states.shape[1:]
 
     def read(self, start: int, stop: int) -> Tensor:

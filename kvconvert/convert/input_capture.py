@@ -59,8 +59,8 @@ class InputCapture:
     """Records the input of the first layer and the arguments of every layer.
 
     Args:
-        inputs: of the model.
-        name: of the module that holds the layers, for messages.
+        inputs: the calibration inputs of the model.
+        name: the name of the module that holds the layers, for messages.
     """
 
     def __init__(self, inputs: CalibrationInputs, name: str) -> None:
@@ -76,8 +76,8 @@ class InputCapture:
 
         Args:
             base: the model without its head, everything but its layers filled; its layers are given up to recorders.
-            layers: of `base`.
-            device: of `base`.
+            layers: the layers of `base`.
+            device: the device of `base`.
 
         Raises:
             NumericError: NaN or infinity in the input of a layer.
@@ -175,7 +175,7 @@ def rows_as_looked_up(embedding: nn.Embedding, table: Tensor, device: torch.devi
     Args:
         embedding: any subclass of nn.Embedding that looks up its first argument.
         table: its weight [num_embeddings, embedding_dim] in any dtype, which may be mapped from a file.
-        device: of the rows.
+        device: the device the rows are on.
     """
 
     def select(rows: Tensor) -> nn.Parameter:

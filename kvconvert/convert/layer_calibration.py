@@ -44,9 +44,9 @@ class LayerCalibration:
     """State that the layers of one calibration share.
 
     Attributes:
-        runner: of the model, which knows the layers' structure and was given `inputs`.
+        runner: the runner of the model, which knows the layers' structure and was given `inputs`.
         directory: where results are written.
-        jobs: of all layers, in order.
+        jobs: the jobs of all layers, in order.
         inputs: calibration sequences.
         ranks: the processes that share them.
         executor: one thread, in which a layer is written while the next is computed, if its input is in memory; None

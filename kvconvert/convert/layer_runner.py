@@ -143,7 +143,7 @@ class LayerRunner:
         """A decoder layer with the source's weights in float32, and the dtype in which each parameter is stored.
 
         Args:
-            index: of the layer.
+            index: the layer's index.
             mapped: where experts are kept that are too large for host memory; None keeps them in memory.
 
         Raises:
@@ -284,8 +284,8 @@ class LayerRunner:
 
         Args:
             layer: decoder layer.
-            names: of modules that get one tensor, in the order in which they run.
-            inputs, index: of the layer.
+            names: names of modules that get one tensor, in the order in which they run.
+            inputs, index: input states and index of the layer.
         """
         found: dict[str, Tensor] = {}
         with ExitStack() as hooks:
@@ -419,8 +419,8 @@ def fitting(layer: nn.Module, name: str, tensors: Mapping[str, Tensor], model: P
 
     Args:
         layer: with separate experts.
-        name: of the layer in `model`.
-        tensors: of the checkpoint, by name within the layer; on the meta device where only shapes are of interest.
+        name: the name of the layer in `model`.
+        tensors: the checkpoint's, by name within the layer; on the meta device where only shapes are of interest.
         model: that the layer belongs to.
 
     Raises:
@@ -491,8 +491,8 @@ class RunnerInputs:
     it: later runs begin there, without the attention or the MLP before it.
 
     Attributes:
-        runner: of the model.
-        index, structure: of the layer.
+        runner: the runner of the model.
+        index, structure: index and structure of the layer.
         quantized: its input in the model quantized so far.
         keep: puts a tensor where there is room for all tokens' inputs.
     """

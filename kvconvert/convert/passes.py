@@ -77,8 +77,8 @@ def resolve_layers(
     on records that it changed before, gives the same records.
 
     Args:
-        recipe: of the calibration.
-        records: of all layers.
+        recipe: the recipe of the calibration.
+        records: the records of all layers.
         plan: reads a layer's plan tensors, by the names layers.{i}.{what}.
     """
     layers = {

@@ -109,7 +109,7 @@ def calibrate(
             for a vision-language model.
         samples: number of calibration sequences; None takes 64, or fewer if their tokens are more than 32,768.
         seq_len: tokens in each; None takes 2,048, or what an image needs.
-        seed: of the choice of samples.
+        seed: the seed of the choice of samples.
         device: on which layers are computed, "cpu" or "cuda"; None takes a GPU if there is one.
         restart: discard what `work` holds instead of going on from there.
         progress: show a progress bar and messages on stderr.
@@ -349,10 +349,10 @@ class Searches:
     """State that both searches of a calibration share.
 
     Attributes:
-        runner: of the model; its device is where everything is computed.
+        runner: the runner of the model; its device is where everything is computed.
         directory: where measurements are committed, and are found by a later run.
         tokens: calibration samples; candidates are measured on text that these leave over.
-        data, seed: of those samples.
+        data, seed: source and seed of those samples.
         say: shows a message.
         progress: show bars.
     """

@@ -61,13 +61,13 @@ class WorkState(Record):
     """Inputs of a calibration.
 
     Attributes:
-        format: of the working directory.
+        format: the format version of the working directory.
         fingerprint: SHA-256 over `inputs()`.
-        versions: of kvconvert and the libraries that shape its results.
+        versions: the versions of kvconvert and the libraries that shape its results.
         recipe: as plain values.
         source, data: fingerprints of the model and of the calibration tokens.
         model: the model as it was named, and `directory` where it was found; neither enters the fingerprint.
-        seed, device: of the calibration.
+        seed, device: seed and device of the calibration.
         num_layers: decoder layers.
         adapter: model type, or None where the structure of the layers is not known.
         kept_tensors: source tensors that no layer file replaces: an exporter copies them as they are.
@@ -421,7 +421,7 @@ class WorkDir:
         """Write the input of layer `index`, which appears with `commit_hidden`.
 
         Args:
-            index: of the layer.
+            index: the layer's index.
             hidden_size: numbers of a token.
             models: whose inputs are written one after another.
             hold: device that has room for it; its file is then written only if the last one is `SAVED_EVERY_S` old.

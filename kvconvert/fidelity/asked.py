@@ -1,4 +1,4 @@
-"""What an evaluation is asked for: parts to measure, and the source to compare with.
+"""The arguments of an evaluation: parts to measure, and the source to compare with.
 
 Nothing here imports torch, which takes seconds: commands refuse wrong names and paths before that.
 """

@@ -18,7 +18,7 @@ class Interval:
     """A mean over segments with its percentile-bootstrap confidence interval.
 
     Attributes:
-        mean: of the segments' values.
+        mean: the mean of the segments' values.
         low, high: bounds of the interval; both None with a single segment, which says nothing of the spread.
     """
 
@@ -49,7 +49,7 @@ def bootstrap_mean(values: torch.Tensor, seed: int, confidence: float = CONFIDEN
 
     Args:
         values: [segments], any real dtype.
-        seed: of the resampling.
+        seed: the seed of the resampling.
         confidence: share of the resampled means inside the interval.
 
     Raises:

@@ -110,7 +110,7 @@ def evaluate(
         full: False leaves out `SLOW` parts that `only` does not name, and halves the default of `tokens`.
         device: "cpu" or "cuda"; None takes a GPU if there is one.
         dtype: "float32", "bfloat16" or "float16"; None takes the model's own on a GPU and float32 on a CPU.
-        seed: of the choice of text, of drills and of the bootstrap.
+        seed: the seed of the choice of text, of drills and of the bootstrap.
         drills: how many prompts of each kind.
         drawings: how many conversations about an image a vision-language model is compared on.
         progress: an estimate of the time, and bars, on stderr.

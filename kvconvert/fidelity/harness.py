@@ -226,7 +226,7 @@ class CachedLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Of each continuation after its context: log-likelihood, and whether it is the greedy one."""
+        """Log-likelihood of each continuation after its context, and whether it is the greedy one."""
         prompts = []
         for _, context, continuation in requests:
             if len(continuation) > self.max_length:

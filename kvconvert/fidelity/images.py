@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, ProcessorMixin
 from kvconvert.data.drawings import draw
 from kvconvert.data.images import EVALUATION_SEED, Document
 from kvconvert.fidelity.bootstrap import bootstrap_mean
-from kvconvert.fidelity.scoring import Comparison, Decoder, compare
+from kvconvert.fidelity.scoring import Decoder, compare
 from kvconvert.models.configuration import context_length
 from kvconvert.models.processors import ImagePrompts
 
@@ -44,20 +44,6 @@ class ImageFigures:
     top1_agreement: float
     residual_share: float
 
-    @classmethod
-    def of(cls, comparison: Comparison, image_tokens: int, seed: int) -> ImageFigures:
-        """From a comparison of conversations of equal length."""
-        kl = bootstrap_mean(comparison.kl.mean(1), seed)
-        return cls(
-            drawings=len(comparison.kl),
-            image_tokens=image_tokens,
-            tokens_scored=comparison.kl.numel(),
-            kl=kl.mean,
-            kl_interval=kl.bounds,
-            top1_agreement=comparison.agrees.double().mean().item(),
-            residual_share=comparison.residual_share,
-        )
-
 
 def image_figures(
     source: Decoder,
@@ -73,7 +59,16 @@ def image_figures(
     if positions is not None and segments.shape[1] > positions:
         return None
     scored = compare(source, {"bundle": bundle}, segments, prefill, batch=1, progress=progress, extras=extras)["bundle"]
-    return ImageFigures.of(scored, int(ImagePrompts(processor, source.model.config).visual(segments[0]).sum()), seed)
+    kl = bootstrap_mean(scored.kl.mean(1), seed)
+    return ImageFigures(
+        drawings=len(scored.kl),
+        image_tokens=int(ImagePrompts(processor, source.model.config).visual(segments[0]).sum()),
+        tokens_scored=scored.kl.numel(),
+        kl=kl.mean,
+        kl_interval=kl.bounds,
+        top1_agreement=scored.agrees.double().mean().item(),
+        residual_share=scored.residual_share,
+    )
 
 
 def conversations(

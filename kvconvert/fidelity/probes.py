@@ -51,7 +51,7 @@ class Conversation:
 
     Attributes:
         turns: (user, assistant) pairs that came before.
-        facts: of the last user's message, all of it that is to be remembered.
+        facts: the facts of the last user's message, all of it that is to be remembered.
         question: its rest.
         reply: the answer of the assistant, as (given, expected) in turns.
         is_plain: a text to be continued, which no chat template changes.
@@ -229,7 +229,7 @@ class Writer:
     Args:
         tokenizer: the model's tokenizer; its chat template is used if it renders messages word for word.
         prose: token ids of held-out text, the filler.
-        seed: of everything that is chosen.
+        seed: the seed of everything that is chosen.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prose: Sequence[int], seed: int):
@@ -320,7 +320,7 @@ def ask(
 
     Args:
         decoder: model and cache.
-        prompts: of one probe or of several.
+        prompts: the prompts of one probe or of several.
         batch: prompts at a time, where as much of them is read.
         progress: name of a bar on stderr; None shows none.
     """
@@ -455,7 +455,7 @@ def verdict(found: Sequence[Ability], text: tuple[float, float] | None, tokens: 
     """The sentence; None where nothing was measured.
 
     Args:
-        found: of recall and probes.
+        found: the results of recall and probes.
         text: perplexities of source and bundle; None if not measured.
         tokens: scored for them.
     """

@@ -86,7 +86,7 @@ class Drill:
     Attributes:
         context, cue: token ids.
         expected: five digits.
-        depth: of the fact asked for, as a share of the prose.
+        depth: the depth of the fact asked for, as a share of the prose.
     """
 
     context: list[int]
@@ -140,7 +140,7 @@ class DrillBook:
     Args:
         tokenizer: the model's tokenizer.
         prose: token ids of held-out text, the filler.
-        seed: of names, codes, tables and filler.
+        seed: the seed of names, codes, tables and filler.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prose: list[int], seed: int):
@@ -287,7 +287,7 @@ class NumberBook:
     Args:
         tokenizer: with a chat template that takes messages of plain text; see `has_plain_template`.
         prose: token ids of held-out text, the filler; repeated where it is too short.
-        seed: of cities, numbers and filler.
+        seed: the seed of cities, numbers and filler.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prose: list[int], seed: int):

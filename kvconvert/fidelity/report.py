@@ -58,9 +58,9 @@ class CacheSize:
             full-precision tokens included; of schemes that compress the tokens of one modality, measured with text.
         bytes_per_token: over all layers, at these bits.
         bytes_used, bytes_allocated: measured from the tensors of a cache of `tokens` tokens.
-        source_bytes_per_token: of the source's cache in the same dtype.
+        source_bytes_per_token: bytes per token of the source's cache in the same dtype.
         tokens, residual_tokens: stored, and how many of them in full precision.
-        dtype: of full-precision tokens.
+        dtype: the dtype of full-precision tokens.
         residual_share: share of the attended context that was in full precision while text was scored; the longer
             the context, the smaller it gets. None, as `clamped_rows`, if none was.
         clamped_rows: queries, per layer and head, for which CalibQuant's shift made different scores equal while
@@ -116,7 +116,7 @@ class NoiseFloor:
     """The cost of rounding alone: a KL as small as this says nothing of the quantization.
 
     Attributes:
-        kl: of the source in the dtype of the evaluation from the source in float32, nats per token.
+        kl: the KL divergence of the source in the dtype of the evaluation from the source in float32, nats per token.
         tokens: scored for it, of the first segment.
         what: which two were compared.
     """
@@ -136,13 +136,13 @@ class FidelityReport:
         parts: that were measured, of `PARTS`.
         top1_agreement: share of scored tokens at which both rank the same token first.
         top1_agreement_interval: its bootstrap interval over segments, None with one segment.
-        noise: of the dtype; None in float32, whose rounding is negligible.
+        noise: the noise of the dtype; None in float32, whose rounding is negligible.
         passkey: numbers found in the context; `recall_form` says how they were asked for.
         recall_form: "chat template" or "plain text".
         probes: by name; without those that do not fit the model's positions.
         verdict: what the bundle is fit for, in a sentence; see `kvconvert.fidelity.probes`.
-        images: of a vision-language model; None for any other, and where a conversation does not fit its positions.
-        files_digest: of the bundle that was measured, see `Manifest.files_digest`.
+        images: results on text about images; None unless the model reads images and a conversation fits its positions.
+        files_digest: the digest of the files of the bundle that was measured, see `Manifest.files_digest`.
         compute_dtype, device, seed, versions: how it was measured.
         notes: what a reader has to know to judge the figures.
     """
@@ -244,7 +244,7 @@ def measure_cache(
 
     Args:
         decoder: the bundle, which is left in `dtype`.
-        ids: of text, repeated where it is too short.
+        ids: token ids of text, repeated where it is too short.
         tokens: how many.
         context: tokens for which bits per value are stated.
         dtype: that the bundle serves, in which full-precision tokens are counted.

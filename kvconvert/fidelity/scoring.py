@@ -70,7 +70,7 @@ class Comparison:
 
     @classmethod
     def of(cls, parts: Sequence[Scores], reader: Reader) -> Comparison:
-        """Of one batch: the chunks that `reader` scored, in their order."""
+        """Compare one batch, the chunks that `reader` scored, in their order."""
         scores = Scores.join(parts, 1)
         clamped = reader.cache.stats().clamped_rows if isinstance(reader.cache, KVCache) else 0
         return cls(*vars(scores).values(), _share(reader.attended), clamped, reader.attended)
@@ -170,7 +170,7 @@ class Reader:
 
     Args:
         decoder: which.
-        name: of the decoder, for messages.
+        name: the name of the decoder, for messages.
 
     Attributes:
         cache: what it has read; length: how many tokens of each segment.

@@ -23,8 +23,8 @@ class Candidate:
     Attributes:
         name: short, for tables.
         side: which of the two.
-        fields: of the `KVScheme` that differ from the recipe's scheme; of layers whose treatment of keys is measured,
-            that as well (`kvconvert.methods.key_treatments`). Candidates of one name are the same choice.
+        fields: fields of the `KVScheme` that differ from the recipe's scheme; of layers whose treatment of keys is
+            measured, that as well (`kvconvert.methods.key_treatments`). Candidates of one name are the same choice.
     """
 
     name: str

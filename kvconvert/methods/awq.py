@@ -15,7 +15,7 @@ AUTO_GROUP_SIZES = (128, 64, 32)
 
 
 def auto_group_sizes(hidden_size: int) -> tuple[int, ...]:
-    """What "auto" chooses from for a model, the largest first."""
+    """Group sizes that "auto" chooses from for a model, the largest first."""
     largest = 128 if hidden_size >= 3584 else 64 if hidden_size >= 2048 else 32
     return tuple(size for size in AUTO_GROUP_SIZES if size <= largest)
 
@@ -38,7 +38,7 @@ class WeightsRule(BaseModel):
     Attributes:
         match: pattern of module names as in the loaded model ("*.down_proj"); * stands for anything, dots included.
         index: numbers of the decoder layers that are meant; None for all.
-        bits: of their weights.
+        bits: the number of bits of their weights.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -64,7 +64,7 @@ class WeightsRecipe(BaseModel):
             it, "awq+gptq" does so on the scaled weights, "rtn" rounds to nearest, "none" keeps every weight. "auto"
             becomes "awq+gptq" once the model is known, or "awq" where it has routed experts, for each of which GPTQ
             would keep sums.
-        bits: of a stored weight, 2, 3, 4 or 8; means nothing with "none".
+        bits: the number of bits of a stored weight, 2, 3, 4 or 8; means nothing with "none".
         group_size: inputs that share one scale and zero point, or "auto", which becomes the largest of
             `auto_group_sizes` that divides the inputs of every Linear to be quantized once the model is known; means
             nothing with "none".

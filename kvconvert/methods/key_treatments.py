@@ -33,7 +33,7 @@ class Treatment:
 
     Attributes:
         name: for statistics and tables.
-        fields: of the `KVScheme`.
+        fields: the fields of the `KVScheme`.
     """
 
     name: str

@@ -111,7 +111,7 @@ def spread_ratios(schemes: Sequence[Any]) -> tuple[Any, ...]:
     of their own. Layers whose heavy and recent shares exceed the prompt pass the excess on to the others.
 
     Args:
-        schemes: of all layers; None where a layer has none.
+        schemes: the schemes of all layers; None where a layer has none.
 
     Raises:
         RecipeError: an allocation that needs calibration.

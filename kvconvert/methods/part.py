@@ -35,7 +35,7 @@ def option(default: Any, values: str, meaning: str, **constraints: Any) -> Any:
 
 
 def stated(choices: Sequence[int]) -> str:
-    """What is possible, for messages and the documentation."""
+    """The possible values, for messages and the documentation."""
     return f"choose one of {listed(map(str, choices), 'or')}"
 
 
@@ -82,7 +82,7 @@ class PlanTensor:
         dtype: in safetensors' words.
         shape: for the layer at hand.
         why: the setting that asks for it.
-        fault: of the tensor's values as nested lists, what they should be, or None where they are.
+        fault: takes the values as nested lists, and returns what they should be, or None where they are.
     """
 
     dtype: str

@@ -38,7 +38,7 @@ class StateBits(Part):
 
     @classmethod
     def conventions(cls, layers: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
-        """What a runtime stores."""
+        """The form in which a runtime stores states."""
         return {
             "state_bits": {
                 "rounding": "after a pass, code = round(x / scale), ties to even, scale = max |x| / 2047 of a row, the "

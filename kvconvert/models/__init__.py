@@ -88,7 +88,7 @@ def _check_directory(directory: Path) -> None:
 
 
 def without_weights(directory: Path) -> CheckpointError:
-    """What is said of a checkpoint without weights that can be read."""
+    """The message for a checkpoint without readable weights."""
     return CheckpointError(
         f"{directory} holds no weights ({SINGLE_FILE} or {INDEX_FILE} with its shards); fetch the model again."
     )

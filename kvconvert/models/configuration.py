@@ -1,4 +1,4 @@
-"""What a model's configuration tells: the class that loads it, the ids that stand for media, which layers can keep
+"""Facts from a model's configuration: the class that loads it, the ids that stand for media, which layers can keep
 their keys and values in pages, and the shape of these.
 
 transformers' processors put one placeholder token into a prompt for every vector that an image, a video or an audio
@@ -201,7 +201,7 @@ def pages_unsupported(config: PretrainedConfig, layer_type: str, scheme: KVSchem
 
 
 def without_weights(config: PretrainedConfig) -> str:
-    """What else of a model can be converted where its weights cannot, as the end of a sentence."""
+    """The end of a sentence: the parts of a model that can be converted where its weights cannot."""
     reasons = {kind: pages_unsupported(config, kind, None) for kind in layer_types_of(config)[0]}
     if not all(reasons.values()):
         return 'it can be converted with [weights] method = "none" only'
@@ -324,9 +324,9 @@ def model_cache(
     """The cache of a model whose layers have these schemes, as `KVCache` makes it.
 
     Args:
-        config: of the model.
-        schemes: of all layers, budgets spread over them; None leaves a layer unquantized.
-        dtype: of full-precision tokens.
+        config: the configuration of the model.
+        schemes: the schemes of all layers, budgets spread over them; None leaves a layer unquantized.
+        dtype: the dtype of full-precision tokens.
         shapes: KV heads, and channels of keys and values, of the layers where they are known better than by the
             configuration.
     """
@@ -349,8 +349,8 @@ def read_config(directory: Path, contents: Mapping[str, Any], tensors: int) -> P
     """transformers' configuration of a verified bundle.
 
     Args:
-        directory: of the bundle.
-        contents: of its config.json.
+        directory: the directory of the bundle.
+        contents: the contents of its config.json.
         tensors: how many it has.
 
     Raises:
@@ -375,8 +375,8 @@ def make_config(
     """transformers' configuration of a directory, unless its numbers make it take for ever or fill the memory.
 
     Args:
-        directory: of a model.
-        contents: of its config.json.
+        directory: the directory of a model.
+        contents: the contents of its config.json.
         tensors: how many the model has.
         refuse: makes the error; the one for a bundle's file by default.
 

@@ -21,7 +21,7 @@ from kvconvert.errors import CheckpointError, UnsupportedModelError
 
 
 class ExpertRoles(NamedTuple):
-    """What a checkpoint calls an expert's Linears; some experts have no gate."""
+    """Names of an expert's Linears in a checkpoint; some experts have no gate."""
 
     gate: str | None
     up: str
@@ -182,7 +182,7 @@ class SeparateExperts(nn.Module):
         return expert[self.roles.down](self._joined(expert[self.roles.gate](x), expert[self.roles.up](x)))
 
     def _joined(self, gate: Tensor, up: Tensor) -> Tensor:
-        """What an expert makes of its first two projections, of one shape."""
+        """Combine the outputs of an expert's first two projections, of one shape."""
         if self.layout.scored_before:
             return up * self.gating.act_fn(gate)
         if self.layout.interleaved:

@@ -154,7 +154,7 @@ class ImagePrompts:
 
     Args:
         processor: the model's own.
-        config: of the model.
+        config: the configuration of the model.
         parse_special: take special tokens that are spelled in messages for the tokens themselves, not for text.
 
     Attributes:

@@ -64,7 +64,7 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 class _Outline(NamedTuple):
-    """What a template writes of a conversation by itself: a hash of its special tokens in order, None where it refuses
+    """A template's own part of a conversation: a hash of its special tokens in order, None where it refuses
     other texts than the conversation's, added tokens, and ids that `Conversations._normalized` gave.
     """
 
@@ -187,7 +187,7 @@ class Conversations:
         return text
 
     def _outline(self, messages: list[dict[str, Any]], answer: bool, variables: Mapping[str, Any]) -> _Outline:
-        """What the template writes around texts that spell nothing."""
+        """The template's output around texts that spell no special token."""
         plain = self._said(messages, answer, variables, lambda text: _OTHER if text.strip() else text)
         key = hashlib.sha256(json.dumps([self.template, *plain], default=str).encode()).digest()
         if key not in self._outlines:
@@ -263,7 +263,7 @@ class Conversations:
 
     @cached_property
     def _signs(self) -> re.Pattern[str]:
-        """What no special token is without: signs, where all have some."""
+        """Characters that every special token contains: signs, where all have some."""
         return re.compile(r"[\W_]" if all(re.search(r"[\W_]", token) for token in self._tokens) else "(?s:.)")
 
     def _apart(self, text: str) -> str:
@@ -283,7 +283,7 @@ class Conversations:
         return self._controls[template, added]
 
     def _marked(self, said: Any, control: re.Pattern[str]) -> Any:
-        """What is said, with a mark after the first character of every token that is spelled in it."""
+        """The text, with a mark after the first character of every special token that is spelled in it."""
 
         def spell(text: str) -> str:
             return control.sub(lambda found: found[0][0] + MARK + found[0][1:], text.replace(MARK, ""))
@@ -314,7 +314,7 @@ class Conversations:
 
 
 def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
-    """What matches any of the tokens, the longest first, but those of one character, which cannot be told from text."""
+    """A pattern of all tokens, the longest first, except those of one character, which cannot be told from text."""
     return re.compile(_alternatives(sorted(token for token in tokens if len(token) > 1)) or r"(?!)")
 
 

@@ -35,10 +35,10 @@ class CallFormat:
         kind: "json" for an object with name and arguments, or a list of such; "named" for a name and then its arguments
             as JSON; "tagged" for a name and then each argument between tags.
         begin, end: what stands before and after a call, or a list of calls; either may be empty.
-        before, after: of an answer that is one call, the text before and after the arguments, with the probe's name and
+        before, after: the text before and after the arguments of an answer that is one call, with the probe's name and
             perhaps id in it; `after` is empty for kind "tagged".
-        between: of kind "named", what stands between name and arguments.
-        tags: of kind "tagged", what stands before a key, between key and value, and after a value.
+        between: the text between name and arguments, for kind "named".
+        tags: the text before a key, between key and value, and after a value, for kind "tagged".
         as_text: whether the template takes arguments of earlier calls as JSON text, not as an object.
     """
 
@@ -81,7 +81,7 @@ class CallFormat:
 
 @dataclass(frozen=True)
 class ResponseFormat:
-    """What answers of a model hold beside text.
+    """The parts of a model's answers beside text.
 
     Attributes:
         calls: how it calls tools; None where its template writes none.
@@ -107,7 +107,7 @@ def response_format(chat: ChatPrompts, ends: Collection[str]) -> ResponseFormat:
     """How a model's template writes calls and reasoning.
 
     Args:
-        chat: of the model.
+        chat: the chat format of the model.
         ends: texts of the tokens that end an answer.
 
     Raises:
@@ -277,7 +277,7 @@ def _cut(text: str, ends: Collection[str]) -> str:
 
 
 def _split(gap: str, most_before: int, most_after: int) -> tuple[str, str]:
-    """What ends a thing and what begins the next one, of the text between them.
+    """Split the text between two things into what ends one and what begins the next.
 
     Args:
         gap: the text.

@@ -61,7 +61,7 @@ class SourceModel:
         tensors: type and shape in which each tensor is read, by the checkpoint's name, in order of names.
         tensor_names: the names by which tensors are read: the checkpoint's own, or those of the model after
             `named_as`.
-        stamps: of the weight files when they were opened.
+        stamps: the stamps of the weight files when they were opened.
         encoded: tensors that the files hold in another form, by the checkpoint's name.
         stored_as: that form in a few words, or None.
         location: what opens this checkpoint again: its directory, or the GGUF file.
@@ -93,7 +93,7 @@ class SourceModel:
         """The same checkpoint with tensors as the model has them, where loading makes them of few others.
 
         Args:
-            model: of `named_as`.
+            model: the model that `named_as` was given.
             inside: the beginning of the model's names of these tensors; others stay as they are stored.
         """
         made: dict[str, Rearrangement] = {}
@@ -197,8 +197,8 @@ class SourceModel:
         """The whole model as transformers computes it, with the weights that `read` gives.
 
         Args:
-            dtype: of its parameters; "auto" takes the checkpoint's.
-            options: of `from_pretrained`.
+            dtype: the dtype of its parameters; "auto" takes the checkpoint's.
+            options: keyword arguments of `from_pretrained`.
         """
         from kvconvert.models.configuration import model_class
 
@@ -485,7 +485,7 @@ def compute_dtype(name: str | None, device: torch.device, stored: torch.dtype | 
     Few processors have products of 16-bit numbers, and the others take several times as long for them.
 
     Args:
-        name: of a dtype, or None.
+        name: the name of a dtype, or None.
         device: where the model computes.
         stored: the dtype in the model's config.
 

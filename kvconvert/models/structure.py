@@ -22,7 +22,7 @@ class Projection:
     Attributes:
         linear: module name within the layer.
         blocks: sizes of the blocks, in units.
-        index: of this projection's block.
+        index: the number of this projection's block.
         repeats: how often the blocks follow one another.
     """
 

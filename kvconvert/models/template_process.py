@@ -68,7 +68,7 @@ def _read(connection: socket.socket, size: int) -> bytearray:
 
 
 def answer(asked: dict[str, Any], template: str, tokenizer: Any, table: Table) -> dict[str, Any]:
-    """What is asked for, or why there is none."""
+    """The result, or the reason why there is none."""
     try:
         if "messages" in asked:
             return {"text": _rendered(asked, template)}

@@ -63,7 +63,7 @@ class TemplateRenderer:
 
     Args:
         tokenizer: the model's tokenizer; None where nothing is tokenized.
-        seconds: of a processor that a conversation may take, and four times as many on the clock; a text may take
+        seconds: processor seconds that a conversation may take, and four times as many on the clock; a text may take
             more if it is long.
         memory: bytes that a worker may take.
     """
@@ -260,14 +260,14 @@ def bounded(tokenizer: PreTrainedTokenizerBase, renderer: TemplateRenderer) -> A
 
 @cache
 def shared_renderer() -> TemplateRenderer:
-    """What commands that serve nobody render with."""
+    """The templates of commands that do not serve requests."""
     renderer = TemplateRenderer()
     atexit.register(renderer.close)
     return renderer
 
 
 def _json_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What a worker makes a tokenizer of; nothing for one whose class does more than to apply its JSON.
+    """The files a worker makes a tokenizer of; nothing for one whose class does more than to apply its JSON.
 
     Raises:
         CheckpointError: nobody can make one of it; where two tokens have one id, merges lack the one that is forgotten.
@@ -287,5 +287,5 @@ def _json_of(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def refused(reason: str) -> UsageError:
-    """What is said of a conversation that a template does not render."""
+    """The message for a conversation that a template does not render."""
     return UsageError(f"The model's chat template refuses the conversation ({printable(reason)}).")

@@ -45,7 +45,7 @@ class TokenTexts:
         self._letters = {letter: byte for byte, letter in enumerate(_byte_letters())}
 
     def text(self, id: int) -> str:
-        """What a token is alone; U+FFFD stands for bytes that are no character."""
+        """The text of a token alone; U+FFFD stands for bytes that are no character."""
         return self.bytes(id).decode(errors="replace")
 
     def bytes(self, id: int) -> bytes:

@@ -145,7 +145,7 @@ class Rearrangement:
         return len(self.sources) == len(self.converter.source_patterns)
 
     def convert(self, model: nn.Module, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
-        """What is made of tensors in the order of `sources`, by the model's names."""
+        """Make the model's tensors, by name, from tensors in the order of `sources`."""
         own = copy.deepcopy(self.converter)
         for (pattern, name), tensor in zip(self.sources.items(), tensors, strict=True):
             own.add_tensor(self.target, name, pattern, lambda tensor=tensor: tensor)
@@ -161,7 +161,7 @@ class TensorNames:
         prefixes: the same for the modules around them, as far as they differ.
         merged: tensors of the loaded model that loading makes from others, by merging or rearranging them.
         rearranged: how loading makes some of these of few tensors, without experts that are merged one by one.
-        made: of tensors that are read so, by the checkpoint's names, those that they are made of.
+        made: for each tensor that is read so, the names in the checkpoint of those that it is made of.
         renamings, base: how loading renames tensors, and the prefix that it adds to or removes from them.
     """
 
@@ -195,8 +195,8 @@ class TensorNames:
         that it has just before that, which is the name of its own module (`mlp.experts.3.gate_proj.weight`).
 
         Args:
-            model: of the class that loads the checkpoint, on any device.
-            names: of the checkpoint's tensors.
+            model: a model of the class that loads the checkpoint, on any device.
+            names: the names of the checkpoint's tensors.
 
         Raises:
             CheckpointError: two tensors would get the same name.

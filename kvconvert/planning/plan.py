@@ -49,7 +49,7 @@ class LayerSizes:
         structure: names of its parts.
         parameters: numbers in it.
         linears: (outputs, inputs) of each Linear, by its name within the layer.
-        stored_bytes: of the tensors that calibration makes of it.
+        stored_bytes: the bytes of the tensors that calibration makes of it.
         mapped_parameters, mapped_stored_bytes: what of them is experts' and kept in files, see
             `LayerRunner.maps_experts`.
     """
@@ -63,12 +63,12 @@ class LayerSizes:
 
     @property
     def layer_bytes(self) -> int:
-        """Of its weights in float32, as they are calibrated; those in files left out."""
+        """Bytes of its weights in float32, as they are calibrated; those in files left out."""
         return 4 * (self.parameters - self.mapped_parameters)
 
     @classmethod
     def of(cls, runner: LayerRunner, index: int, weights: WeightsRecipe) -> LayerSizes:
-        """Of a layer of a model on the meta device."""
+        """Measure a layer of a model on the meta device."""
         structure = runner.structure(index)
         name = runner.layer_name(index)
         layer = runner.model.get_submodule(name)
@@ -143,8 +143,8 @@ class Disk:
     """Bytes of files.
 
     Attributes:
-        bundle: of the bundle's weight tensors, exactly; its KV plan, tokenizer and manifest are small.
-        work: of the working directory when it is complete.
+        bundle: the exact bytes of the bundle's weight tensors; its KV plan, tokenizer and manifest are small.
+        work: the bytes of the complete working directory.
         work_peak: while layers are calibrated, with the inputs of two layers, and one layer's experts where they are
             kept in files.
     """
@@ -182,10 +182,10 @@ class Plan:
     Attributes:
         model, recipe: as named.
         samples, length: calibration sequences and tokens in each.
-        device: of the calibration.
+        device: the device of the calibration.
         batch: sequences that are served at once.
         gpu_memory: bytes of the GPU that serves, or None; `fit` says what fits in it.
-        seconds: of calibrate and export together, from the probe; None without one.
+        seconds: the seconds for calibrate and export together, from the probe; None without one.
         search_seconds: the part of them that the search for the cache's layout may take; None without it or a probe.
         searched: passes of the whole model in that search, at most; 0 where the recipe states the layout.
         search_tokens: tokens in each of them.
@@ -231,7 +231,7 @@ def plan(
         gpu_memory: bytes of the GPU that will serve the bundle.
         context: tokens of a sequence; None takes 4,096, or the model's positions if fewer.
         batch: sequences served at once.
-        samples, seq_len, device, data, seed: of `calibrate`.
+        samples, seq_len, device, data, seed: as for `calibrate`.
         probe: calibrate one layer on few sequences, for the time and the memory; without, a lower bound of memory.
         progress: show messages on stderr.
 
@@ -311,7 +311,7 @@ def _check_positions(positions: int | None, length: int, context: int) -> None:
 
 
 def _layers(runner: LayerRunner, recipe: Recipe) -> list[LayerSizes]:
-    """Of a model whose structure is known; layers of others stay in the source, which is copied."""
+    """Sizes of the layers of a model whose structure is known; layers of others stay in the source, which is copied."""
     if runner.architecture is None:
         return []
     return [LayerSizes.of(runner, index, recipe.weights) for index in range(runner.num_layers)]
@@ -379,7 +379,7 @@ def _allowance(runner: LayerRunner, layers: list[LayerSizes], rows: int) -> int:
 def _seconds(
     source: SourceModel, layers: list[LayerSizes], probed: LayerProbe | None, disk: Disk, tokens: int
 ) -> float:
-    """Of calibrate and export: layers as the probe's, checksums and copies at the speed of a checksum in memory."""
+    """Seconds of calibrate and export: layers as the probe's, the rest at the speed of a checksum in memory."""
     block = bytes(_HASHED)
     begun = time.perf_counter()
     hashlib.sha256(block)
@@ -441,8 +441,8 @@ def fit(
     """Longest context of `batch` sequences, and largest batch of `context` tokens, that fit.
 
     Args:
-        memory: of the GPU in bytes.
-        weights: of the bundle in bytes.
+        memory: the GPU's memory in bytes.
+        weights: the bytes of the bundle's weights.
         cache: see `recipe_cache`.
         context, batch: tokens of a sequence, sequences.
         positions: that the model has, or None.

@@ -74,10 +74,10 @@ class LayerProbe:
     Attributes:
         layer: its number.
         parts: their times.
-        startup_seconds: of importing libraries and opening the model.
+        startup_seconds: seconds for importing libraries and opening the model.
         begin_seconds: until the first layer's input was there, per token.
-        peak_anonymous_bytes: of the process's host memory, None where the system does not tell.
-        peak_device_bytes: of the GPU's memory; None on a CPU.
+        peak_anonymous_bytes: the peak of the process's host memory, None where the system does not tell.
+        peak_device_bytes: the peak of the GPU's memory; None on a CPU.
         search_seconds: what the search for the cache's layout will take; None for a recipe that states it.
     """
 
@@ -249,7 +249,7 @@ def measure(request: dict[str, Any]) -> LayerProbe:
 
 
 def _state(request: dict[str, Any], data: DataInfo, num_layers: int) -> WorkState:
-    """Of a working directory that is thrown away: without the checksums of the model, which take long."""
+    """The state of a working directory that is thrown away: without the checksums of the model, which take long."""
     return WorkState(
         versions={},
         recipe=request["recipe"],

@@ -213,9 +213,9 @@ def _kv(
     """A scheme and what is calibrated, from one table over what holds without it.
 
     Args:
-        values: of the table.
+        values: the table's values.
         base: fields, where the table names no preset.
-        calibration: of [kv], where the table is a layer's.
+        calibration: the calibration options of [kv], where the table is a layer's.
         above: options that [kv] states, which no layer's preset changes.
         table, where: for messages.
     """
@@ -337,7 +337,7 @@ class Recipe(RecipeTable):
     """One conversion's intent; see the module's docstring for the file format.
 
     Attributes:
-        name: of the preset, or of the file without its ending.
+        name: the name of the preset, or of the file without its ending.
         weights, limits: see there.
         kv: scheme of every layer's cache, or None where the cache is left alone.
         calibration: what calibration chooses for it.
@@ -434,7 +434,7 @@ class Recipe(RecipeTable):
         """Read a preset by its name, or a recipe file by its path (ends in `.toml` or contains a path separator).
 
         Args:
-            name: of the preset or the file.
+            name: the name of the preset or the file.
             changes: values by table and key ("weights.group_size": 64), as if the file said so in place of its own;
                 the recipe's name then tells of them.
 

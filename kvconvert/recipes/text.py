@@ -84,7 +84,7 @@ def _sizes(recipe: Recipe) -> tuple[str, str]:
 
 
 def bits_per_value(scheme: KVScheme) -> float:
-    """Of a layer of `HEADS` KV heads of `HEAD_DIM` channels, or of `LATENTS`, at `DEFAULT_CONTEXT` tokens."""
+    """Bits of a layer of `HEADS` KV heads of `HEAD_DIM` channels, or of `LATENTS`, at `DEFAULT_CONTEXT` tokens."""
     latent = any(scheme == PRESETS[name] for name in ("latent-4bit", "latent-2bit"))
     shape = LATENTS if latent else (HEADS, HEAD_DIM, HEAD_DIM)
     return ModelCache((LayerCache(*shape, scheme),)).bits_per_value(DEFAULT_CONTEXT)

@@ -71,7 +71,7 @@ def sample_keys(model: str, manifest: Manifest, tokens: int = TOKENS) -> KeySamp
     Args:
         model: directory or Hub id of the bundle's source; it is read whole.
         manifest: the bundle's manifest, whose layers the model's have to be.
-        tokens: of the text; fewer where the model has fewer positions.
+        tokens: the number of tokens of the text; fewer where the model has fewer positions.
 
     Raises:
         UsageError: the model has other layers than the bundle.
@@ -176,9 +176,9 @@ class Frontier:
     """Sizes of the cache against the divergence that single measurements add up to.
 
     Attributes:
-        bits, kl: of optimal allocations, bits per value and nats per token; sizes ascend.
-        uniform_bits, uniform_kl: of plans with the same choice in every layer.
-        chosen_bits, predicted_kl, measured_kl: of the bundle's own plan.
+        bits, kl: sizes and KL of optimal allocations, bits per value and nats per token; sizes ascend.
+        uniform_bits, uniform_kl: the same for plans with the same choice in every layer.
+        chosen_bits, predicted_kl, measured_kl: size, predicted KL and measured KL of the bundle's own plan.
     """
 
     bits: tuple[float, ...]
@@ -318,7 +318,7 @@ class TauSurface:
     Attributes:
         layer: its index.
         grid: values of both.
-        error: of the attention weights, relative to that without a shift where the grid has one; [tau1, tau2].
+        error: error of the attention weights, relative to that without a shift where the grid has one, [tau1, tau2].
         chosen: (tau1, tau2) of the bundle.
     """
 

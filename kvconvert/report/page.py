@@ -19,11 +19,11 @@ class Section:
     """A card of the report.
 
     Attributes:
-        name: of its PNG file, and of its place in the page: lower-case letters and hyphens.
-        title: of the card.
+        name: the name of its PNG file and of its place in the page: lower-case letters and hyphens.
+        title: the title of the card.
         caption: a sentence or two.
         svg: the figure to stand in the page, or None.
-        header, rows: of a table; without rows there is none.
+        header, rows: header and rows of a table; without rows there is none.
         wide: takes the whole width of a wide page.
     """
 
@@ -41,8 +41,8 @@ class Heading:
     """The heading above the cards.
 
     Attributes:
-        title: of the page.
-        facts: of the bundle, as (name, value).
+        title: the title of the page.
+        facts: the facts of the bundle, as (name, value).
         tiles: the figures that matter, as (value, what it is).
     """
 
@@ -60,7 +60,7 @@ def page(heading: Heading, sections: Sequence[Section], omitted: Sequence[tuple[
     """The HTML of a report.
 
     Args:
-        heading: of the page; nothing in it is markup.
+        heading: the heading of the page; nothing in it is markup.
         sections: in their order; of these `svg` alone is markup.
         omitted: figures that were left out and why.
     """

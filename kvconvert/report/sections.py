@@ -26,7 +26,7 @@ class Contents:
 
     Attributes:
         bundle: verified; its manifest is fit to be printed.
-        description: of the bundle.
+        description: the description of the bundle.
         config: transformers' configuration of the bundle.
         fidelity: as `kvconvert eval --json` prints it, or None.
         missed: the recipe's limits that the bundle misses.

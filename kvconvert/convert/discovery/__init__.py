@@ -118,7 +118,7 @@ def _models_around(model: PreTrainedModel, name: str) -> list[PreTrainedModel]:
 
 
 def _expert_roles(model: PreTrainedModel) -> ExpertRoles:
-    """What checkpoints of this model call an expert's Linears: as transformers reads them, Llama's names by default."""
+    """Names of an expert's Linears in checkpoints of this model, as transformers reads them; Llama's by default."""
     if model.config.get_text_config().model_type in MIXTRAL_NAMES:
         return EXPERT_ROLES[1]
     first: list[str] = []
@@ -136,7 +136,7 @@ def _expert_roles(model: PreTrainedModel) -> ExpertRoles:
 
 
 def _arguments(model: PreTrainedModel, base_name: str, layers_name: str) -> list[dict[str, Any]]:
-    """What the model gives each layer beside hidden states, for random tokens."""
+    """Arguments that the model passes to each layer beside hidden states, for random tokens."""
     base = copy.deepcopy(model.get_submodule(base_name))
     inside = layers_name.removeprefix(f"{base_name}.")
     random = torch.Generator().manual_seed(0)
@@ -186,7 +186,7 @@ def _fields(value: Any, name: str = "") -> list[tuple[str, Any]]:
 
 
 def _signature(layer: nn.Module, config: PretrainedConfig, index: int) -> Any:
-    """What tells kinds of layers apart: their modules with shapes and settings, and what the configuration says."""
+    """The kind of a layer: its modules with shapes and settings, and its type in the configuration."""
     types = getattr(config, "layer_types", None)
     parts = [types[index] if types else None]
     for name, module in layer.named_modules():

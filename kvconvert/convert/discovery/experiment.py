@@ -46,7 +46,7 @@ class Call:
 
 @dataclass
 class Observation:
-    """What a layer did on its way to `output`.
+    """The record of a layer's way to `output`.
 
     Attributes:
         output: the output of the layer, [1, tokens, hidden].
@@ -164,7 +164,7 @@ class Experiment:
         return seen
 
     def compute(self, module: nn.Module, hidden: Tensor, **arguments: Any) -> Tensor:
-        """What a module gives for a tensor: the first tensor where there are several."""
+        """A module's output for a tensor; the first one where there are several."""
         with _float64():
             output = module(hidden.clone(), **arguments)
         return output[0] if isinstance(output, tuple) else output

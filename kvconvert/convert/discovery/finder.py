@@ -463,7 +463,7 @@ class Finder:
         return self.experiment.preserves(changes, large)
 
     def _between(self, output: str) -> str:
-        """What keeps a scale from passing to the output projection of a layer without attention."""
+        """Why no scale may pass to the output projection of a layer without attention."""
         x = self.calls[output][0].input
         for name, calls in self.calls.items():
             weight, made = getattr(self.modules[name], "weight", None), calls[0].output

@@ -54,7 +54,7 @@ def refuse(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def refused(*_: Any, **__: Any) -> None:
-    """What stands in place of calls that tell no hook."""
+    """The replacement of functions that call no audit hook."""
     raise PermissionError("programs of an evaluation may not call this")
 
 

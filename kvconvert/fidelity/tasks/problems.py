@@ -227,10 +227,10 @@ def text_before(
     """As many pieces of text as `tokens` tokens hold.
 
     Args:
-        pieces: of text; those that no longer fit end it.
+        pieces: the texts; the first one that does not fit ends it.
         tokens: the maximum number of tokens.
         divisible: take the beginning of the piece that no longer fits, up to the end of a line.
-        encode, decode: of a tokenizer, without special tokens.
+        encode, decode: a tokenizer's, without special tokens.
     """
     text: list[str] = []
     for piece in pieces:

@@ -48,7 +48,7 @@ class TaskAnswer:
 
     Attributes:
         problem: its name.
-        seed: of the sampling; None is greedy.
+        seed: the seed of the sampling; None is greedy.
         right: whether it passes.
         tokens: how many were generated.
         cut_off: whether it ended for want of tokens.
@@ -165,7 +165,7 @@ def solve(
 
     Args:
         bundle: directory of the bundle, or its id on the Hub.
-        task: of `TASKS`.
+        task: a name in `TASKS`.
         against: directory or Hub id of the source; None takes the id that the manifest records.
         data: file of the problems, for tasks that read one.
         limit: problems, evenly spaced among all; None takes all.
@@ -173,7 +173,7 @@ def solve(
             with their answers.
         seeds: sampled answers to each problem, beside a greedy one.
         device, dtype: as for `evaluate`.
-        seed: of what stands before problems, of sampling and of the bootstrap.
+        seed: the seed of what stands before problems, of sampling and of the bootstrap.
         progress: bars on stderr.
 
     Raises:

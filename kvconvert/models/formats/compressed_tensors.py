@@ -121,7 +121,7 @@ def _packer(directory: Path, bits: int, name: str) -> Callable[[list[Tensor]], A
 
 
 def _fault(quantization: Mapping[str, Any], groups: list[dict[str, Any]]) -> str | None:
-    """What a configuration has that is not read, or None."""
+    """The setting of a configuration that cannot be read, or None."""
     form = quantization.get("format")
     if form != "pack-quantized":
         return f"format {form}"

@@ -1,4 +1,4 @@
-"""What a form of stored weights is: which tensors of the model it makes from which stored ones."""
+"""The interface of a form of stored weights: which tensors of the model it makes from which stored ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Packing:
 
     Attributes:
         method: by which it was quantized.
-        bits, group_size: of its codes.
+        bits, group_size: bits and group size of its codes.
         pack: makes the bundle's tensors from the stored ones.
     """
 
@@ -41,7 +41,7 @@ class Encoded:
         info: type and shape in which it is read.
         parts: names of the stored tensors that it is made from.
         decode: makes it from them, in that order.
-        packing: of a weight that a bundle holds as it is; None where it has to be dequantized.
+        packing: the packing of a weight that a bundle holds as it is; None where it has to be dequantized.
     """
 
     info: TensorInfo
@@ -75,7 +75,7 @@ class SourceFormat(ABC):
         Args:
             stored: type and shape of every tensor in the files.
             dtype: in which to read.
-            directory: of the checkpoint, for messages.
+            directory: the directory of the checkpoint, for messages.
 
         Raises:
             CheckpointError: tensors that do not belong together.
@@ -112,7 +112,7 @@ def packed_linear(
     """A Linear's weight, read as float32 [out, in].
 
     Args:
-        directory: of the checkpoint, for messages.
+        directory: the directory of the checkpoint, for messages.
         module: name of the Linear.
         shape: its outputs and inputs.
         method, bits, group_size: as its coverage will say.

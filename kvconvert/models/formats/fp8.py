@@ -33,7 +33,7 @@ def dequantize_blocks(weight: Tensor, scale: Tensor, block: tuple[int, int] | No
         weight: fp8 [..., out, in].
         scale: [..., ceil(out / m), ceil(in / n)], or one number; uint8 and float8_e8m0fnu hold exponents of two.
         block: (m, n), or None with one number.
-        dtype: of the result.
+        dtype: the dtype of the result.
     """
     factors = (scale.float() - 127).exp2() if scale.dtype == torch.uint8 else scale.float()
     if block is not None:

@@ -218,7 +218,7 @@ def _write_tokenizer(
     Args:
         file: read for the tokenizer.
         directory: written to.
-        config: of the model.
+        config: the configuration of the model.
         listed: tokens of the file, and their kinds.
     """
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
@@ -244,7 +244,7 @@ def _respell_special_tokens(file: Path, tokens: Sequence[str], kinds: Sequence[i
 
     Args:
         file: the tokenizer.json that transformers has made.
-        tokens, kinds: of the GGUF file, which calls some of them control tokens or the user's.
+        tokens, kinds: tokens and their kinds of the GGUF file, which calls some of them control tokens or the user's.
     """
     contents = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     vocabulary = contents.get("model", {}).get("vocab")
