@@ -10,14 +10,15 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from kvconvert.bundle.generation import LARGEST_PENALTY
+from kvconvert.errors import KvconvertError
 from kvconvert.models.token_bytes import TokenTexts
 from kvconvert.runtime import Sampling
 from kvconvert.runtime.engine.request import MOST_LIKELIEST
 from kvconvert.serve.forms import Form
-from kvconvert.serve.refusal import Refusal
+from kvconvert.serve.refusal import Refusal, refusal_of
 
 
 @dataclass(frozen=True)
@@ -441,6 +442,11 @@ class _Asked(BaseModel, extra="allow", strict=True):
     def of(cls, fields: dict[str, Any]) -> Self:
         """The request of a body's fields (ValidationError, Refusal: they are none)."""
         return cls.model_validate(fields)
+
+    @classmethod
+    def refusal(cls, error: Refusal | KvconvertError | ValidationError) -> Refusal:
+        """The refusal that an error means, in the names of this interface's fields."""
+        return error if isinstance(error, Refusal) else refusal_of(error)
 
     def form(self, model: str, texts: TokenTexts) -> Form:
         """What its answers look like.

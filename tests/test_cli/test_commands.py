@@ -289,7 +289,7 @@ def test_eval_prints_one_json_object_with_the_figures_of_the_contract(folder):
     report = json.loads(result.stdout)
     for name in (
         *("perplexity.source", "perplexity.bundle", "kl.mean", "kl.p99", "top1_agreement"),
-        *("kl.p999", "passkey.source", "passkey.bundle", "probes.json.source", "verdict"),
+        *("kl.p999", "retrieval.source", "retrieval.bundle", "probes.json.source", "verdict"),
         *("kv.bits_per_value", "kv.bytes_per_token", "weights.bytes", "weights.bits_per_weight"),
     ):
         value = report

@@ -380,12 +380,12 @@ def test_a_forced_bundle_says_which_limit_it_misses(limited):
 @pytest.mark.parametrize(
     ("report", "missed"),
     [
-        ({"perplexity": {"source": 10.0, "bundle": 10.5}, "passkey": {"bundle": 0.9}, "kl": {"mean": 0.1}}, 0),
-        ({"perplexity": {"source": 10.0, "bundle": 10.6}, "passkey": {"bundle": 0.89}, "kl": {"mean": 0.11}}, 3),
-        ({"perplexity": {"source": 10.0, "bundle": None}, "passkey": {}, "kl": {"mean": float("nan")}}, 3),
+        ({"perplexity": {"source": 10.0, "bundle": 10.5}, "retrieval": {"bundle": 0.9}, "kl": {"mean": 0.1}}, 0),
+        ({"perplexity": {"source": 10.0, "bundle": 10.6}, "retrieval": {"bundle": 0.89}, "kl": {"mean": 0.11}}, 3),
+        ({"perplexity": {"source": 10.0, "bundle": None}, "retrieval": {}, "kl": {"mean": float("nan")}}, 3),
         ({}, 3),
     ],
 )
 def test_limits_are_met_up_to_the_bound_and_a_figure_that_is_not_there_misses_them(report, missed):
-    limits = Limits(max_kl=0.1, max_perplexity_increase=0.05 + 1e-9, min_passkey=0.9)
+    limits = Limits(max_kl=0.1, max_perplexity_increase=0.05 + 1e-9, min_retrieval=0.9)
     assert len(limits.missed(report)) == missed

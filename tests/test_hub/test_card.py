@@ -99,11 +99,11 @@ class Report:
 
     def to_dict(self):
         text = {"samples": {"source": "novels"}, "scored_tokens": 8192}
-        recall = {"source": 1.0, "bundle": 1.0, "prompts": self.prompts}
+        retrieval = {"source": 1.0, "bundle": 1.0, "prompts": self.prompts}
         return {
             "kl": {"mean": 0.0125, "p99": float("inf")},
-            "passkey": recall,
-            "probes": {"json": recall | {"ability": "looking up"}},
+            "retrieval": retrieval,
+            "probes": {"json": retrieval | {"ability": "looking up"}},
             "text": text,
             "compute_dtype": "float32",
             "device": "cpu",
@@ -137,9 +137,9 @@ def test_what_one_prompt_found_is_not_sealed(golden, caplog):
     assert "fewer than 8 prompts" not in caplog.text
     record(golden, Report(digest, prompts=1))
     report = open_bundle(golden).manifest.fidelity.report
-    assert (report["passkey"], report["probes"], report["kl"]["mean"]) == (None, {}, 0.0125)
+    assert (report["retrieval"], report["probes"], report["kl"]["mean"]) == (None, {}, 0.0125)
     card = (golden / "README.md").read_text()
-    assert "passkeys" not in card
+    assert "retrieval" not in card
     assert "looking up" not in card
     assert "fewer than 8 prompts show nothing and are not recorded" in caplog.text
 
