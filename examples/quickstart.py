@@ -120,8 +120,8 @@ def compare(page: Path, rows: list[tuple[str, str, str, str]]) -> list[str]:
 def main() -> None:
     """Run, and write or check if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", type=Path, metavar="PAGE")
-    parser.add_argument("--check", type=Path, metavar="PAGE")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="also put the output between the page's markers")
+    parser.add_argument("--check", type=Path, metavar="PAGE", help="also compare the page's figures with these")
     args = parser.parse_args()
     block, rows = quickstart()
     if args.write:

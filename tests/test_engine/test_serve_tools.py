@@ -254,6 +254,7 @@ REFUSED = [
     ({"response_format": {"type": "json_schema"}}, "json_schema belongs to the type json_schema"),
     ({"response_format": {"type": "grammar"}}, "response_format.type"),
     ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "leave ignore_eos out"),
+    ({"max_token": 3}, "max_token is no field of this request; did you mean max_tokens?"),
     ({"top_logprobs": 3}, "top_logprobs needs logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "less than or equal to 20"),
     ({"logprobs": True, "top_logprobs": 20, "n": 16, "max_tokens": 4000}, "could have 1344000; lower max_tokens"),

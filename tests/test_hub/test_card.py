@@ -113,7 +113,7 @@ class Report:
 def test_a_measurement_is_written_into_manifest_and_card_and_weights_are_untouched(golden, caplog):
     before = open_bundle(golden)
     weights = (golden / "model.safetensors").stat()
-    (golden / "README.md").write_text(model_card(before.manifest))
+    (golden / "README.md").write_text(model_card(before.manifest, positions=512))
     check_recordable(golden)
     record(golden, Report(before.manifest.files_digest()))
     assert "loses more than a tenth of what its source can do: following chains (10% right" in caplog.text
@@ -125,7 +125,8 @@ def test_a_measurement_is_written_into_manifest_and_card_and_weights_are_untouch
     found = (golden / "model.safetensors").stat()
     assert (found.st_ino, found.st_mtime_ns) == (weights.st_ino, weights.st_mtime_ns)
     card = (golden / "README.md").read_text()
-    assert card == model_card(after)
+    assert card == model_card(after, positions=512)
+    assert "at 512 tokens" in card
     assert "| KL from the source, mean | 0 | 0.0125 |" in card
     assert "8,192 tokens of novels scored, computed in float32 on cpu" in card
 
@@ -150,7 +151,7 @@ def test_a_link_in_place_of_the_card_is_replaced_and_not_followed(golden, tmp_pa
     (golden / "README.md").symlink_to(tmp_path / "secret")
     record(golden, Report(open_bundle(golden).manifest.files_digest()))
     assert not (golden / "README.md").is_symlink()
-    assert (golden / "README.md").read_text() == model_card(open_bundle(golden).manifest)
+    assert (golden / "README.md").read_text() == model_card(open_bundle(golden).manifest, positions=512)
     assert (tmp_path / "secret").read_text().endswith("TOP SECRET\n")
 
 
