@@ -213,6 +213,19 @@ recipes defalt
 """
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--only", "perplexty"], "'perplexty' is not a part"),
+        (["--only", ","], "no part is named"),
+        (["--task", "gsm8k", "--tokens", "5"], "--tokens does not apply to --task"),
+        (["--harness", "x", "--data", "nowhere.txt"], "--data does not apply to --harness"),
+    ],
+)
+def test_mistakes_in_arguments_of_eval_come_before_missing_files(options, said):
+    assert said in refusal(2, "eval", "nowhere", "--against", "nowhere either", *options)
+
+
 def test_help_and_mistakes_do_not_wait_for_torch(folder):
     places = {"MODEL": folder / "model", "BUNDLE": folder / "bundle", "OUT": folder / "nothing"}
     mistakes = [[str(places.get(word, word)) for word in line.split()] for line in MISTAKES.split("\n") if line]

@@ -102,7 +102,7 @@ def test_a_bundle_without_kv_plan_is_measured_with_the_cache_it_generates_with(s
     assert figures.kl.mean > 1e-7
 
 
-def test_another_source_is_noticed_and_an_absent_one_refused(report, source, tmp_path, monkeypatch):
+def test_another_source_is_noticed_and_an_absent_one_refused(report, source, tmp_path, monkeypatch, capsys):
     bundle, _ = report
     other = tmp_path / "other"
     shutil.copytree(source, other)
@@ -121,8 +121,10 @@ def test_another_source_is_noticed_and_an_absent_one_refused(report, source, tmp
         evaluate(bundle, against=str(source), context=513)
     with pytest.raises(UsageError, match="'speed' is not a part"):
         evaluate(bundle, against=str(source), only=["kl", "speed"])
+    capsys.readouterr()
     with pytest.raises(UsageError, match="reads text alone, so leave images out"):
-        evaluate(bundle, against=str(source), only=["images"], progress=False)
+        evaluate(bundle, against=str(source), only=["images"])
+    assert not capsys.readouterr().err, "nothing was hashed or loaded before"
     with pytest.raises(UsageError, match="a context of 256 tokens holds no prompt of probes"):
         evaluate(bundle, against=str(source), context=256, tokens=300, only=["probes"], progress=False)
     with pytest.raises(UsageError, match="drawings = 0"):
