@@ -181,14 +181,15 @@ def test_the_card_links_a_hub_source_and_states_the_licence(exported):
     from kvconvert.bundle.card import model_card
 
     manifest = open_bundle(exported).manifest
-    card = model_card(manifest)
+    card = model_card(manifest, positions=512)
     assert card == (exported / "README.md").read_text()
     assert "base_model" not in card.split("---")[1]  # a local directory is nothing to link to
     hub = manifest.source.model_copy(update={"id": "org/model", "licence": "apache-2.0"})
     header = model_card(manifest.model_copy(update={"source": hub})).split("---")[1]
     assert 'base_model: "org/model"\nbase_model_relation: quantized\n' in header
     assert 'license: "apache-2.0"' in header
-    assert "bits per value at 4,096 tokens" in card
+    assert "bits per value at 512 tokens" in card
+    assert "bits per value at 4,096 tokens" in model_card(manifest)
 
 
 def test_an_existing_bundle_is_replaced_only_with_force(work, exported, tmp_path):
