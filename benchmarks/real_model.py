@@ -1,4 +1,4 @@
-"""Every cache preset on a real language model: text, numbers and values recalled, and bytes.
+"""Every cache preset on a real language model: text, numbers and values retrieved, and bytes.
 
     python benchmarks/real_model.py MODEL --text DIR [CASE ...]
 
@@ -45,7 +45,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--auto-tokens", type=int, metavar="N", help="of calibration text, for searches")
     parser.add_argument("--segments", type=int, default=6, help="of each text (default: 6)")
     parser.add_argument("--length", type=int, default=4096, help="tokens of a segment (default: 4096)")
-    parser.add_argument("--recall", default="1024,3072,7168", help='tokens of prose; "" for none')
+    parser.add_argument("--retrieval", default="1024,3072,7168", help='tokens of prose; "" for none')
     parser.add_argument("--json", default="40,150", metavar="PAIRS,...", help='of JSON objects; "" for none')
     parser.add_argument("--prompts", type=int, default=32, help="of each length (default: 32)")
     parser.add_argument("--batch", type=int, help="rows at a time (default: 32 on a GPU, 4 on a CPU)")

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from real_model_cases import LENGTH, SAMPLES, Calibrated, Case, Workshop
-from real_model_measure import Recall, cache_size, launches_of, text_figures
+from real_model_measure import Retrieval, cache_size, launches_of, text_figures
 from runner import read, save
 from transformers import AutoConfig, AutoTokenizer
 
@@ -58,10 +58,10 @@ class Bench:
         if CODE in files:
             files[CODE] = str(library_text(args.work))
         self.texts = {n: spaced_samples(file, tokenizer, args.segments, args.length) for n, file in files.items()}
-        lengths = [int(length) for length in filter(None, args.recall.split(","))]
+        lengths = [int(length) for length in filter(None, args.retrieval.split(","))]
         prose = spaced_samples(files[names[-1]], tokenizer, 1, max([args.length, *lengths]) * 4).flatten().tolist()
         pairs = [int(count) for count in filter(None, args.json.split(","))]
-        self.recall = Recall(tokenizer, self.config, prose, lengths, pairs, args.prompts, args.seed)
+        self.retrieval = Retrieval(tokenizer, self.config, prose, lengths, pairs, args.prompts, args.seed)
         self.source = Decoder.plain(self.shop.source())
         # Rows are comparable, and kept, only while these are the same.
         self.settings = {
@@ -77,8 +77,8 @@ class Bench:
             "texts": names,
             "segments": args.segments,
             "length": args.length,
-            "recall": list(self.recall.drills["found"]),
-            "json": list(self.recall.drills["json"]),
+            "retrieval": list(self.retrieval.drills["found"]),
+            "json": list(self.retrieval.drills["json"]),
             "prompts": args.prompts,
             "seed": args.seed,
             "dtype": dtype,
@@ -108,7 +108,7 @@ class Bench:
 
     def measure_source(self) -> None:
         if not self.report["source"] or self.args.again:
-            self.report["source"] = self.recall.of(self.source, "source", self.batch)
+            self.report["source"] = self.retrieval.of(self.source, "source", self.batch)
             self.save()
 
     def missing(self, names: Sequence[str]) -> list[str]:
@@ -174,8 +174,8 @@ class Bench:
         seconds["text"] = time.monotonic() - begun
         row["size"] = cache_size(self.config, made.schemes, made.plan, self.args.length, self.args.device)
         seconds["size"] = time.monotonic() - begun - seconds["text"]
-        row |= self.recall.of(made.decoder, name, self.batch)
-        seconds["recall"] = time.monotonic() - begun - seconds["text"] - seconds["size"]
+        row |= self.retrieval.of(made.decoder, name, self.batch)
+        seconds["retrieval"] = time.monotonic() - begun - seconds["text"] - seconds["size"]
         distinct = {json.dumps(s and s.to_dict(), sort_keys=True) for s in made.schemes}
         row["calibrated_on"] = self.shop.calibrate_on
         return row | {"seconds": {k: round(v, 1) for k, v in seconds.items()}, "schemes": sorted(distinct)}

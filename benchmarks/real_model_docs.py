@@ -123,11 +123,11 @@ def _introduction(report: dict[str, Any]) -> str:
     code = f", code of Python {s['python']}" if "python" in s else ""
     asked = [f"{percent(hits)} of the numbers at {int(n):,} tokens" for n, hits in source.get("found", {}).items()]
     asked += [f"{percent(hits)} of the values in {n} pairs" for n, hits in source.get("json", {}).items()]
-    recall = f" Of {s['prompts']} prompts each the source finds {', '.join(asked)}." if asked else ""
+    retrieval = f" Of {s['prompts']} prompts each the source finds {', '.join(asked)}." if asked else ""
     calibrated = s["calibrated_on"]
     return (
         f"{about}. {s['segments']} x {s['length']:,} tokens of each text{code}; calibrated on "
-        f"{calibrated['samples']} x {calibrated['length']} tokens of {calibrated['text']}.{recall}{_options(report)}"
+        f"{calibrated['samples']} x {calibrated['length']} tokens of {calibrated['text']}.{retrieval}{_options(report)}"
     )
 
 
@@ -166,17 +166,17 @@ def _table(report: dict[str, Any]) -> str:
     heads += [f"JSON, {PAIRS} pairs"] if asks_json else []
     heads += [f"numbers at {int(longest):,}"] if longest is not None else []
 
-    def recalled(row: dict[str, Any]) -> list[str]:
+    def retrieved(row: dict[str, Any]) -> list[str]:
         cells = [percent(row.get("json", {}).get(PAIRS))] if asks_json else []
         return cells + ([percent(row.get("found", {}).get(longest))] if longest is not None else [])
 
     first = next(iter(rows.values()))
     perplexity = f"{first['texts'][texts[0]]['source_perplexity']:.2f}"
-    lines = [["source", "16", *("0" for _ in shown), perplexity, *recalled(report["source"])]]
+    lines = [["source", "16", *("0" for _ in shown), perplexity, *retrieved(report["source"])]]
     for name, row in sorted(rows.items(), key=lambda item: mean_bits(item[1])):
         cells = [_label(name, report), f"{mean_bits(row):.2f}"]
         cells += [_kl(row["texts"][text]["kl"]) for text in shown]
-        lines.append([*cells, f"{row['texts'][texts[0]]['perplexity']:.2f}", *recalled(row)])
+        lines.append([*cells, f"{row['texts'][texts[0]]['perplexity']:.2f}", *retrieved(row)])
     return table(heads, lines)
 
 

@@ -1,4 +1,4 @@
-"""How `benchmarks/real_model.py` measures one case: text, numbers and values recalled, and the size of the cache."""
+"""How `benchmarks/real_model.py` measures one case: text, numbers and values retrieved, and the size of the cache."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
-from kvconvert.fidelity.recall import (
-    PASSKEY_ANSWER_TOKENS,
+from kvconvert.fidelity.retrieval import (
+    RETRIEVAL_ANSWER_TOKENS,
     Drill,
     DrillBook,
     NumberBook,
     answer_with,
     has_plain_template,
-    passkey_right,
+    retrieval_right,
 )
 from kvconvert.fidelity.scoring import Decoder, compare, feed, first_page, read_prompt, treats_whole_prompts
 from kvconvert.kernels.launches import Launch, record_specializations
@@ -82,7 +82,7 @@ def _text_row(parts: dict[str, torch.Tensor]) -> dict[str, Any]:
     }
 
 
-class Recall:
+class Retrieval:
     """The same prompts for every case: a number hidden in prose, or the value of a key in a JSON object, asked for
     after all of it was read page by page.
 
@@ -116,8 +116,8 @@ class Recall:
                     found[length] = book.drills(length, prompts)
             else:
                 plain = DrillBook(tokenizer, prose, seed)
-                made = [plain.passkey(length, (i % 5) / 5 + 0.1) for i in range(prompts)]
-                room = max(len(drill.cue) for drill in made) + PASSKEY_ANSWER_TOKENS
+                made = [plain.code(length, (i % 5) / 5 + 0.1) for i in range(prompts)]
+                room = max(len(drill.cue) for drill in made) + RETRIEVAL_ANSWER_TOKENS
                 if length + room <= positions:
                     found[length] = made
         objects = ObjectBook(tokenizer, seed)
@@ -130,8 +130,8 @@ class Recall:
         return {
             kind: {
                 str(size): [
-                    passkey_right(drill, text)
-                    for drill, text in zip(drills, answer(drills, PASSKEY_ANSWER_TOKENS), strict=True)
+                    retrieval_right(drill, text)
+                    for drill, text in zip(drills, answer(drills, RETRIEVAL_ANSWER_TOKENS), strict=True)
                 ]
                 for size, drills in sizes.items()
             }
@@ -273,5 +273,5 @@ class ObjectBook:
     def drills(self, pairs: int, count: int, positions: int) -> list[Drill]:
         """`count` of them, evenly spaced over the object; none where the model has too few positions."""
         made = [self.drill(pairs, (i + 0.5) / count) for i in range(count)]
-        longest = max(len(drill.context) + len(drill.cue) for drill in made) + PASSKEY_ANSWER_TOKENS
+        longest = max(len(drill.context) + len(drill.cue) for drill in made) + RETRIEVAL_ANSWER_TOKENS
         return made if longest <= positions else []

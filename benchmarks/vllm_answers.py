@@ -120,7 +120,7 @@ def numbers(bundle: Path, text: Path, dtype: str) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     from kvconvert.fidelity.evaluate import decoder_of
-    from kvconvert.fidelity.recall import PASSKEY_ANSWER_TOKENS, NumberBook, answer_with, passkey_right
+    from kvconvert.fidelity.retrieval import RETRIEVAL_ANSWER_TOKENS, NumberBook, answer_with, retrieval_right
     from kvconvert.kernels.pages import PAGE_SIZE
     from kvconvert.runtime import load
 
@@ -129,11 +129,11 @@ def numbers(bundle: Path, text: Path, dtype: str) -> dict[str, Any]:
     drills = NumberBook(tokenizer, prose, seed=0).drills(NUMBERS, PROMPTS)
     request = {"path": str(bundle), "settings": LIMITS | one_by_one(dtype, PAGE_SIZE)}
     request["prompts"] = [[*drill.context, *drill.cue] for drill in drills]
-    told = child(Path(__file__), request | {"sampling": {"max_tokens": PASSKEY_ANSWER_TOKENS}})
+    told = child(Path(__file__), request | {"sampling": {"max_tokens": RETRIEVAL_ANSWER_TOKENS}})
     loaded = load(bundle, dtype=getattr(torch, dtype))[0].to("cuda" if torch.cuda.is_available() else "cpu")
-    ours = answer_with(decoder_of(loaded), tokenizer, chunk=PAGE_SIZE)(drills, PASSKEY_ANSWER_TOKENS)
+    ours = answer_with(decoder_of(loaded), tokenizer, chunk=PAGE_SIZE)(drills, RETRIEVAL_ANSWER_TOKENS)
     found = {"runtime": ours, "vllm": [tokenizer.decode(ids) for ids in told.get("tokens", [])]}
-    right = {name: sum(map(passkey_right, drills, texts)) for name, texts in found.items()}
+    right = {name: sum(map(retrieval_right, drills, texts)) for name, texts in found.items()}
     return right | {"prompts": len(drills), "tokens": NUMBERS, "same": sum(map(str.__eq__, *found.values()))}
 
 

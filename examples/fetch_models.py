@@ -231,7 +231,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.epilog = "models:\n" + "\n".join(f"  {name:20s}{source.about}" for name, source in MODELS.items())
     parser.add_argument("model", choices=MODELS, metavar="MODEL", help=", ".join(MODELS))
-    parser.add_argument("directory", type=Path, metavar="DIRECTORY")
+    parser.add_argument("directory", type=Path, metavar="DIRECTORY", help="to write the model to")
     parser.add_argument("--from-gguf", type=Path, metavar="FILE", help="the model's GGUF file, if it is there already")
     args = parser.parse_args()
     source = MODELS[args.model]

@@ -39,8 +39,8 @@ def main(bundle: str, file: str, kv_memory: int = CACHE_BYTES, prompt_chunk: int
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("bundle", "file"):
-        parser.add_argument(name)
+    parser.add_argument("bundle", help="directory of a bundle, or its id on the Hub")
+    parser.add_argument("file", help="text to continue")
     try:
         print(*main(**vars(parser.parse_args())), sep="\n---\n")
     except (kvconvert.KvconvertError, OSError) as error:  # one sentence, without a traceback

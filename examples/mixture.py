@@ -33,8 +33,8 @@ def main(
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("model", "output"):
-        parser.add_argument(name)
+    parser.add_argument("model", help="directory of a model, or its id on the Hub")
+    parser.add_argument("output", help="directory of the bundle to write")
     try:
         print(main(**vars(parser.parse_args())))
     except (kvconvert.KvconvertError, OSError) as error:  # one sentence, without a traceback

@@ -42,8 +42,8 @@ def main():
     from tokenizers import Tokenizer
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, metavar="DIRECTORY")
-    parser.add_argument("prompt", metavar="TEXT")
+    parser.add_argument("directory", type=Path, metavar="DIRECTORY", help="directory of an ONNX export")
+    parser.add_argument("prompt", metavar="TEXT", help="text to continue")
     parser.add_argument("--tokens", type=int, default=40, metavar="N", help="at most; 40 by default")
     args = parser.parse_args()
     try:

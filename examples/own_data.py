@@ -25,8 +25,10 @@ def main(model: str, output: str, calibration: str, held_out: str, samples: int 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("model", "output", "calibration", "held_out"):
-        parser.add_argument(name)
+    parser.add_argument("model", help="directory of a model, or its id on the Hub")
+    parser.add_argument("output", help="directory of the bundle to write")
+    parser.add_argument("calibration", help="file of data to calibrate on")
+    parser.add_argument("held_out", help="file of other data, to measure on")
     try:
         main(**vars(parser.parse_args()))
     except (kvconvert.KvconvertError, OSError) as error:  # one sentence, without a traceback

@@ -47,8 +47,8 @@ def main(model: str, output: str, samples: int = 64, seq_len: int = 512) -> Path
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("model", "output"):
-        parser.add_argument(name)
+    parser.add_argument("model", help="directory of a model, or its id on the Hub")
+    parser.add_argument("output", help="directory to write the recipe and the bundle to")
     try:
         main(**vars(parser.parse_args()))
     except (kvconvert.KvconvertError, OSError) as error:  # one sentence, without a traceback

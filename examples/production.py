@@ -35,8 +35,8 @@ def main(bundle: str, pinned: str | None = None) -> list[str]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("bundle")
-    parser.add_argument("pinned", nargs="?")
+    parser.add_argument("bundle", help="directory of the bundle")
+    parser.add_argument("pinned", nargs="?", help="SHA-256 of its manifest; any other bundle is refused")
     try:
         print(*main(**vars(parser.parse_args())), sep="\n---\n")
     except (kvconvert.KvconvertError, OSError) as error:  # one sentence, without a traceback

@@ -76,7 +76,7 @@ def page_of_values(values, layer):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("bundle", type=Path)
+    parser.add_argument("bundle", type=Path, help="directory of the bundle")
     bundle = parser.parse_args().bundle
     try:
         module = json.loads((bundle / "kvconvert.json").read_bytes())["modules"][0]

@@ -30,8 +30,9 @@ def main(bundle: str, repository: str, folder: str) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("bundle", "repository", "folder"):
-        parser.add_argument(name)
+    parser.add_argument("bundle", help="directory of the bundle to push")
+    parser.add_argument("repository", help="repository on the Hub, USER/NAME")
+    parser.add_argument("folder", help="directory to fetch the bundle into")
     try:
         print(main(**vars(parser.parse_args())))
     except (kvconvert.KvconvertError, OSError) as error:  # one sentence, never with the token in it

@@ -375,7 +375,7 @@ def answers(model: LlavaForConditionalGeneration, tokenizer: PreTrainedTokenizer
 def main() -> None:
     """Train, store in bfloat16, examine what was stored."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("out", type=Path, help="directory of the model to write")
     parser.add_argument("--minutes", type=float, default=5.5)
     parser.add_argument("--batch", type=int, default=256, help="pictures of a step")
     parser.add_argument("--seed", type=int, default=0)

@@ -37,8 +37,9 @@ def main(model: str, output: str, image: str, samples: int = 16) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("model", "output", "image"):
-        parser.add_argument(name)
+    parser.add_argument("model", help="directory of a model, or its id on the Hub")
+    parser.add_argument("output", help="directory of the bundle to write")
+    parser.add_argument("image", help="image file to ask about")
     try:
         print(main(**vars(parser.parse_args())))
     except (kvconvert.KvconvertError, OSError) as error:  # one sentence, without a traceback

@@ -50,9 +50,16 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_help_and_missing_arguments_do_not_wait_for_torch():
+def test_help_explains_every_argument_and_does_not_wait_for_torch():
     program = """
-import contextlib, os, runpy, sys
+import argparse, contextlib, os, runpy, sys
+add_argument = argparse.ArgumentParser.add_argument
+
+def explained(parser, *names, **options):
+    assert names[0].startswith("-") or options.get("help"), (sys.argv, names)
+    return add_argument(parser, *names, **options)
+
+argparse.ArgumentParser.add_argument = explained
 sys.stdout = sys.stderr = open(os.devnull, "w")
 for file in sys.argv[1:]:
     for arguments, code in ((["--help"], 0), ([], 2)):

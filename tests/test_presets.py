@@ -11,7 +11,7 @@ import pytest
 from kvconvert import KVCache, Recipe, calibrate, evaluate, export, load
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import RecipeError
-from kvconvert.fidelity.recall import DrillCounts
+from kvconvert.fidelity.retrieval import DrillCounts
 from kvconvert.methods import PAPER_PRESETS, PRESETS, KVScheme
 from kvconvert.recipes.recipe import preset_names
 
@@ -31,8 +31,8 @@ WORST_KL = {"calibquant-1bit": 0.4, "minikv": 0.4, "minikv-pyramid": 0.4}
 # Other processors round differently, and codes at the edge between two amplify it; sizes do not depend on the
 # processor.
 TOLERANCE = {"kl": 0.15, "perplexity": 0.02, "bits_per_value": 1e-5, "bits_per_weight": 1e-5}
-# Fewer than by default: whether recall survives is the benchmark's question.
-FEW = DrillCounts(passkey_trials=1, probes=1, free_tokens=16)
+# Fewer than by default: whether retrieval survives is the benchmark's question.
+FEW = DrillCounts(retrieval_trials=1, probes=1, free_tokens=16)
 
 
 def test_every_scheme_preset_has_a_recipe():

@@ -66,9 +66,9 @@ def config(vocabulary: int, end: int, hybrid: bool) -> PreTrainedConfig:
 def main() -> None:
     """Train for a wall-clock time, phase by phase."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("train", type=Path)
-    parser.add_argument("val", type=Path)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("train", type=Path, help="file of plain text to train on")
+    parser.add_argument("val", type=Path, help="file of held-out text")
+    parser.add_argument("out", type=Path, help="directory of the model to write")
     parser.add_argument("--minutes", type=float, default=32)
     parser.add_argument("--hybrid", action="store_true")
     parser.add_argument("--seed", type=int, default=0)

@@ -47,7 +47,7 @@ from kvconvert.calibration.protocol import LayerJob, significant
 from kvconvert.errors import UnsupportedModelError, UsageError
 from kvconvert.io.progress import progress_bar
 from kvconvert.kernels.pages import PAGE_SIZE
-from kvconvert.methods.auto import DEFAULT_CONTEXT, KEY_CANDIDATES, VALUE_CANDIDATES, AutoSearch, Candidate
+from kvconvert.methods.auto import KEY_CANDIDATES, VALUE_CANDIDATES, AutoSearch, Candidate, stated_context
 from kvconvert.models.configuration import changing_rope, context_length
 from kvconvert.recipes.recipe import LayerOverride, Recipe
 
@@ -303,9 +303,9 @@ def search_task(config: PretrainedConfig, jobs: Sequence[LayerJob], recipe: Reci
             f"The recipe {recipe.name} cannot search for this {config.model_type} model, whose layers read earlier "
             "layers' keys and values; choose a preset."
         )
-    positions = context_length(config) or DEFAULT_CONTEXT
-    context = min(DEFAULT_CONTEXT, positions) if auto.context is None else auto.context
-    if context > positions:
+    positions = context_length(config)
+    context = stated_context(positions) if auto.context is None else auto.context
+    if positions is not None and context > positions:
         raise UsageError(f"`context` is {context}, more than the {positions} positions this model has.")
     default = GPU_DEFAULT_TOKENS if device.type == "cuda" else DEFAULT_TOKENS
     tokens = default if auto.tokens is None else auto.tokens
@@ -381,6 +381,10 @@ def with_repeats(ids: Tensor) -> Tensor:
     return torch.cat([plain, passages[:, which].flatten(1)], 1)
 
 
+# Treatments of keys by candidate, the layer with them, and clip ratios by candidate.
+_Fitted = tuple[dict[str, dict[str, Any]], SearchedLayer, dict[str, float]]
+
+
 @dataclass
 class _Measuring:
     """The measurements of one search."""
@@ -391,6 +395,7 @@ class _Measuring:
     text: ExactText | None = None
     clip_text: ExactText | None = None
     measured: dict[int, TreatmentSearch] = field(default_factory=dict)
+    fitted: dict[int, _Fitted] = field(default_factory=dict)  # the layer that was timed
 
     def read(self, samples: Tensor) -> None:
         """Run the model as it is on the texts."""
@@ -406,22 +411,23 @@ class _Measuring:
         self.read(samples)
         self._announce()
         done = []
-        total = sum(len(layer.candidates) for layer in layers)
-        with progress_bar(total=total, desc="candidates", unit="candidate", shown=self.run.progress) as bar:
+        known = len(layers) - len(self._left())
+        # Layers, and not candidates: fitting a layer's clip ratios may take longer than all of its candidates.
+        with progress_bar(
+            total=len(layers), desc="layers", unit="layer", shown=self.run.progress, initial=known
+        ) as bar:
             for number, layer in enumerate(layers):
                 name = f"layer-{layer.index:05d}"
                 committed = self.run.store.measurement(name)
                 if committed is None:
-                    treatments, layer, ratios = self._fitted(layer)
+                    treatments, layer, ratios = self.fitted.pop(layer.index, None) or self._fitted(layer)
                     kl = {}
                     for candidate in layer.candidates:
                         kl[candidate.name] = self._divergence({layer: (candidate,)}, {layer.index: ratios})
-                        bar.update()
+                    bar.update()
                     committed = {"index": layer.index, "keys": "", "values": "", "kl": kl, "clip_ratios": ratios}
                     committed["treatments"] = treatments
                     self.run.store.commit_measurement(name, committed)
-                else:
-                    bar.update(len(layer.candidates))
                 done.append(LayerAllocation.model_validate(committed))
                 layers[number] = layer.treated(done[-1].treatments)
         return done
@@ -482,7 +488,7 @@ class _Measuring:
             embeddings = self.clip_text.embeddings[index]
         return measured_layer(layer, call, weight, embeddings, changing_rope(model.model.config))
 
-    def _fitted(self, layer: SearchedLayer) -> tuple[dict[str, dict[str, Any]], SearchedLayer, dict[str, float]]:
+    def _fitted(self, layer: SearchedLayer) -> _Fitted:
         """Treatments of keys, the layer with them, and clip ratios, by candidate's name."""
         sides = dict(zip(("key", "value"), searched_sides(self.recipe.kv, self.recipe.calibration), strict=True))
         measured = self._measured(layer)
@@ -493,9 +499,14 @@ class _Measuring:
         self.measured[layer.index] = measured
         return found, layer, ratios
 
+    def _left(self) -> list[SearchedLayer]:
+        """Layers that have not been measured."""
+        return [each for each in self.task.layers if self.run.store.measurement(f"layer-{each.index:05d}") is None]
+
     def _announce(self) -> None:
         """Say how long all of it will take."""
-        left = [layer for layer in self.task.layers if self.run.store.measurement(f"layer-{layer.index:05d}") is None]
+        left = self._left()
+        self.run.say("Timing the measurement of a layer.")
         rows, length = self.text.ids.shape
         plans = f"up to {self.task.repairs + 1} plans of the whole model"
         what = f"{sum(len(layer.candidates) for layer in left)} candidates in {len(left)} layers, then {plans}"
@@ -504,11 +515,11 @@ class _Measuring:
 
     def seconds(self, left: Sequence[SearchedLayer]) -> float:
         """Estimate the seconds of measuring layers and plans: the first layer and one candidate of it are timed."""
-        first = self.task.layers[0]
+        first = (left or self.task.layers)[0]
         taken = [0.0, 0.0]
         for _ in range(2):  # the first run is slower than all others
             start = time.perf_counter()
-            _, treated, ratios = self._fitted(first)
+            self.fitted[first.index] = _, treated, ratios = self._fitted(first)
             middle = time.perf_counter()
             self._divergence({treated: (treated.keys[0],)}, {first.index: ratios})
             taken = [middle - start, time.perf_counter() - middle]

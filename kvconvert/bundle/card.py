@@ -40,14 +40,15 @@ def _supports_images(manifest: Manifest) -> bool:
     return has_tower and any(name.endswith("processor_config.json") for name in manifest.files)
 
 
-def model_card(manifest: Manifest, windows: Sequence[int | None] = ()) -> str:
+def model_card(manifest: Manifest, windows: Sequence[int | None] = (), positions: int | None = None) -> str:
     """README.md with the Hub's YAML header; texts of the manifest are shown, never interpreted.
 
     Args:
         manifest: the bundle's manifest.
         windows: the sliding window of each layer; empty for a model without any.
+        positions: over which the model may attend; None for any number.
     """
-    found = describe(manifest, windows)
+    found = describe(manifest, windows, positions)
     manifest = found.manifest
     before = [*_header(manifest), *_introduction(found), *_warning(manifest), *_usage(manifest)]
     about = [*fidelity_section(manifest), *_kv_plan(found), *_coverage(found)]

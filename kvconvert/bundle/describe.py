@@ -15,7 +15,7 @@ from kvconvert.cache.size import LayerCache, ModelCache
 from kvconvert.errors import printable
 from kvconvert.io.records import Record
 from kvconvert.methods import spread_ratios
-from kvconvert.methods.auto import DEFAULT_CONTEXT
+from kvconvert.methods.auto import stated_context
 from kvconvert.tables import text_table
 
 
@@ -57,15 +57,15 @@ class Description:
     allocation: tuple[str, Table] | None
 
 
-def describe(manifest: Manifest, windows: Sequence[int | None] = ()) -> Description:
+def describe(manifest: Manifest, windows: Sequence[int | None] = (), positions: int | None = None) -> Description:
     """Describe a bundle.
 
     Args:
         manifest: the bundle's manifest.
-        windows: see `kv_size`.
+        windows, positions: see `kv_size`.
     """
     manifest = printable_manifest(manifest)
-    size, widths, allocation = kv_size(manifest, windows), manifest.weight_allocation, manifest.allocation
+    size, widths, allocation = kv_size(manifest, windows, positions), manifest.weight_allocation, manifest.allocation
     return Description(
         manifest=manifest,
         facts=_facts(manifest),
@@ -117,14 +117,15 @@ class KVSize:
     only_tokens: tuple[str, ...] = ()
 
 
-def kv_size(manifest: Manifest, windows: Sequence[int | None] = ()) -> KVSize | None:
+def kv_size(manifest: Manifest, windows: Sequence[int | None] = (), positions: int | None = None) -> KVSize | None:
     """Size of the planned layers' cache; None where every layer is left to the model's own cache.
 
     Args:
         manifest: a bundle's manifest; at as many tokens as its search was for, if there was one.
         windows: the sliding window of each layer, see `kvconvert.models.configuration`; empty for a model without any.
+        positions: over which the model may attend; None for any number.
     """
-    context = DEFAULT_CONTEXT if manifest.allocation is None else manifest.allocation.context
+    context = stated_context(positions) if manifest.allocation is None else manifest.allocation.context
     only = {t for scheme in manifest.schemes() if scheme is not None and (t := scheme.only_tokens()) is not None}
     cache = kv_cache(manifest, windows)
     bits, plain = cache.bits_per_value(context), cache.plain_bytes(context) / context
@@ -311,15 +312,17 @@ LINE_CHARACTERS = 100
 NAME_WIDTH = 11  # of facts
 
 
-def manifest_text(manifest: Manifest, unicode: bool = False, windows: Sequence[int | None] = ()) -> str:
+def manifest_text(
+    manifest: Manifest, unicode: bool = False, windows: Sequence[int | None] = (), positions: int | None = None
+) -> str:
     """A manifest for people: origin, weights and their coverage, the cache's plan as a picture and in words, fidelity.
 
     Args:
         manifest: a bundle's manifest.
         unicode: whether the output has block characters.
-        windows: see `kvconvert.bundle.describe.kv_size`.
+        windows, positions: see `kvconvert.bundle.describe.kv_size`.
     """
-    found = describe(manifest, windows)
+    found = describe(manifest, windows, positions)
     lines = [
         _fact_lines(found.facts),
         "",
@@ -349,14 +352,14 @@ def manifest_text(manifest: Manifest, unicode: bool = False, windows: Sequence[i
     return "\n".join(lines)
 
 
-def summary(manifest: Manifest, windows: Sequence[int | None] = ()) -> str:
+def summary(manifest: Manifest, windows: Sequence[int | None] = (), positions: int | None = None) -> str:
     """The same in about ten lines: consecutive layers differ in little but clip ratios.
 
     Args:
         manifest: a bundle's manifest.
-        windows: see `kvconvert.bundle.describe.kv_size`.
+        windows, positions: see `kvconvert.bundle.describe.kv_size`.
     """
-    found = describe(manifest, windows)
+    found = describe(manifest, windows, positions)
     facts = [*found.facts, ("weights", found.weights), ("cache", found.cache)]
     kinds = Counter(both for layer in found.manifest.layers if (both := _bits(layer)) is not None)
     if kinds:

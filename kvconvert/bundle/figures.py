@@ -75,8 +75,12 @@ def fidelity_rows(report: Mapping[str, Any]) -> list[Row]:
 
 
 def _retrieval(report: Mapping[str, Any]) -> list[Row]:
-    lengths, prompts, form = recall_by_length(report), number(report, "passkey.prompts"), text(report, "recall_form")
-    source, bundle = number(report, "passkey.source"), number(report, "passkey.bundle")
+    lengths, prompts, form = (
+        retrieval_by_length(report),
+        number(report, "retrieval.prompts"),
+        text(report, "retrieval_form"),
+    )
+    source, bundle = number(report, "retrieval.source"), number(report, "retrieval.bundle")
     if not prompts or source is None or bundle is None:
         return []
     if not lengths:
@@ -123,12 +127,12 @@ def _abilities(report: Mapping[str, Any]) -> dict[str, str]:
     return {name: ability for name in names if (ability := text(report, f"probes.{name}.ability"))}
 
 
-def recall_by_length(report: Mapping[str, Any]) -> list[tuple[int, float, float]]:
+def retrieval_by_length(report: Mapping[str, Any]) -> list[tuple[int, float, float]]:
     """Length of the text in tokens, and shares of numbers found by source and bundle."""
-    found = figure(report, "passkey.by_length")
+    found = figure(report, "retrieval.by_length")
     rows = []
     for length in found if isinstance(found, dict) else ():
-        shares = _bounds(report, f"passkey.by_length.{length}")
+        shares = _bounds(report, f"retrieval.by_length.{length}")
         if shares is not None and length.isdecimal() and len(length) < 10 and all(0 <= share <= 1 for share in shares):
             rows.append((int(length), *shares))
     return sorted(rows)[:MOST_LENGTHS]

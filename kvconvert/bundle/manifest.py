@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer
 
 from kvconvert.bundle.locate import PLAN_NAME
 from kvconvert.io.records import (
@@ -39,6 +39,7 @@ FORMAT_VERSION = 1  # format 0 differs in this number alone
 # it does not know, and would then generate with its ordinary cache; an unknown version it refuses, and shows it.
 OWN_VERSION = "kvconvert: import kvconvert.runtime before from_pretrained"
 _UNSEALED = "0" * 64
+_EARLIER_NAMES = {"passkey": "retrieval", "recall_form": "retrieval_form", "min_passkey": "min_retrieval"}
 MAX_LAYERS, MAX_CANDIDATES = 1024, 256
 _Bits = Annotated[int, Field(ge=1, le=16)]
 Heads = Annotated[int, Field(ge=1, le=2**16)]  # and channels of a head
@@ -167,6 +168,14 @@ class Fidelity(Record):
     report: dict[str, Any]
     limits: Annotated[dict[Name, Number], FirstFaults]
     missed: list[Text] = Field(default_factory=list, max_length=MAX_LAYERS, fail_fast=True)
+
+    @field_validator("report", "limits", mode="before")
+    @classmethod
+    def _by_present_names(cls, stored: Any) -> Any:
+        """Figures of a bundle made before 1.0, by the names that they have now."""
+        if not isinstance(stored, dict):
+            return stored
+        return {_EARLIER_NAMES.get(name, name): value for name, value in stored.items()}
 
 
 class LayerAllocation(Record):

@@ -23,13 +23,13 @@ from kvconvert.errors import UsageError
 @count_option("--tokens", help="Tokens to score, rounded up to whole segments; 4096 by default, 8192 with --full.")
 @count_option(
     "--context",
-    help="Tokens of a segment, and of the prompts of recall and probes; 1024 by default. With --task: before each "
+    help="Tokens of a segment, and of the prompts of retrieval and probes; 1024 by default. With --task: before each "
     "problem, none by default.",
 )
 @click.option(
     "--only",
     metavar="PART,...",
-    help="Measure these: perplexity, kl, top1, recall, probes, free-running, images, cache, weights.",
+    help="Measure these: perplexity, kl, top1, retrieval, probes, free-running, images, cache, weights.",
 )
 @device_option()
 @dtype_option("the model's, on a CPU float32")
@@ -61,8 +61,8 @@ def evaluate(
 ) -> None:
     """Measure how far BUNDLE departs from its source, decoding with the low-bit cache.
 
-    By default that is KL and perplexity, recall of a number in a long prompt, and sizes; --full measures the rest. How
-    long it takes is said before.
+    By default that is KL and perplexity, retrieval of a number in a long prompt, and sizes; --full measures the rest.
+    How long it takes is said before.
 
     With --task, both solve the problems of a benchmark instead; programs that they write run in processes of their own.
     With --harness, tasks of lm-evaluation-harness are measured instead, and with --against those of that model, too.
@@ -78,10 +78,21 @@ def evaluate(
         raise UsageError("--limit counts problems of --task or --harness; give one of them, or leave it out.")
     if seeds is not None and task is None:
         raise UsageError("--seeds applies to --task alone; give one, or leave it out.")
+    instead = "--task" if task is not None else "--harness" if tasks is not None else None
+    others = {"only": only, "tokens": tokens}
+    if tasks is not None:
+        others |= {"data": options.pop("data"), "context": options.pop("context")}
+    given = [f"--{name}" for name, value in others.items() if value is not None]
+    if instead is not None and given:
+        raise UsageError(f"{given[0]} does not apply to {instead}; leave one of them out.")
+    from kvconvert.fidelity.asked import parts_asked
+
+    parts = None if only is None else [name.strip() for name in only.split(",") if name.strip()]
+    parts_asked(parts)
     from kvconvert.bundle.locate import check_place
 
     check_place(bundle)
-    if options["data"] is not None and task is None:
+    if options.get("data") is not None and task is None:
         from kvconvert.data.sources import check_sources
 
         check_sources(options["data"])
@@ -95,9 +106,6 @@ def evaluate(
 
         source_of(open_bundle(bundle, verify="plan").manifest, None)
     if task is not None:
-        given = [f"--{name}" for name, value in {"only": only, "tokens": tokens}.items() if value is not None]
-        if given:
-            raise UsageError(f"{given[0]} does not apply to --task; leave one of them out.")
         quiet()
         from kvconvert.fidelity.tasks import solve
 
@@ -106,20 +114,12 @@ def evaluate(
         click.echo(json.dumps(solved.to_dict(), indent=2) if as_json else solved.table())
         return
     if tasks is not None:
-        others = {"only": only, "tokens": tokens, "data": options.pop("data"), "context": options.pop("context")}
-        given = [f"--{name}" for name, value in others.items() if value is not None]
-        if given:
-            raise UsageError(f"{given[0]} does not apply to --harness; leave one of them out.")
         quiet()
         from kvconvert.fidelity.harness import harness
 
         found = harness(bundle, [name.strip() for name in tasks.split(",") if name.strip()], limit=limit, **options)
         click.echo(json.dumps(found.to_dict(), indent=2) if as_json else found.table())
         return
-    from kvconvert.fidelity.asked import parts_asked
-
-    parts = None if only is None else [name.strip() for name in only.split(",") if name.strip()]
-    parts_asked(parts)
     full = full or write
     if not full and parts is None:
         click.echo("Leaving out probes and free-running; --full measures them, and more text.", err=True)

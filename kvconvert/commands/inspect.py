@@ -35,23 +35,42 @@ def inspect(bundle: str, layers: bool, as_json: bool) -> None:
     opened = open_bundle(directory, verify=verify)
     manifest = opened.manifest
     windows: list[int | None] = []
-    if any(manifest.schemes()) and _speaks_of_windows(opened.config):
-        from kvconvert.models.configuration import read_config, sliding_windows
+    positions = _positions(opened.config)
+    if any(manifest.schemes()) and _needs_transformers(opened.config, positions):
+        from kvconvert.models.configuration import context_length, read_config, sliding_windows
 
-        windows = sliding_windows(read_config(opened.directory, opened.config, len(manifest.tensors)))
+        config = read_config(opened.directory, opened.config, len(manifest.tensors))
+        windows, positions = sliding_windows(config), context_length(config)
     if as_json:
-        size = kv_size(manifest, windows)
+        size = kv_size(manifest, windows, positions)
         fields = manifest.model_dump(mode="json")
         fields["kv_size"] = None if size is None else asdict(size)
         click.echo(json.dumps(fields, indent=2))
     else:
-        text = manifest_text(manifest, _is_utf8(sys.stdout.encoding), windows) if layers else summary(manifest, windows)
-        click.echo(text)
+        told = windows, positions
+        click.echo(
+            manifest_text(manifest, _is_utf8(sys.stdout.encoding), *told) if layers else summary(manifest, *told)
+        )
 
 
-def _speaks_of_windows(config: dict[str, Any]) -> bool:
-    """Whether a config.json names windows: then transformers, which takes seconds to import, says where they are."""
+def _positions(config: dict[str, Any]) -> int | None:
+    """The positions that a config.json names."""
+    found = [
+        part.get("max_position_embeddings") for part in (config, config.get("text_config")) if isinstance(part, dict)
+    ]
+    return next((each for each in found if isinstance(each, int) and each > 0), None)
+
+
+def _needs_transformers(config: dict[str, Any], positions: int | None) -> bool:
+    """Whether a config.json names windows, or few positions and a RoPE that may be scaled.
+
+    Only transformers, which takes seconds to import, says where the windows are, and how many positions there are.
+    """
+    from kvconvert.methods.auto import DEFAULT_CONTEXT
+
     parts = [config, config.get("text_config")]
+    if positions is not None and positions < DEFAULT_CONTEXT and "factor" in json.dumps(parts):
+        return True
     used = [part for part in parts if isinstance(part, dict) and part.get("use_sliding_window") is not False]
     entries = [entry for part in used for entry in part.items()]
     return any(value and ("window" in name or "chunk" in name) for name, value in entries)

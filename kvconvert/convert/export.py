@@ -47,7 +47,7 @@ from kvconvert.io.records import FileInfo, SourceInfo, TensorInfo
 from kvconvert.io.tensorfile import tensor_info, write_tensors
 from kvconvert.io.tensorheader import nbytes
 from kvconvert.methods.awq import StoredMethod
-from kvconvert.models.configuration import sliding_windows
+from kvconvert.models.configuration import context_length, sliding_windows
 from kvconvert.models.source import SourceModel, open_source
 from kvconvert.models.weight_files import check_links
 from kvconvert.recipes.recipe import Limits, Recipe
@@ -202,7 +202,8 @@ def _export(
                     "`force=True`."
                 )
             write_manifest(directory, manifest)
-        write_text(directory / CARD_NAME, model_card(manifest, sliding_windows(source.config)))
+        card = model_card(manifest, sliding_windows(source.config), context_length(source.config))
+        write_text(directory / CARD_NAME, card)
     return output
 
 

@@ -19,7 +19,7 @@ PARTS = {
     "perplexity": "perplexity per token of held-out text",
     "kl": "KL divergence from the source's next-token distribution",
     "top1": "how often both rank the same token first",
-    "recall": "retrieval of numbers from the context; through the chat template, if the model has one",
+    "retrieval": "retrieval of numbers from the context; through the chat template, if the model has one",
     "probes": "exact lookups in JSON, assignments, prose, code and earlier turns",
     "free-running": "tokens until greedy continuations differ",
     "images": "the same on text about images, of vision-language models",

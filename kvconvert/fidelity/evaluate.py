@@ -26,20 +26,6 @@ from kvconvert.errors import UsageError, listed
 from kvconvert.fidelity.asked import PARTS, parts_asked, source_of
 from kvconvert.fidelity.images import DRAWINGS, image_figures
 from kvconvert.fidelity.probes import PROBES, ProbePrompt, Writer, abilities, measure_probes, probe_tokens, verdict
-from kvconvert.fidelity.recall import (
-    BATCH,
-    FREE_CONTEXT,
-    PASSKEY_ANSWER_TOKENS,
-    Drill,
-    DrillBook,
-    DrillCounts,
-    NumberBook,
-    answer_with,
-    free_running,
-    has_plain_template,
-    passkey,
-    passkey_drills,
-)
 from kvconvert.fidelity.report import (
     ComparedWith,
     EvaluationText,
@@ -48,6 +34,20 @@ from kvconvert.fidelity.report import (
     measure_cache,
     text_figures,
     weight_size,
+)
+from kvconvert.fidelity.retrieval import (
+    BATCH,
+    FREE_CONTEXT,
+    RETRIEVAL_ANSWER_TOKENS,
+    Drill,
+    DrillBook,
+    DrillCounts,
+    NumberBook,
+    answer_with,
+    free_running,
+    has_plain_template,
+    retrieval,
+    retrieval_drills,
 )
 from kvconvert.fidelity.scoring import (
     Decoder,
@@ -61,8 +61,8 @@ from kvconvert.fidelity.scoring import (
     words,
 )
 from kvconvert.kernels.pages import PAGE_SIZE
-from kvconvert.methods.auto import DEFAULT_CONTEXT
-from kvconvert.models.configuration import context_length, supports_images
+from kvconvert.methods.auto import stated_context
+from kvconvert.models.configuration import context_length, read_config, supports_images
 from kvconvert.models.processors import tokenizer_of
 from kvconvert.models.source import SourceModel, choose_device, compute_dtype, open_source
 from kvconvert.runtime import load
@@ -74,6 +74,7 @@ CACHE_TOKENS = (512, 2048)  # that the cache is filled with, at least and at mos
 NOISE_TOKENS = 512
 TOKENS = 8192  # to score; half of them where not everything is measured
 SCORED = ("perplexity", "kl", "top1")
+TEXT_ALONE = "`only`: the bundle's model reads text alone, so leave images out."
 SLOW = ("probes", "free-running")  # four fifths of the time
 ROWS = {"cpu": 4, "cuda": 16}  # segments scored at a time
 
@@ -103,9 +104,9 @@ def evaluate(
         against: directory or Hub id of the source; None takes the id that the manifest records.
         data: SOURCE of held-out text, see `kvconvert.data.text`; None takes the embedded one.
         tokens: how many tokens to score, rounded up to whole segments where it is more than one; fewer than 8,192,
-            which is what None takes, take proportionally fewer prompts of recall and of probes along.
-        context: tokens of a segment, and of the prompts of recall and probes, up to the model's positions; None takes
-            1,024, or as many as there are.
+            which is what None takes, take proportionally fewer prompts of retrieval and of probes along.
+        context: tokens of a segment, and of the prompts of retrieval and probes, up to the model's positions; None
+            takes 1,024, or as many as there are.
         only: parts to measure, of `PARTS`; None measures all.
         full: False leaves out `SLOW` parts that `only` does not name, and halves the default of `tokens`.
         device: "cpu" or "cuda"; None takes a GPU if there is one.
@@ -131,6 +132,10 @@ def evaluate(
     place = choose_device(device)
     say = partial(print, file=sys.stderr, flush=True) if progress else lambda message: None
     directory = locate(bundle)
+    if only is not None and "images" in only:
+        about = open_bundle(directory, verify="plan")
+        if not supports_images(read_config(directory, about.config, len(about.manifest.tensors))):
+            raise UsageError(TEXT_ALONE)
     say(f"Verifying {bundle}.")
     opened = open_bundle(directory)
     manifest = opened.manifest
@@ -148,7 +153,7 @@ def evaluate(
     tokenizer = tokenizer_of(processor)
     if processor is tokenizer and "images" in parts:
         if only is not None:
-            raise UsageError("`only`: the bundle's model reads text alone, so leave images out.")
+            raise UsageError(TEXT_ALONE)
         parts.remove("images")
     decoder = decoder_of(model)
     shape = _segment_shape(checkpoint, context, decoder.new_cache())
@@ -167,7 +172,7 @@ def evaluate(
     source = Decoder.plain(source_model)
     drills = drills or DrillCounts.for_tokens(tokens)
     plan = _Drills.plan(parts, checkpoint, tokenizer, samples.ids, shape.length, drills, seed)
-    if not plan.work and parts <= {"recall", "probes", "free-running"}:
+    if not plan.work and parts <= {"retrieval", "probes", "free-running"}:
         raise UsageError(
             f"`only`: a context of {shape.length} tokens holds no prompt of {listed(sorted(parts), 'or')}; take a "
             "longer `context` if the model has one, or measure other parts."
@@ -191,7 +196,7 @@ def evaluate(
     answers = [
         answer_with(d, tokenizer, progress, name, chunk) for d, name in ((source, "source"), (decoder, "bundle"))
     ]
-    found = passkey(*answers, plan.numbers, seed) if "recall" in parts else None
+    found = retrieval(*answers, plan.numbers, seed) if "retrieval" in parts else None
     probes = None
     if "probes" in parts:
         probes = measure_probes(source, decoder, plan.probes, seed, ROWS[place.type], progress)
@@ -204,8 +209,10 @@ def evaluate(
     cache = None
     if "cache" in parts:
         least, most = CACHE_TOKENS
-        longest = min(DEFAULT_CONTEXT, _positions(checkpoint) or DEFAULT_CONTEXT)
-        size = min(max(least, tokens), most, longest)
+        # As `inspect` and the card state it.
+        held = stated_context(_positions(checkpoint))
+        longest = held if manifest.allocation is None else manifest.allocation.context
+        size = min(max(least, tokens), most, held)
         served = checkpoint.config.dtype or torch.float32
         cache = measure_cache(decoder, samples.ids, size, longest, served, comparison)
 
@@ -223,9 +230,9 @@ def evaluate(
         notes.append(f"{checkpoint.id} is not the checkpoint that the manifest records ({recorded.id})")
     if supports_images(checkpoint.config):
         rest = "; images has the rest" if images else ""
-        notes.append(f"perplexity, KL, recall and probes are those of text alone{rest}")
+        notes.append(f"perplexity, KL, retrieval and probes are those of text alone{rest}")
     short = {
-        "recall": found and found.prompts == 0,
+        "retrieval": found and found.prompts == 0,
         "probes": probes is not None and len(probes) < len(PROBES),
         "free-running": continued and continued.prompts == 0,
     }
@@ -241,8 +248,8 @@ def evaluate(
         top1_agreement=figures.get("top1_agreement") if "top1" in parts else None,
         top1_agreement_interval=figures.get("top1_agreement_interval") if "top1" in parts else None,
         noise=noise,
-        passkey=found,
-        recall_form=None if found is None else "chat template" if plan.templated else "plain text",
+        retrieval=found,
+        retrieval_form=None if found is None else "chat template" if plan.templated else "plain text",
         probes=probes,
         verdict=verdict(abilities(probes or {}, found), text, scored),
         free_running=continued,
@@ -293,10 +300,10 @@ class _Shape:
 
 @dataclass(frozen=True)
 class _Drills:
-    """Prompts of recall and of probes as they will be asked.
+    """Prompts of retrieval and of probes as they will be asked.
 
     Attributes:
-        numbers: passkeys, or numbers to be asked for through the chat template (`templated`).
+        numbers: codes in plain text, or numbers to be asked for through the chat template (`templated`).
         probes: prompts by probe; without those that the model's positions do not hold.
         reach: tokens that continuations may take with their context.
         work: what all of them take.
@@ -323,14 +330,14 @@ class _Drills:
         reach = min(positions, CONTEXT)
         templated = has_plain_template(tokenizer)
         numbers: Sequence[Drill] = ()
-        if "recall" in parts and templated:
+        if "retrieval" in parts and templated:
             book = NumberBook(tokenizer, prose, seed)
             hidden = _whole_pages(min(context, positions - book.room))
             numbers = book.drills(hidden, counts.numbers) if book.fits(hidden) else ()
-        elif "recall" in parts:
+        elif "retrieval" in parts:
             plain = DrillBook(tokenizer, prose, seed)
-            numbers = passkey_drills(plain, max(reach, context), counts.passkey_trials)
-        work = [Work(1, len(drill.context), PASSKEY_ANSWER_TOKENS, 1) for drill in numbers]
+            numbers = retrieval_drills(plain, max(reach, context), counts.retrieval_trials)
+        work = [Work(1, len(drill.context), RETRIEVAL_ANSWER_TOKENS, 1) for drill in numbers]
         probes: dict[str, list[ProbePrompt]] = {}
         length = probe_tokens(min(context, positions))
         if "probes" in parts and length:

@@ -7,9 +7,9 @@ answer is right if each of its tokens is the most likely one, that is, if greedy
 
 What a bundle keeps of its source's abilities, and one sentence that says what it is fit for.
 
-The rule: a bundle is fit for what it does at least nine tenths as well as its source. Recall and probes are judged by
-the share of right answers, if `MIN_PROMPTS` prompts or more were asked and the source answers a fifth or more; what
-seems lost is unclear while the interval of the loss holds zero.
+The rule: a bundle is fit for what it does at least nine tenths as well as its source. Retrieval and probes are
+judged by the share of right answers, if `MIN_PROMPTS` prompts or more were asked and the source answers a fifth or
+more; what seems lost is unclear while the interval of the loss holds zero.
 Continuing text is judged by the inverse of perplexity, the mean probability of the text's tokens, over `MIN_TOKENS` or
 more of them.
 """
@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvconvert.errors import UsageError, listed
 from kvconvert.fidelity.bootstrap import bootstrap_mean
-from kvconvert.fidelity.recall import NAMES, PasskeyResult
+from kvconvert.fidelity.retrieval import NAMES, RetrievalResult
 from kvconvert.fidelity.scoring import Decoder, feed, read_prompt
 from kvconvert.io.progress import progress_bar
 from kvconvert.kernels.pages import PAGE_SIZE
@@ -350,7 +350,7 @@ MIN_SOURCE = 0.2
 MIN_PROMPTS = 8
 MIN_TOKENS = 512
 PILOT = 3  # prompts of which the source has to answer something before the others are asked
-TEXT, RECALL = "continuing text", "retrieving a number from prose"
+TEXT, RETRIEVAL = "continuing text", "retrieving a number from prose"
 ABILITIES = {probe.name: probe.ability for probe in PROBES}
 
 
@@ -432,13 +432,13 @@ class Ability:
     by_chance: bool = False
 
 
-def abilities(probes: Mapping[str, ProbeResult], passkey: PasskeyResult | None) -> list[Ability]:
-    """Recall and probes, as far as they were asked."""
+def abilities(probes: Mapping[str, ProbeResult], retrieval: RetrievalResult | None) -> list[Ability]:
+    """Retrieval and probes, as far as they were asked."""
     found = [Ability(p.ability, p.source, p.bundle, p.kept, _by_chance(p.loss_interval)) for p in probes.values()]
-    if passkey is not None and passkey.source is not None and passkey.bundle is not None:
-        kept = _kept(passkey.source, passkey.bundle, passkey.prompts)
-        by_chance = _by_chance(passkey.loss_interval)
-        found.insert(0, Ability(RECALL, passkey.source, passkey.bundle, kept, by_chance))
+    if retrieval is not None and retrieval.source is not None and retrieval.bundle is not None:
+        kept = _kept(retrieval.source, retrieval.bundle, retrieval.prompts)
+        by_chance = _by_chance(retrieval.loss_interval)
+        found.insert(0, Ability(RETRIEVAL, retrieval.source, retrieval.bundle, kept, by_chance))
     return found
 
 
@@ -455,7 +455,7 @@ def verdict(found: Sequence[Ability], text: tuple[float, float] | None, tokens: 
     """The sentence; None where nothing was measured.
 
     Args:
-        found: the results of recall and probes.
+        found: the results of retrieval and probes.
         text: perplexities of source and bundle; None if not measured.
         tokens: scored for them.
     """

@@ -16,7 +16,7 @@ from kvconvert.errors import BundleError, UsageError
 from kvconvert.fidelity.probes import MIN_PROMPTS
 from kvconvert.fidelity.report import FidelityReport
 from kvconvert.io import disk
-from kvconvert.models.configuration import read_config, sliding_windows
+from kvconvert.models.configuration import context_length, read_config, sliding_windows
 from kvconvert.recipes.recipe import Limits, Recipe
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,8 @@ def record(bundle: str | Path, report: FidelityReport) -> Fidelity:
     directory = Path(bundle)
     opened = open_bundle(directory, verify="headers")
     before = opened.manifest
-    windows = sliding_windows(read_config(directory, opened.config, len(before.tensors)))
+    config = read_config(directory, opened.config, len(before.tensors))
+    told = sliding_windows(config), context_length(config)
     if not report.against.is_recorded_source:
         raise UsageError(
             f"{report.against.id} is not the checkpoint that {MANIFEST_NAME} records ({before.source.id}), so the "
@@ -68,8 +69,8 @@ def record(bundle: str | Path, report: FidelityReport) -> Fidelity:
     fidelity = fidelity_of(before, Recipe.from_dict(before.recipe).limits, report)
     manifest = before.model_copy(update={"fidelity": fidelity})
     path = directory / CARD_NAME
-    card = path.read_text(encoding="utf-8") if CARD_NAME in opened.files.names else model_card(before, windows)
-    written = model_card(manifest, windows) if card == model_card(before, windows) else replace_fidelity(card, manifest)
+    card = path.read_text(encoding="utf-8") if CARD_NAME in opened.files.names else model_card(before, *told)
+    written = model_card(manifest, *told) if card == model_card(before, *told) else replace_fidelity(card, manifest)
     disk.replace_bytes(directory / MANIFEST_NAME, manifest.to_bytes())
     if written is not None and CARD_NAME in manifest.informative:
         disk.replace_bytes(path, written.encode())
@@ -90,18 +91,18 @@ def fidelity_of(manifest: Manifest, limits: Limits, report: FidelityReport) -> F
 
 
 def _without_few_prompts(figures: dict[str, Any]) -> dict[str, Any]:
-    """A report in which recall and probes that were measured on too few prompts to be judged are None, or absent."""
-    passkey, probes = figures.get("passkey"), figures.get("probes") or {}
+    """A report in which retrieval and probes that were measured on too few prompts to be judged are None, or absent."""
+    retrieval, probes = figures.get("retrieval"), figures.get("probes") or {}
     # A probe of which the source knows nothing is asked in few prompts.
     few = [name for name, found in probes.items() if found["prompts"] < MIN_PROMPTS and found["bundle"] is not None]
-    few_recalled = passkey is not None and 0 < passkey["prompts"] < MIN_PROMPTS
-    if not few and not few_recalled:
+    few_retrieved = retrieval is not None and 0 < retrieval["prompts"] < MIN_PROMPTS
+    if not few and not few_retrieved:
         return figures
     logger.warning(
         "Retrieval and probes of fewer than %d prompts show nothing and are not recorded: score more.", MIN_PROMPTS
     )
     kept = {name: found for name, found in probes.items() if name not in few}
-    return figures | {"passkey": None if few_recalled else passkey, "probes": kept}
+    return figures | {"retrieval": None if few_retrieved else retrieval, "probes": kept}
 
 
 def _finite(value: Any) -> Any:

@@ -18,7 +18,7 @@ from kvconvert.errors import BundleError
 from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.fidelity.images import ImageFigures
 from kvconvert.fidelity.probes import ProbeResult, abilities, losses
-from kvconvert.fidelity.recall import FreeRunningResult, PasskeyResult
+from kvconvert.fidelity.retrieval import FreeRunningResult, RetrievalResult
 from kvconvert.fidelity.scoring import Comparison, Decoder, read_prompt
 from kvconvert.io.records import DataInfo
 from kvconvert.io.tensorheader import nbytes, read_header
@@ -137,8 +137,8 @@ class FidelityReport:
         top1_agreement: share of scored tokens at which both rank the same token first.
         top1_agreement_interval: its bootstrap interval over segments, None with one segment.
         noise: the noise of the dtype; None in float32, whose rounding is negligible.
-        passkey: numbers found in the context; `recall_form` says how they were asked for.
-        recall_form: "chat template" or "plain text".
+        retrieval: numbers found in the context; `retrieval_form` says how they were asked for.
+        retrieval_form: "chat template" or "plain text".
         probes: by name; without those that do not fit the model's positions.
         verdict: what the bundle is fit for, in a sentence; see `kvconvert.fidelity.probes`.
         images: results on text about images; None unless the model reads images and a conversation fits its positions.
@@ -153,8 +153,8 @@ class FidelityReport:
     top1_agreement: float | None
     top1_agreement_interval: tuple[float, float] | None
     noise: NoiseFloor | None
-    passkey: PasskeyResult | None
-    recall_form: str | None
+    retrieval: RetrievalResult | None
+    retrieval_form: str | None
     probes: dict[str, ProbeResult] | None
     verdict: str | None
     free_running: FreeRunningResult | None
@@ -171,8 +171,8 @@ class FidelityReport:
     notes: tuple[str, ...]
 
     def losses(self) -> list[str]:
-        """One clause for recall, and for each probe, of which the bundle loses more than a tenth, and not by chance."""
-        return losses(abilities(self.probes or {}, self.passkey))
+        """One clause for retrieval and for each probe of which the bundle loses over a tenth, and not by chance."""
+        return losses(abilities(self.probes or {}, self.retrieval))
 
     def to_dict(self) -> dict[str, Any]:
         """The figures as plain JSON values, nested by the names above."""

@@ -16,6 +16,11 @@ DEFAULT_CONTEXT = 4096
 LONGEST_CONTEXT = 2**24
 
 
+def stated_context(positions: int | None) -> int:
+    """The tokens that a cache's size is stated at unless others are asked for: as many as fit a model's positions."""
+    return min(DEFAULT_CONTEXT, positions or DEFAULT_CONTEXT)
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One way to store a layer's keys or values.

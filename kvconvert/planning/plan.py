@@ -16,7 +16,7 @@ from pathlib import Path
 from torch import nn
 
 from kvconvert.auto.search import search_task
-from kvconvert.cache.size import ModelCache
+from kvconvert.cache.size import LayerCache, ModelCache
 from kvconvert.calibration.activations import input_points
 from kvconvert.calibration.protocol import LayerJob
 from kvconvert.convert.checks import check_purpose, check_recipe
@@ -28,8 +28,10 @@ from kvconvert.data.samples import text_shape
 from kvconvert.errors import UsageError, check_place_named
 from kvconvert.io.records import TensorInfo
 from kvconvert.io.tensorheader import nbytes
-from kvconvert.methods.auto import DEFAULT_CONTEXT, AutoSearch
+from kvconvert.methods import KVScheme
+from kvconvert.methods.auto import DEFAULT_CONTEXT, AutoSearch, stated_context
 from kvconvert.methods.awq import WeightsRecipe
+from kvconvert.methods.key_treatments import treatments
 from kvconvert.methods.minikv import FORMULAS, spread_ratios
 from kvconvert.models.configuration import context_length, model_cache
 from kvconvert.models.experts import expert_modules
@@ -255,7 +257,7 @@ def plan(
         recipe = with_fitted_weights(runner, recipe, False)
     positions = context_length(runner.config)
     samples, length = text_shape(samples, seq_len, positions)
-    context = min(DEFAULT_CONTEXT, positions or DEFAULT_CONTEXT) if context is None else context
+    context = stated_context(positions) if context is None else context
     _check_positions(positions, length, context)
     own = anonymous_bytes() or 0
     kept = kept_bytes(runner, kept_tensors(runner, recipe.weights))
@@ -357,14 +359,16 @@ def _cache(planned: ModelCache, context: int, jobs: Sequence[LayerJob]) -> Cache
         bytes_per_token=planned.bytes(context) / context,
         bits_per_value=planned.bits_per_value(context),
         plain_bytes_per_token=planned.plain_bytes(context) / context,
-        basis=_basis(planned),
+        basis=_basis(planned, jobs),
         left=dict(Counter(job.reason for job in jobs if job.scheme is None and job.reason)),
     )
 
 
-def _basis(planned: ModelCache) -> str:
+def _basis(planned: ModelCache, jobs: Sequence[LayerJob]) -> str:
     if planned.budget_bits is not None:
         return "what the search may spend"
+    if any(_treated(job) != job.scheme for job in jobs):
+        return "at most, everything in it included: calibration chooses how keys are stored"
     only = {layer.scheme.only_tokens() for layer in planned.layers if layer.scheme is not None} - {None}
     return "everything in it included" + (f", of {' and '.join(sorted(only))} tokens alone" if only else "")
 
@@ -395,13 +399,25 @@ def _seconds(
 
 
 def recipe_cache(runner: LayerRunner, recipe: Recipe, jobs: Sequence[LayerJob]) -> ModelCache:
-    """The cache that a recipe gives a model."""
-    schemes = [job.scheme for job in jobs]
+    """The cache that a recipe gives a model; the largest one, where calibration chooses how keys are stored."""
+    schemes = [_treated(job) for job in jobs]
     # Budgets that are spread by measurement have the same mean as those that are not.
     if all(scheme is None or not scheme.evicts or scheme.allocation in FORMULAS for scheme in schemes):
         schemes = list(spread_ratios(schemes))
     cache = model_cache(runner.config, schemes, shapes=[(job.heads, job.key_dim, job.value_dim) for job in jobs])
     return cache if recipe.auto is None else replace(cache, budget_bits=_budget_bits(recipe.auto, cache))
+
+
+def _treated(job: LayerJob) -> KVScheme | None:
+    """A layer's scheme, with the largest of the treatments among which calibration chooses."""
+    scheme = job.scheme
+    if scheme is None or job.is_latent or not job.search.chooses_treatment(scheme):
+        return scheme
+
+    def size(treated: KVScheme) -> int:
+        return sum(LayerCache(job.heads, job.key_dim, job.value_dim, treated).sides(DEFAULT_CONTEXT))
+
+    return max((each.over(scheme) for each in treatments(scheme, job.key_dim)), key=size)
 
 
 def _budget_bits(auto: AutoSearch, cache: ModelCache) -> float:

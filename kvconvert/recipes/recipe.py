@@ -33,7 +33,7 @@ files in `kvconvert/recipes/presets`; dropping one in extends the command line. 
     [limits]
     max_kl = 0.1                   # mean KL divergence from the source model, in nats per token
     max_perplexity_increase = 0.05 # relative: 0.05 allows 5%
-    min_passkey = 0.9              # retrieval: share of hidden numbers found
+    min_retrieval = 0.9            # retrieval: share of hidden numbers found
 
 A table that is left out takes the default recipe's values: `auto` at 4 bits, the preset `default`, no limits.
 
@@ -50,7 +50,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from kvconvert.bundle.figures import figure
 from kvconvert.errors import MissingError, RecipeError, UsageError, check_place_named, did_you_mean, first_line
@@ -96,12 +96,15 @@ class Limits(RecipeTable):
     Attributes:
         max_kl: mean KL divergence, nats per token; on text, and on text about images where these were measured.
         max_perplexity_increase: relative to the source's perplexity (0.05 = 5%).
-        min_passkey: retrieval: the share of hidden numbers that the bundle finds, 0 to 1.
+        min_retrieval: retrieval: the share of hidden numbers that the bundle finds, 0 to 1.
     """
 
     max_kl: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     max_perplexity_increase: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    min_passkey: float | None = Field(default=None, ge=0, le=1)
+    # Bundles made before 1.0 record it as min_passkey.
+    min_retrieval: float | None = Field(
+        default=None, ge=0, le=1, validation_alias=AliasChoices("min_retrieval", "min_passkey")
+    )
 
     def as_set(self) -> dict[str, float]:
         """The limits that are set, by name."""
@@ -126,7 +129,7 @@ class Limits(RecipeTable):
         if seen is not None:
             check("max_kl", self.max_kl, "the mean KL divergence on text about images", seen, True)
         check("max_perplexity_increase", self.max_perplexity_increase, "the perplexity's increase", increase, True)
-        check("min_passkey", self.min_passkey, "retrieval", figure(report, "passkey.bundle"), False)
+        check("min_retrieval", self.min_retrieval, "retrieval", figure(report, "retrieval.bundle"), False)
         return missed
 
 

@@ -95,11 +95,11 @@ def render(
         missed: the recipe's limits that the bundle misses.
         sample: keys of the source, or None.
     """
-    from kvconvert.models.configuration import sliding_windows
+    from kvconvert.models.configuration import context_length, sliding_windows
     from kvconvert.report.page import Heading, page
     from kvconvert.report.sections import Contents
 
-    found = describe(bundle.manifest, sliding_windows(config))
+    found = describe(bundle.manifest, sliding_windows(config), context_length(config))
     contents = Contents(replace(bundle, manifest=found.manifest), found, config, fidelity, list(missed), sample)
     contents.build()
     heading = Heading(found.manifest.source.id, found.facts, _tiles(found, fidelity))

@@ -384,7 +384,7 @@ def draw_norms(layers: Sequence[int], norms: Tensor, shown: int) -> Figure:
     return figure
 
 
-def draw_recall(lengths: Sequence[int], source: Sequence[float], bundle: Sequence[float]) -> Figure:
+def draw_retrieval(lengths: Sequence[int], source: Sequence[float], bundle: Sequence[float]) -> Figure:
     """Shares of numbers found, by the length of the text that hides them."""
     figure, axes = _plot(3.0)
     at = np.arange(len(lengths))

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from transformers import PretrainedConfig
 
 from kvconvert.bundle.describe import Description
-from kvconvert.bundle.figures import HEADER, fidelity_rows, how_measured, recall_by_length, text
+from kvconvert.bundle.figures import HEADER, fidelity_rows, how_measured, retrieval_by_length, text
 from kvconvert.bundle.reader import Bundle
 from kvconvert.report import data, figures
 from kvconvert.report.data import KeySample, NotDrawnError
@@ -74,12 +74,12 @@ def _fidelity(c: Contents) -> None:
     missed = " ".join(f"{sentence.rstrip('.')}." for sentence in c.missed)
     caption = "How far the bundle departs from its source, decoding through its own cache."
     caption = " ".join(filter(None, (caption, text(c.fidelity, "verdict"), missed)))
-    recall = recall_by_length(c.fidelity)
+    found = retrieval_by_length(c.fidelity)
     figure, alt = None, ""
-    if len(recall) > 1:
-        figure = figures.draw_recall(*zip(*recall, strict=True))
+    if len(found) > 1:
+        figure = figures.draw_retrieval(*zip(*found, strict=True))
         alt = "Bars of the share of hidden numbers that source and bundle retrieve, by length: " + ", ".join(
-            f"{length:,} tokens {source:.0%} and {bundle:.0%}" for length, source, bundle in recall
+            f"{length:,} tokens {source:.0%} and {bundle:.0%}" for length, source, bundle in found
         )
         caption += " The bars show retrieval: how many hidden numbers each finds."
     how = how_measured(c.fidelity)

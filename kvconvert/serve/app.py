@@ -320,6 +320,8 @@ class Service:
                 asked = await self._slow_readers.run(body.client, size, job)
         except RecursionError as error:  # a tool, a schema, or arguments of a call
             raise Refusal(400, "The body is nested too deeply.", code="invalid_value") from error
+        except (Refusal, ValidationError, KvconvertError) as error:
+            raise kind.refusal(error) from error
         self.bodies.release(body)
         return asked
 

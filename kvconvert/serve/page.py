@@ -37,11 +37,11 @@ class BundleFacts:
         from kvconvert.bundle.describe import describe, kv_cache
         from kvconvert.bundle.locate import locate
         from kvconvert.bundle.reader import open_bundle
-        from kvconvert.models.configuration import sliding_windows
+        from kvconvert.models.configuration import context_length, sliding_windows
 
         manifest = open_bundle(locate(bundle), verify="headers").manifest
         windows = sliding_windows(config) if any(manifest.schemes()) else []
-        found = describe(manifest, windows)
+        found = describe(manifest, windows, context_length(config))
         cache = kv_cache(manifest, windows)
         rows = (*found.facts, ("weights", found.weights), ("cache", found.cache))
         return cls(rows, cache if cache.layers else None)

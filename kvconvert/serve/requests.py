@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from kvconvert.bundle.generation import LARGEST_PENALTY
+from kvconvert.errors import KvconvertError
 from kvconvert.models.token_bytes import TokenTexts
 from kvconvert.runtime import Sampling
 from kvconvert.runtime.engine.request import MOST_LIKELIEST
 from kvconvert.serve.forms import Form
-from kvconvert.serve.refusal import Refusal
+from kvconvert.serve.refusal import Refusal, refusal_of
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,8 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _refuse_others(fields: dict[str, Any], where: str = "") -> None:
-    """Refuse every field that would have to change the answer and does not."""
+def _refuse_others(fields: dict[str, Any], where: str = "", known: Iterable[str] = ()) -> None:
+    """Refuse every field that would have to change the answer and does not; one like a `known` field is named so."""
     for name, value in fields.items():
         nothing = [None, [], {}, *UNSERVED.get(name, ())]
         # Numbers are equal to False and True.
@@ -100,7 +102,9 @@ def _refuse_others(fields: dict[str, Any], where: str = "") -> None:
         if idle or name in IGNORED:
             continue
         if name not in UNSERVED:
-            message = f"{where}{name} is no field of this request; leave it out."
+            close = difflib.get_close_matches(name[:60], known, n=1)
+            advice = f"did you mean {close[0]}?" if close else "leave it out."
+            message = f"{where}{name} is no field of this request; {advice}"
             raise Refusal(400, message, param=where + name, code="unknown_parameter")
         message = f"{where}{name} is not served by kvconvert; leave it out."
         raise Refusal(400, message, param=where + name, code="unsupported_parameter")
@@ -370,7 +374,7 @@ class _Asked(BaseModel, extra="allow", strict=True):
 
     def check(self, limits: Limits, prompts: int) -> None:
         """Refuse what is not served and what is beyond the limits (Refusal)."""
-        _refuse_others(self.model_extra or {})
+        _refuse_others(self.model_extra or {}, known=type(self).model_fields)
         if self.stream_options is not None:
             _refuse_others(self.stream_options.model_extra or {}, "stream_options.")
         if self.include_usage and not self.stream:
@@ -441,6 +445,11 @@ class _Asked(BaseModel, extra="allow", strict=True):
     def of(cls, fields: dict[str, Any]) -> Self:
         """The request of a body's fields (ValidationError, Refusal: they are none)."""
         return cls.model_validate(fields)
+
+    @classmethod
+    def refusal(cls, error: Refusal | KvconvertError | ValidationError) -> Refusal:
+        """The refusal that an error means, in the names of this interface's fields."""
+        return error if isinstance(error, Refusal) else refusal_of(error)
 
     def form(self, model: str, texts: TokenTexts) -> Form:
         """What its answers look like.

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
 from typing import Any, ClassVar, Self
 
+from pydantic import ValidationError
+
+from kvconvert.errors import KvconvertError
 from kvconvert.models.token_bytes import TokenTexts
 from kvconvert.serve.forms import Form, Step, event
 from kvconvert.serve.refusal import Refusal
@@ -25,11 +29,24 @@ _IDLE: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
+# What a chat's fields are called here; outside of quotes, where a client's own words stand. Items of the input become
+# other numbers of messages, so that those of messages would mislead.
+_NAMES = {
+    "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+}
+_NAMED = re.compile(rf"(?<![\w'\".])({'|'.join(map(re.escape, _NAMES))})(?:(?<=messages)\.\d+)?(?![\w'\"])")
 _TEXTS = ("input_text", "output_text", "text")
 
 
 def _refused(where: str, said: str) -> Refusal:
     return Refusal(400, f"{where}: {said}.", param=where.partition(".")[0], code="invalid_value")
+
+
+def _own_names(said: str) -> str:
+    return _NAMED.sub(lambda found: _NAMES[found[1]], said)
 
 
 def _content(value: Any, where: str) -> Any:
@@ -127,6 +144,13 @@ class ResponsesChat(Chat):
                 message = f"{name} is not served by kvconvert, which keeps no responses; leave it out."
                 raise Refusal(400, message, param=name, code="unsupported_parameter")
         return cls.model_validate(chat)
+
+    @classmethod
+    def refusal(cls, error: Refusal | KvconvertError | ValidationError) -> Refusal:
+        """The refusal that an error means, in the names of this interface's fields."""
+        told = super().refusal(error)
+        param = told.param and _own_names(told.param)
+        return Refusal(told.status, _own_names(told.message), param=param, code=told.code)
 
     def form(self, model: str, texts: TokenTexts) -> Form:
         """What its answers look like."""

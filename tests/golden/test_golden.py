@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from kvconvert.bundle.manifest import FORMAT_VERSION, schema_text
+from kvconvert.bundle.manifest import FORMAT_VERSION, Fidelity, schema_text
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight
 from kvconvert.kernels.pages import PageFormat, SideTensors
 from kvconvert.kernels.pages.reference import dequantize_pages, quantize_pages
 from kvconvert.kernels.rotate.matrices import hadamard_matrix
+from kvconvert.recipes.recipe import Limits
 from kvconvert.runtime.hf.bundle_quantizer import check_fits
 
 HERE = Path(__file__).parent
@@ -63,6 +64,16 @@ def test_the_schema_in_docs_is_the_code_s(golden):
     module = schema["$defs"]["ModuleCoverage"]
     assert module["additionalProperties"] is False
     assert all(entry.keys() <= module["properties"].keys() for entry in fields["modules"])
+
+
+def test_figures_that_a_bundle_recorded_before_1_0_have_the_names_of_today():
+    stored = {"measured_on": "0" * 64, "limits": {"min_passkey": 0.5, "max_kl": 0.1}}
+    stored["report"] = {"passkey": {"source": 1.0, "bundle": 0.9}, "recall_form": "plain text", "kl": {"mean": 0.1}}
+    found = Fidelity.model_validate(stored)
+    assert found.limits == {"min_retrieval": 0.5, "max_kl": 0.1}
+    assert found.report["retrieval"] == {"source": 1.0, "bundle": 0.9}
+    assert found.report.keys() == {"retrieval", "retrieval_form", "kl"}
+    assert Limits(min_passkey=0.5) == Limits(min_retrieval=0.5)
 
 
 def test_it_computes_what_it_did(golden):

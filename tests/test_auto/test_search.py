@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -183,6 +184,26 @@ def test_a_budget_may_be_given_in_bytes(model):
         for budget in ({"kv_bits": BITS}, {"kv_bytes_per_token": BITS * 128 / 8})
     ]
     assert tasks[0].budget == tasks[1].budget == BITS * 128 / 8 * sum(range(273, 401))
+
+
+def test_the_layer_that_is_timed_is_fitted_once_and_progress_counts_layers(model, monkeypatch, capfd):
+    runner = LayerRunner(open_source(model), torch.device("cpu"), discovers=False)
+    recipe = RECIPE.with_budget(kv_bits=BITS)
+    task = search.search_task(runner.config, layer_jobs(runner, recipe), recipe, runner.device)
+    fitted, known = [], {"layer-00001": {"index": 1, "keys": "", "values": "", "kl": {}, "clip_ratios": {}}}
+    store = SimpleNamespace(measurement=known.get, commit_measurement=known.__setitem__)
+    simulated = SimpleNamespace(model=SimpleNamespace(config=runner.config), starts_late=False)
+    run = SimpleNamespace(store=store, model=simulated, progress=True, say=lambda said: None)
+    measuring = search._Measuring(task, recipe, run, text=SimpleNamespace(ids=torch.zeros(1, 8)))
+    monkeypatch.setattr(search._Measuring, "read", lambda self, samples: None)
+    monkeypatch.setattr(search._Measuring, "_divergence", lambda self, plan, ratios: 0.5)
+    monkeypatch.setattr(search._Measuring, "_fitted", lambda self, layer: fitted.append(layer.index) or ({}, layer, {}))
+    found = measuring.table(torch.zeros(1, 8))
+    count = len(task.layers)
+    assert [layer.index for layer in found] == [*range(count)]
+    # The layer that is timed first is timed twice where that is quick.
+    assert sorted(fitted) == sorted([0, 0, *(index for index in range(count) if index not in (0, 1))])
+    assert f"layers: {count} layers" in capfd.readouterr().err
 
 
 def test_a_budget_that_treatments_of_keys_exceed_is_refused(model):

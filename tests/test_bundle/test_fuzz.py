@@ -26,7 +26,7 @@ MEASURED = {
         "report": {
             "kl": {"mean": 0.1, "p99": 1, "mean_interval": [0.1, 0.2]},
             "perplexity": {"source": 3.0, "bundle": 3.1, "increase": 0.03},
-            "passkey": {"source": 1, "bundle": 0.5, "by_length": {"100": [1, 0.5], "200": [1, 0.5]}},
+            "retrieval": {"source": 1, "bundle": 0.5, "by_length": {"100": [1, 0.5], "200": [1, 0.5]}},
             "probes": {"copy": {"ability": "copies", "source": 1, "bundle": 0.9, "loss_interval": [0, 0.1]}},
             "text": {"samples": {"source": "books"}, "scored_tokens": 100},
             "kv": {"source_bytes_per_token": 10, "bytes_per_token": 3.5, "context": 4096, "bits_per_value": 2.5},

@@ -80,10 +80,10 @@ def test_inspect_json_is_the_manifest_with_the_size_of_the_cache(folder):
     values = json.loads(kvconvert("inspect", folder / "bundle", "--json").stdout)
     # Per layer, one head of 16 channels: 2-bit keys with 32/32 bits of scale and minimum, 2-bit values with 32/16,
     # and a norm per token.
-    in_pages, lengths = 16 * (2 + 1) + 16 * (2 + 2) + 16, range(3969, 4097)
+    in_pages, lengths = 16 * (2 + 1) + 16 * (2 + 2) + 16, range(385, 513)
     exact, sinks = sum(n % 128 for n in lengths) / sum(lengths), 4 * len(lengths) / sum(lengths)
     size = values["kv_size"]
-    assert size["context"] == 4096
+    assert size["context"] == 512, "the positions that the model has"
     assert size["bytes_per_token"] == pytest.approx(2 * (in_pages * (1 - exact) + 2 * 16 * 16 * (exact + sinks)) / 8)
     assert {"format_version", "modules", "layers", "files", "source"} <= values.keys()
 
@@ -213,6 +213,19 @@ recipes defalt
 """
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--only", "perplexty"], "'perplexty' is not a part"),
+        (["--only", ","], "no part is named"),
+        (["--task", "gsm8k", "--tokens", "5"], "--tokens does not apply to --task"),
+        (["--harness", "x", "--data", "nowhere.txt"], "--data does not apply to --harness"),
+    ],
+)
+def test_mistakes_in_arguments_of_eval_come_before_missing_files(options, said):
+    assert said in refusal(2, "eval", "nowhere", "--against", "nowhere either", *options)
+
+
 def test_help_and_mistakes_do_not_wait_for_torch(folder):
     places = {"MODEL": folder / "model", "BUNDLE": folder / "bundle", "OUT": folder / "nothing"}
     mistakes = [[str(places.get(word, word)) for word in line.split()] for line in MISTAKES.split("\n") if line]
@@ -293,7 +306,7 @@ def test_eval_prints_one_json_object_with_the_figures_of_the_contract(folder):
     report = json.loads(result.stdout)
     for name in (
         *("perplexity.source", "perplexity.bundle", "kl.mean", "kl.p99", "top1_agreement"),
-        *("kl.p999", "passkey.source", "passkey.bundle", "probes.json.source", "verdict"),
+        *("kl.p999", "retrieval.source", "retrieval.bundle", "probes.json.source", "verdict"),
         *("kv.bits_per_value", "kv.bytes_per_token", "weights.bytes", "weights.bits_per_weight"),
     ):
         value = report

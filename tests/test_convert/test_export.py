@@ -181,14 +181,15 @@ def test_the_card_links_a_hub_source_and_states_the_licence(exported):
     from kvconvert.bundle.card import model_card
 
     manifest = open_bundle(exported).manifest
-    card = model_card(manifest)
+    card = model_card(manifest, positions=512)
     assert card == (exported / "README.md").read_text()
     assert "base_model" not in card.split("---")[1]  # a local directory is nothing to link to
     hub = manifest.source.model_copy(update={"id": "org/model", "licence": "apache-2.0"})
     header = model_card(manifest.model_copy(update={"source": hub})).split("---")[1]
     assert 'base_model: "org/model"\nbase_model_relation: quantized\n' in header
     assert 'license: "apache-2.0"' in header
-    assert "bits per value at 4,096 tokens" in card
+    assert "bits per value at 512 tokens" in card
+    assert "bits per value at 4,096 tokens" in model_card(manifest)
 
 
 def test_an_existing_bundle_is_replaced_only_with_force(work, exported, tmp_path):
@@ -380,12 +381,12 @@ def test_a_forced_bundle_says_which_limit_it_misses(limited):
 @pytest.mark.parametrize(
     ("report", "missed"),
     [
-        ({"perplexity": {"source": 10.0, "bundle": 10.5}, "passkey": {"bundle": 0.9}, "kl": {"mean": 0.1}}, 0),
-        ({"perplexity": {"source": 10.0, "bundle": 10.6}, "passkey": {"bundle": 0.89}, "kl": {"mean": 0.11}}, 3),
-        ({"perplexity": {"source": 10.0, "bundle": None}, "passkey": {}, "kl": {"mean": float("nan")}}, 3),
+        ({"perplexity": {"source": 10.0, "bundle": 10.5}, "retrieval": {"bundle": 0.9}, "kl": {"mean": 0.1}}, 0),
+        ({"perplexity": {"source": 10.0, "bundle": 10.6}, "retrieval": {"bundle": 0.89}, "kl": {"mean": 0.11}}, 3),
+        ({"perplexity": {"source": 10.0, "bundle": None}, "retrieval": {}, "kl": {"mean": float("nan")}}, 3),
         ({}, 3),
     ],
 )
 def test_limits_are_met_up_to_the_bound_and_a_figure_that_is_not_there_misses_them(report, missed):
-    limits = Limits(max_kl=0.1, max_perplexity_increase=0.05 + 1e-9, min_passkey=0.9)
+    limits = Limits(max_kl=0.1, max_perplexity_increase=0.05 + 1e-9, min_retrieval=0.9)
     assert len(limits.missed(report)) == missed

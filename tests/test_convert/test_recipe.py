@@ -163,7 +163,7 @@ def test_limits_accept_whole_numbers(tmp_path):
         ),
         ("[limits]\nmax_kl = -1\n", ["mine.toml", "[limits] max_kl", "-1"]),
         ("[limits]\nmax_kl = nan\n", ["mine.toml", "[limits] max_kl", "nan"]),
-        ("[limits]\nmin_passkey = 1.5\n", ["mine.toml", "[limits] min_passkey"]),
+        ("[limits]\nmin_retrieval = 1.5\n", ["mine.toml", "[limits] min_retrieval"]),
         ("[limits]\nmax_kld = 1\n", ["mine.toml", "[limits]", "max_kld"]),
         ('[weights]\nmethod = "none"\n[kv]\npreset = "none"\n', ["mine.toml", "nothing to convert"]),
         ("[weights\n", ["mine.toml", "TOML"]),

@@ -227,12 +227,18 @@ def test_the_responses_interface_is_the_same_in_other_words(model, client, strea
             },
             "input.0.tool_calls: give a list",
         ),
+        ({"input": "x", "max_output_tokens": 10**8}, "max_output_tokens is 100000000; this server"),
+        ({"input": "x", "max_output_tokens": 0}, "max_output_tokens: Input should be"),
+        ({"input": "x", "text": {"format": {"type": "json_object"}}}, "text.format is not served: the model's"),
+        ({"input": [{"role": "user"}]}, "input.content: Field required"),
+        ({"input": [{"role": "messages"}]}, "input.role: Input should be"),
     ],
 )
 def test_a_response_that_cannot_be_served_is_a_sentence(here, body, said):
     status, _, told = here.ask("/v1/responses", body)
     assert status == 400
     assert said in told["error"]["message"]
+    assert told["error"]["param"] not in ("messages", "max_completion_tokens", "response_format")
 
 
 REFUSED = [
@@ -248,6 +254,7 @@ REFUSED = [
     ({"response_format": {"type": "json_schema"}}, "json_schema belongs to the type json_schema"),
     ({"response_format": {"type": "grammar"}}, "response_format.type"),
     ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "leave ignore_eos out"),
+    ({"max_token": 3}, "max_token is no field of this request; did you mean max_tokens?"),
     ({"top_logprobs": 3}, "top_logprobs needs logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "less than or equal to 20"),
     ({"logprobs": True, "top_logprobs": 20, "n": 16, "max_tokens": 4000}, "could have 1344000; lower max_tokens"),

@@ -36,7 +36,7 @@ def report(source, tmp_path_factory):
 
 
 FIGURES = """
-    perplexity.source perplexity.bundle kl.mean kl.p99 kl.p999 top1_agreement passkey.source passkey.bundle
+    perplexity.source perplexity.bundle kl.mean kl.p99 kl.p999 top1_agreement retrieval.source retrieval.bundle
     free_running.agreement_tokens kv.bits_per_value kv.bytes_per_token weights.bytes weights.bits_per_weight
 """.split()  # noqa: SIM905 (names are easier to read so)
 
@@ -61,8 +61,8 @@ def test_the_report_has_the_promised_names_and_is_json(report):
     assert "images" not in values["parts"], "the model reads text alone"
     assert values["text"]["scored_tokens"] == 300
     assert 0 < values["kl"]["mean"] < values["kl"]["p99"] < values["kl"]["p999"]
-    assert values["passkey"]["prompts"] == 5
-    assert values["recall_form"] == "plain text"
+    assert values["retrieval"]["prompts"] == 5
+    assert values["retrieval_form"] == "plain text"
     assert (values["compute_dtype"], values["noise"]) == ("float32", None)
 
 
@@ -102,7 +102,7 @@ def test_a_bundle_without_kv_plan_is_measured_with_the_cache_it_generates_with(s
     assert figures.kl.mean > 1e-7
 
 
-def test_another_source_is_noticed_and_an_absent_one_refused(report, source, tmp_path, monkeypatch):
+def test_another_source_is_noticed_and_an_absent_one_refused(report, source, tmp_path, monkeypatch, capsys):
     bundle, _ = report
     other = tmp_path / "other"
     shutil.copytree(source, other)
@@ -121,8 +121,10 @@ def test_another_source_is_noticed_and_an_absent_one_refused(report, source, tmp
         evaluate(bundle, against=str(source), context=513)
     with pytest.raises(UsageError, match="'speed' is not a part"):
         evaluate(bundle, against=str(source), only=["kl", "speed"])
+    capsys.readouterr()
     with pytest.raises(UsageError, match="reads text alone, so leave images out"):
-        evaluate(bundle, against=str(source), only=["images"], progress=False)
+        evaluate(bundle, against=str(source), only=["images"])
+    assert not capsys.readouterr().err, "nothing was hashed or loaded before"
     with pytest.raises(UsageError, match="a context of 256 tokens holds no prompt of probes"):
         evaluate(bundle, against=str(source), context=256, tokens=300, only=["probes"], progress=False)
     with pytest.raises(UsageError, match="drawings = 0"):
@@ -138,7 +140,7 @@ def test_parts_can_be_chosen_and_16_bit_dtypes_tell_their_noise(report, source):
     bundle, whole = report
     figures = evaluate(bundle, str(source), tokens=300, only=["kl"], dtype="bfloat16", progress=False)
     assert figures.parts == ("kl",)
-    unmeasured = (figures.perplexity, figures.top1_agreement, figures.passkey, figures.kv, figures.weights)
+    unmeasured = (figures.perplexity, figures.top1_agreement, figures.retrieval, figures.kv, figures.weights)
     assert unmeasured == (None,) * 5
     # Far below what quantization costs.
     assert abs(figures.noise.kl) < figures.kl.mean / 10
@@ -151,9 +153,9 @@ def test_less_is_measured_unless_everything_is_asked_for(report, source, capsys)
     bundle, whole = report
     less = evaluate(bundle, str(source), tokens=300, full=False)
     assert set(whole.parts) - set(less.parts) == {"probes", "free-running"}
-    assert (less.kl, less.passkey) == (whole.kl, whole.passkey)
+    assert (less.kl, less.retrieval) == (whole.kl, whole.retrieval)
     said = capsys.readouterr().err
-    steps = ("Verifying ", "Loading it", "Timing ", "Measuring perplexity, kl, top1, recall, cache, weights: about")
+    steps = ("Verifying ", "Loading it", "Timing ", "Measuring perplexity, kl, top1, retrieval, cache, weights: about")
     assert [step for line in said.splitlines() for step in steps if line.startswith(step)] == [*steps]
     named = evaluate(bundle, str(source), tokens=300, full=False, only=["probes"], progress=False)
     assert named.parts == ("probes",)

@@ -24,7 +24,7 @@ from kvconvert.fidelity.probes import (
     probe_tokens,
     verdict,
 )
-from kvconvert.fidelity.recall import PasskeyResult
+from kvconvert.fidelity.retrieval import RetrievalResult
 from kvconvert.fidelity.scoring import Decoder, generate_greedily
 from kvconvert.methods import KVScheme
 from kvconvert.models import CACHE
@@ -173,13 +173,13 @@ def test_the_verdict_says_what_is_kept_what_is_lost_and_what_is_not_judged():
         "c": result("reading code", 0.1, 0.1),
         "d": result("listing keys", 1.0, 0.5, prompts=7),
     }
-    found = abilities(probes, PasskeyResult(0.5, 0.45, 60, {}, {}))
+    found = abilities(probes, RetrievalResult(0.5, 0.45, 60, {}, {}))
     assert verdict(found, (20.0, 21.0), 512) == (
         "Fit for continuing text, retrieving a number from prose and finding needles; not fit for following chains "
         "(keeps 80%); not judged: reading code and listing keys."
     )
     # Two of 60 prompts less are no evidence, and are not called fit.
-    unclear = abilities({}, PasskeyResult(0.5, 0.4, 60, {}, {}, loss_interval=(-0.02, 0.22)))
+    unclear = abilities({}, RetrievalResult(0.5, 0.4, 60, {}, {}, loss_interval=(-0.02, 0.22)))
     assert verdict(unclear, None, 0) == "Unclear with so few prompts: retrieving a number from prose (keeps 80%)."
     assert losses(found) == ["following chains (40% right, the source 50%)"]
     # A ninth more perplexity is a tenth less probability.
@@ -188,10 +188,10 @@ def test_the_verdict_says_what_is_kept_what_is_lost_and_what_is_not_judged():
     assert verdict([], None, 0) is None
 
 
-def test_recall_that_was_not_measured_is_not_named():
-    for passkey in (None, PasskeyResult(None, None, 0, {}, {})):
-        assert abilities({}, passkey) == []
-    assert abilities({}, PasskeyResult(0.9, 0.5, 7, {}, {}))[0].kept is None
+def test_retrieval_that_was_not_measured_is_not_named():
+    for retrieval in (None, RetrievalResult(None, None, 0, {}, {})):
+        assert abilities({}, retrieval) == []
+    assert abilities({}, RetrievalResult(0.9, 0.5, 7, {}, {}))[0].kept is None
 
 
 def test_a_bundle_may_do_better_than_its_source_and_one_prompt_has_no_interval():

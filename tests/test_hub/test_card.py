@@ -99,11 +99,11 @@ class Report:
 
     def to_dict(self):
         text = {"samples": {"source": "novels"}, "scored_tokens": 8192}
-        recall = {"source": 1.0, "bundle": 1.0, "prompts": self.prompts}
+        retrieval = {"source": 1.0, "bundle": 1.0, "prompts": self.prompts}
         return {
             "kl": {"mean": 0.0125, "p99": float("inf")},
-            "passkey": recall,
-            "probes": {"json": recall | {"ability": "looking up"}},
+            "retrieval": retrieval,
+            "probes": {"json": retrieval | {"ability": "looking up"}},
             "text": text,
             "compute_dtype": "float32",
             "device": "cpu",
@@ -113,7 +113,7 @@ class Report:
 def test_a_measurement_is_written_into_manifest_and_card_and_weights_are_untouched(golden, caplog):
     before = open_bundle(golden)
     weights = (golden / "model.safetensors").stat()
-    (golden / "README.md").write_text(model_card(before.manifest))
+    (golden / "README.md").write_text(model_card(before.manifest, positions=512))
     check_recordable(golden)
     record(golden, Report(before.manifest.files_digest()))
     assert "loses more than a tenth of what its source can do: following chains (10% right" in caplog.text
@@ -125,7 +125,8 @@ def test_a_measurement_is_written_into_manifest_and_card_and_weights_are_untouch
     found = (golden / "model.safetensors").stat()
     assert (found.st_ino, found.st_mtime_ns) == (weights.st_ino, weights.st_mtime_ns)
     card = (golden / "README.md").read_text()
-    assert card == model_card(after)
+    assert card == model_card(after, positions=512)
+    assert "at 512 tokens" in card
     assert "| KL from the source, mean | 0 | 0.0125 |" in card
     assert "8,192 tokens of novels scored, computed in float32 on cpu" in card
 
@@ -137,9 +138,9 @@ def test_what_one_prompt_found_is_not_sealed(golden, caplog):
     assert "fewer than 8 prompts" not in caplog.text
     record(golden, Report(digest, prompts=1))
     report = open_bundle(golden).manifest.fidelity.report
-    assert (report["passkey"], report["probes"], report["kl"]["mean"]) == (None, {}, 0.0125)
+    assert (report["retrieval"], report["probes"], report["kl"]["mean"]) == (None, {}, 0.0125)
     card = (golden / "README.md").read_text()
-    assert "passkeys" not in card
+    assert "retrieval" not in card
     assert "looking up" not in card
     assert "fewer than 8 prompts show nothing and are not recorded" in caplog.text
 
@@ -150,7 +151,7 @@ def test_a_link_in_place_of_the_card_is_replaced_and_not_followed(golden, tmp_pa
     (golden / "README.md").symlink_to(tmp_path / "secret")
     record(golden, Report(open_bundle(golden).manifest.files_digest()))
     assert not (golden / "README.md").is_symlink()
-    assert (golden / "README.md").read_text() == model_card(open_bundle(golden).manifest)
+    assert (golden / "README.md").read_text() == model_card(open_bundle(golden).manifest, positions=512)
     assert (tmp_path / "secret").read_text().endswith("TOP SECRET\n")
 
 

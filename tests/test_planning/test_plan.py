@@ -188,6 +188,18 @@ def test_layers_are_freed_without_waiting_for_the_garbage_collector(tmp_path, mo
     assert len(layers) == 3
 
 
+def test_a_cache_whose_keys_are_to_be_treated_is_planned_with_the_largest_treatment(tmp_path):
+    model = save_checkpoint(tmp_path / "model", max_position_embeddings=1024)
+
+    def planned(stated: str = ""):
+        return plan(model, recipe=recipe(tmp_path, preset=f'default"{stated}\n#'), probe=False).cache
+
+    found, largest, plain = planned(), planned('\ntoken_norm = "joint"'), planned("\ncalibrate_keys = false")
+    assert plain.bytes_per_token < found.bytes_per_token == largest.bytes_per_token
+    assert found.basis.startswith("at most")
+    assert not largest.basis.startswith("at most")
+
+
 def test_the_command_shows_a_table_or_json(tmp_path):
     model = str(save_checkpoint(tmp_path / "model"))
     arguments = ["plan", model, "--no-probe", "--gpu-memory", "24GB", "--context", "128", "--batch", "2"]

@@ -28,7 +28,7 @@ HOSTILE = """<script>alert("1")</script>'"><img src=http://x.example/a onerror=a
 REPORT = {
     "perplexity": {"source": 19.6, "bundle": 20.4, "increase": 0.04},
     "kl": {"mean": 0.03, "p99": 0.4, "mean_interval": [0.02, 0.04]},
-    "passkey": {"source": 1.0, "bundle": 0.5, "by_length": {"256": [1.0, 0.75], "1024": [1.0, 0.25]}},
+    "retrieval": {"source": 1.0, "bundle": 0.5, "by_length": {"256": [1.0, 0.75], "1024": [1.0, 0.25]}},
     "kv": {"bits_per_value": 2.4, "bytes_per_token": 10.0, "source_bytes_per_token": 64.0, "tokens": 4096},
     "text": {"scored_tokens": 100, "samples": {"source": HOSTILE}},
     "compute_dtype": HOSTILE,

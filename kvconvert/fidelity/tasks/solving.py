@@ -24,7 +24,7 @@ from kvconvert.errors import UsageError
 from kvconvert.fidelity.asked import source_of
 from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.fidelity.evaluate import versions
-from kvconvert.fidelity.recall import has_plain_template
+from kvconvert.fidelity.retrieval import has_plain_template
 from kvconvert.fidelity.tasks.problems import TASKS, Problem, Task, text_before
 from kvconvert.io.progress import progress_bar
 from kvconvert.methods import KVScheme

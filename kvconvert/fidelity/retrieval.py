@@ -1,15 +1,16 @@
-"""Recall: does a model still find, in its quantized past, what it found at full precision?
+"""Retrieval: does a model still find, in its quantized past, what it found at full precision?
 
 Perplexity alone hides damage to lookups that generation shows. The drills are greedy, with the question or cue read
 after the context, so that everything looked up is in quantized pages (contexts are whole pages long, after as many
 tokens as the cache keeps as sinks):
 
-- passkey: prose with two people's five-digit codes stated once; one is asked for. Exact match of the five digits.
+- codes, in plain text: prose with two people's five-digit codes stated once; one is asked for. Exact match of all
+  digits.
 - numbers, for chat models: a five-digit number stated once in prose, and a question in the chat template. The answer is
   begun for the model: what is asked is whether the number is found, not whether the model obeys.
 - free running: the model continues held-out text; tokens until source and bundle first differ.
 
-The words of passkey are those that the reference model was trained on; the drills run on any model.
+The words of the first are those that the reference model was trained on; the drills run on any model.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ NAMES = """
     Tara Ursula Victor Wendy Xavier Yvonne Zachary
 """.split()  # noqa: SIM905 (words are easier to read so)
 
-PASSKEY_CONTEXTS = (2 * PAGE_SIZE, 4 * PAGE_SIZE, 7 * PAGE_SIZE)
-PASSKEY_DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
-PASSKEY_ANSWER_TOKENS = 10
+RETRIEVAL_CONTEXTS = (2 * PAGE_SIZE, 4 * PAGE_SIZE, 7 * PAGE_SIZE)
+RETRIEVAL_DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
+RETRIEVAL_ANSWER_TOKENS = 10
 FREE_CONTEXT = 4 * PAGE_SIZE
 FULL_TOKENS = 8192  # scored tokens that go with the full number of drills
 BATCH = 16
@@ -51,14 +52,14 @@ class DrillCounts:
     """How much is drilled; reports are comparable only at equal counts.
 
     Attributes:
-        passkey_trials: passkeys of each context length and depth.
+        retrieval_trials: codes of each context length and depth.
         numbers: prompts of a model with a chat template, which is asked for numbers instead.
         probes: prompts of each probe, six answers each.
         free_prompts: beginnings of segments that are continued.
         free_tokens: tokens generated after each.
     """
 
-    passkey_trials: int = 4
+    retrieval_trials: int = 4
     numbers: int = 16
     probes: int = 12
     free_prompts: int = 16
@@ -96,8 +97,8 @@ class Drill:
 
 
 @dataclass(frozen=True)
-class PasskeyResult:
-    """Exact recall of five digits.
+class RetrievalResult:
+    """Numbers of five digits that are found.
 
     Attributes:
         source, bundle: share of prompts answered exactly.
@@ -151,7 +152,7 @@ class DrillBook:
         """Token ids without special tokens."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def passkey(self, context: int, depth: float) -> Drill:
+    def code(self, context: int, depth: float) -> Drill:
         """Prose of `context` tokens in which two codes are stated; the one at `depth` is asked for."""
         names = self.random.sample(NAMES, 2)
         codes = ["".join(self.random.choices("0123456789", k=5)) for _ in names]
@@ -184,7 +185,7 @@ def answer_with(
     def answer(drills: Sequence[Drill], new_tokens: int) -> list[str]:
         prompts = [(drill.context, drill.cue) for drill in drills]
         texts = [""] * len(drills)
-        with progress_bar(total=len(drills), desc=f"recall, {name}", unit="prompt", shown=progress) as bar:
+        with progress_bar(total=len(drills), desc=f"retrieval, {name}", unit="prompt", shown=progress) as bar:
             for indices in batches(prompts, batch):
                 context, cue = (torch.tensor([prompts[i][part] for i in indices]) for part in (0, 1))
                 answers = generate_greedily(decoder, context, cue, new_tokens, chunk)
@@ -196,19 +197,19 @@ def answer_with(
     return answer
 
 
-def passkey_drills(book: DrillBook, max_length: int, trials: int) -> list[Drill]:
-    """Passkeys over all depths and the lengths that fit `max_length` tokens, which are whole pages."""
-    room = PASSKEY_ANSWER_TOKENS + len(book.encode("\nQuestion: what is the secret code of Zachary?\nAnswer:")) + 4
-    lengths = [n for n in PASSKEY_CONTEXTS if n + room <= max_length and n <= len(book.prose)]
-    return [book.passkey(n, depth) for n in lengths for depth in PASSKEY_DEPTHS for _ in range(trials)]
+def retrieval_drills(book: DrillBook, max_length: int, trials: int) -> list[Drill]:
+    """Codes over all depths and the lengths that fit `max_length` tokens, which are whole pages."""
+    room = RETRIEVAL_ANSWER_TOKENS + len(book.encode("\nQuestion: what is the secret code of Zachary?\nAnswer:")) + 4
+    lengths = [n for n in RETRIEVAL_CONTEXTS if n + room <= max_length and n <= len(book.prose)]
+    return [book.code(n, depth) for n in lengths for depth in RETRIEVAL_DEPTHS for _ in range(trials)]
 
 
-def passkey(source: Answer, bundle: Answer, drills: Sequence[Drill], seed: int = 0) -> PasskeyResult:
+def retrieval(source: Answer, bundle: Answer, drills: Sequence[Drill], seed: int = 0) -> RetrievalResult:
     """Ask source and bundle for the same five digits."""
     if not drills:
-        return PasskeyResult(None, None, 0, {}, {})
+        return RetrievalResult(None, None, 0, {}, {})
     right = [
-        [passkey_right(d, text) for d, text in zip(drills, answer(drills, PASSKEY_ANSWER_TOKENS), strict=True)]
+        [retrieval_right(d, text) for d, text in zip(drills, answer(drills, RETRIEVAL_ANSWER_TOKENS), strict=True)]
         for answer in (source, bundle)
     ]
 
@@ -222,7 +223,7 @@ def passkey(source: Answer, bundle: Answer, drills: Sequence[Drill], seed: int =
         }
 
     before, after = (torch.tensor(answers, dtype=torch.float64) for answers in right)
-    return PasskeyResult(
+    return RetrievalResult(
         *(sum(answers) / len(drills) for answers in right),
         prompts=len(drills),
         by_length=shares(lambda drill: len(drill.context)),
@@ -265,7 +266,7 @@ def agreement(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return (first == second).long().cumprod(1).sum(1)
 
 
-def passkey_right(drill: Drill, text: str) -> bool:
+def retrieval_right(drill: Drill, text: str) -> bool:
     """Whether an answer begins with exactly the digits asked for."""
     found = re.match(r"\s*(\d+)", text)
     return found is not None and found[1] == drill.expected
@@ -308,7 +309,7 @@ class NumberBook:
     @property
     def room(self) -> int:
         """Tokens that a question and its answer take."""
-        return self.cue_length + PASSKEY_ANSWER_TOKENS
+        return self.cue_length + RETRIEVAL_ANSWER_TOKENS
 
     def fits(self, context: int) -> bool:
         """Whether a number fits into that number of tokens."""
@@ -333,7 +334,7 @@ class NumberBook:
 
     def drills(self, context: int, count: int) -> list[Drill]:
         """`count` of them, the depths in turn."""
-        return [self.drill(context, PASSKEY_DEPTHS[i % len(PASSKEY_DEPTHS)]) for i in range(count)]
+        return [self.drill(context, RETRIEVAL_DEPTHS[i % len(RETRIEVAL_DEPTHS)]) for i in range(count)]
 
 
 def has_plain_template(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -1,4 +1,4 @@
-"""Recall drills ask what they say they ask, and count exact answers alone."""
+"""Retrieval drills ask what they say they ask, and count exact answers alone."""
 
 import pytest
 import torch
@@ -8,17 +8,17 @@ from transformers import AutoTokenizer
 from kvconvert.data.sources import EVALUATION
 from kvconvert.data.text import load_token_samples
 from kvconvert.errors import UsageError
-from kvconvert.fidelity.recall import (
+from kvconvert.fidelity.retrieval import (
     CITIES,
     NAMES,
-    PASSKEY_CONTEXTS,
+    RETRIEVAL_CONTEXTS,
     DrillBook,
     DrillCounts,
     NumberBook,
     agreement,
     has_plain_template,
-    passkey,
-    passkey_drills,
+    retrieval,
+    retrieval_drills,
 )
 
 
@@ -39,8 +39,8 @@ def test_agreement_counts_tokens_before_the_first_difference():
     assert agreement(first, second).tolist() == [4, 2, 0]
 
 
-def test_passkey_prompts_fill_whole_pages_and_state_the_code_at_its_depth(book, tokenizer):
-    drill = book.passkey(512, 0.3)
+def test_prompts_fill_whole_pages_and_state_the_code_at_its_depth(book, tokenizer):
+    drill = book.code(512, 0.3)
     text, question = tokenizer.decode(drill.context), tokenizer.decode(drill.cue)
     name = next(name for name in NAMES if name in question)
     stated = f"The secret code of {name} is {drill.expected}."
@@ -57,7 +57,7 @@ def code_in(drill, tokenizer) -> str:
     return tokenizer.decode(drill.context).split(f"The secret code of {name} is ")[1][:5]
 
 
-def test_passkey_counts_exact_answers_by_length_and_depth(book, tokenizer):
+def test_retrieval_counts_exact_answers_by_length_and_depth(book, tokenizer):
     def perfect(drills, new_tokens):
         return [f" {code_in(drill, tokenizer)}." for drill in drills]
 
@@ -68,22 +68,22 @@ def test_passkey_counts_exact_answers_by_length_and_depth(book, tokenizer):
             f" {drill.expected}. And" if drill.depth > 0.4 else wrong(code_in(drill, tokenizer)) for drill in drills
         ]
 
-    result = passkey(perfect, shallow, passkey_drills(book, 600, 4))
+    result = retrieval(perfect, shallow, retrieval_drills(book, 600, 4))
     assert list(result.by_length) == ["256", "512"], "896 tokens do not fit a context of 600"
     assert (result.source, result.bundle) == (1.0, pytest.approx(3 / 5))
     assert result.prompts == 40
     assert {depth: pair[1] for depth, pair in result.by_depth.items()} == {
         "0.1": 0.0, "0.3": 0.0, "0.5": 1.0, "0.7": 1.0, "0.9": 1.0
     }  # fmt: skip
-    assert passkey(perfect, perfect, passkey_drills(book, PASSKEY_CONTEXTS[0], 4)).source is None
+    assert retrieval(perfect, perfect, retrieval_drills(book, RETRIEVAL_CONTEXTS[0], 4)).source is None
 
 
 def test_counts_say_how_much_is_drilled_and_none_is_left_out(book, tokenizer):
     def silent(drills, new_tokens):
         return [""] * len(drills)
 
-    few = DrillCounts(passkey_trials=1)
-    assert passkey(silent, silent, passkey_drills(book, 600, few.passkey_trials)).prompts == 10
+    few = DrillCounts(retrieval_trials=1)
+    assert retrieval(silent, silent, retrieval_drills(book, 600, few.retrieval_trials)).prompts == 10
     with pytest.raises(UsageError, match="probes=0"):
         DrillCounts(probes=0)
 
