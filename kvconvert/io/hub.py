@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeGuard, TypeVar
 
-from kvconvert.errors import HubError, MissingError, UsageError, printable
+from kvconvert.errors import HubError, KvconvertError, MissingError, UsageError, printable
+from kvconvert.io.hub_answers import WrongAnswer, checked_answers
 
 Result = TypeVar("Result")
 _MAX_REASON = 300
@@ -74,13 +75,13 @@ def ask_hub(
     Raises:
         HubError: with that sentence, and without the client's own exception.
     """
-    from huggingface_hub.errors import EntryNotFoundError, HTTPError, OIDCError
-
     _check_token(token)
     try:
-        return call()
-    # The client's uploads raise RuntimeError and ValueError around, or in place of, errors of its own.
-    except (HTTPError, EntryNotFoundError, OIDCError, OSError, RuntimeError, ValueError) as error:
+        with checked_answers():
+            return call()
+    except KvconvertError:
+        raise
+    except Exception as error:  # the client raises errors of any kind where an answer is not as it expects
         sentence = _sentence(error, repository, revision, token)
     raise HubError(sentence)
 
@@ -121,6 +122,11 @@ def _sentence(error: Exception, repository: str, revision: str | None, token: st
         return next((found for found in errors if isinstance(found, kind)), None)
 
     login = "`hf auth login` or HF_TOKEN"
+    if (wrong := find(WrongAnswer)) is not None:
+        return (
+            f"What answers at {constants.ENDPOINT} in place of the Hub cannot be trusted: asked for {repository}, it "
+            f"gives {printable(str(wrong))}; check HF_ENDPOINT and the network."
+        )
     if find(GatedRepoError):
         return (
             f"{repository} is gated: accept its conditions at {constants.ENDPOINT}/{repository}, and log in "
