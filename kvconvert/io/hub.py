@@ -6,7 +6,9 @@ in a header, so none of them is passed on, not even as the cause of ours.
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeGuard, TypeVar
@@ -84,6 +86,31 @@ def ask_hub(
     except Exception as error:  # the client raises errors of any kind where an answer is not as it expects
         sentence = _sentence(error, repository, revision, token)
     raise HubError(sentence)
+
+
+def check_content(file: Path, sha256: str | None = None) -> None:
+    """Refuse (HubError) a file of the Hub's cache that has not the content that the Hub says it has.
+
+    The client names it after what the Hub says, SHA-256 or git's hash, and compares no more than its size.
+
+    Args:
+        file: link to it; any other file passes.
+        sha256: of the file, if it is known.
+    """
+    target = Path(os.path.realpath(file))
+    if target.parent.name != "blobs" or re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", target.name) is None:
+        return
+    if len(target.name) == 40:
+        content = target.read_bytes()
+        found = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    elif (found := sha256) is None:
+        with target.open("rb") as stream:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+    if found != target.name:
+        raise HubError(
+            f"{file.name} in the Hub's cache is not what the Hub says it has (hash {target.name}, found {found}); "
+            f"remove {target} and fetch it again."
+        )
 
 
 def _token(given: str | bool | None) -> str | None:

@@ -18,10 +18,10 @@ from urllib.parse import urlsplit
 from kvconvert.io.json_text import parse_json
 
 # Of all answers to one call that are read into memory; JSON takes up to thirty times as much there.
-MOST_BYTES = 2**25
+MOST_BYTES = 2**24
 # Of a file whose length is not announced, which those of weights always is.
 MOST_UNANNOUNCED = 2**28
-MOST_ANSWERS = 2000
+MOST_ANSWERS = 200
 ANSWER_SECONDS, SILENCE_SECONDS, UPLOAD_SECONDS, MOST_WAIT = 60.0, 30.0, 300.0, 300.0
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")

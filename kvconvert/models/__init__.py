@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 from kvconvert.errors import CheckpointError, MissingError
-from kvconvert.io.hub import ask_hub, is_hub_id, missing_below
+from kvconvert.io.hub import ask_hub, check_content, is_hub_id, missing_below
 
 # The versions of transformers that kvconvert was tried with, of which pyproject.toml has the first and the last. Others
 # may hand the cache over in another way, and then generate without it.
@@ -110,4 +110,8 @@ def _snapshot(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     ignored = ["original/*", "consolidated*", "*/*.safetensors"]
-    return Path(ask_hub(model, lambda: snapshot_download(model, allow_patterns=_HUB_FILES, ignore_patterns=ignored)))
+    found = Path(ask_hub(model, lambda: snapshot_download(model, allow_patterns=_HUB_FILES, ignore_patterns=ignored)))
+    for file in found.rglob("*"):
+        if file.is_file() and file.suffix != ".safetensors":  # weights are hashed once, beside other work
+            check_content(file)
+    return found
