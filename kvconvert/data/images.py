@@ -37,8 +37,8 @@ IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".ti
 # What Pillow may take a file for, whatever its name: to read some others it starts a program, such as Ghostscript.
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 _MOST_BYTES = 2**28  # of an image in an archive, whose own size says nothing
-# Pixels of an image, of all images of a document, and how many there may be: a picture of one color has any size in a few
-# kilobytes. Passes over all pixels of a JPEG, of which a progressive one has ten and each may take a few bytes.
+# Pixels of an image, of all images of a document, and how many there may be: a picture of one color has any size in a
+# few kilobytes. Passes over all pixels of a JPEG, of which a progressive one has ten and each may take a few bytes.
 MOST_PIXELS, MOST_DOCUMENT_PIXELS, MOST_IMAGES, MOST_SCANS = 2**26, 2**27, 1000, 32
 _SCAN = b"\xff\xda"
 LISTS = ("captions.jsonl", "metadata.jsonl")

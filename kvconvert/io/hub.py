@@ -103,7 +103,9 @@ def check_content(file: Path, sha256: str | None = None) -> None:
     if len(target.name) == 40:
         content = target.read_bytes()
         found = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-    elif (found := sha256) is None:
+    elif sha256 is not None:
+        found = sha256
+    else:
         with target.open("rb") as stream:
             found = hashlib.file_digest(stream, "sha256").hexdigest()
     if found != target.name:

@@ -1,7 +1,7 @@
 """What the Hub, or whoever answers in its place, may say to the Hub's client.
 
-The client makes paths of its cache from headers and from names in JSON, reads answers into memory at any length, follows
-pages without end, and waits for as long as it is told. So each answer is looked at before the client sees it.
+The client makes paths of its cache from headers and from names in JSON, reads answers into memory at any length,
+follows pages without end, and waits for as long as it is told. So each answer is looked at before the client sees it.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import re
 from importlib import metadata
 from pathlib import Path
 
-from kvconvert.errors import CheckpointError, MissingError
+from kvconvert.errors import CheckpointError, HubError, MissingError
 from kvconvert.io.hub import ask_hub, check_content, is_hub_id, missing_below
 
 # The versions of transformers that kvconvert was tried with, of which pyproject.toml has the first and the last. Others
@@ -111,6 +111,8 @@ def _snapshot(model: str) -> Path:
 
     ignored = ["original/*", "consolidated*", "*/*.safetensors"]
     found = Path(ask_hub(model, lambda: snapshot_download(model, allow_patterns=_HUB_FILES, ignore_patterns=ignored)))
+    if not found.is_dir():
+        raise HubError(f"What answers in place of the Hub has no files of {model}; check HF_ENDPOINT and the network.")
     for file in found.rglob("*"):
         if file.is_file() and file.suffix != ".safetensors":  # weights are hashed once, beside other work
             check_content(file)

@@ -78,7 +78,7 @@ def load_processor(directory: Path) -> ProcessorMixin:
 
 
 def _encoders(processor: ProcessorMixin, directory: Path) -> list[Callable[[Any], Any]]:
-    """What makes inputs of a picture: its processor alone, and with the text that stands for a picture if it is known."""
+    """What makes inputs of a picture: its processor alone, and with the text that stands for a picture if known."""
     encoders: list[Callable[[Any], Any]] = [lambda picture: processor.image_processor(picture, return_tensors="pt")]
     with suppress(UsageError, UnsupportedModelError):
         prompts = ImagePrompts(processor, AutoConfig.from_pretrained(directory, trust_remote_code=False))

@@ -447,8 +447,8 @@ class Recipe(RecipeTable):
         if name.endswith(".toml") or "/" in name or "\\" in name:
             path = Path(name)
             try:
-                with path.open(encoding="utf-8") as file:
-                    text = file.read(_MOST_TEXT + 1)
+                with path.open(encoding="utf-8") as stream:
+                    text = stream.read(_MOST_TEXT + 1)
             except FileNotFoundError as error:
                 raise MissingError(
                     f"There is no recipe file {name}; check its path, or name a preset (kvconvert recipes lists them)."

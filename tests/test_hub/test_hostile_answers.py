@@ -56,12 +56,16 @@ def test_a_commit_is_a_hash(published, tmp_path, commit):
     refused(lambda: fetch(NAME), "sha that is no hash")
 
 
-@pytest.mark.parametrize("name", ["../x", "/x", "a/../x", ".", "", "a//b", "a\\b", "C:x", "a\nb", "x" * 256, None, 5, []])
+@pytest.mark.parametrize(
+    "name", ["../x", "/x", "a/../x", ".", "", "a//b", "a\\b", "C:x", "a\nb", "x" * 256, None, 5, []]
+)
 def test_a_name_is_that_of_a_file_below_the_repository(published, tmp_path, name):
     def change(value):
         if isinstance(value, dict) and "siblings" in value:
             return value | {"siblings": [*value["siblings"], {"rfilename": name}]}
-        return [*value, {"type": "file", "path": name, "size": 1, "oid": "0" * 40}] if isinstance(value, list) else value
+        return (
+            [*value, {"type": "file", "path": name, "size": 1, "oid": "0" * 40}] if isinstance(value, list) else value
+        )
 
     published.change = change
     refused(lambda: fetch(NAME, tmp_path / "copy"), "a file of the name")
@@ -135,6 +139,14 @@ def test_a_source_has_the_content_that_the_hub_says(hub, tmp_path, name):
     content[-2] ^= 1
     target.resolve().write_bytes(content)
     refused(lambda: open_source(NAME).info(), f"{name} in the Hub's cache is not what the Hub says")
+
+
+def test_files_of_another_commit_than_was_named_are_no_source(hub, tmp_path):
+    source = write_tiny_llama(tmp_path / "source")
+    hub.repositories[NAME] = Repository()
+    hub.repositories[NAME].commit("main", {path.name: path.read_bytes() for path in source.iterdir()})
+    hub.headers = {"X-Repo-Commit": "f" * 40}
+    refused(lambda: open_source(NAME), f"has no files of {NAME}")
 
 
 def test_what_others_make_of_the_hub_goes_through_the_same_checks(published, monkeypatch):

@@ -33,7 +33,7 @@ def test_settings_that_make_much_of_a_picture_are_refused(models, name, file, ke
     before = path.read_text()
     path.write_text(json.dumps(json.loads(before) | {key: value}))
     try:
-        with pytest.raises(CheckpointError, match="is not applied to any picture .*takes more than"):
+        with pytest.raises(CheckpointError, match=r"is not applied to any picture .*takes more than"):
             load_processor(models[name])
     finally:
         path.write_text(before)

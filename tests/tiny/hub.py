@@ -101,7 +101,9 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             content = content if hub.raw is None or "/api/" not in self.path else hub.raw
             self.send_response(status)
             if hub.pages and "/tree/" in self.path:
-                self.send_header("Link", f'<{hub.endpoint + self.path if hub.pages is True else hub.pages}>; rel="next"')
+                self.send_header(
+                    "Link", f'<{hub.endpoint + self.path if hub.pages is True else hub.pages}>; rel="next"'
+                )
             for name, text in headers.items():
                 self.send_header(name.replace("_", "-"), text)
             if error:
