@@ -159,7 +159,7 @@ def fetch(
     if target is None:
         directory = Path(ask_hub(repository, lambda: _snapshot(repository, revision), revision=revision))
         open_bundle(directory)
-        return directory, commit
+        return directory, directory.name  # a branch may have moved on since
     disk.make_directory(target.parent)
     # The same for the same repository, so that the next pull goes on with what an interrupted one has.
     mark = hashlib.sha256(repository.encode()).hexdigest()[:8]

@@ -20,7 +20,7 @@ import io
 import itertools
 import os
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,10 @@ IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".ti
 # What Pillow may take a file for, whatever its name: to read some others it starts a program, such as Ghostscript.
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 _MOST_BYTES = 2**28  # of an image in an archive, whose own size says nothing
+# Pixels of an image, of all images of a document, and how many there may be: a picture of one color has any size in a
+# few kilobytes. Passes over all pixels of a JPEG, of which a progressive one has ten and each may take a few bytes.
+MOST_PIXELS, MOST_DOCUMENT_PIXELS, MOST_IMAGES, MOST_SCANS = 2**26, 2**27, 1000, 32
+_SCAN = b"\xff\xda"
 LISTS = ("captions.jsonl", "metadata.jsonl")
 _TABLES = (".jsonl", ".parquet")
 
@@ -120,12 +124,41 @@ def read_image(value: Any, folder: Path | None, place: str) -> Image:
     if isinstance(value, bytes):
         value = io.BytesIO(value)
     try:
-        image = value if isinstance(value, pillow.Image) else pillow.open(value, formats=_FORMATS)
+        image = value if isinstance(value, pillow.Image) else _opened(value, place)
         return ImageOps.exif_transpose(image).convert("RGB")  # as it is shown: cameras store how they were held
+    except DataError:
+        raise
     except Exception as error:  # whatever a decoder makes of a damaged file
         raise DataError(
             f"{place} is not an image that can be read ({first_line(error)}); replace or remove it."
         ) from error
+
+
+def _opened(source: Path | io.BytesIO, place: str) -> Image:
+    """An image of which the header alone was read, and which is not too much to decode (DataError)."""
+    from PIL import Image as pillow
+
+    image = pillow.open(source, formats=_FORMATS)
+    if image.width * image.height > MOST_PIXELS:
+        raise DataError(
+            f"{place} has {image.width} x {image.height} pixels, more than {MOST_PIXELS}; make it smaller or remove it."
+        )
+    if too_many_scans(image):
+        raise DataError(f"{place} comes in more than {MOST_SCANS} scans; store it as a baseline JPEG.")
+    return image
+
+
+def too_many_scans(image: Image) -> bool:
+    """Whether a JPEG, of which the header alone was read, is decoded in more passes than any program writes."""
+    from PIL.JpegImagePlugin import JpegImageFile
+
+    if not isinstance(image, JpegImageFile):  # of which one with several pictures is another kind
+        return False
+    place = image.fp.tell()
+    image.fp.seek(0)
+    scans = image.fp.read().count(_SCAN)
+    image.fp.seek(place)
+    return scans > MOST_SCANS
 
 
 def _decoded(url: str, place: str) -> bytes:
@@ -252,6 +285,24 @@ def has_image_parts(value: Any) -> bool:
     return any(_is_image(part) for message in messages if isinstance(message, Mapping) for part in _parts(message))
 
 
+def _reader(folder: Path | None, place: str) -> Callable[[Any], Image]:
+    """`read_image` for one document, whose images are in memory together (DataError: they are too many)."""
+    count = pixels = 0
+
+    def read(value: Any) -> Image:
+        nonlocal count, pixels
+        image = read_image(value, folder, place)
+        count, pixels = count + 1, pixels + image.width * image.height
+        if count > MOST_IMAGES or pixels > MOST_DOCUMENT_PIXELS:
+            raise DataError(
+                f"{place} has more than {MOST_IMAGES} images, or they have more than {MOST_DOCUMENT_PIXELS} pixels; "
+                "divide it."
+            )
+        return image
+
+    return read
+
+
 def row_document(row: Mapping[str, Any], wanted: str | None, folder: Path | None, place: str) -> Document | None:
     """The document of a row; None for one without text.
 
@@ -267,9 +318,10 @@ def row_document(row: Mapping[str, Any], wanted: str | None, folder: Path | None
     column = image_column(row)
     found = row.get(column) if column else None
     values = [v for v in found if v is not None] if isinstance(found, list | tuple) else [found] * (found is not None)
-    images = [read_image(value, folder, place) for value in values]
+    read = _reader(folder, place)
+    images = [read(value) for value in values]
     if wanted is None and row.get("messages"):
-        return _conversation(row["messages"], images, folder, place)
+        return _conversation(row["messages"], images, read, place)
     question = next((row[name] for name in ASKED_COLUMNS if row.get(name)), None)
     answer = next((row[name] for name in ANSWER_COLUMNS if row.get(name)), None)
     if wanted is None and question and answer:
@@ -284,7 +336,7 @@ def row_document(row: Mapping[str, Any], wanted: str | None, folder: Path | None
     return Document.captioned(images, caption, place) if caption else None
 
 
-def _conversation(messages: Any, images: list[Image], folder: Path | None, place: str) -> Document:
+def _conversation(messages: Any, images: list[Image], read: Callable[[Any], Image], place: str) -> Document:
     """Messages with their images gathered; parts without a source of their own take those of the row in order."""
     rest, gathered, rendered = iter(images), [], []
     if not isinstance(messages, list) or not all(isinstance(m, Mapping) and "role" in m for m in messages):
@@ -298,7 +350,7 @@ def _conversation(messages: Any, images: list[Image], folder: Path | None, place
             value = next((part[key] for key in ("image", "path", "bytes", "url", "base64") if part.get(key)), None)
             if value is None and isinstance(part.get("image_url"), Mapping | str):
                 value = part["image_url"] if isinstance(part["image_url"], str) else part["image_url"].get("url")
-            image = read_image(value, folder, place) if value is not None else next(rest, None)
+            image = read(value) if value is not None else next(rest, None)
             if image is None:
                 raise DataError(f"{place}: the messages refer to more images than the row has; correct the row.")
             gathered.append(image)

@@ -6,12 +6,15 @@ in a header, so none of them is passed on, not even as the cause of ours.
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeGuard, TypeVar
 
-from kvconvert.errors import HubError, MissingError, UsageError, printable
+from kvconvert.errors import HubError, KvconvertError, MissingError, UsageError, printable
+from kvconvert.io.hub_answers import WrongAnswer, checked_answers
 
 Result = TypeVar("Result")
 _MAX_REASON = 300
@@ -74,15 +77,42 @@ def ask_hub(
     Raises:
         HubError: with that sentence, and without the client's own exception.
     """
-    from huggingface_hub.errors import EntryNotFoundError, HTTPError, OIDCError
-
     _check_token(token)
     try:
-        return call()
-    # The client's uploads raise RuntimeError and ValueError around, or in place of, errors of its own.
-    except (HTTPError, EntryNotFoundError, OIDCError, OSError, RuntimeError, ValueError) as error:
+        with checked_answers():
+            return call()
+    except KvconvertError:
+        raise
+    except Exception as error:  # the client raises errors of any kind where an answer is not as it expects
         sentence = _sentence(error, repository, revision, token)
     raise HubError(sentence)
+
+
+def check_content(file: Path, sha256: str | None = None) -> None:
+    """Refuse (HubError) a file of the Hub's cache that has not the content that the Hub says it has.
+
+    The client names it after what the Hub says, SHA-256 or git's hash, and compares no more than its size.
+
+    Args:
+        file: link to it; any other file passes.
+        sha256: of the file, if it is known.
+    """
+    target = Path(os.path.realpath(file))
+    if target.parent.name != "blobs" or re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", target.name) is None:
+        return
+    if len(target.name) == 40:
+        content = target.read_bytes()
+        found = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    elif sha256 is not None:
+        found = sha256
+    else:
+        with target.open("rb") as stream:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+    if found != target.name:
+        raise HubError(
+            f"{file.name} in the Hub's cache is not what the Hub says it has (hash {target.name}, found {found}); "
+            f"remove {target} and fetch it again."
+        )
 
 
 def _token(given: str | bool | None) -> str | None:
@@ -121,6 +151,11 @@ def _sentence(error: Exception, repository: str, revision: str | None, token: st
         return next((found for found in errors if isinstance(found, kind)), None)
 
     login = "`hf auth login` or HF_TOKEN"
+    if (wrong := find(WrongAnswer)) is not None:
+        return (
+            f"What answers at {constants.ENDPOINT} in place of the Hub cannot be trusted: asked for {repository}, it "
+            f"gives {printable(str(wrong))}; check HF_ENDPOINT and the network."
+        )
     if find(GatedRepoError):
         return (
             f"{repository} is gated: accept its conditions at {constants.ENDPOINT}/{repository}, and log in "

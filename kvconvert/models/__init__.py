@@ -8,8 +8,8 @@ import re
 from importlib import metadata
 from pathlib import Path
 
-from kvconvert.errors import CheckpointError, MissingError
-from kvconvert.io.hub import ask_hub, is_hub_id, missing_below
+from kvconvert.errors import CheckpointError, HubError, MissingError
+from kvconvert.io.hub import ask_hub, check_content, is_hub_id, missing_below
 
 # The versions of transformers that kvconvert was tried with, of which pyproject.toml has the first and the last. Others
 # may hand the cache over in another way, and then generate without it.
@@ -110,4 +110,10 @@ def _snapshot(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     ignored = ["original/*", "consolidated*", "*/*.safetensors"]
-    return Path(ask_hub(model, lambda: snapshot_download(model, allow_patterns=_HUB_FILES, ignore_patterns=ignored)))
+    found = Path(ask_hub(model, lambda: snapshot_download(model, allow_patterns=_HUB_FILES, ignore_patterns=ignored)))
+    if not found.is_dir():
+        raise HubError(f"What answers in place of the Hub has no files of {model}; check HF_ENDPOINT and the network.")
+    for file in found.rglob("*"):
+        if file.is_file() and file.suffix != ".safetensors":  # weights are hashed once, beside other work
+            check_content(file)
+    return found

@@ -7,7 +7,8 @@ instead of ignoring them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from transformers.utils import is_torchvision_available, is_vision_available
 
 from kvconvert.errors import CheckpointError, MissingError, UnsupportedModelError, UsageError, first_line
 from kvconvert.models.configuration import placeholder_ids
+from kvconvert.models.processor_trial import why_refused
 from kvconvert.models.prompts import MARK, Conversations, added_around, without_marks
 from kvconvert.models.templates import shared_renderer
 
@@ -44,7 +46,7 @@ def load_processor(directory: Path) -> ProcessorMixin:
 
     Raises:
         UsageError: Pillow is not installed, or torchvision is not and this processor needs it.
-        CheckpointError: there is no processor, or transformers cannot load it.
+        CheckpointError: there is no processor, transformers cannot load it, or it makes too much of a picture.
     """
     if not has_processor(directory):
         raise CheckpointError(
@@ -61,7 +63,6 @@ def load_processor(directory: Path) -> ProcessorMixin:
             processor = _load_without_torchvision(directory)
         _check_template(processor)
         _check_template(processor.tokenizer)
-        return processor
     except Exception as error:  # as for tokenizers
         reason = " ".join(str(error).split()).rstrip(".")
         if isinstance(error, ImportError):
@@ -69,6 +70,21 @@ def load_processor(directory: Path) -> ProcessorMixin:
             remedy = "needs torchvision; run pip install torchvision" if missing else f"needs more packages: {reason}"
             raise MissingError(f"The processor of {directory} {remedy}.") from error
         raise CheckpointError(f"{directory} has no processor that transformers can load ({reason}).") from error
+    if (reason := why_refused(_encoders(processor, directory))) is not None:
+        raise CheckpointError(
+            f"The processor of {directory} is not applied to any picture ({reason}); use another copy of it."
+        )
+    return processor
+
+
+def _encoders(processor: ProcessorMixin, directory: Path) -> list[Callable[[Any], Any]]:
+    """What makes inputs of a picture: its processor alone, and with the text that stands for a picture if known."""
+    encoders: list[Callable[[Any], Any]] = [lambda picture: processor.image_processor(picture, return_tensors="pt")]
+    with suppress(UsageError, UnsupportedModelError):
+        prompts = ImagePrompts(processor, AutoConfig.from_pretrained(directory, trust_remote_code=False))
+        text = prompts.image  # rendered here: the process that renders answers one at a time
+        encoders.append(lambda picture: prompts.encode(text, [picture]))
+    return encoders
 
 
 def tokenizer_of(processor: ProcessorMixin | PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:

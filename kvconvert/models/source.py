@@ -26,6 +26,7 @@ from transformers import PretrainedConfig
 
 from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError, first_line
 from kvconvert.io.checksums import FileStamps, begin, sha256
+from kvconvert.io.hub import check_content
 from kvconvert.io.json_text import parse_json
 from kvconvert.io.progress import WITHOUT_RATE, progress_bar
 from kvconvert.io.records import MAX_TEXT, SourceInfo, TensorInfo, shortened
@@ -249,6 +250,8 @@ class SourceModel:
         ) as bar:
             begin(map(self.file, files))
             hashes = {file: sha256(self.file(file), bar.update) for file in files}
+        for file, found in hashes.items():
+            check_content(self.file(file), found)
         return SourceInfo(
             id=self.id,
             revision=self.revision,

@@ -46,6 +46,7 @@ from __future__ import annotations
 import copy
 import json
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
@@ -232,6 +233,8 @@ def _kv(
                 "the cache alone; remove one of them."
             )
         return None, calibration
+    if not isinstance(preset, str | None):
+        raise RecipeError(f"The recipe {where} asks for {table} preset = {preset!r}, which is no name of one.")
     refuse_renamed(preset)
     if preset is not None and preset not in PRESETS:
         raise RecipeError(
@@ -447,13 +450,16 @@ class Recipe(RecipeTable):
         if name.endswith(".toml") or "/" in name or "\\" in name:
             path = Path(name)
             try:
-                text = path.read_text(encoding="utf-8")
+                with path.open(encoding="utf-8") as stream:
+                    text = stream.read(_MOST_TEXT + 1)
             except FileNotFoundError as error:
                 raise MissingError(
                     f"There is no recipe file {name}; check its path, or name a preset (kvconvert recipes lists them)."
                 ) from error
             except (OSError, UnicodeDecodeError) as error:
                 raise MissingError(f"The recipe file {name} cannot be read ({error}); check its path.") from error
+            if len(text) > _MOST_TEXT:
+                raise RecipeError(f"The recipe file {name} has more than {_MOST_TEXT} characters; check its path.")
             return cls._parse(text, where=name, name=path.stem, changes=changes or {})
         refuse_renamed(name)
         if name not in preset_names():
@@ -474,18 +480,13 @@ class Recipe(RecipeTable):
             RecursionError,
         ) as error:  # numbers of thousands of digits, and deep nesting, are no TOML error
             raise RecipeError(f"The recipe {where} is not valid TOML: {error}.") from error
-        for table, keys in tables.items():
-            if table not in TABLES:
-                what = f"[{table}]" if isinstance(keys, dict) else f"key {table}"
-                raise RecipeError(
-                    f"The recipe {where} has an unknown table or {what}; known are [weights], [kv], [auto] and "
-                    "[limits]."
-                )
-            if not isinstance(keys, dict):
-                raise RecipeError(f"The recipe {where} has a value named {table} where a table [{table}] belongs.")
+        _check_size(tables, where)
+        _check_size(changes, f"{where} with changes")
+        _check_tables(tables, where)
         if changes:
             where, name = (f"{known} with {described(changes)}" for known in (where, name))
             tables = changed(tables, changes, where)
+            _check_tables(tables, where)
         weights = read_table(WeightsRecipe, tables.get("weights", {}), "weights", where)
         kv, calibration, layers = read_kv(tables.get("kv", {"preset": "default"}), where)
         limits = read_table(Limits, tables.get("limits", {}), "limits", where)
@@ -518,6 +519,7 @@ class Recipe(RecipeTable):
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Recipe:
         """Rebuild a recipe from `to_dict()`, as a working directory or a manifest records it."""
+        _check_size(values, "recorded")
         auto = values.get("auto")
         try:
             return cls._checked(
@@ -569,10 +571,48 @@ def preset_names() -> list[str]:
     return sorted({file.stem for file in _PRESET_FILES.glob("*.toml")} | {*PRESETS})
 
 
+def _check_tables(tables: Mapping[str, Any], where: str) -> None:
+    for table, keys in tables.items():
+        if table not in TABLES:
+            what = f"[{table}]" if isinstance(keys, dict) else f"key {table}"
+            raise RecipeError(
+                f"The recipe {where} has an unknown table or {what}; known are [weights], [kv], [auto] and [limits]."
+            )
+        if not isinstance(keys, dict):
+            raise RecipeError(f"The recipe {where} has a value named {table} where a table [{table}] belongs.")
+
+
+# What no recipe needs more of: characters of a name or text, values in all, and tables and lists in each other.
+_MOST_CHARACTERS, _MOST_VALUES, _MOST_LEVELS = 300, 500_000, 8
+_MOST_TEXT = 2**18
+
+
+def _check_size(values: Any, where: str) -> None:
+    """Refuse a recipe that would take long, and numbers and texts of which no sentence can be made (RecipeError)."""
+    count, level = 0, [values]
+    for _ in range(_MOST_LEVELS):
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, Mapping):
+                below += [*value, *value.values()]
+            elif isinstance(value, list | tuple):
+                below += value
+            elif isinstance(value, str) and len(value) > _MOST_CHARACTERS:
+                raise RecipeError(f"The recipe {where} has a text of {len(value)} characters ({value[:40]!r} ...).")
+            elif isinstance(value, int) and abs(value) >= 2**63:
+                raise RecipeError(f"The recipe {where} has an integer of more than 64 bits.")
+        count += len(below)
+        level = below
+        if count > _MOST_VALUES:
+            raise RecipeError(f"The recipe {where} has more than {_MOST_VALUES} values; remove what it does not need.")
+    if level:
+        raise RecipeError(f"The recipe {where} has tables and lists in each other, more than {_MOST_LEVELS - 1} deep.")
+
+
 def _check_layers(recipe: Recipe, where: str) -> None:
     """Refuse layers that are listed twice, and schemes that one model cannot have together."""
-    listed = [index for override in recipe.layers for index in override.index]
-    twice = next((index for index in listed if listed.count(index) > 1), None)
+    listed = Counter(index for override in recipe.layers for index in override.index)
+    twice = next((index for index, count in listed.items() if count > 1), None)
     if twice is not None:
         raise RecipeError(f"The recipe {where} lists layer {twice} twice in [[kv.layers]]; say once what it should be.")
     reason = check_layers(recipe.schemes())

@@ -7,7 +7,7 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvconvert.data.images import read_image
+from kvconvert.data.images import MOST_SCANS, read_image, too_many_scans
 from kvconvert.errors import DataError, first_line
 from kvconvert.serve.refusal import Refusal
 
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP")
 # Processors give the shorter side a size of their own: what is much longer would become larger than any picture.
 LONGEST_SIDES = 50
-# Passes over all pixels, of which a progressive JPEG has ten and each may take no more than a few bytes.
-MOST_SCANS = 32
-_SCAN = b"\xff\xda"
 
 
 def read_images(urls: Sequence[str], most_pixels: int, param: str) -> list[Image]:
@@ -60,7 +57,7 @@ def _open(url: str, place: int, param: str) -> Image:
         said = "it is no PNG, JPEG, or WebP" if isinstance(error, OSError) else first_line(error)
         raise _refused(f"Image {place} cannot be read ({said}); send another one.", param) from error
 
-    if image.format == "JPEG" and content.count(_SCAN) > MOST_SCANS:
+    if too_many_scans(image):
         raise _refused(f"Image {place} comes in more than {MOST_SCANS} scans; store it as a baseline JPEG.", param)
     return image
 

@@ -188,3 +188,31 @@ def test_an_unknown_preset_is_told_what_it_is_like_or_those_there_are():
 def test_a_missing_recipe_file_is_named(tmp_path):
     with pytest.raises(MissingError, match=r"gone\.toml"):
         Recipe.load(str(tmp_path / "gone.toml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[kv]\npreset = [[1]]\n", r"\[kv\] preset = \[\[1\]\], which is no name"),
+        (f"[weights]\nbits = 0x{'f' * 5000}\n", "an integer of more than 64 bits"),
+        (f'[kv]\npreset = "{"x" * 5000}"\n', "a text of 5000 characters"),
+        (f"kv.{'.'.join('a' * 3000)} = 1\n", "more than 7 deep"),
+        ("# " + "x" * 2**18, "more than 262144 characters"),
+    ],
+)
+def test_values_of_which_no_sentence_can_be_made_are_refused_in_a_short_one(tmp_path, text, words):
+    with pytest.raises(RecipeError, match=words) as caught:
+        load(tmp_path, text)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("key", ["", ".", "kw.key_bits"])
+def test_a_change_of_no_table_is_refused(key):
+    with pytest.raises(RecipeError, match="unknown table"):
+        Recipe.load("default", {key: 1})
+
+
+def test_layers_are_compared_in_time_that_grows_with_their_number(tmp_path):
+    numbers = ", ".join(map(str, range(30_000)))
+    recipe = load(tmp_path, f'[kv]\npreset = "kivi"\n[[kv.layers]]\nindex = [{numbers}]\nkey_bits = 4\n')
+    assert len(recipe.layers[0].index) == 30_000

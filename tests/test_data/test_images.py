@@ -1,6 +1,7 @@
 """Image data becomes samples without padding in which no image is cut, or a sentence that says why not."""
 
 import base64
+import io
 import json
 import re
 import shutil
@@ -17,7 +18,7 @@ from tiny.processors import LOADABLE, quick_and_full, write_vision_model
 from transformers.utils import is_torchvision_available
 
 from kvconvert.data.drawings import draw
-from kvconvert.data.images import directory_documents, read_image
+from kvconvert.data.images import directory_documents, read_image, row_document, too_many_scans
 from kvconvert.data.samples import holds_images, load_image_samples, load_samples
 from kvconvert.errors import DataError, UsageError
 from kvconvert.io.tensorfile import Mapped
@@ -324,3 +325,36 @@ def test_a_processor_without_its_packages_says_which(model, monkeypatch):
     monkeypatch.setattr("kvconvert.models.processors.is_vision_available", lambda: False)
     with pytest.raises(UsageError, match=r"pip install .\.\[images\]"):
         load_image_samples(None, load_processor(model), ARCHITECTURES["llava"].config(), 1, 64, 0)
+
+
+def test_a_small_file_of_many_pixels_is_refused_before_it_is_decoded(tmp_path):
+    Image.new("1", (9000, 9000)).save(tmp_path / "big.png")
+    assert (tmp_path / "big.png").stat().st_size < 20_000
+    with pytest.raises(DataError, match="has 9000 x 9000 pixels, more than 67108864"):
+        read_image("big.png", tmp_path, "row 1")
+
+
+@pytest.mark.parametrize("where", ["column", "messages"])
+def test_images_of_one_row_are_bounded_together(tmp_path, where):
+    Image.new("1", (8000, 8000)).save(tmp_path / "a.png")
+    Image.new("1", (1, 1)).save(tmp_path / "b.png")
+    for name, count in (("a.png", 3), ("b.png", 1001)):
+        row = {"images": [name] * count, "text": "x"}
+        if where == "messages":
+            row = {"messages": [{"role": "user", "content": [{"type": "image", "path": name}] * count}]}
+        with pytest.raises(DataError, match="row 1 has more than 1000 images, or they have more than 134217728 pixels"):
+            row_document(row, None, tmp_path, "row 1")
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "MPO"])
+def test_a_picture_in_many_scans_is_refused(tmp_path, kind):
+    picture = io.BytesIO()
+    more = {"append_images": [Image.new("L", (64, 64))], "save_all": True} if kind == "MPO" else {}
+    Image.new("L", (64, 64)).save(picture, kind, progressive=True, **more)
+    content = picture.getvalue()
+    scan = content.find(b"\xff\xda")
+    content = content[:scan] + content[scan : scan + 20] * 60 + content[scan:]
+    (tmp_path / "a.jpg").write_bytes(content)
+    with pytest.raises(DataError, match="comes in more than 32 scans"):
+        read_image("a.jpg", tmp_path, "row 1")
+    assert too_many_scans(Image.open(io.BytesIO(content), formats=["JPEG"]))

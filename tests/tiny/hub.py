@@ -6,10 +6,13 @@ import base64
 import hashlib
 import json
 import threading
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -44,6 +47,12 @@ class Hub:
         cut: how many bytes of a file are sent before the connection ends, by the file's name.
         status: answered to everything instead of serving it.
         alter: files that are stored with another content than was sent.
+        headers: in place of those of every answer, or beside them.
+        change: what is answered in place of a JSON value.
+        raw: in place of all JSON.
+        pages: whether lists of files name themselves as their next page, or the address that they name.
+        endless: part of the paths that are answered without end.
+        pause: seconds before each byte of an answer in JSON, and how many bytes are sent so.
     """
 
     repositories: dict[str, Repository] = field(default_factory=dict)
@@ -52,6 +61,12 @@ class Hub:
     cut: dict[str, int] = field(default_factory=dict)
     status: int | None = None
     alter: dict[str, bytes] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
+    change: Callable[[Any], Any] = field(default=lambda value: value)
+    raw: bytes | None = None
+    pages: bool | str = False
+    endless: str | None = None
+    pause: tuple[float, int] = (0, 0)
     endpoint: str = ""
 
     def fetched(self) -> list[str]:
@@ -82,20 +97,48 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             pass
 
         def answer(self, value: object = None, status: int = 200, error: str = "", **headers: str) -> None:
-            content = b"" if value is None else json.dumps(value).encode()
+            content = b"" if value is None else json.dumps(hub.change(value)).encode()
+            content = content if hub.raw is None or "/api/" not in self.path else hub.raw
             self.send_response(status)
+            if hub.pages and "/tree/" in self.path:
+                self.send_header(
+                    "Link", f'<{hub.endpoint + self.path if hub.pages is True else hub.pages}>; rel="next"'
+                )
             for name, text in headers.items():
                 self.send_header(name.replace("_", "-"), text)
             if error:
                 self.send_header("X-Error-Code", error)
-            self.send_header("Content-Length", str(len(content)))
+            self.send_header("Content-Length", str(len(content) + hub.pause[1]))
             self.end_headers()
-            self.wfile.write(content if self.command != "HEAD" else b"")
+            with suppress(OSError):  # the client has gone
+                for _ in range(hub.pause[1]):
+                    time.sleep(hub.pause[0])
+                    self.wfile.write(b" ")
+                self.wfile.write(content if self.command != "HEAD" else b"")
+
+        def send_header(self, name: str, text: str) -> None:
+            if name not in hub.headers:
+                super().send_header(name, text)
+
+        def end_headers(self) -> None:
+            for name, text in hub.headers.items():
+                super().send_header(name, text)
+            super().end_headers()
+
+        def stream(self) -> None:
+            self.send_response(200)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            with suppress(OSError):  # the client has had enough
+                while True:
+                    self.wfile.write(b"10000\r\n" + b" " * 2**16 + b"\r\n")
 
         def serve(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             path = unquote(urlsplit(self.path).path)
             hub.requests.append((self.command, path, self.headers.get("Range")))
+            if hub.endless is not None and hub.endless in path and self.command == "GET":
+                return self.stream()
             if hub.status is not None:
                 return self.answer({"error": "the stand-in fails"}, hub.status)
             may_write = self.headers.get("Authorization") == f"Bearer {TOKEN}"
