@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 
 from kvconvert.errors import UsageError
 from kvconvert.runtime.engine.sampling import TokenLogprobs
-from kvconvert.serve import connections
+from kvconvert.serve import connections, listen
 from kvconvert.serve.access import Hosts, origin_of
 from kvconvert.serve.answers import Generation
 from kvconvert.serve.forms import Form, Step
@@ -280,6 +280,47 @@ def test_idle_connections_give_way_to_a_client_that_asks():
                 assert here.ask(body={"prompt": "hello", "max_tokens": 3})[0] == 200
             wait_for(lambda: len(here.server.server_state.connections) <= 40)
         here.idle()
+
+
+def test_connections_that_come_and_go_keep_no_client_from_being_accepted():
+    asking = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with contextlib.closing(listen.bind("127.0.0.1", 0)) as listening, contextlib.ExitStack() as stack:
+        listening.listen(2048)
+        listening.setblocking(False)
+
+        def clients(count, said=b"", ends=False, leaves=False):
+            for _ in range(count):
+                client = stack.enter_context(socket.create_connection(listening.getsockname(), timeout=60))
+                client.sendall(said)
+                if ends:
+                    client.shutdown(socket.SHUT_WR)
+                if leaves:
+                    client.close()
+            return client.getsockname() if count == 1 else None
+
+        def accepted():
+            """Addresses of what is accepted until the event loop has its turn."""
+            made = []
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    connection, address = listening.accept()
+                    stack.enter_context(connection)
+                    made.append(address)
+            return made
+
+        clients(200, leaves=True)
+        assert accepted() == []
+        clients(60, said=b"G", leaves=True)
+        half_closed = clients(1, said=asking, ends=True)
+        clients(300, leaves=True)
+        silent, asks = clients(1), clients(1, said=asking)
+        first = accepted()
+        assert first[:2] == [silent, asks]  # whoever came before and left again
+        assert half_closed in first
+        assert len(first) < 50
+        clients(100, said=asking)
+        assert [0 < len(accepted()) < 100 for _ in range(2)] == [True, True]  # the event loop goes on between them
+        assert accepted() == []
 
 
 def test_places_that_one_address_fills_with_requests_are_had_by_another_address():
