@@ -271,8 +271,8 @@ def with_fitted_weights(runner: LayerRunner, recipe: Recipe, progress: bool) -> 
     if weights.group_size != recipe.weights.group_size:
         sizes = ", ".join(map(str, auto_group_sizes(runner.config.hidden_size)))
         _say(
-            f"Weights in groups of {weights.group_size}, the largest of {sizes} that divides the inputs of every "
-            "quantized Linear.",
+            f"Weights in groups of {weights.group_size}: of {sizes}, for a hidden size of {runner.config.hidden_size}, "
+            "the largest that divides the inputs of every quantized Linear.",
             progress,
         )
     return recipe.model_copy(update={"weights": weights})

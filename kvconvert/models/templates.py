@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache
@@ -56,6 +57,18 @@ def is_quick() -> bool:
     return _is_quick.get()
 
 
+_RENDERERS: weakref.WeakSet[TemplateRenderer] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for renderer in _RENDERERS:
+        renderer.forget()
+
+
+# Answers on a connection that two processes have would go to either of them.
+os.register_at_fork(after_in_child=_forget_all)
+
+
 class TemplateRenderer:
     """Renders conversations by a model's chat template, and tokenizes text, whatever the two of them do.
 
@@ -77,6 +90,12 @@ class TemplateRenderer:
         self._control: socket.socket | None = None
         self._starting, self._closed = threading.Lock(), False
         self._own = threading.local()
+        _RENDERERS.add(self)
+
+    def forget(self) -> None:
+        """Leave processes and connections to the process that this one was forked from."""
+        self._process = self._control = None
+        self._starting, self._own = threading.Lock(), threading.local()
 
     def render(self, template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         """The text of a conversation in which the model speaks next.

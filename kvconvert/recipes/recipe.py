@@ -589,16 +589,19 @@ _MOST_TEXT = 2**18
 
 def _check_size(values: Any, where: str) -> None:
     """Refuse a recipe that would take long, and numbers and texts of which no sentence can be made (RecipeError)."""
-    count, level = 0, [values]
+    count, level = 0, [("its names", values)]
     for _ in range(_MOST_LEVELS):
-        below: list[Any] = []
-        for value in level:
+        below: list[tuple[Any, Any]] = []
+        for name, value in level:
             if isinstance(value, Mapping):
-                below += [*value, *value.values()]
+                below += [*((name, key) for key in value), *value.items()]
             elif isinstance(value, list | tuple):
-                below += value
+                below += ((name, entry) for entry in value)
             elif isinstance(value, str) and len(value) > _MOST_CHARACTERS:
-                raise RecipeError(f"The recipe {where} has a text of {len(value)} characters ({value[:40]!r} ...).")
+                raise RecipeError(
+                    f"The recipe {where} has a text of {len(value)} characters for {name} ({value[:40]!r} ... ); "
+                    "shorten it."
+                )
             elif isinstance(value, int) and abs(value) >= 2**63:
                 raise RecipeError(f"The recipe {where} has an integer of more than 64 bits.")
         count += len(below)

@@ -27,8 +27,8 @@ _OTHER_DESCRIPTORS = 128
 class Server(uvicorn.Server):
     """Serves until a signal, then refuses new requests and lets running ones finish until a deadline.
 
-    A second signal ends them at once. Connections that are idle, or stuck although their answer is over, are closed
-    after the service's `client_seconds`.
+    A second signal ends them at once. Connections that are idle, stuck although their answer is over, or of a client
+    that takes nothing of an answer are closed after the service's `client_seconds`.
 
     Args:
         service: what is served.
@@ -72,7 +72,8 @@ class Server(uvicorn.Server):
         self.cut = 0
         self._service, self._grace, self._ready, self._ending = service, grace, ready, ending
         self._deadline: float | None = None
-        self._unused: dict[tuple[Any, Any], float] = {}  # since when, by connection and its newest request
+        # Since when, by connection, its newest request, and what of an answer the client has yet to take.
+        self._unused: dict[tuple[Any, Any, int], float] = {}
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
@@ -100,9 +101,11 @@ class Server(uvicorn.Server):
         connection: Any  # Connection
         for connection in self.server_state.connections:
             cycle = connection.cycle
-            if cycle is None or cycle.response_complete or connection.transport.is_closing():
-                unused[connection, cycle] = self._unused.get((connection, cycle), now)
-        for (connection, _), since in unused.items():
+            over = cycle is None or cycle.response_complete or connection.transport.is_closing()
+            if over or connection.flow.write_paused:
+                key = connection, cycle, 0 if over else connection.transport.get_write_buffer_size()
+                unused[key] = self._unused.get(key, now)
+        for (connection, _, _), since in unused.items():
             if now - since >= self._service.limits.client_seconds:
                 connection.transport.abort()  # closing would wait for what the client does not read
         self._unused = unused

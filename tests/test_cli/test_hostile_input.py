@@ -90,7 +90,7 @@ def test_an_argument_that_no_system_takes_is_a_sentence(arguments, monkeypatch, 
     assert refusal(arguments)
 
 
-@pytest.mark.parametrize("value", ["[" + "0, " * 100_000 + "]", '"' + "x" * 100_000 + '"'], ids=["list", "text"])
+@pytest.mark.parametrize("value", ["[" + "0, " * 50_000 + "]", '"' + "x" * 100_000 + '"'], ids=["list", "text"])
 def test_a_message_does_not_quote_all_of_a_long_value(tmp_path, value):
     (tmp_path / "recipe.toml").write_text(f"[kv]\nkey_bits = {value}\n")
     message = refusal(["recipes", str(tmp_path / "recipe.toml")])

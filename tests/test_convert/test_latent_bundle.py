@@ -69,7 +69,7 @@ def test_latents_alone_are_something_to_convert(tmp_path):
 
 
 def test_what_calibration_cannot_choose_for_latents_is_said(tmp_path):
-    changes = {"kv.value_bits": 8, "calibration.calibrate_keys": False}
+    changes = {"kv.value_bits": 8, "kv.calibrate_keys": False}
     found = open_bundle(convert(tmp_path, "glm4_moe_lite", "kivi", "none", **changes))
     for layer in found.manifest.layers:
         assert (layer.scheme().key_bits, layer.scheme().key_clip_ratio) == (2, 1)

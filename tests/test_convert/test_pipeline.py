@@ -200,10 +200,10 @@ def test_scalings_that_no_norm_allows_are_listed_and_a_layers_own_parameters_kep
 def test_groups_of_weights_fit_the_model_unless_a_recipe_says_how_large_they_are(tmp_path, model, text, caplog):
     caplog.set_level("INFO", "kvconvert")
     work = run(model, tmp_path / "work", text, Recipe(weights=WeightsRecipe(method="rtn"), kv=None))
-    assert "groups of 64, the largest of 64, 32 that divides the inputs of every quantized Linear" in caplog.text
-    assert work.state.recipe["weights"]["group_size"] == 64
+    assert "groups of 32: of 32, for a hidden size of 64, the largest that divides the inputs of every" in caplog.text
+    assert work.state.recipe["weights"]["group_size"] == 32
     sizes = {module.group_size for module in work.layer_record(0).modules if module.method == "rtn"}
-    assert sizes == {64}
+    assert sizes == {32}
     # The same run again finds itself complete: what it began from is the recipe with the size.
     run(model, tmp_path / "work", text, Recipe(weights=WeightsRecipe(method="rtn"), kv=None))
 

@@ -134,6 +134,20 @@ def test_a_client_that_does_not_read_is_given_up_and_holds_up_nobody():
         wait_for(lambda: not here.server.server_state.connections, 20)
 
 
+def test_a_client_that_reads_no_answer_of_many_is_given_up():
+    asking = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with (
+        serving(FakeModel(), Letters(), send_buffer=4096, limits=Limits(client_seconds=1.0)) as here,
+        socket.socket() as client,
+    ):
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", here.port))
+        client.sendall(asking * 200)
+        connections = here.server.server_state.connections
+        wait_for(lambda: any(connection.flow.write_paused for connection in connections))
+        wait_for(lambda: not connections, 20)
+
+
 def test_a_slow_reader_gets_everything():
     with serving(FakeModel(), Letters(), send_buffer=4096, limits=Limits(client_seconds=5.0)) as here:
         body = {"prompt": "x", "n": 8, "max_tokens": 60, "stream": True, "ignore_eos": True}

@@ -458,6 +458,7 @@ def test_places_of_clients_that_left_are_free_before_the_pass_ends():
             with socket.create_connection(("127.0.0.1", here.port), timeout=60) as client:
                 client.sendall(request(body))
                 assert client.recv(20).startswith(b"HTTP/1.1 200")
+                wait_for(lambda: here.engine.stats().running == 2)
         wait_for(lambda: not here.service.active and here.engine.stats().waiting == 0)
         assert here.engine.stats().running == 2
         threading.Timer(0.2, gate.set).start()

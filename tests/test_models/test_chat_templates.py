@@ -1,6 +1,7 @@
 """Chat templates in a process of their own: the same text as transformers writes, and limits of what they take."""
 
 import json
+import multiprocessing
 import shutil
 from pathlib import Path
 from threading import local
@@ -69,6 +70,21 @@ def test_what_cannot_be_sent_to_a_worker_leaves_it_as_it_was(renderer):
     with pytest.raises(RecursionError):
         renderer.render(template, [{"role": "user", "content": nested}], {})
     assert renderer.render(template, [{"role": "user", "content": "here"}], {}) == "here again"
+
+
+def test_a_forked_process_has_workers_of_its_own(renderer):
+    text = "{{ messages[0].content }}"
+    assert renderer.render(text, [{"content": "parent"}], {}) == "parent"
+
+    def child():
+        renderer.render(text, [{"content": "child"}], {})
+        renderer.close()
+
+    forked = multiprocessing.get_context("fork").Process(target=child)
+    forked.start()
+    forked.join(120)
+    assert forked.exitcode == 0
+    assert renderer.render(text, [{"content": "again"}], {}) == "again"
 
 
 def test_nothing_of_the_environment_reaches_the_process(renderer, monkeypatch):
