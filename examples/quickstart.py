@@ -32,9 +32,9 @@ COMMANDS = (
 PROMPT = "It was a dark night, and the old house stood"
 BEGIN, END = "<!-- quickstart: written by `make quickstart-page` -->", "<!-- end of quickstart -->"
 # Relative difference from the page's figures that --check allows: other processors round differently, and 4-bit
-# codes and greedy answers amplify it. The weights' size does not depend on it; the cache's does by a norm's bits, where
+# codes and greedy answers amplify it. The weights' size does not depend on it; the cache's does by the bits of norms, where
 # two treatments of a layer's keys are measured to be as good.
-TOLERANCE = {"perplexity": 0.02, "KL": 0.15, "agreement": 0.35, "retrieval": 0.35, "cache": 0.003, "bytes": 0.0}
+TOLERANCE = {"perplexity": 0.02, "KL": 0.15, "agreement": 0.35, "retrieval": 0.35, "cache": 0.01, "bytes": 0.0}
 
 
 def run(*command: str) -> str:
