@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import signal
 import sys
 from typing import Any
@@ -148,6 +149,7 @@ def cli(ctx: click.Context) -> None:
     if ctx.invoked_subcommand is None:
         click.echo(_STEPS)
         return
+    _check_environment()
     if ctx.invoked_subcommand not in ("doctor", "completion"):
         import kvconvert.models  # noqa: F401, refuses a version of transformers that was not tried
     processes = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
@@ -182,6 +184,21 @@ for command in (
     completion,
 ):
     cli.add_command(command)
+
+
+# Which torchrun sets, and what the Hub's client reads when it is imported.
+_LAUNCHED, _NUMBERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK"), ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT")
+
+
+def _check_environment() -> None:
+    """Refuse (UsageError) variables of the environment that have to be whole numbers, and are none."""
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    for name in (*_LAUNCHED, *_NUMBERS) if launched else _NUMBERS:
+        value = os.environ.get(name)
+        if (name in _LAUNCHED) if value is None else not re.fullmatch(r"\s*\d{1,9}\s*", value, re.ASCII):
+            said = "not set" if value is None else f"{value[:40]!r}"
+            remedy = "start with torchrun again" if name in _LAUNCHED else "unset it"
+            raise UsageError(f"The environment variable {name} is {said}, and has to be a whole number; {remedy}.")
 
 
 def _terminate(signum: int, frame: object) -> None:

@@ -25,7 +25,7 @@ from safetensors import safe_open
 from kvconvert.bundle.locate import FORMER_PLAN_NAME, MANIFEST_NAME, PLAN_NAME
 from kvconvert.bundle.manifest import LayerPlan, Manifest
 from kvconvert.errors import BundleError, printable
-from kvconvert.io.json_text import parse_json
+from kvconvert.io.json_text import MAX_JSON, parse_json
 from kvconvert.io.records import FileInfo, TensorInfo
 from kvconvert.io.tensorheader import mismatch, nbytes, read_header
 from kvconvert.methods import PLAN_TENSORS
@@ -219,10 +219,6 @@ class BundleFiles:
 
 def _stamp(status: os.stat_result) -> _Stamp:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-
-# Larger files are refused before they are read.
-MAX_JSON = 256_000_000
 
 
 def _check_length(path: Path) -> None:

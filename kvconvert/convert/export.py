@@ -41,7 +41,7 @@ from kvconvert.errors import BundleError, CheckpointError, FidelityError, UsageE
 from kvconvert.io.checksums import known_sha256
 from kvconvert.io.disk import check_writable, make_directory
 from kvconvert.io.hub import is_hub_id
-from kvconvert.io.json_text import parse_json
+from kvconvert.io.json_text import read_json
 from kvconvert.io.progress import progress_bar
 from kvconvert.io.records import FileInfo, SourceInfo, TensorInfo
 from kvconvert.io.tensorfile import tensor_info, write_tensors
@@ -346,7 +346,7 @@ def _copied(source: Path, target: Path) -> FileInfo:
 
 def _settings(path: Path) -> Any:
     try:
-        return parse_json(path.read_bytes())
+        return read_json(path)
     except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); fetch it again.") from error
 

@@ -20,7 +20,7 @@ from typing import Any
 from kvconvert.bundle.locate import MANIFEST_NAME
 from kvconvert.errors import KvconvertError, MissingError, UsageError, printable
 from kvconvert.io import disk
-from kvconvert.io.json_text import parse_json
+from kvconvert.io.json_text import read_json
 
 LOCK_NAME = "lock"
 STATE_NAME = "state.json"
@@ -122,20 +122,12 @@ def check_begun(path: Path) -> None:
 
 
 _CHECKSUM = "checksum"
-_MAX_JSON = 2**28
 
 
 def sealed_json(values: dict[str, Any]) -> str:
     """The text of a JSON object with its checksum in front; equal values in equal order give equal text."""
     plain = json.loads(json.dumps(values))  # keys are text from here on, as in the file
     return json.dumps({_CHECKSUM: _checksum(plain), **plain}, indent=1) + "\n"
-
-
-def read_json(file: Path) -> Any:
-    """The JSON value in a file (OSError, ValueError: there is none)."""
-    if file.stat().st_size > _MAX_JSON:
-        raise ValueError(f"it has more than {_MAX_JSON} bytes")
-    return parse_json(file.read_bytes())
 
 
 def read_sealed(file: Path) -> dict[str, Any]:

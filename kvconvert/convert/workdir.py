@@ -42,7 +42,6 @@ from kvconvert.convert.work_files import (
     check_begun,
     check_place,
     disk_errors,
-    read_json,
     read_sealed,
     sealed_json,
     work_lock,
@@ -50,6 +49,7 @@ from kvconvert.convert.work_files import (
 from kvconvert.errors import CheckpointError, MissingError, UsageError, first_line
 from kvconvert.io import disk
 from kvconvert.io.checksums import known_sha256, remember
+from kvconvert.io.json_text import read_json
 from kvconvert.io.records import DataInfo, Record, SourceInfo, TensorInfo
 from kvconvert.io.tensorfile import Mapped, replace_tensors
 from kvconvert.io.tensorheader import read_header

@@ -7,12 +7,16 @@ on all others of its column. Here a cell is its text.
 from __future__ import annotations
 
 import csv
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from kvconvert.errors import DataError, first_line
+
+MOST_AT_ONCE = (
+    2**29
+)  # bytes of a text, a line, a cell, or a JSON document: a sparse file without any may have terabytes
 
 
 @dataclass(frozen=True)
@@ -31,13 +35,20 @@ class CsvRows:
         for file in self.files:
             try:
                 with file.open(encoding="utf-8-sig", newline="") as stream:
-                    yield from _rows(file, csv.reader(stream, strict=True))
+                    yield from _rows(file, csv.reader(_lines(stream), strict=True))
             except OSError as error:
                 raise DataError(f"Data file {file} cannot be read ({error.strerror}); check the file.") from error
 
 
+def _lines(stream: TextIO) -> Iterator[str]:
+    while line := stream.readline(MOST_AT_ONCE + 1):
+        if len(line) > MOST_AT_ONCE:
+            raise csv.Error(f"a line has more than {MOST_AT_ONCE} characters")
+        yield line
+
+
 def _rows(file: Path, lines: Iterator[list[str]]) -> Iterator[dict[str, str | None]]:
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # of a whole text in a cell
+    csv.field_size_limit(MOST_AT_ONCE)  # of a whole text in a cell
     names: list[str] = []
     number = 1
     try:

@@ -22,9 +22,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from kvconvert.data.csv_rows import CsvRows
+from kvconvert.data.csv_rows import MOST_AT_ONCE, CsvRows
 from kvconvert.data.parquet_rows import ParquetRows
-from kvconvert.errors import DataError, KvconvertError, UsageError, first_line, listed
+from kvconvert.errors import DataError, KvconvertError, UsageError, first_line, listed, printable
 from kvconvert.io.hub import missing_below
 from kvconvert.io.json_text import parse_json
 
@@ -55,8 +55,22 @@ class JsonRows:
                 raise DataError(f"Data file {file} cannot be read ({error.strerror}); check the file.") from error
 
 
+def _lines(file: Path | str, stream: BinaryIO) -> Iterator[bytes]:
+    """Lines of a stream, whatever it is: those of the Hub read a line without a limit."""
+    rest = bytearray()
+    while chunk := stream.read(2**20):
+        first, *further = chunk.split(b"\n")
+        rest += first
+        for line in further:
+            yield bytes(rest)
+            rest = bytearray(line)
+        if len(rest) > MOST_AT_ONCE:
+            raise _unreadable(file, f"a line has more than {MOST_AT_ONCE} bytes")
+    yield bytes(rest)
+
+
 def _rows(file: Path | str, stream: BinaryIO) -> Iterator[dict[str, Any]]:
-    lines = enumerate(stream, 1)
+    lines = enumerate(_lines(file, stream), 1)
     start, first = next(((number, text) for number, line in lines if (text := _text(line))), (0, b""))
     try:
         whole = isinstance(parse_json(first), dict)
@@ -64,7 +78,12 @@ def _rows(file: Path | str, stream: BinaryIO) -> Iterator[dict[str, Any]]:
         whole = False
     if not whole:
         stream.seek(0)
-        yield from _document_rows(file, stream.read().removeprefix(_MARK))
+        content = bytearray()
+        while chunk := stream.read(2**20):
+            content += chunk
+            if len(content) > MOST_AT_ONCE:
+                raise _unreadable(file, f"a JSON document has more than {MOST_AT_ONCE} bytes")
+        yield from _document_rows(file, bytes(content).removeprefix(_MARK))
         return
     for number, line in chain([(start, first)], lines):
         if text := _text(line):
@@ -183,7 +202,7 @@ def source_name(source: str) -> str:
     """The source's name in the manifest: the last part of a local path, because bundles are shared, paths private."""
     place, column = named_column(source)
     path = Path(os.path.expanduser(place))
-    return path.resolve().name + (f"::{column}" if column else "") if _exists(place) else source
+    return printable(path.resolve().name) + (f"::{column}" if column else "") if _exists(place) else source
 
 
 def _exists(path: str) -> bool:
@@ -296,6 +315,8 @@ def is_plain_text(files: list[Path] | None) -> bool:
 def read_text(file: Path) -> str:
     """A file's text (DataError where it is none, or empty)."""
     try:
+        if (size := file.stat().st_size) > MOST_AT_ONCE:
+            raise DataError(f"Data file {file} has {size:,} bytes, more than {MOST_AT_ONCE:,}; split it.")
         text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"Data file {file} is not UTF-8 text (byte {error.start}); convert it to UTF-8.") from error
@@ -515,20 +536,25 @@ def size_of(value: Any) -> int:
     return own + sum(map(size_of, held))
 
 
+def _shown(columns: list[str]) -> str:
+    names = [printable(name[:80]) for name in columns[:20]]
+    return listed([*names, "others"] if len(columns) > len(names) else names, "and")
+
+
 def text_column_of(columns: list[str], wanted: str | None, place: str) -> str:
     """The column that holds the text: the requested one, `messages`, or the first known name."""
     if not columns:
         raise DataError(f"Data source {place} holds no rows; give a source with text.")
     if wanted is not None:
         if wanted not in columns:
-            raise DataError(f"Data source {place} has no column {wanted!r}; its columns are {listed(columns, 'and')}.")
+            raise DataError(f"Data source {place} has no column {wanted!r}; its columns are {_shown(columns)}.")
         return wanted
     for name in (MESSAGES, *TEXT_COLUMNS):
         if name in columns:
             return name
     raise DataError(
         f"Data source {place} has none of the text columns messages, {listed(TEXT_COLUMNS, 'or')}, and no columns of "
-        f"questions and answers; its columns are {listed(columns, 'and')}; rename one, or name it: "
+        f"questions and answers; its columns are {_shown(columns)}; rename one, or name it: "
         "name:config:split:column, file::column."
     )
 

@@ -18,8 +18,9 @@ from kvconvert.errors import RecipeError, listed
 # First tokens that presets leave in full precision wherever they quantize. Nearly all of what quantization does to a
 # language model through them is gone with one token; the others cost next to nothing.
 PRESET_SINKS = 4
-# Of every dataclass that holds fields: unknown ones are refused, and no type is converted into another.
-STRICT = ConfigDict(extra="forbid", strict=True, defer_build=True)
+# Of every dataclass that holds fields: unknown ones are refused, and numbers that are none or infinite; no type is
+# converted into another.
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
 
 
 def option(default: Any, values: str, meaning: str, **constraints: Any) -> Any:

@@ -356,7 +356,6 @@ def read_config(directory: Path, contents: Mapping[str, Any], tensors: int) -> P
     Raises:
         BundleError: its config.json makes no configuration.
     """
-    _check_values(contents)
     try:
         config = make_config(directory, contents, tensors)
     except BundleError:
@@ -386,6 +385,7 @@ def make_config(
     for path, value in _integers(contents):
         if value > _LARGEST:
             raise refuse("config.json", path, f"at most {_LARGEST}", value)
+    check_values(contents, refuse)
     with _bounded_steps():
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
@@ -394,26 +394,26 @@ def make_config(
     return config
 
 
-def _check_values(value: object, path: str = "") -> None:
-    """Refuse (BundleError) values by which a model computes no numbers, or which transformers reads as something else.
+def check_values(value: object, refuse: Refusal, path: str = "") -> None:
+    """Refuse values by which a model computes no numbers, or which transformers reads as something else.
 
     A RoPE of base 0, or a norm that adds less than nothing, makes no error and no sense.
     """
     if isinstance(value, list):
         for entry in value:
-            _check_values(entry, path)
+            check_values(entry, refuse, path)
     for key, entry in value.items() if isinstance(value, Mapping) else ():
         where = f"{path}.{key}" if path else str(key)
         number = isinstance(entry, int | float) and not isinstance(entry, bool)
         if key in _SWITCHES and not isinstance(entry, bool | None):
-            raise mismatch("config.json", where, "true or false", repr(entry)[:80])
+            raise refuse("config.json", where, "true or false", repr(entry)[:80])
         if number and entry != entry:
-            raise mismatch("config.json", where, "a number", entry)
+            raise refuse("config.json", where, "a number", entry)
         if number and str(key).endswith(("norm_eps", "norm_epsilon")) and not 0 <= entry <= 1:
-            raise mismatch("config.json", where, "a number from 0 to 1", entry)
+            raise refuse("config.json", where, "a number from 0 to 1", entry)
         if number and "rope" in where and str(key).endswith(("theta", "factor")) and not 0 < entry < _MOST_SCALE:
-            raise mismatch("config.json", where, f"a number above 0 and below {_MOST_SCALE:g}", entry)
-        _check_values(entry, where)
+            raise refuse("config.json", where, f"a number above 0 and below {_MOST_SCALE:g}", entry)
+        check_values(entry, refuse, where)
 
 
 _SWITCHES = ("output_attentions", "output_hidden_states", "output_router_logits", "return_dict")

@@ -27,7 +27,7 @@ from transformers import PretrainedConfig
 from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError, first_line
 from kvconvert.io.checksums import FileStamps, begin, sha256
 from kvconvert.io.hub import check_content
-from kvconvert.io.json_text import parse_json
+from kvconvert.io.json_text import read_json
 from kvconvert.io.progress import WITHOUT_RATE, progress_bar
 from kvconvert.io.records import MAX_TEXT, SourceInfo, TensorInfo, shortened
 from kvconvert.kernels.linear.awq_format import AwqWeight
@@ -338,7 +338,7 @@ def _settings_beside(directory: Path, stored: Iterable[str]) -> dict[str, Any] |
         file = directory / name
         if file.is_file():
             try:
-                settings = parse_json(file.read_bytes())
+                settings = read_json(file)
             except (OSError, ValueError, RecursionError) as error:
                 raise CheckpointError(f"{file} cannot be read ({first_line(error)}); fetch it again.") from error
             if not isinstance(settings, dict):
@@ -401,7 +401,7 @@ def _read_safetensors(file: Path, names: list[str]) -> dict[str, Tensor]:
 def _load_config(directory: Path, tensors: int) -> PretrainedConfig:
     path = directory / "config.json"
     try:
-        contents = parse_json(path.read_bytes())
+        contents = read_json(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({first_line(error)}); fetch it again.") from error
     try:

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from kvconvert.errors import CheckpointError
-from kvconvert.io.json_text import parse_json
+from kvconvert.io.json_text import read_json
 from kvconvert.io.records import TensorInfo
 from kvconvert.io.tensorheader import read_header
 from kvconvert.models import INDEX_FILE, PICKLES, SINGLE_FILE, without_weights
@@ -80,7 +80,7 @@ def _read_index(index: Path) -> dict[str, str]:
     if not index.is_file():
         raise CheckpointError(f"{index} is no file, where an index of safetensors files belongs; fetch it again.")
     try:
-        weight_map = parse_json(index.read_bytes())["weight_map"]
+        weight_map = read_json(index)["weight_map"]
         entries = list(weight_map.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is not an index of safetensors files ({error!r}); fetch it again.") from error

@@ -80,7 +80,7 @@ _OF_QUANTIZED_WEIGHTS = ("weights.bits", "weights.average_bits", "weights.group_
 class RecipeTable(BaseModel):
     """A recipe, or a table of one: fields that cannot change, without unknown ones."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
 
 
 class LayerOverride(RecipeTable):
@@ -100,8 +100,8 @@ class Limits(RecipeTable):
         min_retrieval: retrieval: the share of hidden numbers that the bundle finds, 0 to 1.
     """
 
-    max_kl: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    max_perplexity_increase: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    max_kl: float | None = Field(default=None, ge=0)
+    max_perplexity_increase: float | None = Field(default=None, ge=0)
     # Bundles made before 1.0 record it as min_passkey.
     min_retrieval: float | None = Field(
         default=None, ge=0, le=1, validation_alias=AliasChoices("min_retrieval", "min_passkey")

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -110,3 +111,22 @@ def test_what_a_bundle_says_reaches_the_terminal_as_text_alone(tmp_path, sign):
     edit_json(bundle / "generation_config.json", early_stopping=f"{sign}x")
     reseal(bundle)
     assert f"is {ascii(sign)[1:-1]}x" in refusal(["generate", str(bundle), "--prompt", "x"])
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"HF_HUB_DOWNLOAD_TIMEOUT": "x"},
+        {"HF_HUB_ETAG_TIMEOUT": ""},
+        {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "x", "RANK": "0", "LOCAL_RANK": "0"},
+        {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": None, "LOCAL_RANK": "0"},
+        {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "9" * 5000},
+    ],
+)
+def test_a_variable_of_the_environment_that_is_no_number_is_one_sentence(variables, monkeypatch):
+    for name, value in variables.items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    assert re.search(r"The environment variable \w+ is .{1,45}, and has to be a whole number", refusal(["recipes"]))

@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 
 from kvconvert.errors import MissingError, RecipeError
-from kvconvert.methods import PRESETS
-from kvconvert.recipes.recipe import Recipe, preset_names
+from kvconvert.methods import PRESETS, KVScheme
+from kvconvert.recipes.recipe import Limits, Recipe, preset_names
 
 
 def load(tmp_path, text):
@@ -216,3 +216,16 @@ def test_layers_are_compared_in_time_that_grows_with_their_number(tmp_path):
     numbers = ", ".join(map(str, range(30_000)))
     recipe = load(tmp_path, f'[kv]\npreset = "kivi"\n[[kv.layers]]\nindex = [{numbers}]\nkey_bits = 4\n')
     assert len(recipe.layers[0].index) == 30_000
+
+
+FLOATS = [("kv", name) for name, field in KVScheme.__dataclass_fields__.items() if "float" in str(field.type)]
+FLOATS += [("weights", "average_bits"), *(("limits", name) for name in Limits.model_fields)]
+FLOATS += [("auto", "kv_bits"), ("auto", "kv_bytes_per_token")]
+
+
+@pytest.mark.parametrize("value", ["1e400", "-inf", "nan"])
+@pytest.mark.parametrize(("table", "name"), FLOATS)
+def test_a_number_without_end_or_that_is_none_is_refused(tmp_path, table, name, value):
+    base = 'preset = "minikv-pyramid"\n' if table == "kv" else ""
+    with pytest.raises(RecipeError, match=name):
+        load(tmp_path, f"[{table}]\n{base}{name} = {value}\n")

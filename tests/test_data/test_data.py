@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import os
 import tracemalloc
 
 import pyarrow
@@ -14,7 +15,7 @@ from datasets.packaged_modules.json.json import Json
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from kvconvert.data import sources
+from kvconvert.data import csv_rows, sources
 from kvconvert.data.sources import CALIBRATION, EVALUATION, HubSource, SourceTable, holds_conversations, local_files
 from kvconvert.data.text import load_held_out_samples, load_token_samples, token_data, with_random_tokens
 from kvconvert.errors import DataError, UsageError
@@ -440,3 +441,38 @@ def test_names_of_parquet_columns_that_are_no_text_are_one_sentence(tmp_path):
     file.write_bytes(file.read_bytes().replace("é".encode(), b"\xff\xff"))
     with pytest.raises(DataError, match="cannot be read"):
         SourceTable.open(str(file), [file])
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".py", ".md", ".jsonl", ".json", ".csv"])
+def test_a_file_of_terabytes_without_a_line_is_refused(tmp_path, monkeypatch, suffix):
+    for module in (sources, csv_rows):
+        monkeypatch.setattr(module, "MOST_AT_ONCE", 2**22)
+    file = tmp_path / f"x{suffix}"
+    with file.open("wb") as sparse:
+        sparse.truncate(10**13)
+    with pytest.raises(DataError, match=r"more than 4,?194,?304"):
+        load_token_samples(str(file), word_tokenizer(), 1, 8, seed=0)
+
+
+def test_a_json_document_of_many_lines_is_bounded_as_one_of_a_single_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "MOST_AT_ONCE", 1000)
+    (tmp_path / "x.json").write_text("[\n" + "{},\n" * 1000 + "{}]")
+    with pytest.raises(DataError, match="a JSON document has more than 1000 bytes"):
+        load_token_samples(str(tmp_path / "x.json"), word_tokenizer(), 1, 8, seed=0)
+
+
+def test_a_file_whose_name_is_no_text_is_read(tmp_path):
+    file = os.path.join(os.fsencode(tmp_path), b"a\xff.txt")
+    with open(file, "wb") as text:
+        text.write(words(0, 50).encode())
+    assert load_token_samples(os.fsdecode(file), word_tokenizer(), 1, 8, seed=0).info.source == r"a\udcff.txt"
+
+
+@pytest.mark.parametrize("row", [{"x" * 1_000_000: 1}, {f"{i}" * 70: 1 for i in range(100)}, {"\x1b[31m\n": 1}])
+def test_a_sentence_does_not_quote_all_names_of_columns(tmp_path, row):
+    file = write_jsonl(tmp_path / "x.jsonl", [row])
+    for source in (file, f"{file}::y"):
+        with pytest.raises(DataError) as caught:
+            load_token_samples(source, word_tokenizer(), 1, 8, seed=0)
+        assert len(str(caught.value)) < 4000
+        assert str(caught.value).isprintable()

@@ -558,3 +558,45 @@ def test_tensors_that_do_not_fit_a_gguf_files_own_metadata_are_one_sentence(tmp_
     source = open_source(str(file))
     with pytest.raises(CheckpointError, match="does not fit what its metadata say"):
         source.read("")
+
+
+@pytest.mark.parametrize("offset", [1, 64, 2**64 - 64])
+def test_tensors_of_a_gguf_file_have_bytes_of_their_own(tmp_path, offset):
+    file, *_ = write_gguf(tmp_path)
+    content = bytearray(file.read_bytes())
+    name = pytest.importorskip("gguf").GGUFReader(file).tensors[0].name.encode()
+    at = content.index(gguf_text(name)) + 8 + len(name)
+    dimensions = struct.unpack_from("<I", content, at)[0]
+    struct.pack_into("<Q", content, at + 8 + 8 * dimensions, offset)
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="begins before what lies in front of it ends"):
+        open_source(str(file))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("name", ["layer_norm_rms_epsilon", "rope.freq_base"])
+def test_a_gguf_file_whose_numbers_make_no_model_is_refused(tmp_path, name, value):
+    file, *_ = write_gguf(tmp_path)
+    content = bytearray(file.read_bytes())
+    struct.pack_into("<f", content, content.index(name.encode()) + len(name) + 4, value)
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"eps is|theta is"):
+        open_source(str(file))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("rms_norm_eps", -1.0), ("rms_norm_eps", float("nan")), ("rope_theta", 0.0)]
+)
+def test_a_source_whose_bundle_would_be_refused_is_refused_itself(tmp_path, name, value):
+    save_checkpoint(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {name: value}))
+    with pytest.raises(CheckpointError, match=name):
+        open_source(str(tmp_path))
+
+
+def test_a_configuration_of_terabytes_is_refused_unread(tmp_path):
+    save_checkpoint(tmp_path)
+    os.truncate(tmp_path / "config.json", 10**12)
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read \(1000000000000 bytes"):
+        open_source(str(tmp_path))

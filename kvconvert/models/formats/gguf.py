@@ -27,10 +27,10 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from kvconvert.errors import CheckpointError, MissingError, UnsupportedModelError, first_line, printable
-from kvconvert.io.json_text import parse_json
+from kvconvert.io.json_text import read_json
 from kvconvert.io.records import TensorInfo
 from kvconvert.io.tensorfile import DTYPE_NAMES
-from kvconvert.models.configuration import MOST_SPARE_LAYERS, bounded_modules, make_config, model_class
+from kvconvert.models.configuration import MOST_SPARE_LAYERS, bounded_modules, check_values, make_config, model_class
 from kvconvert.models.formats.format import Encoded
 from kvconvert.models.formats.gguf_header import check_header
 from kvconvert.models.weight_files import check_links
@@ -111,6 +111,7 @@ def open_gguf(file: Path) -> GgufFile:
     try:
         check_header(file)
         reader = gguf.GGUFReader(file)
+        _check_places(reader)
     except (OSError, ValueError, LookupError, ArithmeticError, TypeError) as error:
         raise CheckpointError(f"{file} is no GGUF file, or damaged ({first_line(error)}); fetch it again.") from error
     stored = {tensor.name: tensor for tensor in reader.tensors}
@@ -173,6 +174,15 @@ def open_gguf(file: Path) -> GgufFile:
     return GgufFile(directory, config, dict.fromkeys(stored, file.name), encoded, stored_as, read, temporary)
 
 
+def _check_places(reader: Any) -> None:
+    """Refuse (ValueError) tensors whose bytes begin within the header, or are those of another one."""
+    end = reader.data_offset
+    for tensor in sorted(reader.tensors, key=lambda tensor: (int(tensor.data_offset), int(tensor.n_bytes))):
+        if tensor.data_offset < end:
+            raise ValueError(f"{printable(tensor.name)[:80]} begins before what lies in front of it ends")
+        end = int(tensor.data_offset) + int(tensor.n_bytes)
+
+
 def _field(reader: Any, conversion: Any, name: str, default: str) -> str:
     """The first value of the metadata under a name, as text that fits in a message."""
     try:
@@ -191,10 +201,11 @@ def _refusal(file: str, field: str, expected: object, found: object) -> Checkpoi
 def _config(file: Path, directory: Path, dtype: torch.dtype, tensors: int) -> PretrainedConfig:
     """From the config.json beside the file, else from its metadata."""
     if (directory / "config.json").exists():
-        contents = parse_json((directory / "config.json").read_bytes())
+        contents = read_json(directory / "config.json")
         config = make_config(directory, contents, tensors, _refusal)
     else:
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+        check_values(config.to_dict(), _refusal)
     if not isinstance(getattr(config, "dtype", None), torch.dtype):
         config.dtype = dtype
     return config
