@@ -32,8 +32,8 @@ COMMANDS = (
 PROMPT = "It was a dark night, and the old house stood"
 BEGIN, END = "<!-- quickstart: written by `make quickstart-page` -->", "<!-- end of quickstart -->"
 # Relative difference from the page's figures that --check allows: other processors round differently, and 4-bit
-# codes and greedy answers amplify it. The weights' size does not depend on it; the cache's does by the bits of norms, where
-# two treatments of a layer's keys are measured to be as good.
+# codes and greedy answers amplify it. The weights' size does not depend on it; the cache's does by the bits
+# of norms, where two treatments of a layer's keys are measured to be as good.
 TOLERANCE = {"perplexity": 0.02, "KL": 0.15, "agreement": 0.35, "retrieval": 0.35, "cache": 0.01, "bytes": 0.0}
 
 
