@@ -67,7 +67,7 @@ from kvconvert.data.mixture import load_held_out_mixture, load_mixture
 from kvconvert.data.samples import load_samples
 from kvconvert.data.sources import Sources
 from kvconvert.data.text import TokenData, with_random_tokens
-from kvconvert.errors import UnsupportedModelError, UsageError, check_place_named
+from kvconvert.errors import UnsupportedModelError, UsageError, check_place_named, check_whole
 from kvconvert.io.progress import progress_bar
 from kvconvert.io.records import DataInfo
 from kvconvert.io.tensorfile import Mapped
@@ -125,6 +125,8 @@ def calibrate(
     """
     check_place_named(model, "model", "its directory, or its id on the Hub")
     check_place_named(work, "work", "a directory")
+    for name, number in (("samples", samples), ("seq_len", seq_len), ("seed", seed)):
+        check_whole(number, name)
     target = local_device(choose_device(device))
     with joined_ranks(target) as ranks:
         with ranks.together():
