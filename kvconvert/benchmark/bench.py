@@ -24,7 +24,7 @@ from kvconvert import errors
 from kvconvert.benchmark.contender import Measurement, Name
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.errors import KvconvertError, UsageError
+from kvconvert.errors import KvconvertError, UsageError, check_whole
 from kvconvert.io.progress import progress_bar
 from kvconvert.models.configuration import context_length
 from kvconvert.models.source import DTYPES, choose_device, open_source
@@ -102,6 +102,7 @@ def bench(
     place = choose_device(device)
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"`dtype` is {dtype}; it may be {', '.join(DTYPES)}.")
+    check_whole(new_tokens, "new_tokens")
     if new_tokens < 2:
         raise UsageError(f"`new_tokens` is {new_tokens}; the speed of decoding takes at least 2.")
     for name, given in (("contexts", contexts), ("batches", batches)):
@@ -167,6 +168,8 @@ def _cases(
     if contexts is None:
         contexts = (max(1, min(CONTEXT, positions - new_tokens)),)
     for name, values in (("contexts", contexts), ("batches", batches)):
+        for value in values:
+            check_whole(value, name)
         if not values or min(values) < 1:
             raise UsageError(f"`{name}` is {list(values)}; give positive numbers.")
     if max(contexts) + new_tokens > positions:

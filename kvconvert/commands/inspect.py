@@ -82,7 +82,8 @@ def _is_utf8(encoding: str | None) -> bool:
 
 @click.command()
 @click.argument("bundle")
-def verify(bundle: str) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
+def verify(bundle: str, as_json: bool) -> None:
     """Check every file of BUNDLE: hashes, headers, tensors, scales, and that all of it agrees.
 
     No model is built; loading BUNDLE checks in addition that the model of its config.json has these tensors.
@@ -92,7 +93,11 @@ def verify(bundle: str) -> None:
     directory = locate(bundle)
     from kvconvert.bundle.reader import open_bundle
 
-    for line in open_bundle(directory, verify="full").checks:
+    checks = open_bundle(directory, verify="full").checks
+    if as_json:
+        click.echo(json.dumps({"bundle": bundle, "checks": list(checks)}, indent=2))
+        return
+    for line in checks:
         click.echo(f"ok  {line}")
     click.echo(f"{bundle} is intact.")
 

@@ -67,7 +67,7 @@ from kvconvert.data.mixture import load_held_out_mixture, load_mixture
 from kvconvert.data.samples import load_samples
 from kvconvert.data.sources import Sources
 from kvconvert.data.text import TokenData, with_random_tokens
-from kvconvert.errors import UnsupportedModelError, UsageError, check_place_named
+from kvconvert.errors import UnsupportedModelError, UsageError, check_place_named, check_whole
 from kvconvert.io.progress import progress_bar
 from kvconvert.io.records import DataInfo
 from kvconvert.io.tensorfile import Mapped
@@ -107,7 +107,7 @@ def calibrate(
         data: calibration data: a file, a directory or a Hub data set (see `kvconvert.data`), or a list of them, each
             with its weight as in "chat.jsonl=3". None takes what ships with kvconvert: text, or drawings with captions
             for a vision-language model.
-        samples: number of calibration sequences; None takes 64, or fewer if their tokens are more than 32,768.
+        samples: number of calibration sequences; None takes 16 of 2,048 tokens, or up to 64 of shorter ones.
         seq_len: tokens in each; None takes 2,048, or what an image needs.
         seed: the seed of the choice of samples.
         device: on which layers are computed, "cpu" or "cuda"; None takes a GPU if there is one.
@@ -125,6 +125,8 @@ def calibrate(
     """
     check_place_named(model, "model", "its directory, or its id on the Hub")
     check_place_named(work, "work", "a directory")
+    for name, number in (("samples", samples), ("seq_len", seq_len), ("seed", seed)):
+        check_whole(number, name)
     target = local_device(choose_device(device))
     with joined_ranks(target) as ranks:
         with ranks.together():

@@ -22,7 +22,7 @@ from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.data.sources import EVALUATION
 from kvconvert.data.text import load_token_samples
-from kvconvert.errors import UsageError, listed
+from kvconvert.errors import UsageError, check_whole, listed
 from kvconvert.fidelity.asked import PARTS, parts_asked, source_of
 from kvconvert.fidelity.images import DRAWINGS, image_figures
 from kvconvert.fidelity.probes import PROBES, ProbePrompt, Writer, abilities, measure_probes, probe_tokens, verdict
@@ -121,6 +121,8 @@ def evaluate(
             found or compared.
         BundleError, CheckpointError, DataError, NumericError: as their names say.
     """
+    for name, number in (("tokens", tokens), ("context", context), ("seed", seed), ("drawings", drawings)):
+        check_whole(number, name)
     whole = full or only is not None
     if tokens is None:
         tokens = TOKENS if whole else TOKENS // 2

@@ -436,7 +436,7 @@ class Recipe(RecipeTable):
         return cls.load(str(recipe))
 
     @classmethod
-    def load(cls, name: str, changes: Mapping[str, Any] | None = None) -> Recipe:
+    def load(cls, name: str | Path, changes: Mapping[str, Any] | None = None) -> Recipe:
         """Read a preset by its name, or a recipe file by its path (ends in `.toml` or contains a path separator).
 
         Args:
@@ -446,7 +446,12 @@ class Recipe(RecipeTable):
 
         Raises:
             RecipeError: no such preset or file, not TOML, an unknown table or key, or a value that is not possible.
+            UsageError: an argument of another type.
         """
+        check_place_named(name, "name", "a preset's name, or the path of a recipe file")
+        if not isinstance(changes, Mapping | None) or not all(isinstance(key, str) for key in changes or ()):
+            raise UsageError(f'`changes` is {changes!r:.80}; give values by table and key, as in {{"kv.key_bits": 3}}.')
+        name = str(name)
         if name.endswith(".toml") or "/" in name or "\\" in name:
             path = Path(name)
             try:

@@ -49,22 +49,33 @@ USES = {
 }
 
 
-_COLUMNS = ("recipe", "weights", "cache", "when")
-
-
-def recipe_rows() -> list[dict[str, str]]:
-    """All presets in the order of `list_recipes`, with its columns by name."""
+def recipe_rows() -> list[dict[str, Any]]:
+    """All presets in the order of `list_recipes`: how weights and cache are stored, None for what stays as it is or, in
+    the recipe auto, is asked for.
+    """
     names = preset_names()
     order = [*(name for name in USES if name in names), *(name for name in names if name not in USES)]
-    described = ((name, *_sizes(Recipe.load(name)), USES.get(name, "see docs/methods.md")) for name in order)
-    return [dict(zip(_COLUMNS, row, strict=True)) for row in described]
+    return [_row(Recipe.load(name)) for name in order]
+
+
+def _row(recipe: Recipe) -> dict[str, Any]:
+    weights = recipe.weights
+    fixed = None if recipe.kv is None or recipe.auto is not None else round(bits_per_value(recipe.kv), 2)
+    return {
+        "recipe": recipe.name,
+        "weights_method": weights.method,
+        "weights_bits": weights.bits if weights.quantizes else None,
+        "cache": "kept" if recipe.kv is None else "as asked" if recipe.auto is not None else "quantized",
+        "cache_bits_per_value": fixed,
+        "when": USES.get(recipe.name, "see docs/methods.md"),
+    }
 
 
 def list_recipes() -> str:
     """All presets, one line each: weights, stored bits per value of the cache, and when to take it."""
     papers = [name for name in preset_names() if name in PAPER_PRESETS]
-    rows = [tuple(row.values()) for row in recipe_rows() if row["recipe"] not in papers]
-    lines = [text_table(_COLUMNS, rows), ""]
+    rows = [_columns(row) for row in recipe_rows() if row["recipe"] not in papers]
+    lines = [text_table(("recipe", "weights", "cache", "when"), rows), ""]
     lines.append(
         f"cache: bits per value at {DEFAULT_CONTEXT:,} tokens, everything included ({HEADS} KV heads of {HEAD_DIM}; "
         f"latents of {LATENTS[1]} with RoPE parts of {LATENTS[2]}); 16 without kvconvert."
@@ -76,11 +87,10 @@ def list_recipes() -> str:
     return "\n".join(lines)
 
 
-def _sizes(recipe: Recipe) -> tuple[str, str]:
-    weights = f"{recipe.weights.bits}-bit {recipe.weights.method}" if recipe.weights.quantizes else "kept"
-    if recipe.auto is not None:
-        return weights, "as asked"
-    return weights, "kept" if recipe.kv is None else f"{bits_per_value(recipe.kv):.2f}"
+def _columns(row: dict[str, Any]) -> tuple[str, str, str, str]:
+    bits, cache = row["weights_bits"], row["cache_bits_per_value"]
+    weights = "kept" if bits is None else f"{bits}-bit {row['weights_method']}"
+    return row["recipe"], weights, row["cache"] if cache is None else f"{cache:.2f}", row["when"]
 
 
 def bits_per_value(scheme: KVScheme) -> float:

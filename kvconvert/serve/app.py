@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from kvconvert.errors import KvconvertError
+from kvconvert.errors import KvconvertError, listed
 from kvconvert.models.chat import ChatPrompts
 from kvconvert.models.processors import tokenizer_of
 from kvconvert.models.prompts import MARK, encode_text
@@ -514,4 +514,8 @@ async def _gone(receive: Receive) -> None:
 def _no_such(http: HTTPRequest, error: HTTPException) -> Refusal:
     if error.status_code == 404:
         return Refusal(404, f"There is no {http.url.path} here.", code="unknown_path")
+    if error.status_code == 405:
+        allowed = listed((error.headers or {})["Allow"].split(", "), "or")
+        message = f"{http.url.path} is not answered to {http.method}; send {allowed}."
+        return Refusal(405, message, code="method_not_allowed", headers=error.headers)
     return Refusal(error.status_code, f"{http.method} {http.url.path}: {error.detail}.")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
@@ -20,10 +22,20 @@ class Refusal(Exception):
         message: one sentence; what a client sent is cut in it, and its control characters are escaped.
         param: the field concerned.
         code: by which programs tell refusals apart.
+        headers: of the HTTP response beside those of its status.
     """
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
         super().__init__(message)
+        self.headers = dict(headers or {})
         self.status, self.message, self.code = status, printable(message[:MOST_LETTERS]), code
         self.param = param if param is None else printable(param[:MOST_LETTERS])
 
@@ -34,7 +46,9 @@ class Refusal(Exception):
 
     def response(self) -> JSONResponse:
         """The whole response; `Retry-After` where the same request may succeed later."""
-        headers = {"Retry-After": _LATER[self.status]} if self.status in _LATER else {}
+        headers = dict(self.headers)
+        if self.status in _LATER:
+            headers["Retry-After"] = _LATER[self.status]
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return JSONResponse(self.body(), self.status, headers)

@@ -6,12 +6,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from kvconvert.errors import KvconvertError, UsageError
+from kvconvert.errors import KvconvertError, UsageError, check_whole
 from kvconvert.kernels.device import upload
 from kvconvert.runtime.engine.model_steps import ModelSteps, PromptChunk
 from kvconvert.runtime.engine.prefixes import Prefixes, no_prefixes
@@ -92,16 +92,18 @@ class Engine:
                     f"An Engine decodes one token of a request at a time and takes no `{name}`; leave it out, or call "
                     "`model.generate` with it."
                 )
-        for name, value, least in (("max_batch", max_batch, 1), ("prompt_chunk", prompt_chunk, 1)):
-            if value < least:
-                raise UsageError(f"`{name}` is {value}; it has to be at least {least}.")
+        for name, number, least in (
+            ("max_batch", max_batch, 1),
+            ("prompt_chunk", prompt_chunk, 1),
+            ("max_batch_tokens", max_batch_tokens, 1),
+            ("max_waiting", max_waiting, 0),
+        ):
+            check_whole(number, name, least)
         if prompt_chunk > max_batch_tokens:
             raise UsageError(
                 f"`max_batch_tokens` is {max_batch_tokens}; it has to be at least `prompt_chunk`, which is "
                 f"{prompt_chunk}."
             )
-        if max_waiting is not None and max_waiting < 0:
-            raise UsageError(f"`max_waiting` is {max_waiting}; it has to be at least 0, or None.")
         self._tokenizer, self._prompt_chunk, self._max_batch_tokens = tokenizer, prompt_chunk, max_batch_tokens
         self._steps = ModelSteps(model, max_batch, kv_memory)
         stated = generation_settings(model.generation_config.to_dict(), model.config, tokenizer)
@@ -177,7 +179,7 @@ class Engine:
             sampling = self._recommended if sampling is None else sampling
             if stop_token_ids is None:
                 stop_token_ids = self._stops
-                if not isinstance(stop, str):
+                if isinstance(stop, Collection) and not isinstance(stop, str):
                     stop = [*stop, *self.generation.values.get("stop_strings", ())]
             request = new_request(
                 self._steps,

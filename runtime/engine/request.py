@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from kvconvert.errors import UsageError
+from kvconvert.errors import UsageError, check_whole
 from kvconvert.runtime.engine.model_steps import ModelSteps
 from kvconvert.runtime.engine.processors import Processors, logits_processors
 from kvconvert.runtime.engine.sampling import Sampling, TokenLogprobs
@@ -305,11 +305,19 @@ def new_request(
         )
     if stop and tokenizer is None:
         raise UsageError("`stop` needs text; give the engine a `tokenizer`, or use `stop_token_ids`.")
-    if isinstance(stop, str) or not all(stop):
-        raise UsageError(f"`stop` is {stop!r}; give a list of strings that are not empty.")
+    if not isinstance(sampling, Sampling):
+        raise UsageError(f"`sampling` is of type {type(sampling).__name__}; give a Sampling.")
+    for name, given in (("stop", stop), ("stop_token_ids", stop_token_ids)):
+        if isinstance(given, str) or not isinstance(given, Collection):
+            raise UsageError(f"`{name}` is {given!r:.80}; give a list.")
+    if not all(isinstance(each, str) and each for each in stop):
+        raise UsageError(f"`stop` is {stop!r:.80}; give a list of strings that are not empty.")
+    for id in stop_token_ids:
+        check_whole(id, "stop_token_ids")
     if sampling.seed is None:
         sampling = replace(sampling, seed=random.getrandbits(63))
     request = Request(-1, ids, max_new_tokens, sampling, frozenset(stop_token_ids))
+    check_whole(likeliest, "likeliest")
     if likeliest is not None and not 0 <= likeliest <= min(MOST_LIKELIEST, steps.vocabulary):
         raise UsageError(f"`likeliest` is {likeliest}; it has to be 0 to {min(MOST_LIKELIEST, steps.vocabulary)}.")
     request.likeliest = likeliest

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
@@ -37,6 +38,10 @@ class Sampling:
     settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            if not isinstance(value, Real):
+                raise UsageError(f"{name} = {value!r:.80} cannot be used; give a number.")
         if not (0 <= self.temperature < math.inf):
             raise UsageError(f"temperature = {self.temperature} cannot be used; it is 0 (greedy) or a positive number.")
         if not isinstance(self.top_k, int) or not 0 <= self.top_k < 2**63:

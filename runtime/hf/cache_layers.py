@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from kvconvert.cache.size import ModelCache
-from kvconvert.errors import RecipeError, UnsupportedModelError, UsageError
+from kvconvert.errors import RecipeError, UnsupportedModelError, UsageError, check_whole
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme, check_layers, spread_ratios
 from kvconvert.models.configuration import (
@@ -98,6 +98,7 @@ class CacheLayers:
                 '`kv_memory` is not possible with selection = "reconstruction", for layers keep different numbers of '
                 "tokens; leave it out."
             )
+        check_whole(kv_memory, "kv_memory")
         _check_memory(kv_memory, model_cache(config, self.schemes), self.paged)
         return kv_memory // self.paged
 

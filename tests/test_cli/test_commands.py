@@ -57,6 +57,9 @@ def test_a_fresh_bundle_verifies_and_says_what_was_checked(folder):
     assert result.exit_code == 0, result.output
     for word in ("SHA-256", "scales: 14", "KV plan: 2 layers", "intact"):
         assert word in result.stdout
+    told = json.loads(kvconvert("verify", folder / "bundle", "--json").stdout)
+    assert told["bundle"] == str(folder / "bundle")
+    assert [f"ok  {line}" for line in told["checks"]] == result.stdout.splitlines()[:-1]
 
 
 def test_inspect_shows_coverage_and_labels_its_estimate(folder):
@@ -286,8 +289,13 @@ def test_completion_is_one_command(shell, monkeypatch, capsys):
 def test_what_prints_a_table_prints_json(monkeypatch, tmp_path):
     listed = json.loads(kvconvert("recipes", "--json").stdout)
     shown = kvconvert("recipes").stdout
-    assert {"recipe", "weights", "cache", "when"} == set(listed[0])
-    assert all(row["cache"] in shown for row in listed if row["recipe"] in ("default", "oscar"))
+    by_name = {row["recipe"]: row for row in listed}
+    assert by_name["default"]["weights_bits"] == 4
+    for name in ("default", "oscar"):
+        assert f"{by_name[name]['cache_bits_per_value']:.2f}" in shown
+    for name, cache in (("auto", "as asked"), ("weights-only", "kept")):
+        assert (by_name[name]["cache"], by_name[name]["cache_bits_per_value"]) == (cache, None)
+    assert (by_name["kv-only"]["weights_method"], by_name["kv-only"]["weights_bits"]) == ("none", None)
     assert json.loads(kvconvert("recipes", "default", "--json").stdout)["weights"]["method"] == "auto"
     findings = json.loads(kvconvert("doctor", "--json").stdout)["findings"]
     assert {"python", "torch"} <= {finding["name"] for finding in findings}

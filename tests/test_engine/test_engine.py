@@ -224,6 +224,11 @@ def test_what_can_never_be_served_is_refused_with_one_sentence():
         ({"prompt": [1] * 500, "max_new_tokens": 13}, "needs 5 pages of the cache and there are 4"),
         ({"prompt": [1], "stop": ["x"]}, "`tokenizer`"),
         ({"prompt": [1], "stop": "x"}, "`tokenizer`"),
+        ({"prompt": [1], "stop": None}, "`stop` is None"),
+        ({"prompt": [1], "stop_token_ids": 5}, "`stop_token_ids` is 5"),
+        ({"prompt": [1], "stop_token_ids": ["</s>"]}, "`stop_token_ids` is '</s>'"),
+        ({"prompt": [1], "sampling": {"temperature": 1}}, "`sampling` is of type dict"),
+        ({"prompt": [1], "likeliest": "x"}, "`likeliest` is 'x'"),
     ]
     for arguments, said in cases:
         with pytest.raises(UsageError, match=said) as caught:

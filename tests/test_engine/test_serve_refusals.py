@@ -171,9 +171,12 @@ def test_fields_that_ask_for_nothing_are_taken(here):
     ],
 )
 def test_another_path_method_or_type_is_refused(here, path, method, headers, status):
-    found, _, told = here.ask(path, b'{"prompt": "x"}' if method == "POST" else None, headers, method)
+    found, answered, told = here.ask(path, b'{"prompt": "x"}' if method == "POST" else None, headers, method)
     assert found == status
     assert told["error"]["type"] == "invalid_request_error"
+    if status == 405:
+        assert told["error"]["message"] == "/v1/completions is not answered to GET; send POST."
+        assert answered["Allow"] == "POST"
 
 
 def test_a_key_is_needed_for_everything_that_costs_or_tells_something(capfd):
