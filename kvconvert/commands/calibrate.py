@@ -20,7 +20,8 @@ _calibration = with_options(
         "--data",
         metavar="SOURCE[=WEIGHT]",
         multiple=True,
-        help="Calibration data, may be repeated; by default what ships with kvconvert.",
+        help="Calibration data, may be repeated; by default text that ships, kvconvert:books-calib.txt and "
+        "kvconvert:code-calib.txt, or drawings.",
     ),
     count_option("--samples", help="Sequences; 16 of 2,048 tokens by default, 64 of 512 or fewer or with images."),
     count_option("--seq-len", metavar="L", help="Tokens in each; 2,048 by default, or what an image needs."),

@@ -448,7 +448,7 @@ def test_an_interrupted_command_says_so_and_fails(folder, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_torchrun_is_for_calibrate_alone(tmp_path, monkeypatch, rank):
-    for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": rank}.items():
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank}.items():
         monkeypatch.setenv(name, value)
     (tmp_path / "bundle").mkdir()
     found = CliRunner().invoke(cli, ["export", str(tmp_path / "work"), "-o", str(tmp_path / "bundle"), "--force"])
