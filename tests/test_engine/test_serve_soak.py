@@ -105,14 +105,15 @@ def test_hostile_and_honest_clients_leave_nothing_behind(count):
             return held()
 
         with ThreadPoolExecutor(TOGETHER) as pool:
-            list(pool.map(client, range(200)))
+            warm = max(200, count // 2)  # allocators hold more and more for some thousands of requests
+            list(pool.map(client, range(warm)))
             memory, descriptors = settled()
-            outcomes = Counter(pool.map(client, range(200, count)))
+            outcomes = Counter(pool.map(client, range(warm, count)))
             memory_after, descriptors_after = settled()
         assert outcomes[False] == 0
-        assert outcomes[True] == (count - 200) // 2
+        assert outcomes[True] == (count - warm) // 2
         assert descriptors_after <= descriptors
-        assert memory_after - memory < 24 * 2**20
+        assert memory_after - memory < 12 * 2**20
         statuses = Counter(status for _, status in here.service.metrics.responses.elements())
         assert 500 not in statuses
         assert {200, 400, 403, 413} <= set(statuses)
