@@ -36,7 +36,7 @@ def divided_pages(counts: Iterable[tuple[int, int, int]], step: int) -> list[lis
     """All pages of some rows as (row, page), those that attention on a CPU takes at once side by side.
 
     Args:
-        counts: of each row its number, and how many pages of keys and of values it has.
+        counts: for each row, its number and its numbers of key pages and value pages.
         step: how many of the pages that are quantized on both sides, which come first; the others come one by one.
     """
     both: list[tuple[int, int]] = []

@@ -121,7 +121,7 @@ def quantize_by_reference(
         tokens: views [H, n P, channels] of n >= 1 pages' tokens each, in buffers of any capacity.
         pages: views of the records that these pages take, in the same order; as many pages as there are tokens for.
         tensors: the layer's.
-        positions: of each tensor's first token among its sequence's.
+        positions: the position of each tensor's first token in its sequence.
         hidden: as for `quantize_pages`, for the first page of each tensor.
 
     Raises:

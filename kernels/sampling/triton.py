@@ -82,7 +82,7 @@ def _bounds(sums, bounds, number, row, rows, parts, target, shift, PARTS: tl.con
     Args:
         sums: int64 [passes, rows, parts, 8], of each pass, of each part by bin.
         bounds: int64 [passes, rows, 2], what this returned for each pass before.
-        shift: of the pass before, bits of a key that it did not look at.
+        shift: the number of low bits of a key that the previous pass left out.
     """
     low, above = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
     if number > 0:

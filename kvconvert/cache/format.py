@@ -23,7 +23,7 @@ def layer_format(
     """The format of a scheme for a layer's shape, without the tensors of a KV plan (`with_plan`).
 
     Args:
-        scheme: of the layer.
+        scheme: the KV scheme of the layer.
         heads: KV heads.
         key_dim, value_dim: channels of a head's keys and values; None for as many.
         latent: whether keys are latents (MLA), which other kernels read; they take as many bytes.

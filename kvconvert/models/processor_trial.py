@@ -35,9 +35,8 @@ def why_refused(encoders: list[Callable[[Any], Any]]) -> str | None:
 
     pictures = [Image.new("RGB", size, (200, 60, 20)) for size in PICTURES]
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # that there are threads: the fork starts none, and needs none
+        # There may be threads, of which the fork has none and needs none.
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if not child:
         status = _MUCH

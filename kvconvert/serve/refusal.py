@@ -22,7 +22,7 @@ class Refusal(Exception):
         message: one sentence; what a client sent is cut in it, and its control characters are escaped.
         param: the field concerned.
         code: by which programs tell refusals apart.
-        headers: of the HTTP response beside those of its status.
+        headers: further headers of the HTTP response.
     """
 
     def __init__(
