@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvconvert.kernels import device as devices
 from kvconvert.kernels.convolution.reference import convolve_reference, convolve_step_reference
 
+# Tokens that flash-linear-attention's kernels read together.
+CHUNK = 64
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -24,19 +28,50 @@ class SideBySide:
         lengths: as given.
     """
 
-    def __init__(self, lengths: list[int], device: torch.device):
+    def __init__(self, lengths: Sequence[int], device: torch.device):
         self.lengths, self._device = lengths, device
 
     @cached_property
     def ends(self) -> Tensor:
         """int32 [S + 1]: 0, and where each sequence ends."""
-        return torch.tensor([0, *self.lengths]).cumsum(0).to(self._device, torch.int32)
+        return devices.upload(ends_of(self.lengths), self._device)
 
     @cached_property
     def owners(self) -> Tensor:
         """int32 [N], the number of each token's sequence."""
-        numbers = torch.arange(len(self.lengths), dtype=torch.int32)
-        return numbers.repeat_interleave(torch.tensor(self.lengths)).to(self._device)
+        return devices.upload(owners_of(self.lengths), self._device)
+
+    @cached_property
+    def chunks(self) -> Tensor:
+        """int32 [C, 2], see `chunks_of`."""
+        return devices.upload(chunks_of(self.lengths), self._device)
+
+
+def ends_of(lengths: Sequence[int]) -> np.ndarray:
+    """`SideBySide.ends`, on the host."""
+    return np.cumsum([0, *lengths], dtype=np.int32)
+
+
+def owners_of(lengths: Sequence[int]) -> np.ndarray:
+    """`SideBySide.owners`, on the host."""
+    return np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+
+
+def chunks_of(lengths: Sequence[int], count: int | None = None) -> np.ndarray:
+    """The chunks of CHUNK tokens that each sequence is divided into, as flash-linear-attention's kernels take them.
+
+    Args:
+        lengths: tokens of each sequence.
+        count: of chunks; those beyond a pass's own lie behind the end of the last sequence. None for no others.
+
+    Returns:
+        int32 [C, 2]: each chunk's sequence, and its number in it.
+    """
+    own = -(-np.asarray(lengths, dtype=np.int32) // CHUNK)
+    sequences = np.full(own.sum() if count is None else count, len(lengths) - 1, dtype=np.int32)
+    sequences[: own.sum()] = np.repeat(np.arange(len(lengths), dtype=np.int32), own)
+    first = np.cumsum(own, dtype=np.int32) - own
+    return np.stack([sequences, np.arange(len(sequences), dtype=np.int32) - first[sequences]], 1)
 
 
 def unsupported(x: Tensor, weight: Tensor, states: Tensor) -> str | None:

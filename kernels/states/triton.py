@@ -14,8 +14,10 @@ _LARGEST = tl.constexpr(LARGEST_CODE)
 _EPSILON = tl.constexpr(EPSILON)
 # 1.5 * 2^23: added to a number it leaves its integer in the lowest bits, without instructions that convert types.
 _SHIFT, _SHIFT_BITS = tl.constexpr(12582912.0), tl.constexpr(0x4B400000)
-# Numbers that a program packs or unpacks.
-NUMBERS = 4096
+# Numbers that a program packs or unpacks, and channels of a key that the kernel of the delta rule reads at once.
+NUMBERS, TILE = 4096, 16
+# From which on programs of the delta rule have half as many threads: about four for each of an H200's multiprocessors.
+MANY_PROGRAMS = 512
 
 
 @triton.jit
@@ -102,31 +104,52 @@ def gated_delta_kernel(
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """One head of one sequence. Strides are those of sequences; heads lie side by side."""
+    """One head of one sequence, TILE channels of its key at a time. Strides are those of sequences; heads lie side by
+    side.
+
+    What the state gives for key and query is found first, of the query from the old state, which with what is added to
+    it is that of the new one: so a program never holds more than a tile of numbers, and others run beside it.
+    """
+    HALF: tl.constexpr = VALUE_DIM // 2
     head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
     high, low, scales = _parts(packed, sequence * HEADS + head, KEY_DIM, VALUE_DIM)
-    channel, place = tl.arange(0, KEY_DIM), tl.arange(0, VALUE_DIM // 2)
-    shared = (head // SHARED) * KEY_DIM + channel
-    q = tl.load(query + sequence * query_stride + shared).to(tl.float32)
-    k = tl.load(key + sequence * key_stride + shared).to(tl.float32)
+    channel, place = tl.arange(0, KEY_DIM), tl.arange(0, HALF)
+    query += sequence * query_stride + (head // SHARED) * KEY_DIM
+    key += sequence * key_stride + (head // SHARED) * KEY_DIM
+    q, k = tl.load(query + channel).to(tl.float32), tl.load(key + channel).to(tl.float32)
+    q_factor = 1.0 / (tl.sqrt(tl.sum(q * q) + _EPSILON) * tl.sqrt(KEY_DIM * 1.0))
+    k_factor = 1.0 / tl.sqrt(tl.sum(k * k) + _EPSILON)
+    product = tl.sum(q * k) * q_factor * k_factor
+    decay += sequence * decay_stride + head * (KEY_DIM if BY_CHANNEL else 1)
+    by_key_first = tl.zeros([TILE, HALF], tl.float32)
+    by_key_second, by_query_first, by_query_second = by_key_first, by_key_first, by_key_first
+    for begin in range(0, KEY_DIM, TILE):
+        row = begin + tl.arange(0, TILE)
+        first, second, scale = _load(high, low, scales, row[:, None], VALUE_DIM)
+        kept = tl.exp(tl.load(decay + row * BY_CHANNEL).to(tl.float32))[:, None] * scale
+        by_key = kept * (tl.load(key + row).to(tl.float32) * k_factor)[:, None]
+        by_query = kept * (tl.load(query + row).to(tl.float32) * q_factor)[:, None]
+        by_key_first += first * by_key
+        by_key_second += second * by_key
+        by_query_first += first * by_query
+        by_query_second += second * by_query
     values = value + sequence * value_stride + head * VALUE_DIM + place
-    if BY_CHANNEL:
-        kept = tl.exp(tl.load(decay + sequence * decay_stride + head * KEY_DIM + channel).to(tl.float32))[:, None]
-    else:
-        kept = tl.exp(tl.load(decay + sequence * decay_stride + head).to(tl.float32))
     rate = tl.load(beta + sequence * beta_stride + head).to(tl.float32)
-    q = (q / (tl.sqrt(tl.sum(q * q) + _EPSILON) * tl.sqrt(KEY_DIM * 1.0)))[:, None]
-    k = (k / tl.sqrt(tl.sum(k * k) + _EPSILON))[:, None]
-    first, second, scale = _load(high, low, scales, channel[:, None], VALUE_DIM)
-    scale *= kept
-    first, second = first * scale, second * scale
-    first += k * ((tl.load(values).to(tl.float32) - tl.sum(first * k, 0)) * rate)[None, :]
-    second += k * ((tl.load(values + VALUE_DIM // 2).to(tl.float32) - tl.sum(second * k, 0)) * rate)[None, :]
+    added_first = (tl.load(values).to(tl.float32) - tl.sum(by_key_first, 0)) * rate
+    added_second = (tl.load(values + HALF).to(tl.float32) - tl.sum(by_key_second, 0)) * rate
     found = output + (sequence * HEADS + head) * VALUE_DIM + place
-    tl.store(found, tl.sum(first * q, 0).to(output.dtype.element_ty))
-    tl.store(found + VALUE_DIM // 2, tl.sum(second * q, 0).to(output.dtype.element_ty))
-    _store(first, second, high, low, scales, channel[:, None], VALUE_DIM)
+    tl.store(found, (tl.sum(by_query_first, 0) + product * added_first).to(output.dtype.element_ty))
+    tl.store(found + HALF, (tl.sum(by_query_second, 0) + product * added_second).to(output.dtype.element_ty))
+    for begin in range(0, KEY_DIM, TILE):
+        row = begin + tl.arange(0, TILE)
+        first, second, scale = _load(high, low, scales, row[:, None], VALUE_DIM)
+        kept = tl.exp(tl.load(decay + row * BY_CHANNEL).to(tl.float32))[:, None] * scale
+        own = (tl.load(key + row).to(tl.float32) * k_factor)[:, None]
+        first = first * kept + own * added_first[None, :]
+        second = second * kept + own * added_second[None, :]
+        _store(first, second, high, low, scales, row[:, None], VALUE_DIM)
 
 
 @kernel
@@ -210,21 +233,18 @@ def _side_by_side(x: Tensor) -> Tensor:
     return x if x[0].is_contiguous() else x.contiguous()
 
 
-def warps(key_dim: int, value_dim: int) -> int:
-    """Warps of a program of `gated_delta_kernel`."""
-    return 8 if key_dim * value_dim > 8192 else 4
-
-
 def gated_delta_step(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, packed: Tensor) -> Tensor:
     """`gated_delta_step_reference` over packed states."""
     (count, heads, key_dim), value_dim = packed.shape[:3], channels_of(packed)
     query, key, value, decay, beta = map(_side_by_side, (query, key, value, decay, beta))
     output = torch.empty(count, 1, heads, value_dim, dtype=value.dtype, device=value.device)
+    # Programs of few threads wait less for one another, and where they are few each has more to do at once.
+    many = count * heads >= MANY_PROGRAMS
     gated_delta_kernel[(heads, count)](
         query, key, value, decay, beta, packed, output,
         query.stride(0), key.stride(0), value.stride(0), decay.stride(0), beta.stride(0),
         HEADS=heads, SHARED=heads // query.shape[2], KEY_DIM=key_dim, VALUE_DIM=value_dim, BY_CHANNEL=decay.ndim == 4,
-        num_warps=warps(key_dim, value_dim),
+        TILE=min(key_dim, TILE), num_warps=2 if many else 4,
     )  # fmt: skip
     return output
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,6 +52,10 @@ class TableCapacity:
         stretches = tokens // COPIED_TOKENS + 4 * sequences
         capacity = ROOM_PAGES * PAGE_SIZE + tokens + 2 * PAGE_SIZE * sequences
         return cls(tokens, sequences, ROOM_PAGES, 2 * stretches, tokens // TILE_QUERIES + sequences, capacity)
+
+    def takes(self, stored: Sequence_[int]) -> bool:
+        """Whether there is room for sequences of so many stored tokens, where layers keep all of them."""
+        return len(stored) <= self.sequences and sum(tokens // PAGE_SIZE for tokens in stored) <= self.pages
 
 
 @dataclass(frozen=True)

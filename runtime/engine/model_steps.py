@@ -22,12 +22,15 @@ from kvconvert.kernels.sampling import sample
 from kvconvert.models import CACHE
 from kvconvert.models.configuration import changing_rope, context_length
 from kvconvert.runtime.cache.compress import raise_found
+from kvconvert.runtime.cache.prompt_tables import TableCapacity
 from kvconvert.runtime.hf.cache_layers import rotary_switch
 from kvconvert.runtime.hf.captured import ShortBatch, prepare_steps, tokens_with_pages
-from kvconvert.runtime.hf.captured_passes import SIZES
+from kvconvert.runtime.hf.captured_passes import MOST_TOKENS
+from kvconvert.runtime.hf.layer import StateLayer
 from kvconvert.runtime.hf.lengths import asks_length
+from kvconvert.runtime.hf.prompt_places import PromptPlaces
 from kvconvert.runtime.hf.rehearsal import packed_linears, rehearse, shortened
-from kvconvert.runtime.hf.states import not_split
+from kvconvert.runtime.hf.states import not_split, reads_places
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -190,6 +193,7 @@ class ModelSteps:
             captured.registry.least_entries[width] = min(most // PAGE_SIZE + 4, MOST_TABLE_BYTES // entry_bytes)
         self.prepare_steps(tokens, most)
         chunk, most_tokens = max(1, min(chunk, most // 2)), max(1, min(max(chunk, most_tokens), tokens // 2))
+        self.model.captured.passes.include(self.rows + most_tokens)
         logits = self._read_prompts(chunk, most_tokens)
         self._record_passes(chunk, most_tokens)
         for width in self._widths:
@@ -239,9 +243,30 @@ class ModelSteps:
         ids = [0] * min(chunk, tokens // count)
         chunks = [PromptChunk(row, prompt, ids, 0, last=True) for row, prompt in enumerate(prompts)]
         logits, _ = self.forward(none, none, True, chunks)
+        self._place_states(prompts[0])
         for prompt in prompts:
             self.discard(prompt)
         return logits
+
+    @property
+    def _records(self) -> bool:
+        """Whether passes over prompts can be recorded: states, if there are any, have fixed addresses."""
+        layers = self.cache.state_layers().values()
+        placed = self.model.captured.passes.places is not None
+        return self._keeps_logits and all(placed and isinstance(x, StateLayer) and x.tensors() for x in layers)
+
+    def _place_states(self, prompt: Any) -> None:
+        """Let states have fixed addresses, once a prompt has shown what they are: those of rows, and where passes can
+        be recorded those of the prompts that these read.
+        """
+        own, passes = self.cache.state_layers(), self.model.captured.passes
+        for layer, twin in zip(own.values(), prompt.state_layers().values(), strict=True):
+            if isinstance(layer, StateLayer) and not layer.tensors():
+                zeros = {name: t.new_zeros(self.rows, *t.shape[1:]) for name, t in twin.tensors().items()}
+                layer.hold(zeros)
+        kinds = {type(layer) for layer in own.values()}
+        if passes.places is None and kinds == {StateLayer} and reads_places(self.model, self.device):
+            passes.places = PromptPlaces(prompt, TableCapacity.of(MOST_TOKENS))
 
     def _record_passes(self, chunk: int, most_tokens: int) -> None:
         """Record passes of all sizes over the rows and prompts of at most so many tokens; arguments as for `prepare`.
@@ -249,10 +274,10 @@ class ModelSteps:
         The smallest comes first, to be launched, and to be tested when it is recorded; then the largest, whose memory
         has room for all others.
         """
-        if self.cache.state_layers():
-            return
         passes = self.model.captured.passes
-        counts = [min(size - self.rows, most_tokens) for size in SIZES if passes.padded(size, self.device)]
+        if not self._records:
+            return
+        counts = [min(size - self.rows, most_tokens) for size in passes.sizes if passes.padded(size, self.device)]
         counts = sorted({count for count in counts if count > 0}, reverse=True)
         with passes.preparing():
             for count in (*3 * counts[-1:], *counts[:-1]):
@@ -421,9 +446,9 @@ class ModelSteps:
         self._resize(self.rows)
         tokens, passes = [(chunk.cache, len(chunk.ids)) for chunk in chunks], self.model.captured.passes
         count = self.rows + sum(count for _, count in tokens)
-        # States are read cache by cache, which no recording of a pass does.
-        records = self._keeps_logits and not self.cache.state_layers()
-        padded = passes.padded(count, self.device) if records else None
+        padded = passes.padded(count, self.device) if self._records else None
+        if padded is not None and not TableCapacity.of(padded).takes([chunk.position for chunk in chunks]):
+            padded = None
         # Recorded passes are alike: rows are always computed, and those with a sequence would store a token.
         if padded is not None and not decodes and self._taken:
             padded = None
@@ -439,7 +464,7 @@ class ModelSteps:
             read = torch.cat([torch.stack([ids, positions]), read], 1)
         cache = self.cache.packed(tokens, rows=decodes)
         keep = upload(kept, self.device)
-        with cache.planned(padded):
+        with cache.planned(padded, passes.places):
             if cache.key is not None:
                 logits = passes.logits(cache, read, keep)
             elif self._keeps_logits:

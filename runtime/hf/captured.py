@@ -43,7 +43,7 @@ from kvconvert.runtime.cache.sequence import Sequence, Side
 from kvconvert.runtime.cache.steps import PlannedStep, TableRegistry, can_plan_steps, entries_needed
 from kvconvert.runtime.cache.store import Group
 from kvconvert.runtime.hf.cache import KVCache
-from kvconvert.runtime.hf.captured_passes import CapturedPasses
+from kvconvert.runtime.hf.captured_passes import CapturedPasses, states_of
 from kvconvert.runtime.hf.layer import HeadwiseLayer, HybridLayer, IndexedLayer, PagedLayer, StateLayer
 
 logger = logging.getLogger(__name__)
@@ -261,7 +261,7 @@ class CapturedSteps:
     ) -> ModelOutput:
         """Run a step layer by layer, and record it for the next time."""
         counts = [tables.clamped_rows.clone() for tables in planned.tables]
-        put_back = _states_of(cache)
+        put_back = states_of(cache.state_layers().values())
         if not (self.has_kernels and batch in self._tested and all(tables.asked for tables in planned.tables)):
             # This also compiles kernels, and tells the tables how work is to be divided.
             seen = self._launch(planned, cache, ids, positions).logits
@@ -356,17 +356,6 @@ def _records(cache: KVCache) -> bool:
         return isinstance(layer, known) and not isinstance(layer, other)
 
     return all(map(found, cache.layers))
-
-
-def _states_of(cache: KVCache) -> Callable[[], None]:
-    """What puts the present states of a cache back."""
-    kept = [(layer, layer.copies()) for layer in cache.state_layers().values()]
-
-    def put_back() -> None:
-        for layer, copies in kept:
-            layer.put(copies)
-
-    return put_back
 
 
 def _finite(logits: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ first recording of a kind, whatever its tokens, is used only if its replay gives
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,8 @@ from torch import Tensor
 
 from kvconvert.kernels.launches import skips_launches
 from kvconvert.models import CACHE
+from kvconvert.runtime.hf.layer import StateLayer
+from kvconvert.runtime.hf.prompt_places import PromptPlaces
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +31,7 @@ SIZES = (
     *(64, 128, 192, 256, 320, 384, 512, 768, 1024, 1280, 1536, 1728, 2048),
     *(2304, 2816, 3328, 3840, 4224, 4864, 5184, 5696, 6080, 7040, 7808, 8320),
 )
+MOST_TOKENS = 2 * SIZES[-1]  # of a recorded pass
 TOLERANCE = 0.02
 
 
@@ -65,14 +68,18 @@ class CapturedPasses:
 
     Attributes:
         reason: why passes run without graphs, or None.
-        longest: tokens of the longest pass that is recorded; fewer than the last of `SIZES` once memory has run out.
+        sizes: tokens of recorded passes: `SIZES`, and what `include` has added.
+        longest: tokens of the longest pass that is recorded; fewer than the last of `sizes` once memory has run out.
         replayed: passes replayed so far; recorded: graphs made.
+        places: of the states of a pass's prompts; None without states, and where passes with them are not recorded.
     """
 
     def __init__(self, captured: Any):
         self._captured = captured
         self.reason: str | None = None
+        self.sizes = SIZES
         self.longest = SIZES[-1]
+        self.places: PromptPlaces | None = None
         self.replayed = self.recorded = 0
         self._seen: set[Hashable] = set()
         self._tested: set[Hashable] = set()
@@ -86,7 +93,14 @@ class CapturedPasses:
         """
         if device.type != "cuda" or self.reason is not None or not self._captured.recorded or self._captured.reason:
             return None
-        return next((size for size in SIZES if tokens <= size <= self.longest), None)
+        return next((size for size in self.sizes if tokens <= size <= self.longest), None)
+
+    def include(self, tokens: int) -> None:
+        """Record passes of so many tokens, too, if they are longer than others: the longest ones of an Engine."""
+        if self.sizes[-1] < tokens <= MOST_TOKENS:
+            if self.longest == self.sizes[-1]:
+                self.longest = tokens
+            self.sizes += (tokens,)
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
@@ -108,7 +122,10 @@ class CapturedPasses:
             keep: int64 [rows], the tokens whose logits are wanted.
         """
         rooms, steps = cache.key
-        kind = steps, keep.shape, read.device
+        states = None
+        if cache.placed is not None:
+            states = self._captured.states.lend(cache.segments[0].cache, cache.segments[0].rows)
+        kind = steps, keep.shape, read.device, states
         key = rooms, *kind
         padded = torch.nn.functional.pad(read, (0, rooms.tokens - read.shape[1]))
         if skips_launches():
@@ -133,15 +150,18 @@ class CapturedPasses:
             return self._captured.forward(input_ids=read[:1], position_ids=read[1:], **options).logits[0]
 
     def _record(self, key: Hashable, kind: Hashable, cache: Any, read: Tensor, keep: Tensor) -> Tensor:
-        expected = None
+        expected, put_back = None, states_of(cache.state_layers())
         if kind not in self._tested:
             expected, stored = self._launch(cache, read, keep), cache.are_stored(keep)
             if not stored.any():  # nothing by which a replay could be judged
                 return expected
+        elif self._prepares and cache.placed is not None:
+            # flash-linear-attention tries its kernels where their number of programs is another one.
+            self._launch(cache, read, keep)
         try:
             recording = self._recording(cache, read, keep)
         except torch.OutOfMemoryError:
-            self.longest = max((size for size in SIZES if size < read.shape[1]), default=0)
+            self.longest = max((size for size in self.sizes if size < read.shape[1]), default=0)
             logger.warning(
                 "Passes of %s over more than %d tokens run without CUDA graphs: the GPU's memory is full.",
                 self._captured.name,
@@ -154,6 +174,7 @@ class CapturedPasses:
                 # What a prepared pass computes is of no use.
                 logits = recording.logits if self._prepares else recording.replay(read, keep).clone()
             else:
+                put_back()
                 with cache.counted_once():
                     logits = recording.replay(read, keep).clone()
                 if not _alike(logits[stored], expected[stored]):
@@ -190,6 +211,17 @@ class CapturedPasses:
     def _give_up(self, reason: str) -> None:
         self.reason = reason
         logger.warning("Passes over prompts of %s run without CUDA graphs: %s.", self._captured.name, reason)
+
+
+def states_of(layers: Iterable[StateLayer]) -> Callable[[], None]:
+    """What puts the present states of layers back."""
+    kept = [(layer, layer.copies()) for layer in layers]
+
+    def put_back() -> None:
+        for layer, copies in kept:
+            layer.put(copies)
+
+    return put_back
 
 
 def _alike(logits: Tensor, expected: Tensor) -> bool:

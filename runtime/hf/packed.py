@@ -33,7 +33,8 @@ from kvconvert.runtime.cache.prompt_tables import TableCapacity
 from kvconvert.runtime.cache.steps import PlannedStep, can_plan_steps
 from kvconvert.runtime.cache.store import LayerStore
 from kvconvert.runtime.hf.handles import KeyHandle, LatentHandle, MaskHandle
-from kvconvert.runtime.hf.layer import PagedLayer
+from kvconvert.runtime.hf.layer import PagedLayer, StateLayer
+from kvconvert.runtime.hf.prompt_places import PromptPlaces
 
 
 @dataclass(eq=False)
@@ -246,6 +247,7 @@ class PackedCache(Cache):
         prompts: those that were planned for all layers; None if none was.
         key: what a recording of the pass's kernels depends on; None where it cannot be replayed, which may show only
             when the model has run.
+        placed: the states of prompts in a pass that can be replayed; None in others, and without states.
         placeholders: see `KVCache`.
     """
 
@@ -265,26 +267,32 @@ class PackedCache(Cache):
         self._sequences: dict[tuple[int, ...], SideBySide] = {}
         self._step: PlannedStep | None = None
         self.key: Hashable | None = None
+        self.placed: PromptPlaces | None = None
         kinds = [
             PackedLayer(self, i) if isinstance(x, PagedLayer) else PackedStates() for i, x in enumerate(first.layers)
         ]
         super().__init__(layers=kinds)
 
     @contextmanager
-    def planned(self, tokens: int | None = None) -> Iterator[None]:
+    def planned(self, tokens: int | None = None, places: PromptPlaces | None = None) -> Iterator[None]:
         """Within the context the model's forward pass runs, in that of `launches`, planned for all layers as far as
         possible.
 
         Args:
             tokens: that the pass is padded to if it is recorded, so that its tables have fixed rooms; None for a pass
                 that is not.
+            places: for the states of prompts in a pass that is recorded; None without states.
 
         Raises:
             Exception: what the last cache failed with, if none is left.
         """
         self._plan(tokens)
         try:
+            if self.key is not None and places is not None:
+                self._place(places, TableCapacity.of(tokens))
             yield
+            if self.placed is not None:
+                self.placed.take()
         except BaseException as error:
             if self._step is not None:
                 self._step.abandon()
@@ -304,7 +312,21 @@ class PackedCache(Cache):
 
     def launches(self) -> AbstractContextManager[None]:
         """The context of each run of the model within `planned`."""
+        if self.placed is not None:
+            self.placed.begin_run()
         return nullcontext() if self._step is None else self._step.launches()
+
+    def _place(self, places: PromptPlaces, capacity: TableCapacity) -> None:
+        prompts = [segment for segment in self.segments if segment is not self._rows]
+        rows, lengths = self.segments[0].tokens.stop, [segment.length for segment in prompts]
+        places.put([segment.cache for segment in prompts], lengths, rows, capacity)
+        self.placed = places
+
+    def state_layers(self) -> list[StateLayer]:
+        """Where states lie that a pass which can be replayed changes: those of decoding rows, and of `placed`."""
+        if self.placed is None:
+            return []
+        return [*self._rows.cache.state_layers().values(), *self.placed.layers.values()]
 
     def formats(self) -> list[LayerFormat]:
         """How the caches' pages are read, of all layers."""

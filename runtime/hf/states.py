@@ -40,6 +40,8 @@ ATTENTION = "ALL_ATTENTION_FUNCTIONS"
 # The function that convolves, and the arguments of functions that begin from a state.
 _CONVOLUTION = "causal_conv1d_fn"
 _INITIAL = ("initial_state", "initial_states")
+# What flash-linear-attention's functions take of sequences side by side: where they end, and their chunks.
+_ENDS, _CHUNKS = "cu_seqlens", "chunk_indices"
 # Tokens and the relative difference of a trial. A module that passes over a state is wrong by about 1. No trial is made
 # while kernels are only listed (`kernels/launches`), for nothing is computed then.
 _TRIAL, _TOLERANCE = 3, 0.1
@@ -83,11 +85,16 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     states = next(value for value in every if isinstance(value, Tensor))
     if not isinstance(cache, PackedCache):
         return _read(self, cache, states, args, kwargs)
+    if cache.placed is not None:
+        return _read_placed(self, cache, states, args, kwargs)
     found: list[tuple[slice, Any]] = []
     for part in _parts(self, cache, states):
         try:
             if len(part) > 1 or _is_prompt(self, part[0], states):
-                found.append(_read_side_by_side(self, cache, part, states, args, kwargs))
+                tokens = slice(part[0].tokens.start, part[-1].tokens.stop)
+                layers = [segment.cache.layers[self.layer_idx] for segment in part]
+                sequences = cache.sequences([segment.length for segment in part], states.device)
+                found.append(_read_side_by_side(self, layers, sequences, tokens, states, args, kwargs))
                 continue
         except Exception as error:
             # Nothing was stored, and whichever fails by itself is left out.
@@ -144,19 +151,45 @@ def _is_prompt(module: nn.Module, segment: Segment, states: Tensor) -> bool:
 
 def _read_side_by_side(
     module: nn.Module,
-    cache: PackedCache,
-    part: list[Segment],
+    layers: Sequence[StateLayer],
+    sequences: SideBySide,
+    tokens: slice,
     states: Tensor,
     args: tuple,
     kwargs: dict[str, Any],
 ) -> tuple[slice, Any]:
-    tokens = slice(part[0].tokens.start, part[-1].tokens.stop)
-    layers = [segment.cache.layers[module.layer_idx] for segment in part]
-    sequences = cache.sequences([segment.length for segment in part], states.device)
+    """Tokens of a pass that are those of prompts, and the module's output of them."""
     stand_in = _SideBySide(layers, sequences)
     take = Part(stand_in, tokens, 1, states.shape[1])
     own = tuple(map(take, args)), {name: take(value) for name, value in kwargs.items()}
     return tokens, stand_in.read(module, *own)
+
+
+def _read_placed(module: nn.Module, cache: PackedCache, states: Tensor, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The module's output in a pass that can be recorded: decoding rows, then what `PromptPlaces` has."""
+    rows, placed = cache.segments[0], cache.placed
+    take = Part(rows.cache, rows.tokens, rows.rows, states.shape[1])
+    own = tuple(map(take, args)), {name: take(value) for name, value in kwargs.items()}
+    layers, prompts = [placed.layers[module.layer_idx]], slice(rows.tokens.stop, states.shape[1])
+    found = [
+        (rows.tokens, _read(module, rows.cache, take(states), *own)),
+        _read_side_by_side(module, layers, placed.sequences, prompts, states, args, kwargs),
+    ]
+    return _placed(found, states)
+
+
+def reads_places(model: nn.Module, device: torch.device) -> bool:
+    """Whether all modules with states, which have read prompts side by side before, do so without asking the host how
+    these are divided.
+    """
+    return all(
+        module.__dict__.get("keeps_apart") and _follows_tables(module, device) for module in state_modules(model)
+    )
+
+
+def _follows_tables(module: nn.Module, device: torch.device) -> bool:
+    scans = [_taken(function, device) for function in _scans(inspect.unwrap(type(module).forward)).values()]
+    return all(_ENDS in taken for taken in scans) and (not scans or any(_CHUNKS in taken for taken in scans))
 
 
 class Part:
@@ -208,8 +241,7 @@ class _SideBySide:
     def read(self, module: nn.Module, *given: Any) -> Any:
         """What the module gives for arguments and named arguments, [1, N, C] or a tuple of such."""
         own = inspect.unwrap(type(module).forward)
-        found = {name: own.__globals__[name] for name in own.__code__.co_names if name in own.__globals__}
-        scans = {name: self._scan(f) for name, f in found.items() if inspect.isfunction(f) and _initial(f)}
+        scans = {name: self._scan(function) for name, function in _scans(own).items()}
         output = replaced(own, scans | {_CONVOLUTION: self._convolve})(module, *given[0], **given[1])
         for (kind, number), states in self._after.items():
             for layer in self.layers:
@@ -218,7 +250,8 @@ class _SideBySide:
                     layer.lazy_initialization(**{f"{kind}_states": states[:1]}, state_idx=number, **size)
                 layer.has_previous_state[number] = True
             if kind == "conv":
-                torch._foreach_copy_([layer.conv_states[number] for layer in self.layers], list(states.split(1)))
+                own = [layer.conv_states[number] for layer in self.layers]
+                torch._foreach_copy_(own, list(states.split([len(state) for state in own])))
             else:
                 write_each([layer.recurrent_states for layer in self.layers], number, states)
         return output
@@ -271,8 +304,6 @@ class _SideBySide:
             raise CacheError(f"A convolution followed by {activation} is not computed side by side.")
         kept = x.new_zeros(1, x.shape[1], self._kernel_size[self._number])
         states = self._stacked("conv", self._number, kept)
-        if states is None or len(states) != len(self.layers):
-            states = kept.expand(len(self.layers), -1, -1)
         tokens = x[0].T if x.stride(1) == 1 else x[0].T.contiguous()
         y, after = convolve(tokens, weight, bias, states, self.sequences, activation is not None)
         self._after["conv", self._number] = after
@@ -283,8 +314,10 @@ class _SideBySide:
         whole = (1, sum(lengths))
 
         def scan(*args: Any, **kwargs: Any) -> Any:
-            if _takes_ends(function, args[0].device):
-                return function(*args, **kwargs | {"cu_seqlens": self.sequences.ends})
+            taken = _taken(function, args[0].device)
+            if _ENDS in taken:
+                more = {_CHUNKS: self.sequences.chunks} if _CHUNKS in taken else {}
+                return function(*args, **kwargs | {_ENDS: self.sequences.ends} | more)
 
             def divided(value: Any) -> list[Any]:
                 is_whole = isinstance(value, Tensor) and value.shape[:2] == whole
@@ -292,10 +325,14 @@ class _SideBySide:
 
             states = kwargs.pop(initial)
             own = [None] * len(lengths) if states is None else states.split(1)
-            lines = zip(zip(*map(divided, args), strict=True), *map(divided, kwargs.values()), own, strict=True)
+            lines = zip(
+                lengths, zip(*map(divided, args), strict=True), *map(divided, kwargs.values()), own, strict=True
+            )
             found = [
                 function(*given, **dict(zip(kwargs, named, strict=True)), **{initial: state})
-                for given, *named, state in lines
+                if length
+                else (given[-1], state)
+                for length, given, *named, state in lines
             ]
             outputs, finals = zip(*found, strict=True)
             return torch.cat(outputs, 1), torch.cat(finals)
@@ -309,11 +346,19 @@ def _initial(function: Callable) -> str | None:
     return next((name for name in inspect.signature(function).parameters if name in _INITIAL), None)
 
 
+def _scans(forward: types.FunctionType) -> dict[str, Callable]:
+    """The functions by their names that a module's forward calls and that begin from a state."""
+    names = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
+    return {name: value for name, value in names.items() if inspect.isfunction(value) and _initial(value)}
+
+
 @lru_cache(maxsize=1024)
-def _takes_ends(function: Callable, device: torch.device) -> bool:
-    """Whether what transformers calls is a kernel that keeps sequences apart: flash-linear-attention's."""
+def _taken(function: Callable, device: torch.device) -> frozenset[str]:
+    """What transformers calls takes of sequences side by side, if it is flash-linear-attention's kernels."""
     own = inspect.getclosurevars(function).nonlocals.get("implementation") if function.__closure__ else None
-    return device.type == "cuda" and own is not None and "cu_seqlens" in inspect.signature(own).parameters
+    if device.type != "cuda" or own is None:
+        return frozenset()
+    return frozenset({_ENDS, _CHUNKS} & {*inspect.signature(own).parameters})
 
 
 @torch.no_grad()

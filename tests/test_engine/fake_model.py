@@ -160,7 +160,7 @@ class FakePacked:
 
     key = None
 
-    def planned(self, tokens):
+    def planned(self, tokens, places):
         return nullcontext()
 
     def launches(self):

@@ -41,10 +41,15 @@ class Passes(CapturedPasses):
 
 
 class Pass:
-    """A planned pass, as a `PackedCache` describes it."""
+    """A planned pass without states, as a `PackedCache` describes it."""
+
+    placed = None
 
     def __init__(self, size):
         self.key = TableCapacity.of(size), None
+
+    def state_layers(self):
+        return []
 
     def are_stored(self, tokens):
         return torch.ones(len(tokens), dtype=torch.bool)
@@ -83,6 +88,24 @@ def test_passes_for_which_there_is_no_memory_run_without_graphs_and_shorter_ones
     assert passes.recorded == 2
     assert passes.padded(8300, GPU) is None
     assert passes.padded(3000, GPU) == 3328
+
+
+def test_an_engine_whose_longest_passes_are_longer_than_others_records_these_too():
+    passes = Passes()
+    assert passes.padded(8352, GPU) is None
+    passes.include(8352)
+    passes.include(8000)
+    assert [passes.padded(tokens, GPU) for tokens in (8000, 8320, 8321, 8352, 8353)] == [8320, 8320, 8352, 8352, None]
+    passes.include(1 << 20)
+    assert passes.sizes == (*SIZES, 8352)
+
+
+def test_passes_with_more_sequences_or_pages_than_tables_have_room_for_are_told_beforehand():
+    room = TableCapacity.of(2048)
+    assert room.takes([0] * room.sequences)
+    assert not room.takes([0] * (room.sequences + 1))
+    assert room.takes([128 * room.pages + 127])
+    assert not room.takes([128 * room.pages, 128])
 
 
 def test_replays_that_give_other_logits_are_not_used(caplog):
