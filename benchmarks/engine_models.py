@@ -6,19 +6,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, PreTrainedModel, Qwen3_5TextConfig
+from transformers import LlamaConfig, NemotronHConfig, PreTrainedModel, Qwen3_5TextConfig
 from transformers.initialization import no_init_weights
 from transformers.models.auto import AutoModelForCausalLM
 
 from kvconvert.kernels.linear import QuantizedLinear
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme
+from kvconvert.models.experts import EXPERT_ROLES, is_fused
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache.attend import commit
 from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import PassTokens
 from kvconvert.runtime.hf.fuse import fuse
 from kvconvert.runtime.hf.generation import adopt
+from kvconvert.runtime.hf.packed_experts import PackedExperts
 
 GROUP_SIZE = 128
 # So that weights have the standard deviation of transformers' initialisation, 0.02.
@@ -75,6 +77,34 @@ def hybrid_9b(**changes: Any) -> Qwen3_5TextConfig:
     return Qwen3_5TextConfig(**shape | changes)
 
 
+def nemotron_30b(**changes: Any) -> NemotronHConfig:
+    """The shape of Nemotron 3 Nano: Mamba 2 and mixtures of 128 experts in turns, and six layers of attention."""
+    letters = {"M": "linear_attention", "E": "moe", "*": "full_attention"}
+    shape = {
+        "hidden_size": 2688,
+        "layers_block_type": [letters[x] for x in "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"],
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "mamba_num_heads": 64,
+        "mamba_head_dim": 64,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1856,
+        "moe_shared_expert_intermediate_size": 3712,
+        "routed_scaling_factor": 2.5,
+        "intermediate_size": 1856,
+        "vocab_size": 131072,
+        "max_position_embeddings": 1 << 18,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+    }
+    return NemotronHConfig(**shape | changes)
+
+
+SHAPES = {"llama-8b": llama_8b, "qwen3.5-9b": hybrid_9b, "nemotron-3-nano": nemotron_30b}
+
+
 @torch.no_grad()
 def dense_model(config: LlamaConfig, device: torch.device | str) -> PreTrainedModel:
     """A bf16 model with random weights."""
@@ -94,21 +124,28 @@ def _fill(model: PreTrainedModel, generator: torch.Generator) -> None:
 
 @torch.no_grad()
 def packed_model(
-    config: LlamaConfig | Qwen3_5TextConfig, schemes: Sequence[KVScheme], device: torch.device | str
+    config: LlamaConfig | Qwen3_5TextConfig | NemotronHConfig, schemes: Sequence[KVScheme], device: torch.device | str
 ) -> PreTrainedModel:
-    """A model with random 4-bit weights in all Linears of its layers, and a cache of these schemes by default; as a
-    bundle is once it is loaded on a GPU.
+    """A model with random 4-bit weights in all Linears and experts of its layers, and a cache of these schemes by
+    default; as a bundle is once it is loaded on a GPU.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     generator = torch.Generator(device).manual_seed(0)
-    for name, linear in list(model.model.layers.named_modules(prefix="model.layers")):
-        if isinstance(linear, torch.nn.Linear) and linear.out_features % 128 == 0:
-            model.set_submodule(name, random_linear(linear.in_features, linear.out_features, device, generator))
+
+    def packed(inputs: int, outputs: int, bias: bool = False) -> QuantizedLinear:
+        return random_linear(inputs, outputs, device, generator)
+
+    for name, module in list(model.model.layers.named_modules(prefix="model.layers")):
+        if isinstance(module, torch.nn.Linear) and module.out_features % 64 == 0:
+            model.set_submodule(name, packed(module.in_features, module.out_features))
+        elif is_fused(module):
+            model.set_submodule(name, PackedExperts(module, EXPERT_ROLES[0], packed))
     _materialise(model, device)
     _fill(model, generator)
-    with torch.device(device):
-        model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    if hasattr(model.model, "rotary_emb"):
+        with torch.device(device):
+            model.model.rotary_emb = type(model.model.rotary_emb)(config)
     model.eval()
     fuse(model)
     adopt(model, schemes, {})
@@ -128,7 +165,7 @@ def _materialise(model: PreTrainedModel, device: torch.device | str) -> None:
 
 def random_linear(inputs: int, outputs: int, device: torch.device | str, generator: torch.Generator) -> QuantizedLinear:
     """A Linear with random 4-bit weights."""
-    linear = QuantizedLinear(inputs, outputs, GROUP_SIZE, device=device)
+    linear = QuantizedLinear(inputs, outputs, GROUP_SIZE if inputs % GROUP_SIZE == 0 else 64, device=device)
     linear.qweight.random_(-(1 << 31), (1 << 31) - 1, generator=generator)
     linear.qzeros.fill_(-2004318072)  # eight times the zero point 8
     linear.scales.fill_(SCALE)

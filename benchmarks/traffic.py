@@ -14,7 +14,8 @@ kernel runs. `small`: the same with --small-kv-gib. `poisson`: --rate requests a
 `first_token`: single prompts to `generate`, each of another length up to 128, 1,000 and 8,000 tokens, then all again.
 `steps`: milliseconds until the last row's first token, and per token while all rows answer, of 1 x 1,000, 1 x 130,000,
 and 32 x 8,192 tokens. A tenth of the requests comes before what is measured. Of the slowest passes it is said what else
-happened in them. With `--hybrid` the shape is that of Qwen3.5-9B: three layers of linear attention to one of softmax.
+happened in them. `--shape qwen3.5-9b` has three layers of linear attention to one of softmax, `nemotron-3-nano` Mamba 2
+and mixtures of experts.
 
 With `--beside-vllm` (DIR may be "" if this Python imports vLLM) the cases, all of them by default, go to vLLM in bf16
 and then to the Engine, on the same GPU; --rate is then 70% of the requests per second that vLLM served all at once.
@@ -35,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_models import hybrid_9b, llama_8b, packed_model
+from engine_models import SHAPES, packed_model
 from mixed_load import SAMPLING, mixed_load
 from pass_times import PassTimes
 from runner import machine, need_gpu, option_parser, save
@@ -48,6 +49,8 @@ from kvconvert.runtime import Engine, Sampling
 
 GIB = 1 << 30
 CASES = ("at_once", "poisson", "first_token", "small", "steps")
+VLLM_CLASSES = {"llama-8b": "LlamaForCausalLM", "qwen3.5-9b": "Qwen3_5ForCausalLM"}
+VLLM_CLASSES |= {"nemotron-3-nano": "NemotronHForCausalLM"}
 # Rows and prompt tokens of the case steps, and the tokens that each row answers while all do.
 STEPS, STEP_TOKENS = ((1, 1000), (1, 130_000), (32, 8192)), 64
 PROFILED_STEPS = 60
@@ -188,6 +191,8 @@ def vllm_cases(arguments: Any, config: Any, requests: list[dict[str, Any]], scal
         "max_num_batched_tokens": arguments.max_batch_tokens // scale,
         "enable_prefix_caching": False,
     }
+    if arguments.shape == "qwen3.5-9b":
+        options["gdn_prefill_backend"] = "triton"  # FlashInfer's, the default, has to be installed
     if not arguments.tiny:
         # Only a limit at the start; the cache has kv_cache_memory_bytes.
         options["gpu_memory_utilization"] = 0.6
@@ -257,7 +262,7 @@ def ratios(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
 def main() -> None:
     parser = option_parser(__doc__)
     parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--hybrid", action="store_true", help="Qwen3.5-9B's shape instead of an 8B Llama's")
+    parser.add_argument("--shape", choices=list(SHAPES), default="llama-8b", help="whose sizes the model has")
     parser.add_argument("--tiny", action="store_true", help="a small model on a CPU; requests and lengths by 8")
     parser.add_argument("--seed", type=int, default=0, help="of lengths, tokens and arrivals")
     parser.add_argument("--cases", nargs="+", choices=CASES, help="(default: at_once, and all of them beside vLLM)")
@@ -276,22 +281,26 @@ def main() -> None:
         parser.error("the case poisson needs --rate, or --beside-vllm to choose it")
     if not arguments.tiny:
         need_gpu()
-    device, scale, shape, make = "cuda", 1, {}, hybrid_9b if arguments.hybrid else llama_8b
+    device, scale, shape = "cuda", 1, {}
     if arguments.tiny:
         device, scale = "cpu", 8
         shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512}
         shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-        if arguments.hybrid:
+        if arguments.shape == "qwen3.5-9b":
             shape |= {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4}
             shape |= {"linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
-    config = make(**shape)
+        if arguments.shape == "nemotron-3-nano":
+            shape |= {"layers_block_type": ["linear_attention", "moe", "full_attention"], "n_routed_experts": 8}
+            shape |= {"mamba_num_heads": 8, "mamba_head_dim": 32, "moe_intermediate_size": 64, "n_groups": 2}
+            shape |= {"moe_shared_expert_intermediate_size": 64}
+    config = SHAPES[arguments.shape](**shape)
     requests = requests_of(arguments.seed, scale, config.vocab_size)
     results: dict[str, Any] = {
         "machine": machine() if device == "cuda" else "CPU",
         "options": {name: value for name, value in vars(arguments).items() if name != "json"},
     }
     if beside:
-        config.architectures = ["Qwen3_5ForCausalLM" if arguments.hybrid else "LlamaForCausalLM"]
+        config.architectures = [VLLM_CLASSES[arguments.shape]]
         results["vllm"] = vllm_cases(arguments, config, requests, scale)
         print(json.dumps(results["vllm"], indent=1), flush=True)
         save(arguments.json, results)

@@ -7,7 +7,7 @@ computed each by itself; more are sorted by expert on the device, so that a weig
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,8 @@ from kvconvert.kernels.linear.packed_layout import TILE
 from kvconvert.kernels.linear.shared_input import PackedLinear, SharedStorage
 from kvconvert.kernels.linear.shared_input import unsupported as unshared
 
+Activation = Callable[[Tensor], Tensor]
+
 
 def experts_reference(
     x: Tensor,
@@ -26,7 +28,7 @@ def experts_reference(
     scores: Tensor | None,
     gate_up: Tensor,
     down: Tensor,
-    kind: Gate,
+    kind: Gate | Activation,
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
@@ -37,10 +39,10 @@ def experts_reference(
         x: [tokens, hidden].
         chosen: experts of each token, [tokens, k]; an index outside of 0..experts - 1 stands for none.
         scores: weights of their outputs, [tokens, k]; None for 1.
-        gate_up: [experts, 2 intermediate, hidden], all gates first.
+        gate_up: [experts, 2 intermediate, hidden], all gates first; [experts, intermediate, hidden] without a gate.
         down: [experts, hidden, intermediate].
-        kind: how gate and up are joined.
-        gate_up_bias, down_bias: [experts, 2 intermediate] and [experts, hidden], if any.
+        kind: how gate and up are joined, or without a gate the function of up.
+        gate_up_bias, down_bias: of these outputs, [experts, ...], if any.
     """
     y = torch.zeros(*chosen.shape, down.shape[1], dtype=x.dtype, device=x.device)
     for expert in range(len(down)):
@@ -48,7 +50,8 @@ def experts_reference(
         joined = x[token] @ gate_up[expert].T
         if gate_up_bias is not None:
             joined = joined + gate_up_bias[expert]
-        output = gated_reference(*joined.chunk(2, -1), kind) @ down[expert].T
+        active = gated_reference(*joined.chunk(2, -1), kind) if isinstance(kind, Gate) else kind(joined)
+        output = active @ down[expert].T
         if down_bias is not None:
             output = output + down_bias[expert]
         y[token, position] = output if scores is None else output * scores[token, position, None]
@@ -60,7 +63,7 @@ class ExpertLinears:
     """The Linears of a layer's experts, in two buffers.
 
     Attributes:
-        gate_up: gate and up of the first expert, of the second, and so on.
+        gate_up: gate and up of the first expert, of the second, and so on; up alone where there is no gate.
         down: in the same order.
         experts: how many there are.
     """
@@ -70,14 +73,14 @@ class ExpertLinears:
     experts: int
 
 
-def store_experts(experts: Sequence[tuple[PackedLinear, PackedLinear, PackedLinear]]) -> ExpertLinears | str:
-    """Put the Linears of experts (gate, up and down of each, of equal sizes) into two buffers.
+def store_experts(experts: Sequence[tuple[PackedLinear, ...]]) -> ExpertLinears | str:
+    """Put the Linears of experts (gate, if there is one, up, and down of each, of equal sizes) into two buffers.
 
     Returns:
         the buffers; or why that cannot be.
     """
-    gate_up = [part for expert in experts for part in expert[:2]]
-    down = [expert[2] for expert in experts]
+    gate_up = [part for expert in experts for part in expert[:-1]]
+    down = [expert[-1] for expert in experts]
     for linears in (gate_up, down):
         if reason := unshared(linears):
             return reason
@@ -86,7 +89,7 @@ def store_experts(experts: Sequence[tuple[PackedLinear, PackedLinear, PackedLine
     return ExpertLinears(SharedStorage(gate_up), SharedStorage(down), len(experts))
 
 
-def unsupported(x: Tensor, stored: ExpertLinears | str, kind: Gate | None) -> str | None:
+def unsupported(x: Tensor, stored: ExpertLinears | str, kind: Gate | Activation | None) -> str | None:
     """Why the Triton kernels cannot compute these experts for x [tokens, hidden]; None if they can.
 
     `kind` is None for experts that join gate and up in a way that is not one of `Gate`.
@@ -107,7 +110,7 @@ def unsupported(x: Tensor, stored: ExpertLinears | str, kind: Gate | None) -> st
     return None
 
 
-def routed_experts(x: Tensor, chosen: Tensor, scores: Tensor, stored: ExpertLinears, kind: Gate) -> Tensor:
+def routed_experts(x: Tensor, chosen: Tensor, scores: Tensor, stored: ExpertLinears, kind: Gate | Activation) -> Tensor:
     """The sum over each token's experts of score times output; only for what `unsupported` accepts.
 
     Args:
@@ -116,7 +119,7 @@ def routed_experts(x: Tensor, chosen: Tensor, scores: Tensor, stored: ExpertLine
             none.
         scores: weights of their outputs, [tokens, k], any float dtype.
         stored: the experts.
-        kind: how gate and up are joined.
+        kind: how gate and up are joined, or without a gate the function of up.
 
     Returns:
         [tokens, hidden] in the dtype of `x`.

@@ -7,6 +7,7 @@ each other. Nothing here is read by the host: which programs have work, and whic
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -359,11 +360,11 @@ def routed_experts(
     scores: Tensor | None,
     gate_up: tuple[PackedWeight, Tensor | None],
     down: tuple[PackedWeight, Tensor | None],
-    kind: Gate,
+    kind: Gate | Callable[[Tensor], Tensor],
     per_token: int,
 ) -> Tensor:
     """Gate and up of every pair as one product, joined, down, and the sum of each token's pairs: [tokens, hidden]."""
     joined = expert_products(x, *gate_up, routing, per_token)
-    active = gated(*joined.chunk(2, -1), kind)
+    active = gated(*joined.chunk(2, -1), kind) if isinstance(kind, Gate) else kind(joined)
     outputs = expert_products(active, *down, routing, 1)
     return combine(outputs, routing.chosen, scores, routing.experts, per_token)

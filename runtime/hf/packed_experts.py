@@ -40,12 +40,9 @@ class PackedExperts(SeparateExperts):
         """As in `SeparateExperts`."""
         if not devices.runs_triton(hidden_states.device):
             return super().forward(hidden_states, top_k_index, top_k_weights)
-        if not self.layout.gated:
-            devices.fall_back("Experts with quantized weights", "they have no gate")
-            return super().forward(hidden_states, top_k_index, top_k_weights)
         if "stored" not in self.__dict__:
             linears = [tuple(expert[role] for role in self.roles.linears) for expert in self.experts()]
-            self.gate = find_gate(self._joined, self.gating)
+            self.gate = find_gate(self._joined, self.gating) if self.layout.gated else self.gating.act_fn
             self.stored = store_experts(linears)
         reason = unsupported(hidden_states, self.stored, self.gate)
         if reason is not None:

@@ -29,6 +29,7 @@ from kvconvert.kernels.launches import skips_launches
 from kvconvert.methods import KVScheme
 from kvconvert.runtime.hf.layer import StateLayer, read_each, write_each
 from kvconvert.runtime.hf.packed import PackedCache, Segment
+from kvconvert.runtime.hf.state_scans import mamba2_scan, takes_kernels
 from kvconvert.runtime.hf.state_steps import ACTIVATIONS, RULES, StoredStates, replaced, with_kernels
 
 logger = logging.getLogger(__name__)
@@ -314,6 +315,8 @@ class _SideBySide:
         whole = (1, sum(lengths))
 
         def scan(*args: Any, **kwargs: Any) -> Any:
+            if takes_kernels(function, args[0].device):
+                return mamba2_scan(self.sequences.ends)(*args, **kwargs)
             taken = _taken(function, args[0].device)
             if _ENDS in taken:
                 more = {_CHUNKS: self.sequences.chunks} if _CHUNKS in taken else {}

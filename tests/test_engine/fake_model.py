@@ -179,7 +179,8 @@ class FakeModel:
         )
         self.generation_config = GenerationConfig(eos_token_id=END)
         self.device = torch.device("cpu")
-        self.captured = SimpleNamespace(passes=SimpleNamespace(padded=lambda tokens, device: None))
+        passes = SimpleNamespace(padded=lambda tokens, device: None, places=None)
+        self.captured = SimpleNamespace(passes=passes)
         self.batches = []  # occupied rows of each decoding pass
         self.chunks = []
         self.before_pass = lambda: None

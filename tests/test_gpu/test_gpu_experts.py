@@ -100,6 +100,26 @@ def test_other_sizes(device, group_size, hidden):
     assert relative_error(routed_experts(x, chosen, scores, stored, SILU), exact) < TOLERANCE[torch.float16]
 
 
+def test_experts_without_a_gate(device):
+    made = [
+        (linear(HIDDEN, INTERMEDIATE, 32, False, number, device), linear(INTERMEDIATE, HIDDEN, 32, False, 9, device))
+        for number in range(3)
+    ]
+    up, down = (
+        torch.stack([dequantize_weight(part.awq_weight(), torch.float64) for part in parts])
+        for parts in zip(*made, strict=True)
+    )
+    x = torch.randn(5, HIDDEN, generator=torch.manual_seed(1)).to(device, torch.float16)
+    chosen, scores = routes(5, 3, 2, device)
+
+    def squared(values: Tensor) -> Tensor:
+        return values.relu().square()
+
+    exact = experts_reference(x.double(), chosen, scores.double(), up, down, squared)
+    y = routed_experts(x, chosen, scores, store_experts(made), squared)
+    assert relative_error(y, exact) < TOLERANCE[torch.float16]
+
+
 @pytest.mark.parametrize("is_sorted", [False, True])
 @pytest.mark.parametrize("mean", [1.0, 40.0])
 def test_every_kernel_skips_pairs_without_an_expert(device, monkeypatch, is_sorted, mean):
