@@ -117,6 +117,8 @@ def _placed(found: Sequence[tuple[slice, Any]], states: Tensor) -> Any:
         return first.flatten(0, 1)[None]
     if isinstance(first, tuple):
         return tuple(_placed([(tokens, own[i]) for tokens, own in found], states) for i in range(len(first)))
+    if sum(tokens.stop - tokens.start for tokens, _ in found) == states.shape[1]:
+        return torch.cat([own.flatten(0, 1) for _, own in found])[None]
     output = first.new_zeros(1, states.shape[1], *first.shape[2:])
     for tokens, own in found:
         output[0, tokens] = own.flatten(0, 1)
