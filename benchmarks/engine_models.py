@@ -161,6 +161,9 @@ def _materialise(model: PreTrainedModel, device: torch.device | str) -> None:
             if parameter.is_meta:
                 room = torch.nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
                 setattr(module, name, room)
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:  # such as a router's corrections
+                setattr(module, name, torch.zeros_like(buffer, device=device))
 
 
 def random_linear(inputs: int, outputs: int, device: torch.device | str, generator: torch.Generator) -> QuantizedLinear:

@@ -30,7 +30,7 @@ from kvconvert.kernels.elementwise import (
     unsupported,
 )
 
-ROTARY = "apply_rotary_pos_emb"
+ROTARY, ATTENTION = "apply_rotary_pos_emb", "ALL_ATTENTION_FUNCTIONS"
 # Share of values whose last bit may differ, because a float32 result is computed in another order.
 MOST_UNEQUAL = 0.02
 
@@ -168,7 +168,9 @@ def fuse_rotary(module: nn.Module) -> bool:
     """
     forward = inspect.unwrap(type(module).forward)  # from what renames arguments for a while
     own = getattr(forward, "__globals__", {}).get(ROTARY)
-    if not isinstance(forward, types.FunctionType) or ROTARY not in forward.__code__.co_names or own is None:
+    if not isinstance(forward, types.FunctionType) or own is None:
+        return False
+    if not {ROTARY, ATTENTION} <= {*forward.__code__.co_names}:  # such as an indexer, which reads the cache by itself
         return False
     if "forward" in module.__dict__ or not _rotates_by_halves(own, 16):
         return False

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
+from kvconvert.runtime.hf.fused_modules import ATTENTION
 from kvconvert.runtime.hf.packed import PackedCache
-from kvconvert.runtime.hf.states import ATTENTION, names_in
+from kvconvert.runtime.hf.states import names_in
 
 
 def asks_length(module: nn.Module) -> bool:

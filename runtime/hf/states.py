@@ -27,6 +27,7 @@ from kvconvert.kernels import device as devices
 from kvconvert.kernels.convolution import SideBySide, convolve
 from kvconvert.kernels.launches import skips_launches
 from kvconvert.methods import KVScheme
+from kvconvert.runtime.hf.fused_modules import ATTENTION
 from kvconvert.runtime.hf.layer import StateLayer, read_each, write_each
 from kvconvert.runtime.hf.packed import PackedCache, Segment
 from kvconvert.runtime.hf.state_scans import mamba2_scan, takes_kernels
@@ -34,10 +35,9 @@ from kvconvert.runtime.hf.state_steps import ACTIVATIONS, RULES, StoredStates, r
 
 logger = logging.getLogger(__name__)
 
-# What these modules call of a cache, how they name it, and what attention modules look up.
+# What these modules call of a cache, and how they name it.
 _UPDATES = {"update_conv_state", "update_recurrent_state"}
 _CACHES = ("cache", "cache_params", "past_key_values")
-ATTENTION = "ALL_ATTENTION_FUNCTIONS"
 # The function that convolves, and the arguments of functions that begin from a state.
 _CONVOLUTION = "causal_conv1d_fn"
 _INITIAL = ("initial_state", "initial_states")

@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+from tiny.families import SPARSE
 from tiny.models import ARCHITECTURES
 from torch import Tensor, nn
 from transformers import AutoConfig
@@ -19,6 +20,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Attention
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from kvconvert.kernels.elementwise import Gate, Norm
+from kvconvert.methods import KVScheme
 from kvconvert.runtime.hf import fused_modules
 from kvconvert.runtime.hf.fuse import fuse, fuse_residuals
 from kvconvert.runtime.hf.fused_modules import (
@@ -28,6 +30,7 @@ from kvconvert.runtime.hf.fused_modules import (
     fuse_norm,
     fuse_rotary,
 )
+from kvconvert.runtime.hf.generation import adopt
 
 DTYPE = torch.bfloat16
 
@@ -173,6 +176,15 @@ def test_rotary_positions_of_the_first_channels_are_fused(rotated, monkeypatch):
     monkeypatch.setattr(fused_modules, "rotary", lambda *given: fused.append(given) or rotary(*given))
     torch.testing.assert_close(attention(**arguments)[0], expected)
     assert fused
+
+
+def test_an_indexer_that_rotates_reads_the_cache_whether_a_model_is_fused_before_or_after():
+    model = SPARSE["deepseek_v32"].build()
+    indexers = [module for module in model.modules() if type(module).__name__.endswith("Indexer")]
+    assert indexers
+    assert not any(map(fuse_rotary, indexers))
+    adopt(model, [KVScheme.preset("latent-4bit")] * model.config.num_hidden_layers, {})
+    assert all("forward" in module.__dict__ for module in indexers)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "granite", "olmo2", "glm4"])
