@@ -48,9 +48,11 @@ def looped(model, ids, new):
     """Greedy tokens of a loop around the model, as anyone would write it."""
     cache, tokens = model.new_kv_cache(), []
     logits = model(input_ids=ids, past_key_values=cache).logits
-    for _ in range(new):
+    for place in range(ids.shape[1], ids.shape[1] + new):
         tokens.append(logits[:, -1].argmax(-1))
-        logits = model(input_ids=tokens[-1][:, None], past_key_values=cache).logits
+        # Bamba of transformers 5.24 counts positions from 0 in every pass unless they are given.
+        positions = {"position_ids": torch.tensor([[place]])} if model.config.model_type == "bamba" else {}
+        logits = model(input_ids=tokens[-1][:, None], past_key_values=cache, **positions).logits
     return torch.cat(tokens).tolist()
 
 
