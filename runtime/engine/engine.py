@@ -44,8 +44,8 @@ class Engine:
     Args:
         model: of a bundle with a KV plan, as `load` returns it.
         tokenizer: for text and stop strings; without one, requests are tokens alone.
-        kv_memory: bytes for pages over all layers, taken at once; None grows as needed. Sink tokens, residual windows
-            and the prompt being read come on top.
+        kv_memory: bytes for pages over all layers, taken at once; None grows as needed. Sink tokens, residual windows,
+            recurrent states, and the prompt being read come on top.
         max_batch: rows, the number of requests that are decoded together.
         prompt_chunk: tokens of one prompt that a step reads at most.
         max_batch_tokens: tokens of all prompts that a step reads at most.
