@@ -95,7 +95,9 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
 
 
 def _refuse_others(fields: dict[str, Any], where: str = "", known: Iterable[str] = ()) -> None:
-    """Refuse every field that would have to change the answer and does not; one like a `known` field is named so."""
+    """Refuse every field that would have to change the answer and does not, and drop the others, which may be large and
+    are not for templates either; one like a `known` field is named so.
+    """
     for name, value in fields.items():
         nothing, told = [None, [], {}, *UNSERVED.get(name, ())], f"{where}{name:.100}"
         # Numbers are equal to False and True.
@@ -108,6 +110,7 @@ def _refuse_others(fields: dict[str, Any], where: str = "", known: Iterable[str]
             raise Refusal(400, f"{told} is no field of this request; {advice}", param=told, code="unknown_parameter")
         message = f"{told} is not served by kvconvert; leave it out."
         raise Refusal(400, message, param=told, code="unsupported_parameter")
+    fields.clear()
 
 
 def entries(body: bytes | bytearray) -> int:
