@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import ipaddress
 import logging
+import math
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -18,6 +20,21 @@ from kvconvert.io.ending import end_process
 KEY_VARIABLE = "KVCONVERT_API_KEY"
 _COUNT = click.IntRange(min=1)
 _SIZE = ByteSize(bare=True)
+_MOST_ROWS, _MOST_SECONDS, _MOST_LETTERS = 2**16, 10**9, 256
+
+
+class _Seconds(click.FloatRange):
+    """Seconds for which a timer can wait; click takes what is no number as one of any range."""
+
+    def __init__(self, least: float) -> None:
+        super().__init__(least, _MOST_SECONDS)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number, if it is one."""
+        seconds = super().convert(value, param, ctx)
+        if math.isnan(seconds):
+            self.fail(f"{value} is no number of seconds.", param, ctx)
+        return seconds
 
 
 @click.command()
@@ -30,7 +47,14 @@ _SIZE = ByteSize(bare=True)
 @click.option("--dtype", metavar="T", help="float32, bfloat16 or float16; by default what the bundle loads in.")
 @click.option("--served-model-name", "name", metavar="NAME", help="By default BUNDLE's id or its directory's name.")
 @click.option("--kv-memory", metavar="SIZE", type=_SIZE, help="For pages of the cache, as 8GB; it grows otherwise.")
-@click.option("--max-batch", metavar="N", type=_COUNT, default=32, show_default=True, help="Decoded together.")
+@click.option(
+    "--max-batch",
+    metavar="N",
+    type=click.IntRange(1, _MOST_ROWS),
+    default=32,
+    show_default=True,
+    help="Decoded together.",
+)
 @click.option(
     "--prompt-chunk", metavar="N", type=_COUNT, default=2048, show_default=True, help="Prompt tokens read at once."
 )
@@ -70,7 +94,7 @@ _SIZE = ByteSize(bare=True)
 @click.option(
     "--client-timeout",
     metavar="S",
-    type=click.FloatRange(min=0.1),
+    type=_Seconds(0.1),
     default=60.0,
     show_default=True,
     help="Seconds that a client may take to send a request, or to read a piece of its answer.",
@@ -78,7 +102,7 @@ _SIZE = ByteSize(bare=True)
 @click.option(
     "--grace",
     metavar="S",
-    type=click.FloatRange(min=0),
+    type=_Seconds(0),
     default=30.0,
     show_default=True,
     help="Seconds that running requests have after SIGTERM.",
@@ -160,6 +184,12 @@ def serve(
     from kvconvert.serve.access import Hosts, origin_of
 
     hosts, origins = Hosts.of(host, address[0], allowed_hosts), [origin_of(origin) for origin in cors_origins]
+    name = name or (Path(bundle).resolve().name if os.path.exists(bundle) else bundle)
+    if len(name) > _MOST_LETTERS or not name.isprintable():
+        raise UsageError(
+            f"No client can ask for a model named {name!r:.100}; give it a name of up to {_MOST_LETTERS} letters with "
+            "--served-model-name."
+        )
     if log_requests:
         _log_requests()
     if not keys and not ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:
@@ -179,7 +209,6 @@ def serve(
 
     model, processor = load(bundle, dtype=stated or ("auto" if place.type == "cuda" else None))
     model = model.to(place)  # type: ignore[arg-type]
-    name = name or (Path(bundle).resolve().name if os.path.exists(bundle) else bundle)
     engine = Engine(
         model,
         tokenizer_of(processor),

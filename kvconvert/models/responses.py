@@ -24,6 +24,8 @@ _ARGUMENTS = dict(zip(_KEYS, _VALUES, strict=True))
 PROBE_ID, _SECOND_ID = "probe0001", "probe0002"
 _ASKED = {"role": "user", "content": "probed question"}
 _THINK = ("<think>", "</think>")
+# Of an answer to a probe, which is looked through from each of its brackets on.
+_MOST_ANSWER = 2**13
 _FENCES = ("```json", "```", "<tools>")
 
 
@@ -188,7 +190,9 @@ def _call_format(chat: ChatPrompts, ends: Collection[str]) -> CallFormat | None:
 
 
 def _written(chat: ChatPrompts, ids: Sequence[str], as_text: bool) -> str | None:
-    """An answer of calls as the template writes it, after what it writes before any answer; None if it refuses it."""
+    """An answer of calls as the template writes it, after what it writes before any answer; None if it refuses it, or
+    writes far more than a call.
+    """
     arguments = json.dumps(_ARGUMENTS) if as_text else _ARGUMENTS
     function = {"name": PROBE_NAME, "arguments": arguments}
     calls = [{"id": id, "type": "function", "function": function} for id in ids]
@@ -208,7 +212,8 @@ def _answer(chat: ChatPrompts, message: dict[str, Any], variables: dict[str, Any
     # What begins reasoning for the model may be missing where a template writes an answer that is known.
     if head.rstrip().endswith(_THINK[0]):
         head = head.rstrip().removesuffix(_THINK[0])
-    return whole[len(_common_prefix(head, whole)) :]
+    answer = whole[len(_common_prefix(head, whole)) :]
+    return answer if len(answer) <= _MOST_ANSWER else None
 
 
 def _json_format(one: str, two: str | None, ends: Collection[str], as_text: bool) -> CallFormat | None:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Hashable, Itera
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 from starlette.applications import Starlette
@@ -36,6 +36,7 @@ from kvconvert.runtime import Engine
 from kvconvert.runtime.engine.processors import recommended
 from kvconvert.serve.access import Access, Hosts
 from kvconvert.serve.answers import Answer, Generation
+from kvconvert.serve.forms import Form
 from kvconvert.serve.grammars import Constraint, Grammars
 from kvconvert.serve.images import read_images
 from kvconvert.serve.metrics import CONTENT_TYPE, Metrics
@@ -53,6 +54,22 @@ LARGE_BODIES = 16
 IMAGE_BYTES = 2**30
 # Values that any body may have; more only where prompts of token ids may.
 VALUES = 2**16
+
+
+class Queued(NamedTuple):
+    """What is kept of a request while it waits or is answered; the rest of its body may be megabytes.
+
+    Attributes:
+        form: of its answer.
+        prompts: how many it has.
+        stream: whether it is answered piece by piece.
+        user: who asks, for the log.
+    """
+
+    form: Form
+    prompts: int
+    stream: bool
+    user: str | None
 
 
 class Service:
@@ -303,7 +320,7 @@ class Service:
         generation: Generation,
         take: Callable[[int], None],
         images: Body,
-    ) -> Completion | Chat:
+    ) -> Queued:
         """Check a body, take a place for each of its choices but the first and room for its images, and queue them.
 
         Raises:
@@ -315,15 +332,15 @@ class Service:
         size, job = len(body.content), partial(self._submit, kind, body, generation, take, images)
         try:
             try:
-                asked = await readers.run(body.client, size, partial(_in_a_hurry, partial(job, hurried=True)))
+                queued = await readers.run(body.client, size, partial(_in_a_hurry, partial(job, hurried=True)))
             except (TemplateLimitError, _TakesLong):
-                asked = await self._slow_readers.run(body.client, size, job)
+                queued = await self._slow_readers.run(body.client, size, job)
         except RecursionError as error:  # a tool, a schema, or arguments of a call
             raise Refusal(400, "The body is nested too deeply.", code="invalid_value") from error
         except (Refusal, ValidationError, KvconvertError) as error:
             raise kind.refusal(error) from error
         self.bodies.release(body)
-        return asked
+        return queued
 
     def _submit(
         self,
@@ -333,7 +350,7 @@ class Service:
         take: Callable[[int], None],
         images: Body,
         hurried: bool = False,
-    ) -> Completion | Chat:
+    ) -> Queued:
         asked = body.asked = body.asked or self._checked(kind, body, take)
         if hurried and isinstance(asked, Chat) and asked.images:
             raise _TakesLong
@@ -365,9 +382,7 @@ class Service:
                     extras=extras,
                     prefix_salt=body.client if self._salted else b"",
                 )
-        if isinstance(asked, Chat):
-            asked.messages.clear()  # its images are large, and what is being answered is kept
-        return asked
+        return Queued(asked.form(self.name, self.texts), len(prompts), bool(asked.stream), asked.user)
 
     def _checked(self, kind: type[Completion | Chat], body: Body, take: Callable[[int], None]) -> Completion | Chat:
         """What a body asks for, which has its places then."""
@@ -435,7 +450,10 @@ class Service:
         special = self._tokenizer.all_special_tokens
         needed = any(token in mark for mark in format.marks for token in special)
         parallel = asked.parallel_tool_calls is not False
-        return Reply(format, asked.schemas, prompt, parallel, special if needed else ()), needed
+        tools = asked.schemas
+        if format.calls is None or format.calls.kind != "tagged":  # then their names are enough
+            tools = {name: {} for name in tools}
+        return Reply(format, tools, prompt, parallel, special if needed else ()), needed
 
     def _check_length(self, asked: Completion | Chat, prompt: str | list[int]) -> None:
         """Refuse a prompt that is too long whatever its tokens are (Refusal), before they are made."""
@@ -483,16 +501,13 @@ class _Generate:
             gone = asyncio.create_task(_gone(receive))
             stack.callback(gone.cancel)
             try:
-                asked = await generation.unless_over(service.submit(self._kind, body, generation, take, images), gone)
+                queued = await generation.unless_over(service.submit(self._kind, body, generation, take, images), gone)
             except ClientDisconnect:
                 service.metrics.gone += 1
                 raise
-            prompts = len(asked.prompt) if isinstance(asked, Completion) else 1
-            form = asked.form(service.name, service.texts)
-            answer = Answer(
-                generation, form, prompts, begun, service.limits.client_seconds, service.metrics, asked.user
-            )
-            await answer.write(scope, receive, send, gone, stream=bool(asked.stream))
+            seconds = service.limits.client_seconds
+            answer = Answer(generation, queued.form, queued.prompts, begun, seconds, service.metrics, queued.user)
+            await answer.write(scope, receive, send, gone, stream=queued.stream)
 
 
 class _TakesLong(Exception):

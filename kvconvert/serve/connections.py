@@ -15,8 +15,9 @@ from kvconvert.serve.places import network
 
 # Bytes that are read at once, and so how much of one client's is parsed before another's turn.
 READ_BYTES = 2**14
-# The same at first and where what came before took long: a chunk of one byte takes as long as thousands without chunks.
-_FEW_BYTES, _LONG = 2**11, 0.002
+# The same at first, where nothing took less time, and what is long: a chunk of one byte takes as long as thousands
+# without chunks.
+_FEW_BYTES, _FEWEST_BYTES, _LONG = 2**11, 2**7, 0.0005
 # Headers of a request, each of which takes a while as well.
 MOST_HEADERS = 100
 _HEADERS_END = re.compile(rb"\n\r?\n")
@@ -79,7 +80,8 @@ class Connection(H11Protocol):
         super().data_received(data)
         size: int = transport.max_size  # type: ignore[attr-defined]
         long = time.thread_time() - begun > _LONG
-        transport.max_size = _FEW_BYTES if long else min(2 * size, READ_BYTES)  # type: ignore[attr-defined]
+        size = max(size // 4, _FEWEST_BYTES) if long else min(2 * size, READ_BYTES)
+        transport.max_size = size  # type: ignore[attr-defined]
 
     def handle_events(self) -> None:
         """Go on with what came, unless it begins a request with too many headers."""

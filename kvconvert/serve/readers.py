@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -14,15 +15,15 @@ T = TypeVar("T")
 LARGE = 2**16
 THREADS = 2
 _NAMED = 4096  # clients that are remembered
-# When it is due, its number, bytes, the future of its result, and the function.
-Job = tuple[float, int, int, Future[Any], Callable[[], Any]]
+Job = tuple[Future[Any], Callable[[], Any]]
 
 
 class Readers:
     """Threads that call functions for clients, off the event loop: one for what is small, one for what is large.
 
-    Clients share them fairly: whoever has used them less is next, counted in bytes. What its caller no longer waits for
-    is dropped before it begins. The threads are daemons: what one of them does never delays the end of the process.
+    Clients share them fairly: whoever has used them less is next, in seconds, which a hundred bytes may take as many of
+    as megabytes. What its caller no longer waits for is dropped before it begins. The threads are daemons: what one of
+    them does never delays the end of the process.
 
     Args:
         name: of the threads.
@@ -30,12 +31,12 @@ class Readers:
 
     def __init__(self, name: str) -> None:
         lock = threading.Lock()
-        # By whether jobs are large: heaps of them, and what tells their thread of new ones.
-        self._waiting: tuple[list[Job], list[Job]] = ([], [])
+        # By whether jobs are large: those of each client in order, and what tells their thread of new ones.
+        self._waiting: tuple[dict[Hashable, deque[Job]], dict[Hashable, deque[Job]]] = ({}, {})
         self._changed = (threading.Condition(lock), threading.Condition(lock))
-        self._count, self._closed = 0, False
+        self._closed = False
         self._used: dict[Hashable, float] = {}
-        self._now = 0.0  # bytes after which the newest job was due that has begun
+        self._now = 0.0  # what the client had used whose job began last: those that come later have used no less
         self._threads = [
             threading.Thread(target=self._work, args=[large], name=f"{name}-{large}", daemon=True)
             for large in range(THREADS)
@@ -49,16 +50,14 @@ class Readers:
         return any(thread.is_alive() for thread in self._threads)
 
     async def run(self, client: Hashable, size: int, function: Callable[[], T]) -> T:
-        """What a function returns that reads so many bytes for a client; cancelling this drops it from the queue."""
+        """What a function returns that reads so many bytes for a client; cancelling this drops it."""
         future: Future[T] = Future()
         large = size > LARGE
         with self._changed[large]:
-            due = max(self._now, self._used.get(client, 0.0)) + size
             if len(self._used) >= _NAMED:
                 self._used = {name: used for name, used in self._used.items() if used > self._now}
-            self._used[client] = due
-            self._count += 1
-            heapq.heappush(self._waiting[large], (due, self._count, size, future, function))
+            self._used[client] = max(self._now, self._used.get(client, 0.0))
+            self._waiting[large].setdefault(client, deque()).append((future, function))
             self._changed[large].notify()
         return await asyncio.wrap_future(future)
 
@@ -71,22 +70,29 @@ class Readers:
 
     def _work(self, large: int) -> None:
         while (job := self._next(large)) is not None:
-            future, function = job
+            client, (future, function) = job
+            begun = time.monotonic()
             try:
                 future.set_result(function())
             except BaseException as error:
                 future.set_exception(error)
             finally:
                 del future, function, job
+            with self._changed[large]:
+                self._used[client] = self._used.get(client, self._now) + time.monotonic() - begun
 
-    def _next(self, large: int) -> tuple[Future[Any], Callable[[], Any]] | None:
-        """The job that is due first and still wanted; None when the readers are closed."""
+    def _next(self, large: int) -> tuple[Hashable, Job] | None:
+        """The client that has used least, and its first job that is still wanted; None when the readers are closed."""
+        waiting = self._waiting[large]
         with self._changed[large]:
             while not self._closed:
-                while self._waiting[large]:
-                    due, _, size, future, function = heapq.heappop(self._waiting[large])
-                    if future.set_running_or_notify_cancel():
-                        self._now = max(self._now, due - size)
-                        return future, function
+                while waiting:
+                    client = min(waiting, key=lambda client: self._used.get(client, self._now))
+                    job = waiting[client].popleft()
+                    if not waiting[client]:
+                        del waiting[client]
+                    if job[0].set_running_or_notify_cancel():
+                        self._now = max(self._now, self._used.get(client, 0.0))
+                        return client, job
                 self._changed[large].wait()
             return None

@@ -62,7 +62,7 @@ def refusal_of(error: KvconvertError | ValidationError) -> Refusal:
         return Refusal(400 if isinstance(error, UsageError) else 500, str(error))
     first = error.errors(include_url=False)[0]
     message = first["msg"].removeprefix("Value error, ").rstrip(".")
-    where = ".".join(map(str, first["loc"]))
+    where = ".".join(f"{name!s:.100}" for name in first["loc"])
     code = "invalid_json" if first["type"] == "json_invalid" else "invalid_value"
     param = str(first["loc"][0]) if where else None
     return Refusal(400, f"{where}: {message}." if where else f"{message}.", param=param, code=code)

@@ -8,10 +8,11 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from kvconvert.bundle.generation import LARGEST_PENALTY
 from kvconvert.errors import KvconvertError
@@ -49,8 +50,8 @@ class Limits:
 
 # More than any conversation has; each costs a thousand bytes before it is looked at.
 MOST_MESSAGES = 8192
-MOST_TOOLS = 128
-MOST_BIASES = 1024
+MOST_TOOLS, MOST_TOOLS_BYTES = 128, 2**18  # as JSON, which an answer of /v1/responses repeats
+MOST_BIASES, MOST_VARIABLES = 1024, 256
 # Probabilities in one answer, of all its tokens and of the likeliest ones beside them.
 MOST_LOGPROBS = 2**17
 # Of each number in a body: what 64 bits hold.
@@ -94,9 +95,11 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
 
 
 def _refuse_others(fields: dict[str, Any], where: str = "", known: Iterable[str] = ()) -> None:
-    """Refuse every field that would have to change the answer and does not; one like a `known` field is named so."""
+    """Refuse every field that would have to change the answer and does not, and drop the others, which may be large and
+    are not for templates either; one like a `known` field is named so.
+    """
     for name, value in fields.items():
-        nothing = [None, [], {}, *UNSERVED.get(name, ())]
+        nothing, told = [None, [], {}, *UNSERVED.get(name, ())], f"{where}{name:.100}"
         # Numbers are equal to False and True.
         idle = any(isinstance(value, bool) == isinstance(none, bool) and value == none for none in nothing)
         if idle or name in IGNORED:
@@ -104,10 +107,10 @@ def _refuse_others(fields: dict[str, Any], where: str = "", known: Iterable[str]
         if name not in UNSERVED:
             close = difflib.get_close_matches(name[:60], known, n=1)
             advice = f"did you mean {close[0]}?" if close else "leave it out."
-            message = f"{where}{name} is no field of this request; {advice}"
-            raise Refusal(400, message, param=where + name, code="unknown_parameter")
-        message = f"{where}{name} is not served by kvconvert; leave it out."
-        raise Refusal(400, message, param=where + name, code="unsupported_parameter")
+            raise Refusal(400, f"{told} is no field of this request; {advice}", param=told, code="unknown_parameter")
+        message = f"{told} is not served by kvconvert; leave it out."
+        raise Refusal(400, message, param=told, code="unsupported_parameter")
+    fields.clear()
 
 
 def entries(body: bytes | bytearray) -> int:
@@ -161,6 +164,13 @@ def _finite(digits: str) -> float:
     return number
 
 
+def _few(value: Any, most: int = 16) -> Any:
+    """Refuse an object of more fields, before pydantic makes an error of each of them."""
+    if isinstance(value, dict) and len(value) > most:
+        raise ValueError(f"give at most {most} fields, not {len(value)}")
+    return value
+
+
 def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -188,7 +198,9 @@ def _content(value: Any) -> Any:
 
 
 def _part(part: Any) -> dict[str, str]:
-    kind = part.get("type") if isinstance(part, dict) else part
+    if not isinstance(part, dict):
+        raise ValueError(f"a part is an object with a type, not {part!r:.60}")
+    kind = part.get("type")
     if kind not in ("text", "image_url"):
         raise ValueError(f"a part of the type {kind!r:.60} is not served; give text, or image_url with a data: URL")
     _refuse_others({name: part[name] for name in part if name not in ("type", kind)}, "a part's ")
@@ -317,20 +329,29 @@ def _object(arguments: str) -> Any:
         return arguments
 
 
-class NamedFunction(BaseModel, extra="forbid", strict=True):
+class _Closed(BaseModel, extra="forbid", strict=True):
+    """An object of known fields alone."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_few(cls, value: Any) -> Any:
+        return _few(value)
+
+
+class NamedFunction(_Closed):
     """The name of a function."""
 
     name: str
 
 
-class NamedTool(BaseModel, extra="forbid", strict=True):
+class NamedTool(_Closed):
     """The tool that has to be called."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class Schema(BaseModel, extra="forbid", strict=True):
+class Schema(_Closed):
     """The JSON schema of an answer."""
 
     name: Annotated[str, Field(max_length=256)] | None = None
@@ -339,11 +360,15 @@ class Schema(BaseModel, extra="forbid", strict=True):
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
-class AnswerFormat(BaseModel, extra="forbid", strict=True):
+class AnswerFormat(_Closed):
     """What an answer has to be: text, any JSON object, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: Schema | None = None
+
+
+_Bias = Annotated[float, Field(ge=-100, le=100)]
+_Biases = Annotated[dict[str, _Bias], BeforeValidator(partial(_few, most=MOST_BIASES))]
 
 
 class _Asked(BaseModel, extra="allow", strict=True):
@@ -359,9 +384,7 @@ class _Asked(BaseModel, extra="allow", strict=True):
     stop: Annotated[list[str], Field(fail_fast=True), BeforeValidator(_listed)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=1 / LARGEST_PENALTY, le=100)] | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_BIASES)] | None = (
-        None
-    )
+    logit_bias: _Biases | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -493,6 +516,9 @@ class Completion(_Asked):
         return min(16, limits.new_tokens)
 
 
+_Variables = Annotated[dict[str, str | int | float | bool], BeforeValidator(partial(_few, most=MOST_VARIABLES))]
+
+
 class Chat(_Asked):
     """POST /v1/chat/completions: a conversation in which the model speaks next."""
 
@@ -505,7 +531,7 @@ class Chat(_Asked):
     response_format: AnswerFormat | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELIEST)] | None = None
-    chat_template_kwargs: dict[str, str | int | float | bool] | None = None
+    chat_template_kwargs: _Variables | None = None
 
     @property
     def likeliest(self) -> int | None:
@@ -566,6 +592,9 @@ class Chat(_Asked):
         for place, tool in enumerate(self.tools or []):
             _refuse_others(tool.model_extra or {}, f"tools.{place}.")
             _refuse_others(tool.function.model_extra or {}, f"tools.{place}.function.")
+        if (size := len(json.dumps([tool.model_dump() for tool in self.tools or []]))) > MOST_TOOLS_BYTES:
+            message = f"All tools may have {MOST_TOOLS_BYTES} bytes at most as JSON, and have {size}."
+            raise Refusal(400, message, param="tools", code="invalid_value")
         names = [tool.function.name for tool in self.tools or []]
         wanted = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
         said = None

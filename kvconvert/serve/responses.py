@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 import uuid
@@ -169,7 +170,16 @@ class ResponsesForm(Form):
     def __init__(self, asked: ResponsesChat, model: str, texts: TokenTexts) -> None:
         super().__init__(True, model, texts)
         self.id = f"resp_{uuid.uuid4().hex}"
-        self._asked, self._began = asked, int(time.time())
+        self._began = int(time.time())
+        choice = asked.tool_choice or "auto"
+        self._told = {
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "temperature": asked.temperature,
+            "top_p": asked.top_p,
+            "tool_choice": choice if isinstance(choice, str) else {"type": "function", "name": choice.function.name},
+        }
+        tools = [{"type": "function", **tool.function.model_dump()} for tool in asked.tools or []]
+        self._tools = json.dumps(tools)  # which takes a twentieth of the memory
         self._output: list[dict[str, Any]] = []
         self._open: str | None = None  # the kind of the last item, while it goes on
         self._sequence = 0
@@ -271,8 +281,6 @@ class ResponsesForm(Form):
         ]
 
     def _response(self, status: str, usage: dict[str, Any] | None = None) -> dict[str, Any]:
-        asked = self._asked
-        tools = [{"type": "function", **tool.function.model_dump()} for tool in asked.tools or []]
         told = None
         if usage is not None:
             told = {
@@ -282,7 +290,6 @@ class ResponsesForm(Form):
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage["total_tokens"],
             }
-        choice = asked.tool_choice or "auto"
         return {
             "id": self.id,
             "object": "response",
@@ -294,10 +301,7 @@ class ResponsesForm(Form):
             "instructions": None,
             "metadata": {},
             "output": list(self._output),
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
-            "temperature": asked.temperature,
-            "top_p": asked.top_p,
-            "tool_choice": choice if isinstance(choice, str) else {"type": "function", "name": choice.function.name},
-            "tools": tools,
+            **self._told,
+            "tools": json.loads(self._tools),
             "usage": told,
         }

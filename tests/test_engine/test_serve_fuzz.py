@@ -81,6 +81,7 @@ GOOD = {
     "text": [{"format": {"type": "text"}}],
 }
 PART = st.dictionaries(st.sampled_from(["type", "text", "cache_control", "x"]), st.just("text") | VALUES)
+PART |= st.sampled_from(["text", "image_url"])
 ROLE = st.sampled_from(["user", "assistant", "system", "developer", "tool"]) | VALUES
 ARGUMENTS = ("{}", "", "[", "3", "[" * 900 + "]" * 900, '{"a":' * 700 + "1" + "}" * 700)
 CALLS = [[{"id": "1", "type": "function", "function": {"name": "f", "arguments": text}}] for text in ARGUMENTS]

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import http.client
 import json
 import re
@@ -12,6 +13,7 @@ import types
 
 import pytest
 from fake_model import FakeModel
+from pydantic import ValidationError
 from serving import Letters, request, serving, wait_for
 from starlette.requests import ClientDisconnect
 
@@ -24,8 +26,18 @@ from kvconvert.serve.forms import Form, Step
 from kvconvert.serve.places import Bodies, Places, network
 from kvconvert.serve.readers import LARGE, Readers
 from kvconvert.serve.refusal import Refusal
-from kvconvert.serve.requests import Limits, entries, fields_of
+from kvconvert.serve.requests import Chat, Completion, Limits, Tool, entries, fields_of
 from kvconvert.serve.responses import ResponsesChat
+
+
+class Chatty(Letters):
+    """Letters with a chat template that calls tools."""
+
+    chat_template = (
+        "{% for turn in messages %}{{ turn.content }}{% for call in turn.tool_calls %}<c>"
+        """{{ '{"name": "' + call.function.name + '", "arguments": ' }}{{ call.function.arguments | tojson }}}</c>"""
+        "{% endfor %}{% endfor %}"
+    )
 
 
 def test_readers_take_the_client_that_used_them_least_and_one_large_job_at_a_time():
@@ -57,6 +69,28 @@ def test_readers_take_the_client_that_used_them_least_and_one_large_job_at_a_tim
     assert order[1:6] == [f"small {n}" for n in range(5)]
     assert order[6] == "large of another"
     assert order[7:] == [f"large {n}" for n in (1, 2, 3)]
+
+
+def test_readers_count_the_time_that_jobs_take_not_their_bytes():
+    readers, begun, free, order = Readers("test"), threading.Event(), threading.Event(), []
+
+    def slow(number):
+        begun.set()
+        assert free.wait(30)
+        order.append(f"slow {number}")
+        time.sleep(0.0 if number else 1.0)
+
+    async def run():
+        jobs = [asyncio.ensure_future(readers.run("a", 10, lambda n=n: slow(n))) for n in range(3)]
+        assert await asyncio.to_thread(begun.wait, 30)
+        jobs += [asyncio.ensure_future(readers.run("b", 60_000, lambda n=n: order.append(n))) for n in range(3)]
+        await asyncio.sleep(0)
+        free.set()
+        await asyncio.gather(*jobs)
+
+    asyncio.run(run())
+    readers.close()
+    assert order == ["slow 0", 0, 1, 2, "slow 1", "slow 2"]
 
 
 def test_an_error_in_a_reader_is_its_callers():
@@ -167,6 +201,49 @@ def test_what_a_text_holds_counts_as_one_value(text):
     body = json.dumps(fields).encode()
     assert entries(body) <= 8
     assert fields_of(body, 100) == fields
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        lambda wide: {"logit_bias": wide},
+        lambda wide: {"chat_template_kwargs": wide},
+        lambda wide: {"tool_choice": wide},
+        lambda wide: {"tool_choice": {"type": "function", "function": wide}},
+        lambda wide: {"response_format": wide},
+        lambda wide: {"response_format": {"type": "json_schema", "json_schema": wide}},
+    ],
+)
+def test_an_object_of_many_fields_makes_few_errors(fields):
+    body = {"messages": [{"role": "user", "content": "x"}]} | fields({f"field {n}": [] for n in range(3000)})
+    with pytest.raises(ValidationError) as told:
+        Chat.of(body)
+    assert told.value.error_count() < 20
+
+
+def test_what_is_answered_keeps_nothing_else_of_its_body():
+    gate, model = threading.Event(), FakeModel()
+    model.before_pass = lambda: gate.wait(60)
+    turns = [{"role": "user", "content": "x"}]
+    tools = [{"type": "function", "function": {"name": "f", "description": "x"}}]
+    with serving(model, Chatty()) as here, contextlib.ExitStack() as stack:
+        stack.callback(gate.set)
+        for path, body in (
+            ("/v1/completions", {"prompt": "x"}),
+            ("/v1/chat/completions", {"messages": turns, "tools": tools, "tool_choice": "none"}),
+            ("/v1/responses", {"input": "x"}),
+        ):
+            connection = http.client.HTTPConnection("127.0.0.1", here.port, timeout=60)
+            stack.callback(connection.close)
+            content = json.dumps(body | {"metadata": {"a": "x"}})
+            connection.request("POST", path, content, {"Content-Type": "application/json"})
+        wait_for(lambda: here.engine.stats().running + here.engine.stats().waiting == 3)
+
+        def kept():
+            gc.collect()
+            return [found for found in gc.get_objects() if type(found) in (Completion, Chat, ResponsesChat, Tool)]
+
+        wait_for(lambda: not kept())
 
 
 def test_places_of_many_tokens_in_the_text():
@@ -357,7 +434,11 @@ def test_a_client_whose_bytes_take_long_to_parse_has_few_read_at_a_time(monkeypa
         served = here.server.server_state.connections
         with socket.create_connection(("127.0.0.1", here.port)) as client:
             client.sendall(request(b"", length=10**6))
-            for long, size in ((1000, connections.READ_BYTES), (-1, 2048), (1000, connections.READ_BYTES)):
+            for long, size in (
+                (1000, connections.READ_BYTES),
+                (-1, connections._FEWEST_BYTES),
+                (1000, connections.READ_BYTES),
+            ):
                 monkeypatch.setattr(connections, "_LONG", long)
                 client.sendall(b" " * 40_000)
                 wait_for(lambda size=size: {connection.transport.max_size for connection in served} == {size})

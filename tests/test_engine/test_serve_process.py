@@ -152,6 +152,26 @@ def test_what_cannot_be_served_is_refused_before_the_bundle_is_loaded(
     assert re.match(f"Error: {said}", result.stderr)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--grace", "inf", "inf is not in the range"),
+        ("--grace", "1e10", "is not in the range"),
+        ("--grace", "nan", "nan is no number of seconds"),
+        ("--client-timeout", "inf", "inf is not in the range"),
+        ("--client-timeout", "nan", "nan is no number of seconds"),
+        ("--max-batch", "1000000000000", "1000000000000 is not in the range"),
+        ("--served-model-name", "x\udcff", r"No client can ask for a model named 'x\udcff'"),
+        ("--served-model-name", "x\x1b[31m", "No client can ask for a model named"),
+        ("--served-model-name", "x" * 257, "No client can ask for a model named"),
+    ],
+)
+def test_what_no_timer_no_memory_and_no_client_can_take_is_refused(bundle, option, value, said):
+    result = CliRunner().invoke(cli, ["serve", str(bundle), "--port", "0", option, value])
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
 def test_the_mark_of_an_encoding_is_no_part_of_a_key(tmp_path, monkeypatch):
     monkeypatch.delenv("KVCONVERT_API_KEY", False)
     (tmp_path / "keys").write_text("one\r\ntwo\n", encoding="utf-8-sig")

@@ -13,7 +13,7 @@ from serving import Letters, request, serving, wait_for
 
 from kvconvert.errors import UsageError
 from kvconvert.serve.listen import bind
-from kvconvert.serve.requests import Limits
+from kvconvert.serve.requests import Chat, Limits
 
 LIMITS = Limits(
     body_bytes=3000,
@@ -86,7 +86,12 @@ COMPLETIONS = [
         *(400, "unsupported_parameter", r"stream_options\.include_obfuscation is not served"),
     ),
     ({"prompt": "x", "best_of": 3}, 400, "unsupported_parameter", "best_of is not served"),
-    ({"prompt": "x", "\n" * 1200: 1}, 400, "unknown_parameter", r"^(\\n){1000}$"),
+    (
+        {"prompt": "x", "\n" * 1200: 1},
+        400,
+        "unknown_parameter",
+        r"^(\\n){100} is no field of this request; leave it out",
+    ),
     (b'{"prompt": "x", "\\ud800": 1}', 400, "invalid_json", "not UTF-8 text"),
     ({"prompt": "x", "model": "m" * 257}, 400, "invalid_value", "model: .*256"),
     ({"prompt": "x", "echo": True}, 400, "unsupported_parameter", "echo is not served"),
@@ -158,6 +163,17 @@ def test_fields_that_ask_for_nothing_are_taken(here):
         connection, response = fresh.open(body={"prompt": "x", "stream": True, "stream_options": options})
         with contextlib.closing(connection):
             assert response.read().endswith(b"[DONE]\n\n")
+
+
+def test_fields_that_change_nothing_are_dropped():
+    idle = {"cache_control": {"type": "ephemeral"}}
+    call = {"function": {"name": "f", "arguments": "{}"} | idle} | idle
+    tool = {"type": "function", "function": {"name": "f"} | idle} | idle
+    turn = {"role": "assistant", "tool_calls": [call]} | idle
+    chat = Chat.of({"messages": [turn], "tools": [tool], "metadata": {"a": "b"}} | idle)
+    chat.check(Limits(), 1)
+    assert "cache_control" not in repr(chat)
+    assert "metadata" not in repr(chat)
 
 
 @pytest.mark.parametrize(

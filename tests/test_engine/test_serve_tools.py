@@ -246,6 +246,7 @@ REFUSED = [
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
     ({"tools": TOOLS * 2}, "two functions have one name"),
     ({"tools": [{"type": "function", "function": {"name": f"f{n}"}} for n in range(129)]}, "at most 128"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "description": "x" * 2**18}}]}, "262144 bytes at most"),
     ({"tool_choice": "required"}, "there are no tools"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "there is no tool 'x'"),
     ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "leave one of them out"),
@@ -267,7 +268,10 @@ REFUSED = [
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         "no object with a url",
     ),
+    ({"messages": [{"role": "user", "content": ["text"]}]}, "a part is an object with a type, not 'text'"),
+    ({"messages": [{"role": "user", "content": ["image_url"]}]}, "a part is an object with a type, not 'image_url'"),
     ({"presence_penalty": 0.5}, "presence_penalty is not served"),
+    ({"chat_template_kwargs": {"x" * 3000: None}}, "Input should be a valid string."),
 ]
 
 

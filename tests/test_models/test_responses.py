@@ -125,6 +125,11 @@ def test_a_template_without_calls_writes_none(tokenizer):
     assert format == ResponseFormat()
 
 
+def test_an_answer_of_many_brackets_is_no_call_and_is_not_looked_through(tokenizer):
+    written = "{{ '[0,' * 900 + '0,' * 10000 if messages | length > 1 }}" + TEMPLATES["between_marks"]
+    assert response_format(chat_of(tokenizer, written), ["<|im_end|>"]) == ResponseFormat()
+
+
 def test_reasoning_is_what_stands_between_the_marks_of_the_template(tokenizer):
     tagged = response_format(chat_of(tokenizer, TEMPLATES["named_in_a_fence"]), ["<|im_end|>"])
     assert tagged.reasoning == ("<think>", "</think>")
