@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import yaml
@@ -465,24 +465,28 @@ def card_facts(directory: Path) -> dict[str, Any]:
 
 
 DTYPES = ("float32", "bfloat16", "float16")
+Device = Annotated[str | torch.device, "'cpu' or 'cuda'"]
+Dtype = Annotated[str, DTYPES]
 
 
-def choose_device(name: str | None) -> torch.device:
-    """The device that `device` names; None takes a GPU if there is one (UsageError)."""
+def choose_device(name: Device | None, argument: str = "device") -> torch.device:
+    """The device that `argument` names; None takes a GPU if there is one (UsageError)."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise UsageError(f"There is no device {name}; `device` may be cpu or cuda.") from error
-    if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"`device` is {name}; it may be cpu or cuda.")
+        raise UsageError(f"There is no device {name}; `{argument}` may be cpu or cuda.") from error
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
+        raise UsageError(f"`{argument}` is {name}; it may be cpu or cuda.")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"torch finds no GPU for the device {name}; `device` has to be cpu.")
+        raise UsageError(f"torch finds no GPU for the device {name}; `{argument}` has to be cpu.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"`{argument}` is {name}, and torch finds {torch.cuda.device_count()} GPUs, from cuda:0 on.")
     return device
 
 
-def compute_dtype(name: str | None, device: torch.device, stored: torch.dtype | None) -> torch.dtype:
+def compute_dtype(name: Dtype | None, device: torch.device, stored: torch.dtype | None) -> torch.dtype:
     """The dtype that `dtype` names; None takes the model's own on a GPU and float32 on a CPU.
 
     Few processors have products of 16-bit numbers, and the others take several times as long for them.
