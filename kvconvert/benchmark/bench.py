@@ -28,7 +28,8 @@ from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.io.progress import progress_bar
 from kvconvert.models.configuration import context_length
-from kvconvert.models.source import Device, Dtype, choose_device, open_source
+from kvconvert.models.devices import Device, Dtype, choose_device
+from kvconvert.models.source import open_source
 from kvconvert.tables import text_table
 from kvconvert.version import __version__
 

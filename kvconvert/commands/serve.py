@@ -166,8 +166,8 @@ def serve(
         click.echo(f"There is no API key: whoever reaches {address[0]} is served.", err=True)
     click.echo(f"Loading {bundle} ...", err=True)
     quiet()
+    from kvconvert.models.devices import choose_device, compute_dtype
     from kvconvert.models.processors import tokenizer_of
-    from kvconvert.models.source import choose_device, compute_dtype
     from kvconvert.runtime import Engine, load
     from kvconvert.serve.app import Service
     from kvconvert.serve.page import BundleFacts

@@ -49,7 +49,8 @@ from kvconvert.io.tensorfile import tensor_info, write_tensors
 from kvconvert.io.tensorheader import nbytes
 from kvconvert.methods.awq import StoredMethod
 from kvconvert.models.configuration import context_length, sliding_windows
-from kvconvert.models.source import Device, SourceModel, choose_device, open_source
+from kvconvert.models.devices import Device, choose_device
+from kvconvert.models.source import SourceModel, open_source
 from kvconvert.models.weight_files import check_links
 from kvconvert.recipes.recipe import Limits, Recipe
 from kvconvert.version import __version__

@@ -74,8 +74,9 @@ from kvconvert.io.records import DataInfo
 from kvconvert.io.tensorfile import Mapped
 from kvconvert.methods.awq import auto_group_sizes
 from kvconvert.models.configuration import supports_images
+from kvconvert.models.devices import Device, choose_device
 from kvconvert.models.processors import load_tokenizer
-from kvconvert.models.source import Device, SourceModel, choose_device, float_dtype, open_source
+from kvconvert.models.source import SourceModel, float_dtype, open_source
 from kvconvert.recipes.recipe import Budget, Recipe, RecipeNamed, WeightsRecipe
 from kvconvert.version import __version__
 

@@ -65,8 +65,9 @@ from kvconvert.fidelity.scoring import (
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods.auto import stated_context
 from kvconvert.models.configuration import context_length, read_config, supports_images
+from kvconvert.models.devices import Device, Dtype, choose_device, compute_dtype
 from kvconvert.models.processors import tokenizer_of
-from kvconvert.models.source import Device, Dtype, SourceModel, choose_device, compute_dtype, open_source
+from kvconvert.models.source import SourceModel, open_source
 from kvconvert.runtime import load
 from kvconvert.version import __version__
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
@@ -40,7 +40,6 @@ from kvconvert.models.weight_files import Rearrangement, TensorNames, read_weigh
 
 if TYPE_CHECKING:  # transformers' modeling code takes seconds to import, and `export` runs without it
     from transformers import PreTrainedModel
-from kvconvert.errors import UsageError
 
 _HEADS = ("lm_head.weight", "embed_out.weight", "output.weight", "head.weight")
 FLOAT_DTYPES = ("F16", "BF16", "F32", "F64")
@@ -462,45 +461,3 @@ def card_facts(directory: Path) -> dict[str, Any]:
         "licence_link": shortened(named["link"]) if "link" in named else None,
         "language": [c for c in codes if isinstance(c, str) and c not in _NULLS and len(c) < 40][:MAX_TEXT],
     }
-
-
-DTYPES = ("float32", "bfloat16", "float16")
-Device = Annotated[str | torch.device, "'cpu' or 'cuda'"]
-Dtype = Annotated[str, DTYPES]
-
-
-def choose_device(name: Device | None, argument: str = "device") -> torch.device:
-    """The device that `argument` names; None takes a GPU if there is one (UsageError)."""
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(f"There is no device {name}; `{argument}` may be cpu or cuda.") from error
-    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
-        raise UsageError(f"`{argument}` is {name}; it may be cpu or cuda.")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"torch finds no GPU for the device {name}; `{argument}` has to be cpu.")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(f"`{argument}` is {name}, and torch finds {torch.cuda.device_count()} GPUs, from cuda:0 on.")
-    return device
-
-
-def compute_dtype(name: Dtype | None, device: torch.device, stored: torch.dtype | None) -> torch.dtype:
-    """The dtype that `dtype` names; None takes the model's own on a GPU and float32 on a CPU.
-
-    Few processors have products of 16-bit numbers, and the others take several times as long for them.
-
-    Args:
-        name: the name of a dtype, or None.
-        device: where the model computes.
-        stored: the dtype in the model's config.
-
-    Raises:
-        UsageError: another dtype.
-    """
-    if name is not None and name not in DTYPES:
-        raise UsageError(f"`dtype` is {name}; it may be {', '.join(DTYPES)}.")
-    if name is not None:
-        return getattr(torch, name)
-    return torch.float32 if device.type == "cpu" or stored is None else stored

@@ -21,7 +21,7 @@ from kvconvert.bundle.writer import replacing, write_json
 from kvconvert.convert.export import COPIED_FILES, LICENSE_FILES, copy_files, export
 from kvconvert.errors import MissingError
 from kvconvert.io.hub import is_hub_id
-from kvconvert.models.source import Device, choose_device
+from kvconvert.models.devices import Device, choose_device
 from kvconvert.onnx.architecture import DecoderShape
 from kvconvert.onnx.static_cache import StaticCache, has_plan, static_cache
 from kvconvert.version import __version__

@@ -37,9 +37,10 @@ from kvconvert.methods.awq import WeightsRecipe
 from kvconvert.methods.key_treatments import treatments
 from kvconvert.methods.minikv import FORMULAS, spread_ratios
 from kvconvert.models.configuration import context_length, model_cache
+from kvconvert.models.devices import Device, choose_device
 from kvconvert.models.experts import expert_modules
 from kvconvert.models.processors import load_tokenizer
-from kvconvert.models.source import Device, SourceModel, choose_device, open_source
+from kvconvert.models.source import SourceModel, open_source
 from kvconvert.models.structure import LayerStructure
 from kvconvert.planning.probe import LayerProbe, run_probe
 from kvconvert.recipes.recipe import Recipe, RecipeNamed

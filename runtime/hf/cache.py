@@ -22,7 +22,7 @@ from kvconvert.models.configuration import (
     has_pages,
     keeps_index,
 )
-from kvconvert.models.source import Device, choose_device
+from kvconvert.models.devices import Device, choose_device
 from kvconvert.runtime.cache import session
 from kvconvert.runtime.cache.compress import compress, read_flags, seal
 from kvconvert.runtime.cache.forward_pass import ModalityMask

@@ -16,8 +16,8 @@ from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import BundleError, UsageError
 from kvconvert.models.configuration import model_class, read_config, supports_images
+from kvconvert.models.devices import choose_device
 from kvconvert.models.processors import has_processor, load_processor, load_tokenizer, tokenizer_of
-from kvconvert.models.source import choose_device
 from kvconvert.runtime.hf.bundle_quantizer import WHOLE, BundleConfig, Verify, check_fits
 from kvconvert.runtime.hf.generation_config import read_generation_config
 

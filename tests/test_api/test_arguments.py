@@ -11,7 +11,7 @@ from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import CacheError, RecipeError, UsageError
 from kvconvert.fidelity.retrieval import DrillCounts
 from kvconvert.hub import pull, push
-from kvconvert.models.source import choose_device
+from kvconvert.models.devices import choose_device
 from kvconvert.onnx.export import export_onnx
 from kvconvert.planning.plan import plan
 from kvconvert.report import write_report
