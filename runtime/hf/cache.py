@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Iterator, Mapping
 from collections.abc import Sequence as Sequence_
 from contextlib import contextmanager
@@ -76,7 +77,7 @@ class KVCache(Cache):
         model_seal: of the manifest of the bundle whose model made this cache, "" for other models.
 
     Raises:
-        UsageError: an argument of another type, a tensor of `plan` that no layer has, or `kv_memory` has no room for a
+        UsageError: an argument of another type, a tensor that no KV plan has, or `kv_memory` has no room for a
             page in every layer.
         RecipeError: a scheme says that weights are folded and the model's are not, or the number of schemes is wrong.
         UnsupportedModelError: the layers' keys and values cannot be kept here (latent attention with a scheme that is
@@ -101,7 +102,7 @@ class KVCache(Cache):
         self.like, self.schemes, self.reconstructs = like, like.schemes, like.reconstructs
         page_bytes = None if kv_memory is None else like.page_bytes(config, kv_memory)
         self._made_with = {"config": config, "scheme": scheme, "plan": plan, "kv_memory": kv_memory, "like": like}
-        plans = _layer_plans(plan or {}, len(like.types))
+        plans = _layer_plans(plan or {})
         layers = []
         groups: dict[Hashable, Group] = {}
         for index, (layer_type, kwargs) in enumerate(zip(like.types, like.arguments, strict=True)):
@@ -501,15 +502,15 @@ class KVCache(Cache):
         )
 
 
-def _layer_plans(plan: Mapping[str, torch.Tensor], layers: int) -> dict[str, dict[str, torch.Tensor]]:
-    """A KV plan by layer, `layers.{i}`, and then by what follows in the tensors' names (UsageError: none of these)."""
-    plans: dict[str, dict[str, torch.Tensor]] = {f"layers.{index}": {} for index in range(layers)}
+def _layer_plans(plan: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """A KV plan by layer, `layers.{i}`, and then by what follows in the tensors' names (UsageError: another name)."""
+    plans: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in plan.items():
         layer, _, what = name.rpartition(".")
-        if layer not in plans or what not in (*PLAN_TENSORS, *FORMER_PLAN_TENSORS):
+        if not re.fullmatch(r"layers\.\d+", layer) or what not in (*PLAN_TENSORS, *FORMER_PLAN_TENSORS):
             raise UsageError(
-                f"`plan` has a tensor {name!r:.80}, which no layer has; name tensors as a bundle's KV plan "
-                "does, layers.0.key_mean and so on."
+                f"`plan` has a tensor {name!r:.80}, which no KV plan has; give those of one, layers.0.key_mean and "
+                "so on."
             )
-        plans[layer][what] = tensor
+        plans.setdefault(layer, {})[what] = tensor
     return plans
