@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from torch import Tensor
-from transformers import LogitsProcessor, PreTrainedTokenizerBase
+from transformers import LogitsProcessor
 
 from kvconvert.arguments import Count, Natural, checked
 from kvconvert.errors import KvconvertError, UsageError
@@ -24,7 +24,7 @@ from kvconvert.runtime.engine.scheduler import RowState, Scheduler
 from kvconvert.runtime.hf.generation_config import generation_settings
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 # Fields of generation_config.json that `generate` knows and requests of a batch do not.
@@ -76,7 +76,7 @@ class Engine:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
-        kv_memory: Count | None = None,
+        kv_memory: int | None = None,
         max_batch: Count = 32,
         prompt_chunk: Count = 2048,
         max_batch_tokens: Count = 8192,
@@ -95,6 +95,10 @@ class Engine:
                     f"An Engine decodes one token of a request at a time and takes no `{name}`; leave it out, or call "
                     "`model.generate` with it."
                 )
+        if tokenizer is not None and not hasattr(tokenizer, "decode"):
+            raise UsageError(
+                f"`tokenizer` is of type {type(tokenizer).__name__}; give the one that `load` returns, or leave it out."
+            )
         if prompt_chunk > max_batch_tokens:
             raise UsageError(
                 f"`max_batch_tokens` is {max_batch_tokens}; it has to be at least `prompt_chunk`, which is "

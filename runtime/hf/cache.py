@@ -94,7 +94,7 @@ class KVCache(Cache):
         ],
         *,
         plan: Mapping[str, torch.Tensor] | None = None,
-        kv_memory: Count | None = None,
+        kv_memory: int | None = None,
         beside: KVCache | None = None,
         like: CacheLayers | None = None,
     ):

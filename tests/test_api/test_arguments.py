@@ -27,7 +27,7 @@ FUNCTIONS = (
     *(KVCache.set_modality_mask, KVScheme.from_dict, KVScheme.preset),
     *(Recipe.from_dict, Recipe.load, Recipe.of, Recipe.with_budget),
 )
-# Refused whatever they are, with the reason; and the model of an Engine, which asks it what it can do.
+# Refused whatever they are, with the reason; and model and tokenizer of an Engine, which asks them what they can do.
 ANYTHING = ("self", "tp_plan", "prompt_lookup_num_tokens", "assistant_model")
 FITTING = dict.fromkeys(("bundle", "model", "work", "path", "source", "output", "name", "recipe", "file"), "kivi")
 FITTING |= {"self": None, "repository": "user/name", "config": CONFIG, "scheme": "kivi", "prompt": [1], "tokens": None}
@@ -37,7 +37,7 @@ CALLS = {
     for function in FUNCTIONS
     for name, parameter in inspect.signature(function).parameters.items()
     if parameter.kind is not parameter.VAR_KEYWORD and name not in ANYTHING
-    if (function, name) != (Engine.__init__, "model")
+    if (function, name) not in ((Engine.__init__, "model"), (Engine.__init__, "tokenizer"))
 }
 
 
@@ -91,6 +91,7 @@ VALUES = {
     "Sampling(top_k=-1)": (lambda: Sampling(top_k=-1), "`top_k` is -1; give a whole number of at least 0"),
     "Sampling(settings=3)": (lambda: Sampling(settings=3), "`settings` is 3; give a dict"),
     "DrillCounts(probes=0)": (lambda: DrillCounts(probes=0), "`probes` is 0; give a whole number of at least 1"),
+    "Engine(MODEL, 'x')": (lambda: Engine(MODEL, "x"), "`tokenizer` is of type str; give the one that `load` returns"),
     "Engine('bundle')": (lambda: Engine("bundle"), "`model` is of type str; give the model that `load` returns"),
 }
 
