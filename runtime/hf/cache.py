@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DummyLayer, LinearAttentionLayer
 
 from kvconvert.arguments import Count, File, Natural, checked
@@ -371,7 +371,7 @@ class KVCache(Cache):
 
     @classmethod
     @checked
-    def load(cls, file: File, like: PreTrainedModel | KVCache, *, device: Device | None = None) -> KVCache:
+    def load(cls, file: File, like: torch.nn.Module | KVCache, *, device: Device | None = None) -> KVCache:
         """A cache that goes on from a file that `save` wrote, with the same numbers.
 
         Args:

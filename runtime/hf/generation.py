@@ -313,7 +313,7 @@ def _caches(model: PreTrainedModel) -> bool:
 
 
 @checked
-def watch_inputs(model: PreTrainedModel) -> RemovableHandle:
+def watch_inputs(model: torch.nn.Module) -> RemovableHandle:
     """Tell a `KVCache` that is passed to this model which tokens of each forward pass are visual, or audio.
 
     For a cache made by hand; models loaded from a bundle are watched already. Pass the module whose `forward` takes

@@ -17,7 +17,7 @@ MOST_TOKENS = 16 * PART  # of a forward pass
 
 @checked
 @torch.no_grad()
-def seal_prompt(model: PreTrainedModel, cache: KVCache, input_ids: torch.Tensor) -> None:
+def seal_prompt(model: torch.nn.Module, cache: KVCache, input_ids: torch.Tensor) -> None:
     """State that a prompt is complete, as `KVCache.seal()`; it is read again first where the cache's scheme selects by
     reconstruction.
 
