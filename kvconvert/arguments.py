@@ -11,6 +11,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Collection, Container, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
@@ -38,8 +39,15 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
     What is imported for type checkers alone is left to the function itself.
     """
     signature, known = inspect.signature(function), inspect.unwrap(function).__globals__
-    named = {name: p.annotation for name, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD}
-    rules = functools.cache(lambda: _rules(named, known))  # later, for classes name themselves
+
+    @functools.cache
+    def rules() -> dict[str, Rule]:  # at the first call, for classes name themselves
+        found = {}
+        for name, parameter in signature.parameters.items():
+            if isinstance(parameter.annotation, str) and parameter.kind is not parameter.VAR_KEYWORD:
+                with suppress(NameError):  # imported for type checkers
+                    found[name] = _rule(eval(parameter.annotation, known))
+        return found
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -47,38 +55,19 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:  # Python's own message names the function
             return function(*args, **kwargs)
-        _check(given, rules())
+        for name, (fits, wanted) in rules().items():
+            if name in given and not fits(value := given[name]):
+                too_large = isinstance(value, int) and abs(value) >= _MOST
+                raise UsageError(f"`{name}` is {_said(value)}; give {'a smaller number' if too_large else wanted}.")
         return function(*args, **kwargs)
 
     return call
 
 
-def check_fields(record: Any) -> None:
-    """Refuse (UsageError) a dataclass's fields that do not fit their annotations."""
-    _check(vars(record), _rules_of_fields(type(record)))
-
-
-@functools.cache
-def _rules_of_fields(record: type) -> dict[str, Rule]:
-    return _rules(inspect.get_annotations(record), vars(inspect.getmodule(record)))
-
-
-def _rules(annotations: Mapping[str, Any], known: dict[str, Any]) -> dict[str, Rule]:
-    rules = {}
-    for name, annotation in annotations.items():
-        if isinstance(annotation, str):  # `self` has none
-            try:
-                rules[name] = _rule(eval(annotation, known))
-            except NameError:  # imported for type checkers
-                continue
-    return rules
-
-
-def _check(given: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
-    for name, (fits, wanted) in rules.items():
-        if name in given and not fits(value := given[name]):
-            too_large = isinstance(value, int) and abs(value) >= _MOST
-            raise UsageError(f"`{name}` is {_said(value)}; give {'a smaller number' if too_large else wanted}.")
+def checked_fields(record: type[T]) -> type[T]:
+    """A dataclass whose fields are checked like arguments."""
+    setattr(record, "__init__", checked(record.__init__))  # noqa: B010, mypy knows no other way
+    return record
 
 
 def _said(value: Any) -> str:

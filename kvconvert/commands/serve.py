@@ -33,18 +33,8 @@ _SIZE = ByteSize(bare=True)
 )
 @click.option("--device", callback=check_device, metavar="D", help="cpu or cuda; a GPU by default if there is one.")
 @click.option("--dtype", metavar="T", help="float32, bfloat16 or float16; by default what the bundle loads in.")
-@click.option(
-    "--served-model-name",
-    "name",
-    metavar="NAME",
-    help="Name of the model; by default BUNDLE's id or its directory's name.",
-)
-@click.option(
-    "--kv-memory",
-    metavar="SIZE",
-    type=_SIZE,
-    help="Memory for pages of the cache, such as 8GB; by default the cache grows.",
-)
+@click.option("--served-model-name", "name", metavar="NAME", help="Name of the model; by default BUNDLE's own.")
+@click.option("--kv-memory", metavar="SIZE", type=_SIZE, help="Memory for the cache's pages, as 8GB; else it grows.")
 @click.option("--max-batch", metavar="N", type=_COUNT, default=32, show_default=True, help="Requests decoded together.")
 @click.option(
     "--prompt-chunk",
@@ -67,11 +57,7 @@ _SIZE = ByteSize(bare=True)
     default=None,
     help="Share what is stored of prompts that begin alike, by whole chunks. [default: where it is possible]",
 )
-@click.option(
-    "--keep-weights",
-    is_flag=True,
-    help="Keep weights in 16 bits, too, on a GPU: faster prompts, 2 bytes more per weight.",
-)
+@click.option("--keep-weights", is_flag=True, help="Keep weights in 16 bits, too, on a GPU: faster prompts.")
 @click.option(
     "--max-waiting",
     metavar="N",
@@ -94,12 +80,7 @@ _SIZE = ByteSize(bare=True)
     show_default=True,
     help="Tokens generated per choice at most, and for a chat that states no number.",
 )
-@click.option(
-    "--max-prompt-tokens",
-    metavar="N",
-    type=_COUNT,
-    help="Tokens of a prompt at most; by default what the model and --kv-memory hold.",
-)
+@click.option("--max-prompt-tokens", metavar="N", type=_COUNT, help="The longest prompt; by default what fits.")
 @click.option(
     "--max-body",
     metavar="SIZE",

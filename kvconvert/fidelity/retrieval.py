@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from kvconvert.arguments import Count, check_fields
+from kvconvert.arguments import Count, checked_fields
 from kvconvert.errors import UsageError
 from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.fidelity.scoring import Decoder, batches, generate_greedily
@@ -48,6 +48,7 @@ BATCH = 16
 Answer = Callable[[Sequence["Drill"], int], list[str]]
 
 
+@checked_fields
 @dataclass(frozen=True)
 class DrillCounts:
     """How much is drilled; reports are comparable only at equal counts.
@@ -65,9 +66,6 @@ class DrillCounts:
     probes: Count = 12
     free_prompts: Count = 16
     free_tokens: Count = PAGE_SIZE
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @classmethod
     def for_tokens(cls, tokens: int) -> DrillCounts:

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvconvert.arguments import Natural, check_fields
+from kvconvert.arguments import Natural, checked_fields
 from kvconvert.bundle.generation import PROCESSED
 from kvconvert.errors import UsageError, did_you_mean
 
 
+@checked_fields
 @dataclass(frozen=True)
 class Sampling:
     """How a request's tokens are chosen.
@@ -37,7 +38,6 @@ class Sampling:
     settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.temperature < 0:
             raise UsageError(f"`temperature` is {self.temperature}; give 0 (greedy) or a positive number.")
         if not 0 < self.top_p <= 1:
