@@ -57,7 +57,9 @@ _SIZE = ByteSize(bare=True)
     default=None,
     help="Share what is stored of prompts that begin alike, by whole chunks. [default: where it is possible]",
 )
-@click.option("--keep-weights", is_flag=True, help="Keep weights in 16 bits, too, on a GPU: faster prompts.")
+@click.option(
+    "--keep-weights", is_flag=True, help="Keep weights in 16 bits, too, on a GPU: faster prompts, 2 bytes each."
+)
 @click.option(
     "--max-waiting",
     metavar="N",
