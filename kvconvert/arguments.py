@@ -57,8 +57,9 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
         for name, (fits, wanted) in rules().items():
             if name in given and not fits(value := given[name]):
-                too_large = isinstance(value, int) and abs(value) >= _MOST
-                raise UsageError(f"`{name}` is {_said(value)}; give {'a smaller number' if too_large else wanted}.")
+                if isinstance(value, int) and abs(value) >= _MOST:
+                    raise UsageError(f"`{name}` is a number of more than 64 bits; give a smaller one.")
+                raise UsageError(f"`{name}` is {_said(value)}; give {wanted}.")
         return function(*args, **kwargs)
 
     return call
@@ -76,20 +77,20 @@ def _said(value: Any) -> str:
     return said if 0 < len(said) <= 80 and said.isprintable() else f"of type {type(value).__name__}"
 
 
+def _is_whole(value: Any) -> bool:
+    return type(value) is int and -_MOST <= value < _MOST
+
+
 # True is no number; nor are NaN, infinity, and what has more than 64 bits.
 _TYPES: dict[Any, Rule] = {
     Any: (lambda value: True, "anything"),
     bool: (lambda value: isinstance(value, bool), "True or False"),
-    int: (lambda value: _is_number(value, int) and -_MOST <= value < _MOST, "a whole number"),
-    float: (lambda value: _is_number(value, int | float) and math.isfinite(value), "a number"),
+    int: (_is_whole, "a whole number"),
+    float: (lambda value: _is_whole(value) or (isinstance(value, float) and math.isfinite(value)), "a number"),
     str: (lambda value: isinstance(value, str), "text"),
     Path: (lambda value: isinstance(value, os.PathLike), "a path"),
     Callable: (callable, "a function"),
 }
-
-
-def _is_number(value: Any, kind: type | UnionType) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 @functools.cache
@@ -115,7 +116,8 @@ def _rule(annotation: Any) -> Rule:
         return (
             lambda value: isinstance(value, kind) and not isinstance(value, str | bytes) and all(map(entries, value))
         ), f"a list, each entry {entry}"
-    return lambda value: isinstance(value, kind), f"a {kind.__name__}"
+    article = "an" if kind.__name__[0] in "AEIOU" else "a"
+    return lambda value: isinstance(value, kind), f"{article} {kind.__name__}"
 
 
 def _noted(rule: Rule, notes: tuple[str | Container[Any], ...]) -> Rule:

@@ -68,9 +68,9 @@ def load(
     named = getattr(torch, dtype, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
     if named not in (None, "auto") and not getattr(named, "is_floating_point", False):
         raise UsageError(f"`dtype` is {dtype}; it may be auto, torch.float32, torch.bfloat16 or torch.float16.")
-    for place in device_map.values() if isinstance(device_map, dict) else [device_map]:
-        if place is not None and place not in MAPS:
-            choose_device(f"cuda:{place}" if isinstance(place, int) else place, "device_map")
+    places = device_map.values() if isinstance(device_map, dict) else {device_map} - {None, *MAPS}
+    for place in places:
+        choose_device(f"cuda:{place}" if isinstance(place, int) else place, "device_map")
     # All of it is verified before transformers reads any of it, and the model built without weights before weights are.
     verified = open_bundle(directory, verify=verify)
     check_fits(verified)

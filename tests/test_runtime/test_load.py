@@ -313,6 +313,7 @@ def test_a_device_map_with_a_gpu_that_is_not_there_is_one_sentence(bundle, devic
     [
         ("abacus", "There is no device abacus; `device_map` may be cpu or cuda"),
         ("meta", "`device_map` is meta; it may be cpu or cuda"),
+        ({"": "auto"}, "There is no device auto; `device_map` may be cpu or cuda"),
         ({"": "disk"}, "There is no device disk; `device_map` may be cpu or cuda"),
         ([], r"`device_map` is \[\]; give a device, 'auto', or a dict from modules to devices"),
         ({"model.layrs.0": "cpu"}, r"`device_map` names 'model\.layrs\.0', .*; did you mean model\.layers\.0\?"),
