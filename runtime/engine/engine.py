@@ -136,7 +136,7 @@ class Engine:
     @checked
     def add(
         self,
-        prompt: Sequence[int] | Tensor,
+        prompt: Annotated[Sequence[int] | Tensor, "the ids of its tokens"],
         *,
         max_new_tokens: Count | None = None,
         sampling: Sampling | None = None,

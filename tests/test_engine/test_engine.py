@@ -233,7 +233,7 @@ def test_what_can_never_be_served_is_refused_with_one_sentence():
     assert engine.stats().refused == len(cases)
     # What no request can be is refused before it counts as one.
     for arguments, said in (
-        ({"prompt": [1.5]}, r"`prompt` is \[1\.5\]; give a list, each entry a whole number or a Tensor"),
+        ({"prompt": [1.5]}, r"`prompt` is \[1\.5\]; give the ids of its tokens"),
         ({"prompt": [1], "max_new_tokens": 0}, "`max_new_tokens` is 0; give a whole number of at least 1"),
         ({"prompt": [1], "stop": "x"}, "`stop` is 'x'; give a list of strings"),
         (
