@@ -22,9 +22,9 @@ from kvconvert.errors import KvconvertError, UsageError, first_line
 from kvconvert.models import CACHE
 from kvconvert.models.chat import ChatPrompts
 from kvconvert.models.configuration import context_length, supports_images
+from kvconvert.models.devices import choose_device, compute_dtype
 from kvconvert.models.processors import tokenizer_of
 from kvconvert.models.prompts import encode_text
-from kvconvert.models.source import choose_device, compute_dtype
 from kvconvert.models.templates import shared_renderer
 from kvconvert.runtime import Sampling, load
 from kvconvert.runtime.engine.processors import check_settings

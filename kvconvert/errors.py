@@ -9,9 +9,7 @@ imports nothing of kvconvert's, so every room may import it.
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Iterable
-from numbers import Integral
 
 
 def printable(text: str) -> str:
@@ -47,22 +45,6 @@ class UsageError(KvconvertError):
     """A command, an option, a recipe or an argument that cannot mean anything here (exit code 2)."""
 
     exit_code = 2
-
-
-def check_place_named(value: object, argument: str, what: str) -> None:
-    """Refuse (UsageError) an argument that is no path, id or name, such as a model where its directory is meant."""
-    if not isinstance(value, str | os.PathLike):
-        raise UsageError(f"`{argument}` is of type {type(value).__name__}; give {what}.")
-
-
-def check_whole(value: object, argument: str, least: int | None = None) -> None:
-    """Refuse (UsageError) an argument that is no whole number, such as text, or one below `least`; None passes."""
-    if value is None:
-        return
-    if not isinstance(value, Integral):
-        raise UsageError(f"`{argument}` is {value!r:.80}; give a whole number.")
-    if least is not None and int(value) < least:
-        raise UsageError(f"`{argument}` is {value}; it has to be at least {least}.")
 
 
 class MissingError(UsageError):

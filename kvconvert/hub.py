@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvconvert.arguments import BundlePlace, Folder, Repository, checked
 from kvconvert.bundle import hub
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
@@ -11,7 +12,8 @@ from kvconvert.io.hub import check_can_push
 from kvconvert.runtime.hf.bundle_quantizer import check_fits
 
 
-def push(bundle: str | Path, repository: str, *, private: bool = False, revision: str | None = None) -> str:
+@checked
+def push(bundle: BundlePlace, repository: Repository, *, private: bool = False, revision: str | None = None) -> str:
     """Verify a bundle as `kvconvert verify` does, then upload it; see `kvconvert.bundle.hub.upload`.
 
     Args:
@@ -33,8 +35,9 @@ def push(bundle: str | Path, repository: str, *, private: bool = False, revision
     return hub.upload(opened, repository, private=private, revision=revision)
 
 
+@checked
 def pull(
-    repository: str, output: str | Path | None = None, *, revision: str | None = None, force: bool = False
+    repository: Repository, output: Folder | None = None, *, revision: str | None = None, force: bool = False
 ) -> Path:
     """Fetch a bundle from the Hub and verify it; see `kvconvert.bundle.hub.fetch`.
 

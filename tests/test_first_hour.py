@@ -161,7 +161,7 @@ def test_inspect_and_verify_are_ten_lines_and_import_no_modeling_code():
     [
         ({"dtype": "int8"}, "`dtype` is int8; it may be auto, torch.float32"),
         ({"dtype": torch.int8}, "`dtype` is torch.int8;"),
-        ({"verify": "fast"}, "`verify` is 'fast'; it may be full or headers"),
+        ({"verify": "fast"}, "`verify` is 'fast'; give 'full' or 'headers'"),
     ],
 )
 def test_load_refuses_in_a_sentence_what_it_cannot_do(options, said):

@@ -18,7 +18,7 @@ EVERY_ROOM = ("kvconvert", *ROOMS)
 ALLOWED = {
     "kernels": ("kvconvert.kernels", "kvconvert.errors"),
     "kvconvert/io": ("kvconvert.io", "kvconvert.errors"),
-    "kvconvert/methods": ("kvconvert.methods", "kvconvert.errors"),
+    "kvconvert/methods": ("kvconvert.methods", "kvconvert.arguments", "kvconvert.errors"),
     "kvconvert/cache": ("kvconvert.cache", "kvconvert.kernels", "kvconvert.methods", "kvconvert.errors"),
     # Passes describe a layer in the words of its structure.
     "calibration": (
@@ -35,6 +35,7 @@ ALLOWED = {
         "kvconvert.cache",
         "kvconvert.io",
         "kvconvert.methods",
+        "kvconvert.arguments",
         "kvconvert.errors",
         "kvconvert.tables",
     ),
@@ -47,9 +48,10 @@ ALLOWED = {
         "kvconvert.kernels.linear.awq_format",
         "kvconvert.kernels.packing",
         "kvconvert.methods",
+        "kvconvert.arguments",
         "kvconvert.errors",
     ),
-    "kvconvert/data": ("kvconvert.data", "kvconvert.io", "kvconvert.models", "kvconvert.errors"),
+    "kvconvert/data": ("kvconvert.data", "kvconvert.io", "kvconvert.models", "kvconvert.arguments", "kvconvert.errors"),
     "runtime": (
         "kvconvert.runtime",
         "kvconvert.cache",
@@ -58,6 +60,7 @@ ALLOWED = {
         "kvconvert.io",
         "kvconvert.methods",
         "kvconvert.models",
+        "kvconvert.arguments",
         "kvconvert.errors",
     ),
     "kvconvert/vllm": (

@@ -14,20 +14,22 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Annotated, Any, cast
 
 import torch
 import transformers
 from transformers import AutoConfig
 
 from kvconvert import errors
+from kvconvert.arguments import BundlePlace, Count, ModelPlace, checked
 from kvconvert.benchmark.contender import Measurement, Name
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.errors import KvconvertError, UsageError, check_whole
+from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.io.progress import progress_bar
 from kvconvert.models.configuration import context_length
-from kvconvert.models.source import DTYPES, choose_device, open_source
+from kvconvert.models.devices import Device, Dtype, choose_device
+from kvconvert.models.source import open_source
 from kvconvert.tables import text_table
 from kvconvert.version import __version__
 
@@ -70,15 +72,16 @@ class BenchReport:
         return measurement.tokens_per_second / fastest if measurement.tokens_per_second and fastest else None
 
 
+@checked
 def bench(
-    bundle: str | Path,
-    against: str | Path | None = None,
+    bundle: BundlePlace,
+    against: ModelPlace | None = None,
     *,
-    contexts: Sequence[int] | None = None,
-    batches: Sequence[int] = (1,),
-    new_tokens: int = 128,
-    device: str | None = None,
-    dtype: str | None = None,
+    contexts: Sequence[Count] | None = None,
+    batches: Sequence[Count] = (1,),
+    new_tokens: Annotated[int, range(2, 2**63)] = 128,
+    device: Device | None = None,
+    dtype: Dtype | None = None,
     progress: bool = True,
 ) -> BenchReport:
     """Measure a bundle's speed and memory, generating greedily through `model.generate`.
@@ -100,14 +103,6 @@ def bench(
         KvconvertError: nothing of the bundle could be measured.
     """
     place = choose_device(device)
-    if dtype is not None and dtype not in DTYPES:
-        raise UsageError(f"`dtype` is {dtype}; it may be {', '.join(DTYPES)}.")
-    check_whole(new_tokens, "new_tokens")
-    if new_tokens < 2:
-        raise UsageError(f"`new_tokens` is {new_tokens}; the speed of decoding takes at least 2.")
-    for name, given in (("contexts", contexts), ("batches", batches)):
-        if given is not None and (isinstance(given, str) or not isinstance(given, Sequence)):
-            raise UsageError(f"`{name}` is {given!r:.80}; give a list of numbers.")
     opened = open_bundle(locate(bundle))
     text_config = AutoConfig.from_pretrained(opened.directory, trust_remote_code=False).get_text_config(decoder=True)
     positions = context_length(text_config) or sys.maxsize
@@ -168,10 +163,8 @@ def _cases(
     if contexts is None:
         contexts = (max(1, min(CONTEXT, positions - new_tokens)),)
     for name, values in (("contexts", contexts), ("batches", batches)):
-        for value in values:
-            check_whole(value, name)
-        if not values or min(values) < 1:
-            raise UsageError(f"`{name}` is {list(values)}; give positive numbers.")
+        if not values:
+            raise UsageError(f"`{name}` is empty; give numbers of tokens or sequences, or leave it out.")
     if max(contexts) + new_tokens > positions:
         raise UsageError(
             f"A prompt of {max(contexts)} tokens and {new_tokens} new ones do not fit the model's {positions} "

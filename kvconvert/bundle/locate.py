@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvconvert.errors import BundleError, HubError, UsageError, check_place_named, did_you_mean
+from kvconvert.arguments import BundlePlace, checked
+from kvconvert.errors import BundleError, HubError, UsageError, did_you_mean
 from kvconvert.io.hub import ask_hub, is_hub_id, missing_below
 
 MANIFEST_NAME = "kvconvert.json"
@@ -23,8 +24,9 @@ HIDDEN = [".*", "*/.*"]
 DESCRIPTION = (MANIFEST_NAME, "config.json", PLAN_NAME)  # what a bundle does, without its weights
 
 
+@checked
 def locate(
-    bundle: str | Path,
+    bundle: BundlePlace,
     *,
     weights: bool = True,
     revision: str | None = None,
@@ -51,9 +53,9 @@ def locate(
     return _fetch(str(bundle), weights, {"revision": revision, "token": token, "local_files_only": local_files_only})
 
 
-def check_place(bundle: str | Path) -> None:
+@checked
+def check_place(bundle: BundlePlace) -> None:
     """Refuse what is neither a directory with a manifest nor the id of a repository (BundleError)."""
-    check_place_named(bundle, "bundle", "a bundle's directory, or its id on the Hub")
     if os.path.exists(bundle):
         manifest_path(Path(bundle))
     elif not is_hub_id(bundle):

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ValidationError
 from safetensors import SafetensorError
 
+from kvconvert.arguments import checked
 from kvconvert.bundle.files import (
     BundleFiles,
     check_finite,
@@ -179,7 +180,10 @@ class Bundle:
         return self  # nothing in it is ever changed, and configurations that refer to it are copied
 
 
-def open_bundle(path: str | Path, verify: Literal["full", "headers", "plan"] = "full") -> Bundle:
+@checked
+def open_bundle(
+    path: Annotated[str | Path, "a bundle's directory"], verify: Literal["full", "headers", "plan"] = "full"
+) -> Bundle:
     """Open a bundle after validating it.
 
     Checked: no link in place of a file that loaders might read; the manifest's version, schema and seal; names, sizes
@@ -197,8 +201,6 @@ def open_bundle(path: str | Path, verify: Literal["full", "headers", "plan"] = "
     Raises:
         BundleError: naming file, field, what was expected and what was found.
     """
-    if verify not in ("full", "headers", "plan"):
-        raise BundleError(f'A bundle is verified with "full", "headers" or "plan", not {verify!r}.')
     directory = Path(path)
     checks: list[str] = []
     try:

@@ -218,7 +218,7 @@ def line(found: Finding) -> str:
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
 def doctor(as_json: bool) -> None:
-    """Show what this machine has of what kvconvert needs; fails if something that is needed is broken."""
+    """Show whether this machine has what kvconvert needs; fails if something needed is broken."""
     findings = []
     if not as_json:
         click.echo(f"kvconvert {__version__}")

@@ -18,7 +18,7 @@ from kvconvert.errors import UsageError
 @click.option(
     "--data",
     metavar="SOURCE",
-    help="Held-out text; the text that ships with kvconvert by default. Of --task gsm8k the file of its problems.",
+    help="Held-out text; the text that ships with kvconvert by default. With --task gsm8k, the file of its problems.",
 )
 @count_option("--tokens", help="Tokens to score, rounded up to whole segments; 4096 by default, 8192 with --full.")
 @count_option(

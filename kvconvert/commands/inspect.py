@@ -21,7 +21,7 @@ from kvconvert.commands import quiet
 def inspect(bundle: str, layers: bool, as_json: bool) -> None:
     """Show what BUNDLE holds: its source, weights, cache and fidelity.
 
-    Of a repository on the Hub, no weights are fetched.
+    For a repository on the Hub, no weights are fetched.
     """
     from kvconvert.bundle.locate import locate
 
@@ -115,7 +115,7 @@ def verify(bundle: str, as_json: bool) -> None:
     "--fidelity",
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="What `eval --json` printed of this bundle; what export measured by default.",
+    help="What `eval --json` printed for this bundle; what export measured by default.",
 )
 @click.option(
     "--model", metavar="MODEL", help="The bundle's source: a short text is run on it for the figures of keys."
@@ -123,7 +123,7 @@ def verify(bundle: str, as_json: bool) -> None:
 def report(bundle: str, output: Path | None, fidelity: Path | None, model: str | None) -> None:
     """Write what BUNDLE is and costs as one HTML page, and its figures as PNG.
 
-    Of a repository on the Hub, no weights are fetched. Needs matplotlib:
+    For a repository on the Hub, no weights are fetched. Needs matplotlib:
     pip install '.[report]' in a clone of kvconvert.
     """
     from kvconvert.bundle.locate import check_place

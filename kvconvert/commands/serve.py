@@ -41,40 +41,62 @@ class _Seconds(click.FloatRange):
 @click.argument("bundle")
 @click.option("--host", metavar="H", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
-    "--port", metavar="P", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one."
+    "--port",
+    metavar="P",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    show_default=True,
+    help="Port; 0 takes a free one.",
 )
 @click.option("--device", callback=check_device, metavar="D", help="cpu or cuda; a GPU by default if there is one.")
 @click.option("--dtype", metavar="T", help="float32, bfloat16 or float16; by default what the bundle loads in.")
-@click.option("--served-model-name", "name", metavar="NAME", help="By default BUNDLE's id or its directory's name.")
-@click.option("--kv-memory", metavar="SIZE", type=_SIZE, help="For pages of the cache, as 8GB; it grows otherwise.")
+@click.option("--served-model-name", "name", metavar="NAME", help="Name of the model; by default BUNDLE's own.")
+@click.option("--kv-memory", metavar="SIZE", type=_SIZE, help="Memory for the cache's pages, as 8GB; else it grows.")
 @click.option(
     "--max-batch",
     metavar="N",
     type=click.IntRange(1, _MOST_ROWS),
     default=32,
     show_default=True,
-    help="Decoded together.",
+    help="Requests decoded together.",
 )
 @click.option(
-    "--prompt-chunk", metavar="N", type=_COUNT, default=2048, show_default=True, help="Prompt tokens read at once."
+    "--prompt-chunk",
+    metavar="N",
+    type=_COUNT,
+    default=2048,
+    show_default=True,
+    help="Tokens of one prompt read at once.",
 )
 @click.option(
-    "--max-batch-tokens", metavar="N", type=_COUNT, default=8192, show_default=True, help="The same of all prompts."
+    "--max-batch-tokens",
+    metavar="N",
+    type=_COUNT,
+    default=8192,
+    show_default=True,
+    help="Tokens of all prompts read at once.",
 )
 @click.option(
     "--prefix-caching/--no-prefix-caching",
     default=None,
     help="Share what is stored of prompts that begin alike, by whole chunks. [default: where it is possible]",
 )
-@click.option("--keep-weights", is_flag=True, help="On a GPU, in 16 bits, too: faster prompts, 2 bytes per weight.")
 @click.option(
-    "--max-waiting", metavar="N", type=click.IntRange(min=0), default=256, show_default=True, help="Before others: 429."
+    "--keep-weights", is_flag=True, help="Keep weights in 16 bits, too, on a GPU: faster prompts, 2 bytes each."
+)
+@click.option(
+    "--max-waiting",
+    metavar="N",
+    type=click.IntRange(min=0),
+    default=256,
+    show_default=True,
+    help="Requests that may wait; more are answered with 429.",
 )
 @click.option(
     "--max-per-client",
     metavar="N",
     type=_COUNT,
-    help="Of the choices that are served or wait, for one API key or address. [default: three quarters]",
+    help="Choices that one API key or address may have served or waiting. [default: three quarters of all]",
 )
 @click.option(
     "--max-tokens",
@@ -82,14 +104,14 @@ class _Seconds(click.FloatRange):
     type=_COUNT,
     default=4096,
     show_default=True,
-    help="Generated per choice at most, and for a chat that states no number.",
+    help="Tokens generated per choice at most, and for a chat that states no number.",
 )
-@click.option("--max-prompt-tokens", metavar="N", type=_COUNT, help="By default what the model and --kv-memory hold.")
+@click.option("--max-prompt-tokens", metavar="N", type=_COUNT, help="The longest prompt; by default what fits.")
 @click.option(
     "--max-body",
     metavar="SIZE",
     type=_SIZE,
-    help="Of a request. [default: 4 MiB; 16 where the model reads images]",
+    help="Size of a request at most. [default: 4 MiB; 16 where the model reads images]",
 )
 @click.option(
     "--client-timeout",
@@ -196,8 +218,8 @@ def serve(
         click.echo(f"There is no API key: whoever reaches {address[0]} is served.", err=True)
     click.echo(f"Loading {bundle} ...", err=True)
     quiet()
+    from kvconvert.models.devices import choose_device, compute_dtype
     from kvconvert.models.processors import tokenizer_of
-    from kvconvert.models.source import choose_device, compute_dtype
     from kvconvert.runtime import Engine, load
     from kvconvert.serve.app import Service
     from kvconvert.serve.page import BundleFacts

@@ -14,7 +14,7 @@ import click
     "--cache",
     metavar="DIR",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Instead of Triton's own folder; programs then need TRITON_CACHE_DIR=DIR.",
+    help="Folder to use instead of Triton's own; programs then need TRITON_CACHE_DIR=DIR.",
 )
 @click.option("--jobs", metavar="N", type=click.IntRange(min=1), help="Processes; by default one per CPU.")
 @click.option("--revision", metavar="R", help="Branch, tag or commit of a Hub repository; main by default.")

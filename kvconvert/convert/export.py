@@ -8,10 +8,11 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 from torch import Tensor
 
+from kvconvert.arguments import Count, checked
 from kvconvert.auto.allocation import read_allocation, read_weight_allocation
 from kvconvert.bundle.card import CARD_NAME, model_card
 from kvconvert.bundle.files import is_settings, safe_settings, unsafe_settings
@@ -37,7 +38,7 @@ from kvconvert.bundle.writer import (
     write_weights,
 )
 from kvconvert.convert.workdir import WorkDir
-from kvconvert.errors import BundleError, CheckpointError, FidelityError, UsageError, check_place_named
+from kvconvert.errors import BundleError, CheckpointError, FidelityError, UsageError
 from kvconvert.io.checksums import known_sha256
 from kvconvert.io.disk import check_writable, make_directory
 from kvconvert.io.hub import is_hub_id
@@ -48,6 +49,7 @@ from kvconvert.io.tensorfile import tensor_info, write_tensors
 from kvconvert.io.tensorheader import nbytes
 from kvconvert.methods.awq import StoredMethod
 from kvconvert.models.configuration import context_length, sliding_windows
+from kvconvert.models.devices import Device, choose_device
 from kvconvert.models.source import SourceModel, open_source
 from kvconvert.models.weight_files import check_links
 from kvconvert.recipes.recipe import Limits, Recipe
@@ -74,14 +76,15 @@ ELSEWHERE = "its tensors have names of their own in the checkpoint"
 LICENSE_FILES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 
 
+@checked
 def export(
-    work: str | Path,
-    bundle: str | Path,
+    work: Annotated[str | Path, "the directory that `calibrate` wrote"],
+    bundle: Annotated[str | Path, "a directory to write"],
     *,
     force: bool = False,
-    device: str | None = None,
+    device: Device | None = None,
     progress: bool = True,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: Count = MAX_SHARD_BYTES,
     base_model: str | None = None,
     license: str | None = None,
     license_name: str | None = None,
@@ -114,8 +117,7 @@ def export(
         FidelityError: a limit is missed, without `force`.
         KvconvertError: the disk is full or cannot be written. Nothing is left behind after any error.
     """
-    check_place_named(work, "work", "the directory that `calibrate` wrote")
-    check_place_named(bundle, "bundle", "a directory to write")
+    choose_device(device)
     output = Path(bundle)
     check_output(output, force)
     check_writable(output.parent, "bundle")
@@ -164,7 +166,7 @@ def _export(
     store: WorkDir,
     output: Path,
     force: bool,
-    device: str | None,
+    device: Device | None,
     progress: bool,
     max_shard_bytes: int,
     stated: SourceInfo,
@@ -405,7 +407,7 @@ def _weights_info(contents: _Contents) -> WeightsInfo:
 
 
 def _measure(
-    directory: Path, source: str, limits: Limits, manifest: Manifest, device: str | None, progress: bool
+    directory: Path, source: str, limits: Limits, manifest: Manifest, device: Device | None, progress: bool
 ) -> Fidelity:
     """Fidelity of the bundle in `directory`, and which limits it misses."""
     from kvconvert.fidelity.evaluate import evaluate

@@ -27,6 +27,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from kvconvert.arguments import Count, Folder, ModelPlace, SampleLength, checked
 from kvconvert.auto.allocation import read_allocation, read_weight_allocation
 from kvconvert.auto.model import SearchRun, SimulatedModel
 from kvconvert.auto.search import (
@@ -65,17 +66,18 @@ from kvconvert.convert.work_files import check_place
 from kvconvert.convert.workdir import WorkDir, WorkState
 from kvconvert.data.mixture import load_held_out_mixture, load_mixture
 from kvconvert.data.samples import load_samples
-from kvconvert.data.sources import Sources
+from kvconvert.data.sources import Data, Sources
 from kvconvert.data.text import TokenData, with_random_tokens
-from kvconvert.errors import UnsupportedModelError, UsageError, check_place_named, check_whole
+from kvconvert.errors import UnsupportedModelError, UsageError
 from kvconvert.io.progress import progress_bar
 from kvconvert.io.records import DataInfo
 from kvconvert.io.tensorfile import Mapped
 from kvconvert.methods.awq import auto_group_sizes
 from kvconvert.models.configuration import supports_images
+from kvconvert.models.devices import Device, choose_device
 from kvconvert.models.processors import load_tokenizer
-from kvconvert.models.source import SourceModel, choose_device, float_dtype, open_source
-from kvconvert.recipes.recipe import Budget, Recipe, WeightsRecipe
+from kvconvert.models.source import SourceModel, float_dtype, open_source
+from kvconvert.recipes.recipe import Budget, Recipe, RecipeNamed, WeightsRecipe
 from kvconvert.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -83,19 +85,20 @@ logger = logging.getLogger(__name__)
 FLOAT32_SHARE = 0.4  # of a GPU's memory that float32 weights may take; else the source's dtype
 
 
+@checked
 def calibrate(
-    model: str | Path,
-    work: str | Path,
+    model: ModelPlace,
+    work: Folder,
     *,
-    recipe: Recipe | str | Path = "default",
-    data: Path | Sources = None,
-    samples: int | None = None,
-    seq_len: int | None = None,
+    recipe: RecipeNamed = "default",
+    data: Data | None = None,
+    samples: Count | None = None,
+    seq_len: SampleLength | None = None,
     seed: int = 0,
-    device: str | None = None,
+    device: Device | None = None,
     restart: bool = False,
     progress: bool = True,
-    auto_from: Path | str | None = None,
+    auto_from: Folder | None = None,
     **budget: Unpack[Budget],
 ) -> WorkDir:
     """Convert every decoder layer of a model into a working directory, or go on where an earlier run stopped.
@@ -123,10 +126,8 @@ def calibrate(
         KvconvertError: one of its children, for everything that can be wrong with the input; nothing half written
             stays.
     """
-    check_place_named(model, "model", "its directory, or its id on the Hub")
-    check_place_named(work, "work", "a directory")
-    for name, number in (("samples", samples), ("seq_len", seq_len), ("seed", seed)):
-        check_whole(number, name)
+    if unknown := budget.keys() - Budget.__annotations__.keys():
+        raise TypeError(f"calibrate() got an unexpected keyword argument {min(unknown)!r}")
     target = local_device(choose_device(device))
     with joined_ranks(target) as ranks:
         with ranks.together():

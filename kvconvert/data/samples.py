@@ -281,9 +281,6 @@ def load_samples(
         CheckpointError: there is no tokenizer that transformers can load, or processor and model do not belong
             together.
     """
-    for name, value in (("samples", samples), ("seq_len", length)):
-        if value is not None and value < 1:
-            raise UsageError(f"`{name}` is {value}; calibration needs at least 1.")
     config = model.config.get_text_config()
     positions = context_length(config)
     if positions and length is not None and length > positions:

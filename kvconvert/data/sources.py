@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 from kvconvert.data.csv_rows import MOST_AT_ONCE, CsvRows
 from kvconvert.data.parquet_rows import ParquetRows
@@ -123,6 +123,7 @@ def _unreadable(file: Path | str, reason: str) -> DataError:
 
 
 Sources = str | Sequence[str] | None
+Data = Annotated[str | Path | Sequence[str], "a source, or a list of sources"]
 SHIPPED = "kvconvert:"  # begins the SOURCE of a text that ships with kvconvert
 CALIBRATION = (f"{SHIPPED}books-calib.txt", f"{SHIPPED}code-calib.txt")  # why two: benchmarks/WEIGHTS.md
 EVALUATION = f"{SHIPPED}books-val.txt"
@@ -178,13 +179,11 @@ def weighted_sources(data: Sources) -> list[WeightedSource]:
     None stands for `CALIBRATION`.
 
     Raises:
-        UsageError: no text, a weight that is no positive number, or an empty list.
+        UsageError: a weight that is no positive number, or an empty list.
     """
     if data is None:
         return [WeightedSource(source) for source in CALIBRATION]
     given = [data] if isinstance(data, str) else data
-    if not isinstance(given, Sequence) or not all(isinstance(source, str) for source in given):
-        raise UsageError(f"`data` is {data!r:.80}; name a source, or a list of sources.")
     if not given:
         raise UsageError("`data` is an empty list; name a source, or leave it out.")
     found = []

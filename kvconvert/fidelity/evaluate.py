@@ -13,16 +13,18 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import transformers
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
+from kvconvert.arguments import BundlePlace, Count, ModelPlace, checked
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.data.sources import EVALUATION
 from kvconvert.data.text import load_token_samples
-from kvconvert.errors import UsageError, check_whole, listed
+from kvconvert.errors import UsageError, listed
 from kvconvert.fidelity.asked import PARTS, parts_asked, source_of
 from kvconvert.fidelity.images import DRAWINGS, image_figures
 from kvconvert.fidelity.probes import PROBES, ProbePrompt, Writer, abilities, measure_probes, probe_tokens, verdict
@@ -63,8 +65,9 @@ from kvconvert.fidelity.scoring import (
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods.auto import stated_context
 from kvconvert.models.configuration import context_length, read_config, supports_images
+from kvconvert.models.devices import Device, Dtype, choose_device, compute_dtype
 from kvconvert.models.processors import tokenizer_of
-from kvconvert.models.source import SourceModel, choose_device, compute_dtype, open_source
+from kvconvert.models.source import SourceModel, open_source
 from kvconvert.runtime import load
 from kvconvert.version import __version__
 
@@ -81,20 +84,21 @@ ROWS = {"cpu": 4, "cuda": 16}  # segments scored at a time
 __all__ = ["FidelityReport", "decoder_of", "evaluate", "text_figures", "versions"]
 
 
+@checked
 def evaluate(
-    bundle: str | Path,
-    against: str | Path | None = None,
+    bundle: BundlePlace,
+    against: ModelPlace | None = None,
     *,
-    data: str | None = None,
-    tokens: int | None = None,
-    context: int | None = None,
-    only: Collection[str] | None = None,
+    data: Annotated[str | Path, "a source of text"] | None = None,
+    tokens: Count | None = None,
+    context: Count | None = None,
+    only: Annotated[Collection[str], f"some of {', '.join(PARTS)}"] | None = None,
     full: bool = True,
-    device: str | None = None,
-    dtype: str | None = None,
+    device: Device | None = None,
+    dtype: Dtype | None = None,
     seed: int = 0,
     drills: DrillCounts | None = None,
-    drawings: int = DRAWINGS,
+    drawings: Count = DRAWINGS,
     progress: bool = True,
 ) -> FidelityReport:
     """Measure a bundle against its source model.
@@ -121,15 +125,9 @@ def evaluate(
             found or compared.
         BundleError, CheckpointError, DataError, NumericError: as their names say.
     """
-    for name, number in (("tokens", tokens), ("context", context), ("seed", seed), ("drawings", drawings)):
-        check_whole(number, name)
     whole = full or only is not None
     if tokens is None:
         tokens = TOKENS if whole else TOKENS // 2
-    if tokens < 1:
-        raise UsageError(f"tokens = {tokens} leaves nothing to score; score at least one token.")
-    if drawings < 1:
-        raise UsageError(f"drawings = {drawings}: images are compared on at least one conversation.")
     parts = parts_asked(only) - {*([] if whole else SLOW)}
     place = choose_device(device)
     say = partial(print, file=sys.stderr, flush=True) if progress else lambda message: None
@@ -159,7 +157,9 @@ def evaluate(
         parts.remove("images")
     decoder = decoder_of(model)
     shape = _segment_shape(checkpoint, context, decoder.new_cache())
-    samples = load_token_samples(data or EVALUATION, tokenizer, -(-tokens // shape.scored), shape.length, seed)
+    samples = load_token_samples(
+        EVALUATION if data is None else str(data), tokenizer, -(-tokens // shape.scored), shape.length, seed
+    )
     ids = samples.ids[:, : shape.prefill + min(tokens, shape.scored) + 1]
     noise = None
     if computed_in != torch.float32 and "kl" in parts:

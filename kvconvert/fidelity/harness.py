@@ -24,9 +24,10 @@ from kvconvert.fidelity.scoring import Decoder, batches, feed, read_prompt
 from kvconvert.io.progress import progress_bar
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.models.configuration import context_length
+from kvconvert.models.devices import choose_device, compute_dtype
 from kvconvert.models.processors import tokenizer_of
 from kvconvert.models.prompts import Conversations, encode_text, token_ids
-from kvconvert.models.source import choose_device, compute_dtype, open_source
+from kvconvert.models.source import open_source
 from kvconvert.runtime import load
 from kvconvert.tables import text_table
 

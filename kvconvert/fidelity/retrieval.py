@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from kvconvert.arguments import Count, checked_fields
 from kvconvert.errors import UsageError
 from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.fidelity.scoring import Decoder, batches, generate_greedily
@@ -47,6 +48,7 @@ BATCH = 16
 Answer = Callable[[Sequence["Drill"], int], list[str]]
 
 
+@checked_fields
 @dataclass(frozen=True)
 class DrillCounts:
     """How much is drilled; reports are comparable only at equal counts.
@@ -59,15 +61,11 @@ class DrillCounts:
         free_tokens: tokens generated after each.
     """
 
-    retrieval_trials: int = 4
-    numbers: int = 16
-    probes: int = 12
-    free_prompts: int = 16
-    free_tokens: int = PAGE_SIZE
-
-    def __post_init__(self) -> None:
-        if min(vars(self).values()) < 1:
-            raise UsageError(f"{self} leaves a drill without a prompt; every count is at least one.")
+    retrieval_trials: Count = 4
+    numbers: Count = 16
+    probes: Count = 12
+    free_prompts: Count = 16
+    free_tokens: Count = PAGE_SIZE
 
     @classmethod
     def for_tokens(cls, tokens: int) -> DrillCounts:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 from pydantic.dataclasses import dataclass as validated_dataclass
 
+from kvconvert.arguments import checked
 from kvconvert.errors import RecipeError, did_you_mean
 from kvconvert.methods.calibquant import CalibQuant, TauSearch
 from kvconvert.methods.clip_ratio import ClipRatio, ClipRatioSearch
@@ -193,12 +194,14 @@ class KVScheme(_Fields):
                 raise _refusal(error) from error
 
     @classmethod
+    @checked
     def from_dict(cls, values: Mapping[str, Any]) -> KVScheme:
         """Build a scheme from plain values; an unknown field is refused by name."""
         return cls(**values)
 
     @classmethod
-    def preset(cls, name: str) -> KVScheme:
+    @checked
+    def preset(cls, name: Annotated[str, "a preset's name"]) -> KVScheme:
         """The scheme of a preset: `NAME`, or for comparison `NAME-paper`, what the paper describes to the letter."""
         refuse_renamed(name)
         if name in RECIPES:

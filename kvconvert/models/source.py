@@ -40,7 +40,6 @@ from kvconvert.models.weight_files import Rearrangement, TensorNames, read_weigh
 
 if TYPE_CHECKING:  # transformers' modeling code takes seconds to import, and `export` runs without it
     from transformers import PreTrainedModel
-from kvconvert.errors import UsageError
 
 _HEADS = ("lm_head.weight", "embed_out.weight", "output.weight", "head.weight")
 FLOAT_DTYPES = ("F16", "BF16", "F32", "F64")
@@ -462,41 +461,3 @@ def card_facts(directory: Path) -> dict[str, Any]:
         "licence_link": shortened(named["link"]) if "link" in named else None,
         "language": [c for c in codes if isinstance(c, str) and c not in _NULLS and len(c) < 40][:MAX_TEXT],
     }
-
-
-DTYPES = ("float32", "bfloat16", "float16")
-
-
-def choose_device(name: str | None) -> torch.device:
-    """The device that `device` names; None takes a GPU if there is one (UsageError)."""
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(f"There is no device {name}; `device` may be cpu or cuda.") from error
-    if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"`device` is {name}; it may be cpu or cuda.")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"torch finds no GPU for the device {name}; `device` has to be cpu.")
-    return device
-
-
-def compute_dtype(name: str | None, device: torch.device, stored: torch.dtype | None) -> torch.dtype:
-    """The dtype that `dtype` names; None takes the model's own on a GPU and float32 on a CPU.
-
-    Few processors have products of 16-bit numbers, and the others take several times as long for them.
-
-    Args:
-        name: the name of a dtype, or None.
-        device: where the model computes.
-        stored: the dtype in the model's config.
-
-    Raises:
-        UsageError: another dtype.
-    """
-    if name is not None and name not in DTYPES:
-        raise UsageError(f"`dtype` is {name}; it may be {', '.join(DTYPES)}.")
-    if name is not None:
-        return getattr(torch, name)
-    return torch.float32 if device.type == "cpu" or stored is None else stored

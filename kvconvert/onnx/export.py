@@ -8,18 +8,20 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
+from kvconvert.arguments import Folder, checked
 from kvconvert.bundle.locate import MANIFEST_NAME, check_output, locate
 from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.bundle.writer import replacing, write_json
 from kvconvert.convert.export import COPIED_FILES, LICENSE_FILES, copy_files, export
-from kvconvert.errors import MissingError, UsageError
+from kvconvert.errors import MissingError
 from kvconvert.io.hub import is_hub_id
+from kvconvert.models.devices import Device, choose_device
 from kvconvert.onnx.architecture import DecoderShape
 from kvconvert.onnx.static_cache import StaticCache, has_plan, static_cache
 from kvconvert.version import __version__
@@ -29,14 +31,15 @@ DATA_NAME = "model.onnx.data"
 GENAI_NAME = "genai_config.json"
 
 
+@checked
 def export_onnx(
-    source: str | Path,
-    output: str | Path,
+    source: Annotated[str | Path, "a bundle or a working directory"],
+    output: Folder,
     *,
     kv_cache: Literal["plan", "float"] = "plan",
     int8_activations: bool = False,
     force: bool = False,
-    device: str | None = None,
+    device: Device | None = None,
     progress: bool = True,
 ) -> Path:
     """Write a decoder graph for ONNX Runtime, with genai_config.json and the tokenizer's files.
@@ -61,8 +64,7 @@ def export_onnx(
         BundleError: the bundle is damaged.
         KvconvertError: the disk is full or cannot be written. Nothing is left behind after any error.
     """
-    if kv_cache not in ("plan", "float"):
-        raise UsageError(f'`kv_cache` is "plan" or "float", not {kv_cache!r}.')
+    choose_device(device)
     try:
         from kvconvert.onnx.decoder import DecoderGraph, Weights
         from kvconvert.onnx.graph import Graph
@@ -98,7 +100,7 @@ def _source(source: str | Path) -> Path:
 
 
 @contextmanager
-def _bundle(source: Path, output: Path, force: bool, device: str | None, progress: bool) -> Iterator[Bundle]:
+def _bundle(source: Path, output: Path, force: bool, device: Device | None, progress: bool) -> Iterator[Bundle]:
     """The bundle at `source`, or one that is made of the working directory there and removed afterwards."""
     if (source / MANIFEST_NAME).is_file():
         yield open_bundle(source)

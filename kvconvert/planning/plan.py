@@ -12,9 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 from torch import nn
 
+from kvconvert.arguments import Count, ModelPlace, SampleLength, checked
 from kvconvert.auto.search import search_task
 from kvconvert.cache.size import LayerCache, ModelCache
 from kvconvert.calibration.activations import input_points
@@ -25,7 +27,8 @@ from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.passes import layer_jobs
 from kvconvert.convert.pipeline import kept_tensors, make_runner, with_fitted_weights
 from kvconvert.data.samples import text_shape
-from kvconvert.errors import UsageError, check_place_named
+from kvconvert.data.sources import Data, check_sources
+from kvconvert.errors import UsageError
 from kvconvert.io.records import TensorInfo
 from kvconvert.io.tensorheader import nbytes
 from kvconvert.methods import KVScheme
@@ -34,12 +37,13 @@ from kvconvert.methods.awq import WeightsRecipe
 from kvconvert.methods.key_treatments import treatments
 from kvconvert.methods.minikv import FORMULAS, spread_ratios
 from kvconvert.models.configuration import context_length, model_cache
+from kvconvert.models.devices import Device, choose_device
 from kvconvert.models.experts import expert_modules
 from kvconvert.models.processors import load_tokenizer
-from kvconvert.models.source import SourceModel, choose_device, open_source
+from kvconvert.models.source import SourceModel, open_source
 from kvconvert.models.structure import LayerStructure
 from kvconvert.planning.probe import LayerProbe, run_probe
-from kvconvert.recipes.recipe import Recipe
+from kvconvert.recipes.recipe import Recipe, RecipeNamed
 from kvconvert.tables import text_table
 
 
@@ -210,17 +214,18 @@ class Plan:
     search_tokens: int
 
 
+@checked
 def plan(
-    model: str | Path,
+    model: ModelPlace,
     *,
-    recipe: Recipe | str | Path = "default",
-    gpu_memory: int | None = None,
-    context: int | None = None,
-    batch: int = 1,
-    samples: int | None = None,
-    seq_len: int | None = None,
-    device: str | None = None,
-    data: str | list[str] | None = None,
+    recipe: RecipeNamed = "default",
+    gpu_memory: Annotated[Count, "a number of bytes"] | None = None,
+    context: Count | None = None,
+    batch: Count = 1,
+    samples: Count | None = None,
+    seq_len: SampleLength | None = None,
+    device: Device | None = None,
+    data: Data | None = None,
     seed: int = 0,
     probe: bool = True,
     progress: bool = True,
@@ -240,7 +245,8 @@ def plan(
     Raises:
         KvconvertError: one of its children, as `calibrate` with the same arguments.
     """
-    check_place_named(model, "model", "its directory, or its id on the Hub")
+    data = str(data) if isinstance(data, Path) else data
+    check_sources(data)
     recipe = Recipe.of(recipe)
     recipe = recipe.with_budget()  # refuses a search without a budget
     target = choose_device(device)

@@ -39,7 +39,8 @@ from kvconvert.data.samples import load_samples
 from kvconvert.errors import KvconvertError
 from kvconvert.io.ending import ended_at_once
 from kvconvert.io.records import DataInfo, SourceInfo
-from kvconvert.models.source import choose_device, open_source
+from kvconvert.models.devices import choose_device
+from kvconvert.models.source import open_source
 from kvconvert.recipes.recipe import Recipe
 
 

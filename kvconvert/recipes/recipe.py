@@ -49,12 +49,13 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict, TypeVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
+from kvconvert.arguments import checked
 from kvconvert.bundle.figures import figure
-from kvconvert.errors import MissingError, RecipeError, UsageError, check_place_named, did_you_mean, first_line
+from kvconvert.errors import MissingError, RecipeError, UsageError, did_you_mean, first_line
 from kvconvert.methods import (
     OPTIONS,
     PRESETS,
@@ -304,6 +305,10 @@ def changed(tables: Mapping[str, Any], changes: Mapping[str, Any], where: str) -
     found = copy.deepcopy(dict(tables))
     for key, value in changes.items():
         table, _, name = key.partition(".")
+        if not name:
+            raise RecipeError(
+                f"The recipe {where} has the key {key!r} in `changes`; write table.key, as in kv.key_bits."
+            )
         found.setdefault(table, dict(_LEFT_OUT.get(table, {})))[name] = value
     useless = next((key for key in _OF_QUANTIZED_WEIGHTS if key in changes), None)
     if useless is not None and found["weights"].get("method") == "none":
@@ -359,6 +364,16 @@ class Recipe(RecipeTable):
     limits: Limits = Limits()
     auto: AutoSearch | None = None
 
+    if not TYPE_CHECKING:  # editors and type checkers know the fields
+
+        def __init__(self, **fields: Any) -> None:
+            try:
+                super().__init__(**fields)
+            except ValidationError as error:
+                name, wrong = error.errors()[0]["loc"][0], error.errors()[0]["msg"]
+                raise RecipeError(f"A Recipe cannot have this `{name}`: {wrong}.") from error
+
+    @checked
     def with_budget(
         self,
         *,
@@ -428,15 +443,18 @@ class Recipe(RecipeTable):
         return [scheme for i, scheme in enumerate(every) if scheme is not None and scheme not in every[:i]]
 
     @classmethod
-    def of(cls, recipe: Recipe | str | Path) -> Recipe:
+    @checked
+    def of(cls, recipe: RecipeNamed) -> Recipe:
         """A recipe, or what `load` reads; UsageError for anything else."""
-        if isinstance(recipe, cls):
-            return recipe
-        check_place_named(recipe, "recipe", "a Recipe, a preset's name, or the path of a recipe file")
-        return cls.load(str(recipe))
+        return recipe if isinstance(recipe, cls) else cls.load(str(recipe))
 
     @classmethod
-    def load(cls, name: str | Path, changes: Mapping[str, Any] | None = None) -> Recipe:
+    @checked
+    def load(
+        cls,
+        name: Annotated[str | Path, "a preset's name, or the path of a recipe file"],
+        changes: Annotated[Mapping[str, Any], 'values by table and key, as in {"kv.key_bits": 3}'] | None = None,
+    ) -> Recipe:
         """Read a preset by its name, or a recipe file by its path (ends in `.toml` or contains a path separator).
 
         Args:
@@ -448,9 +466,6 @@ class Recipe(RecipeTable):
             RecipeError: no such preset or file, not TOML, an unknown table or key, or a value that is not possible.
             UsageError: an argument of another type.
         """
-        check_place_named(name, "name", "a preset's name, or the path of a recipe file")
-        if not isinstance(changes, Mapping | None) or not all(isinstance(key, str) for key in changes or ()):
-            raise UsageError(f'`changes` is {changes!r:.80}; give values by table and key, as in {{"kv.key_bits": 3}}.')
         name = str(name)
         if name.endswith(".toml") or "/" in name or "\\" in name:
             path = Path(name)
@@ -522,6 +537,7 @@ class Recipe(RecipeTable):
         return recipe
 
     @classmethod
+    @checked
     def from_dict(cls, values: dict[str, Any]) -> Recipe:
         """Rebuild a recipe from `to_dict()`, as a working directory or a manifest records it."""
         _check_size(values, "recorded")
@@ -571,6 +587,9 @@ class Recipe(RecipeTable):
         }
 
 
+RecipeNamed = Annotated[Recipe | str | Path, "a Recipe, a preset's name, or the path of a recipe file"]
+
+
 def preset_names() -> list[str]:
     """Names of the recipe presets that are installed."""
     return sorted({file.stem for file in _PRESET_FILES.glob("*.toml")} | {*PRESETS})
@@ -579,9 +598,9 @@ def preset_names() -> list[str]:
 def _check_tables(tables: Mapping[str, Any], where: str) -> None:
     for table, keys in tables.items():
         if table not in TABLES:
-            what = f"[{table}]" if isinstance(keys, dict) else f"key {table}"
+            what = f"table [{table}]" if isinstance(keys, dict) else f"table or key {table}"
             raise RecipeError(
-                f"The recipe {where} has an unknown table or {what}; known are [weights], [kv], [auto] and [limits]."
+                f"The recipe {where} has an unknown {what}; known are [weights], [kv], [auto] and [limits]."
             )
         if not isinstance(keys, dict):
             raise RecipeError(f"The recipe {where} has a value named {table} where a table [{table}] belongs.")

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvconvert.arguments import BundlePlace, File, Folder, ModelPlace, checked
 from kvconvert.bundle.describe import Description, describe, smaller
 from kvconvert.bundle.figures import number
 from kvconvert.bundle.files import read_object
@@ -28,12 +29,13 @@ if TYPE_CHECKING:
 PAGE_NAME = "report.html"
 
 
+@checked
 def write_report(
-    bundle: str | Path,
-    output: str | Path | None = None,
+    bundle: BundlePlace,
+    output: Folder | None = None,
     *,
-    fidelity: str | Path | None = None,
-    model: str | None = None,
+    fidelity: File | None = None,
+    model: ModelPlace | None = None,
 ) -> Path:
     """Write `report.html`, which holds everything, and each of its figures as PNG.
 
@@ -72,7 +74,7 @@ def write_report(
     from kvconvert.models.configuration import read_config
     from kvconvert.report.data import sample_keys
 
-    sample = None if model is None else sample_keys(model, opened.manifest)
+    sample = None if model is None else sample_keys(str(model), opened.manifest)
     config = read_config(opened.directory, opened.config, len(opened.manifest.tensors))
     html, images = render(opened, config, measured, missed, sample)
     _write(target, html, images)

@@ -411,6 +411,8 @@ class LayerGroup(Generic[Store]):
         Raises:
             CacheError: the row is taken, the other cache does not hold one sealed sequence, or its pages lie elsewhere.
         """
+        if row >= len(self.sequences):
+            raise CacheError(f"There is no row {row}: the cache has {len(self.sequences)}; call open_rows() first.")
         if self.sequences[row].occupied:
             raise CacheError(f"Row {row} of the cache holds a sequence; let it leave first.")
         if len(other.sequences) != 1 or other.sequences[0].open_from is not None or other.real is not None:
@@ -435,7 +437,7 @@ class LayerGroup(Generic[Store]):
         Raises:
             CacheError: the row holds no sequence.
         """
-        if not self.sequences[row].occupied:
+        if row >= len(self.sequences) or not self.sequences[row].occupied:
             raise CacheError(f"Row {row} of the cache holds no sequence.")
         self.release((self.sequences[row],))
         for store in self.stores:

@@ -7,11 +7,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from torch import Tensor
+from transformers import LogitsProcessor
 
-from kvconvert.errors import KvconvertError, UsageError, check_whole
+from kvconvert.arguments import Count, Natural, checked
+from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.kernels.device import upload
 from kvconvert.runtime.engine.model_steps import ModelSteps, PromptChunk
 from kvconvert.runtime.engine.prefixes import Prefixes, no_prefixes
@@ -22,7 +24,7 @@ from kvconvert.runtime.engine.scheduler import RowState, Scheduler
 from kvconvert.runtime.hf.generation_config import generation_settings
 
 if TYPE_CHECKING:
-    from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 # Fields of generation_config.json that `generate` knows and requests of a batch do not.
@@ -68,16 +70,17 @@ class Engine:
         UnsupportedModelError: the model was not loaded from a bundle with a KV plan, or cannot be batched like this.
     """
 
+    @checked
     def __init__(
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         kv_memory: int | None = None,
-        max_batch: int = 32,
-        prompt_chunk: int = 2048,
-        max_batch_tokens: int = 8192,
-        max_waiting: int | None = None,
+        max_batch: Count = 32,
+        prompt_chunk: Count = 2048,
+        max_batch_tokens: Count = 8192,
+        max_waiting: Natural | None = None,
         prefix_caching: bool | None = None,
         keep_weights: bool = False,
         prompt_lookup_num_tokens: Any = None,
@@ -92,13 +95,10 @@ class Engine:
                     f"An Engine decodes one token of a request at a time and takes no `{name}`; leave it out, or call "
                     "`model.generate` with it."
                 )
-        for name, number, least in (
-            ("max_batch", max_batch, 1),
-            ("prompt_chunk", prompt_chunk, 1),
-            ("max_batch_tokens", max_batch_tokens, 1),
-            ("max_waiting", max_waiting, 0),
-        ):
-            check_whole(number, name, least)
+        if tokenizer is not None and not hasattr(tokenizer, "decode"):
+            raise UsageError(
+                f"`tokenizer` is of type {type(tokenizer).__name__}; give the one that `load` returns, or leave it out."
+            )
         if prompt_chunk > max_batch_tokens:
             raise UsageError(
                 f"`max_batch_tokens` is {max_batch_tokens}; it has to be at least `prompt_chunk`, which is "
@@ -133,16 +133,17 @@ class Engine:
         self._seconds = 0.0
         self._next_id = 0
 
+    @checked
     def add(
         self,
-        prompt: Sequence[int] | Tensor,
+        prompt: Annotated[Sequence[int] | Tensor, "the ids of its tokens"],
         *,
-        max_new_tokens: int | None = None,
+        max_new_tokens: Count | None = None,
         sampling: Sampling | None = None,
-        stop_token_ids: Sequence[int] | None = None,
-        stop: Sequence[str] = (),
+        stop_token_ids: Collection[int] | None = None,
+        stop: Annotated[Collection[str], "a list of strings"] = (),
         constraint: LogitsProcessor | None = None,
-        likeliest: int | None = None,
+        likeliest: Natural | None = None,
         special_tokens: bool = False,
         extras: Mapping[str, Tensor] | None = None,
         prefix_salt: bytes = b"",
@@ -179,8 +180,11 @@ class Engine:
             sampling = self._recommended if sampling is None else sampling
             if stop_token_ids is None:
                 stop_token_ids = self._stops
-                if isinstance(stop, Collection) and not isinstance(stop, str):
-                    stop = [*stop, *self.generation.values.get("stop_strings", ())]
+                stop = [*stop, *self.generation.values.get("stop_strings", ())]
+            elif wrong := [id for id in stop_token_ids if not 0 <= id < self._steps.vocabulary]:
+                raise UsageError(
+                    f"`stop_token_ids` has {wrong[0]}; the model's ids are 0 to {self._steps.vocabulary - 1}."
+                )
             request = new_request(
                 self._steps,
                 self._tokenizer,
@@ -207,7 +211,8 @@ class Engine:
             raise
         return request
 
-    def room(self, prompt_tokens: int) -> int | None:
+    @checked
+    def room(self, prompt_tokens: Natural) -> int | None:
         """The largest `max_new_tokens` that `add` takes with a prompt of so many tokens; None without a limit.
 
         It is at most 0 where the prompt alone is too long.
@@ -231,6 +236,7 @@ class Engine:
         finally:
             self._free_cancelled()
 
+    @checked
     def run(self, until: threading.Event | None = None) -> None:
         """Step until all requests are finished; with `until`, serve until that event is set.
 
@@ -250,6 +256,7 @@ class Engine:
                     raise
                 logger.exception(FAILED)
 
+    @checked
     def stream(self, request: Request) -> Iterator[Event]:
         """A request's events as they come, stepping as needed; closing the iterator cancels the request.
 

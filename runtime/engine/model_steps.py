@@ -370,6 +370,10 @@ class ModelSteps:
             UsageError: they do not belong together.
         """
         tokens, takes = torch.tensor([ids]), inspect.signature(self.model.forward).parameters
+        if extras and not {*extras} & {*takes}:
+            raise UsageError(
+                f"`extras` has {', '.join(extras)}, and this model takes none of them; give its token ids alone."
+            )
         try:
             prepared = {"input_ids": tokens, **extras}
             positions = self.model._prepare_position_ids_for_generation(tokens, prepared)

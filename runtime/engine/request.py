@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor
+from torch import Tensor, int32, int64
 
-from kvconvert.errors import UsageError, check_whole
+from kvconvert.errors import UsageError
 from kvconvert.runtime.engine.model_steps import ModelSteps
 from kvconvert.runtime.engine.processors import Processors, logits_processors
 from kvconvert.runtime.engine.sampling import Sampling, TokenLogprobs
@@ -282,21 +282,19 @@ def new_request(
     if isinstance(prompt, Tensor):
         if prompt.ndim not in (1, 2) or (prompt.ndim == 2 and prompt.shape[0] != 1):
             raise UsageError(f"`prompt` has the shape {list(prompt.shape)}; give one sequence, [n] or [1, n].")
+        if prompt.dtype not in (int64, int32):
+            raise UsageError(f"`prompt` has the dtype {prompt.dtype}; give ids of tokens, int64.")
         prompt = prompt.flatten().tolist()
-    if isinstance(prompt, str | bytes):
-        raise UsageError("`prompt` is text; give the ids of its tokens.")
     # No list: Python's garbage collector looks into these at every full collection, as long as a request is kept.
     ids = tuple(prompt)
     if not ids:
         raise UsageError("`prompt` has no tokens; give at least one.")
-    wrong = next((id for id in ids if not isinstance(id, int) or not 0 <= id < steps.vocabulary), None)
+    wrong = next((id for id in ids if not 0 <= id < steps.vocabulary), None)
     if wrong is not None:
         raise UsageError(f"`prompt` has the token {wrong!r}; the model's ids are 0 to {steps.vocabulary - 1}.")
     if max_new_tokens is None:
         room = steps.room(len(ids))
         max_new_tokens = usual_new_tokens if room is None else max(1, min(usual_new_tokens, room))
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise UsageError(f"`max_new_tokens` is {max_new_tokens}; it has to be an integer, at least 1.")
     if steps.max_positions is not None and len(ids) + max_new_tokens > steps.max_positions:
         raise UsageError(
             f"A prompt of {len(ids)} tokens with up to {max_new_tokens} new ones does not fit the "
@@ -305,20 +303,12 @@ def new_request(
         )
     if stop and tokenizer is None:
         raise UsageError("`stop` needs text; give the engine a `tokenizer`, or use `stop_token_ids`.")
-    if not isinstance(sampling, Sampling):
-        raise UsageError(f"`sampling` is of type {type(sampling).__name__}; give a Sampling.")
-    for name, given in (("stop", stop), ("stop_token_ids", stop_token_ids)):
-        if isinstance(given, str) or not isinstance(given, Collection):
-            raise UsageError(f"`{name}` is {given!r:.80}; give a list.")
-    if not all(isinstance(each, str) and each for each in stop):
-        raise UsageError(f"`stop` is {stop!r:.80}; give a list of strings that are not empty.")
-    for id in stop_token_ids:
-        check_whole(id, "stop_token_ids")
+    if not all(stop):
+        raise UsageError("`stop` has an empty string, which would end every text; leave it out.")
     if sampling.seed is None:
         sampling = replace(sampling, seed=random.getrandbits(63))
     request = Request(-1, ids, max_new_tokens, sampling, frozenset(stop_token_ids))
-    check_whole(likeliest, "likeliest")
-    if likeliest is not None and not 0 <= likeliest <= min(MOST_LIKELIEST, steps.vocabulary):
+    if likeliest is not None and likeliest > min(MOST_LIKELIEST, steps.vocabulary):
         raise UsageError(f"`likeliest` is {likeliest}; it has to be 0 to {min(MOST_LIKELIEST, steps.vocabulary)}.")
     request.likeliest = likeliest
     if sampling.settings or constraint is not None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvconvert.arguments import Natural, checked_fields
 from kvconvert.bundle.generation import PROCESSED
 from kvconvert.errors import UsageError, did_you_mean
 
 
+@checked_fields
 @dataclass(frozen=True)
 class Sampling:
     """How a request's tokens are chosen.
@@ -32,24 +32,16 @@ class Sampling:
     """
 
     temperature: float = 0.0
-    top_k: int = 0
+    top_k: Natural = 0
     top_p: float = 1.0
     seed: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p"):
-            value = getattr(self, name)
-            if not isinstance(value, Real):
-                raise UsageError(f"{name} = {value!r:.80} cannot be used; give a number.")
-        if not (0 <= self.temperature < math.inf):
-            raise UsageError(f"temperature = {self.temperature} cannot be used; it is 0 (greedy) or a positive number.")
-        if not isinstance(self.top_k, int) or not 0 <= self.top_k < 2**63:
-            raise UsageError(f"top_k = {self.top_k} cannot be used; it is 0 (all tokens) or a positive integer.")
+        if self.temperature < 0:
+            raise UsageError(f"`temperature` is {self.temperature}; give 0 (greedy) or a positive number.")
         if not 0 < self.top_p <= 1:
-            raise UsageError(f"top_p = {self.top_p} cannot be used; it is above 0 and at most 1 (all tokens).")
-        if self.seed is not None and not (isinstance(self.seed, int) and -(2**63) <= self.seed < 2**63):
-            raise UsageError(f"seed = {self.seed} cannot be used; it is an integer of 64 bits.")
+            raise UsageError(f"`top_p` is {self.top_p}; give a number above 0 and at most 1 (all tokens).")
         if unknown := set(self.settings) - {*PROCESSED}:
             name = min(unknown)
             raise UsageError(f"`settings` has {name}, which cannot be applied; {did_you_mean(name, PROCESSED)}")

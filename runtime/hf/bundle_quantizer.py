@@ -25,7 +25,7 @@ from kvconvert.bundle.locate import MANIFEST_NAME, fetch_repository
 from kvconvert.bundle.manifest import LayerPlan
 from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.bundle.writer import copy_file, replacing
-from kvconvert.errors import BundleError, UsageError
+from kvconvert.errors import BundleError, UsageError, did_you_mean
 from kvconvert.io.tensorheader import mismatch
 from kvconvert.kernels.linear import DenseLinear, QuantizedLinear
 from kvconvert.methods import KVScheme
@@ -240,6 +240,7 @@ class BundleQuantizer(HfQuantizer):
         # The model was built from a copy of the config, made before the plan was known.
         model.config.quantization_config = self.quantization_config
         place_packed_linears(model, bundle)
+        _check_device_map(model, kwargs.get("device_map"))
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         self.files.check_unchanged()
@@ -276,6 +277,26 @@ def _check_attention(config: PretrainedConfig, bundle: Bundle | None) -> None:
             f"attn_implementation={asked!r} is not possible with a bundle's low-bit cache, which has an attention of "
             'its own; leave it out, or generate with cache_implementation="dynamic" for a full-precision cache.'
         )
+
+
+def _check_device_map(model: PreTrainedModel, device_map: Any) -> None:
+    """Refuse a dict that names what the model does not have, or leaves a part of it without a device (UsageError)."""
+    if not isinstance(device_map, dict):
+        return
+    parameters = [name for name, _ in model.named_parameters()]
+    known = {*parameters, *(name for name, _ in model.named_modules())}
+    for name in device_map:
+        if name not in known:
+            outermost = [child for child, _ in model.named_children()]
+            raise UsageError(
+                f"`device_map` names {name!r:.80}, which is no module of the model; "
+                f"{did_you_mean(str(name), outermost, known)}"
+            )
+    for name in parameters:
+        if not any(not place or name == place or name.startswith(f"{place}.") for place in device_map):
+            raise UsageError(
+                f"`device_map` gives {name} no device; name a module that it is in, or '' for the whole model."
+            )
 
 
 def place_packed_linears(model: PreTrainedModel, bundle: Bundle) -> None:

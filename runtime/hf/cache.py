@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Iterator, Mapping
 from collections.abc import Sequence as Sequence_
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DummyLayer, LinearAttentionLayer
 
+from kvconvert.arguments import Count, File, Natural, checked
 from kvconvert.errors import CacheError, UsageError, first_line
-from kvconvert.methods import UNQUANTIZED, KVScheme
+from kvconvert.methods import PLAN_TENSORS, UNQUANTIZED, KVScheme
+from kvconvert.methods.scheme import FORMER_PLAN_TENSORS
 from kvconvert.models.configuration import (
     HYBRID_LAYER_TYPES,
     Modality,
     has_pages,
     keeps_index,
 )
+from kvconvert.models.devices import Device, choose_device
 from kvconvert.runtime.cache import session
 from kvconvert.runtime.cache.compress import compress, read_flags, seal
 from kvconvert.runtime.cache.forward_pass import ModalityMask
@@ -73,28 +77,27 @@ class KVCache(Cache):
         model_seal: of the manifest of the bundle whose model made this cache, "" for other models.
 
     Raises:
-        UsageError: `config` is no configuration, or `kv_memory` has no room for a page in every layer.
+        UsageError: an argument of another type, a tensor that no KV plan has, or `kv_memory` has no room for a
+            page in every layer.
         RecipeError: a scheme says that weights are folded and the model's are not, or the number of schemes is wrong.
         UnsupportedModelError: the layers' keys and values cannot be kept here (latent attention with a scheme that is
             not for latents, an attention of the model's own), or a scheme compresses a modality that the config has no
             token for.
     """
 
+    @checked
     def __init__(
         self,
-        config: PretrainedConfig,
-        scheme: KVScheme | str | Sequence_[KVScheme | None],
+        config: Annotated[PretrainedConfig, "`model.config`, or AutoConfig.from_pretrained of a checkpoint"],
+        scheme: Annotated[
+            KVScheme | str | Sequence_[KVScheme | None], "a KVScheme, a preset's name, or one scheme for each layer"
+        ],
         *,
         plan: Mapping[str, torch.Tensor] | None = None,
         kv_memory: int | None = None,
         beside: KVCache | None = None,
         like: CacheLayers | None = None,
     ):
-        if not isinstance(config, PretrainedConfig):
-            raise UsageError(
-                f"KVCache takes a model's configuration, and {type(config).__name__} is none; give `model.config`, or "
-                "AutoConfig.from_pretrained of a checkpoint."
-            )
         like = CacheLayers.of(config, scheme) if like is None else like
         self.like, self.schemes, self.reconstructs = like, like.schemes, like.reconstructs
         page_bytes = None if kv_memory is None else like.page_bytes(config, kv_memory)
@@ -162,12 +165,15 @@ class KVCache(Cache):
             )
         return stored > 0
 
+    @checked
     def set_modality_mask(self, tokens: torch.Tensor | None, modality: Modality) -> None:
         """State which tokens of the next forward pass are visual, or audio: bool [B, T], T its new tokens.
 
         `watch_inputs(model)` does this automatically. Layers whose scheme compresses another modality, or all, ignore
         it. None withdraws the mask.
         """
+        if tokens is not None and (tokens.dtype != torch.bool or tokens.dim() != 2):
+            raise UsageError(f"`tokens` is {tokens.dtype} {[*tokens.shape]}; give bool [rows, new tokens].")
         mask = None if tokens is None else ModalityMask(tokens)
         for group in self.groups:
             if group.scheme.modality == modality:
@@ -211,7 +217,8 @@ class KVCache(Cache):
         for group in self.groups:
             group.registry, group.tables = registry, None
 
-    def open_rows(self, count: int) -> None:
+    @checked
+    def open_rows(self, count: Count) -> None:
         """Make room for `count` sequences that join one by one; rows that none has joined store nothing.
 
         Raises:
@@ -293,17 +300,18 @@ class KVCache(Cache):
                 layer.dtype, layer.device, layer.is_initialized = twin.dtype, twin.device, True
         return True
 
-    def join(self, row: int, other: KVCache) -> None:
+    @checked
+    def join(self, row: Natural, other: KVCache) -> None:
         """Move the only sequence of a cache made by `beside()` to a free row; the other cache is empty afterwards.
 
         Raises:
             CacheError: the row is taken, or the other cache does not hold one sealed sequence without padding.
         """
-        for layer, twin in zip(self.paged_layers(), other.paged_layers(), strict=True):
-            layer.adopt(twin)
         for group, source in zip(self.groups, other.groups, strict=True):
             read_flags(source)
             group.join(row, source)
+        for layer, twin in zip(self.paged_layers(), other.paged_layers(), strict=True):
+            layer.adopt(twin)
         copies = []
         for layer, twin in zip(self.state_layers().values(), other.state_layers().values(), strict=True):
             copies += layer.join(row, twin, self.groups[0].rows)
@@ -312,7 +320,8 @@ class KVCache(Cache):
         for twin in other.layers:
             twin.reset()
 
-    def leave(self, row: int) -> None:
+    @checked
+    def leave(self, row: Natural) -> None:
         """Drop a row's sequence, whose pages are free at once.
 
         Raises:
@@ -343,7 +352,8 @@ class KVCache(Cache):
         snapshot.put(self.groups)
         self._go_on(snapshot.states)
 
-    def save(self, file: str | Path) -> None:
+    @checked
+    def save(self, file: File) -> None:
         """Write what the cache holds of one sequence to a safetensors file, for `KVCache.load`.
 
         The tokens themselves are not in it: keep their ids, for `generate` wants them all.
@@ -357,12 +367,11 @@ class KVCache(Cache):
         self._write_complete_pages()
         self.unread_flags(wait=True)
         states = {index: layer.copies() for index, layer in self.state_layers().items()}
-        session.save(Path(file), self.groups, self.fingerprint, states)
+        session.save(Path(file).absolute(), self.groups, self.fingerprint, states)
 
     @classmethod
-    def load(
-        cls, file: str | Path, like: PreTrainedModel | KVCache, *, device: torch.device | str | None = None
-    ) -> KVCache:
+    @checked
+    def load(cls, file: File, like: torch.nn.Module | KVCache, *, device: Device | None = None) -> KVCache:
         """A cache that goes on from a file that `save` wrote, with the same numbers.
 
         Args:
@@ -374,21 +383,20 @@ class KVCache(Cache):
             CacheError: the file is no session, was changed, or is of another model, scheme, plan or dtype.
             UsageError: the model has no caches of its own, or the cache is not empty.
         """
-        cache, dtype = like, None
+        cache, dtype, place = like, None, torch.device("cpu") if device is None else choose_device(device)
         if not isinstance(like, KVCache):
             if not hasattr(like, "new_kv_cache"):
                 raise UsageError(
                     "`like` is no model of a bundle; make an empty cache as the saved one was, and pass it."
                 )
-            cache, device, dtype = like.new_kv_cache(), device or like.device, like.dtype
+            cache, dtype = like.new_kv_cache(), like.dtype
+            place = like.device if device is None else place
         if cache.get_seq_length() or any(store.is_allocated for store in cache.stores()):
             raise UsageError("`like` is a cache that holds tokens already; pass an empty one.")
         cache._check_sessions()
         try:
             with_states = [*cache.state_layers()]
-            states = session.load(
-                Path(file), cache.groups, cache.fingerprint, torch.device(device or "cpu"), dtype, with_states
-            )
+            states = session.load(Path(file), cache.groups, cache.fingerprint, place, dtype, with_states)
             cache._go_on(states)
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             cache.reset()
@@ -495,9 +503,14 @@ class KVCache(Cache):
 
 
 def _layer_plans(plan: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """A KV plan by layer, `layers.{i}`, and then by what follows in the tensors' names."""
+    """A KV plan by layer, `layers.{i}`, and then by what follows in the tensors' names (UsageError: another name)."""
     plans: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in plan.items():
         layer, _, what = name.rpartition(".")
+        if not re.fullmatch(r"layers\.\d+", layer) or what not in (*PLAN_TENSORS, *FORMER_PLAN_TENSORS):
+            raise UsageError(
+                f"`plan` has a tensor {name!r:.80}, which no KV plan has; give those of one, layers.0.key_mean and "
+                "so on."
+            )
         plans.setdefault(layer, {})[what] = tensor
     return plans

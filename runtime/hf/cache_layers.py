@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from kvconvert.cache.size import ModelCache
-from kvconvert.errors import RecipeError, UnsupportedModelError, UsageError, check_whole
+from kvconvert.errors import RecipeError, UnsupportedModelError, UsageError
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme, check_layers, spread_ratios
 from kvconvert.models.configuration import (
@@ -98,7 +98,6 @@ class CacheLayers:
                 '`kv_memory` is not possible with selection = "reconstruction", for layers keep different numbers of '
                 "tokens; leave it out."
             )
-        check_whole(kv_memory, "kv_memory")
         _check_memory(kv_memory, model_cache(config, self.schemes), self.paged)
         return kv_memory // self.paged
 
@@ -150,13 +149,6 @@ def _per_layer(
     if isinstance(scheme, str):
         preset = KVScheme.preset(scheme)
         return tuple(preset if i in folded else preset.with_online_rotation() for i in range(count))
-    if not isinstance(scheme, KVScheme) and not (
-        isinstance(scheme, Sequence) and all(item is None or isinstance(item, KVScheme) for item in scheme)
-    ):
-        raise RecipeError(
-            f"{scheme!r:.80} is no KV scheme; give a preset's name, a KVScheme, or a list of one KVScheme or None per "
-            "layer."
-        )
     schemes = (scheme,) * count if isinstance(scheme, KVScheme) else tuple(scheme)
     if len(schemes) != count:
         raise RecipeError(

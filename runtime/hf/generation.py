@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.generation import GenerationConfig, GenerationMode
 
+from kvconvert.arguments import checked
 from kvconvert.bundle.generation import PROCESSED
 from kvconvert.errors import CacheError, KvconvertError, UnsupportedModelError, UsageError, first_line
 from kvconvert.kernels.launches import make_ready, record_specializations
@@ -311,7 +312,8 @@ def _caches(model: PreTrainedModel) -> bool:
     return True
 
 
-def watch_inputs(model: PreTrainedModel) -> RemovableHandle:
+@checked
+def watch_inputs(model: torch.nn.Module) -> RemovableHandle:
     """Tell a `KVCache` that is passed to this model which tokens of each forward pass are visual, or audio.
 
     For a cache made by hand; models loaded from a bundle are watched already. Pass the module whose `forward` takes

@@ -4,28 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+from kvconvert.arguments import BundlePlace, checked
 from kvconvert.bundle.files import read_settings
 from kvconvert.bundle.generation import NAME as GENERATION_CONFIG
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import BundleError, UsageError
 from kvconvert.models.configuration import model_class, read_config, supports_images
+from kvconvert.models.devices import choose_device
 from kvconvert.models.processors import has_processor, load_processor, load_tokenizer, tokenizer_of
 from kvconvert.runtime.hf.bundle_quantizer import WHOLE, BundleConfig, Verify, check_fits
 from kvconvert.runtime.hf.generation_config import read_generation_config
 
+Place = str | int | torch.device
+MAPS = ("auto", "balanced", "balanced_low_0", "sequential")  # places that are no devices
 
+
+@checked
 def load(
-    bundle: str | Path,
+    bundle: BundlePlace,
     *,
-    dtype: torch.dtype | Literal["auto"] | None = None,
-    device_map: str | dict[str, Any] | None = None,
-    tp_plan: str | dict[str, str] | None = None,
+    dtype: Annotated[torch.dtype | str, "torch.bfloat16, torch.float32, torch.float16, or 'auto'"] | None = None,
+    device_map: Annotated[Place | dict[str, Place], "a device, 'auto', or a dict from modules to devices"]
+    | None = None,
+    tp_plan: Any = None,
     verify: Verify = "full",
     revision: str | None = None,
     token: str | bool | None = None,
@@ -58,15 +65,12 @@ def load(
     if tp_plan is not None:
         raise UsageError(WHOLE)
     directory = locate(bundle, revision=revision, token=token, local_files_only=local_files_only)
-    if verify not in ("full", "headers"):
-        raise UsageError(f"`verify` is {verify!r}; it may be full or headers.")
     named = getattr(torch, dtype, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
     if named not in (None, "auto") and not getattr(named, "is_floating_point", False):
         raise UsageError(f"`dtype` is {dtype}; it may be auto, torch.float32, torch.bfloat16 or torch.float16.")
-    places = device_map.values() if isinstance(device_map, dict) else [device_map]
-    on_gpus = any(isinstance(place, int) or str(place).startswith("cuda") for place in places)
-    if on_gpus and not torch.cuda.is_available():
-        raise UsageError(f"torch finds no GPU for `device_map` = {device_map!r}; leave it out to use the CPU.")
+    places = device_map.values() if isinstance(device_map, dict) else {device_map} - {None, *MAPS}
+    for place in places:
+        choose_device(f"cuda:{place}" if isinstance(place, int) else place, "device_map")
     # All of it is verified before transformers reads any of it, and the model built without weights before weights are.
     verified = open_bundle(directory, verify=verify)
     check_fits(verified)
@@ -92,7 +96,7 @@ def load(
     return model, processor
 
 
-def _default_dtype(config: PretrainedConfig, device_map: str | dict[str, Any] | None) -> torch.dtype | Literal["auto"]:
+def _default_dtype(config: PretrainedConfig, device_map: Any) -> torch.dtype | Literal["auto"]:
     """The bundle's own dtype, unless it is float16 and the model goes to a CPU."""
     on_cpu = device_map is None or str(device_map) == "cpu" or (device_map == "auto" and not torch.cuda.is_available())
     return torch.float32 if on_cpu and getattr(config, "dtype", None) == torch.float16 else "auto"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
+from kvconvert.arguments import checked
 from kvconvert.errors import UsageError
 from kvconvert.models import CACHE
 from kvconvert.models.configuration import context_length
@@ -14,8 +15,9 @@ from kvconvert.runtime.hf.cache import KVCache
 MOST_TOKENS = 16 * PART  # of a forward pass
 
 
+@checked
 @torch.no_grad()
-def seal_prompt(model: PreTrainedModel, cache: KVCache, input_ids: torch.Tensor) -> None:
+def seal_prompt(model: torch.nn.Module, cache: KVCache, input_ids: torch.Tensor) -> None:
     """State that a prompt is complete, as `KVCache.seal()`; it is read again first where the cache's scheme selects by
     reconstruction.
 

@@ -1,69 +1,164 @@
-"""Arguments of another kind than what is meant, a model for its directory say, are refused in a sentence."""
+"""Arguments that public functions cannot use are refused in a sentence that names them and says what to give."""
+
+import inspect
 
 import pytest
-from transformers import LlamaConfig
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvconvert import KVCache, KVScheme, Recipe, bench, calibrate, evaluate, export, load
-from kvconvert.errors import UsageError
-from kvconvert.runtime.engine import Engine, Sampling
+from kvconvert.bundle.reader import open_bundle
+from kvconvert.errors import CacheError, RecipeError, UsageError
+from kvconvert.fidelity.retrieval import DrillCounts
+from kvconvert.hub import pull, push
+from kvconvert.models.devices import choose_device
+from kvconvert.onnx.export import export_onnx
+from kvconvert.planning.plan import plan
+from kvconvert.report import write_report
+from kvconvert.runtime import Engine, Sampling, seal_prompt, watch_inputs
 
-MODEL = object()
+CONFIG = LlamaConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=2, intermediate_size=8, vocab_size=8)
+MODEL = LlamaForCausalLM(CONFIG)
+CACHE = KVCache(CONFIG, "kivi")
+FUNCTIONS = (
+    *(bench, calibrate, evaluate, export, export_onnx, load, open_bundle, plan, pull, push, write_report),
+    *(Engine.__init__, Engine.add, Engine.room, Engine.run, Engine.stream, seal_prompt, watch_inputs),
+    *(KVCache.__init__, KVCache.join, KVCache.leave, KVCache.load, KVCache.open_rows, KVCache.save),
+    *(KVCache.set_modality_mask, KVScheme.from_dict, KVScheme.preset),
+    *(Recipe.from_dict, Recipe.load, Recipe.of, Recipe.with_budget),
+)
+# Refused whatever they are, with the reason; and model and tokenizer of an Engine, which asks them what they can do.
+ANYTHING = ("self", "tp_plan", "prompt_lookup_num_tokens", "assistant_model")
+FITTING = dict.fromkeys(("bundle", "model", "work", "path", "source", "output", "name", "recipe", "file"), "kivi")
+FITTING |= {"self": None, "repository": "user/name", "config": CONFIG, "scheme": "kivi", "prompt": [1], "tokens": None}
+FITTING |= {"modality": "visual", "row": 0, "other": CACHE, "like": CACHE, "cache": CACHE}
 CALLS = {
-    "load": lambda: load(MODEL),
-    "load nothing": lambda: load(None),
-    "evaluate": lambda: evaluate(MODEL),
-    "bench": lambda: bench(["x"]),
-    "calibrate": lambda: calibrate(MODEL, "work"),
-    "calibrate to": lambda: calibrate("model", None),
-    "export": lambda: export(None, "bundle"),
-    "export to": lambda: export("work", MODEL),
-    "recipe": lambda: Recipe.of(3),
-    "Engine": lambda: Engine("bundle"),
-    "recipe's name": lambda: Recipe.load(3),
+    f"{function.__qualname__}: {name}": (function, name)
+    for function in FUNCTIONS
+    for name, parameter in inspect.signature(function).parameters.items()
+    if parameter.kind is not parameter.VAR_KEYWORD and name not in ANYTHING
+    if (function, name) not in ((Engine.__init__, "model"), (Engine.__init__, "tokenizer"))
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_what_is_no_place_or_model_is_named_with_what_to_give(name):
-    with pytest.raises(UsageError, match=r"^`\w+` is of type (object|NoneType|list|int|str); give .*\.$"):
-        CALLS[name]()
+@pytest.mark.parametrize("call", CALLS)
+def test_an_argument_of_another_type_is_refused_by_every_public_function(call):
+    function, wrong = CALLS[call]
+    fitting = FITTING | ({"model": MODEL} if function is seal_prompt else {})
+    parameters = inspect.signature(function).parameters.values()
+    given = {p.name: fitting.get(p.name) for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
+    with pytest.raises(UsageError, match=rf"^`{wrong}` is of type object; give .+\.$"):
+        function(**given | {wrong: object()})
 
 
-NUMBERS = {
-    "calibrate": lambda: calibrate("examples/reference-lm", "work", samples="3"),
-    "calibrate's length": lambda: calibrate("examples/reference-lm", "work", seq_len=2.5),
-    "calibrate's seed": lambda: calibrate("examples/reference-lm", "work", seed="a"),
-    "evaluate": lambda: evaluate("bundle", tokens="64"),
-    "evaluate's context": lambda: evaluate("bundle", context="1024"),
-    "Engine": lambda: Engine(MODEL, max_batch="8"),
-    "Engine's queue": lambda: Engine(MODEL, max_waiting=2.5),
-    "KVCache": lambda: KVCache(LlamaConfig(num_hidden_layers=1), "kivi", kv_memory="1GB"),
+VALUES = {
+    "calibrate(samples='3')": (lambda: calibrate("m", "w", samples="3"), "`samples` is '3'; give a whole number of at"),
+    "calibrate(samples=True)": (lambda: calibrate("m", "w", samples=True), "`samples` is True; give a whole number"),
+    "calibrate(seq_len=2.5)": (lambda: calibrate("m", "w", seq_len=2.5), "`seq_len` is 2.5; give a whole number of at"),
+    "calibrate(seq_len=1)": (
+        lambda: calibrate("m", "w", seq_len=1),
+        "`seq_len` is 1; give a whole number of at least 2",
+    ),
+    "calibrate(seed=10**30)": (
+        lambda: calibrate("m", "w", seed=10**30),
+        "`seed` is a number of more than 64 bits; give a",
+    ),
+    "calibrate(restart=1)": (lambda: calibrate("m", "w", restart=1), "`restart` is 1; give True or False"),
+    "calibrate(data=[3])": (
+        lambda: calibrate("m", "w", data=[3]),
+        r"`data` is \[3\]; give a source, or a list of sources",
+    ),
+    "export(device=3)": (lambda: export("w", "b", device=3), "`device` is 3; give 'cpu' or 'cuda'"),
+    "export(device='abacus')": (lambda: export("w", "b", device="abacus"), "`device` may be cpu or cuda"),
+    "load(None)": (lambda: load(None), "`bundle` is None; give a bundle's directory, or its id on the Hub"),
+    "load(verify='fast')": (lambda: load("b", verify="fast"), "`verify` is 'fast'; give 'full' or 'headers'"),
+    "evaluate(dtype='int8')": (lambda: evaluate("b", dtype="int8"), "`dtype` is 'int8'; give 'float32', 'bfloat16' or"),
+    "bench(contexts='8')": (
+        lambda: bench("b", contexts="8"),
+        "`contexts` is '8'; give a list, each entry a whole number",
+    ),
+    "bench(contexts=[0])": (lambda: bench("b", contexts=[0]), r"`contexts` is \[0\]; give a list, each entry a whole"),
+    "with_budget(kv_bits=nan)": (
+        lambda: Recipe.load("auto").with_budget(kv_bits=float("nan")),
+        "`kv_bits` is nan; give a",
+    ),
+    "with_budget(kv_bits=10**400)": (
+        lambda: Recipe.load("auto").with_budget(kv_bits=10**400),
+        "`kv_bits` is a number of more than 64 bits",
+    ),
+    "load(changes={3: 3})": (
+        lambda: Recipe.load("default", {3: 3}),
+        r"`changes` is \{3: 3\}; give values by table and key",
+    ),
+    "KVCache(plan={3: 3})": (
+        lambda: KVCache(CONFIG, "kivi", plan={3: 3}),
+        "`plan` is {3: 3}; give a dict from text to a",
+    ),
+    "Sampling(temperature='hot')": (lambda: Sampling(temperature="hot"), "`temperature` is 'hot'; give a number"),
+    "Sampling(top_k=-1)": (lambda: Sampling(top_k=-1), "`top_k` is -1; give a whole number of at least 0"),
+    "Sampling(settings=3)": (lambda: Sampling(settings=3), "`settings` is 3; give a dict"),
+    "DrillCounts(probes=0)": (lambda: DrillCounts(probes=0), "`probes` is 0; give a whole number of at least 1"),
+    "Engine(MODEL, 'x')": (lambda: Engine(MODEL, "x"), "`tokenizer` is of type str; give the one that `load` returns"),
+    "Engine('bundle')": (lambda: Engine("bundle"), "`model` is of type str; give the model that `load` returns"),
 }
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-def test_what_is_no_whole_number_is_refused_as_that(name):
-    with pytest.raises(UsageError, match=r"^`\w+` is ('.*'|2\.5); give a whole number\.$"):
-        NUMBERS[name]()
+@pytest.mark.parametrize("call", VALUES)
+def test_the_sentence_says_what_was_given_and_what_to_give(call):
+    run, said = VALUES[call]
+    with pytest.raises(UsageError, match=f"^(There is no device abacus; )?{said}"):
+        run()
 
 
-@pytest.mark.parametrize("field", ["temperature", "top_p"])
-def test_a_sampling_of_text_is_refused(field):
-    with pytest.raises(UsageError, match=f"{field} = 'hot' cannot be used; give a number"):
-        Sampling(**{field: "hot"})
+def test_an_argument_of_another_name_is_pythons_own_error():
+    with pytest.raises(TypeError, match=r"^calibrate\(\) got an unexpected keyword argument 'sample'"):
+        calibrate("model", "work", sample=3)
 
 
-@pytest.mark.parametrize("changes", ["kv.key_bits=3", ["kv.key_bits=3"], {3: 3}])
-def test_changes_of_a_recipe_are_values_by_key(changes):
-    with pytest.raises(UsageError, match="give values by table and key"):
-        Recipe.load("default", changes)
+def test_one_device_of_a_machine_is_chosen_and_no_other():
+    assert choose_device("cpu") == choose_device(torch.device("cpu")) == torch.device("cpu")
+    with pytest.raises(UsageError, match="`device` is cpu:3; it may be cpu or cuda"):
+        choose_device("cpu:3")
+
+
+@pytest.mark.parametrize("name", ["layers.0.keymean", "layers.first.key_mean", "key_mean"])
+def test_a_plan_with_other_tensors_is_refused(name):
+    with pytest.raises(UsageError, match=f"`plan` has a tensor '{name}', which no KV plan has"):
+        KVCache(CONFIG, "kivi", plan={name: torch.zeros(1)})
+
+
+def test_rows_that_a_cache_does_not_have_are_refused():
+    cache = KVCache(CONFIG, "kivi")
+    cache.open_rows(2)
+    with pytest.raises(CacheError, match="There is no row 5: the cache has 2"):
+        cache.join(5, cache.beside())
+    with pytest.raises(CacheError, match="Row 5 of the cache holds no sequence"):
+        cache.leave(5)
+
+
+@pytest.mark.parametrize("tokens", [torch.zeros(1, 3), torch.zeros(3, dtype=torch.bool)])
+def test_a_mask_of_another_shape_or_dtype_is_refused(tokens):
+    with pytest.raises(UsageError, match=r"`tokens` is torch\.\w+ \[.*\]; give bool \[rows, new tokens\]"):
+        KVCache(CONFIG, "kivi").set_modality_mask(tokens, "visual")
+
+
+def test_a_session_is_not_written_over_a_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cache = KVCache(CONFIG, "kivi")
+    MODEL.set_attn_implementation("kvconvert")
+    with torch.no_grad():
+        MODEL(input_ids=torch.tensor([[1, 2]]), cache=cache)
+    with pytest.raises(CacheError, match="cannot be written"):
+        cache.save("")
+
+
+def test_a_recipe_of_other_fields_is_refused():
+    with pytest.raises(RecipeError, match="A Recipe cannot have this `kv`: Input should be an instance of KVScheme"):
+        Recipe(kv="kivi")
+    with pytest.raises(RecipeError, match=r"has the key 'kv' in `changes`; write table\.key"):
+        Recipe.load("default", {"kv": 3})
 
 
 def test_a_recipe_is_read_from_a_path(tmp_path):
     (tmp_path / "mine.toml").write_text('[kv]\npreset = "kivi"\n')
     assert Recipe.load(tmp_path / "mine.toml").kv == KVScheme.preset("kivi")
-
-
-def test_data_of_another_kind_is_refused_before_a_model_is_read(tmp_path):
-    with pytest.raises(UsageError, match="`data` is 3; name a source"):
-        calibrate("examples/reference-lm", tmp_path / "work", data=3)

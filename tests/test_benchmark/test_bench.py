@@ -183,7 +183,7 @@ def test_without_contexts_the_default_fits_the_models_positions():
     [
         ({"device": "abacus"}, "`device` may be cpu or cuda"),
         ({"device": "meta"}, "`device` is meta"),
-        ({"dtype": "int8"}, "`dtype` is int8"),
+        ({"dtype": "int8"}, "`dtype` is 'int8'; give"),
         ({"new_tokens": 1}, "`new_tokens` is 1"),
         ({"contexts": []}, "`contexts` is"),
         ({"batches": [0]}, "`batches` is"),

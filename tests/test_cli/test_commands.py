@@ -1,3 +1,4 @@
+import inspect
 import json
 import os
 import re
@@ -347,13 +348,13 @@ def test_eval_measures_the_parts_that_are_chosen_and_refuses_others(folder):
 def test_bench_prints_a_table_or_json(folder, monkeypatch):
     from kvconvert.benchmark.bench import bench as run
 
-    measure, measured = run.__globals__["_run"], []
+    measure, measured = inspect.unwrap(run).__globals__["_run"], []
 
     def once(job):
         measured[:] = measured or measure(job)
         yield from measured
 
-    monkeypatch.setitem(run.__globals__, "_run", once)
+    monkeypatch.setitem(inspect.unwrap(run).__globals__, "_run", once)
     options = ["--context", "16", "--context", "200", "--new-tokens", "3", "--device", "cpu"]
     result = kvconvert("bench", folder / "bundle", *options)
     assert result.exit_code == 0, result.output
@@ -369,7 +370,7 @@ def test_bench_prints_a_table_or_json(folder, monkeypatch):
 def test_bench_refuses_wrong_usage_with_2_before_it_measures_anything(folder, tmp_path, monkeypatch):
     from kvconvert.benchmark.bench import bench as run
 
-    monkeypatch.setitem(run.__globals__, "_run", None)
+    monkeypatch.setitem(inspect.unwrap(run).__globals__, "_run", None)
     for options, said in (
         (["--context", "500"], "lower --context or --new-tokens"),
         (["--device", "abacus"], "--device may be cpu or cuda"),

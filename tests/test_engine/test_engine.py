@@ -217,23 +217,33 @@ def test_what_can_never_be_served_is_refused_with_one_sentence():
         ({"prompt": []}, "no tokens"),
         ({"prompt": torch.zeros(2, 3, dtype=torch.long)}, "one sequence"),
         ({"prompt": [1, VOCABULARY]}, f"token {VOCABULARY}"),
-        ({"prompt": [1.5]}, r"token 1\.5"),
-        ({"prompt": [1], "max_new_tokens": 0}, "max_new_tokens` is 0"),
-        ({"prompt": [1], "max_new_tokens": 2.5}, "max_new_tokens` is 2.5"),
         ({"prompt": [1] * 1500, "max_new_tokens": 501}, "2000 positions"),
         ({"prompt": [1] * 500, "max_new_tokens": 13}, "needs 5 pages of the cache and there are 4"),
         ({"prompt": [1], "stop": ["x"]}, "`tokenizer`"),
-        ({"prompt": [1], "stop": "x"}, "`tokenizer`"),
-        ({"prompt": [1], "stop": None}, "`stop` is None"),
-        ({"prompt": [1], "stop_token_ids": 5}, "`stop_token_ids` is 5"),
-        ({"prompt": [1], "stop_token_ids": ["</s>"]}, "`stop_token_ids` is '</s>'"),
-        ({"prompt": [1], "sampling": {"temperature": 1}}, "`sampling` is of type dict"),
-        ({"prompt": [1], "likeliest": "x"}, "`likeliest` is 'x'"),
+        ({"prompt": torch.tensor([1.5])}, "`prompt` has the dtype torch.float32"),
+        (
+            {"prompt": [1], "stop_token_ids": [VOCABULARY]},
+            f"`stop_token_ids` has {VOCABULARY}; the model's ids are 0 to",
+        ),
     ]
     for arguments, said in cases:
         with pytest.raises(UsageError, match=said) as caught:
             engine.add(**arguments)
         assert "\n" not in str(caught.value)
+    assert engine.stats().refused == len(cases)
+    # What no request can be is refused before it counts as one.
+    for arguments, said in (
+        ({"prompt": [1.5]}, r"`prompt` is \[1\.5\]; give the ids of its tokens"),
+        ({"prompt": [1], "max_new_tokens": 0}, "`max_new_tokens` is 0; give a whole number of at least 1"),
+        ({"prompt": [1], "stop": "x"}, "`stop` is 'x'; give a list of strings"),
+        (
+            {"prompt": [1], "stop_token_ids": ["</s>"]},
+            r"`stop_token_ids` is \['</s>'\]; give a list, each entry a whole",
+        ),
+        ({"prompt": [1], "sampling": {"temperature": 1}}, r"`sampling` is \{'temperature': 1\}; give a Sampling"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            engine.add(**arguments)
     assert engine.stats().refused == len(cases)
     assert engine.add([1] * 500, max_new_tokens=12).state == "prompt"
 

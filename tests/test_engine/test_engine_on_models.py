@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny.models import GREEDY, random_ids, tiny_model
 
+from kvconvert.errors import UsageError
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import Engine, Sampling
 from kvconvert.runtime.hf.generation import adopt
@@ -63,6 +64,12 @@ def test_prompts_in_chunks_give_what_generate_gives_for_the_same_chunks(scheme):
     for ids, request in zip(prompts, requests, strict=True):
         expected = model.generate(ids, max_new_tokens=10, prefill_chunk_size=100, **GREEDY)
         assert request.tokens == expected[0, ids.shape[1] :].tolist()
+
+
+def test_what_a_processor_makes_of_images_is_refused_by_a_model_of_text():
+    engine = Engine(bundle_model("kivi"), max_batch=1)
+    with pytest.raises(UsageError, match="`extras` has pixel_values, and this model takes none of them"):
+        engine.add([1, 2], extras={"pixel_values": torch.zeros(1)})
 
 
 @functools.cache

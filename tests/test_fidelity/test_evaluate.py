@@ -115,7 +115,7 @@ def test_another_source_is_noticed_and_an_absent_one_refused(report, source, tmp
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="give its path as `against`"):
         evaluate(bundle, progress=False)
-    with pytest.raises(UsageError, match="nothing to score"):
+    with pytest.raises(UsageError, match="`tokens` is 0; give a whole number of at least 1"):
         evaluate(bundle, against=str(source), tokens=0)
     with pytest.raises(UsageError, match="`context` is 513, more than the 512 positions"):
         evaluate(bundle, against=str(source), context=513)
@@ -127,7 +127,7 @@ def test_another_source_is_noticed_and_an_absent_one_refused(report, source, tmp
     assert not capsys.readouterr().err, "nothing was hashed or loaded before"
     with pytest.raises(UsageError, match="a context of 256 tokens holds no prompt of probes"):
         evaluate(bundle, against=str(source), context=256, tokens=300, only=["probes"], progress=False)
-    with pytest.raises(UsageError, match="drawings = 0"):
+    with pytest.raises(UsageError, match="`drawings` is 0; give a whole number of at least 1"):
         evaluate(bundle, against=str(source), drawings=0)
 
 

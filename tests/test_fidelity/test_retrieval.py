@@ -84,7 +84,7 @@ def test_counts_say_how_much_is_drilled_and_none_is_left_out(book, tokenizer):
 
     few = DrillCounts(retrieval_trials=1)
     assert retrieval(silent, silent, retrieval_drills(book, 600, few.retrieval_trials)).prompts == 10
-    with pytest.raises(UsageError, match="probes=0"):
+    with pytest.raises(UsageError, match="`probes` is 0"):
         DrillCounts(probes=0)
 
 

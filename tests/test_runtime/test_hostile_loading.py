@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.convert.work_files import check_place
-from kvconvert.errors import BundleError, KvconvertError, RecipeError, UsageError
+from kvconvert.errors import BundleError, KvconvertError, UsageError
 from kvconvert.models import configuration
 from kvconvert.models.configuration import make_config
 from kvconvert.runtime import KVCache, load
@@ -207,13 +207,15 @@ def test_attention_weights_are_refused(model):
 
 @pytest.mark.parametrize("scheme", [None, 2, {"key_bits": 2}, ["oscar"] * 4, [2] * 4])
 def test_a_cache_of_no_scheme_is_refused(model, scheme):
-    with pytest.raises(RecipeError, match="is no KV scheme"):
+    with pytest.raises(
+        UsageError, match=r"`scheme` is .*; give a KVScheme, a preset's name, or one scheme for each layer"
+    ):
         KVCache(model.config, scheme)
 
 
 @pytest.mark.parametrize("config", ["model", None, {"num_hidden_layers": 2}])
 def test_a_cache_of_no_configuration_is_refused(config):
-    with pytest.raises(UsageError, match=r"takes a model's configuration, and (str|NoneType|dict) is none"):
+    with pytest.raises(UsageError, match=r"`config` is .*; give `model.config`, or"):
         KVCache(config, "oscar")
 
 

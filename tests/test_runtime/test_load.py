@@ -304,11 +304,29 @@ def test_transformers_alone_refuses_unquantized_weights_under_a_kv_plan(unquanti
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 @pytest.mark.parametrize("device_map", ["cuda", "cuda:1", {"": 0}])
 def test_a_device_map_with_a_gpu_that_is_not_there_is_one_sentence(bundle, device_map):
-    with pytest.raises(UsageError, match="torch finds no GPU for `device_map`"):
+    with pytest.raises(UsageError, match=r"torch finds no GPU for the device .*; `device_map` has to be cpu"):
         load(bundle, device_map=device_map, verify="headers")
 
 
-@pytest.mark.parametrize("device_map", ["auto", "cpu", {"": "cpu"}])
+@pytest.mark.parametrize(
+    ("device_map", "said"),
+    [
+        ("abacus", "There is no device abacus; `device_map` may be cpu or cuda"),
+        ("meta", "`device_map` is meta; it may be cpu or cuda"),
+        ({"": "auto"}, "There is no device auto; `device_map` may be cpu or cuda"),
+        ({"": "disk"}, "There is no device disk; `device_map` may be cpu or cuda"),
+        ([], r"`device_map` is \[\]; give a device, 'auto', or a dict from modules to devices"),
+        ({"model.layrs.0": "cpu"}, r"`device_map` names 'model\.layrs\.0', .*; did you mean model\.layers\.0\?"),
+        ({"model": "cpu"}, r"`device_map` gives lm_head\.\w+ no device; name a module that it is in"),
+        ({}, r"`device_map` gives .* no device"),
+    ],
+)
+def test_a_device_map_that_does_not_fit_is_one_sentence(bundle, device_map, said):
+    with pytest.raises(UsageError, match=said):
+        load(bundle, device_map=device_map, verify="headers")
+
+
+@pytest.mark.parametrize("device_map", ["auto", "cpu", {"": "cpu"}, {"model": "cpu", "lm_head": "cpu"}])
 def test_device_maps(bundle, device_map):
     model, _ = load(bundle, device_map=device_map, verify="headers")
     assert model.generate(random_ids(1, 6), max_new_tokens=3, **GREEDY).shape == (1, 9)

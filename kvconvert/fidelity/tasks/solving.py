@@ -29,9 +29,10 @@ from kvconvert.fidelity.tasks.problems import TASKS, Problem, Task, text_before
 from kvconvert.io.progress import progress_bar
 from kvconvert.methods import KVScheme
 from kvconvert.models.configuration import layer_types_of, pages_unsupported
+from kvconvert.models.devices import choose_device, compute_dtype
 from kvconvert.models.processors import tokenizer_of
 from kvconvert.models.prompts import Conversations, encode_text
-from kvconvert.models.source import choose_device, compute_dtype, open_source
+from kvconvert.models.source import open_source
 from kvconvert.runtime import load
 from kvconvert.runtime.engine import Engine, Sampling
 from kvconvert.runtime.engine.processors import recommended
