@@ -24,7 +24,7 @@ _calibration = with_options(
         "kvconvert:code-calib.txt, or drawings.",
     ),
     count_option("--samples", help="Sequences; 16 of 2,048 tokens by default, 64 of 512 or fewer or with images."),
-    count_option("--seq-len", metavar="L", help="Tokens in each; 2,048 by default, or what an image needs."),
+    count_option("--seq-len", least=2, metavar="L", help="Tokens in each; 2,048 by default, or what an image needs."),
     seed_option(default=0, show_default=True, help="Seed of the choice of samples."),
     device_option("cpu or cuda, where layers are computed; a GPU by default if there is one."),
     click.option("--restart", is_flag=True, help="Discard an interrupted calibration instead of going on with it."),

@@ -71,8 +71,15 @@ def ask_hub(
     *,
     revision: str | None = None,
     token: str | bool | None = None,
+    or_path: bool = False,
 ) -> Result:
     """Return the result of `call`, a function that uses the Hub client; its errors become sentences.
+
+    Args:
+        repository: its id.
+        call: what is asked.
+        revision, token: that `call` uses.
+        or_path: whether `repository` may have been meant as a path, which then does not exist.
 
     Raises:
         HubError: with that sentence, and without the client's own exception.
@@ -84,7 +91,7 @@ def ask_hub(
     except KvconvertError:
         raise
     except Exception as error:  # the client raises errors of any kind where an answer is not as it expects
-        sentence = _sentence(error, repository, revision, token)
+        sentence = _sentence(error, repository, revision, token, or_path)
     raise HubError(sentence)
 
 
@@ -131,7 +138,7 @@ def _check_token(given: str | bool | None) -> None:
         )
 
 
-def _sentence(error: Exception, repository: str, revision: str | None, token: str | bool | None) -> str:
+def _sentence(error: Exception, repository: str, revision: str | None, token: str | bool | None, or_path: bool) -> str:
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -164,11 +171,11 @@ def _sentence(error: Exception, repository: str, revision: str | None, token: st
     if find(RevisionNotFoundError):
         return f"{repository} on the Hub has no revision {revision}; name a branch, tag or commit that it has."
     if find(RepositoryNotFoundError):
-        return (
-            f"There is neither a path {repository} nor a repository of that name on the Hub that can be seen; check "
-            f"the name, and log in ({login}) if it is private."
-        )
+        missing = f"neither a path {repository} nor a repository of that name" if or_path else f"no {repository}"
+        return f"There is {missing} on the Hub that can be seen; check the name, and log in ({login}) if it is private."
     if find(OfflineModeIsEnabled):
+        if not or_path:
+            return f"The Hub cannot be asked about {repository}, because HF_HUB_OFFLINE is set; unset it."
         return (
             f"There is no path {repository}, and the Hub cannot be asked about a repository of that name, because "
             "HF_HUB_OFFLINE is set, and its cache lacks it."

@@ -41,15 +41,15 @@ class Sampling:
         for name in ("temperature", "top_p"):
             value = getattr(self, name)
             if not isinstance(value, Real):
-                raise UsageError(f"{name} = {value!r:.80} cannot be used; give a number.")
+                raise UsageError(f"`{name}` is {value!r:.80}; give a number.")
         if not (0 <= self.temperature < math.inf):
-            raise UsageError(f"temperature = {self.temperature} cannot be used; it is 0 (greedy) or a positive number.")
+            raise UsageError(f"`temperature` is {self.temperature}; give 0 (greedy) or a positive number.")
         if not isinstance(self.top_k, int) or not 0 <= self.top_k < 2**63:
-            raise UsageError(f"top_k = {self.top_k} cannot be used; it is 0 (all tokens) or a positive integer.")
+            raise UsageError(f"`top_k` is {self.top_k}; give 0 (all tokens) or a positive integer.")
         if not 0 < self.top_p <= 1:
-            raise UsageError(f"top_p = {self.top_p} cannot be used; it is above 0 and at most 1 (all tokens).")
+            raise UsageError(f"`top_p` is {self.top_p}; give a number above 0, and at most 1 (all tokens).")
         if self.seed is not None and not (isinstance(self.seed, int) and -(2**63) <= self.seed < 2**63):
-            raise UsageError(f"seed = {self.seed} cannot be used; it is an integer of 64 bits.")
+            raise UsageError(f"`seed` is {self.seed}; give an integer of 64 bits.")
         if unknown := set(self.settings) - {*PROCESSED}:
             name = min(unknown)
             raise UsageError(f"`settings` has {name}, which cannot be applied; {did_you_mean(name, PROCESSED)}")

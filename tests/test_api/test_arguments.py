@@ -49,7 +49,7 @@ def test_what_is_no_whole_number_is_refused_as_that(name):
 
 @pytest.mark.parametrize("field", ["temperature", "top_p"])
 def test_a_sampling_of_text_is_refused(field):
-    with pytest.raises(UsageError, match=f"{field} = 'hot' cannot be used; give a number"):
+    with pytest.raises(UsageError, match=f"`{field}` is 'hot'; give a number"):
         Sampling(**{field: "hot"})
 
 

@@ -121,10 +121,10 @@ def test_the_dtype_is_that_of_the_computation(bundle, name):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--temperature", "-1"], "temperature = -1.0"),
-        (["--temperature", "nan"], "temperature = nan"),
-        (["--top-p", "0"], "top_p = 0.0"),
-        (["--top-k", "-1"], "top_k = -1"),
+        (["--temperature", "-1"], "--temperature is -1.0"),
+        (["--temperature", "nan"], "--temperature is nan"),
+        (["--top-p", "0"], "--top-p is 0.0"),
+        (["--top-k", "-1"], "--top-k is -1"),
         (["--temperature", "0", "--top-p", "0.5"], "leave --top-p, --top-k and --seed out"),
         (["--seed", "1"], "--seed changes nothing"),
         (["--stop", ""], "--stop is empty"),
@@ -143,7 +143,7 @@ def test_what_cannot_mean_anything_is_refused_with_one_sentence(bundle, options,
 
 
 def test_raw_is_refused_in_a_conversation(bundle):
-    assert "--raw is for --prompt" in run(bundle, "--chat", "--raw").stderr
+    assert "--raw is for a PROMPT" in run(bundle, "--chat", "--raw").stderr
 
 
 def test_a_template_that_refuses_a_conversation_is_one_sentence(bundle):
