@@ -52,6 +52,13 @@ From a model to a bundle in five steps, where MODEL is a directory or a Hub id:
 
 kvconvert --help lists all commands, and kvconvert recipes what a bundle may be."""
 _INTERRUPTED = 128 + signal.SIGINT
+_LAYERS_ARE_KEPT = "go on from the last finished layer"
+# What the same command does after an interruption, where it does not repeat everything.
+_RESUMED = {
+    "calibrate": _LAYERS_ARE_KEPT,
+    "convert": _LAYERS_ARE_KEPT,
+    "pull": "go on with the files that are missing",
+}
 _LONGEST_MESSAGE = 2000
 _PATH_ERRORS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT, errno.EBADF)
@@ -118,9 +125,8 @@ class _Commands(click.Group):
             )
             ctx.exit(1)
         except KeyboardInterrupt:
-            resumes = ctx.invoked_subcommand in ("calibrate", "convert")
-            going_on = "go on from the last finished layer" if resumes else "repeat it"
-            message = f"Interrupted; nothing half written was left behind: run the same command again to {going_on}."
+            again = _RESUMED.get(ctx.invoked_subcommand, "repeat it")
+            message = f"Interrupted; nothing half written was left behind: run the same command again to {again}."
             click.echo(f"Error: {message}", err=True)
             ctx.exit(_INTERRUPTED)
 

@@ -63,6 +63,7 @@ WRONG = [
     (["calibrate", "MODEL", "-o", "WORK", "--data", "gone.txt"], 1, "gone.txt does not exist"),
     (["calibrate", "someone/gone", "-o", "WORK"], 1, "because HF_HUB_OFFLINE is set"),
     (["eval", "BUNDLE", "--data", "gone.jsonl"], 1, "gone.jsonl does not exist"),
+    (["eval", "BUNDLE", "--data", "MODEL/model.safetensors"], 1, "is not of a known kind"),
     (["calibrate", "MODEL", "-o", "BUNDLE"], 2, "BUNDLE is a bundle;"),
     (["calibrate", "MODEL", "-o", "EMPTY/.."], 2, "not kvconvert's"),
     (["quantize", "MODEL"], 2, "kvconvert convert quantizes"),
