@@ -216,6 +216,9 @@ def main() -> None:
     # It would read the entry points of every installed package, longer than it takes to refuse a recipe.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     signal.signal(signal.SIGTERM, _terminate)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by whoever started this
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115, it stays open
     with ended_at_once():
         cli(prog_name="kvconvert")
 

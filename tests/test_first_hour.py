@@ -259,6 +259,11 @@ def test_in_a_conversation_ctrl_c_ends_the_answer_reset_forgets_and_bye_leaves(m
     assert again == first
 
 
+def test_closed_streams_are_no_failure():
+    command = f"{sys.executable} -m kvconvert recipes default <&- >&- 2>&-"
+    assert subprocess.run(["sh", "-c", command], check=False).returncode == 0
+
+
 def test_an_interrupted_command_exits_with_130(tmp_path, capfd):
     torch.set_num_threads(1)
     write_tiny_llama(tmp_path / "model", tied=True)

@@ -6,6 +6,7 @@ in a header, so none of them is passed on, not even as the cause of ours.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -18,6 +19,7 @@ from kvconvert.io.hub_answers import WrongAnswer, checked_answers
 
 Result = TypeVar("Result")
 _MAX_REASON = 300
+_FULL, _READ_ONLY = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG), (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def is_hub_id(name: str | Path) -> TypeGuard[str]:
@@ -163,6 +165,15 @@ def _sentence(error: Exception, repository: str, revision: str | None, token: st
             f"What answers at {constants.ENDPOINT} in place of the Hub cannot be trusted: asked for {repository}, it "
             f"gives {printable(str(wrong))}; check HF_ENDPOINT and the network."
         )
+    for failed in (found for found in errors if isinstance(found, OSError)):
+        name, full = failed.filename2 or failed.filename, failed.errno in _FULL
+        if full or (name is not None and failed.errno in _READ_ONLY):  # without a name it is the network's
+            place = "" if name is None else f"{printable(os.fsdecode(name))}: "
+            advice = "make room" if full else "make it writable"
+            return (
+                f"{repository} could not be stored ({place}{failed.strerror}); {advice} or choose another place, and "
+                "run the same command again."
+            )
     if find(GatedRepoError):
         return (
             f"{repository} is gated: accept its conditions at {constants.ENDPOINT}/{repository}, and log in "

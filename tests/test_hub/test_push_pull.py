@@ -1,5 +1,6 @@
 """A bundle goes to the Hub and back: the same bytes, and nothing that does not verify, in either direction."""
 
+import errno
 import traceback
 from pathlib import Path
 
@@ -255,6 +256,23 @@ def test_the_token_is_nowhere_in_output_files_or_exceptions(hub, golden, tmp_pat
     assert TOKEN not in seen
     for path in tmp_path.rglob("*"):
         assert not path.is_file() or TOKEN.encode() not in path.read_bytes(), path
+
+
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        (OSError(errno.ENOSPC, "No room"), "(No room); make room or"),
+        (PermissionError(errno.EACCES, "Denied", "a", None, "b"), "(b: Denied); make it writable or"),
+    ],
+)
+def test_what_cannot_be_stored_is_no_failure_of_the_hub(hub, golden, tmp_path, monkeypatch, failure, said):
+    publish(hub, golden)
+
+    def fail(*_):
+        raise failure
+
+    monkeypatch.setattr("kvconvert.bundle.hub._snapshot", fail)
+    assert f"{NAME} could not be stored {said}" in refusal(1, "pull", NAME, "-o", tmp_path / "copy")
 
 
 def test_a_source_that_is_nowhere_names_both_places_in_one_sentence(hub, monkeypatch):
