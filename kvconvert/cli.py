@@ -80,8 +80,7 @@ def _shortened(message: str) -> str:
 
 def _unwritable(error: UnicodeEncodeError) -> str:
     return (
-        f"The output has a character that {error.encoding} cannot write; set PYTHONIOENCODING=utf-8, or send it "
-        "to a file."
+        f"The output has a character that {error.encoding} cannot write; set PYTHONIOENCODING=utf-8 and run it again."
     )
 
 
