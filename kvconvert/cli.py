@@ -124,7 +124,7 @@ class _Commands(click.Group):
             )
             ctx.exit(1)
         except KeyboardInterrupt:
-            again = _RESUMED.get(ctx.invoked_subcommand, "repeat it")
+            again = _RESUMED.get(ctx.invoked_subcommand or "", "repeat it")
             message = f"Interrupted; nothing half written was left behind: run the same command again to {again}."
             click.echo(f"Error: {message}", err=True)
             ctx.exit(_INTERRUPTED)
