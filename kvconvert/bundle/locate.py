@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from kvconvert.errors import BundleError, HubError, UsageError, check_place_named, did_you_mean
+from kvconvert.io.disk import STATE_NAME
 from kvconvert.io.hub import ask_hub, is_hub_id, missing_below
 
 MANIFEST_NAME = "kvconvert.json"
-STATE_NAME = "state.json"  # in a working directory of `calibrate`
 # In a folder, for engines read every *.safetensors file that lies beside config.json as weights.
 PLAN_NAME = "kvconvert/plan.safetensors"
 FORMER_PLAN_NAME = "kv_plan.safetensors"

@@ -17,9 +17,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from kvconvert.bundle.locate import MANIFEST_NAME, STATE_NAME, check_outside
+from kvconvert.bundle.locate import MANIFEST_NAME, check_outside
 from kvconvert.errors import KvconvertError, MissingError, UsageError, printable
 from kvconvert.io import disk
+from kvconvert.io.disk import STATE_NAME
 from kvconvert.io.json_text import read_json
 
 LOCK_NAME = "lock"

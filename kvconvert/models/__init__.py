@@ -8,8 +8,8 @@ import re
 from importlib import metadata
 from pathlib import Path
 
-from kvconvert.bundle.locate import STATE_NAME
 from kvconvert.errors import CheckpointError, HubError, MissingError
+from kvconvert.io.disk import STATE_NAME
 from kvconvert.io.hub import ask_hub, check_content, is_hub_id, missing_below
 
 # The versions of transformers that kvconvert was tried with, of which pyproject.toml has the first and the last. Others
