@@ -226,6 +226,13 @@ def _weights(source: Source, file: Path) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"{name}.{kind}", weight.bfloat16().contiguous()
 
 
+def _is_gguf(file: Path) -> bool:
+    if not file.is_file():
+        return False
+    with file.open("rb") as stream:
+        return stream.read(4) == b"GGUF"
+
+
 def main() -> None:
     """Fetch or convert one model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -236,6 +243,8 @@ def main() -> None:
     args = parser.parse_args()
     source = MODELS[args.model]
     if args.from_gguf is not None:
+        if not _is_gguf(args.from_gguf):
+            parser.error(f"{args.from_gguf} is no GGUF file; leave --from-gguf out, which fetches the model's")
         convert(source, args.from_gguf, args.directory)
     else:
         with tempfile.TemporaryDirectory() as folder:

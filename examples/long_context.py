@@ -43,5 +43,5 @@ if __name__ == "__main__":
     parser.add_argument("file", help="text to continue")
     try:
         print(*main(**vars(parser.parse_args())), sep="\n---\n")
-    except (kvconvert.KvconvertError, OSError) as error:  # one sentence, without a traceback
+    except (kvconvert.KvconvertError, OSError, UnicodeDecodeError) as error:  # one sentence, without a traceback
         sys.exit(str(error))

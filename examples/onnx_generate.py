@@ -52,6 +52,8 @@ def main():
         parser.error(f"{args.directory} is no ONNX export ({error.strerror}: {error.filename})")
     tokenizer = Tokenizer.from_file(str(args.directory / "tokenizer.json"))
     ids = tokenizer.encode(args.prompt).ids
+    if not ids or args.tokens < 1:
+        parser.error("give a text of at least one token, and at least 1 as --tokens")
     stop = end if isinstance(end, list) else [end]
     tokens = [token for token, _ in generate(args.directory, ids, args.tokens, stop)]
     print(tokenizer.decode(ids + tokens))

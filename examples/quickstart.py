@@ -123,11 +123,14 @@ def main() -> None:
     parser.add_argument("--write", type=Path, metavar="PAGE", help="also put the output between the page's markers")
     parser.add_argument("--check", type=Path, metavar="PAGE", help="also compare the page's figures with these")
     args = parser.parse_args()
+    for page in filter(None, (args.write, args.check)):  # before minutes of work
+        if not page.is_file():
+            parser.error(f"{page} is no file; give a page that exists")
+    text = args.write.read_text(encoding="utf8") if args.write else ""
+    if args.write and (BEGIN not in text or END not in text):
+        sys.exit(f"{args.write} has no quickstart markers; add the lines {BEGIN} and {END}.")
     block, rows = quickstart()
     if args.write:
-        text = args.write.read_text(encoding="utf8")
-        if BEGIN not in text or END not in text:
-            sys.exit(f"{args.write} has no quickstart markers; add the lines {BEGIN} and {END}.")
         head, tail = text.split(BEGIN)[0], text.split(END)[1]
         args.write.write_text(f"{head}{BEGIN}\n{block}{END}{tail}", encoding="utf8")
     if args.check and (wrong := compare(args.check, rows)):

@@ -79,7 +79,10 @@ if __name__ == "__main__":
     parser.add_argument("bundle", type=Path, help="directory of the bundle")
     bundle = parser.parse_args().bundle
     try:
-        module = json.loads((bundle / "kvconvert.json").read_bytes())["modules"][0]
+        modules = json.loads((bundle / "kvconvert.json").read_bytes())["modules"]
     except OSError as error:
         parser.error(f"{bundle} is no bundle ({error.strerror}: {error.filename})")
+    module = next((module for module in modules if module["bits"] == 4), None)
+    if module is None:
+        parser.error(f"{bundle} has no weights of 4 bits; give a bundle that has, such as one of the recipe default")
     print(module["name"], weight(read_tensors(bundle / "model.safetensors"), module["name"], module["group_size"]))

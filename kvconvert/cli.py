@@ -52,6 +52,13 @@ From a model to a bundle in five steps, where MODEL is a directory or a Hub id:
 
 kvconvert --help lists all commands, and kvconvert recipes what a bundle may be."""
 _INTERRUPTED = 128 + signal.SIGINT
+_LAYERS_ARE_KEPT = "go on from the last finished layer"
+# What the same command does after an interruption, where it does not repeat everything.
+_RESUMED = {
+    "calibrate": _LAYERS_ARE_KEPT,
+    "convert": _LAYERS_ARE_KEPT,
+    "pull": "go on with the files that are missing",
+}
 _LONGEST_MESSAGE = 2000
 _PATH_ERRORS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT, errno.EBADF)
@@ -73,8 +80,7 @@ def _shortened(message: str) -> str:
 
 def _unwritable(error: UnicodeEncodeError) -> str:
     return (
-        f"The output has a character that {error.encoding} cannot write; set PYTHONIOENCODING=utf-8, or send it "
-        "to a file."
+        f"The output has a character that {error.encoding} cannot write; set PYTHONIOENCODING=utf-8 and run it again."
     )
 
 
@@ -118,9 +124,8 @@ class _Commands(click.Group):
             )
             ctx.exit(1)
         except KeyboardInterrupt:
-            resumes = ctx.invoked_subcommand in ("calibrate", "convert")
-            going_on = "go on from the last finished layer" if resumes else "repeat it"
-            message = f"Interrupted; nothing half written was left behind: run the same command again to {going_on}."
+            again = _RESUMED.get(ctx.invoked_subcommand or "", "repeat it")
+            message = f"Interrupted; nothing half written was left behind: run the same command again to {again}."
             click.echo(f"Error: {message}", err=True)
             ctx.exit(_INTERRUPTED)
 
@@ -210,6 +215,9 @@ def main() -> None:
     # It would read the entry points of every installed package, longer than it takes to refuse a recipe.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     signal.signal(signal.SIGTERM, _terminate)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by whoever started this
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115, it stays open
     with ended_at_once():
         cli(prog_name="kvconvert")
 

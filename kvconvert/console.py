@@ -249,11 +249,13 @@ class Console:
                 messages, waiting, shown = self._begin(), [], []
                 sequence, cache = sequence[:, :0], None
                 continue
-            if self.prompts.images is not None and line.split(maxsplit=1)[:1] == [IMAGE_COMMAND]:
+            names_image = line.split(maxsplit=1)[:1] == [IMAGE_COMMAND]
+            if names_image and self.prompts.images is not None:
                 waiting += self._named(line, interactive)
                 continue
-            if re.fullmatch(r"/[a-z]+", line):
-                unknown = "" if line == HELP else f"There is no command {line}. "
+            if names_image or re.fullmatch(r"/[a-z]+", line):
+                unknown = "This model reads no images. " if names_image else f"There is no command {line}. "
+                unknown = "" if line == HELP else unknown
                 print(f"{unknown}{commands}", file=sys.stderr)
                 continue
             if not line:

@@ -157,6 +157,24 @@ def test_a_script_for_numpy_says_that_a_directory_is_another(script, tmp_path, m
     assert f"{tmp_path} is no" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("script", "arguments", "said"),
+    [
+        ("read_bundle", ["bundle"], "has no weights of 4 bits"),
+        ("fetch_models", ["smollm2", "new", "--from-gguf", "model/config.json"], "is no GGUF file"),
+        ("quickstart", ["--check", "gone.md"], "gone.md is no file"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused_before_any_work(folder, script, arguments, said, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    file = ROOT / "examples" / f"{script}.py"
+    monkeypatch.setattr(sys, "argv", [str(file), *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(file), run_name="__main__")
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_a_script_is_short_and_says_how_it_is_called(script):
     lines = Path(script.__file__).read_text(encoding="utf8").splitlines()

@@ -63,6 +63,7 @@ WRONG = [
     (["calibrate", "MODEL", "-o", "WORK", "--data", "gone.txt"], 1, "gone.txt does not exist"),
     (["calibrate", "someone/gone", "-o", "WORK"], 1, "because HF_HUB_OFFLINE is set"),
     (["eval", "BUNDLE", "--data", "gone.jsonl"], 1, "gone.jsonl does not exist"),
+    (["eval", "BUNDLE", "--data", "MODEL/model.safetensors"], 1, "is not of a known kind"),
     (["calibrate", "MODEL", "-o", "BUNDLE"], 2, "BUNDLE is a bundle;"),
     (["calibrate", "MODEL", "-o", "EMPTY/.."], 2, "not kvconvert's"),
     (["quantize", "MODEL"], 2, "kvconvert convert quantizes"),
@@ -81,6 +82,11 @@ WRONG = [
     (["eval", "gone"], 1, "no such directory"),
     (["inspect", "gone"], 1, "no such directory"),
     (["verify", "EMPTY"], 1, "is not a kvconvert bundle"),
+    (["serve", "BEGUN"], 1, "write its bundle with `kvconvert export BEGUN -o BUNDLE`"),
+    (["plan", "BEGUN"], 1, "not a model; give the model that it is of"),
+    (["export", "BUNDLE", "-o", "NEW"], 1, "is a bundle already"),
+    (["convert", "MODEL", "BUNDLE/new"], 2, "which stays as it was sealed"),
+    (["calibrate", "MODEL", "-o", "BUNDLE/new"], 2, "which stays as it was sealed"),
     (["report", "gone"], 1, "no such directory"),
     (["recipes", "defualt"], 2, "did you mean default?"),
     (["pull", "someone"], 2, "user/name"),
@@ -120,6 +126,8 @@ def answers(tmp_path_factory):
     for number in range(len(WRONG)):
         for name in ("EMPTY", "MODEL", "BARE"):
             (folder / str(number) / name).mkdir(parents=True)
+        (folder / str(number) / "BEGUN").mkdir()
+        (folder / str(number) / "BEGUN" / "state.json").write_text("{}")
         for name in ("MODEL", "BARE"):
             (folder / str(number) / name / "config.json").write_text("{}")
         (folder / str(number) / "MODEL" / "model.safetensors").touch()
@@ -139,7 +147,7 @@ def test_help_and_wrong_arguments_are_answered_before_torch_is_imported(answers,
     of_a_recipe = {"--recipe", "--kv-bits", "--set", "--weights", "recipes"} & {*arguments}
     assert f"AFTER {code} {['pydantic'] if of_a_recipe else []}" in said
     assert expected in said
-    assert sorted(os.listdir(answers / str(number))) == ["BARE", "BUNDLE", "EMPTY", "MODEL"]
+    assert sorted(os.listdir(answers / str(number))) == ["BARE", "BEGUN", "BUNDLE", "EMPTY", "MODEL"]
 
 
 def test_inspect_and_verify_are_ten_lines_and_import_no_modeling_code():
@@ -228,16 +236,32 @@ def test_in_a_conversation_ctrl_c_ends_the_answer_reset_forgets_and_bye_leaves(m
 
     monkeypatch.setattr(talk, "_generate", noted)
     before = signal.getsignal(signal.SIGINT)
-    lines = ["Hello\n", "And\n", "/help\n", "/restart\n", "/reset\n", "Hello\n", "/bye\n", "never asked\n"]
+    lines = [
+        "Hello\n",
+        "And\n",
+        "/help\n",
+        "/restart\n",
+        "/image a b\n",
+        "/reset\n",
+        "Hello\n",
+        "/bye\n",
+        "never asked\n",
+    ]
     talk.chat(iter(lines))
     told = capsys.readouterr().err
-    assert told.count("/reset forgets what was said") == 2
+    assert told.count("/reset forgets what was said") == 3
     assert "There is no command /restart." in told
+    assert "This model reads no images." in told
     assert signal.getsignal(signal.SIGINT) is before
     (first, ended), (second, _), (again, _) = lengths
     assert first + 3 <= ended <= first + 4  # of twelve
     assert second > ended  # the interrupted answer is part of the conversation
     assert again == first
+
+
+def test_closed_streams_are_no_failure():
+    command = f"{sys.executable} -m kvconvert recipes default <&- >&- 2>&-"
+    assert subprocess.run(["sh", "-c", command], check=False).returncode == 0
 
 
 def test_an_interrupted_command_exits_with_130(tmp_path, capfd):

@@ -45,11 +45,12 @@ def upload(bundle: Bundle, repository: str, *, private: bool = False, revision: 
     api = HfApi(library_name="kvconvert")
     names = own_files(bundle.manifest) & {*bundle.files.names}
     present = ask_hub(repository, lambda: _prepare(api, repository, private, revision), revision=revision)
-    foreign = sorted(name for name in present if name not in names and may_be_loaded(name))
-    if foreign and MANIFEST_NAME not in present:
+    loadable = sorted(name for name in present if may_be_loaded(name))
+    if loadable and MANIFEST_NAME not in present:
         raise UsageError(
-            f"{repository} on the Hub holds {foreign[0]} and is no bundle, so nothing was pushed; give another name."
+            f"{repository} on the Hub holds {loadable[0]} and is no bundle, so nothing was pushed; give another name."
         )
+    foreign = [name for name in loadable if name not in names]
     bundle.files.check_unchanged()
     if bundle.files.links:
         names_of_links = printable(listed(sorted(bundle.files.links)))

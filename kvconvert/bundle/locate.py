@@ -13,6 +13,7 @@ from typing import Any
 
 from kvconvert.arguments import BundlePlace, checked
 from kvconvert.errors import BundleError, HubError, UsageError, did_you_mean
+from kvconvert.io.disk import STATE_NAME
 from kvconvert.io.hub import ask_hub, is_hub_id, missing_below
 
 MANIFEST_NAME = "kvconvert.json"
@@ -73,6 +74,11 @@ def manifest_path(directory: Path) -> Path:
         raise BundleError(f"{directory} is not a kvconvert bundle: it is not a directory; check the path.")
     path = directory / MANIFEST_NAME
     if not os.path.lexists(path):
+        if (directory / STATE_NAME).is_file():
+            raise BundleError(
+                f"{directory} is a working directory of kvconvert calibrate, not a bundle; write its bundle with "
+                f"`kvconvert export {directory} -o BUNDLE`."
+            )
         raise BundleError(
             f"{directory} is not a kvconvert bundle: it has no {MANIFEST_NAME}; make one with `kvconvert convert`."
         )
@@ -88,6 +94,7 @@ def check_output(output: Path, force: bool, marker: str = MANIFEST_NAME) -> None
     Raises:
         UsageError: the output exists and may not be replaced.
     """
+    check_outside(output)
     if not os.path.lexists(output) or (output.is_dir() and not any(output.iterdir())):
         return
     if not (output.is_dir() and (output / marker).is_file()):
@@ -95,6 +102,15 @@ def check_output(output: Path, force: bool, marker: str = MANIFEST_NAME) -> None
         raise UsageError(f"The output {output} exists and is not {kind}, so it is not replaced; choose another path.")
     if not force:
         raise UsageError(f"The output {output} exists; choose another path, or replace it with `force=True`.")
+
+
+def check_outside(output: Path) -> None:
+    """Refuse (UsageError) an output within a bundle, which would not verify with further files in it."""
+    for folder in output.resolve().parents:
+        if (folder / MANIFEST_NAME).exists():
+            raise UsageError(
+                f"{output} lies in the bundle {folder}, which stays as it was sealed; choose a path outside of it."
+            )
 
 
 def fetch_repository(repository: str, *, revision: str | None = None, token: str | bool | None = None) -> Path:
@@ -115,7 +131,7 @@ def fetch_config(name: str, *, revision: str | None = None, token: str | bool | 
     def fetch() -> str:
         return hf_hub_download(name, "config.json", revision=revision, token=token)
 
-    return Path(ask_hub(name, fetch, revision=revision, token=token))
+    return Path(ask_hub(name, fetch, revision=revision, token=token, or_path=True))
 
 
 def _fetch(bundle: str, weights: bool, options: dict[str, Any]) -> Path:
@@ -132,7 +148,7 @@ def _fetch(bundle: str, weights: bool, options: dict[str, Any]) -> Path:
         wanted = {} if weights else {"allow_patterns": list(DESCRIPTION)}
         return snapshot_download(bundle, ignore_patterns=HIDDEN, **commit | wanted)
 
-    found = ask_hub(bundle, fetch, revision=options["revision"], token=options["token"])
+    found = ask_hub(bundle, fetch, revision=options["revision"], token=options["token"], or_path=True)
     if found is None:
         raise HubError(f"{bundle} on the Hub is not a kvconvert bundle: it has no {MANIFEST_NAME}; give another id.")
     return Path(found)

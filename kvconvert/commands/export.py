@@ -74,7 +74,7 @@ def export(
         _export_onnx(work, bundle, force=force, device=device, kv_cache=kv_cache, int8_activations=int8_activations)
         return
     if kv_cache is not None or int8_activations:
-        raise click.UsageError("--kv-cache and --int8-activations belong to --format onnx.")
+        raise click.UsageError("--kv-cache and --int8-activations belong to --format onnx; add it, or leave them out.")
     check_begun(Path(work))
     check_output(bundle, force)
     if weights_format == "compressed-tensors":

@@ -62,7 +62,7 @@ def generate(
     if len(given) + chat > 1:
         raise UsageError("kvconvert generate takes one of PROMPT, --prompt TEXT or --chat; leave the others out.")
     if chat and raw:
-        raise UsageError("--raw is for --prompt; a conversation goes through the model's chat template if it has one.")
+        raise UsageError("--raw is for a PROMPT; a conversation goes through the model's chat template if it has one.")
     checked = [
         *((each, "PROMPT") for each in given),
         (options["system"], "--system"),

@@ -17,13 +17,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from kvconvert.bundle.locate import MANIFEST_NAME
+from kvconvert.bundle.locate import MANIFEST_NAME, check_outside
 from kvconvert.errors import KvconvertError, MissingError, UsageError, printable
 from kvconvert.io import disk
+from kvconvert.io.disk import STATE_NAME
 from kvconvert.io.json_text import read_json
 
 LOCK_NAME = "lock"
-STATE_NAME = "state.json"
 _FILES = (LOCK_NAME, STATE_NAME)
 logger = logging.getLogger(__name__)
 
@@ -110,6 +110,7 @@ def check_place(path: Path | str) -> None:
             raise UsageError(f"{path} holds files that are not kvconvert's; `work` has to be a new or empty directory.")
     if path.exists():
         check_entries(path)
+    check_outside(path)
     disk.check_writable(path, "work")
     check_free(path)
 
@@ -117,6 +118,8 @@ def check_place(path: Path | str) -> None:
 def check_begun(path: Path) -> None:
     """Refuse what is no working directory (UsageError)."""
     if not (path / STATE_NAME).is_file():
+        if (path / MANIFEST_NAME).is_file():
+            raise MissingError(f"{path} is a bundle already; give the working directory that it was exported from.")
         raise MissingError(f"{path} is not a working directory of kvconvert; make it with kvconvert calibrate first.")
     check_entries(path)
 

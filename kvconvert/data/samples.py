@@ -255,6 +255,23 @@ def text_shape(samples: int | None, length: int | None, positions: int | None) -
     return min(MOST_SAMPLES, max(1, TEXT_TOKENS // length)) if samples is None else samples, length
 
 
+def sample_shape(
+    model: SourceModel, source: Sources, samples: int | None, length: int | None, seed: int
+) -> tuple[int, int]:
+    """How many samples `load_samples` takes with the same arguments, and tokens in each."""
+    if not _takes_images(model, source):
+        return text_shape(samples, length, context_length(model.config.get_text_config()))
+    if length is None:
+        length = load_samples(model, source, 1, None, seed).info.length
+    return MOST_SAMPLES if samples is None else samples, length
+
+
+def _takes_images(model: SourceModel, source: Sources) -> bool:
+    """Whether a model's samples have images: those of its source, or drawings."""
+    multimodal = supports_images(model.config) and has_processor(model.directory)
+    return multimodal and (source is None or any(holds_images(part.source) for part in weighted_sources(source)))
+
+
 def load_samples(
     model: SourceModel,
     source: Sources,
@@ -287,10 +304,9 @@ def load_samples(
         raise UsageError(
             f"`seq_len` is {length}, more than the {positions} positions this model has; choose a shorter one."
         )
-    multimodal = supports_images(model.config) and has_processor(model.directory)
     several = weighted_sources(source)
     only = several[0].source if source is not None and len(several) == 1 else None
-    with_images = multimodal and (source is None or any(holds_images(part.source) for part in several))
+    with_images = _takes_images(model, source)
     if with_images and source is not None and len(several) > 1:
         raise UsageError("`data` names several sources and one of them holds images, which are not mixed; give one.")
     if with_images:

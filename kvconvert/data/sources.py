@@ -262,7 +262,8 @@ def check_sources(data: Sources) -> None:
     Commands ask this before they import torch.
     """
     for source in weighted_sources(data):
-        if _exists(named_column(source.source)[0]):
+        path = named_column(source.source)[0]
+        if _exists(path) and not os.path.isfile(path):
             continue
         if local_files(source.source) is None:
             HubSource.parse(source.source)

@@ -132,17 +132,17 @@ def evaluate(
     place = choose_device(device)
     say = partial(print, file=sys.stderr, flush=True) if progress else lambda message: None
     directory = locate(bundle)
-    if only is not None and "images" in only:
-        about = open_bundle(directory, verify="plan")
-        if not supports_images(read_config(directory, about.config, len(about.manifest.tensors))):
-            raise UsageError(TEXT_ALONE)
+    about = open_bundle(directory, verify="plan")
+    config = read_config(directory, about.config, len(about.manifest.tensors))
+    if only is not None and "images" in only and not supports_images(config):
+        raise UsageError(TEXT_ALONE)
+    was_fetched = against is None and about.manifest.source.revision is not None
+    checkpoint = open_source(source_of(about.manifest, against), was_fetched=was_fetched)
+    computed_in = compute_dtype(dtype, place, checkpoint.config.dtype)
+    _check_context(checkpoint, context)
     say(f"Verifying {bundle}.")
     opened = open_bundle(directory)
     manifest = opened.manifest
-    was_fetched = against is None and manifest.source.revision is not None
-    checkpoint = open_source(source_of(manifest, against), was_fetched=was_fetched)
-    computed_in = compute_dtype(dtype, place, checkpoint.config.dtype)
-    _check_context(checkpoint, context)
     info = checkpoint.info(progress)
     recorded = manifest.source
     is_recorded = (info.config_sha256, info.weights_sha256) == (recorded.config_sha256, recorded.weights_sha256)

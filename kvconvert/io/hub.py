@@ -6,6 +6,7 @@ in a header, so none of them is passed on, not even as the cause of ours.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -18,6 +19,7 @@ from kvconvert.io.hub_answers import WrongAnswer, checked_answers
 
 Result = TypeVar("Result")
 _MAX_REASON = 300
+_FULL, _READ_ONLY = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG), (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def is_hub_id(name: str | Path) -> TypeGuard[str]:
@@ -71,8 +73,15 @@ def ask_hub(
     *,
     revision: str | None = None,
     token: str | bool | None = None,
+    or_path: bool = False,
 ) -> Result:
     """Return the result of `call`, a function that uses the Hub client; its errors become sentences.
+
+    Args:
+        repository: its id.
+        call: what is asked.
+        revision, token: that `call` uses.
+        or_path: whether `repository` may have been meant as a path, which then does not exist.
 
     Raises:
         HubError: with that sentence, and without the client's own exception.
@@ -84,7 +93,7 @@ def ask_hub(
     except KvconvertError:
         raise
     except Exception as error:  # the client raises errors of any kind where an answer is not as it expects
-        sentence = _sentence(error, repository, revision, token)
+        sentence = _sentence(error, repository, revision, token, or_path)
     raise HubError(sentence)
 
 
@@ -131,7 +140,7 @@ def _check_token(given: str | bool | None) -> None:
         )
 
 
-def _sentence(error: Exception, repository: str, revision: str | None, token: str | bool | None) -> str:
+def _sentence(error: Exception, repository: str, revision: str | None, token: str | bool | None, or_path: bool) -> str:
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -156,6 +165,15 @@ def _sentence(error: Exception, repository: str, revision: str | None, token: st
             f"What answers at {constants.ENDPOINT} in place of the Hub cannot be trusted: asked for {repository}, it "
             f"gives {printable(str(wrong))}; check HF_ENDPOINT and the network."
         )
+    for failed in (found for found in errors if isinstance(found, OSError)):
+        name, full = failed.filename2 or failed.filename, failed.errno in _FULL
+        if full or (name is not None and failed.errno in _READ_ONLY):  # without a name it is the network's
+            place = "" if name is None else f"{printable(os.fsdecode(name))}: "
+            advice = "make room" if full else "make it writable"
+            return (
+                f"{repository} could not be stored ({place}{failed.strerror}); {advice} or choose another place, and "
+                "run the same command again."
+            )
     if find(GatedRepoError):
         return (
             f"{repository} is gated: accept its conditions at {constants.ENDPOINT}/{repository}, and log in "
@@ -164,11 +182,11 @@ def _sentence(error: Exception, repository: str, revision: str | None, token: st
     if find(RevisionNotFoundError):
         return f"{repository} on the Hub has no revision {revision}; name a branch, tag or commit that it has."
     if find(RepositoryNotFoundError):
-        return (
-            f"There is neither a path {repository} nor a repository of that name on the Hub that can be seen; check "
-            f"the name, and log in ({login}) if it is private."
-        )
+        missing = f"neither a path {repository} nor a repository of that name" if or_path else f"no {repository}"
+        return f"There is {missing} on the Hub that can be seen; check the name, and log in ({login}) if it is private."
     if find(OfflineModeIsEnabled):
+        if not or_path:
+            return f"The Hub cannot be asked about {repository}, because HF_HUB_OFFLINE is set; unset it."
         return (
             f"There is no path {repository}, and the Hub cannot be asked about a repository of that name, because "
             "HF_HUB_OFFLINE is set, and its cache lacks it."

@@ -117,7 +117,7 @@ class AutoSearch(BaseModel):
     @model_validator(mode="after")
     def _one_budget(self) -> Self:
         if self.kv_bits is not None and self.kv_bytes_per_token is not None:
-            raise ValueError("kv_bits and kv_bytes_per_token are two ways to say one budget; give one of them")
+            raise ValueError("`kv_bits` and `kv_bytes_per_token` are two ways to say one budget; give one of them")
         return self
 
     @property

@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 from kvconvert.errors import CheckpointError, HubError, MissingError
+from kvconvert.io.disk import STATE_NAME
 from kvconvert.io.hub import ask_hub, check_content, is_hub_id, missing_below
 
 # The versions of transformers that kvconvert was tried with, of which pyproject.toml has the first and the last. Others
@@ -81,6 +82,10 @@ def _check_directory(directory: Path) -> None:
             "the weights; merge it into its base model first (PEFT's merge_and_unload) and convert that."
         )
     if not (directory / "config.json").is_file() and not any(directory.glob(f"*{_GGUF}")):
+        if (directory / STATE_NAME).is_file():
+            raise CheckpointError(
+                f"{directory} is a working directory of kvconvert calibrate, not a model; give the model that it is of."
+            )
         raise CheckpointError(f"{directory} has no config.json; give the directory of a transformers model.")
     weights = (".safetensors", _GGUF, *PICKLES, INDEX_FILE)
     if not any(file.name.endswith(weights) for file in directory.iterdir()):
@@ -110,7 +115,11 @@ def _snapshot(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     ignored = ["original/*", "consolidated*", "*/*.safetensors"]
-    found = Path(ask_hub(model, lambda: snapshot_download(model, allow_patterns=_HUB_FILES, ignore_patterns=ignored)))
+
+    def fetch() -> str:
+        return snapshot_download(model, allow_patterns=_HUB_FILES, ignore_patterns=ignored)
+
+    found = Path(ask_hub(model, fetch, or_path=True))
     if not found.is_dir():
         raise HubError(f"What answers in place of the Hub has no files of {model}; check HF_ENDPOINT and the network.")
     for file in found.rglob("*"):

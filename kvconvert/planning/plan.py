@@ -26,7 +26,7 @@ from kvconvert.convert.host_memory import anonymous_bytes
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.passes import layer_jobs
 from kvconvert.convert.pipeline import kept_tensors, make_runner, with_fitted_weights
-from kvconvert.data.samples import text_shape
+from kvconvert.data.samples import sample_shape
 from kvconvert.data.sources import Data, check_sources
 from kvconvert.errors import UsageError
 from kvconvert.io.records import TensorInfo
@@ -262,7 +262,7 @@ def plan(
     if runner.architecture is not None:
         recipe = with_fitted_weights(runner, recipe, False)
     positions = context_length(runner.config)
-    samples, length = text_shape(samples, seq_len, positions)
+    samples, length = sample_shape(source, data, samples, seq_len, seed)
     context = stated_context(positions) if context is None else context
     _check_positions(positions, length, context)
     own = anonymous_bytes() or 0

@@ -476,8 +476,12 @@ class Recipe(RecipeTable):
                 raise MissingError(
                     f"There is no recipe file {name}; check its path, or name a preset (kvconvert recipes lists them)."
                 ) from error
-            except (OSError, UnicodeDecodeError) as error:
-                raise MissingError(f"The recipe file {name} cannot be read ({error}); check its path.") from error
+            except OSError as error:
+                raise MissingError(
+                    f"The recipe file {name} cannot be read ({error.strerror}); check its path."
+                ) from error
+            except UnicodeDecodeError as error:
+                raise RecipeError(f"The recipe file {name} is not text in UTF-8; save it as that.") from error
             if len(text) > _MOST_TEXT:
                 raise RecipeError(f"The recipe file {name} has more than {_MOST_TEXT} characters; check its path.")
             return cls._parse(text, where=name, name=path.stem, changes=changes or {})

@@ -16,7 +16,7 @@ from kvconvert.arguments import BundlePlace, File, Folder, ModelPlace, checked
 from kvconvert.bundle.describe import Description, describe, smaller
 from kvconvert.bundle.figures import number
 from kvconvert.bundle.files import read_object
-from kvconvert.bundle.locate import MANIFEST_NAME, locate
+from kvconvert.bundle.locate import check_outside, locate
 from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.errors import BundleError, MissingError, UsageError
 from kvconvert.io import disk
@@ -125,11 +125,7 @@ def _read_fidelity(path: Path) -> dict[str, Any]:
 def _target(bundle: Path, output: str | Path | None) -> Path:
     resolved = bundle.resolve()
     target = resolved.with_name(f"{resolved.name}-report") if output is None else Path(output)
-    for folder in (target.resolve(), *target.resolve().parents):
-        if (folder / MANIFEST_NAME).exists():
-            raise UsageError(
-                f"{target} lies in the bundle {folder}, which stays as it was sealed; choose another place as `output`."
-            )
+    check_outside(target / PAGE_NAME)
     disk.check_writable(target, "output")
     return target
 

@@ -10,7 +10,7 @@ from html import escape
 from kvconvert.errors import printable
 
 Row = tuple[str, ...]
-SENTENCE = 24  # letters beyond which a cell is one
+SENTENCE = 16  # letters beyond which a cell is one
 ROWS_SHOWN = 16  # longer tables are closed at first
 
 

@@ -143,7 +143,7 @@ def test_what_cannot_mean_anything_is_refused_with_one_sentence(bundle, options,
 
 
 def test_raw_is_refused_in_a_conversation(bundle):
-    assert "--raw is for --prompt" in run(bundle, "--chat", "--raw").stderr
+    assert "--raw is for a PROMPT" in run(bundle, "--chat", "--raw").stderr
 
 
 def test_a_template_that_refuses_a_conversation_is_one_sentence(bundle):

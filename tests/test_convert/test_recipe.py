@@ -229,3 +229,9 @@ def test_a_number_without_end_or_that_is_none_is_refused(tmp_path, table, name, 
     base = 'preset = "minikv-pyramid"\n' if table == "kv" else ""
     with pytest.raises(RecipeError, match=name):
         load(tmp_path, f"[{table}]\n{base}{name} = {value}\n")
+
+
+def test_a_recipe_file_in_another_encoding_is_refused_as_that(tmp_path):
+    (tmp_path / "mine.toml").write_bytes("# größer\n".encode("latin-1"))
+    with pytest.raises(RecipeError, match=r"mine\.toml is not text in UTF-8; save it as that"):
+        Recipe.load(tmp_path / "mine.toml")

@@ -117,11 +117,13 @@ def test_another_source_is_noticed_and_an_absent_one_refused(report, source, tmp
         evaluate(bundle, progress=False)
     with pytest.raises(UsageError, match="`tokens` is 0; give a whole number of at least 1"):
         evaluate(bundle, against=str(source), tokens=0)
-    with pytest.raises(UsageError, match="`context` is 513, more than the 512 positions"):
-        evaluate(bundle, against=str(source), context=513)
     with pytest.raises(UsageError, match="'speed' is not a part"):
         evaluate(bundle, against=str(source), only=["kl", "speed"])
     capsys.readouterr()
+    with pytest.raises(UsageError, match="`context` is 513, more than the 512 positions"):
+        evaluate(bundle, against=str(source), context=513)
+    with pytest.raises(UsageError, match=r"`context` is 64; .* take at least 256"):
+        evaluate(bundle, against=str(source), context=64)
     with pytest.raises(UsageError, match="reads text alone, so leave images out"):
         evaluate(bundle, against=str(source), only=["images"])
     assert not capsys.readouterr().err, "nothing was hashed or loaded before"

@@ -1,5 +1,6 @@
 """A bundle goes to the Hub and back: the same bytes, and nothing that does not verify, in either direction."""
 
+import errno
 import traceback
 from pathlib import Path
 
@@ -176,10 +177,11 @@ def test_files_of_an_earlier_bundle_are_removed_and_other_models_are_left_alone(
     names = {*hub.repositories[NAME].files()}
     assert names == {*contents(tmp_path / "one"), ".gitattributes", "picture.png"}
     hub.repositories["somebody/else"] = other = Repository()
-    other.commit("main", {"pytorch_model.bin": b"x"})
-    with pytest.raises(UsageError, match=r"holds pytorch_model\.bin and is no bundle"):
-        upload(open_bundle(tmp_path / "one"), "somebody/else")
-    assert len(other.commits) == 1
+    for name in ("pytorch_model.bin", "model.safetensors"):  # the other is a file of the bundle, too
+        other.commit("main", {name: b"x"})
+        with pytest.raises(UsageError, match=f"holds {name} and is no bundle"):
+            upload(open_bundle(tmp_path / "one"), "somebody/else")
+    assert len(other.commits) == 2
 
 
 def test_a_private_push_into_a_public_repository_is_refused(hub, golden):
@@ -212,7 +214,8 @@ def test_an_output_that_exists_is_replaced_only_by_force(hub, golden, tmp_path):
 def test_every_error_of_the_client_is_one_sentence(hub, golden, command, monkeypatch, tmp_path):
     monkeypatch.setattr("time.sleep", lambda _: None)
     arguments = [command, NAME] if command == "inspect" else [command, NAME, "-o", tmp_path / "copy"]
-    assert "neither a path somebody/tiny nor a repository" in refusal(1, *arguments)
+    missing = "neither a path somebody/tiny nor a repository" if command == "inspect" else "no somebody/tiny on the Hub"
+    assert missing in refusal(1, *arguments)
     hub.repositories[NAME] = Repository()
     hub.repositories[NAME].commit("main", {"config.json": b"{}", "model.safetensors": b"much"})
     assert "is not a kvconvert bundle" in refusal(1, *arguments)
@@ -253,6 +256,23 @@ def test_the_token_is_nowhere_in_output_files_or_exceptions(hub, golden, tmp_pat
     assert TOKEN not in seen
     for path in tmp_path.rglob("*"):
         assert not path.is_file() or TOKEN.encode() not in path.read_bytes(), path
+
+
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        (OSError(errno.ENOSPC, "No room"), "(No room); make room or"),
+        (PermissionError(errno.EACCES, "Denied", "a", None, "b"), "(b: Denied); make it writable or"),
+    ],
+)
+def test_what_cannot_be_stored_is_no_failure_of_the_hub(hub, golden, tmp_path, monkeypatch, failure, said):
+    publish(hub, golden)
+
+    def fail(*_):
+        raise failure
+
+    monkeypatch.setattr("kvconvert.bundle.hub._snapshot", fail)
+    assert f"{NAME} could not be stored {said}" in refusal(1, "pull", NAME, "-o", tmp_path / "copy")
 
 
 def test_a_source_that_is_nowhere_names_both_places_in_one_sentence(hub, monkeypatch):

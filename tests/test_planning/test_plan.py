@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,9 +25,11 @@ from kvconvert.convert.export import export
 from kvconvert.convert.host_memory import anonymous_bytes
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.pipeline import calibrate
+from kvconvert.data.samples import MOST_SAMPLES, load_samples, text_shape
 from kvconvert.errors import UsageError
 from kvconvert.kernels.linear.awq_format import quantize_weight
 from kvconvert.methods import KVCalibration, KVScheme
+from kvconvert.models.source import open_source
 from kvconvert.planning.plan import fit, packed_bytes, plan, plan_text
 from kvconvert.planning.probe import PartTime, measure, paced, sequences_probed
 from kvconvert.recipes.recipe import Recipe
@@ -284,3 +287,13 @@ def test_every_figure_says_what_it_rests_on(tmp_path):
     assert "at least" in shown
     assert "not measured" in shown
     assert "leave no room" in shown
+
+
+def test_a_model_that_reads_images_is_planned_with_the_samples_that_calibrate_takes():
+    model = Path(__file__).parents[2] / "examples" / "reference-vlm"
+    planned = plan(model, recipe="kv-only", probe=False)
+    taken = load_samples(open_source(str(model)), None, 2, None, 0).info
+    assert (planned.samples, planned.length) == (MOST_SAMPLES, taken.length)
+    assert plan(model, recipe="kv-only", probe=False, samples=3, seq_len=300).samples == 3
+    text = plan(model, recipe="kv-only", probe=False, data="kvconvert:books-calib.txt")
+    assert (text.samples, text.length) == text_shape(None, None, 10**6)
