@@ -81,6 +81,28 @@ def test_a_link_in_place_of_what_people_read_is_followed_by_nothing(bundle, name
         assert "found a symbolic link" in refusal(bundle, "headers")
 
 
+@pytest.mark.parametrize("verify", ["full", "headers"])
+def test_no_listed_file_lies_behind_a_link_to_a_folder(bundle, verify):
+    outside = bundle.parent / "outside"
+    outside.mkdir()
+    (outside / "words.json").write_text("{}")
+    fields = json.loads((bundle / MANIFEST_NAME).read_text())
+    fields["files"]["notes.md/words.json"] = {"size": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}
+    (bundle / MANIFEST_NAME).write_bytes(sealed(fields))
+    (bundle / "notes.md").symlink_to(outside)
+    assert "found a symbolic link" in refusal(bundle, verify)
+
+
+def test_what_loaders_read_as_a_whole_is_no_larger_than_they_can_hold(bundle):
+    size = 256_000_001
+    with (bundle / "chat_template.jinja").open("wb") as file:
+        file.truncate(size)
+    fields = json.loads((bundle / MANIFEST_NAME).read_text())
+    fields["files"]["chat_template.jinja"]["size"] = size
+    (bundle / MANIFEST_NAME).write_bytes(sealed(fields))
+    assert "at most 256000000 bytes" in refusal(bundle)
+
+
 def test_what_is_neither_file_nor_directory_is_refused_unread(bundle):
     (bundle / "README.md").unlink()
     os.mkfifo(bundle / "README.md")  # reading it would wait for ever
