@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, WrapValidator
 
+MAX_DTYPE = 16  # characters of the name of a tensor's type
 MAX_TEXT = 1000  # characters of a sentence or a name in a record
 # Integers up to here are exact in every language's JSON.
 Count = Annotated[int, Field(ge=0, le=2**53)]
@@ -49,7 +50,7 @@ class Record(BaseModel):
 class TensorInfo(Record):
     """Type and shape of a stored tensor: `dtype` in safetensors' words ("F16", "BF16", "I32", ...)."""
 
-    dtype: Annotated[str, Field(max_length=16)]
+    dtype: Annotated[str, Field(max_length=MAX_DTYPE)]
     shape: list[Annotated[int, Field(ge=0, le=2**56)]] = Field(max_length=16)
 
 

@@ -10,6 +10,7 @@ from tiny.models import ARCHITECTURES, random_ids, tiny_model
 
 from kvconvert import KVCache
 from kvconvert.errors import CacheError, UsageError
+from kvconvert.kernels.pages.records import pages_of
 from kvconvert.methods import PRESETS, KVScheme
 from kvconvert.runtime.cache import session
 from kvconvert.runtime.hf.generation import adopt
@@ -207,6 +208,32 @@ def test_tensors_of_another_shape_or_type_are_refused_whatever_their_hash(llama,
     reseal(tmp_path / "changed", tensors, fields | {"tensors": {n: session._sha256(t) for n, t in tensors.items()}})
     with pytest.raises(CacheError, match="cannot be loaded"):
         KVCache.load(tmp_path / "changed", KVCache(llama.config, "kivi"))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "field", "value"),
+    [
+        *[("kitty", "channels", 16), ("kitty", "channels", 255), ("kitty", "scale", float("nan"))],
+        *[("kivi", "offset", float("inf")), ("oscar-g128", "norm", float("nan"))],
+        *[("kivi", "keys", float("nan")), ("kivi", "values", float("-inf"))],
+    ],
+)
+def test_numbers_that_no_session_holds_are_refused_whatever_their_hash(llama, tmp_path, scheme, field, value):
+    file, cache = saved(llama, tmp_path / "session", tokens=300, scheme=scheme), KVCache(llama.config, scheme)
+    tensors = load_file(file)
+    fields = json.loads(bytes(tensors.pop("description").numpy()))
+    KVCache.load(file, cache)
+    page_format = next(iter(cache.stores())).key_pages.format
+    cache.reset()
+    if field in ("keys", "values"):
+        tensors[f"layers.1.{field}"].view(-1)[3] = value
+    else:
+        numbers = getattr(pages_of(tensors["layers.0.key_pages"], page_format), field)
+        numbers[(-1,) * numbers.dim()] = value
+    reseal(tmp_path / "changed", tensors, fields | {"tensors": {n: session._sha256(t) for n, t in tensors.items()}})
+    with pytest.raises(CacheError, match=r"holds NaN or infinity|holds numbers that no page can hold"):
+        KVCache.load(tmp_path / "changed", cache)
+    assert not cache.get_seq_length()
 
 
 @pytest.mark.parametrize("name", ["recurrent", "conv.0x", "other.0", "index.0.0", "conv.10000", "conv.-1", "\x1b.0"])
