@@ -21,6 +21,7 @@ from pydantic import BaseModel, Field, ValidationError
 from safetensors import safe_open
 
 from kvconvert.errors import CacheError, KvconvertError, printable
+from kvconvert.io.json_text import parse_json
 from kvconvert.io.tensorfile import replace_tensors
 from kvconvert.io.tensorheader import read_header
 from kvconvert.kernels.quantizer import all_finite
@@ -217,9 +218,9 @@ def _read(file: Path) -> tuple[_Description, dict[str, torch.Tensor]]:
         tensors = {name: opened.get_tensor(name) for name in infos}
     text = bytes(tensors.pop(DESCRIPTION).reshape(-1).view(torch.uint8).numpy())
     try:
-        fields = json.loads(text)
+        fields = parse_json(text)
         whole = _sealed(fields) == text
-    except (ValueError, TypeError, AttributeError, RecursionError):
+    except (ValueError, TypeError, AttributeError):
         whole = False
     if not whole:
         raise _refusal(file, "its description was changed since it was saved")

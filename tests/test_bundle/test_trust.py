@@ -244,6 +244,22 @@ def test_settings_nested_by_the_hundred_are_refused(bundle, name):
     assert "more than 100 lists" in refusal(bundle)
 
 
+@pytest.mark.parametrize("name", [MANIFEST_NAME, "config.json", "generation_config.json"])
+def test_no_file_is_parsed_into_many_times_its_size(bundle, monkeypatch, name):
+    monkeypatch.setattr("kvconvert.io.json_text.MAX_VALUES", 10_000)
+    fields = json.loads((bundle / name).read_text()) | {"empty": [[]] * 10_000}
+    (bundle / name).write_text(json.dumps(fields))
+    if name != MANIFEST_NAME:
+        reseal(bundle)
+    assert "more than 10,000 commas, lists and objects" in refusal(bundle)
+
+
+def test_a_manifest_lists_no_more_tensors_than_models_have(bundle, monkeypatch):
+    monkeypatch.setattr("kvconvert.io.records.MAX_ENTRIES", 100)
+    fields_with(bundle, tensors={f"t{i}": {"dtype": "F16", "shape": [1]} for i in range(101)})
+    assert "tensors should be a dictionary that should have at most 100 items" in refusal(bundle)
+
+
 def test_work_on_names_grows_with_their_length_and_no_faster(pristine):
     manifest = open_bundle(pristine).manifest
     quantized = [module for module in manifest.modules if module.method != "kept"]
