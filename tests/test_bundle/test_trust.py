@@ -13,7 +13,8 @@ from kvconvert.bundle.files import is_for_people, may_be_loaded
 from kvconvert.bundle.locate import MANIFEST_NAME
 from kvconvert.bundle.manifest import Manifest, ModuleCoverage, quantization_config, sealed
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.errors import BundleError
+from kvconvert.errors import BundleError, MissingError
+from kvconvert.fidelity.asked import source_of
 
 LEVELS = ("full", "headers", "plan")
 DATA = {"source": "books", "samples": 1, "length": 8, "seed": 0, "sha256": "3" * 64}
@@ -258,6 +259,25 @@ def test_a_manifest_lists_no_more_tensors_than_models_have(bundle, monkeypatch):
     monkeypatch.setattr("kvconvert.io.records.MAX_ENTRIES", 100)
     fields_with(bundle, tensors={f"t{i}": {"dtype": "F16", "shape": [1]} for i in range(101)})
     assert "tensors should be a dictionary that should have at most 100 items" in refusal(bundle)
+
+
+@pytest.mark.parametrize("revision", [None, "main"])
+@pytest.mark.parametrize("recorded", ["/", "..", "../model", "./model", "model/../model"])
+def test_a_recorded_source_is_no_path(pristine, tmp_path, monkeypatch, recorded, revision):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "model").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    manifest = open_bundle(pristine).manifest
+
+    def source(name):
+        stated = manifest.source.model_copy(update={"id": name, "revision": revision})
+        return source_of(manifest.model_copy(update={"source": stated}), None)
+
+    assert source("model") == "model"
+    assert source("somebody/model") == "somebody/model"
+    with pytest.raises(MissingError, match="give its path as `against`"):
+        source(recorded)
 
 
 def test_work_on_names_grows_with_their_length_and_no_faster(pristine):
