@@ -249,6 +249,56 @@ def test_states_that_a_layer_does_not_have_are_refused_whatever_their_hash(hybri
     assert not cache.get_seq_length()
 
 
+@pytest.fixture(scope="module")
+def adopted(tmp_path_factory):
+    """Models as bundles have them, and a session of each."""
+    made = {}
+    for name in ("llama", "qwen3_next", "falcon_h1"):
+        model = ARCHITECTURES[name].build("kvconvert")
+        adopt(model, [KVScheme.preset("kivi")] * model.config.num_hidden_layers, {})
+        cache = model.new_kv_cache()
+        read(model, cache, random_ids(1, 30))
+        file = tmp_path_factory.mktemp("adopted") / name
+        cache.save(file)
+        made[name] = model, file
+    return made
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *[lambda t: torch.cat([t, t], 1), lambda t: torch.cat([t, t], -1), lambda t: t.flatten(1)],
+        *[lambda t: t.int(), lambda t: t.to(torch.float64), None],
+    ],
+)
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [("qwen3_next", "recurrent.0"), ("falcon_h1", "conv.0")],
+)
+def test_states_of_another_shape_than_the_models_are_refused(adopted, tmp_path, name, part, change):
+    model, file = adopted[name]
+    tensors = load_file(file)
+    fields = json.loads(bytes(tensors.pop("description").numpy()))
+    state = tensors.pop(f"layers.0.states.{part}")
+    if change is not None:
+        tensors[f"layers.0.states.{part}"] = change(state).contiguous()
+    reseal(tmp_path / "changed", tensors, fields | {"tensors": {n: session._sha256(t) for n, t in tensors.items()}})
+    with pytest.raises(CacheError, match="cannot be loaded"):
+        KVCache.load(tmp_path / "changed", model)
+    assert KVCache.load(file, model).get_seq_length() == 30
+
+
+@pytest.mark.parametrize("change", [lambda t: t[..., :8], lambda t: torch.cat([t, t]), lambda t: t[:1]])
+def test_tokens_of_another_shape_than_the_models_are_refused(adopted, tmp_path, change):
+    model, file = adopted["llama"]
+    tensors = load_file(file)
+    fields = json.loads(bytes(tensors.pop("description").numpy()))
+    tensors = {name: change(tensor).contiguous() for name, tensor in tensors.items()}
+    reseal(tmp_path / "changed", tensors, fields | {"tensors": {n: session._sha256(t) for n, t in tensors.items()}})
+    with pytest.raises(CacheError, match="what it holds of layer 0 is not what the model makes"):
+        KVCache.load(tmp_path / "changed", model)
+
+
 def test_a_pipe_is_no_session(llama, tmp_path):
     os.mkfifo(tmp_path / "pipe")  # reading it would wait for ever
     with pytest.raises(CacheError, match="no session"):
