@@ -23,7 +23,7 @@ def parse_json(content: bytes | str, *, unique: bool = False, bounded: bool = Fa
     Args:
         content: UTF-8, or text.
         unique: refuse a name that occurs twice in one object: of two values programs take the first or the last.
-        bounded: refuse numbers that are not finite, or integers beyond 64 bits.
+        bounded: refuse numbers that are not finite, or integers beyond 64 bits; -0 is no integer.
 
     Raises:
         ValueError: the text is no JSON, nested too deeply, of too many values, holds what is no character, or is
@@ -43,10 +43,10 @@ def parse_json(content: bytes | str, *, unique: bool = False, bounded: bool = Fa
             raise ValueError(f"a number that is not finite ({text[:80]})")
         return value
 
-    def integer(text: str) -> int:
+    def integer(text: str) -> int | float:
         if len(text) > 21 or abs(int(text)) > MAX_INTEGER:
             raise ValueError(f"an integer beyond 64 bits ({text[:40]})")
-        return int(text)
+        return int(text) if text != "-0" else -0.0  # as it is to readers in other languages
 
     hooks: dict[str, Any] = {"object_pairs_hook": pairs} if unique else {}
     if bounded:

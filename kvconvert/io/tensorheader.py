@@ -93,7 +93,7 @@ def _parse(file: str, text: bytes, refuse: Refusal) -> dict[str, Any]:
     if not text.startswith(b"{"):
         raise refuse(file, "its header", "JSON that starts with {", repr(text[:1]))
     try:
-        header = parse_json(text, unique=True)
+        header = parse_json(text, unique=True, bounded=True)
     except ValueError as error:
         raise refuse(file, "its header", "valid JSON", error) from error
     metadata = header.pop("__metadata__", {})
