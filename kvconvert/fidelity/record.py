@@ -71,7 +71,7 @@ def record(bundle: str | Path, report: FidelityReport) -> Fidelity:
     path = directory / CARD_NAME
     # A card that was edited may hold any bytes, which stay as they are.
     present = CARD_NAME in opened.files.names
-    card = path.read_text("utf-8", "surrogateescape") if present else model_card(before, *told)
+    card = path.read_text(encoding="utf-8", errors="surrogateescape") if present else model_card(before, *told)
     written = model_card(manifest, *told) if card == model_card(before, *told) else replace_fidelity(card, manifest)
     disk.replace_bytes(directory / MANIFEST_NAME, manifest.to_bytes())
     if written is not None and CARD_NAME in manifest.informative:
