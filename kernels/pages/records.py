@@ -11,7 +11,7 @@ import torch
 
 from kvconvert.kernels.page_formats import LayerFormat, PageFormat, TokenNorm
 from kvconvert.kernels.page_layout import PageLayout
-from kvconvert.kernels.quantizer import pack_grid, unpack_grid
+from kvconvert.kernels.quantizer import all_finite, pack_grid, unpack_grid
 
 # What a page stores, by the names of `PageTensors`.
 FIELDS = ("codes", "scale", "offset", "grid", "norm", "high", "channels")
@@ -84,6 +84,16 @@ class PageTensors:
     def group_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Scale and offset of each group, float16, of pages that have their own."""
         return (self.scale, self.offset) if self.grid is None else unpack_grid(self.grid)
+
+    def is_sound(self) -> bool:
+        """Whether every number is finite and every boosted channel is one of the head's, as quantization leaves them:
+        kernels look neither up.
+        """
+        numbers = [tensor for _, tensor in self.tensors() if tensor.is_floating_point()]
+        numbers += [] if self.grid is None else self.group_scales
+        channels = self.channels
+        exist = channels is None or not channels.numel() or int(channels.max()) < self.format.head_dim
+        return exist and all(map(all_finite, numbers))
 
     @property
     def buffer(self) -> torch.Tensor:

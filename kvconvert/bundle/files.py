@@ -111,7 +111,7 @@ class BundleFiles:
         directory: of the bundle; a path that leads to it may have links.
 
     Attributes:
-        names: the names of the files.
+        names: the names of the files, none of them behind a link to a folder.
         links: names of links in place of files that only people read. To everything here these files are absent.
 
     Raises:
@@ -122,7 +122,7 @@ class BundleFiles:
         self.directory = directory
         root = Path(os.path.realpath(directory))
         self._blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else None
-        self.names: list[str] = []
+        self.names: set[str] = set()
         self.links: set[str] = set()
         self._stamps: dict[str, _Stamp] = {}
         folders = [""]
@@ -137,10 +137,9 @@ class BundleFiles:
                         folders.append(name)
                         continue
                     if self._is_own(entry, name):
-                        self.names.append(name)
+                        self.names.add(name)
                     else:
                         self.links.add(name)
-        self.names.sort()
 
     def _is_own(self, entry: os.DirEntry[str], name: str) -> bool:
         """Whether a file lies in the bundle or in the Hub's cache, and not behind a link (BundleError)."""
@@ -168,9 +167,8 @@ class BundleFiles:
 
     def check_others(self, manifest: Manifest) -> None:
         """Refuse (BundleError) files beside the listed ones that loaders might read or run."""
-        known = own_files(manifest)
-        for name in self.names:
-            if name not in known and may_be_loaded(name):
+        for name in sorted(self.names - own_files(manifest)):
+            if may_be_loaded(name):
                 raise BundleError(
                     f"{printable(name)} lies in the bundle {self.directory} but is not listed in {MANIFEST_NAME}, and "
                     "loaders might read it; remove it."
@@ -178,9 +176,11 @@ class BundleFiles:
 
     def check_file(self, name: str, info: FileInfo, full: bool) -> None:
         """Refuse (BundleError) a file of another size than listed or, with `full`, of other contents."""
-        if name in self.links or not os.path.lexists(self.directory / name):
-            found = "a symbolic link" if name in self.links else "no such file"
-            raise mismatch(name, "the file", "present", found)
+        if name not in self.names:
+            behind = self.links & {name, *map(str, PurePosixPath(name).parents)}
+            raise mismatch(name, "the file", "present", "a symbolic link" if behind else "no such file")
+        if info.size > MAX_JSON and not name.endswith(".safetensors"):  # which loaders read as a whole
+            raise mismatch(name, "size", f"at most {MAX_JSON} bytes", f"{info.size} bytes")
         with (self.directory / name).open("rb") as stream:
             before = os.fstat(stream.fileno())
             if before.st_size != info.size:
@@ -296,6 +296,8 @@ _FORBIDDEN = {
     "quantization_config",
 }
 
+# Of a tokenizer; as text they are the path of a file.
+_ENTRIES = {"vocab", "merges"}
 # Model names of timm that are addresses.
 _ADDRESS = re.compile(r"\s*(hf[-_]hub|local[-_]dir)\s*:", re.IGNORECASE)
 
@@ -342,6 +344,8 @@ def _allowed(key: str, value: Any) -> str | None:
         return None if fine else f"absent or one of {', '.join(_CHOICES[key])}"
     if key in _FORBIDDEN and value:
         return "absent (bundles carry no code and name no other files)"
+    if key in _ENTRIES and isinstance(value, str) and value:
+        return "absent, or the entries themselves"
     if key.endswith(("_file", "_files")) and any("/" in name or "\\" in name for name in _texts(value)):
         return "the name of a file in the bundle"
     if isinstance(value, str | list) and any(_ADDRESS.match(text) for text in _texts(value)):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import glob
 import hashlib
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
 from kvconvert.bundle.files import may_be_loaded, own_files
 from kvconvert.bundle.locate import HIDDEN, MANIFEST_NAME, check_output
 from kvconvert.bundle.reader import Bundle, open_bundle
-from kvconvert.bundle.writer import locked, put_in_place
+from kvconvert.bundle.writer import is_own_directory, locked, put_in_place
 from kvconvert.errors import BundleError, HubError, UsageError, listed, printable
 from kvconvert.io import disk
 from kvconvert.io.hub import ask_hub, check_can_push, check_id
@@ -165,6 +166,8 @@ def fetch(
     # The same for the same repository, so that the next pull goes on with what an interrupted one has.
     mark = hashlib.sha256(repository.encode()).hexdigest()[:8]
     staging = target.parent / f".{target.name}.pulling-{mark}"
+    if os.path.lexists(staging) and not is_own_directory(staging):
+        raise UsageError(f"{staging} is no directory of yours, and a pull to {output} needs one there; remove it.")
     disk.make_directory(staging)
     with locked(staging) as held:
         if not held:

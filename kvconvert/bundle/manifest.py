@@ -16,6 +16,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, field_validator, mode
 
 from kvconvert.bundle.locate import PLAN_NAME
 from kvconvert.io.records import (
+    MAX_ENTRIES,
     Count,
     DataInfo,
     FileInfo,
@@ -300,9 +301,9 @@ class Manifest(Record):
     transforms: list[Name] = Field(max_length=MAX_LAYERS, fail_fast=True)
     conventions: dict[str, Any]
     layers: list[LayerPlan] = Field(max_length=MAX_LAYERS, fail_fast=True)
-    modules: list[ModuleCoverage] = Field(fail_fast=True)
+    modules: list[ModuleCoverage] = Field(max_length=MAX_ENTRIES, fail_fast=True)
     weights: WeightsInfo
-    tensors: Annotated[dict[Name, TensorInfo], FirstFaults]
+    tensors: Annotated[dict[Name, TensorInfo], Field(max_length=MAX_ENTRIES), FirstFaults]
     plan: Annotated[dict[Name, TensorInfo], FirstFaults]
     allocation: Allocation | None = None
     weight_allocation: WeightAllocation | None = None

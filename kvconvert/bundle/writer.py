@@ -6,6 +6,7 @@ import fcntl
 import glob
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -73,7 +74,7 @@ def replacing(output: Path, force: bool, marker: str = MANIFEST_NAME) -> Iterato
 @contextmanager
 def locked(directory: Path) -> Iterator[bool]:
     """Hold a lock on a directory, which the system releases however the process ends; False where it cannot be had."""
-    descriptor = os.open(directory, os.O_RDONLY)
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -85,13 +86,25 @@ def locked(directory: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
+def is_own_directory(path: Path) -> bool:
+    """Whether a path is a directory that this user made, and no link to one: in a folder that is shared, others can put
+    something else where kvconvert looks for what it left there itself.
+    """
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+
+
 def _recover(output: Path) -> None:
     """Tidy up after killed exports to the same place; one still at work holds the locks of its directories.
 
     A bundle that was set aside for one that never came goes back to its place.
     """
     name = glob.escape(output.name)
-    for directory in [*output.parent.glob(f".{name}.partial-*"), *output.parent.glob(f".{name}.replaced-*")]:
+    left = [*output.parent.glob(f".{name}.partial-*"), *output.parent.glob(f".{name}.replaced-*")]
+    for directory in filter(is_own_directory, left):
         with locked(directory) as held:
             if not held:
                 continue

@@ -316,7 +316,6 @@ class WorkDir:
 
     def _load(self, index: int, suffix: str) -> dict[str, Tensor]:
         self._verify(index)
-        self._header(index, suffix)  # whoever wrote the record may have written any file
         return load_file(self._layer(index, suffix))
 
     def layer_record(self, index: int) -> LayerRecord:
@@ -334,6 +333,7 @@ class WorkDir:
         record = self.layer_record(index)
         for suffix in _TENSOR_FILES:
             file = self._layer(index, suffix)
+            self._header(index, suffix)  # whoever wrote the record may have written any file, of any length
             try:
                 found = known_sha256([file])[file]
             except CheckpointError as error:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib.resources
 import itertools
-import json
 import os
 import random
 import re
@@ -602,6 +601,6 @@ def _json(text: str) -> Any:
     if text.lstrip()[:1] not in ("[", "{"):
         return None
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return parse_json(text)
+    except ValueError:
         return None

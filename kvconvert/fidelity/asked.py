@@ -5,6 +5,7 @@ Nothing here imports torch, which takes seconds: commands refuse wrong names and
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,13 +47,16 @@ def parts_asked(only: Collection[str] | None) -> set[str]:
 def source_of(manifest: Manifest, against: str | Path | None) -> str:
     """The directory or Hub id of the model to compare with: `against`, or what the manifest records.
 
+    What a manifest records is an id or the name of a directory, never a path, so that none leads elsewhere.
+
     Raises:
         MissingError: the manifest records a directory that is not there.
     """
     if against is not None:
         return str(against)
     recorded = manifest.source
-    if recorded.revision is None and not is_hub_id(recorded.id) and not Path(recorded.id).exists():
+    is_here = Path(recorded.id).name == recorded.id != ".." and os.path.exists(recorded.id)
+    if not is_hub_id(recorded.id) and not is_here:
         raise MissingError(
             f"The bundle was made from a local directory named {recorded.id}, which is not in the current directory; "
             "give its path as `against`."

@@ -69,11 +69,13 @@ def record(bundle: str | Path, report: FidelityReport) -> Fidelity:
     fidelity = fidelity_of(before, Recipe.from_dict(before.recipe).limits, report)
     manifest = before.model_copy(update={"fidelity": fidelity})
     path = directory / CARD_NAME
-    card = path.read_text(encoding="utf-8") if CARD_NAME in opened.files.names else model_card(before, *told)
+    # A card that was edited may hold any bytes, which stay as they are.
+    present = CARD_NAME in opened.files.names
+    card = path.read_text(encoding="utf-8", errors="surrogateescape") if present else model_card(before, *told)
     written = model_card(manifest, *told) if card == model_card(before, *told) else replace_fidelity(card, manifest)
     disk.replace_bytes(directory / MANIFEST_NAME, manifest.to_bytes())
     if written is not None and CARD_NAME in manifest.informative:
-        disk.replace_bytes(path, written.encode())
+        disk.replace_bytes(path, written.encode("utf-8", "surrogateescape"))
     return fidelity
 
 

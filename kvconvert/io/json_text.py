@@ -12,6 +12,9 @@ from typing import Any
 MAX_DEPTH = 100  # of lists and objects in each other: what reads the value afterwards may call itself for each level
 MAX_INTEGER = 2**64
 MAX_JSON = 256_000_000  # bytes of a file; a larger one is refused before it is read
+# Commas, lists and objects in a text, those in its strings included: a list of empty lists takes 24 times its own size
+# of memory, and no manifest of a large model has a tenth as many.
+MAX_VALUES = 20_000_000
 
 
 def parse_json(content: bytes | str, *, unique: bool = False, bounded: bool = False) -> Any:
@@ -20,11 +23,11 @@ def parse_json(content: bytes | str, *, unique: bool = False, bounded: bool = Fa
     Args:
         content: UTF-8, or text.
         unique: refuse a name that occurs twice in one object: of two values programs take the first or the last.
-        bounded: refuse numbers that are not finite, or integers beyond 64 bits.
+        bounded: refuse numbers that are not finite, or integers beyond 64 bits; -0 is no integer.
 
     Raises:
-        ValueError: the text is no JSON, nested too deeply, holds what is no character, or is refused as above; its
-            message completes "found ...".
+        ValueError: the text is no JSON, nested too deeply, of too many values, holds what is no character, or is
+            refused as above; its message completes "found ...".
     """
 
     def pairs(entries: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -40,16 +43,18 @@ def parse_json(content: bytes | str, *, unique: bool = False, bounded: bool = Fa
             raise ValueError(f"a number that is not finite ({text[:80]})")
         return value
 
-    def integer(text: str) -> int:
+    def integer(text: str) -> int | float:
         if len(text) > 21 or abs(int(text)) > MAX_INTEGER:
             raise ValueError(f"an integer beyond 64 bits ({text[:40]})")
-        return int(text)
+        return int(text) if text != "-0" else -0.0  # as it is to readers in other languages
 
     hooks: dict[str, Any] = {"object_pairs_hook": pairs} if unique else {}
     if bounded:
         hooks |= {"parse_float": number, "parse_constant": number, "parse_int": integer}
     try:
         text = content.decode("utf-8") if isinstance(content, bytes) else content
+        if sum(map(text.count, ",[{")) > MAX_VALUES:
+            raise ValueError(f"more than {MAX_VALUES:,} commas, lists and objects")
         value = json.loads(text, **hooks)
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()

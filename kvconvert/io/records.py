@@ -7,7 +7,10 @@ from itertools import islice
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, WrapValidator
+from pydantic_core import PydanticCustomError
 
+MAX_DTYPE = 16  # characters of the name of a tensor's type
+MAX_ENTRIES = 1_000_000  # modules, or tensors: a model of a trillion parameters has a fifth of them
 MAX_TEXT = 1000  # characters of a sentence or a name in a record
 # Integers up to here are exact in every language's JSON.
 Count = Annotated[int, Field(ge=0, le=2**53)]
@@ -24,6 +27,8 @@ _AT_ONCE = 1000
 def _first_faults(values: Any, validate: Callable[[Any], Any]) -> Any:
     if not isinstance(values, dict):
         return validate(values)
+    if len(values) > MAX_ENTRIES:
+        raise PydanticCustomError("too_long", f"Dictionary should have at most {MAX_ENTRIES} items")
     entries = iter(values.items())
     found: dict[Any, Any] = {}
     while part := dict(islice(entries, _AT_ONCE)):
@@ -49,7 +54,7 @@ class Record(BaseModel):
 class TensorInfo(Record):
     """Type and shape of a stored tensor: `dtype` in safetensors' words ("F16", "BF16", "I32", ...)."""
 
-    dtype: Annotated[str, Field(max_length=16)]
+    dtype: Annotated[str, Field(max_length=MAX_DTYPE)]
     shape: list[Annotated[int, Field(ge=0, le=2**56)]] = Field(max_length=16)
 
 

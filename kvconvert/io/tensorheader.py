@@ -15,7 +15,7 @@ from typing import Any
 
 from kvconvert.errors import BundleError, KvconvertError, printable
 from kvconvert.io.json_text import parse_json
-from kvconvert.io.records import TensorInfo
+from kvconvert.io.records import MAX_DTYPE, TensorInfo
 
 # A header larger than this is refused before it is read: the limit that the format's own reader has.
 MAX_HEADER = 100_000_000
@@ -93,7 +93,7 @@ def _parse(file: str, text: bytes, refuse: Refusal) -> dict[str, Any]:
     if not text.startswith(b"{"):
         raise refuse(file, "its header", "JSON that starts with {", repr(text[:1]))
     try:
-        header = parse_json(text, unique=True)
+        header = parse_json(text, unique=True, bounded=True)
     except ValueError as error:
         raise refuse(file, "its header", "valid JSON", error) from error
     metadata = header.pop("__metadata__", {})
@@ -106,7 +106,8 @@ def _entry(file: str, name: str, entry: Any, refuse: Refusal, any_dtype: bool) -
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise refuse(file, f"the entry of tensor {name}", "dtype, shape and data_offsets", repr(entry)[:80])
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or not (any_dtype or dtype in ITEM_BYTES):
+    known = isinstance(dtype, str) and (len(dtype) <= MAX_DTYPE if any_dtype else dtype in ITEM_BYTES)
+    if not known:
         raise refuse(file, f"the dtype of tensor {name}", f"one of {', '.join(ITEM_BYTES)}", repr(dtype)[:80])
     if not _is_counts(shape):
         raise refuse(file, f"the shape of tensor {name}", "a list of sizes", repr(shape)[:80])

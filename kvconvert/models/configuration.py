@@ -391,6 +391,8 @@ def make_config(
     layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
     if isinstance(layers, int) and layers > (most := max(MOST_SPARE_LAYERS, tensors)):
         raise refuse("config.json", "the number of layers", f"at most {most}", layers)
+    if isinstance(layers, int) and layers < 1:
+        raise refuse("config.json", "the number of layers", "at least 1", layers)
     return config
 
 

@@ -119,6 +119,10 @@ class IndexerKeys:
             found[f"index.{number}.{begin}"] = buffer.tokens(begin, self.counts[0]).clone()
         return found
 
+    def stored(self) -> list[Tensor]:
+        """What is stored of the first sequence, part by part, with room for more tokens [1, n, channels]."""
+        return [buffer.tensor for buffer in self._rows[0]]
+
     def hold(self, copies: Mapping[str, Tensor]) -> None:
         """Go on from what `copies` gave."""
         parts: dict[str, list[Tensor]] = {}

@@ -21,8 +21,10 @@ from pydantic import BaseModel, Field, ValidationError
 from safetensors import safe_open
 
 from kvconvert.errors import CacheError, KvconvertError, printable
+from kvconvert.io.json_text import parse_json
 from kvconvert.io.tensorfile import replace_tensors
 from kvconvert.io.tensorheader import read_header
+from kvconvert.kernels.quantizer import all_finite
 from kvconvert.runtime.cache.sequence import Sequence, Side, TokenPositions
 from kvconvert.runtime.cache.snapshot import Snapshot
 from kvconvert.runtime.cache.store import Group, LayerStore
@@ -165,6 +167,8 @@ def load(
                     if (pages.shape, pages.dtype) != (view.buffer.shape, view.buffer.dtype):
                         raise _refusal(file, f"{name} is of other pages than this cache has")
                     view.buffer.copy_(pages)
+                    if not view.is_sound():
+                        raise _refusal(file, f"{name} holds numbers that no page can hold")
                     at += len(view)
     stores = tuple(tuple(group.stores) for group in groups)
     Snapshot(length, tuple(sequences), stores, tuple(tokens)).put(groups)
@@ -214,9 +218,9 @@ def _read(file: Path) -> tuple[_Description, dict[str, torch.Tensor]]:
         tensors = {name: opened.get_tensor(name) for name in infos}
     text = bytes(tensors.pop(DESCRIPTION).reshape(-1).view(torch.uint8).numpy())
     try:
-        fields = json.loads(text)
+        fields = parse_json(text)
         whole = _sealed(fields) == text
-    except (ValueError, TypeError, AttributeError, RecursionError):
+    except (ValueError, TypeError, AttributeError):
         whole = False
     if not whole:
         raise _refusal(file, "its description was changed since it was saved")
@@ -231,6 +235,9 @@ def _read(file: Path) -> tuple[_Description, dict[str, torch.Tensor]]:
     changed = {name for name in {*tensors, *told.tensors} if _changed(name, tensors, told.tensors)}
     if changed:
         raise _refusal(file, f"{printable(min(changed))} is not what was saved")
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not all_finite(tensor if tensor.element_size() > 1 else tensor.float()):
+            raise _refusal(file, f"{printable(name)[:80]} holds NaN or infinity")
     return told, tensors
 
 

@@ -10,13 +10,20 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from transformers import PretrainedConfig
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DummyLayer, LinearAttentionLayer
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    CacheLayerMixin,
+    DummyLayer,
+    LinearAttentionLayer,
+)
 
 from kvconvert.arguments import Count, File, Natural, checked
 from kvconvert.errors import CacheError, UsageError, first_line
 from kvconvert.methods import PLAN_TENSORS, UNQUANTIZED, KVScheme
 from kvconvert.methods.scheme import FORMER_PLAN_TENSORS
+from kvconvert.models import CACHE
 from kvconvert.models.configuration import (
     HYBRID_LAYER_TYPES,
     Modality,
@@ -376,7 +383,8 @@ class KVCache(Cache):
 
         Args:
             file: of a cache of the same model, KV schemes and KV plan.
-            like: a bundle's model, or an empty cache made as the saved one was, which is filled and returned.
+            like: a bundle's model, which reads a token, so that what is loaded is compared with what it makes; or an
+                empty cache made as the saved one was, which is filled and returned, and knows no shapes yet.
             device: of the tokens; None for the model's, or the CPU.
 
         Raises:
@@ -398,6 +406,8 @@ class KVCache(Cache):
             with_states = [*cache.state_layers()]
             states = session.load(Path(file), cache.groups, cache.fingerprint, place, dtype, with_states)
             cache._go_on(states)
+            if cache is not like:
+                cache._check_made_by(like, file)
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             cache.reset()
             raise CacheError(
@@ -407,6 +417,17 @@ class KVCache(Cache):
             cache.reset()
             raise
         return cache
+
+    @torch.no_grad()
+    def _check_made_by(self, model: PreTrainedModel, file: str | Path) -> None:
+        """Refuse (CacheError) tokens and states of other shapes than the model makes: it reads a token to show them."""
+        one = model.new_kv_cache()
+        model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=True, **{CACHE: one})
+        for index, (loaded, made) in enumerate(zip(self.layers, one.layers, strict=True)):
+            if _shapes_of(loaded, self.get_seq_length()) != _shapes_of(made, 1):
+                raise CacheError(
+                    f"The session {file} cannot be loaded: what it holds of layer {index} is not what the model makes."
+                )
 
     def _write_complete_pages(self) -> None:
         """Quantize, between passes, pages that were left for later layers to read."""
@@ -514,3 +535,15 @@ def _layer_plans(plan: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.
             )
         plans.setdefault(layer, {})[what] = tensor
     return plans
+
+
+def _shapes_of(layer: CacheLayerMixin, tokens: int) -> list[Any]:
+    """What the parts of a sequence of that many tokens are in a layer, whatever their numbers and lengths."""
+    found: list[Any] = []
+    if isinstance(layer, PagedLayer) and layer.is_initialized:
+        found += [layer.store.format.keys, layer.store.format.values]
+    if isinstance(layer, StateLayer):
+        found += [(name, state.shape, state.dtype) for name, state in sorted(layer.tensors().items())]
+    if isinstance(layer, IndexedLayer) and any(layer.index.counts):
+        found += [layer.index.counts == [tokens], *((t.shape[2], t.dtype) for t in layer.index.stored())]
+    return found

@@ -292,6 +292,7 @@ def test_a_hostile_safetensors_header_is_refused(bundle, spoil, words):
         struct.pack("<Q", 2) + b"\xff\xfe",
         struct.pack("<Q", 200_000) + b'{"a":' * 40_000,
         struct.pack("<Q", 13) + b'{"a":1,"a":2}',
+        struct.pack("<Q", 54) + b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[-0,0]}}',  # to safetensors a float
     ],
 )
 def test_a_file_that_is_no_safetensors_is_refused(tmp_path, content):

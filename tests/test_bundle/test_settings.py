@@ -33,6 +33,8 @@ HOSTILE = [
     {"init_inputs": ["/etc/passwd"]},
     {"vocab_file": "/etc/passwd"},
     {"tokenizer_file": "..\\x"},
+    {"vocab": "words"},
+    {"merges": "/etc/passwd"},
     {"audio_tokenizer": {"audio_tokenizer_name_or_path": "someone/model"}},
     {"backbone": "hf-hub:someone/model"},
     {"architecture": " local-dir:/tmp/x"},
@@ -55,6 +57,7 @@ def test_hostile_settings_are_found_at_any_depth_and_left_out_by_the_exporter(se
 def test_settings_that_ask_for_nothing_stay():
     harmless = {"attn_implementation": None, "use_kernels": False, "tokenizer_file": None, "vocab_file": "vocab.json"}
     harmless |= {"_attn_implementation": "sdpa", "experts_implementation": "eager", "time_step_limit": [0.0, 1.0]}
+    harmless |= {"vocab": {"a": 0}, "merges": [["a", "b"], "b c"]}
     assert not [*unsafe_settings(harmless)]
     assert safe_settings(harmless) == harmless
 

@@ -13,7 +13,8 @@ from kvconvert.bundle.files import is_for_people, may_be_loaded
 from kvconvert.bundle.locate import MANIFEST_NAME
 from kvconvert.bundle.manifest import Manifest, ModuleCoverage, quantization_config, sealed
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.errors import BundleError
+from kvconvert.errors import BundleError, MissingError
+from kvconvert.fidelity.asked import source_of
 
 LEVELS = ("full", "headers", "plan")
 DATA = {"source": "books", "samples": 1, "length": 8, "seed": 0, "sha256": "3" * 64}
@@ -79,6 +80,28 @@ def test_a_link_in_place_of_what_people_read_is_followed_by_nothing(bundle, name
         fields["files"][name] = {"size": 10, "sha256": hashlib.sha256(b"TOP SECRET").hexdigest()}
         (bundle / MANIFEST_NAME).write_bytes(sealed(fields))
         assert "found a symbolic link" in refusal(bundle, "headers")
+
+
+@pytest.mark.parametrize("verify", ["full", "headers"])
+def test_no_listed_file_lies_behind_a_link_to_a_folder(bundle, verify):
+    outside = bundle.parent / "outside"
+    outside.mkdir()
+    (outside / "words.json").write_text("{}")
+    fields = json.loads((bundle / MANIFEST_NAME).read_text())
+    fields["files"]["notes.md/words.json"] = {"size": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}
+    (bundle / MANIFEST_NAME).write_bytes(sealed(fields))
+    (bundle / "notes.md").symlink_to(outside)
+    assert "found a symbolic link" in refusal(bundle, verify)
+
+
+def test_what_loaders_read_as_a_whole_is_no_larger_than_they_can_hold(bundle):
+    size = 256_000_001
+    with (bundle / "chat_template.jinja").open("wb") as file:
+        file.truncate(size)
+    fields = json.loads((bundle / MANIFEST_NAME).read_text())
+    fields["files"]["chat_template.jinja"]["size"] = size
+    (bundle / MANIFEST_NAME).write_bytes(sealed(fields))
+    assert "at most 256000000 bytes" in refusal(bundle)
 
 
 def test_what_is_neither_file_nor_directory_is_refused_unread(bundle):
@@ -220,6 +243,41 @@ def test_settings_nested_by_the_hundred_are_refused(bundle, name):
     (bundle / name).write_text(json.dumps(json.loads((bundle / name).read_text()) | nested))
     reseal(bundle)
     assert "more than 100 lists" in refusal(bundle)
+
+
+@pytest.mark.parametrize("name", [MANIFEST_NAME, "config.json", "generation_config.json"])
+def test_no_file_is_parsed_into_many_times_its_size(bundle, monkeypatch, name):
+    monkeypatch.setattr("kvconvert.io.json_text.MAX_VALUES", 10_000)
+    fields = json.loads((bundle / name).read_text()) | {"empty": [[]] * 10_000}
+    (bundle / name).write_text(json.dumps(fields))
+    if name != MANIFEST_NAME:
+        reseal(bundle)
+    assert "more than 10,000 commas, lists and objects" in refusal(bundle)
+
+
+def test_a_manifest_lists_no_more_tensors_than_models_have(bundle, monkeypatch):
+    monkeypatch.setattr("kvconvert.io.records.MAX_ENTRIES", 100)
+    fields_with(bundle, tensors={f"t{i}": {"dtype": "F16", "shape": [1]} for i in range(101)})
+    assert "tensors should be a dictionary that should have at most 100 items" in refusal(bundle)
+
+
+@pytest.mark.parametrize("revision", [None, "main"])
+@pytest.mark.parametrize("recorded", ["/", "..", "../model", "./model", "model/../model"])
+def test_a_recorded_source_is_no_path(pristine, tmp_path, monkeypatch, recorded, revision):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "model").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    manifest = open_bundle(pristine).manifest
+
+    def source(name):
+        stated = manifest.source.model_copy(update={"id": name, "revision": revision})
+        return source_of(manifest.model_copy(update={"source": stated}), None)
+
+    assert source("model") == "model"
+    assert source("somebody/model") == "somebody/model"
+    with pytest.raises(MissingError, match="give its path as `against`"):
+        source(recorded)
 
 
 def test_work_on_names_grows_with_their_length_and_no_faster(pristine):

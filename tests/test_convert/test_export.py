@@ -297,6 +297,22 @@ def test_what_a_killed_export_left_is_removed_but_not_what_a_running_one_writes(
         assert os.listdir(tmp_path) == [running.name]
 
 
+@pytest.mark.parametrize("kind", ["partial", "replaced"])
+def test_what_others_put_beside_an_output_is_neither_followed_nor_waited_for(tmp_path, kind):
+    home, shared = tmp_path / "home", tmp_path / "shared"
+    home.mkdir()
+    shared.mkdir()
+    (home / "kvconvert.json").write_text("{}")
+    before = snapshot(home)
+    (shared / f".bundle.{kind}-link").symlink_to(home)
+    os.mkfifo(shared / f".bundle.{kind}-pipe")
+    with replacing(shared / "bundle", force=False) as directory:
+        (directory / "new").write_text("x")
+    assert snapshot(home) == before
+    assert os.listdir(shared / "bundle") == ["new"]
+    assert not (shared / "bundle").is_symlink()
+
+
 def test_an_unfinished_calibration_is_not_exported(work, tmp_path):
     unfinished = shutil.copytree(work, tmp_path / "work")
     state = read_sealed(unfinished / "state.json") | {"complete": False}

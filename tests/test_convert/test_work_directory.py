@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from tiny.checkpoints import save_checkpoint
 
 from kvconvert.cli import cli
-from kvconvert.convert import pipeline
+from kvconvert.convert import pipeline, workdir
 from kvconvert.convert.export import export
 from kvconvert.convert.work_files import read_sealed, sealed_json
 from kvconvert.convert.workdir import WorkDir
@@ -248,19 +248,23 @@ ODD_ENTRIES = {
     "search elsewhere": ("auto", lambda path: path.symlink_to(path.parent.parent)),
     "lock that is a folder": ("lock", Path.mkdir),
     "huge record": ("layers/00000.json", huge),
+    "huge tensors": ("layers/00000.plan.safetensors", huge),
 }
 
 
 @pytest.mark.parametrize("kind", ODD_ENTRIES)
-def test_a_working_directory_of_odd_files_is_refused_at_once(work, model, text, tmp_path, kind):
+def test_a_working_directory_of_odd_files_is_refused_at_once(work, model, text, tmp_path, kind, monkeypatch):
     name, make = ODD_ENTRIES[kind]
+    hashed, known = [], workdir.known_sha256
+    monkeypatch.setattr(workdir, "known_sha256", lambda files: hashed.extend(files) or known(files))
     if (work / name).is_dir():
         shutil.rmtree(work / name)
     (work / name).unlink(missing_ok=True)
     make(work / name)
     with pytest.raises(UsageError, match=Path(name).name):
         export(work, tmp_path / "bundle", progress=False)
-    if kind != "huge record":  # which is damaged, and computed again
+    assert work / name not in hashed
+    if not kind.startswith("huge"):  # which is damaged, and computed again
         with pytest.raises(UsageError, match=Path(name).name):
             run(model, work, text, **SHORT)
 

@@ -164,6 +164,12 @@ def test_of_a_card_that_was_edited_only_the_table_is_replaced(golden):
     assert "old" not in card
 
 
+def test_bytes_of_an_edited_card_that_are_no_text_stay(golden):
+    (golden / "README.md").write_bytes(b"caf\xe9\n\n## Fidelity\n\nold\n")
+    record(golden, Report(open_bundle(golden).manifest.files_digest()))
+    assert (golden / "README.md").read_bytes().startswith(b"caf\xe9\n\n## Fidelity\n\nMeasured on exactly")
+
+
 def test_figures_of_other_files_or_another_source_are_not_written(golden, tmp_path):
     digest = open_bundle(golden).manifest.files_digest()
     before = {path.name: path.read_bytes() for path in golden.iterdir() if path.is_file()}

@@ -1,6 +1,8 @@
 """A bundle goes to the Hub and back: the same bytes, and nothing that does not verify, in either direction."""
 
 import errno
+import hashlib
+import os
 import traceback
 from pathlib import Path
 
@@ -117,6 +119,22 @@ def test_a_pull_that_was_cut_off_goes_on_with_what_is_missing(hub, golden, tmp_p
     assert "model.safetensors" in hub.fetched()
     assert not complete & set(hub.fetched())
     assert contents(tmp_path / "copy") == contents(golden)
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe"])
+def test_a_pull_writes_nothing_into_what_others_put_in_its_place(hub, golden, tmp_path, kind):
+    publish(hub, golden)
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "letter.txt").write_text("dear")
+    staging = tmp_path / f".copy.pulling-{hashlib.sha256(NAME.encode()).hexdigest()[:8]}"
+    if kind == "pipe":
+        os.mkfifo(staging)
+    else:
+        staging.symlink_to(home if kind == "link" else tmp_path / "nothing")
+    assert "remove it" in refusal(2, "pull", NAME, "-o", tmp_path / "copy")
+    assert os.listdir(home) == ["letter.txt"]
+    assert not (tmp_path / "copy").exists()
 
 
 def test_a_connection_that_breaks_inside_a_file_is_continued_there(hub, golden, tmp_path, monkeypatch):

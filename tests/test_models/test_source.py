@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import struct
 
 import pytest
 import torch
@@ -147,6 +148,21 @@ def index_beside_a_single_file(model):
     shutil.copyfile(shards(model)[0], model / WEIGHTS)
 
 
+def type_of_a_long_name(model):
+    file = shards(model)[0]
+    content = file.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    header[next(name for name in header if name != "__metadata__")]["dtype"] = "F" * 17
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+
+
+def no_layers(model):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 0}))
+
+
 def unmerged_adapter(model):
     (model / "adapter_config.json").write_text('{"peft_type": "LORA"}')
 
@@ -173,6 +189,8 @@ def integer_weights(model):
         (truncated_shard, r"model-00002-of-\d+\.safetensors is truncated"),
         (shard_of_a_few_bytes, r"model-00002-of-\d+\.safetensors is truncated"),
         (garbled_header, "is truncated or damaged: its header should be JSON"),
+        (type_of_a_long_name, r"the dtype of tensor \S+ should be one of"),
+        (no_layers, r"config\.json says that the number of layers is 0, and it should be at least 1"),
         (missing_shard, r"model-00002-of-\d+\.safetensors .* is missing"),
         (extra_shard, r"model-00099-of-00099\.safetensors that .* does not name"),
         (missing_index, "fetch the index"),

@@ -10,6 +10,7 @@ from tiny.models import ARCHITECTURES, random_ids, tiny_model
 
 from kvconvert import KVCache
 from kvconvert.errors import CacheError, UsageError
+from kvconvert.kernels.pages.records import pages_of
 from kvconvert.methods import PRESETS, KVScheme
 from kvconvert.runtime.cache import session
 from kvconvert.runtime.hf.generation import adopt
@@ -209,6 +210,32 @@ def test_tensors_of_another_shape_or_type_are_refused_whatever_their_hash(llama,
         KVCache.load(tmp_path / "changed", KVCache(llama.config, "kivi"))
 
 
+@pytest.mark.parametrize(
+    ("scheme", "field", "value"),
+    [
+        *[("kitty", "channels", 16), ("kitty", "channels", 255), ("kitty", "scale", float("nan"))],
+        *[("kivi", "offset", float("inf")), ("oscar-g128", "norm", float("nan"))],
+        *[("kivi", "keys", float("nan")), ("kivi", "values", float("-inf"))],
+    ],
+)
+def test_numbers_that_no_session_holds_are_refused_whatever_their_hash(llama, tmp_path, scheme, field, value):
+    file, cache = saved(llama, tmp_path / "session", tokens=300, scheme=scheme), KVCache(llama.config, scheme)
+    tensors = load_file(file)
+    fields = json.loads(bytes(tensors.pop("description").numpy()))
+    KVCache.load(file, cache)
+    page_format = next(iter(cache.stores())).key_pages.format
+    cache.reset()
+    if field in ("keys", "values"):
+        tensors[f"layers.1.{field}"].view(-1)[3] = value
+    else:
+        numbers = getattr(pages_of(tensors["layers.0.key_pages"], page_format), field)
+        numbers[(-1,) * numbers.dim()] = value
+    reseal(tmp_path / "changed", tensors, fields | {"tensors": {n: session._sha256(t) for n, t in tensors.items()}})
+    with pytest.raises(CacheError, match=r"holds NaN or infinity|holds numbers that no page can hold"):
+        KVCache.load(tmp_path / "changed", cache)
+    assert not cache.get_seq_length()
+
+
 @pytest.mark.parametrize("name", ["recurrent", "conv.0x", "other.0", "index.0.0", "conv.10000", "conv.-1", "\x1b.0"])
 def test_states_that_a_layer_does_not_have_are_refused_whatever_their_hash(hybrid_session, tmp_path, name):
     model, file = hybrid_session
@@ -220,6 +247,56 @@ def test_states_that_a_layer_does_not_have_are_refused_whatever_their_hash(hybri
     with pytest.raises(CacheError, match="do not fit this cache"):
         KVCache.load(tmp_path / "changed", cache)
     assert not cache.get_seq_length()
+
+
+@pytest.fixture(scope="module")
+def adopted(tmp_path_factory):
+    """Models as bundles have them, and a session of each."""
+    made = {}
+    for name in ("llama", "qwen3_next", "falcon_h1"):
+        model = ARCHITECTURES[name].build("kvconvert")
+        adopt(model, [KVScheme.preset("kivi")] * model.config.num_hidden_layers, {})
+        cache = model.new_kv_cache()
+        read(model, cache, random_ids(1, 30))
+        file = tmp_path_factory.mktemp("adopted") / name
+        cache.save(file)
+        made[name] = model, file
+    return made
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *[lambda t: torch.cat([t, t], 1), lambda t: torch.cat([t, t], -1), lambda t: t.flatten(1)],
+        *[lambda t: t.int(), lambda t: t.to(torch.float64), None],
+    ],
+)
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [("qwen3_next", "recurrent.0"), ("falcon_h1", "conv.0")],
+)
+def test_states_of_another_shape_than_the_models_are_refused(adopted, tmp_path, name, part, change):
+    model, file = adopted[name]
+    tensors = load_file(file)
+    fields = json.loads(bytes(tensors.pop("description").numpy()))
+    state = tensors.pop(f"layers.0.states.{part}")
+    if change is not None:
+        tensors[f"layers.0.states.{part}"] = change(state).contiguous()
+    reseal(tmp_path / "changed", tensors, fields | {"tensors": {n: session._sha256(t) for n, t in tensors.items()}})
+    with pytest.raises(CacheError, match="cannot be loaded"):
+        KVCache.load(tmp_path / "changed", model)
+    assert KVCache.load(file, model).get_seq_length() == 30
+
+
+@pytest.mark.parametrize("change", [lambda t: t[..., :8], lambda t: torch.cat([t, t]), lambda t: t[:1]])
+def test_tokens_of_another_shape_than_the_models_are_refused(adopted, tmp_path, change):
+    model, file = adopted["llama"]
+    tensors = load_file(file)
+    fields = json.loads(bytes(tensors.pop("description").numpy()))
+    tensors = {name: change(tensor).contiguous() for name, tensor in tensors.items()}
+    reseal(tmp_path / "changed", tensors, fields | {"tensors": {n: session._sha256(t) for n, t in tensors.items()}})
+    with pytest.raises(CacheError, match="what it holds of layer 0 is not what the model makes"):
+        KVCache.load(tmp_path / "changed", model)
 
 
 def test_a_pipe_is_no_session(llama, tmp_path):
