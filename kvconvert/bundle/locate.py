@@ -77,7 +77,7 @@ def manifest_path(directory: Path) -> Path:
         if (directory / STATE_NAME).is_file():
             raise BundleError(
                 f"{directory} is a working directory of kvconvert calibrate, not a bundle; write its bundle with "
-                f"`kvconvert export {directory} -o BUNDLE`."
+                f"`kvconvert export`."
             )
         raise BundleError(
             f"{directory} is not a kvconvert bundle: it has no {MANIFEST_NAME}; make one with `kvconvert convert`."

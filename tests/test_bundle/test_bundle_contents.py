@@ -194,5 +194,5 @@ def test_the_bundle_package_imports_nothing_that_production_does_without():
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             for name in names:
                 assert name.split(".")[0] in allowed | sys.stdlib_module_names, (path.name, name)
-                rooms = ("bundle", "cache", "io", "errors", "methods", "tables")
+                rooms = ("arguments", "bundle", "cache", "io", "errors", "methods", "tables")
                 assert not name.startswith("kvconvert.") or name.split(".")[1] in rooms, (path.name, name)
