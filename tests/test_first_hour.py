@@ -82,7 +82,7 @@ WRONG = [
     (["eval", "gone"], 1, "no such directory"),
     (["inspect", "gone"], 1, "no such directory"),
     (["verify", "EMPTY"], 1, "is not a kvconvert bundle"),
-    (["serve", "BEGUN"], 1, "write its bundle with `kvconvert export BEGUN -o BUNDLE`"),
+    (["serve", "BEGUN"], 1, "write its bundle with `kvconvert export`"),
     (["plan", "BEGUN"], 1, "not a model; give the model that it is of"),
     (["export", "BUNDLE", "-o", "NEW"], 1, "is a bundle already"),
     (["convert", "MODEL", "BUNDLE/new"], 2, "which stays as it was sealed"),
