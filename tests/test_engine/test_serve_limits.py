@@ -221,6 +221,17 @@ def test_an_object_of_many_fields_makes_few_errors(fields):
     assert told.value.error_count() < 20
 
 
+@pytest.mark.parametrize("value", ["0", "[]", '{"a": 1}'])
+def test_values_in_the_arguments_of_calls_are_counted_before_they_are_made(value):
+    calls = [{"function": {"name": "f", "arguments": f"[{','.join([value] * 9_000)}]"}} for _ in range(8)]
+    asked = Chat.of({"messages": [{"role": "assistant", "tool_calls": calls}]})
+    with pytest.raises(Refusal, match=r"have \d+ values; this server takes at most 65536") as told:
+        asked.check(Limits(), 1)
+    assert (told.value.status, told.value.param) == (413, "messages")
+    call = {"function": {"name": "f", "arguments": json.dumps({"text": "[{,:" * 20_000})}}
+    Chat.of({"messages": [{"role": "assistant", "tool_calls": [call]}]}).check(Limits(), 1)
+
+
 def test_what_is_answered_keeps_nothing_else_of_its_body():
     gate, model = threading.Event(), FakeModel()
     model.before_pass = lambda: gate.wait(60)
