@@ -292,6 +292,12 @@ def test_a_server_is_asked_for_by_its_own_names(host, address):
     assert Hosts.of(host, address, ["*"]).allow("evil.example")
 
 
+def test_a_server_of_all_addresses_is_not_one_of_all_names():
+    hosts = Hosts.of("*", "0.0.0.0")
+    assert hosts.allow("10.0.0.5:80")
+    assert not hosts.allow("evil.example")
+
+
 @pytest.mark.parametrize("stated", ["proxy.example:8443", "PROXY.example.", " proxy.example", "proxy.example.:80"])
 def test_a_further_host_is_the_name_that_clients_send_however_it_is_written(stated):
     assert Hosts.of("127.0.0.1", "127.0.0.1", [stated]).allow("proxy.example:8443")
@@ -510,6 +516,27 @@ def test_large_bodies_that_are_held_do_not_fill_memory_or_places():
         status, _, told = here.ask(body={"prompt": "x" * 150_000})
         assert (status, told["error"]["code"]) == (400, "context_length_exceeded")
         wait_for(lambda: responses["/v1/completions", 408] > before)
+
+
+@pytest.mark.parametrize("more", [b"GET", b" " * 300_000])
+def test_a_client_that_left_is_given_up_although_it_has_sent_more_than_was_read(more):
+    model, gate = FakeModel(), threading.Event()
+    model.before_pass = lambda: gate.wait(60)
+    with serving(model, Letters()) as here:
+        asked = request(json.dumps({"prompt": "hello", "max_tokens": 5, "ignore_eos": True}).encode())
+        with socket.create_connection(("127.0.0.1", here.port), timeout=60) as left:
+            left.sendall(asked + more)
+            wait_for(lambda: here.service.active == 1)
+            time.sleep(0.5)
+            assert here.service.metrics.gone == 0
+        wait_for(lambda: here.service.metrics.gone == 1, seconds=20)
+        gate.set()
+        here.idle()
+        with socket.create_connection(("127.0.0.1", here.port), timeout=60) as half:
+            half.sendall(asked + b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            half.shutdown(socket.SHUT_WR)
+            with half.makefile("rb") as file:
+                assert file.read().count(b"HTTP/1.1 200") == 2
 
 
 @pytest.mark.parametrize("stream", [False, True])
