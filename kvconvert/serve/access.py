@@ -49,7 +49,7 @@ class Hosts:
             if "/" in name or not _name(name):
                 raise UsageError(f"`allowed_hosts` {name!r:.100} is no name of a host; give one such as proxy.example.")
         parsed = ipaddress.ip_address(address.partition("%")[0])
-        names = {host.lower(), str(parsed), *map(_name, further)}
+        names = {host.lower(), str(parsed)} - {ANY} | {*map(_name, further)}  # `*` may be a host to listen on
         if parsed.is_loopback or parsed.is_unspecified:
             names |= cls.names
         if parsed.is_unspecified:

@@ -21,7 +21,7 @@ _FEW_BYTES, _FEWEST_BYTES, _LONG = 2**11, 2**7, 0.0005
 # Headers of a request, each of which takes a while as well.
 MOST_HEADERS = 100
 _HEADERS_END = re.compile(rb"\n\r?\n")
-# Seconds between looks at a client that has ended its side, and between bytes sent to learn whether it is still there.
+# Seconds between looks at a client whose end may go unseen, and between bytes sent to learn whether it is still there.
 _LOOKS, _ASKS = 0.25, 1.0
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _COMMENT = b":\n\n"  # in a stream of events
@@ -40,7 +40,7 @@ class Connection(H11Protocol):
     """
 
     idle_since, address = 0.0, ""
-    _half_closed = False
+    _half_closed = _looks = False
 
     @property
     def waits_for_client(self) -> bool:
@@ -91,6 +91,8 @@ class Connection(H11Protocol):
             if head.count(b"\n", 0, end.start() if end else len(head)) > MOST_HEADERS:
                 return self.send_400_response(f"A request has {MOST_HEADERS} headers at most.")
         super().handle_events()
+        if self.flow.read_paused:  # behind what is not read its end is not seen
+            self._look_later(time.monotonic() + _ASKS)
 
     def on_response_complete(self) -> None:
         """Go on with the next request, if one may come."""
@@ -110,14 +112,19 @@ class Connection(H11Protocol):
         """Keep the connection for the answer to a whole request; whether this is so."""
         if self.waits_for_client:
             return False
-        if not self._half_closed:
-            self._half_closed = True
-            self.loop.call_later(_LOOKS, self._look, time.monotonic() + _ASKS)
+        self._half_closed = True
+        self._look_later(time.monotonic() + _ASKS)
         return True
+
+    def _look_later(self, asks: float) -> None:
+        if not self._looks:
+            self._looks = True
+            self.loop.call_later(_LOOKS, self._look, asks)
 
     def _look(self, asks: float) -> None:
         """Give up a client that is gone: it has ended its side as well, but what is sent to it comes back."""
-        if self.transport.is_closing():
+        self._looks = False
+        if self.transport.is_closing() or not (self._half_closed or self.flow.read_paused):
             return
         poll = select.poll()
         poll.register(self.transport.get_extra_info("socket").fileno(), 0)
@@ -125,10 +132,11 @@ class Connection(H11Protocol):
             self.transport.abort()
             return
         now = time.monotonic()
-        if now >= asks and self.scope["http_version"] != "1.0" and not self.cycle.response_complete:
+        asked = self.waits_for_client or self.transport.get_write_buffer_size() > 0  # by what it has yet to take
+        if now >= asks and self.scope["http_version"] != "1.0" and not asked:
             asks = now + _ASKS
             if not self.cycle.response_started:
                 self.transport.write(_CONTINUE)
             elif self.conn.our_state is h11.SEND_BODY:
                 self.transport.write(self.conn.send(h11.Data(_COMMENT)) or b"")
-        self.loop.call_later(_LOOKS, self._look, asks)
+        self._look_later(asks)

@@ -52,6 +52,8 @@ class Limits:
 MOST_MESSAGES = 8192
 MOST_TOOLS, MOST_TOOLS_BYTES = 128, 2**18  # as JSON, which an answer of /v1/responses repeats
 MOST_BIASES, MOST_VARIABLES = 1024, 256
+# Values in the arguments of earlier calls, which are JSON within the JSON of a body.
+MOST_ARGUMENTS = 2**16
 # Probabilities in one answer, of all its tokens and of the likeliest ones beside them.
 MOST_LOGPROBS = 2**17
 # Of each number in a body: what 64 bits hold.
@@ -573,6 +575,12 @@ class Chat(_Asked):
         if (count := len(self.images)) > limits.images:
             message = f"The conversation has {count} images; this server takes at most {limits.images}."
             raise Refusal(400, message, param=self.prompt_field, code="invalid_value")
+        arguments = [call.function.arguments for turn in self.messages for call in turn.tool_calls or []]
+        if sum(map(len, arguments)) > MOST_ARGUMENTS:
+            values = sum(entries(text.encode()) for text in arguments)
+            if values > MOST_ARGUMENTS:
+                message = f"The arguments of calls have {values} values; this server takes at most {MOST_ARGUMENTS}."
+                raise Refusal(413, message, param=self.prompt_field, code="body_too_long")
         self._check_tools()
         asked = self.response_format
         if asked is not None and (asked.type == "json_schema") != (asked.json_schema is not None):

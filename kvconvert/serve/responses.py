@@ -39,15 +39,20 @@ _NAMES = {
     "response_format": "text.format",
 }
 _NAMED = re.compile(rf"(?<![\w'\".])({'|'.join(map(re.escape, _NAMES))})(?:(?<=messages)\.\d+)?(?![\w'\"])")
+_IN_FUNCTION = re.compile(r"(?<![\w'\".])(tools\.\d+)\.function(?![\w'\"])")
 _TEXTS = ("input_text", "output_text", "text")
 
 
+class _OwnRefusal(Refusal):
+    """A refusal in the names of this interface, not of a chat's fields."""
+
+
 def _refused(where: str, said: str) -> Refusal:
-    return Refusal(400, f"{where}: {said}.", param=where.partition(".")[0], code="invalid_value")
+    return _OwnRefusal(400, f"{where}: {said}.", param=where.partition(".")[0], code="invalid_value")
 
 
 def _own_names(said: str) -> str:
-    return _NAMED.sub(lambda found: _NAMES[found[1]], said)
+    return _IN_FUNCTION.sub(r"\1", _NAMED.sub(lambda found: _NAMES[found[1]], said))
 
 
 def _content(value: Any, where: str) -> Any:
@@ -124,6 +129,8 @@ class ResponsesChat(Chat):
         chat = {name: fields.pop(name) for name in _SAME if name in fields}
         messages = _messages(fields.pop("input", None))
         if (instructions := fields.pop("instructions", None)) is not None:
+            if not isinstance(instructions, str):
+                raise _refused("instructions", "give text")
             messages.insert(0, {"role": "system", "content": instructions})
         chat |= {"messages": messages, "max_completion_tokens": fields.pop("max_output_tokens", None)}
         chat["tools"] = _tools(fields.pop("tools", None))
@@ -143,13 +150,15 @@ class ResponsesChat(Chat):
         for name, value in fields.items():
             if value not in (None, {}, *_IDLE.get(name, ())):
                 message = f"{name} is not served by kvconvert, which keeps no responses; leave it out."
-                raise Refusal(400, message, param=name, code="unsupported_parameter")
+                raise _OwnRefusal(400, message, param=name, code="unsupported_parameter")
         return cls.model_validate(chat)
 
     @classmethod
     def refusal(cls, error: Refusal | KvconvertError | ValidationError) -> Refusal:
         """The refusal that an error means, in the names of this interface's fields."""
         told = super().refusal(error)
+        if isinstance(told, _OwnRefusal):
+            return told
         param = told.param and _own_names(told.param)
         return Refusal(told.status, _own_names(told.message), param=param, code=told.code)
 
@@ -182,6 +191,7 @@ class ResponsesForm(Form):
         self._tools = json.dumps(tools)  # which takes a twentieth of the memory
         self._output: list[dict[str, Any]] = []
         self._open: str | None = None  # the kind of the last item, while it goes on
+        self._spaces = ""  # which begin a message if more than spaces follows
         self._sequence = 0
         self._status = "completed"
 
@@ -206,8 +216,11 @@ class ResponsesForm(Form):
             piece: Piece = step.piece
             if piece.reasoning:
                 made += self._text("reasoning", piece.reasoning)
-            if piece.content and (piece.content.strip() or self._open == "message"):
-                made += self._text("message", piece.content)
+            content, self._spaces = self._spaces + piece.content, ""
+            if content.strip() or (content and self._open == "message"):
+                made += self._text("message", content)
+            else:
+                self._spaces = content
             for call in piece.calls:
                 made += self._call(call["id"], call["function"])
             if step.reason == "length":

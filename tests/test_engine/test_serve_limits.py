@@ -221,6 +221,17 @@ def test_an_object_of_many_fields_makes_few_errors(fields):
     assert told.value.error_count() < 20
 
 
+@pytest.mark.parametrize("value", ["0", "[]", '{"a": 1}'])
+def test_values_in_the_arguments_of_calls_are_counted_before_they_are_made(value):
+    calls = [{"function": {"name": "f", "arguments": f"[{','.join([value] * 9_000)}]"}} for _ in range(8)]
+    asked = Chat.of({"messages": [{"role": "assistant", "tool_calls": calls}]})
+    with pytest.raises(Refusal, match=r"have \d+ values; this server takes at most 65536") as told:
+        asked.check(Limits(), 1)
+    assert (told.value.status, told.value.param) == (413, "messages")
+    call = {"function": {"name": "f", "arguments": json.dumps({"text": "[{,:" * 20_000})}}
+    Chat.of({"messages": [{"role": "assistant", "tool_calls": [call]}]}).check(Limits(), 1)
+
+
 def test_what_is_answered_keeps_nothing_else_of_its_body():
     gate, model = threading.Event(), FakeModel()
     model.before_pass = lambda: gate.wait(60)
@@ -279,6 +290,12 @@ def test_a_server_is_asked_for_by_its_own_names(host, address):
     )
     assert all(Hosts.of(host, address, ["Proxy.example"]).allow(name) for name in [*good, "proxy.EXAMPLE:443"])
     assert Hosts.of(host, address, ["*"]).allow("evil.example")
+
+
+def test_a_server_of_all_addresses_is_not_one_of_all_names():
+    hosts = Hosts.of("*", "0.0.0.0")
+    assert hosts.allow("10.0.0.5:80")
+    assert not hosts.allow("evil.example")
 
 
 @pytest.mark.parametrize("stated", ["proxy.example:8443", "PROXY.example.", " proxy.example", "proxy.example.:80"])
@@ -501,6 +518,27 @@ def test_large_bodies_that_are_held_do_not_fill_memory_or_places():
         wait_for(lambda: responses["/v1/completions", 408] > before)
 
 
+@pytest.mark.parametrize("more", [b"GET", b" " * 300_000])
+def test_a_client_that_left_is_given_up_although_it_has_sent_more_than_was_read(more):
+    model, gate = FakeModel(), threading.Event()
+    model.before_pass = lambda: gate.wait(60)
+    with serving(model, Letters()) as here:
+        asked = request(json.dumps({"prompt": "hello", "max_tokens": 5, "ignore_eos": True}).encode())
+        with socket.create_connection(("127.0.0.1", here.port), timeout=60) as left:
+            left.sendall(asked + more)
+            wait_for(lambda: here.service.active == 1)
+            time.sleep(0.5)
+            assert here.service.metrics.gone == 0
+        wait_for(lambda: here.service.metrics.gone == 1, seconds=20)
+        gate.set()
+        here.idle()
+        with socket.create_connection(("127.0.0.1", here.port), timeout=60) as half:
+            half.sendall(asked + b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            half.shutdown(socket.SHUT_WR)
+            with half.makefile("rb") as file:
+                assert file.read().count(b"HTTP/1.1 200") == 2
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_ends_its_side_gets_the_answer_and_one_that_left_is_given_up(stream):
     model = FakeModel()
@@ -530,16 +568,15 @@ def test_a_client_that_ends_its_side_gets_the_answer_and_one_that_left_is_given_
 
 
 def test_places_of_clients_that_left_are_free_before_the_pass_ends():
-    model = FakeModel()
-    gate = threading.Event()
-    model.before_pass = lambda: gate.wait(60)
+    model, begun, gate = FakeModel(), threading.Event(), threading.Event()
+    model.before_pass = lambda: begun.set() or gate.wait(60)
     with serving(model, Letters(), capacity=12, max_batch=2, max_waiting=10) as here:
         body = json.dumps({"prompt": "hello", "n": 4, "stream": True}).encode()
         for _ in range(3):
             with socket.create_connection(("127.0.0.1", here.port), timeout=60) as client:
                 client.sendall(request(body))
                 assert client.recv(20).startswith(b"HTTP/1.1 200")
-                wait_for(lambda: here.engine.stats().running == 2)
+                assert begun.wait(60)  # what is cancelled before ends at once
         wait_for(lambda: not here.service.active and here.engine.stats().waiting == 0)
         assert here.engine.stats().running == 2
         threading.Timer(0.2, gate.set).start()

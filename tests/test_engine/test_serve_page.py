@@ -118,7 +118,20 @@ def test_a_browser_holds_a_conversation_by_keyboard(bundle, tmp_path, width, sch
         gate.set()
         wait_for(lambda: here.service.metrics.gone == 1)
         here.idle()
-        # Both are in the history, also after loading the page again.
+        # An answer belongs to its own conversation, also where another one is begun before it is over.
+        kept = "JSON.parse(localStorage.getItem('kvconvert-conversations')).map(each => each.turns.map(t => t.role))"
+        assert browser.evaluate(kept) == [["user", "assistant"] * 2]
+        gate.clear()
+        browser.call("Input.insertText", text="More")
+        browser.press("Enter")
+        shown(browser, "document.querySelectorAll('.turn.assistant').length == 3")
+        browser.evaluate("document.getElementById('new').click()")
+        shown(browser, "document.getElementById('stop').hidden")
+        gate.set()
+        assert browser.evaluate(kept) == [["user", "assistant"] * 3]
+        assert browser.evaluate(turns) == []
+        wait_for(lambda: here.service.metrics.gone == 2)
+        # All of it is in the history, also after loading the page again.
         browser.open(address, width, scheme)
         shown(browser, "document.getElementById('history').options.length == 2")
         assert browser.evaluate("document.scrollingElement.scrollWidth") <= width

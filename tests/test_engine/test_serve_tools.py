@@ -13,7 +13,10 @@ from serving import NAME, Letters, serving
 from kvconvert import load
 from kvconvert.models.responses import PROBE_NAME, CallFormat
 from kvconvert.runtime.engine import sampling
+from kvconvert.serve.forms import Step
 from kvconvert.serve.refusal import Refusal
+from kvconvert.serve.replies import Piece
+from kvconvert.serve.responses import ResponsesChat, ResponsesForm
 
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t.function | tojson }};{% endfor %}"
@@ -239,6 +242,37 @@ def test_a_response_that_cannot_be_served_is_a_sentence(here, body, said):
     assert status == 400
     assert said in told["error"]["message"]
     assert told["error"]["param"] not in ("messages", "max_completion_tokens", "response_format")
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"instructions": 5}, "instructions: give text."),
+        ({"messages": TURNS}, "messages is not served by kvconvert, which keeps no responses; leave it out."),
+        ({"max_completion_tokens": 5}, "max_completion_tokens is not served by kvconvert"),
+        ({"response_format": {"type": "text"}}, "response_format is not served by kvconvert"),
+        ({"input": [{"type": "x"}]}, "'x' is not served; give messages, calls of functions, and outputs."),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name: String should match"),
+        ({"tools": [{"type": "function", "name": "f", "x": 1}]}, "tools.0.x is no field of this request"),
+    ],
+)
+def test_a_refusal_of_a_response_names_the_fields_that_were_sent(here, body, said):
+    status, _, told = here.ask("/v1/responses", {"input": "x"} | body)
+    assert status == 400
+    assert said in told["error"]["message"]
+    assert told["error"]["param"].partition(".")[0] == next(iter(body))
+
+
+def test_a_response_begins_with_the_same_spaces_whether_it_is_streamed_or_not():
+    asked = ResponsesChat.of({"input": "x"})
+    usage = {"prompt_tokens": 1, "completion_tokens": 3, "total_tokens": 4, "prompt_tokens_details": {}}
+    for said in (["\n", " ", "Rain."], ["\n", " "]):
+        whole, streamed = (ResponsesForm(asked, "tiny", None) for _ in range(2))
+        text = [item["content"][0]["text"] for item in whole.whole([Step(Piece("".join(said)))], usage)["output"]]
+        events = [line for part in said for line in streamed.events({0: Step(Piece(part))})]
+        told = [json.loads(event.partition("data: ")[2]) for event in events]
+        deltas = "".join(event["delta"] for event in told if event["type"] == "response.output_text.delta")
+        assert text == ([deltas] if deltas else []) == (["\n Rain."] if "Rain." in said else [])
 
 
 REFUSED = [
