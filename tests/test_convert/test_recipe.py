@@ -235,3 +235,9 @@ def test_a_recipe_file_in_another_encoding_is_refused_as_that(tmp_path):
     (tmp_path / "mine.toml").write_bytes("# größer\n".encode("latin-1"))
     with pytest.raises(RecipeError, match=r"mine\.toml is not text in UTF-8; save it as that"):
         Recipe.load(tmp_path / "mine.toml")
+
+
+@pytest.mark.parametrize("text", ["{}a = 1", "[{}a]", "[kv]\nx = {{{}a = 1}}", '[kv]\n"=" . {}a = 1'])
+def test_names_of_very_many_parts_are_refused_before_they_are_read(tmp_path, text):
+    with pytest.raises(RecipeError, match=r"mine\.toml has \d+ dots in line [12], and no more than 100 are read"):
+        load(tmp_path, text.format("a." * 2000))
