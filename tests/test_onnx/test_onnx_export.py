@@ -13,7 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from conversions import converted_tiny
-from tiny.bundle import reseal
+from tiny.bundle import change_after_verification, reseal
 from tiny.models import ARCHITECTURES, random_ids, write_tokenizer
 from transformers import AutoTokenizer
 
@@ -126,14 +126,7 @@ def test_settings_that_nothing_can_apply_are_refused(spoken, tmp_path, settings)
 @pytest.mark.parametrize("name", ["model.safetensors", "generation_config.json", "tokenizer.json"])
 def test_a_file_that_changes_between_verification_and_export_is_noticed(spoken, tmp_path, monkeypatch, name):
     directory = spoken()
-    opened = exporting.open_bundle
-
-    def verified_then_changed(*arguments, **options):
-        found = opened(*arguments, **options)
-        (directory / name).write_bytes((directory / name).read_bytes())
-        return found
-
-    monkeypatch.setattr(exporting, "open_bundle", verified_then_changed)
+    change_after_verification(monkeypatch, exporting, directory / name)
     with pytest.raises(BundleError, match="changed after it was verified"):
         export_onnx(directory, tmp_path / "onnx")
     assert not (tmp_path / "onnx").exists()
