@@ -136,6 +136,7 @@ def bench(
             for measurement in _run(job):
                 measured.append(measurement)
                 bar.update()
+    opened.files.check_unchanged()
     own = [measurement for measurement in measured if measurement.model == "bundle"]
     if all(measurement.failure for measurement in own):
         raise KvconvertError(f"Nothing of {bundle} could be measured: {own[0].failure}.")

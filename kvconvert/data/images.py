@@ -26,9 +26,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvconvert.data.drawings import Drawing, draw
-from kvconvert.data.sources import ANSWER_COLUMNS, ASKED_COLUMNS, CAPTION_COLUMNS, IMAGE_COLUMNS
+from kvconvert.data.sources import (
+    ANSWER_COLUMNS,
+    ASKED_COLUMNS,
+    CAPTION_COLUMNS,
+    IMAGE_COLUMNS,
+    JsonRows,
+    read_text,
+    shown_columns,
+)
 from kvconvert.errors import DataError, first_line
-from kvconvert.io.json_text import parse_json
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -36,7 +43,7 @@ if TYPE_CHECKING:
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 # What Pillow may take a file for, whatever its name: to read some others it starts a program, such as Ghostscript.
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-_MOST_BYTES = 2**28  # of an image in an archive, whose own size says nothing
+_MOST_BYTES = 2**28  # of an image's file, which Pillow may read whole, or in an archive, whose own size says nothing
 # Pixels of an image, of all images of a document, and how many there may be: a picture of one color has any size in a
 # few kilobytes. Passes over all pixels of a JPEG, of which a progressive one has ten and each may take a few bytes.
 MOST_PIXELS, MOST_DOCUMENT_PIXELS, MOST_IMAGES, MOST_SCANS = 2**26, 2**27, 1000, 32
@@ -120,6 +127,11 @@ def read_image(value: Any, folder: Path | None, place: str) -> Image:
             path = path if folder is None else folder / path
             if not os.path.isfile(path):
                 raise DataError(f"{place}: there is no image {path}; check the path.")
+            if (size := path.stat().st_size) > _MOST_BYTES:
+                raise DataError(
+                    f"{place}: the image {path} has {size:,} bytes, more than {_MOST_BYTES:,}; make it smaller or "
+                    "remove it."
+                )
             value, place = path, f"{place}: {path}" if str(path) not in place else place
     if isinstance(value, bytes):
         value = io.BytesIO(value)
@@ -179,6 +191,10 @@ def _from_archive(url: str, folder: Path | None, place: str) -> bytes:
     is_local = "://" not in root.removeprefix("file://") or (folder is None and root.startswith("hf://"))
     if not is_local or not all(archive.startswith(("zip://", "gzip://")) for archive in archives):
         raise _on_network(url, place)
+    if "://" not in (path := root.removeprefix("file://")) and not os.path.isfile(path):
+        raise DataError(
+            f"{place}: the image {url:.200} cannot be read (there is no archive {path:.200}); check its address."
+        )
     try:
         with xopen(url, "rb") as stream:
             return stream.read(_MOST_BYTES)
@@ -226,7 +242,7 @@ def directory_documents(source: str, seed: int) -> Iterator[Document]:
         DataError: an image without caption, a list without the columns it needs, a listed image that is missing.
     """
     directory = Path(os.path.expanduser(source))
-    lists = sorted(file for name in LISTS for file in directory.rglob(name))
+    lists = sorted(file for name in LISTS for file in directory.rglob(name) if file.is_file())
     entries = [entry for file in lists for entry in _listed(file)]
     if not lists:
         entries = [(path, None) for path in _images_in(directory)]
@@ -239,32 +255,26 @@ def directory_documents(source: str, seed: int) -> Iterator[Document]:
                     f"Data directory {directory}: {path.name} has no caption; write {file.name} beside it, or a "
                     f"{LISTS[0]} with file_name and caption."
                 )
-            caption = file.read_text(encoding="utf-8-sig", errors="replace").strip()
+            caption = read_text(file).strip()
         yield Document.captioned([read_image(path, None, f"Data directory {directory}")], caption, str(path))
 
 
 def _listed(file: Path) -> list[tuple[Path, str]]:
     """Images and captions of a captions.jsonl."""
     entries = []
-    for number, line in enumerate(file.read_text(encoding="utf-8-sig").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = parse_json(line)
-        except ValueError as error:
-            raise DataError(f"{file}, line {number} is not a JSON object ({error}); correct it.") from error
-        if not isinstance(row, dict):
-            raise DataError(f"{file}, line {number} is not a JSON object ({type(row).__name__}); correct it.")
+    for number, row in enumerate(JsonRows([file]), 1):
         columns = list(row)
         name, caption = image_column(columns), text_column(columns)
         if name is None or caption is None:
             raise DataError(
-                f"{file}, line {number} has no {'image' if name is None else 'caption'} column (its columns are "
-                f"{', '.join(columns)}); name the image in file_name and its caption in caption."
+                f"{file}, row {number} has no {'image' if name is None else 'caption'} column (its columns are "
+                f"{shown_columns(columns)}); name the image in file_name and its caption in caption."
             )
         path = file.parent / str(row[name])
         if not os.path.isfile(path):
-            raise DataError(f"{file}, line {number} names the image {row[name]}, which does not exist; check the path.")
+            raise DataError(
+                f"{file}, row {number} names the image {str(row[name])[:200]}, which does not exist; check the path."
+            )
         entries.append((path, _text(row[caption])))
     return entries
 

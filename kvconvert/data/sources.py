@@ -535,7 +535,8 @@ def size_of(value: Any) -> int:
     return own + sum(map(size_of, held))
 
 
-def _shown(columns: list[str]) -> str:
+def shown_columns(columns: list[str]) -> str:
+    """The names of a table's columns, as many as a sentence takes."""
     names = [printable(name[:80]) for name in columns[:20]]
     return listed([*names, "others"] if len(columns) > len(names) else names, "and")
 
@@ -546,14 +547,14 @@ def text_column_of(columns: list[str], wanted: str | None, place: str) -> str:
         raise DataError(f"Data source {place} holds no rows; give a source with text.")
     if wanted is not None:
         if wanted not in columns:
-            raise DataError(f"Data source {place} has no column {wanted!r}; its columns are {_shown(columns)}.")
+            raise DataError(f"Data source {place} has no column {wanted!r}; its columns are {shown_columns(columns)}.")
         return wanted
     for name in (MESSAGES, *TEXT_COLUMNS):
         if name in columns:
             return name
     raise DataError(
         f"Data source {place} has none of the text columns messages, {listed(TEXT_COLUMNS, 'or')}, and no columns of "
-        f"questions and answers; its columns are {_shown(columns)}; rename one, or name it: "
+        f"questions and answers; its columns are {shown_columns(columns)}; rename one, or name it: "
         "name:config:split:column, file::column."
     )
 

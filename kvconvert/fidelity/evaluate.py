@@ -149,6 +149,7 @@ def evaluate(
 
     say("Loading it and its source.")
     model, processor = load(directory, dtype=computed_in, verify="headers")  # hashed a moment ago
+    opened.files.check_unchanged()
     model = model.to(place).eval()
     tokenizer = tokenizer_of(processor)
     if processor is tokenizer and "images" in parts:

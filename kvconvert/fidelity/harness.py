@@ -139,6 +139,7 @@ def harness(
     # Older models' config.json says torch_dtype, which transformers reads as dtype.
     computed_in = compute_dtype(dtype, place, AutoConfig.from_pretrained(opened.directory).dtype)
     model, processor = load(directory, dtype=computed_in, verify="headers")
+    opened.files.check_unchanged()
     tokenizer = tokenizer_of(processor)
 
     def measure(decoder: Decoder) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from kvconvert.arguments import Folder, checked
+from kvconvert.bundle.files import read_settings
+from kvconvert.bundle.generation import NAME, GenerationSettings
 from kvconvert.bundle.locate import MANIFEST_NAME, check_output, locate
 from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.bundle.writer import replacing, write_json
@@ -22,10 +24,13 @@ from kvconvert.convert.export import COPIED_FILES, LICENSE_FILES, copy_files, ex
 from kvconvert.errors import MissingError
 from kvconvert.io.hub import is_hub_id
 from kvconvert.models.devices import Device, choose_device
+from kvconvert.models.processors import load_tokenizer
 from kvconvert.onnx.architecture import DecoderShape
 from kvconvert.onnx.static_cache import StaticCache, has_plan, static_cache
+from kvconvert.runtime.hf.generation_config import generation_settings
 from kvconvert.version import __version__
 
+logger = logging.getLogger(__name__)
 MODEL_NAME = "model.onnx"
 DATA_NAME = "model.onnx.data"
 GENAI_NAME = "genai_config.json"
@@ -61,7 +66,7 @@ def export_onnx(
     Raises:
         UnsupportedModelError: the graph cannot express the model or its plan; the message says what is in the way.
         UsageError: the output exists, or the package onnx is missing.
-        BundleError: the bundle is damaged.
+        BundleError: the bundle is damaged, changes meanwhile, or has settings of generation that nothing can apply.
         KvconvertError: the disk is full or cannot be written. Nothing is left behind after any error.
     """
     choose_device(device)
@@ -78,6 +83,7 @@ def export_onnx(
     check_output(target, force, marker=GENAI_NAME)
     with _bundle(_source(source), target, force, device, progress) as bundle:
         decoder, cache = _plan(bundle, kv_cache)
+        generation = _generation(bundle, decoder)
         with replacing(target, force, marker=GENAI_NAME) as directory:
             with (directory / DATA_NAME).open("wb") as data:
                 graph = Graph(data, DATA_NAME)
@@ -85,12 +91,13 @@ def export_onnx(
                 built = DecoderGraph(decoder, weights, graph, cache)
                 built.build()
             graph.save(directory / MODEL_NAME, built.inputs(), built.outputs(), _metadata(bundle, cache))
-            write_json(directory / GENAI_NAME, genai_config(decoder, bundle.directory, MODEL_NAME))
+            write_json(directory / GENAI_NAME, genai_config(decoder, generation, MODEL_NAME))
             # Some tokenizers ask for the configuration; the packed weights that it describes are the bundle's.
             write_json(
                 directory / "config.json", {k: v for k, v in bundle.config.items() if k != "quantization_config"}
             )
             copy_files(bundle.directory, directory, (*COPIED_FILES, *LICENSE_FILES))
+            bundle.files.check_unchanged()  # since they were verified, files were opened again
     return target
 
 
@@ -140,33 +147,39 @@ def _metadata(bundle: Bundle, cache: StaticCache | None) -> dict[str, str]:
     }
 
 
-# Of generation_config.json, what onnxruntime-genai knows by the same names.
+# Of generation_config.json, what onnxruntime-genai knows by the same names, and what means nothing to a decoder there.
 _SEARCH = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "min_length", "num_beams")
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_UNUSED = ("use_cache", "max_length", "decoder_start_token_id")
 
 
-def genai_config(decoder: DecoderShape, directory: Path, model_file: str) -> dict[str, Any]:
+def _generation(bundle: Bundle, decoder: DecoderShape) -> GenerationSettings:
+    """The bundle's settings as `load` applies them; warns of those that onnxruntime-genai does not."""
+    path = bundle.directory / NAME
+    tokenizer = load_tokenizer(bundle.directory) if "tokenizer_config.json" in bundle.manifest.files else None
+    found = generation_settings(read_settings(path) if path.is_file() else {}, decoder.config, tokenizer)
+    warning = found.without(found.values.keys() - {*_SEARCH, *_TOKENS, *_UNUSED}).warning("onnxruntime-genai")
+    if warning:
+        logger.warning("%s", warning)
+    return found
+
+
+def genai_config(decoder: DecoderShape, generation: GenerationSettings, model_file: str) -> dict[str, Any]:
     """The configuration of onnxruntime-genai.
 
     Args:
         decoder: the model's shape.
-        directory: where generation_config.json lies, if there is one.
+        generation: the model's settings.
         model_file: name of the graph's file.
     """
-    path = directory / "generation_config.json"
-    generation = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-    def token(name: str) -> Any:
-        return generation.get(name, getattr(decoder.config, name, None))
-
-    end = token("eos_token_id")
+    stated = generation.values
+    end = stated.get("eos_token_id")
     first_end = end[0] if isinstance(end, list) else end
-    padding = token("pad_token_id")
-    tokens = {
-        "bos_token_id": token("bos_token_id"),
-        "eos_token_id": end,
-        "pad_token_id": first_end if padding is None else padding,
-    }
-    search = {name: generation[name] for name in _SEARCH if generation.get(name) is not None}
+    tokens = {name: stated.get(name, getattr(decoder.config, name, None)) for name in ("bos_token_id", "pad_token_id")}
+    tokens["eos_token_id"] = end
+    if tokens["pad_token_id"] is None:
+        tokens["pad_token_id"] = first_end
+    search = {name: stated[name] for name in _SEARCH if name in stated}
     return {
         "model": {
             "type": decoder.model_type,

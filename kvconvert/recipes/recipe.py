@@ -497,6 +497,11 @@ class Recipe(RecipeTable):
 
     @classmethod
     def _parse(cls, text: str, where: str, name: str, changes: Mapping[str, Any]) -> Recipe:
+        dots, line = max((line.count("."), number) for number, line in enumerate(text.split("\n"), 1))
+        if dots > _MOST_DOTS:
+            raise RecipeError(
+                f"The recipe {where} has {dots} dots in line {line}, and no more than {_MOST_DOTS} are read; divide it."
+            )
         try:
             tables = tomllib.loads(text)
         except (
@@ -613,6 +618,8 @@ def _check_tables(tables: Mapping[str, Any], where: str) -> None:
 # What no recipe needs more of: characters of a name or text, values in all, and tables and lists in each other.
 _MOST_CHARACTERS, _MOST_VALUES, _MOST_LEVELS = 300, 500_000, 8
 _MOST_TEXT = 2**18
+# In a line: of a name with n parts, tomllib keeps n^2 / 2 of them.
+_MOST_DOTS = 100
 
 
 def _check_size(values: Any, where: str) -> None:

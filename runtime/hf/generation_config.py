@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def generation_settings(
-    stated: Mapping[str, Any], config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
+    stated: Any, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> GenerationSettings:
     """The fields of a generation_config.json, checked and translated; its end-of-sequence tokens are all there are.
 
@@ -27,6 +27,10 @@ def generation_settings(
     Raises:
         BundleError: a field that nothing can apply.
     """
+    if not isinstance(stated, Mapping):
+        raise BundleError(
+            f"generation_config.json holds {stated!r:.40} and no object; correct the source and export it."
+        )
     parts = (config, config.get_text_config(decoder=True))
     configured = [getattr(part, "eos_token_id", None) for part in parts]
     if tokenizer is None:
@@ -48,10 +52,6 @@ def read_generation_config(
     Raises:
         BundleError: a field that nothing can apply.
     """
-    if stated is not None and not isinstance(stated, dict):
-        raise BundleError(
-            f"generation_config.json holds {stated!r:.40} and no object; correct the source and export it."
-        )
     if stated is None:
         stated = GenerationConfig.from_model_config(config).to_dict()
     settings = generation_settings(stated, config, tokenizer)

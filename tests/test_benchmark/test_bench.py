@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny.bundle import change_after_verification
 from transformers import DynamicCache, LlamaConfig, StaticCache
 
 from kvconvert import KVCache, bench
@@ -260,3 +262,11 @@ def test_the_worker_keeps_what_else_is_printed_off_its_answers():
     done = subprocess.run([sys.executable, "-c", code], input='"job"', capture_output=True, text=True, check=True)
     assert done.stdout == "answer\n"
     assert {"job", "noise"} <= set(done.stderr.split())
+
+
+def test_a_bundle_that_changes_while_it_is_measured_has_no_figures(converted, tmp_path, monkeypatch):
+    bundle = shutil.copytree(converted / "bundle", tmp_path / "bundle")
+    change_after_verification(monkeypatch, MODULE, bundle / "config.json")
+    monkeypatch.setattr(MODULE, "_run", lambda job: [Measurement("bundle", 1, 8, 0.1, 9.0, 2**20, 8.0, "bfloat16")])
+    with pytest.raises(BundleError, match="changed after it was verified"):
+        bench(bundle, contexts=[8], batches=[1], new_tokens=4, device="cpu", progress=False)

@@ -196,7 +196,8 @@ def test_a_missing_recipe_file_is_named(tmp_path):
         ("[kv]\npreset = [[1]]\n", r"\[kv\] preset = \[\[1\]\], which is no name"),
         (f"[weights]\nbits = 0x{'f' * 5000}\n", "an integer of more than 64 bits"),
         (f'[kv]\npreset = "{"x" * 5000}"\n', "a text of 5000 characters"),
-        (f"kv.{'.'.join('a' * 3000)} = 1\n", "more than 7 deep"),
+        (f"kv.{'.'.join('a' * 3000)} = 1\n", "3000 dots in line 1"),
+        (f"kv.{'.'.join('a' * 30)} = 1\n", "more than 7 deep"),
         ("# " + "x" * 2**18, "more than 262144 characters"),
     ],
 )
@@ -235,3 +236,9 @@ def test_a_recipe_file_in_another_encoding_is_refused_as_that(tmp_path):
     (tmp_path / "mine.toml").write_bytes("# größer\n".encode("latin-1"))
     with pytest.raises(RecipeError, match=r"mine\.toml is not text in UTF-8; save it as that"):
         Recipe.load(tmp_path / "mine.toml")
+
+
+@pytest.mark.parametrize("text", ["{}a = 1", "[{}a]", "[kv]\nx = {{{}a = 1}}", '[kv]\n"=" . {}a = 1'])
+def test_names_of_very_many_parts_are_refused_before_they_are_read(tmp_path, text):
+    with pytest.raises(RecipeError, match=r"mine\.toml has \d+ dots in line [12], and no more than 100 are read"):
+        load(tmp_path, text.format("a." * 2000))

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import os
 import re
 import shutil
 import zipfile
@@ -220,6 +221,41 @@ def test_what_is_wrong_with_image_data_is_one_sentence(model, pictures, tmp_path
         with pytest.raises(DataError, match=message) as caught:
             samples(model, tmp_path / name, count=4)
         assert "\n" not in str(caught.value), name
+
+
+@pytest.mark.parametrize("name", ["captions.jsonl", "0.txt"])
+@pytest.mark.parametrize("how", ["bytes", "long"])
+def test_captions_that_are_no_text_of_a_size_are_one_sentence(pictures, name, how):
+    if name != "0.txt":
+        (pictures / "0.txt").unlink()
+    with (pictures / name).open("wb") as stream:
+        stream.write(b'{"file_name": "1.png", "caption": "caf\xe9"}\n')
+        if how == "long":
+            stream.truncate(10**13)  # of which the disk holds a block
+    with pytest.raises(DataError, match=re.escape(f"{name} ")) as caught:
+        list(directory_documents(str(pictures), 0))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "a folder"])
+def test_a_list_of_captions_that_is_no_file_is_none(pictures, kind):
+    path = pictures / "captions.jsonl"
+    if kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "a device":
+        path.symlink_to("/dev/null")
+    else:
+        path.mkdir()
+    assert len(list(directory_documents(str(pictures), 0))) == 6
+
+
+def test_images_of_more_bytes_than_any_has_and_archives_that_are_no_files_are_refused(pictures):
+    Image.new("RGB", (8, 8)).save(pictures / "large.jpg")
+    os.truncate(pictures / "large.jpg", 10**13)
+    with pytest.raises(DataError, match=r"large\.jpg has 10,000,000,000,000 bytes, more than 268,435,456"):
+        read_image("large.jpg", pictures, "here")
+    with pytest.raises(DataError, match="there is no archive /dev/null"):
+        read_image("zip://a.png::/dev/null", pictures, "here")
 
 
 def test_an_image_longer_than_a_sample_and_too_few_images_are_refused(model, pictures):

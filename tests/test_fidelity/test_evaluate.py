@@ -3,16 +3,18 @@
 import json
 import re
 import shutil
+import sys
 
 import pytest
 from safetensors.torch import load_file
+from tiny.bundle import change_after_verification
 from tiny.llama import write_recipe, write_tiny_llama
 from transformers import AutoModelForCausalLM
 
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
-from kvconvert.errors import UsageError
+from kvconvert.errors import BundleError, UsageError
 from kvconvert.fidelity.evaluate import evaluate
 from kvconvert.fidelity.report import table
 from kvconvert.recipes.recipe import Recipe
@@ -189,3 +191,10 @@ def test_the_shortest_context_is_scored_through_a_page(source, tmp_path):
     figures = evaluate(bundle, str(source), tokens=100, context=256, only=["kl", "cache"], progress=False)
     assert figures.kv.residual_share < 0.9
     assert figures.kl.mean > 1e-6  # weights are kept, so that all of it is the cache's
+
+
+def test_a_bundle_that_changes_between_verification_and_loading_is_not_measured(report, source, tmp_path, monkeypatch):
+    bundle = shutil.copytree(report[0], tmp_path / "bundle")
+    change_after_verification(monkeypatch, sys.modules["kvconvert.fidelity.evaluate"], bundle / "model.safetensors")
+    with pytest.raises(BundleError, match="changed after it was verified"):
+        evaluate(bundle, against=str(source), tokens=10, progress=False)

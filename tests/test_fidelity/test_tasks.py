@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
-from tiny.bundle import write_tiny_bundle
+from tiny.bundle import change_after_verification, write_tiny_bundle
 from tiny.llama import write_recipe, write_tiny_llama
 
 from kvconvert.cli import cli
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
-from kvconvert.errors import DataError, UsageError
+from kvconvert.errors import BundleError, DataError, UsageError
 from kvconvert.fidelity.tasks import problems as problems_of
 from kvconvert.fidelity.tasks import solve
 from kvconvert.fidelity.tasks.problems import TASKS, ends_well, number, program, text_before
@@ -224,3 +224,11 @@ def test_options_that_mean_nothing_are_refused(options, said, tmp_path):
     result = CliRunner().invoke(cli, ["eval", str(tmp_path), *options])
     assert result.exit_code == 2
     assert said in result.stderr
+
+
+def test_a_bundle_that_changes_between_verification_and_loading_solves_nothing(source, tmp_path, monkeypatch):
+    bundle = bundle_of(source, tmp_path)
+    change_after_verification(monkeypatch, sys.modules[_samplings.__module__], bundle / "model.safetensors")
+    data = str(write_problems(tmp_path / "problems.jsonl", 30))
+    with pytest.raises(BundleError, match="changed after it was verified"):
+        solve(bundle, "gsm8k", source, data=data, limit=1, context=150, progress=False)

@@ -195,6 +195,13 @@ def test_fp8_scales_may_be_exponents(scale):
         assert torch.equal(dequantize_blocks(weight, packed, (4, 2), torch.float32), found)
 
 
+def test_fp8_blocks_larger_than_a_weight_take_no_more_than_it():
+    weight, scale = torch.ones(6, 4).to(torch.float8_e4m3fn), torch.tensor([[2.0, 3.0, 4.0, 5.0]])
+    found = dequantize_blocks(weight, scale, (2**40, 1), torch.float32)
+    assert torch.equal(found, scale.expand(6, 4))
+    assert torch.equal(dequantize_blocks(weight.T, scale.T, (1, 2**40), torch.float32), found.T)
+
+
 def test_a_single_fp8_scale_counts_for_all_weights(tmp_path):
     write_fp8(tmp_path, block=(4096, 4096))
     expected = open_source(str(tmp_path)).read("")

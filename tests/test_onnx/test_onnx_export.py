@@ -1,6 +1,8 @@
 """What an ONNX export writes, and what it refuses."""
 
 import json
+import logging
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +13,16 @@ import pytest
 import torch
 from click.testing import CliRunner
 from conversions import converted_tiny
+from tiny.bundle import change_after_verification, reseal
 from tiny.models import ARCHITECTURES, random_ids, write_tokenizer
 from transformers import AutoTokenizer
 
 from kvconvert.bundle.manifest import LayerPlan
 from kvconvert.cli import cli
-from kvconvert.errors import UnsupportedModelError, UsageError
+from kvconvert.errors import BundleError, UnsupportedModelError, UsageError
 from kvconvert.kernels.linear.awq_format import dequantize_weight, quantize_weight
 from kvconvert.methods import KVScheme
+from kvconvert.onnx import export as exporting
 from kvconvert.onnx.architecture import DecoderShape
 from kvconvert.onnx.export import export_onnx
 from kvconvert.onnx.graph import repack
@@ -72,6 +76,60 @@ def test_weights_lie_in_one_file_of_external_data_and_equal_exports_are_equal(bu
         properties["bundle_manifest_sha256"] == json.loads((bundle / "kvconvert.json").read_text())["manifest_sha256"]
     )
     assert "quantization_config" not in json.loads(contents[0]["config.json"])
+
+
+@pytest.fixture
+def spoken(bundle, tmp_path):
+    """A copy of the bundle with a tokenizer, and a function that writes its generation_config.json."""
+    directory = tmp_path / "bundle"
+    shutil.copytree(bundle, directory)
+    write_tokenizer(directory)
+
+    def state(**settings):
+        (directory / "generation_config.json").write_text(json.dumps(settings))
+        fields = json.loads((directory / "kvconvert.json").read_text())
+        for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+            fields["files"][name] = {"size": 0, "sha256": "0" * 64}
+        (directory / "kvconvert.json").write_text(json.dumps(fields))
+        reseal(directory)
+        return directory
+
+    return state
+
+
+def test_settings_of_generation_are_those_of_load(spoken, tmp_path, caplog):
+    caplog.set_level(logging.WARNING)
+    directory = spoken(eos_token_id=[5, 6], temperature=0, do_sample=True, top_k=-1, bad_words_ids=[[7]], min_length=3)
+    found = json.loads((export_onnx(directory, tmp_path / "onnx") / "genai_config.json").read_text())
+    end = AutoTokenizer.from_pretrained(directory).eos_token_id
+    assert found["model"]["eos_token_id"] == [5, 6, end]
+    assert found["model"]["pad_token_id"] == 5
+    length = found["model"]["context_length"]
+    expected = {
+        "max_length": length,
+        "past_present_share_buffer": True,
+        "do_sample": False,
+        "top_k": 0,
+        "min_length": 3,
+    }
+    assert found["search"] == expected
+    assert "onnxruntime-genai does not apply bad_words_ids = [[7]] of generation_config.json" in caplog.text
+
+
+@pytest.mark.parametrize("settings", [{"temperature": "hot"}, {"eos_token_id": "</s>"}, {"num_beams": 0}])
+def test_settings_that_nothing_can_apply_are_refused(spoken, tmp_path, settings):
+    with pytest.raises(BundleError, match=f"generation_config.json says {next(iter(settings))} = "):
+        export_onnx(spoken(**settings), tmp_path / "onnx")
+    assert not (tmp_path / "onnx").exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "generation_config.json", "tokenizer.json"])
+def test_a_file_that_changes_between_verification_and_export_is_noticed(spoken, tmp_path, monkeypatch, name):
+    directory = spoken()
+    change_after_verification(monkeypatch, exporting, directory / name)
+    with pytest.raises(BundleError, match="changed after it was verified"):
+        export_onnx(directory, tmp_path / "onnx")
+    assert not (tmp_path / "onnx").exists()
 
 
 def test_a_batch_of_padded_prompts_gives_each_sequence_its_own_tokens(bundle, tmp_path):

@@ -161,3 +161,16 @@ def refusal(directory: Path, verify: str = "headers") -> str:
     message = str(caught.value)
     assert "\n" not in message
     return message
+
+
+def change_after_verification(monkeypatch: pytest.MonkeyPatch, module: Any, path: Path) -> None:
+    """Let a file of a bundle, which `module` opens, be written anew with its content as soon as all was verified."""
+    opened = module.open_bundle
+
+    def verified_then_changed(*arguments: Any, **options: Any) -> Any:
+        found = opened(*arguments, **options)
+        if options.get("verify", "full") == "full":
+            path.write_bytes(path.read_bytes())
+        return found
+
+    monkeypatch.setattr(module, "open_bundle", verified_then_changed)

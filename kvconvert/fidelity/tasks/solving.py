@@ -195,6 +195,7 @@ def solve(
     computed_in = compute_dtype(dtype, place, checkpoint.config.dtype)
 
     model, processor = load(opened.directory, dtype=computed_in, verify="headers")
+    opened.files.check_unchanged()
     tokenizer = tokenizer_of(processor)
     prompts, stops = _prompts(asked, every, problems, tokenizer, context, seed)
     engine = _engine(model.to(place).eval(), tokenizer, place)

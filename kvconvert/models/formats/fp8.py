@@ -38,8 +38,9 @@ def dequantize_blocks(weight: Tensor, scale: Tensor, block: tuple[int, int] | No
     factors = (scale.float() - 127).exp2() if scale.dtype == torch.uint8 else scale.float()
     if block is not None:
         rows, columns = weight.shape[-2:]
-        factors = factors.repeat_interleave(block[0], -2)[..., :rows, :]
-        factors = factors.repeat_interleave(block[1], -1)[..., :columns]
+        # A block may be far larger than the weight.
+        factors = factors.repeat_interleave(min(block[0], rows), -2)[..., :rows, :]
+        factors = factors.repeat_interleave(min(block[1], columns), -1)[..., :columns]
     return weight.float().mul_(factors).to(dtype)
 
 
