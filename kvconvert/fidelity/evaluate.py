@@ -140,7 +140,7 @@ def evaluate(
     checkpoint = open_source(source_of(about.manifest, against), was_fetched=was_fetched)
     computed_in = compute_dtype(dtype, place, checkpoint.config.dtype)
     _check_context(checkpoint, context)
-    say(f"Verifying {bundle}.")
+    say("Verifying the bundle.")
     opened = open_bundle(directory)
     manifest = opened.manifest
     info = checkpoint.info(progress)
