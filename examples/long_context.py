@@ -16,7 +16,7 @@ CACHE_BYTES = 256 * 2**20
 
 
 def main(bundle: str, file: str, kv_memory: int = CACHE_BYTES, prompt_chunk: int = 2048) -> list[str]:
-    """Continue the text, or the beginning that the model's positions hold, beside two short requests; returns the texts."""
+    """Continue the text, as far as the positions hold it, beside two short requests; returns the three texts."""
     import torch  # here, so that --help does not wait for it
 
     from kvconvert.runtime import Engine, Sampling

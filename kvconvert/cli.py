@@ -87,10 +87,10 @@ def _unwritable(error: UnicodeEncodeError) -> str:
 
 
 class _Text(StringParamType):
-    """Any text, which a shell completes as it does where it knows nothing: models, bundles and data are mostly paths."""
+    """Any text; a shell completes it to paths, which most models, bundles, and data are."""
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """The names of files, which the shell lists."""
+        """Paths, which the shell lists itself."""
         return [CompletionItem(incomplete, type="file")]
 
 
