@@ -16,7 +16,7 @@ CACHE_BYTES = 256 * 2**20
 
 
 def main(bundle: str, file: str, kv_memory: int = CACHE_BYTES, prompt_chunk: int = 2048) -> list[str]:
-    """Continue the whole text, and answer two short requests meanwhile; returns the three texts."""
+    """Continue the text, as far as the positions hold it, beside two short requests; returns the three texts."""
     import torch  # here, so that --help does not wait for it
 
     from kvconvert.runtime import Engine, Sampling
@@ -25,9 +25,10 @@ def main(bundle: str, file: str, kv_memory: int = CACHE_BYTES, prompt_chunk: int
     model, tokenizer = kvconvert.load(bundle)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     engine = Engine(model, tokenizer, kv_memory=kv_memory, prompt_chunk=prompt_chunk, max_batch=4)
-    ids = tokenizer(text).input_ids
-    ids = ids[: model.config.get_text_config().max_position_embeddings - 32]
-    long = engine.add(ids, max_new_tokens=32)
+    ids = tokenizer(text, verbose=False).input_ids  # without a warning that the text is longer than what is read
+    read = ids[: model.config.get_text_config().max_position_embeddings - 32]
+    print(f"reading {len(read):,} of the text's {len(ids):,} tokens")
+    long = engine.add(read, max_new_tokens=32)
     short = [
         engine.add(tokenizer(text).input_ids, max_new_tokens=16, sampling=Sampling(temperature=0.7, seed=seed))
         for seed, text in enumerate(("The miller", "Once upon a time"))

@@ -40,7 +40,7 @@ def main(model: str, output: str, samples: int = 64, seq_len: int = 512) -> Path
     file = folder / "recipe.toml"
     file.write_text(RECIPE)
     recipe = kvconvert.Recipe.load(str(file))
-    print(recipe.scheme(0), recipe.scheme(1).key_bits)
+    print(f"layer 0: cache {recipe.scheme(0) or 'as it is'}; layer 1: keys of {recipe.scheme(1).key_bits} bits")
     kvconvert.calibrate(model, folder / "work", recipe=recipe, samples=samples, seq_len=seq_len)
     return kvconvert.export(folder / "work", folder / "bundle", force=True)
 

@@ -11,6 +11,8 @@ import sys
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
+from click.types import StringParamType
 
 from kvconvert.commands.bench import bench
 from kvconvert.commands.calibrate import calibrate, convert
@@ -84,8 +86,23 @@ def _unwritable(error: UnicodeEncodeError) -> str:
     )
 
 
+class _Text(StringParamType):
+    """Any text; a shell completes it to paths, which most models, bundles, and data are."""
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Paths, which the shell lists itself."""
+        return [CompletionItem(incomplete, type="file")]
+
+
 class _Commands(click.Group):
     """Commands in the order of their use; kvconvert's own errors become one sentence and their exit code."""
+
+    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
+        """Add a command; what is plain text in its usage completes to paths."""
+        for parameter in cmd.params:
+            if parameter.type is click.STRING:
+                parameter.type = _Text()
+        super().add_command(cmd, name)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)

@@ -152,7 +152,7 @@ class _Seconds(click.FloatRange):
 @click.option("--share-prefixes", is_flag=True, help="Share stored prefixes between API keys, too.")
 @click.option("--parse-special", is_flag=True, help="Read special tokens that messages spell as such, and not as text.")
 @click.option("--no-page", is_flag=True, help="Serve no page to chat with the model at /.")
-@click.option("--log-requests", is_flag=True, help="Log a line for each request, without its text.")
+@click.option("--log-requests", is_flag=True, help="Log a line for each request, refused ones too, without text.")
 def serve(
     bundle: str,
     host: str,

@@ -272,10 +272,11 @@ def with_fitted_weights(runner: LayerRunner, recipe: Recipe, progress: bool) -> 
     check_widths(runner, recipe.weights)
     weights = fitted_weights(runner, recipe.weights)
     if weights.group_size != recipe.weights.group_size:
-        sizes = ", ".join(map(str, auto_group_sizes(runner.config.hidden_size)))
+        hidden, sizes = runner.config.hidden_size, auto_group_sizes(runner.config.hidden_size)
+        chosen = "where they divide" if weights.group_size == sizes[0] else f"where {sizes[0]} do not divide"
         _say(
-            f"Weights in groups of {weights.group_size}: of {sizes}, for a hidden size of {runner.config.hidden_size}, "
-            "the largest that divides the inputs of every quantized Linear.",
+            f"Weights in groups of {weights.group_size}, as auto chooses for a hidden size of {hidden} {chosen} "
+            "the inputs of every quantized Linear.",
             progress,
         )
     return recipe.model_copy(update={"weights": weights})

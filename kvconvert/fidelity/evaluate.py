@@ -79,6 +79,7 @@ TOKENS = 8192  # to score; half of them where not everything is measured
 SCORED = ("perplexity", "kl", "top1")
 TEXT_ALONE = "`only`: the bundle's model reads text alone, so leave images out."
 SLOW = ("probes", "free-running")  # four fifths of the time
+TEXT_PARTS = (*SCORED, "retrieval", *SLOW)  # of a vision-language model, too
 ROWS = {"cpu": 4, "cuda": 16}  # segments scored at a time
 
 __all__ = ["FidelityReport", "decoder_of", "evaluate", "text_figures", "versions"]
@@ -140,7 +141,7 @@ def evaluate(
     checkpoint = open_source(source_of(about.manifest, against), was_fetched=was_fetched)
     computed_in = compute_dtype(dtype, place, checkpoint.config.dtype)
     _check_context(checkpoint, context)
-    say(f"Verifying {bundle}.")
+    say("Verifying the bundle.")
     opened = open_bundle(directory)
     manifest = opened.manifest
     info = checkpoint.info(progress)
@@ -231,9 +232,8 @@ def evaluate(
         )
     if not is_recorded:
         notes.append(f"{checkpoint.id} is not the checkpoint that the manifest records ({recorded.id})")
-    if supports_images(checkpoint.config):
-        rest = "; images has the rest" if images else ""
-        notes.append(f"perplexity, KL, retrieval and probes are those of text alone{rest}")
+    if supports_images(checkpoint.config) and (alone := [part for part in TEXT_PARTS if part in parts]):
+        notes.append(f"measured on text without images: {listed(alone)}")
     short = {
         "retrieval": found and found.prompts == 0,
         "probes": probes is not None and len(probes) < len(PROBES),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterator, Sequence
@@ -47,6 +48,8 @@ from kvconvert.serve.refusal import Refusal, refusal_of
 from kvconvert.serve.replies import Reply
 from kvconvert.serve.requests import Chat, Completion, Limits, fields_of
 from kvconvert.serve.responses import ResponsesChat
+
+logger = logging.getLogger(__name__)
 
 # Bodies of the largest size that may arrive at once.
 LARGE_BODIES = 16
@@ -227,6 +230,8 @@ class Service:
                 if message["type"] == "http.response.start":
                     path = scope["path"] if scope["path"] in self._paths else "other"
                     self.metrics.responses[path, message["status"]] += 1
+                    if message["status"] >= 400:
+                        logger.info("%s %s: answered with %d", scope["method"], path, message["status"])
                 await send(message)
 
             try:

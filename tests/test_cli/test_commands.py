@@ -287,6 +287,19 @@ def test_completion_is_one_command(shell, monkeypatch, capsys):
     assert "recipes" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize("words", ["verify", "calibrate", "convert MODEL BUNDLE --data", "eval BUNDLE --against"])
+def test_completion_leaves_paths_to_the_shell(shell, words, monkeypatch, capsys):
+    words = f"kvconvert {words}"
+    place = {"fish": "ne"}.get(shell, str(len(words.split())))
+    known = {"_KVCONVERT_COMPLETE": f"{shell}_complete", "COMP_WORDS": f"{words} ne", "COMP_CWORD": place}
+    for name, value in known.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        cli([], prog_name="kvconvert")
+    assert capsys.readouterr().out.replace("\n", ",").startswith("file,ne")
+
+
 def test_what_prints_a_table_prints_json(monkeypatch, tmp_path):
     listed = json.loads(kvconvert("recipes", "--json").stdout)
     shown = kvconvert("recipes").stdout

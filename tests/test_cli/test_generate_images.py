@@ -186,7 +186,7 @@ def test_eval_asks_about_images_and_says_what_the_rest_was_measured_on(folder):
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["images"]["drawings"] == 16
-    assert "text alone; images has the rest" in " ".join(report["notes"])
+    assert "measured on text without images: perplexity, kl" in " ".join(report["notes"])
 
 
 def test_the_cards_example_answers_about_an_image(folder, tmp_path, monkeypatch, capsys):

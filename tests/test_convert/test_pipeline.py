@@ -200,7 +200,7 @@ def test_scalings_that_no_norm_allows_are_listed_and_a_layers_own_parameters_kep
 def test_groups_of_weights_fit_the_model_unless_a_recipe_says_how_large_they_are(tmp_path, model, text, caplog):
     caplog.set_level("INFO", "kvconvert")
     work = run(model, tmp_path / "work", text, Recipe(weights=WeightsRecipe(method="rtn"), kv=None))
-    assert "groups of 32: of 32, for a hidden size of 64, the largest that divides the inputs of every" in caplog.text
+    assert "groups of 32, as auto chooses for a hidden size of 64 where they divide the inputs of every" in caplog.text
     assert work.state.recipe["weights"]["group_size"] == 32
     sizes = {module.group_size for module in work.layer_record(0).modules if module.method == "rtn"}
     assert sizes == {32}

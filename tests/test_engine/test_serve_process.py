@@ -108,6 +108,7 @@ def test_a_server_finishes_when_it_is_terminated_even_one_that_follows_a_killed_
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
     assert re.search(r"cmpl-\w+: 5 prompt tokens, 150 new, length, [\d.]+ s, user me\\n$", said[-1])
+    assert any(line.endswith("POST /v1/completions: answered with 401\n") for line in said)
     assert KEY not in "".join(said)
 
 
