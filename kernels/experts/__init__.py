@@ -19,7 +19,7 @@ from kvconvert.kernels.linear.packed_layout import TILE
 from kvconvert.kernels.linear.shared_input import PackedLinear, SharedStorage
 from kvconvert.kernels.linear.shared_input import unsupported as unshared
 
-Activation = Callable[[Tensor], Tensor]
+Pointwise = Callable[[Tensor], Tensor]
 
 
 def experts_reference(
@@ -28,7 +28,7 @@ def experts_reference(
     scores: Tensor | None,
     gate_up: Tensor,
     down: Tensor,
-    kind: Gate | Activation,
+    kind: Gate | Pointwise,
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
@@ -89,10 +89,10 @@ def store_experts(experts: Sequence[tuple[PackedLinear, ...]]) -> ExpertLinears 
     return ExpertLinears(SharedStorage(gate_up), SharedStorage(down), len(experts))
 
 
-def unsupported(x: Tensor, stored: ExpertLinears | str, kind: Gate | Activation | None) -> str | None:
+def unsupported(x: Tensor, stored: ExpertLinears | str, kind: Gate | Pointwise | None) -> str | None:
     """Why the Triton kernels cannot compute these experts for x [tokens, hidden]; None if they can.
 
-    `kind` is None for experts that join gate and up in a way that is not one of `Gate`.
+    `kind` is None for experts that join gate and up in a way that `Gate` does not describe.
     """
     if isinstance(stored, str):
         return stored
@@ -110,7 +110,7 @@ def unsupported(x: Tensor, stored: ExpertLinears | str, kind: Gate | Activation 
     return None
 
 
-def routed_experts(x: Tensor, chosen: Tensor, scores: Tensor, stored: ExpertLinears, kind: Gate | Activation) -> Tensor:
+def routed_experts(x: Tensor, chosen: Tensor, scores: Tensor, stored: ExpertLinears, kind: Gate | Pointwise) -> Tensor:
     """The sum over each token's experts of score times output; only for what `unsupported` accepts.
 
     Args:

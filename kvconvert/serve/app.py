@@ -63,10 +63,10 @@ class Queued(NamedTuple):
     """What is kept of a request while it waits or is answered; the rest of its body may be megabytes.
 
     Attributes:
-        form: of its answer.
-        prompts: how many it has.
-        stream: whether it is answered piece by piece.
-        user: who asks, for the log.
+        form: the form of the answer.
+        prompts: the number of prompts.
+        stream: whether the answer is streamed.
+        user: the user named in the request, for the log.
     """
 
     form: Form

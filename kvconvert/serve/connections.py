@@ -91,7 +91,7 @@ class Connection(H11Protocol):
             if head.count(b"\n", 0, end.start() if end else len(head)) > MOST_HEADERS:
                 return self.send_400_response(f"A request has {MOST_HEADERS} headers at most.")
         super().handle_events()
-        if self.flow.read_paused:  # behind what is not read its end is not seen
+        if self.flow.read_paused:  # a closed connection only shows once everything before it has been read
             self._look_later(time.monotonic() + _ASKS)
 
     def on_response_complete(self) -> None:

@@ -50,7 +50,7 @@ class Readers:
         return any(thread.is_alive() for thread in self._threads)
 
     async def run(self, client: Hashable, size: int, function: Callable[[], T]) -> T:
-        """What a function returns that reads so many bytes for a client; cancelling this drops it."""
+        """Call a function that reads `size` bytes for a client and return its result; cancelling drops the call."""
         future: Future[T] = Future()
         large = size > LARGE
         with self._changed[large]:

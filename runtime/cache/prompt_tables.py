@@ -54,7 +54,7 @@ class TableCapacity:
         return cls(tokens, sequences, ROOM_PAGES, 2 * stretches, tokens // TILE_QUERIES + sequences, capacity)
 
     def takes(self, stored: Sequence_[int]) -> bool:
-        """Whether there is room for sequences of so many stored tokens, where layers keep all of them."""
+        """Whether sequences with these numbers of stored tokens fit if layers keep all tokens."""
         return len(stored) <= self.sequences and sum(tokens // PAGE_SIZE for tokens in stored) <= self.pages
 
 

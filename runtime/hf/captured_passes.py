@@ -71,7 +71,8 @@ class CapturedPasses:
         sizes: tokens of recorded passes: `SIZES`, and what `include` has added.
         longest: tokens of the longest pass that is recorded; fewer than the last of `sizes` once memory has run out.
         replayed: passes replayed so far; recorded: graphs made.
-        places: of the states of a pass's prompts; None without states, and where passes with them are not recorded.
+        places: where recorded passes keep the states of their prompts; None if the model has no states or its passes
+            cannot be recorded.
     """
 
     def __init__(self, captured: Any):
@@ -96,7 +97,7 @@ class CapturedPasses:
         return next((size for size in self.sizes if tokens <= size <= self.longest), None)
 
     def include(self, tokens: int) -> None:
-        """Record passes of so many tokens, too, if they are longer than others: the longest ones of an Engine."""
+        """Also record passes of `tokens` tokens if they are longer than all others, as those of a large batch are."""
         if self.sizes[-1] < tokens <= MOST_TOKENS:
             if self.longest == self.sizes[-1]:
                 self.longest = tokens

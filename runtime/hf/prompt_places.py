@@ -61,10 +61,10 @@ class PromptPlaces:
         """Begin a pass: copy the states of its prompts here, and write the tables.
 
         Args:
-            caches: of the prompts, at most as many as there is capacity for.
-            lengths: new tokens of each.
-            rows: decoding rows, whose tokens come before the prompts'.
-            capacity: of the pass.
+            caches: the prompts' caches, at most `capacity.sequences`.
+            lengths: the number of new tokens of each prompt.
+            rows: the number of decoding rows, whose tokens come before the prompts'.
+            capacity: the capacity of the pass.
         """
         count, tokens = capacity.sequences + 1, capacity.tokens - rows
         self._caches, self._lengths = caches, np.zeros(count, dtype=np.int32)
