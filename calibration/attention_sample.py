@@ -27,7 +27,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from kvconvert.calibration.activations import same_arguments
 from kvconvert.calibration.protocol import CalibrationPass, LayerWork, require_finite
-from kvconvert.kernels.attention.chosen import choice_of
+from kvconvert.kernels.attention import choice_of
 from kvconvert.kernels.page_formats import LayerFormat
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.models.masks import tensor_mask

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from kvconvert.kernels import device, prompt
-from kvconvert.kernels.attention.softmax import capped
+from kvconvert.kernels.attention import capped
 
 # At a time: what fits a processor's cache; few launches of a GPU.
 _BLOCK_SCORES = {"cpu": 1 << 21, "cuda": 1 << 27}

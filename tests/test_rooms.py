@@ -231,7 +231,7 @@ STATEMENTS = {
     "import kvconvert; dir(kvconvert)": {"torch", "transformers", "datasets", "click", "pydantic", "numpy"},
     "import kvconvert.methods": {"torch"},
     "import torch, triton": {"transformers"},
-    "import kvconvert.kernels.attention.reference, kvconvert.kernels.linear": {"transformers"},
+    "import kvconvert.kernels.attention, kvconvert.kernels.linear": {"transformers"},
     "import kvconvert.vllm.settings": {"transformers"},
     "import transformers.generation.utils, transformers.modeling_utils": {"kvconvert.runtime"},
     "from transformers import AutoModelForCausalLM, AutoTokenizer, AwqConfig": {"kvconvert.runtime"},

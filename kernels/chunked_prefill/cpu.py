@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvconvert.kernels.attention.softmax import merge
+from kvconvert.kernels.attention import merge
 from kvconvert.kernels.chunked_prefill.parts import StoredPart, Workspace
 
 

@@ -81,7 +81,7 @@ def merge_partials(
     output: torch.Tensor,
     output_sum: torch.Tensor,
 ) -> None:
-    """`merge` of `kernels/attention/softmax.py` into `output` and `output_sum`, which may be those of either part.
+    """`merge` of `kernels/attention.py` into `output` and `output_sum`, which may be those of either part.
 
     Args:
         first, second, output: [H, G, T, E] of any float dtype, rows of contiguous channels at multiples of 8 elements.

@@ -17,7 +17,7 @@ from functools import lru_cache
 
 import torch
 
-from kvconvert.kernels.attention.softmax import StreamingSoftmax, capped
+from kvconvert.kernels.attention import StreamingSoftmax, capped
 from kvconvert.kernels.code_bits import LANE_BITS, field_bits, fields_per_lane
 from kvconvert.kernels.decode.stored import PageTile, ResidualTokens, SpanTokens
 from kvconvert.kernels.page_formats import ChannelScales, LayerFormat

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from kvconvert.kernels import device as devices
-from kvconvert.kernels.attention.softmax import StreamingSoftmax, capped
+from kvconvert.kernels.attention import StreamingSoftmax, capped
 from kvconvert.kernels.chunked_prefill.parts import StoredPart, Workspace
 from kvconvert.kernels.decode.stored import StoredTokens
 from kvconvert.kernels.page_formats import PAGE_SIZE, LayerFormat, TokenNorm

@@ -1,7 +1,7 @@
 """Causal attention of a prompt over itself and what is in full precision before it.
 
 The T queries belong to the last T of n tokens, so a prompt may come in chunks. `attention_reference` of
-`kernels/attention/reference.py` is the oracle. On a GPU Triton kernels serve prompts, and their log-sum-exp is reused
+`kernels/attention.py` is the oracle. On a GPU Triton kernels serve prompts, and their log-sum-exp is reused
 for the attention mass of tokens (`kernels/select.py`); elsewhere `blockwise_attention` does.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from kvconvert.kernels import device
-from kvconvert.kernels.attention.softmax import capped
+from kvconvert.kernels.attention import capped
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256

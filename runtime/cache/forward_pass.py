@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from kvconvert.errors import CacheError
-from kvconvert.kernels.attention.chosen import Choice
+from kvconvert.kernels.attention import Choice
 from kvconvert.runtime.cache.prompts import SealEviction, SealSpan
 from kvconvert.runtime.cache.sequence import Sequence
 

@@ -11,7 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from kvconvert.errors import CacheError, UnsupportedModelError
-from kvconvert.kernels.attention.chosen import Choice, choice_of
+from kvconvert.kernels.attention import Choice, choice_of
 from kvconvert.kernels.decode import ResidualTokens, paged_attention
 from kvconvert.kernels.pages import LayerFormat, PageFormat
 from kvconvert.runtime.cache.attend import commit, store_and_attend

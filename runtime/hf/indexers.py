@@ -2,7 +2,7 @@
 
 transformers' modules of this kind give a layer of the cache their new keys, get those of all tokens, and score them.
 Here a sequence's keys are counted from its own first token, whatever stands beside it, and what was chosen is counted
-alike (`kernels/attention/chosen.py`): an indexer gets a mask of these columns in the place of the model's. In a packed
+alike (`kernels/attention.py`): an indexer gets a mask of these columns in the place of the model's. In a packed
 pass (`runtime/hf/packed.py`) it runs once for each of the caches.
 """
 

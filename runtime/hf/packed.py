@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from kvconvert.errors import CacheError
-from kvconvert.kernels.attention.chosen import Choice
+from kvconvert.kernels.attention import Choice
 from kvconvert.kernels.convolution import SideBySide
 from kvconvert.kernels.pages import LayerFormat
 from kvconvert.kernels.rotate import hadamard_transform

@@ -8,7 +8,7 @@ from sample_layers import layer_work, random_sample, run_passes
 
 from kvconvert.calibration.attention_sample import AttentionSampler
 from kvconvert.calibration.minikv import MiniKVPass, calibrated_ratios, eviction_loss, spend_by_marginal_loss
-from kvconvert.kernels.attention.reference import attention_reference
+from kvconvert.kernels.attention import attention_reference
 from kvconvert.kernels.select import select_tokens
 from kvconvert.methods.minikv import MiniKV
 

@@ -8,8 +8,7 @@ from decode_cases import Case, Stored
 
 from kvconvert.errors import UsageError
 from kvconvert.kernels import chunked_prefill
-from kvconvert.kernels.attention.reference import attention_reference, causal_mask
-from kvconvert.kernels.attention.softmax import merge
+from kvconvert.kernels.attention import attention_reference, causal_mask, merge
 from kvconvert.kernels.chunked_prefill import StoredPart, chunk_attention
 from kvconvert.kernels.chunked_prefill import triton as launch
 from kvconvert.kernels.chunked_prefill.triton import merge_partials

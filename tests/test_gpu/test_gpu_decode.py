@@ -6,7 +6,7 @@ import pytest
 import torch
 from decode_cases import Case, compare
 
-from kvconvert.kernels.attention.reference import attention_reference
+from kvconvert.kernels.attention import attention_reference
 from kvconvert.kernels.decode import PageTables, ResidualWindows, unsupported
 from kvconvert.kernels.decode.plan import Segment, SequencePlan, plan_work
 from kvconvert.kernels.decode.triton.launch import decode_attention

@@ -6,7 +6,7 @@ from tiny.attention import repeated_by_reference
 
 from kvconvert.errors import UsageError
 from kvconvert.kernels import device as gpu_device
-from kvconvert.kernels.attention.reference import attention_reference
+from kvconvert.kernels.attention import attention_reference
 from kvconvert.kernels.prompt import prompt_attention, unsupported
 from kvconvert.kernels.prompt.triton import launch as kernels
 from kvconvert.kernels.reconstruct import repeated_attention

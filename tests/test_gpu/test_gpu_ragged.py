@@ -6,7 +6,7 @@ import pytest
 import torch
 from decode_cases import Case, Stored
 
-from kvconvert.kernels.attention.reference import attention_reference, causal_mask
+from kvconvert.kernels.attention import attention_reference, causal_mask
 from kvconvert.kernels.pages import PAGE_SIZE, PageAddresses
 from kvconvert.kernels.ragged import COPIED_TOKENS, TILE_QUERIES, RaggedTables, append, attend, unsupported
 from kvconvert.kernels.rotate import NO_ROTATION, Rotations, hadamard_transform

@@ -5,7 +5,7 @@ import torch
 from tiny.key_centers import constant_part, frequencies
 from torch import Tensor
 
-from kvconvert.kernels.attention.reference import attention_reference
+from kvconvert.kernels.attention import attention_reference
 from kvconvert.kernels.decode import PageTile, paged_attention
 from kvconvert.kernels.pages import (
     LayerFormat,

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from kvconvert.errors import UsageError
-from kvconvert.kernels.attention.reference import attention_reference, causal_mask
-from kvconvert.kernels.attention.softmax import merge
+from kvconvert.kernels.attention import attention_reference, causal_mask, merge
 from kvconvert.kernels.chunked_prefill import PageReader, StoredPart, chunk_attention, unsupported
 from kvconvert.kernels.chunked_prefill.parts import Workspace, tile_tokens
 from kvconvert.kernels.pages import PAGE_SIZE, LayerFormat, PageFormat, dequantize_pages, quantize_pages

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from kvconvert.kernels.attention.reference import attention_reference
+from kvconvert.kernels.attention import attention_reference
 from kvconvert.kernels.decode import PageTile, ResidualTokens, SpanTokens, paged_attention, pages_per_tile
 from kvconvert.kernels.decode.cpu import TILE_BYTES
 from kvconvert.kernels.pages import LayerFormat, PageFormat, dequantize_pages, quantize_pages

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvconvert.kernels.attention.reference import attention_reference, causal_mask
+from kvconvert.kernels.attention import attention_reference, causal_mask
 from kvconvert.kernels.prompt import BLOCK_SCORES, blockwise_attention, prompt_attention
 from kvconvert.kernels.select import selective_attention
 

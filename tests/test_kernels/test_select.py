@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvconvert.kernels.attention.reference import attention_reference
+from kvconvert.kernels.attention import attention_reference
 from kvconvert.kernels.select import blockwise_column_sums, select_tokens
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvconvert.errors import NumericError
-from kvconvert.kernels.attention.reference import attention_reference
+from kvconvert.kernels.attention import attention_reference
 from kvconvert.kernels.decode import PageTile, ResidualTokens, paged_attention
 from kvconvert.kernels.pages import (
     ChannelScales,

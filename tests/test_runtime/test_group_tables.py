@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from kvconvert.kernels.attention.reference import attention_reference
+from kvconvert.kernels.attention import attention_reference
 from kvconvert.kernels.decode.plan import plan_work
 from kvconvert.kernels.pages import dequantize_pages, new_pages
 from kvconvert.kernels.spans import Span, SpanSide, span_keys, span_values

@@ -9,7 +9,7 @@ from tiny.models import ARCHITECTURES, GREEDY, random_ids, tiny_model
 from tiny.prompt_chunks import CONFIG, PADDING, WINDOW, error, outputs, window
 from transformers import DynamicCache
 
-from kvconvert.kernels.attention.reference import attention_reference
+from kvconvert.kernels.attention import attention_reference
 from kvconvert.kernels.pages import dequantize_pages, page_centers, quantize_pages
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.methods import KVScheme

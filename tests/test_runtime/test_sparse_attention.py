@@ -7,7 +7,7 @@ from tiny.models import GREEDY, random_ids
 from transformers import DynamicCache
 
 from kvconvert.errors import CacheError, UnsupportedModelError
-from kvconvert.kernels.attention.chosen import Choice
+from kvconvert.kernels.attention import Choice
 from kvconvert.methods import KVScheme
 from kvconvert.models import CACHE
 from kvconvert.models.configuration import model_cache

@@ -10,7 +10,7 @@ import torch
 
 from kvconvert.cache.format import layer_format
 from kvconvert.cache.plan_tensors import with_plan
-from kvconvert.kernels.attention.reference import attention_reference
+from kvconvert.kernels.attention import attention_reference
 from kvconvert.kernels.device import interpreted
 from kvconvert.kernels.launches import record_specializations
 from kvconvert.kernels.pages import dequantize_pages, page_centers, quantize_pages

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvconvert.kernels.attention.reference import attention_reference
+from kvconvert.kernels.attention import attention_reference
 
 
 def repeated_by_reference(queries, repeated, stored, start, part, sink_tokens, scaling, softcap=None):
