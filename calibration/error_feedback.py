@@ -9,7 +9,7 @@ What is left of the expected error when every channel has the same step is
 
     sum_i U_ii^-2 / trace H
 
-with the damped H: 1 where channels of queries are uncorrelated. Rounding itself is in `kernels/pages/feedback.py`.
+with the damped H: 1 where channels of queries are uncorrelated. Rounding itself is in `kernels/pages/reference.py`.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ import torch
 
 from kvconvert.kernels import device
 from kvconvert.kernels.decode.cpu import divided_pages, paged_attention, pages_per_tile
-from kvconvert.kernels.decode.plan import MOST_ROWS
-from kvconvert.kernels.decode.stored import (
+from kvconvert.kernels.decode.plan import (
+    MOST_ROWS,
     PageTables,
     PageTile,
     ResidualTokens,

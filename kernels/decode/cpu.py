@@ -19,12 +19,12 @@ import torch
 
 from kvconvert.kernels.attention import StreamingSoftmax, capped
 from kvconvert.kernels.code_bits import LANE_BITS, field_bits, fields_per_lane
-from kvconvert.kernels.decode.stored import PageTile, ResidualTokens, SpanTokens
+from kvconvert.kernels.decode.plan import PageTile, ResidualTokens, SpanTokens
 from kvconvert.kernels.page_formats import ChannelScales, LayerFormat
 from kvconvert.kernels.pages.center import projected_scores
 from kvconvert.kernels.pages.records import PageTensors
 from kvconvert.kernels.pages.reference import page_codes
-from kvconvert.kernels.spans.reference import shift_scores, span_scores, weighted_span_values
+from kvconvert.kernels.spans import shift_scores, span_scores, weighted_span_values
 
 # Bytes of scores and gathered queries that one tile may take; measured: larger tiles leave the last-level cache.
 TILE_BYTES = 3 << 20

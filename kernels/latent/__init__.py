@@ -18,7 +18,7 @@ import torch
 from kvconvert.kernels import device as devices
 from kvconvert.kernels.attention import StreamingSoftmax, capped
 from kvconvert.kernels.chunked_prefill.parts import StoredPart, Workspace
-from kvconvert.kernels.decode.stored import StoredTokens
+from kvconvert.kernels.decode.plan import StoredTokens
 from kvconvert.kernels.page_formats import PAGE_SIZE, LayerFormat, TokenNorm
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)

@@ -22,6 +22,7 @@ import torch
 from kvconvert.kernels import device
 from kvconvert.kernels.launches import deferred
 from kvconvert.kernels.page_formats import (
+    ALIGNMENT,
     NO_TENSORS,
     PAGE_SIZE,
     ChannelScales,
@@ -30,7 +31,6 @@ from kvconvert.kernels.page_formats import (
     SideTensors,
     TokenNorm,
 )
-from kvconvert.kernels.page_layout import ALIGNMENT
 from kvconvert.kernels.pages.center import KeyCenter, add_centers_reference, key_center, page_centers
 from kvconvert.kernels.pages.records import (
     PageAddresses,

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvconvert.kernels.page_formats import LayerFormat, PageFormat, TokenNorm
-from kvconvert.kernels.page_layout import PageLayout
+from kvconvert.kernels.page_formats import LayerFormat, PageFormat, PageLayout, TokenNorm
 from kvconvert.kernels.quantizer import all_finite, pack_grid, unpack_grid
 
 # What a page stores, by the names of `PageTensors`.

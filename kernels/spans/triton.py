@@ -9,6 +9,7 @@ from kvconvert.kernels.launches.triton import kernel
 from kvconvert.kernels.page_formats import (
     PAGE_SIZE,
     ChannelScales,
+    PageLayout,
     SideTensors,
     Span,
     SpanFormat,
@@ -16,7 +17,6 @@ from kvconvert.kernels.page_formats import (
     key_blocks,
     value_blocks,
 )
-from kvconvert.kernels.page_layout import PageLayout
 from kvconvert.kernels.pages.triton.affine import affine_grid, flag_if, storable
 from kvconvert.kernels.pages.triton.feedback import PageFeedback
 from kvconvert.kernels.pages.triton.launch import UNFUSED, PageLaunch, quantize_pages, shrinkage, tile_of, warps_for

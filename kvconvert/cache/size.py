@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kvconvert.cache.format import layer_format
-from kvconvert.kernels.page_formats import PAGE_SIZE
-from kvconvert.kernels.page_layout import page_bytes
+from kvconvert.kernels.page_formats import PAGE_SIZE, page_bytes
 from kvconvert.methods import Evict, KVScheme, Spans
 
 NUMBER_BYTES = 2  # of a number in full precision, but for models of 32 bits

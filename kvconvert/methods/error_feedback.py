@@ -1,6 +1,6 @@
 """Error feedback: channels of a key are rounded one after another, each making up for the errors of those before.
 
-QuIP (arXiv 2307.13304) and GPTQ (arXiv 2210.17323) round weights so; `kernels/pages/feedback.py` has the formula and
+QuIP (arXiv 2307.13304) and GPTQ (arXiv 2210.17323) round weights so; `kernels/pages/reference.py` has the formula and
 `calibration/error_feedback.py` what it is fed. At 4 bits and more there is little error to make up for.
 """
 

@@ -29,8 +29,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvconvert.kernels.page_formats import LayerFormat
-from kvconvert.kernels.page_layout import page_bytes
+from kvconvert.kernels.page_formats import LayerFormat, page_bytes
 from kvconvert.kernels.pages import PAGE_SIZE
 
 # Share of the cache that may be lost to blocks that are larger than their pages.

@@ -14,8 +14,17 @@ import numpy as np
 import torch
 
 from kvconvert.kernels.blocks import ROW, BlockGeometry, DecodePlaces, locate
-from kvconvert.kernels.decode.plan import Item, Segment, SequencePlan, WorkPlan, most_items, plan_rows, plan_work
-from kvconvert.kernels.decode.stored import PageTables, ResidualWindows
+from kvconvert.kernels.decode.plan import (
+    Item,
+    PageTables,
+    ResidualWindows,
+    Segment,
+    SequencePlan,
+    WorkPlan,
+    most_items,
+    plan_rows,
+    plan_work,
+)
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.vllm.layer import LayerBlocks
 

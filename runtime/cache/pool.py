@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kvconvert.errors import CacheError
-from kvconvert.kernels.page_layout import page_bytes
+from kvconvert.kernels.page_formats import page_bytes
 from kvconvert.kernels.pages import PageFormat, PageTensors, empty_pages, pages_of
 
 # Pools grow by a sixteenth of what they hold, at least four pages: few chunks at any length, little unused room.

@@ -12,7 +12,7 @@ from kvconvert.cache.plan_tensors import with_plan
 from kvconvert.errors import CacheError
 from kvconvert.kernels.device import fall_back
 from kvconvert.kernels.latent import unsupported as latents_unsupported
-from kvconvert.kernels.page_layout import page_bytes
+from kvconvert.kernels.page_formats import page_bytes
 from kvconvert.kernels.pages import PageTensors
 from kvconvert.kernels.rotate import KERNEL_DTYPES, largest_appended
 from kvconvert.kernels.select import select_tokens

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from kvconvert.kernels.compensation import round_columns_
-from kvconvert.kernels.compensation.reference import round_columns_reference_
+from kvconvert.kernels.compensation import round_columns_, round_columns_reference_
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])

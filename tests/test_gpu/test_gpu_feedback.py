@@ -11,8 +11,7 @@ from page_writes import store_pages
 from kvconvert.calibration.error_feedback import feedback_matrices
 from kvconvert.kernels.pages import ChannelScales, PageFormat, PageTensors, SideTensors, new_pages, quantize_pages
 from kvconvert.kernels.pages.reference import page_codes
-from kvconvert.kernels.spans import SpanFormat, quantize_span, span_keys
-from kvconvert.kernels.spans.reference import quantize_span_reference
+from kvconvert.kernels.spans import SpanFormat, quantize_span, quantize_span_reference, span_keys
 
 
 def key_format(bits=2, dim=16, page=32, group=16, **more) -> PageFormat:

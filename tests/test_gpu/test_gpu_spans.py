@@ -5,8 +5,7 @@ import torch
 
 from kvconvert.kernels.device import fallbacks
 from kvconvert.kernels.quantizer import GroupRangeError
-from kvconvert.kernels.spans import SpanFormat, quantize_span, unsupported
-from kvconvert.kernels.spans.reference import quantize_span_reference
+from kvconvert.kernels.spans import SpanFormat, quantize_span, quantize_span_reference, unsupported
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,9 @@ from kvconvert.kernels.pages import (
     normalised_keys,
     quantize_pages,
 )
-from kvconvert.kernels.pages.feedback import round_with_feedback, round_with_feedback_reference
-from kvconvert.kernels.pages.reference import page_codes
+from kvconvert.kernels.pages.reference import page_codes, round_with_feedback, round_with_feedback_reference
 from kvconvert.kernels.quantizer import quantize
-from kvconvert.kernels.spans import SpanFormat, span_keys
-from kvconvert.kernels.spans.reference import quantize_span_reference
+from kvconvert.kernels.spans import SpanFormat, quantize_span_reference, span_keys
 
 
 def moments(heads: int, dim: int, seed: int = 0) -> torch.Tensor:

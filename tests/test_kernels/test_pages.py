@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvconvert.errors import NumericError, UsageError
-from kvconvert.kernels.page_layout import PageLayout
+from kvconvert.kernels.page_formats import PageLayout
 from kvconvert.kernels.pages import (
     PageFormat,
     SideTensors,

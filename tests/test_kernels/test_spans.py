@@ -4,8 +4,16 @@ import pytest
 import torch
 
 from kvconvert.errors import NumericError
-from kvconvert.kernels.spans import SpanFormat, quantize_span, shift_extremes, span_keys, span_values
-from kvconvert.kernels.spans.reference import clamped_rows, span_scores, weighted_span_values
+from kvconvert.kernels.spans import (
+    SpanFormat,
+    clamped_rows,
+    quantize_span,
+    shift_extremes,
+    span_keys,
+    span_scores,
+    span_values,
+    weighted_span_values,
+)
 
 
 def by_hand(x: torch.Tensor, bits: int, shrink: float) -> torch.Tensor:

@@ -28,7 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvconvert.kernels.decode.stored import PageTables
+from kvconvert.kernels.decode.plan import PageTables
 from kvconvert.kernels.decode.triton.queries import power_above
 from kvconvert.kernels.decode.triton.scores import product_factor
 from kvconvert.kernels.decode.triton.shape import DecodeShape, block_of, key_lanes, query_rows

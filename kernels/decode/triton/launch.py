@@ -7,16 +7,14 @@ from functools import lru_cache
 import torch
 import triton
 
-from kvconvert.kernels.decode.plan import MOST_ROWS
-from kvconvert.kernels.decode.stored import PageTables, ResidualWindows, Visibility
+from kvconvert.kernels.decode.plan import MOST_ROWS, PageTables, ResidualWindows, Visibility
 from kvconvert.kernels.decode.triton.center import launch_center_scores, workspace_dtype
 from kvconvert.kernels.decode.triton.kernel import decode_kernel, extremes_kernel
 from kvconvert.kernels.decode.triton.shape import DecodeShape, block_of, query_columns, query_rows
 from kvconvert.kernels.decode.triton.sums import combine_kernel
 from kvconvert.kernels.device import compiles, multiprocessors, overlaps_launches
 from kvconvert.kernels.launches import skips_launches
-from kvconvert.kernels.page_formats import PAGE_SIZE, LayerFormat, PageFormat
-from kvconvert.kernels.page_layout import PageLayout
+from kvconvert.kernels.page_formats import PAGE_SIZE, LayerFormat, PageFormat, PageLayout
 
 # Registers of a thread, and how many one-warp programs with that many fit a multiprocessor, whose four parts hold
 # 16,384 registers each: two or three programs. Where three would spill, two are faster.

@@ -6,15 +6,14 @@ from typing import Any
 
 import torch
 
-from kvconvert.kernels.decode.stored import PageTables, ResidualWindows
+from kvconvert.kernels.decode.plan import PageTables, ResidualWindows
 from kvconvert.kernels.decode.triton.launch import MOST_SLOTS, combine_block, combine_warps
 from kvconvert.kernels.decode.triton.sums import combine_kernel
 from kvconvert.kernels.device import capability, compiles, multiprocessors, overlaps_launches
 from kvconvert.kernels.latent.triton.kernel import latent_decode_kernel
 from kvconvert.kernels.latent.triton.shape import LatentShape, chunk_columns
 from kvconvert.kernels.launches import skips_launches
-from kvconvert.kernels.page_formats import LayerFormat
-from kvconvert.kernels.page_layout import PageLayout
+from kvconvert.kernels.page_formats import LayerFormat, PageLayout
 
 # Query heads of a program: the rows of a matrix instruction, or, from this many on, those of a group of warps.
 FEW_HEADS, MANY_HEADS = 16, 64

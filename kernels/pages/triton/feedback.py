@@ -1,6 +1,6 @@
 """The kernel that rounds keys with error feedback: codes of pages whose norms, scales and channels are written already.
 
-`kernels/pages/feedback.py` says what is computed. Channels follow one another, but tokens are independent: a program
+`kernels/pages/reference.py` says what is computed. Channels follow one another, but tokens are independent: a program
 takes some tokens of a page, those that share a few lanes, so that even one page fills many programs. It holds their
 keys in registers, [channels, tokens], a token in each thread, and takes 16 channels at a time: these one by one, then
 all later channels by a product of matrices. Where the codes of a block are known they take the place of its keys.

@@ -21,8 +21,7 @@ import torch
 import triton
 
 from kvconvert.kernels.device import upload
-from kvconvert.kernels.page_formats import NO_TENSORS, PageFormat, SideTensors, TokenNorm
-from kvconvert.kernels.page_layout import PageLayout
+from kvconvert.kernels.page_formats import NO_TENSORS, PageFormat, PageLayout, SideTensors, TokenNorm
 from kvconvert.kernels.pages.records import PageTensors, PageWrites
 from kvconvert.kernels.pages.triton.affine import channel_parts, halves_of
 from kvconvert.kernels.pages.triton.center import launch_centers
