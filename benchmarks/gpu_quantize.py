@@ -29,7 +29,7 @@ from kvconvert.kernels.pages import (
 )
 from kvconvert.kernels.pages.triton import launch as gpu
 from kvconvert.kernels.rotate import hadamard_matrix
-from kvconvert.kernels.rotate.triton.launch import rotate, rotate_and_append
+from kvconvert.kernels.rotate.triton import rotate, rotate_and_append
 from kvconvert.kernels.spans import SpanFormat, quantize_span
 
 HEADS, QUERY_HEADS, DIM = 8, 32, 128

@@ -26,7 +26,7 @@ from kvconvert.kernels.decode.triton.launch import (
     warps_for,
 )
 from kvconvert.kernels.decode.triton.shape import DecodeShape, query_columns, query_rows
-from kvconvert.kernels.decode.triton.sums import combine_kernel
+from kvconvert.kernels.decode.triton.softmax import combine_kernel
 from kvconvert.kernels.pages import PAGE_SIZE, LayerFormat, PageFormat
 from kvconvert.kernels.spans import SpanFormat
 from kvconvert.methods import KVScheme

@@ -12,12 +12,14 @@ from kvconvert.kernels.linear.packed_layout import TILE
 from kvconvert.kernels.linear.triton.few_rows import FewRowsShape, few_rows_kernel, few_rows_shapes
 from kvconvert.kernels.linear.triton.many_rows import (
     SUM_BLOCK,
+    PromptShape,
     dequantize_kernel,
     k_blocks_per_program,
     prompt_kernel,
+    prompt_shape,
+    prompt_shapes,
     split_sum_kernel,
 )
-from kvconvert.kernels.linear.triton.prompt_shapes import PromptShape, prompt_shape, prompt_shapes
 
 DTYPES = ("fp16", "bf16")
 # K_BLOCK, GROUPS and GROUP_K_BLOCKS at 4 bits; at others of groups of 128 inputs and of 32, and of 32 where the inputs

@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from aot_variants.variant import DTYPES, Variant
-from kvconvert.kernels.rotate.triton.kernels import rotate_and_append_kernel, rotate_kernel
-from kvconvert.kernels.rotate.triton.launch import FEW_ROWS, MANY_ROWS, columns_for, inner_for, tile_of
+from kvconvert.kernels.rotate.triton import (
+    FEW_ROWS,
+    MANY_ROWS,
+    columns_for,
+    inner_for,
+    rotate_and_append_kernel,
+    rotate_kernel,
+    tile_of,
+)
 
 
 def variants(capability: int) -> Iterator[Variant]:

@@ -21,8 +21,7 @@ from kvconvert.kernels.elementwise.triton import gated
 from kvconvert.kernels.launches.triton import kernel
 from kvconvert.kernels.linear.packed_layout import TILE, PackedWeight
 from kvconvert.kernels.linear.triton.few_rows import OUTPUTS, checked, few_rows_shape, warp_sums
-from kvconvert.kernels.linear.triton.many_rows import tile_sums
-from kvconvert.kernels.linear.triton.prompt_shapes import prompt_shape
+from kvconvert.kernels.linear.triton.many_rows import prompt_shape, tile_sums
 from kvconvert.kernels.linear.triton.widths import parts_of
 
 

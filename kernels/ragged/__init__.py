@@ -19,9 +19,9 @@ from kvconvert.kernels.page_formats import PAGE_SIZE, LayerFormat
 from kvconvert.kernels.ragged.tables import COPIED_TOKENS, TILE_QUERIES, RaggedTables, TokensInBlocks
 
 if TYPE_CHECKING:
-    from kvconvert.kernels.ragged.triton.launch import append, attend, fill_workspace
+    from kvconvert.kernels.ragged.triton import append, attend, fill_workspace
 else:
-    append, attend, fill_workspace = deferred("ragged.triton.launch", "append", "attend", "fill_workspace")
+    append, attend, fill_workspace = deferred("ragged.triton", "append", "attend", "fill_workspace")
 
 
 def unsupported(format: LayerFormat, dtype: torch.dtype, device: torch.device) -> str | None:

@@ -111,7 +111,7 @@ def hadamard_transform(x: Tensor, inverse: bool = False) -> Tensor:
     """
     reason = unsupported(x)
     if reason is None:
-        from kvconvert.kernels.rotate.triton.launch import rotate
+        from kvconvert.kernels.rotate.triton import rotate
 
         return rotate(x, inverse)
     if device.runs_triton(x.device):
@@ -170,13 +170,13 @@ def rotate_and_append(
     Returns:
         the queries, rotated or as they were, [B, Hq, T, D].
     """
-    from kvconvert.kernels.rotate.triton import launch
+    from kvconvert.kernels.rotate import triton as launch
 
     return launch.rotate_and_append(queries, keys, values, base, base, table, first_tokens, *rotations)
 
 
 def many_rows() -> int:
     """From how many rows on a program of the kernels takes more of them."""
-    from kvconvert.kernels.rotate.triton import launch
+    from kvconvert.kernels.rotate import triton as launch
 
     return 1 + launch.MANY_PROGRAMS * launch.FEW_ROWS

@@ -139,7 +139,7 @@ def test_flags_are_read_by_the_pass_after_a_flush(device, monkeypatch):
 
 @pytest.mark.parametrize("rotate_keys", ["hadamard", pytest.param("none", marks=pytest.mark.full)])
 def test_tokens_of_all_rows_are_stored_and_queries_rotated_in_one_launch(device, monkeypatch, rotate_keys):
-    from kvconvert.kernels.rotate.triton import launch as rotate
+    from kvconvert.kernels.rotate import triton as rotate
 
     calls = []
     launch = rotate.rotate_and_append

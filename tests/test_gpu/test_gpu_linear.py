@@ -15,8 +15,7 @@ from kvconvert.kernels.linear import QuantizedLinear, keep_values, share_input
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, quantize_weight
 from kvconvert.kernels.linear.packed_layout import pack_weight, unpack_codes
 from kvconvert.kernels.linear.triton.few_rows import few_rows
-from kvconvert.kernels.linear.triton.many_rows import dequantize, prompt, unpacked
-from kvconvert.kernels.linear.triton.prompt_shapes import PromptShape, split_shape
+from kvconvert.kernels.linear.triton.many_rows import PromptShape, dequantize, prompt, split_shape, unpacked
 
 # Relative error of a whole output: the result's rounding, which the interpreter does by truncation for bfloat16, and
 # for prompts the weights' as well.

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvconvert.kernels.rotate import Rotations, hadamard_matrix, hadamard_transform, unsupported, unsupported_append
-from kvconvert.kernels.rotate.triton import launch as gpu
+from kvconvert.kernels.rotate import triton as gpu
 
 # Half a unit in the last place of the result, and the rounding of float32 sums.
 TOLERANCES = {torch.float32: 1e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from kvconvert.kernels.linear.packed_layout import TILE
-from kvconvert.kernels.linear.triton.prompt_shapes import (
+from kvconvert.kernels.linear.triton.many_rows import (
     LEAST_SPLIT_INPUTS,
     LONG,
     PromptShape,

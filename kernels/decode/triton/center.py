@@ -29,9 +29,8 @@ import triton
 import triton.language as tl
 
 from kvconvert.kernels.decode.plan import PageTables
-from kvconvert.kernels.decode.triton.queries import power_above
-from kvconvert.kernels.decode.triton.scores import product_factor
-from kvconvert.kernels.decode.triton.shape import DecodeShape, block_of, key_lanes, query_rows
+from kvconvert.kernels.decode.triton.shape import DecodeShape, block_of, key_lanes, power_above, query_rows
+from kvconvert.kernels.decode.triton.softmax import product_factor
 from kvconvert.kernels.decode.triton.tiles import PAGE
 from kvconvert.kernels.device import capability, multiprocessors
 from kvconvert.kernels.launches.triton import kernel

@@ -16,26 +16,33 @@ import triton.language as tl
 
 from kvconvert.kernels.decode.plan import Item
 from kvconvert.kernels.decode.triton.center import page_center
-from kvconvert.kernels.decode.triton.queries import (
+from kvconvert.kernels.decode.triton.shape import (
+    block_of,
     boosted_queries,
     code_operands,
     column_queries,
+    key_lanes,
     largest_power,
     plain_queries,
+    query_columns,
+    query_rows,
     rows_of_columns,
 )
-from kvconvert.kernels.decode.triton.scores import (
+from kvconvert.kernels.decode.triton.softmax import (
+    add_values,
     capped,
     extremes_reduced,
     finish_scores,
     hide,
+    no_values,
     product_factor,
     residual_finish,
     shaped_scores,
     softmax_step,
+    store_page_values,
+    store_partial,
+    store_stats,
 )
-from kvconvert.kernels.decode.triton.shape import block_of, key_lanes, query_columns, query_rows
-from kvconvert.kernels.decode.triton.sums import add_values, no_values, store_page_values, store_partial, store_stats
 from kvconvert.kernels.decode.triton.tiles import (
     PAGE,
     add_residual_page,

@@ -38,9 +38,8 @@ from kvconvert.kernels.decode.triton.kernel import (
     TOKENS,
     buffer_token,
 )
-from kvconvert.kernels.decode.triton.queries import power_above
-from kvconvert.kernels.decode.triton.scores import LOG2_E
-from kvconvert.kernels.decode.triton.shape import block_of
+from kvconvert.kernels.decode.triton.shape import block_of, power_above
+from kvconvert.kernels.decode.triton.softmax import LOG2_E
 from kvconvert.kernels.decode.triton.tiles import PAGE, exp2, half_pointer
 from kvconvert.kernels.latent.triton.shape import (
     chunk_columns,

@@ -8,7 +8,7 @@ import torch
 
 from kvconvert.kernels.decode.plan import PageTables, ResidualWindows
 from kvconvert.kernels.decode.triton.launch import MOST_SLOTS, combine_block, combine_warps
-from kvconvert.kernels.decode.triton.sums import combine_kernel
+from kvconvert.kernels.decode.triton.softmax import combine_kernel
 from kvconvert.kernels.device import capability, compiles, multiprocessors, overlaps_launches
 from kvconvert.kernels.latent.triton.kernel import latent_decode_kernel
 from kvconvert.kernels.latent.triton.shape import LatentShape, chunk_columns
