@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from kvconvert.cache.size import LayerCache, ModelCache
+from kvconvert.methods.scales import PRESET_STATES
 from kvconvert.methods.scheme import (
     FIELDS,
     PAPER_PRESETS,
@@ -16,7 +17,6 @@ from kvconvert.methods.scheme import (
     KVScheme,
     preset_calibration,
 )
-from kvconvert.methods.state_bits import PRESET_STATES
 from kvconvert.tables import markdown_table as table
 
 FEATURES = {

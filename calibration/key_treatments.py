@@ -2,7 +2,7 @@
 
 No treatment is best for every model. A Hadamard rotation evens out the channels of some, and spreads over all channels
 what RoPE makes of a constant in others; where a few channels have the variance, more bits for these are better. So
-every treatment of `kvconvert.methods.key_treatments` is tried on a sample of the layer's attention, each with its own
+every treatment of `kvconvert.methods.keys` is tried on a sample of the layer's attention, each with its own
 error feedback and a clip ratio that suits its bits, and
 
     argmin over treatments of  E || (o_s(t) - o(t)) W_O^T ||^2
@@ -38,7 +38,7 @@ from kvconvert.kernels.page_formats import LayerFormat
 from kvconvert.kernels.pages import key_center
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.methods import KVCalibration, KVScheme
-from kvconvert.methods.key_treatments import Treatment, treatments
+from kvconvert.methods.keys import Treatment, treatments
 
 TOLERANCE = 0.02  # of a table's entries: bfloat16 rounds those near 1 by 0.004
 

@@ -22,7 +22,7 @@ from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork,
 from kvconvert.calibration.ranks import Ranks
 from kvconvert.errors import NumericError
 from kvconvert.kernels.page_formats import ChannelBounds
-from kvconvert.methods.static_scales import SCALE_NAMES
+from kvconvert.methods.scales import SCALE_NAMES
 
 
 class RunningBounds:

@@ -23,7 +23,7 @@ from kvconvert.kernels.page_formats import LayerFormat
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.methods import KVCalibration, KVScheme
 from kvconvert.methods.auto import KEY_CANDIDATES, VALUE_CANDIDATES, WINDOW_FIELDS, Candidate, stores_keys
-from kvconvert.methods.key_treatments import treatments
+from kvconvert.methods.keys import treatments
 from kvconvert.models.configuration import sliding_windows
 
 

@@ -12,7 +12,7 @@ from kvconvert.errors import RecipeError
 from kvconvert.kernels.page_formats import ChannelScales, LayerFormat, PageFormat, SideTensors
 from kvconvert.kernels.pages.center import KeyCenter, key_center
 from kvconvert.methods import KVScheme
-from kvconvert.methods.static_scales import SCALE_NAMES
+from kvconvert.methods.scales import SCALE_NAMES
 
 
 def with_plan(

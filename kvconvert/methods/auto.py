@@ -29,7 +29,7 @@ class Candidate:
         name: short, for tables.
         side: which of the two.
         fields: fields of the `KVScheme` that differ from the recipe's scheme; of layers whose treatment of keys is
-            measured, that as well (`kvconvert.methods.key_treatments`). Candidates of one name are the same choice.
+            measured, that as well (`kvconvert.methods.keys`). Candidates of one name are the same choice.
     """
 
     name: str

@@ -17,19 +17,14 @@ from pydantic.dataclasses import dataclass as validated_dataclass
 from kvconvert.arguments import checked
 from kvconvert.errors import RecipeError, did_you_mean
 from kvconvert.methods.calibquant import CalibQuant, TauSearch
-from kvconvert.methods.clip_ratio import ClipRatio, ClipRatioSearch
-from kvconvert.methods.error_feedback import ErrorFeedback, KeyRoundingSearch
-from kvconvert.methods.key_center import KeyCenter
-from kvconvert.methods.key_treatments import KeyTreatmentSearch
+from kvconvert.methods.keys import ErrorFeedback, KeyCenter, KeyRoundingSearch, KeyTreatmentSearch
 from kvconvert.methods.kitty import Kitty
 from kvconvert.methods.kivi import Kivi
 from kvconvert.methods.kvzip import KVzip
 from kvconvert.methods.minikv import MiniKV
 from kvconvert.methods.oscar import Oscar
 from kvconvert.methods.part import STRICT, LayerShape, Part, PlanTensor
-from kvconvert.methods.scale_bits import ScaleBits
-from kvconvert.methods.state_bits import PRESET_STATES, StateBits
-from kvconvert.methods.static_scales import StaticScales
+from kvconvert.methods.scales import PRESET_STATES, ClipRatio, ClipRatioSearch, ScaleBits, StateBits, StaticScales
 
 
 @dataclass(frozen=True)

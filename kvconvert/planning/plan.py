@@ -34,7 +34,7 @@ from kvconvert.io.tensorheader import nbytes
 from kvconvert.methods import KVScheme
 from kvconvert.methods.auto import DEFAULT_CONTEXT, AutoSearch, stated_context
 from kvconvert.methods.awq import WeightsRecipe
-from kvconvert.methods.key_treatments import treatments
+from kvconvert.methods.keys import treatments
 from kvconvert.methods.minikv import FORMULAS, spread_ratios
 from kvconvert.models.configuration import context_length, model_cache
 from kvconvert.models.devices import Device, choose_device

@@ -69,7 +69,7 @@ from kvconvert.methods import (
 )
 from kvconvert.methods.auto import CHOSEN_FIELDS, AutoSearch
 from kvconvert.methods.awq import WeightsRecipe
-from kvconvert.methods.key_treatments import TREATED_FIELDS
+from kvconvert.methods.keys import TREATED_FIELDS
 
 TABLES = ("weights", "kv", "auto", "limits")
 # What a table holds before a change, where the recipe leaves it out.

@@ -21,7 +21,7 @@ from kvconvert.calibration.key_treatments import (
 from kvconvert.errors import UnsupportedModelError
 from kvconvert.kernels.pages import SideTensors, key_center, page_centers
 from kvconvert.methods import KVCalibration, KVScheme, preset_calibration
-from kvconvert.methods.key_treatments import treatments
+from kvconvert.methods.keys import treatments
 
 DIM, TOKENS = 16, 520
 SEARCH = preset_calibration("default")

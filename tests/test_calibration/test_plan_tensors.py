@@ -22,13 +22,11 @@ from kvconvert.kernels.pages import LayerFormat, PageFormat
 from kvconvert.kernels.spans import SpanFormat
 from kvconvert.methods import KVCalibration, KVScheme
 from kvconvert.methods.calibquant import CalibQuant
-from kvconvert.methods.clip_ratio import ClipRatio
-from kvconvert.methods.error_feedback import ErrorFeedback
-from kvconvert.methods.key_center import KeyCenter
+from kvconvert.methods.keys import ErrorFeedback, KeyCenter
 from kvconvert.methods.kitty import Kitty
 from kvconvert.methods.minikv import MiniKV
 from kvconvert.methods.oscar import Oscar
-from kvconvert.methods.static_scales import StaticScales
+from kvconvert.methods.scales import ClipRatio, StaticScales
 
 BOOSTED = LayerFormat(PageFormat.keys(2, 8, 128, 2, 32, boosted=2), PageFormat.values(2, 8, 128, 2, 8))
 STATIC = LayerFormat(PageFormat.keys(2, 8, 128, 8, 128, static=True), PageFormat.values(2, 8, 128, 8, 8, static=True))

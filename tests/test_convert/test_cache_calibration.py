@@ -18,7 +18,7 @@ from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.errors import BundleError, RecipeError, UnsupportedModelError
 from kvconvert.methods import PRESETS, SEARCHED_FIELDS, KVScheme, spread_ratios
-from kvconvert.methods.key_treatments import treatments
+from kvconvert.methods.keys import treatments
 from kvconvert.models.configuration import model_cache
 from kvconvert.recipes.recipe import KVCalibration, LayerOverride, Recipe, WeightsRecipe, preset_names
 from kvconvert.runtime import KVCache, load
