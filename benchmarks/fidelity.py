@@ -29,9 +29,8 @@ from kvconvert.convert.discovery import discover
 from kvconvert.convert.layer_runner import build_without_weights
 from kvconvert.data.sources import EVALUATION
 from kvconvert.data.text import load_token_samples
-from kvconvert.fidelity.bootstrap import Interval, bootstrap_mean
 from kvconvert.fidelity.evaluate import text_figures, versions
-from kvconvert.fidelity.scoring import Comparison, Decoder, compare
+from kvconvert.fidelity.scoring import Comparison, Decoder, Interval, bootstrap_mean, compare
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme

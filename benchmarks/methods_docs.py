@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from kvconvert.cache.size import LayerCache, ModelCache
+from kvconvert.cache import LayerCache, ModelCache
 from kvconvert.methods.scales import PRESET_STATES
 from kvconvert.methods.scheme import (
     FIELDS,

@@ -13,7 +13,7 @@ from typing import Any
 from runner import RESULTS, read
 from tables import difference, signed
 
-from kvconvert.fidelity.bootstrap import Interval
+from kvconvert.fidelity.scoring import Interval
 from kvconvert.tables import markdown_table as table
 
 # In the order of the columns, as files and as people call them.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvconvert.fidelity.bootstrap import Interval, bootstrap_mean
+from kvconvert.fidelity.scoring import Interval, bootstrap_mean
 
 
 def put(page: str, name: str, text: str) -> str:

@@ -22,7 +22,7 @@ from kvconvert.data.mixture import load_mixture
 from kvconvert.data.sources import Sources
 from kvconvert.data.text import with_random_tokens
 from kvconvert.errors import UsageError
-from kvconvert.fidelity.bootstrap import bootstrap_mean
+from kvconvert.fidelity.scoring import bootstrap_mean
 from kvconvert.methods import KVCalibration
 from kvconvert.methods.awq import WeightsRecipe
 from kvconvert.models.source import float_dtype, open_source

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvconvert.cache.format import Side
+from kvconvert.cache import Side
 from kvconvert.calibration.attention_sample import (
     AttentionSample,
     AttentionSampler,

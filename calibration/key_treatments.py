@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvconvert.cache.format import layer_format
+from kvconvert.cache import layer_format
 from kvconvert.calibration.attention_sample import AttentionSample, AttentionSampler, SampleReader
 from kvconvert.calibration.clip_ratios import key_clip_ratio_errors, pages_read
 from kvconvert.calibration.error_feedback import QueryMoments, feedback_matrices

@@ -11,7 +11,7 @@ from real_model_measure import ObjectBook, cache_size, launches_of
 from tiny.checkpoints import REFERENCE, tiny_model
 from transformers import AutoTokenizer, Gemma3TextConfig
 
-from kvconvert.cache.size import LayerCache, ModelCache
+from kvconvert.cache import LayerCache, ModelCache
 from kvconvert.fidelity.scoring import Decoder, feed
 from kvconvert.kernels.device import GPU, imagined
 from kvconvert.kernels.launches import record_specializations

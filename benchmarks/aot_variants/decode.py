@@ -14,7 +14,7 @@ from itertools import product
 import torch
 
 from aot_variants.variant import Variant
-from kvconvert.cache.format import layer_format
+from kvconvert.cache import layer_format
 from kvconvert.kernels.decode.triton.kernel import decode_kernel, extremes_kernel
 from kvconvert.kernels.decode.triton.launch import (
     FEW_REGISTERS,

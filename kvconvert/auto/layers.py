@@ -11,8 +11,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from kvconvert.cache.format import layer_format
-from kvconvert.cache.size import LayerCache
+from kvconvert.cache import LayerCache, layer_format
 from kvconvert.calibration.attention_sample import AttentionSample, as_cached, causal
 from kvconvert.calibration.clip_ratios import key_clip_ratio_errors, pages_read, value_clip_ratio_errors
 from kvconvert.calibration.key_treatments import TreatmentSearch, measure_constant_part

@@ -40,7 +40,7 @@ from kvconvert.auto.layers import (
 )
 from kvconvert.auto.model import ExactText, SearchRun
 from kvconvert.bundle.manifest import Allocation, LayerAllocation
-from kvconvert.cache.size import lengths
+from kvconvert.cache import lengths
 from kvconvert.calibration.clip_ratios import searched_sides
 from kvconvert.calibration.key_treatments import TreatmentSearch
 from kvconvert.calibration.protocol import LayerJob, significant

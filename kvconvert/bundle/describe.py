@@ -11,7 +11,7 @@ from typing import Any
 
 from kvconvert.bundle.figures import figure, number, text
 from kvconvert.bundle.manifest import Allocation, LayerPlan, Manifest, ModuleCoverage, WeightAllocation
-from kvconvert.cache.size import LayerCache, ModelCache
+from kvconvert.cache import LayerCache, ModelCache
 from kvconvert.errors import printable
 from kvconvert.io.records import Record
 from kvconvert.methods import spread_ratios
@@ -99,7 +99,7 @@ def _facts(manifest: Manifest) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class KVSize:
-    """Size of the cache by arithmetic (`kvconvert.cache.size`), of one sequence of `context` tokens.
+    """Size of the cache by arithmetic (`kvconvert.cache`), of one sequence of `context` tokens.
 
     Attributes:
         context: tokens.

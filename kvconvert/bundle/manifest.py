@@ -205,7 +205,7 @@ class Allocation(Record):
     Attributes:
         context: tokens of the sequence that sizes are stated for.
         budget_bytes_per_token: what the cache was allowed to take.
-        bytes_per_token, bits_per_value: what it takes (`kvconvert.cache.size`); 16-bit full precision.
+        bytes_per_token, bits_per_value: what it takes (`kvconvert.cache`); 16-bit full precision.
         candidates: fields of the scheme by candidate, over those of the recipe.
         layers: of those that have a choice.
         predicted_kl: sum of the chosen candidates' divergences.

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from kvconvert.cache.format import Side
+from kvconvert.cache import Side
 from kvconvert.errors import RecipeError
 from kvconvert.kernels.page_formats import ChannelScales, LayerFormat, PageFormat, SideTensors
 from kvconvert.kernels.pages.center import KeyCenter, key_center

@@ -127,7 +127,7 @@ def evaluate(
 
     quiet()
     if write:
-        from kvconvert.fidelity.record import check_recordable, record
+        from kvconvert.fidelity.report import check_recordable, record
 
         check_recordable(bundle)
     if tokens is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from transformers import PretrainedConfig
 
-from kvconvert.cache.format import layer_format
+from kvconvert.cache import layer_format
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.errors import CheckpointError, RecipeError, UnsupportedModelError, UsageError
 from kvconvert.methods.awq import AUTO_GROUP_SIZES, WeightsRecipe, auto_group_sizes

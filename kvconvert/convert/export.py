@@ -411,6 +411,6 @@ def _measure(
 ) -> Fidelity:
     """Fidelity of the bundle in `directory`, and which limits it misses."""
     from kvconvert.fidelity.evaluate import evaluate
-    from kvconvert.fidelity.record import fidelity_of
+    from kvconvert.fidelity.report import fidelity_of
 
     return fidelity_of(manifest, limits, evaluate(directory, against=source, device=device, progress=progress))

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from kvconvert.bundle.manifest import ModuleCoverage
-from kvconvert.cache.format import layer_format
+from kvconvert.cache import layer_format
 from kvconvert.calibration.activations import count_routed, input_points
 from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork
 from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.calibration.weight_grid import WeightGrid
-from kvconvert.convert.hidden_states import HiddenPart, HiddenStates, HiddenWriter
-from kvconvert.convert.input_capture import CalibrationInputs
+from kvconvert.convert.input_capture import CalibrationInputs, HiddenPart, HiddenStates, HiddenWriter
 from kvconvert.convert.layer_runner import LayerRunner, PackedLinear, RunnerInputs
 from kvconvert.convert.passes import make_passes, plan_of
 from kvconvert.convert.workdir import LayerRecord, WorkDir

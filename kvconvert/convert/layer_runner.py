@@ -22,9 +22,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from kvconvert.calibration.attention_sample import RECORDING_ATTENTION
 from kvconvert.convert.discovery import Architecture, discover
-from kvconvert.convert.hidden_states import HiddenPart, HiddenStates
 from kvconvert.convert.input_capture import (
     CalibrationInputs,
+    HiddenPart,
+    HiddenStates,
     InputCapture,
     compute_outer_buffers,
     fill,

@@ -35,7 +35,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kvconvert.bundle.manifest import MAX_LAYERS, LayerPlan, ModuleCoverage
-from kvconvert.convert.hidden_states import HiddenStates, HiddenWriter
+from kvconvert.convert.input_capture import HiddenStates, HiddenWriter
 from kvconvert.convert.work_files import (
     REPEAT,
     STATE_NAME,

@@ -14,8 +14,7 @@ from transformers import PretrainedConfig, ProcessorMixin
 
 from kvconvert.data.drawings import draw
 from kvconvert.data.images import EVALUATION_SEED, Document
-from kvconvert.fidelity.bootstrap import bootstrap_mean
-from kvconvert.fidelity.scoring import Decoder, compare
+from kvconvert.fidelity.scoring import Decoder, bootstrap_mean, compare
 from kvconvert.models.configuration import context_length
 from kvconvert.models.processors import ImagePrompts
 

@@ -24,9 +24,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from kvconvert.errors import UsageError, listed
-from kvconvert.fidelity.bootstrap import bootstrap_mean
 from kvconvert.fidelity.retrieval import NAMES, RetrievalResult
-from kvconvert.fidelity.scoring import Decoder, feed, read_prompt
+from kvconvert.fidelity.scoring import Decoder, bootstrap_mean, feed, read_prompt
 from kvconvert.io.progress import progress_bar
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.models.prompts import Conversations

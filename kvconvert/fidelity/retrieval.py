@@ -27,8 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvconvert.arguments import Count, checked_fields
 from kvconvert.errors import UsageError
-from kvconvert.fidelity.bootstrap import bootstrap_mean
-from kvconvert.fidelity.scoring import Decoder, batches, generate_greedily
+from kvconvert.fidelity.scoring import Decoder, batches, bootstrap_mean, generate_greedily
 from kvconvert.io.progress import progress_bar
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.models.prompts import Conversations

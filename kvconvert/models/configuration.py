@@ -36,7 +36,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
 )
 
-from kvconvert.cache.size import LayerCache, ModelCache
+from kvconvert.cache import LayerCache, ModelCache
 from kvconvert.errors import BundleError, UnsupportedModelError
 from kvconvert.io.tensorheader import Refusal, mismatch
 from kvconvert.methods import UNQUANTIZED, KVScheme

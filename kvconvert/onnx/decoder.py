@@ -10,9 +10,8 @@ from torch import Tensor
 
 from kvconvert.io.records import TensorInfo
 from kvconvert.kernels.linear.awq_format import AwqWeight
-from kvconvert.onnx.architecture import DecoderShape
+from kvconvert.onnx.architecture import DecoderShape, StaticCache, StaticLayer, StaticSide
 from kvconvert.onnx.graph import MICROSOFT, Graph, repack, stored_bits
-from kvconvert.onnx.static_cache import StaticCache, StaticLayer, StaticSide
 
 Shapes = dict[str, tuple[int, list[int | str]]]
 

@@ -25,8 +25,7 @@ from kvconvert.errors import MissingError
 from kvconvert.io.hub import is_hub_id
 from kvconvert.models.devices import Device, choose_device
 from kvconvert.models.processors import load_tokenizer
-from kvconvert.onnx.architecture import DecoderShape
-from kvconvert.onnx.static_cache import StaticCache, has_plan, static_cache
+from kvconvert.onnx.architecture import DecoderShape, StaticCache, has_plan, static_cache
 from kvconvert.runtime.hf.generation_config import generation_settings
 from kvconvert.version import __version__
 

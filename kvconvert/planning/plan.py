@@ -18,7 +18,7 @@ from torch import nn
 
 from kvconvert.arguments import Count, ModelPlace, SampleLength, checked
 from kvconvert.auto.search import search_task
-from kvconvert.cache.size import LayerCache, ModelCache
+from kvconvert.cache import LayerCache, ModelCache
 from kvconvert.calibration.activations import input_points
 from kvconvert.calibration.protocol import LayerJob
 from kvconvert.convert.checks import check_purpose, check_recipe
@@ -166,7 +166,7 @@ class Cache:
 
     Attributes:
         context: tokens.
-        bytes_per_token, bits_per_value: as `kvconvert.cache.size` defines them; None for a
+        bytes_per_token, bits_per_value: as `kvconvert.cache` defines them; None for a
             model without keys and values.
         plain_bytes_per_token: in 16 bits.
         basis: what the figures rest on, for people.

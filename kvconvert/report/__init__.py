@@ -98,8 +98,7 @@ def render(
         sample: keys of the source, or None.
     """
     from kvconvert.models.configuration import context_length, sliding_windows
-    from kvconvert.report.page import Heading, page
-    from kvconvert.report.sections import Contents
+    from kvconvert.report.sections import Contents, Heading, page
 
     found = describe(bundle.manifest, sliding_windows(config), context_length(config))
     contents = Contents(replace(bundle, manifest=found.manifest), found, config, fidelity, list(missed), sample)

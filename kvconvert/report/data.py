@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from kvconvert.auto.allocation import Option, allocate
 from kvconvert.bundle.manifest import Allocation, LayerPlan, Manifest
-from kvconvert.cache.size import LayerCache, lengths
+from kvconvert.cache import LayerCache, lengths
 from kvconvert.calibration.attention_sample import RECORDING_ATTENTION, attention_observed
 from kvconvert.calibration.oscar import KeyStatistics
 from kvconvert.data.sources import EVALUATION

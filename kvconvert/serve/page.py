@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.responses import HTMLResponse, Response
 
-from kvconvert.cache.size import ModelCache
+from kvconvert.cache import ModelCache
 
 
 @dataclass(frozen=True)

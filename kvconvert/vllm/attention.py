@@ -17,8 +17,7 @@ from kvconvert.kernels.pages import PAGE_SIZE, PageAddresses
 from kvconvert.kernels.rotate import hadamard_transform, rotate_and_append, unsupported_append
 from kvconvert.vllm.layer import LayerBatch, LayerBlocks
 from kvconvert.vllm.prompts import PackedPrompts
-from kvconvert.vllm.step import Request, StepPlan
-from kvconvert.vllm.tables import DecodeTables
+from kvconvert.vllm.step import DecodeTables, Request, StepPlan
 
 
 def quantize_pending(layers: Iterable[LayerBatch], plan: StepPlan) -> None:

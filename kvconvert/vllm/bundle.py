@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvconvert.bundle.reader import Bundle, open_bundle
-from kvconvert.cache.format import layer_format
+from kvconvert.cache import layer_format
 from kvconvert.cache.plan_tensors import with_plan
 from kvconvert.errors import BundleError, listed
 from kvconvert.kernels.page_formats import LayerFormat

@@ -1,4 +1,7 @@
-"""One plan of a pass for all layers that find their tokens alike, though vLLM asks once for each size of blocks."""
+"""One plan of a pass for all layers that find their tokens alike, though vLLM asks once for each size of blocks.
+
+On GPUs of Hopper's vLLM's FlashAttention 3 attends in prompts, over the workspace of a pass, where it is the fastest.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,17 @@ from typing import ClassVar
 
 import torch
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionMetadata, CommonAttentionMetadata
 
 from kvconvert.kernels import ragged
 from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.vllm.attention import Logits
-from kvconvert.vllm.flash import flash_attention
 from kvconvert.vllm.layer import LayerBlocks
-from kvconvert.vllm.prompts import WORKSPACE_BYTES, PackedPrompts, Packing, divide_prompts
+from kvconvert.vllm.prompts import WORKSPACE_BYTES, Flash, PackedPrompts, Packing, divide_prompts
 from kvconvert.vllm.rehearsal import begin, prepare, rehearse
-from kvconvert.vllm.step import Request, StepPlan, plan_step
-from kvconvert.vllm.tables import DecodeTables
+from kvconvert.vllm.step import DecodeTables, Request, StepPlan, plan_step
 from kvconvert.vllm.weights import rehearse_products
 
 
@@ -185,3 +187,42 @@ def _tokens_of(blocks: LayerBlocks) -> tuple[object, ...]:
 def _packs(layers: list[LayerBlocks]) -> bool:
     """Whether `kernels/ragged` serves prompts in all of these."""
     return not any(ragged.unsupported(b.format, b.dtype, b.words.device) for b in layers)
+
+
+VERSION = 3
+
+
+def flash_attention(dtype: torch.dtype, head_dim: int, value_dim: int, version: int | None = None) -> Flash | None:
+    """What attends in prompts instead of our kernel; None where vLLM would not take FlashAttention 3 for such heads.
+
+    Args:
+        dtype: of queries, keys, and values.
+        head_dim, value_dim: channels of keys and of values.
+        version: what vLLM's setting `flash_attn_version` says.
+    """
+    if not current_platform.is_cuda() or dtype == torch.float32 or head_dim != value_dim:
+        return None
+    if version not in (None, VERSION):
+        return None
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+
+    if get_flash_attn_version(head_size=head_dim) != VERSION:
+        return None
+
+    def attend(
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        query_ends: torch.Tensor,
+        key_ends: torch.Tensor,
+        most_queries: int,
+        most_keys: int,
+        scaling: float,
+        output: torch.Tensor,
+    ) -> None:
+        flash_attn_varlen_func(
+            queries, keys, values, most_queries, query_ends, most_keys, key_ends, softmax_scale=scaling, causal=True,
+            out=output, fa_version=VERSION,
+        )  # fmt: skip
+
+    return attend

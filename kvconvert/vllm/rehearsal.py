@@ -13,8 +13,7 @@ from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.vllm.attention import LayerStep, Logits, quantize_pending
 from kvconvert.vllm.layer import LayerBlocks, alike
 from kvconvert.vllm.prompts import Packing, divide_prompts
-from kvconvert.vllm.step import plan_step
-from kvconvert.vllm.tables import DecodeTables
+from kvconvert.vllm.step import DecodeTables, plan_step
 
 
 def rehearse(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from kvconvert.cache.format import layer_format
+from kvconvert.cache import layer_format
 from kvconvert.cache.plan_tensors import with_plan
 from kvconvert.errors import CacheError
 from kvconvert.kernels.device import fall_back

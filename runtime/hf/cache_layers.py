@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from kvconvert.cache.size import ModelCache
+from kvconvert.cache import ModelCache
 from kvconvert.errors import RecipeError, UnsupportedModelError, UsageError
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme, check_layers, spread_ratios

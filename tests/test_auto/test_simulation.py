@@ -7,8 +7,7 @@ import torch
 from tiny.models import ARCHITECTURES, random_ids
 
 from kvconvert.auto.model import SimulatedModel
-from kvconvert.cache.format import layer_format
-from kvconvert.cache.size import LayerCache
+from kvconvert.cache import LayerCache, layer_format
 from kvconvert.calibration.simulated_attention import SIMULATED_ATTENTION
 from kvconvert.fidelity.scoring import Decoder, compare, first_page
 from kvconvert.methods import PRESETS

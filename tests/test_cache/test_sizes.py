@@ -7,7 +7,7 @@ from tiny.models import random_ids, tiny_model
 from transformers import DynamicCache
 
 from kvconvert import KVCache
-from kvconvert.cache.size import LayerCache, ModelCache
+from kvconvert.cache import LayerCache, ModelCache
 from kvconvert.methods import PRESETS, KVScheme
 from kvconvert.models.configuration import model_cache
 

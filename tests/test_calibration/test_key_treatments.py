@@ -6,8 +6,7 @@ import pytest
 import torch
 from sample_layers import cache_format, layer_work, random_sample, run_passes
 
-from kvconvert.cache.format import layer_format
-from kvconvert.cache.size import LayerCache
+from kvconvert.cache import LayerCache, layer_format
 from kvconvert.calibration.attention_sample import AttentionSampler
 from kvconvert.calibration.clip_ratios import ClipRatioPass, stored_tokens
 from kvconvert.calibration.error_feedback import ErrorFeedbackPass

@@ -6,8 +6,7 @@ import pytest
 import torch
 from test_awq import GROUP, LENGTH, SAMPLES, STRUCTURE, Setting
 
-from kvconvert.calibration.awq import AwqPass
-from kvconvert.calibration.layer_error import LayerSampler
+from kvconvert.calibration.awq import AwqPass, LayerSampler
 from kvconvert.calibration.protocol import LayerWork
 from kvconvert.calibration.ranks import Ranks
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight

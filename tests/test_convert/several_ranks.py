@@ -16,7 +16,7 @@ import torch.distributed as dist
 from calibrations import run
 
 from kvconvert.calibration import activations
-from kvconvert.convert import hidden_states, layer_runner
+from kvconvert.convert import input_capture, layer_runner
 from kvconvert.data import text
 from kvconvert.errors import KvconvertError
 
@@ -66,7 +66,7 @@ def _rank(rank: int, size: int, store: Path, fault: str, arguments: tuple[Any, .
     text.RANDOM_SHARE = 6
     activations.EXPERT_TOKENS = 40
     if fault:
-        hidden_states.HiddenWriter.commit = _killed if fault == "killed" else _failed
+        input_capture.HiddenWriter.commit = _killed if fault == "killed" else _failed
     code = 1
     try:
         if size > 1:
@@ -80,14 +80,14 @@ def _rank(rank: int, size: int, store: Path, fault: str, arguments: tuple[Any, .
         os._exit(code)  # the others may be gone, for whom an orderly end would wait
 
 
-_commit = hidden_states.HiddenWriter.commit
+_commit = input_capture.HiddenWriter.commit
 
 
-def _killed(writer: hidden_states.HiddenWriter) -> None:
+def _killed(writer: input_capture.HiddenWriter) -> None:
     if writer._path.name.startswith("00001"):
         os.kill(os.getpid(), signal.SIGKILL)
     _commit(writer)
 
 
-def _failed(writer: hidden_states.HiddenWriter) -> None:
+def _failed(writer: input_capture.HiddenWriter) -> None:
     raise KvconvertError("The disk is full")

@@ -6,8 +6,7 @@ from tiny.models import ARCHITECTURES, architectures
 from tiny.structures import REFUSED_WEIGHTS
 from torch import nn
 
-from kvconvert.convert.hidden_states import HiddenStates
-from kvconvert.convert.input_capture import CalibrationInputs, InputCapture, rows_as_looked_up
+from kvconvert.convert.input_capture import CalibrationInputs, HiddenStates, InputCapture, rows_as_looked_up
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.errors import NumericError, UnsupportedModelError
 from kvconvert.io import tensorfile

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny import forked
 
 from kvconvert.convert import workdir
-from kvconvert.convert.hidden_states import HiddenWriter
+from kvconvert.convert.input_capture import HiddenWriter
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.errors import KvconvertError, UsageError

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvconvert.errors import UsageError
-from kvconvert.fidelity.bootstrap import bootstrap_mean
+from kvconvert.fidelity.scoring import bootstrap_mean
 
 
 def test_the_interval_of_a_mean_is_that_of_the_normal_approximation_for_many_segments():

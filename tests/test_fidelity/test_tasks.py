@@ -17,10 +17,9 @@ from kvconvert.cli import cli
 from kvconvert.convert.export import export
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.errors import BundleError, DataError, UsageError
+from kvconvert.fidelity.tasks import _samplings, solve
 from kvconvert.fidelity.tasks import problems as problems_of
-from kvconvert.fidelity.tasks import solve
 from kvconvert.fidelity.tasks.problems import TASKS, ends_well, number, program, text_before
-from kvconvert.fidelity.tasks.solving import _samplings
 from kvconvert.recipes.recipe import Recipe
 
 ROW = {

@@ -56,7 +56,7 @@ def test_a_layer_attends_to_what_is_stored_as_it_is_stored(name, recorded, dtype
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["kivi", "oscar", "calibrated"])
 def test_prompts_attended_by_flash_attention_are_those_of_our_kernel(name, dtype):
-    flash = pytest.importorskip("kvconvert.vllm.flash").flash_attention(dtype, DIM, DIM)
+    flash = pytest.importorskip("kvconvert.vllm.passes").flash_attention(dtype, DIM, DIM)
     if flash is None:
         pytest.skip("vLLM has no FlashAttention 3 for this GPU")
     worst = []

@@ -13,7 +13,7 @@ from kvconvert.bundle.card import model_card
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.convert.export import described
 from kvconvert.errors import BundleError, UsageError
-from kvconvert.fidelity.record import check_recordable, record
+from kvconvert.fidelity.report import check_recordable, record
 from kvconvert.models.source import card_facts
 
 STATED = {"base_model": None, "license": None, "license_name": None, "license_link": None}

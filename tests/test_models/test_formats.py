@@ -17,9 +17,8 @@ import kvconvert
 import kvconvert.runtime
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import CheckpointError, UnsupportedModelError
-from kvconvert.models.formats.fp8 import dequantize_blocks
-from kvconvert.models.formats.gguf_header import check_header
-from kvconvert.models.formats.mxfp4 import Mxfp4
+from kvconvert.models.formats.floats import Mxfp4, dequantize_blocks
+from kvconvert.models.formats.gguf import check_header
 from kvconvert.models.source import open_source
 
 BLOCK = (128, 48)  # neither divides a weight of the tiny models

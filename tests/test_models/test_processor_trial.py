@@ -8,7 +8,7 @@ import pytest
 from tiny.processors import write_vision_model
 
 from kvconvert.errors import CheckpointError
-from kvconvert.models import processor_trial
+from kvconvert.models import processors
 from kvconvert.models.processors import load_processor
 
 
@@ -50,12 +50,12 @@ def test_processors_as_they_are_pass_and_errors_of_their_own_are_left_to_their_u
 
 
 def test_what_takes_too_long_or_ends_the_process_is_told_apart(monkeypatch):
-    monkeypatch.setattr(processor_trial, "SECONDS", 0.2)
+    monkeypatch.setattr(processors, "SECONDS", 0.2)
 
     def endless(picture):
         while True:
             pass
 
-    assert "seconds for a picture" in processor_trial.why_refused([endless])
-    assert "ends the process" in processor_trial.why_refused([lambda picture: os.kill(os.getpid(), signal.SIGKILL)])
-    assert processor_trial.why_refused([lambda picture: 1 / 0]) is None
+    assert "seconds for a picture" in processors.why_refused([endless])
+    assert "ends the process" in processors.why_refused([lambda picture: os.kill(os.getpid(), signal.SIGKILL)])
+    assert processors.why_refused([lambda picture: 1 / 0]) is None

@@ -23,10 +23,9 @@ from kvconvert.errors import BundleError, UnsupportedModelError, UsageError
 from kvconvert.kernels.linear.awq_format import dequantize_weight, quantize_weight
 from kvconvert.methods import KVScheme
 from kvconvert.onnx import export as exporting
-from kvconvert.onnx.architecture import DecoderShape
+from kvconvert.onnx.architecture import DecoderShape, served_bits
 from kvconvert.onnx.export import export_onnx
 from kvconvert.onnx.graph import repack
-from kvconvert.onnx.static_cache import served_bits
 from kvconvert.recipes.recipe import Recipe
 
 EXAMPLES = Path(onnx_generate.__file__).parent

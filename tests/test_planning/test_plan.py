@@ -16,7 +16,7 @@ from tiny.checkpoints import save_checkpoint, save_text
 from tiny.models import ARCHITECTURES
 
 from kvconvert.bundle.manifest import Manifest
-from kvconvert.cache.size import LayerCache, ModelCache
+from kvconvert.cache import LayerCache, ModelCache
 from kvconvert.calibration.attention_sample import SAMPLE_SEQUENCES, AttentionSampler
 from kvconvert.calibration.clip_ratios import ClipRatioPass
 from kvconvert.calibration.key_treatments import KeyTreatmentPass

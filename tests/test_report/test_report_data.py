@@ -9,7 +9,7 @@ from tiny.models import random_ids, tiny_model
 
 from kvconvert import KVCache
 from kvconvert.bundle.manifest import Allocation, LayerAllocation, LayerPlan
-from kvconvert.cache.size import LayerCache, lengths
+from kvconvert.cache import LayerCache, lengths
 from kvconvert.io.records import DataInfo
 from kvconvert.methods import KVScheme, spread_ratios
 from kvconvert.methods.auto import KEY_CANDIDATES, VALUE_CANDIDATES

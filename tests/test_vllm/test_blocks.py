@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvconvert.cache.format import layer_format
+from kvconvert.cache import layer_format
 from kvconvert.kernels.page_formats import LayerFormat
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvconvert.cache.format import layer_format
+from kvconvert.cache import layer_format
 from kvconvert.cache.plan_tensors import with_plan
 from kvconvert.kernels.attention import attention_reference
 from kvconvert.kernels.device import interpreted
@@ -21,8 +21,7 @@ from kvconvert.vllm.blocks import BlockLayout, block_layouts
 from kvconvert.vllm.layer import LayerBatch, LayerBlocks, alike
 from kvconvert.vllm.prompts import Flash, PackedPrompts, Packing, divide_prompts
 from kvconvert.vllm.rehearsal import rehearse
-from kvconvert.vllm.step import StepPlan, plan_step
-from kvconvert.vllm.tables import DecodeTables
+from kvconvert.vllm.step import DecodeTables, StepPlan, plan_step
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 HEADS, GROUP, DIM, REQUESTS, LONGEST = 2, 2, 32, 3, 700

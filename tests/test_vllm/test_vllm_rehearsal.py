@@ -10,7 +10,7 @@ from kvconvert.vllm.attention import PLAIN
 from kvconvert.vllm.bundle import served_bundle
 from kvconvert.vllm.layer import LayerBlocks
 from kvconvert.vllm.prompts import Packing
-from kvconvert.vllm.tables import DecodeTables
+from kvconvert.vllm.step import DecodeTables
 
 CPU = torch.device("cpu")
 DTYPE = torch.bfloat16

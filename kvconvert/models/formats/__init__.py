@@ -1,6 +1,6 @@
 """Checkpoints whose weights are stored in another form than they are computed in, and how each tensor is read.
 
-One module for each form. `FORMATS` gives the form of a configuration's `quantization_config`; a form is added by
+`FORMATS` gives the form of a configuration's `quantization_config`; a form is added by
 writing its class (see `format.SourceFormat`) and listing it here. GGUF files are no safetensors files: `gguf` opens
 them.
 """
@@ -12,12 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from kvconvert.errors import CheckpointError, first_line
-from kvconvert.models.formats.awq import Awq
-from kvconvert.models.formats.compressed_tensors import CompressedTensors
+from kvconvert.models.formats.floats import BlockScaledFp8, Mxfp4
 from kvconvert.models.formats.format import Encoded, Packing, SourceFormat
-from kvconvert.models.formats.fp8 import BlockScaledFp8
-from kvconvert.models.formats.gptq import Gptq
-from kvconvert.models.formats.mxfp4 import Mxfp4
+from kvconvert.models.formats.integers import Awq, CompressedTensors, Gptq
 
 __all__ = ["FORMATS", "Encoded", "Packing", "SourceFormat", "find_format"]
 
