@@ -17,9 +17,8 @@ from kvconvert.kernels.pages import (
     raise_if_flagged,
     unsupported,
 )
-from kvconvert.runtime.cache.buffer import TokenBuffer, remove_tokens
 from kvconvert.runtime.cache.forward_pass import Compression, PendingPages, UnreadFlags
-from kvconvert.runtime.cache.pool import UNIT
+from kvconvert.runtime.cache.pool import UNIT, TokenBuffer, remove_tokens
 from kvconvert.runtime.cache.prompts import SealSpan
 from kvconvert.runtime.cache.sequence import Sequence
 from kvconvert.runtime.cache.store import Group, LayerStore

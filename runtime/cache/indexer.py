@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvconvert.runtime.cache.buffer import CPU_GROWTH, GPU_GROWTH, TokenBuffer
+from kvconvert.runtime.cache.pool import CPU_GROWTH, GPU_GROWTH, TokenBuffer
 
 _LARGEST = 127
 

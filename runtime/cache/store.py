@@ -18,10 +18,9 @@ from kvconvert.kernels.rotate import KERNEL_DTYPES, largest_appended
 from kvconvert.kernels.select import select_tokens
 from kvconvert.kernels.spans import Span, quantize_span
 from kvconvert.methods import KVScheme
-from kvconvert.runtime.cache.buffer import CPU_GROWTH, GPU_GROWTH, TokenBuffer
 from kvconvert.runtime.cache.forward_pass import ForwardPass, PassTokens
 from kvconvert.runtime.cache.groups import LayerGroup
-from kvconvert.runtime.cache.pool import PageStorage
+from kvconvert.runtime.cache.pool import CPU_GROWTH, GPU_GROWTH, PageStorage, TokenBuffer
 from kvconvert.runtime.cache.prompts import SealEviction, SealSpan
 from kvconvert.runtime.cache.sequence import Sequence
 

@@ -22,7 +22,7 @@ from kvconvert.kernels.sampling import sample
 from kvconvert.models import CACHE
 from kvconvert.models.configuration import changing_rope, context_length
 from kvconvert.runtime.cache.compress import raise_found
-from kvconvert.runtime.cache.prompt_tables import TableCapacity
+from kvconvert.runtime.cache.prompt_pass import TableCapacity
 from kvconvert.runtime.hf.cache_layers import rotary_switch
 from kvconvert.runtime.hf.captured import ShortBatch, prepare_steps, tokens_with_pages
 from kvconvert.runtime.hf.captured_passes import MOST_TOKENS

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from threading import Lock
 
     from kvconvert.runtime.cache.pool import PageNumbers
-    from kvconvert.runtime.cache.snapshot import Snapshot
+    from kvconvert.runtime.cache.session import Snapshot
     from kvconvert.runtime.engine.request import Request
 
 # Pages kept where `kv_memory` sets no limit: prefixes of 131,072 tokens.

@@ -14,10 +14,9 @@ from kvconvert.errors import CacheError, UnsupportedModelError
 from kvconvert.kernels.attention import Choice, choice_of
 from kvconvert.kernels.decode import ResidualTokens, paged_attention
 from kvconvert.kernels.pages import LayerFormat, PageFormat
-from kvconvert.runtime.cache.attend import commit, store_and_attend
+from kvconvert.runtime.cache.attend import attend_latents, commit, store_and_attend
 from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import LayerTokens, PassTokens, layer_tokens
-from kvconvert.runtime.cache.latent import attend_latents
 from kvconvert.runtime.cache.reconstruct import score_and_attend
 from kvconvert.runtime.cache.store import LayerStore
 from kvconvert.runtime.hf.handles import KeyHandle, MaskHandle

@@ -36,7 +36,7 @@ from kvconvert.runtime.cache.compress import compress, read_flags, seal
 from kvconvert.runtime.cache.forward_pass import ModalityMask
 from kvconvert.runtime.cache.groups import LayerGroup, geometry
 from kvconvert.runtime.cache.sequence import Sequence
-from kvconvert.runtime.cache.snapshot import Snapshot
+from kvconvert.runtime.cache.session import Snapshot
 from kvconvert.runtime.cache.steps import TableRegistry
 from kvconvert.runtime.cache.store import Group, LayerStore
 from kvconvert.runtime.hf.cache_layers import CacheLayers

@@ -1,6 +1,6 @@
 """Passes over prompts and decoding rows as CUDA graphs, recorded for a few numbers of tokens, to which they are padded.
 
-All that changes from pass to pass is in tables of fixed addresses and fixed rooms (`runtime/cache/prompt_tables.py`,
+All that changes from pass to pass is in tables of fixed addresses and fixed rooms (`runtime/cache/prompt_pass.py`,
 `runtime/cache/steps.py`), so that a pass costs the host its plan, an upload and a replay. Tokens beyond a pass's own
 are computed and stored nowhere. A pass is recorded when it comes the second time, or at once within `preparing`. The
 first recording of a kind, whatever its tokens, is used only if its replay gives the logits of the layers' own launches.

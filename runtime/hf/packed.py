@@ -28,8 +28,7 @@ from kvconvert.kernels.pages import LayerFormat
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.runtime.cache.attend import attend, store_and_attend
 from kvconvert.runtime.cache.forward_pass import PassTokens, layer_tokens
-from kvconvert.runtime.cache.prompt_pass import PlannedChunk, PromptPass, unplanned
-from kvconvert.runtime.cache.prompt_tables import TableCapacity
+from kvconvert.runtime.cache.prompt_pass import PlannedChunk, PromptPass, TableCapacity, unplanned
 from kvconvert.runtime.cache.steps import PlannedStep, can_plan_steps
 from kvconvert.runtime.cache.store import LayerStore
 from kvconvert.runtime.hf.handles import KeyHandle, LatentHandle, MaskHandle

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvconvert.kernels.convolution import CHUNK, SideBySide, chunks_of, ends_of, owners_of
-from kvconvert.runtime.cache.prompt_tables import TableCapacity
+from kvconvert.runtime.cache.prompt_pass import TableCapacity
 from kvconvert.runtime.hf.layer import StateLayer
 
 # Numbers by which a table is moved, so that kernels have aligned addresses.

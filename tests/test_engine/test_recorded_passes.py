@@ -8,7 +8,7 @@ import torch
 from tiny.models import tiny_model
 
 from kvconvert.methods import KVScheme
-from kvconvert.runtime.cache.prompt_tables import TableCapacity
+from kvconvert.runtime.cache.prompt_pass import TableCapacity
 from kvconvert.runtime.engine.model_steps import ModelSteps
 from kvconvert.runtime.hf.captured_passes import SIZES, CapturedPasses
 from kvconvert.runtime.hf.generation import adopt

@@ -9,7 +9,7 @@ from kvconvert.kernels.convolution import chunks_of, ends_of, owners_of
 from kvconvert.methods import KVScheme
 from kvconvert.models import CACHE
 from kvconvert.runtime import Engine
-from kvconvert.runtime.cache.prompt_tables import TableCapacity
+from kvconvert.runtime.cache.prompt_pass import TableCapacity
 from kvconvert.runtime.hf.generation import adopt
 from kvconvert.runtime.hf.prompt_places import PromptPlaces
 

@@ -10,8 +10,8 @@ from kvconvert.kernels import decode, device
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache.attend import commit
-from kvconvert.runtime.cache.buffer import CPU_GROWTH, GPU_GROWTH, BufferGrowth, TokenBuffer, remove_tokens
 from kvconvert.runtime.cache.forward_pass import PassTokens
+from kvconvert.runtime.cache.pool import CPU_GROWTH, GPU_GROWTH, BufferGrowth, TokenBuffer, remove_tokens
 
 SCHEME = KVScheme(sink_tokens=4, key_recent_tokens=8, value_recent_tokens=8)
 

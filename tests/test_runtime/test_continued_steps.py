@@ -11,10 +11,10 @@ from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache import steps
 from kvconvert.runtime.cache.attend import attend, commit
-from kvconvert.runtime.cache.buffer import CPU_GROWTH, GPU_GROWTH
 from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import PassTokens
 from kvconvert.runtime.cache.group_tables import GroupTables
+from kvconvert.runtime.cache.pool import CPU_GROWTH, GPU_GROWTH
 from kvconvert.runtime.cache.steps import PlannedStep
 
 DIM, STEPS = 16, 300

@@ -16,10 +16,10 @@ from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache import group_tables as tables_module
 from kvconvert.runtime.cache.attend import attend, commit
-from kvconvert.runtime.cache.buffer import GPU_GROWTH
 from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import ModalityMask, PassTokens
 from kvconvert.runtime.cache.group_tables import GroupTables
+from kvconvert.runtime.cache.pool import GPU_GROWTH
 from kvconvert.runtime.cache.steps import entries_needed
 from kvconvert.runtime.cache.store import LayerStore
 
