@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from weights_docs import beside_peers
 from weights_measure import SourceScores
 
-from kvconvert.data.mixture import load_mixture
+from kvconvert.data.samples import load_mixture
 from kvconvert.data.text import spaced_samples
 from kvconvert.fidelity.evaluate import versions
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight

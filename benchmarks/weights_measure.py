@@ -18,7 +18,7 @@ from kvconvert.calibration.weight_grid import WeightGrid
 from kvconvert.convert.input_capture import CalibrationInputs
 from kvconvert.convert.layer_runner import LayerRunner, RunnerInputs
 from kvconvert.convert.passes import make_passes
-from kvconvert.data.mixture import load_mixture
+from kvconvert.data.samples import load_mixture
 from kvconvert.data.sources import Sources
 from kvconvert.data.text import with_random_tokens
 from kvconvert.errors import UsageError

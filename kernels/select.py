@@ -1,7 +1,15 @@
-"""Which prompt tokens a layer keeps (MiniKV): heavy hitters by their attention mass, and the newest.
+"""Which tokens of a prompt a layer keeps: heavy hitters by their attention mass and the newest (MiniKV), or those that
+the prompt can be reconstructed from (KVzip, arXiv 2505.23416, section 3).
 
 A token's attention mass is the sum of the attention weights that queries give it. The Triton kernels for it share their
 tiles with the prompt's attention and lie with that, in `kernels/prompt/triton`.
+
+For reconstruction the prompt is read a second time, right after itself, and the score of a stored token in a KV head is
+the largest attention weight that any query of the repetition gives it there. The repetition is read in parts: a query
+attends to the stored tokens of its own part, to the first tokens of the prompt, and to the repeated tokens of its part
+up to itself, so that the work is linear in the prompt's length. (The paper's queries attend to the whole prompt, and
+each part follows an instruction in words.) All heads of all layers share one budget: which of them retrieve differs
+from model to model far more than tokens do.
 """
 
 from __future__ import annotations
@@ -11,6 +19,7 @@ from collections.abc import Callable
 import torch
 
 from kvconvert.kernels import device, prompt
+from kvconvert.kernels.attention import capped
 from kvconvert.kernels.prompt import BLOCK_SCORES, attention_and_log_sum_exp, is_fallback, weight_blocks
 
 
@@ -113,3 +122,118 @@ def selective_attention(
     return output, column_sums(
         queries, keys, None, scaling, softcap, sink_logits, window=window, log_sum_exp=log_sum_exp
     )
+
+
+# At a time: what fits a processor's cache; few launches of a GPU.
+_BLOCK_SCORES = {"cpu": 1 << 21, "cuda": 1 << 27}
+
+
+def repeated_attention(
+    queries: torch.Tensor,
+    repeated: tuple[torch.Tensor, torch.Tensor],
+    stored: tuple[torch.Tensor, torch.Tensor],
+    start: int,
+    part: int,
+    sink_tokens: int,
+    scaling: float,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of repeated tokens of one sequence, and the scores of the stored tokens that they repeat.
+
+    The Triton kernels for prompts take all parts at a time, products of matrices with a softmax in float32 several.
+
+    Args:
+        queries: [H, G, T, D], G query heads for each KV head.
+        repeated: keys [H, T, D] and values [H, T, E] of the repetition.
+        stored: keys [H, n, D] and values [H, n, E] of the prompt.
+        start: the token of the prompt that the first query repeats, no sink token; a part begins there.
+        part: tokens of a part, of which the last may have fewer.
+        sink_tokens: first tokens of the prompt that all queries attend to.
+        scaling, softcap: as in attention.
+
+    Returns:
+        [H, G, T, E] in the queries' dtype, and float32 [H, T]: the largest weight that each of the tokens start ...
+        start + T - 1 receives from the queries of its part.
+    """
+    heads, group, length, dim = queries.shape
+    reason = prompt.unsupported(queries[0], stored[0], stored[1], scaling)
+    if reason and prompt.is_fallback(queries[0]):
+        device.fall_back("Attention of a repeated prompt", reason)
+    is_cpu = queries.device.type == "cpu"
+    dtype = torch.float32 if reason and is_cpu else queries.dtype  # processors are slow at others
+    output = queries.new_empty(heads, group, length, stored[1].shape[2])
+    found = torch.empty(heads, length, dtype=torch.float32, device=queries.device)
+    step = max(1, _BLOCK_SCORES["cpu" if is_cpu else "cuda"] // (heads * group * part * (sink_tokens + 2 * part)))
+    begin = 0
+    while begin < length:
+        size = min(part, length - begin)
+        parts = (length - begin) // size
+        parts = min(step, parts) if reason else parts
+        own, of_prompt = (slice(at, at + parts * size) for at in (begin, start + begin))
+        # What queries of a part attend to, in an order in which their attention is causal.
+        keys, values = (
+            torch.cat(
+                [
+                    side[:, None, :sink_tokens].expand(-1, parts, -1, -1),
+                    side[:, of_prompt].unflatten(1, (parts, size)),
+                    again[:, own].unflatten(1, (parts, size)),
+                ],
+                2,
+            )
+            .flatten(0, 1)
+            .to(dtype)
+            for side, again in zip(stored, repeated, strict=True)
+        )
+        asked = queries[:, :, own].unflatten(2, (parts, size)).transpose(1, 2).reshape(-1, group * size, dim).to(dtype)
+        by_part = _in_kernels if reason is None else _by_products
+        attended, largest = by_part(asked, keys, values, size, scaling, softcap)
+        found[:, own] = largest[:, sink_tokens : sink_tokens + size].reshape(heads, -1)
+        attended = attended.view(heads, parts, group, size, -1)
+        output[:, :, own] = attended.transpose(1, 2).flatten(2, 3).to(output.dtype)
+        begin = own.stop
+    return output, found
+
+
+def _in_kernels(
+    asked: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, size: int, scaling: float, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of [P, G * size, D] queries, `size` of each head, to [P, n, D] keys, of which the last `size` are their
+    own, and the largest weight of each key, float32 [P, n]."""
+    from kvconvert.kernels.prompt.triton import launch
+
+    asked = asked.view(-1, size, asked.shape[2])
+    attended, log_sum_exp = launch.attention(asked, keys, values, scaling, softcap)
+    return attended, launch.column_sums(asked, keys, log_sum_exp, scaling, softcap, maxima=True)
+
+
+def _by_products(
+    asked: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, size: int, scaling: float, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_in_kernels` on every device."""
+    mask = torch.zeros(size, keys.shape[1], dtype=asked.dtype, device=asked.device)
+    mask[:, -size:] = torch.full_like(mask[:, -size:], float("-inf")).triu(1)
+    mask = mask.repeat(asked.shape[1] // size, 1)
+    if softcap:
+        scores = mask + capped(torch.bmm(asked, keys.transpose(1, 2)), scaling, softcap)
+    else:
+        scores = torch.baddbmm(mask, asked, keys.transpose(1, 2), alpha=scaling)
+    weights = torch.softmax(scores, -1, dtype=torch.float32)
+    return torch.bmm(weights.to(asked.dtype), values), weights.amax(1)
+
+
+def share_pages(scores: torch.Tensor, pages: int, page_size: int) -> list[int]:
+    """How many pages each head keeps, so that together they keep the best tokens that fit `pages` pages.
+
+    A head's pages hold its tokens in descending order of their scores; of all heads' pages those with the largest mean
+    are kept, ties going to the earlier head. No head keeps all of its tokens.
+
+    Args:
+        scores: float [heads of all layers, n]; infinity for tokens that have to be kept.
+        pages: how many there are, at most those that the heads have whole.
+        page_size: tokens of a page.
+    """
+    whole = (scores.shape[1] - 1) // page_size
+    ordered = scores.sort(-1, descending=True).values[:, : whole * page_size]
+    means = ordered.unflatten(1, (whole, page_size)).mean(2)
+    best = means.flatten().sort(descending=True, stable=True).indices[:pages] // whole
+    return torch.bincount(best, minlength=len(scores)).tolist()

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import kvconvert.models  # noqa: F401, first: it refuses an unsupported version of transformers
 from kvconvert.runtime.hf import attention, bundle_quantizer
 from kvconvert.runtime.hf.cache import KVCache
+from kvconvert.runtime.hf.cache_layers import CacheStats
 from kvconvert.runtime.hf.generation import watch_inputs
 from kvconvert.runtime.hf.load import load
 from kvconvert.runtime.hf.reconstruct import seal_prompt
-from kvconvert.runtime.hf.stats import CacheStats
 
 if TYPE_CHECKING:
     from kvconvert.runtime.engine import Engine, Sampling

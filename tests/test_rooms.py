@@ -215,9 +215,9 @@ def test_triton_is_imported_by_the_kernels_alone_and_these_by_their_operations_d
     for name, path in modules().items():
         if ".triton" in name:
             continue
-        # kernels/OPERATION/__init__.py, or an operation of one file
+        # kernels/OPERATION/__init__.py, or the operation of one file
         is_dispatch = path.parent.parent == ROOT / "kernels" and path.name == "__init__.py"
-        is_dispatch |= path in (ROOT / "kernels" / "select.py", ROOT / "kernels" / "reconstruct.py")
+        is_dispatch |= path == ROOT / "kernels" / "select.py"
         for found in imports(path):
             assert found.split(".")[0] != "triton", f"{path}: {found}"
             assert ".triton" not in found or is_dispatch, f"{path}: {found}"

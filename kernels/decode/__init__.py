@@ -1,16 +1,26 @@
 """Attention over everything that a cache has stored: one softmax over pages, spans and full-precision tokens.
 
 Prompts that have nothing quantized before them go to `kernels/prompt/__init__.py`.
+
+The CPU's path, and the slower one of every other device, goes tile by tile in plain PyTorch. Every tile of pages and
+every batch of residual windows contributes a partial (maximum, sum of exponentials, weighted values) per sequence, and
+partials are merged, so that nothing larger than a tile is ever dequantized. Codes of pages are unpacked to float32 in
+three passes over memory that is used again and again. Scales are multiplied into the queries and the weights where
+these are few; where they are many, the codes themselves are dequantized, once for all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 
 import torch
 
 from kvconvert.kernels import device
-from kvconvert.kernels.decode.cpu import divided_pages, paged_attention, pages_per_tile
+from kvconvert.kernels.attention import StreamingSoftmax, capped
+from kvconvert.kernels.code_bits import LANE_BITS, field_bits, fields_per_lane
 from kvconvert.kernels.decode.plan import (
     MOST_ROWS,
     PageTables,
@@ -22,7 +32,11 @@ from kvconvert.kernels.decode.plan import (
     Visibility,
 )
 from kvconvert.kernels.device import runs_triton
-from kvconvert.kernels.page_formats import PAGE_SIZE, LayerFormat
+from kvconvert.kernels.page_formats import PAGE_SIZE, ChannelScales, LayerFormat
+from kvconvert.kernels.pages.center import projected_scores
+from kvconvert.kernels.pages.records import PageTensors
+from kvconvert.kernels.pages.reference import page_codes
+from kvconvert.kernels.spans import shift_scores, span_scores, weighted_span_values
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOST_CHANNELS = 256
@@ -122,3 +136,288 @@ def decode_attention(
             output=output[:, :, start : start + at_once],
         )
     return output
+
+
+# Bytes of scores and gathered queries that one tile may take; measured: larger tiles leave the last-level cache.
+TILE_BYTES = 3 << 20
+# Shapes of shared memory that are remembered.
+MOST_VIEWS = 256
+
+
+def divided_pages(counts: Iterable[tuple[int, int, int]], step: int) -> list[list[tuple[int, int]]]:
+    """All pages of some rows as (row, page), those that attention on a CPU takes at once side by side.
+
+    Args:
+        counts: for each row, its number and its numbers of key pages and value pages.
+        step: how many of the pages that are quantized on both sides, which come first; the others come one by one.
+    """
+    both: list[tuple[int, int]] = []
+    half: list[list[tuple[int, int]]] = []
+    for row, keys, values in counts:
+        both += [(row, page) for page in range(min(keys, values))]
+        half += [[(row, page)] for page in range(min(keys, values), max(keys, values))]
+    return [both[i : i + step] for i in range(0, len(both), step)] + half
+
+
+def pages_per_tile(num_query_heads: int, num_queries: int, format: LayerFormat) -> int:
+    """How many pages one tile should hold, so that its scores and dequantized codes stay within `TILE_BYTES`."""
+    keys, values = format.keys, format.values
+    scores = num_query_heads * num_queries * (keys.page_size + keys.head_dim)
+    codes = keys.heads * keys.page_size * max(keys.head_dim, values.head_dim)
+    return max(1, TILE_BYTES // (4 * (scores + codes)))
+
+
+def paged_attention(
+    queries: torch.Tensor,
+    tiles: Iterable[PageTile],
+    residuals: Iterable[ResidualTokens],
+    format: LayerFormat,
+    scaling: float,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+    spans: Iterable[SpanTokens] = (),
+) -> torch.Tensor:
+    """Attention of a batch of ragged sequences, each query over its own sequence's stored tokens.
+
+    Args:
+        queries: [B, Hq, T, D], rotated if the keys are.
+        tiles: the pages, in any order and grouping.
+        residuals: the full-precision tokens, one softmax block each.
+        format: the format of the layer's pages.
+        scaling, softcap, sink_logits: as in `attention_reference`.
+        spans: at most one entry per row.
+
+    Returns:
+        float32 [B, Hq, T, E]; zeros where a query sees nothing.
+    """
+    batch, query_heads, length, _ = queries.shape
+    heads = format.keys.heads
+    # All queries that read one KV head are rows of one matrix, so a code is unpacked once for the whole group.
+    grouped = queries.float().reshape(batch, heads, query_heads // heads * length, -1)
+    # Soft caps need the scores themselves.
+    scaled = grouped if softcap else grouped * scaling
+    center = format.key_tensors.center
+    projected = None if center is None else scaled @ center.matrix.float()
+    softmax = StreamingSoftmax(batch)
+
+    def weights_of(
+        scores: torch.Tensor,
+        rows: torch.Tensor | None,
+        visible: torch.Tensor | None,
+        hidden: Sequence[tuple[int, int]] = (),
+    ) -> torch.Tensor:
+        if softcap:
+            scores = capped(scores, scaling, softcap)
+        # After the cap, which makes every score finite.
+        for page, count in hidden:
+            scores[page, ..., :count] = float("-inf")
+        return softmax.weights(scores if visible is None else _hide(scores, visible, length), rows)
+
+    for tile in tiles:
+        rows = None if batch == 1 else tile.rows
+        scores = page_scores(_of_rows(scaled, rows), tile.keys, format)
+        if projected is not None and not isinstance(tile.keys, torch.Tensor):
+            scores += projected_scores(_of_rows(projected, rows), tile.positions, format.keys.page_size, center)
+        weights = weights_of(scores, rows, tile.visible, tile.hidden)
+        softmax.add(weighted_page_values(weights, tile.values, format), rows)
+    for part in residuals:
+        rows = None if batch == 1 else part.rows
+        scores = _of_rows(scaled, rows) @ part.keys.float().transpose(2, 3)
+        softmax.add(weights_of(scores, rows, part.visible) @ part.values.float(), rows)
+    for part in spans:
+        rows = None if batch == 1 else torch.tensor([part.row], device=queries.device)
+        scores = torch.cat([span_scores(grouped[part.row], span, part.format) for span in part.spans], -1)
+        scores = shift_scores(capped(scores, scaling, softcap), part.format, part.clamped_rows)[None]
+        visible = None if part.visible is None else part.visible[None]
+        weights = softmax.weights(scores if visible is None else _hide(scores, visible, length), rows)
+        parts = weights[0].split([span.tokens for span in part.spans], -1)
+        output = sum(weighted_span_values(w, span, part.format) for w, span in zip(parts, part.spans, strict=True))
+        softmax.add(output[None], rows)
+    if sink_logits is not None:
+        sink_logits = sink_logits.float().view(1, heads, -1, 1).expand(-1, -1, -1, length).reshape(1, heads, -1)
+    output = softmax.finish(sink_logits)
+    if output is None:
+        return queries.new_zeros(batch, query_heads, length, format.values.head_dim, dtype=torch.float32)
+    return output.view(batch, query_heads, length, -1)
+
+
+def _of_rows(queries: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    """The queries [B, ...] of each block; those of the only row, or of every row in order, where `rows` is None."""
+    return queries if rows is None else queries[rows]
+
+
+def _hide(scores: torch.Tensor, visible: torch.Tensor, length: int) -> torch.Tensor:
+    """Scores [N, H, R, n], R = query heads per KV head * T, with -inf where `visible` [N, H or 1, T, n] is false."""
+    n, heads, rows, tokens = scores.shape
+    by_query = scores.view(n, heads, rows // length, length, tokens)
+    return by_query.masked_fill_(~visible.unsqueeze(2), float("-inf")).view(n, heads, rows, tokens)
+
+
+def page_scores(queries: torch.Tensor, pages: PageTensors | torch.Tensor, format: LayerFormat) -> torch.Tensor:
+    """Dot products of queries float32 [N or 1, H, R, D] with N pages of keys, or full-precision keys [N, H, P, D].
+
+    Returns:
+        float32 [N, H, R, P].
+    """
+    if isinstance(pages, torch.Tensor):
+        return queries @ pages.float().transpose(2, 3)
+    f = format.keys
+    if f.bits == 16:
+        return queries @ pages.codes.float().transpose(2, 3)
+    # A row [N, H, groups, 1, D] for each group of tokens.
+    scale, offset = _scales(pages, format.key_tensors.static)
+    groups = f.page_size // f.group_size
+    few = queries.shape[2] * groups <= f.page_size
+    if f.boosted:
+        codes, weights = page_codes(pages, format.key_tensors.boosted).transpose(2, 3).float(), None
+    else:
+        codes, weights = _unpacked(pages.codes, f.bits, in_place=few)
+    codes = codes.unflatten(2, (groups, f.group_size))
+    if few:
+        scores = _grouped_product(queries, scale, offset, codes, weights)
+    else:
+        scores = queries @ codes.mul_(scale).add_(offset).flatten(2, 3).transpose(2, 3)
+    return scores if pages.norm is None else scores.mul_(pages.norm.float().unsqueeze(2))
+
+
+def weighted_page_values(weights: torch.Tensor, pages: PageTensors | torch.Tensor, format: LayerFormat) -> torch.Tensor:
+    """Sums of N pages of values, or of full-precision values [N, H, P, E], by weights float32 [N, H, R, P].
+
+    Returns:
+        float32 [N, H, R, E].
+    """
+    if isinstance(pages, torch.Tensor):
+        return weights @ pages.float()
+    f, static = format.values, format.value_tensors.static
+    if f.bits == 16:
+        return weights @ pages.codes.float()
+    if f.static:
+        # Tokens share the scales, which therefore leave the product.
+        codes, _ = _unpacked(pages.codes, f.bits, in_place=False)
+        offset = weights.sum(-1, keepdim=True) * static.offset.float().unsqueeze(1)
+        return (weights @ codes.transpose(2, 3)).mul_(static.scale.float().unsqueeze(1)).add_(offset)
+    # A row [N, H, groups, 1, P] for each group of channels.
+    scale, offset = _scales(pages, None)
+    groups = f.head_dim // f.group_size
+    few = weights.shape[2] * groups <= f.head_dim
+    codes, places = _unpacked(pages.codes, f.bits, in_place=few)
+    codes = codes.unflatten(2, (groups, f.group_size))
+    if few:
+        return _grouped_product(weights, scale, offset, codes, places)
+    return weights @ codes.mul_(scale).add_(offset).flatten(2, 3).transpose(2, 3)
+
+
+def _scales(pages: PageTensors, static: ChannelScales | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and offset of the pages' groups, or the layer's: float32 [N or 1, H, groups, 1, k]."""
+    if static is not None:
+        return tuple(part.float()[None, :, None, None] for part in static)
+    if pages.scales is None:
+        return tuple(part.float().transpose(2, 3).unsqueeze(3) for part in pages.group_scales)
+    return pages.scales.float().unsqueeze(4).unbind(2)
+
+
+def _grouped_product(
+    left: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, codes: torch.Tensor, places: torch.Tensor | None
+) -> torch.Tensor:
+    """left (codes scale + offset)^T with the scales multiplied into `left`.
+
+    Args:
+        left: [N or 1, H, R, k].
+        scale, offset: [N or 1, H, G, 1, k].
+        codes: [N, H, G, n, k].
+        places: [G n], factors of the codes; None for 1.
+
+    Returns:
+        [N, H, R, G n].
+    """
+    count, heads, groups, n, inner = codes.shape
+    by_group = left.unsqueeze(2)
+    scaled = by_group * scale
+    if len(scaled) != count:
+        scaled = scaled.expand(count, -1, -1, -1, -1)
+    product = torch.bmm(scaled.reshape(-1, left.shape[2], inner), codes.view(-1, n, inner).transpose(1, 2))
+    product = product.view(count, heads, groups, -1, n)
+    offset = (by_group * offset).sum(-1, keepdim=True)
+    product = product.add_(offset) if places is None else torch.addcmul(offset, product, places.view(groups, 1, n))
+    return product.squeeze(2) if groups == 1 else product.transpose(2, 3).flatten(3)
+
+
+def _unpacked(words: torch.Tensor, bits: int, in_place: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Codes of words int16 [N, H, lanes, rows], packed along tokens of keys or channels of values, as float32.
+
+    Args:
+        words: the words of some pages.
+        bits: width of a code.
+        in_place: leave every code where it is in its word, which saves a pass over memory: what comes back is then the
+            code times a power of two that its place along the packed axis has.
+
+    Returns:
+        [N, H, packed axis, other axis], valid until the next call on the same thread; and the reciprocals of these
+        powers, [packed axis], or None where codes are themselves.
+    """
+    if bits == 3:
+        rows = words.shape[3] * 2 // 3
+        upper, lowest = words.split([rows, words.shape[3] - rows], 3)
+        codes, _ = _unpacked(upper, 2, in_place=False)
+        return codes.mul_(2).add_(_fields(lowest, 1)[..., : codes.shape[3]]), None
+    if in_place and bits > 1 and words.device.type == "cpu":
+        planes, lanes = fields_per_lane(bits), words.shape[2]
+        masks, places = _places_in_word(bits, lanes, words.device)
+        fields = _workspace(torch.int16, words.device, (*words.shape[:2], planes, lanes, words.shape[3]))
+        # The highest field has the sign's bit: as a number without one it is its code times the power, too.
+        fields = torch.bitwise_and(words.unsqueeze(2), masks, out=fields).view(torch.uint16).flatten(2, 3)
+        return _workspace(torch.float32, words.device, fields.shape).copy_(fields), places
+    fields = _fields(words, bits)
+    return _workspace(torch.float32, words.device, fields.shape).copy_(fields), None
+
+
+def _fields(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """`_unpacked` as int16, of codes that lie in one plane."""
+    n, heads, lanes, rows = words.shape
+    planes, parts = fields_per_lane(bits), field_bits(bits) // bits
+    shape = (n, heads, planes, lanes, parts, rows)
+    fields = _workspace(torch.int16, words.device, shape)
+    # The shift is arithmetic; the mask removes the sign that it drags in.
+    torch.bitwise_right_shift(words[:, :, None, :, None], _places(bits, words.device), out=fields)
+    return fields.bitwise_and_(2**bits - 1).view(n, heads, planes * lanes, parts * rows)
+
+
+@lru_cache(maxsize=32)
+def _places(bits: int, device: torch.device) -> torch.Tensor:
+    """Where the fields of a word begin, in bits: int16 [planes, 1, parts, 1]; see `kernels/packing.py` for 1 bit."""
+    with torch.inference_mode(False):
+        places = torch.arange(0, LANE_BITS, bits, dtype=torch.int16, device=device)
+        return places.view(fields_per_lane(bits), 1, -1, 1)
+
+
+@lru_cache(maxsize=64)
+def _places_in_word(bits: int, lanes: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Masks of a word's fields, int16 [planes, 1, 1], and what makes codes of them, float32 [planes lanes]."""
+    with torch.inference_mode(False):
+        begins = torch.arange(0, LANE_BITS, bits, device=device)
+        masks = ((2**bits - 1) << begins).to(torch.int16)
+        return masks.view(-1, 1, 1), (0.5**begins).float().repeat_interleave(lanes)
+
+
+_workspaces = threading.local()
+
+
+def _workspace(dtype: torch.dtype, device: torch.device, shape: tuple[int, ...]) -> torch.Tensor:
+    """Uninitialised memory that one thread's calls share, for what is used up before the next call.
+
+    Fresh memory of this size would come from the operating system page by page, for every layer and step. On a CPU
+    alone; elsewhere torch keeps memory by itself.
+    """
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    views = _workspaces.__dict__.setdefault(dtype, {})
+    if shape not in views:
+        size = math.prod(shape)
+        whole = views.get(())
+        if whole is None or whole.numel() < size or len(views) > MOST_VIEWS:
+            with torch.inference_mode(False):
+                whole = torch.empty(size if whole is None else max(size, whole.numel()), dtype=dtype)
+            views.clear()
+            views[()] = whole
+        views[shape] = whole[:size].view(shape)
+    return views[shape]

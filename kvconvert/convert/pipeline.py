@@ -64,8 +64,7 @@ from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.passes import layer_jobs, resolve_layers
 from kvconvert.convert.work_files import check_place
 from kvconvert.convert.workdir import WorkDir, WorkState
-from kvconvert.data.mixture import load_held_out_mixture, load_mixture
-from kvconvert.data.samples import load_samples
+from kvconvert.data.samples import load_held_out_mixture, load_mixture, load_samples
 from kvconvert.data.sources import Data, Sources
 from kvconvert.data.text import TokenData, with_random_tokens
 from kvconvert.errors import UnsupportedModelError, UsageError

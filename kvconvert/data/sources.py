@@ -21,8 +21,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
-from kvconvert.data.csv_rows import MOST_AT_ONCE, CsvRows
-from kvconvert.data.parquet_rows import ParquetRows
+from kvconvert.data.rows import MOST_AT_ONCE, CsvRows, ParquetRows
 from kvconvert.errors import DataError, KvconvertError, UsageError, first_line, listed, printable
 from kvconvert.io.hub import missing_below
 from kvconvert.io.json_text import parse_json

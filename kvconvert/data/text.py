@@ -3,7 +3,7 @@
 A SOURCE is a .txt, .jsonl, .json, .csv or .parquet file, a directory of one of these kinds, either of them with
 optional `::column`, source code or Markdown (a file, or a directory with files of `CODE`), a Hub data set id with
 optional `:config:split:column`, or a text that ships with kvconvert (`kvconvert:books-calib.txt`, public-domain novels;
-`kvconvert:code-calib.txt`, code and notes of earlier versions of kvconvert). `kvconvert.data.mixture` takes several.
+`kvconvert:code-calib.txt`, code and notes of earlier versions of kvconvert). `kvconvert.data.samples` takes several.
 
 How samples are cut, always without overlap and padding, so that every sample has exactly the requested length:
 
@@ -61,7 +61,7 @@ class TokenData:
         extras: for each sample the model's further inputs, as for a batch of that sample alone (pixel values, sizes,
             token types); empty for text.
         visual: which tokens stand for parts of images, bool [samples, length]; None for text.
-        warnings: sentences on what in them is unlike the model, see `kvconvert.data.mixture`.
+        warnings: sentences on what in them is unlike the model, see `kvconvert.data.samples`.
         random: how many of the last samples are random tokens, see `with_random_tokens`.
     """
 

@@ -10,12 +10,11 @@ import torch
 
 from kvconvert.kernels.chunked_prefill import PageReader, StoredPart, chunk_attention, stored_parts, unsupported
 from kvconvert.kernels.chunked_prefill.parts import Workspace
-from kvconvert.kernels.decode import decode_attention
-from kvconvert.kernels.decode.cpu import divided_pages, paged_attention, pages_per_tile
+from kvconvert.kernels.decode import decode_attention, divided_pages, paged_attention, pages_per_tile
 from kvconvert.kernels.decode.plan import PageTables, PageTile, ResidualTokens, ResidualWindows, SpanTokens
 from kvconvert.kernels.pages import PAGE_SIZE, PageAddresses
 from kvconvert.kernels.rotate import hadamard_transform, rotate_and_append, unsupported_append
-from kvconvert.vllm.layer import LayerBatch, LayerBlocks
+from kvconvert.vllm.blocks import LayerBatch, LayerBlocks
 from kvconvert.vllm.prompts import PackedPrompts
 from kvconvert.vllm.step import DecodeTables, Request, StepPlan
 

@@ -17,7 +17,7 @@ from kvconvert.kernels import ragged
 from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.vllm.attention import Logits
-from kvconvert.vllm.layer import LayerBlocks
+from kvconvert.vllm.blocks import LayerBlocks
 from kvconvert.vllm.prompts import WORKSPACE_BYTES, Flash, PackedPrompts, Packing, divide_prompts
 from kvconvert.vllm.rehearsal import begin, prepare, rehearse
 from kvconvert.vllm.step import DecodeTables, Request, StepPlan, plan_step

@@ -25,8 +25,7 @@ from kvconvert.kernels.ragged.tables import (
     ranges,
     unflattened,
 )
-from kvconvert.vllm.blocks import BlockLayout
-from kvconvert.vllm.layer import LayerBlocks
+from kvconvert.vllm.blocks import BlockLayout, LayerBlocks
 from kvconvert.vllm.step import Request, StepPlan
 
 # Room for the keys and values of the prompts of a pass in one layer: 131,072 tokens of 8 KV heads of 128 channels.

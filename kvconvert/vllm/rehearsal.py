@@ -11,7 +11,7 @@ from kvconvert.kernels.device import compiles
 from kvconvert.kernels.launches import begin_to_compile, make_ready, record_specializations
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.vllm.attention import LayerStep, Logits, quantize_pending
-from kvconvert.vllm.layer import LayerBlocks, alike
+from kvconvert.vllm.blocks import LayerBlocks, alike
 from kvconvert.vllm.prompts import Packing, divide_prompts
 from kvconvert.vllm.step import DecodeTables, plan_step
 

@@ -29,8 +29,7 @@ from kvconvert.kernels.decode.plan import (
 )
 from kvconvert.kernels.device import upload
 from kvconvert.kernels.pages import PAGE_SIZE
-from kvconvert.vllm.blocks import BlockLayout
-from kvconvert.vllm.layer import LayerBlocks
+from kvconvert.vllm.blocks import BlockLayout, LayerBlocks
 
 
 class Request(NamedTuple):

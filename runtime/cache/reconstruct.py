@@ -10,8 +10,8 @@ import math
 
 import torch
 
-from kvconvert.kernels.reconstruct import repeated_attention, share_pages
 from kvconvert.kernels.rotate import hadamard_transform
+from kvconvert.kernels.select import repeated_attention, share_pages
 from kvconvert.runtime.cache.store import Group, LayerStore
 
 PART = 512  # tokens of the prompt that a repeated token attends to; 512 and 1,024 keep alike

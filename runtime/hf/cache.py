@@ -39,8 +39,7 @@ from kvconvert.runtime.cache.sequence import Sequence
 from kvconvert.runtime.cache.session import Snapshot
 from kvconvert.runtime.cache.steps import TableRegistry
 from kvconvert.runtime.cache.store import Group, LayerStore
-from kvconvert.runtime.hf.cache_layers import CacheLayers
-from kvconvert.runtime.hf.fingerprint import fingerprint_of
+from kvconvert.runtime.hf.cache_layers import CacheLayers, CacheStats, fingerprint_of
 from kvconvert.runtime.hf.layer import (
     HeadwiseLayer,
     HybridLayer,
@@ -51,7 +50,6 @@ from kvconvert.runtime.hf.layer import (
     StateLayer,
 )
 from kvconvert.runtime.hf.packed import PackedCache
-from kvconvert.runtime.hf.stats import CacheStats
 
 LOST = "the low-bit KV cache: something between kvconvert and the model replaced it."
 

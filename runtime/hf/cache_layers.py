@@ -1,11 +1,16 @@
-"""What a cache is made of for a model and its KV schemes: the layers, and why some or all cannot have pages."""
+"""What a cache is made of for a model and its KV schemes: the layers, why some or all cannot have pages, what stored
+tokens depend on, and the figures of what is held.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig
 
 from kvconvert.cache import ModelCache
@@ -175,3 +180,80 @@ def rotary_switch(config: PretrainedConfig) -> int | None:
         return None
     switch = rope.get("original_max_position_embeddings")
     return switch if switch and switch < text_config.max_position_embeddings else None
+
+
+# Of what pages hold and where they begin; part of every fingerprint.
+LAYOUT = 1
+# Of a config: where it came from, and by what it is read.
+_UNRELATED = {"_name_or_path", "transformers_version", "dtype", "architectures", "quantization_config"}
+
+
+def fingerprint_of(
+    config: PretrainedConfig, schemes: Sequence[KVScheme | None], plan: Mapping[str, torch.Tensor], seal: str
+) -> str:
+    """A hash of model, schemes and KV plan.
+
+    Args:
+        config: of the model.
+        schemes: of all layers.
+        plan: see `KVCache`.
+        seal: of the manifest of the model's bundle; with "" the model is known by its config alone.
+    """
+    known = _related(config.to_dict())
+    described = [scheme and scheme.to_dict() for scheme in schemes]
+    found = hashlib.sha256(json.dumps([LAYOUT, seal, known, described], sort_keys=True, default=str).encode())
+    for name in sorted(plan):
+        tensor = plan[name].detach().cpu().contiguous()
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def _related(value: Any) -> Any:
+    """Plain values without what says nothing of the numbers, in nested configs, too."""
+    if isinstance(value, dict):
+        return {str(name): _related(part) for name, part in value.items() if name not in _UNRELATED}
+    return [_related(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """What a cache holds, measured from its tensors.
+
+    Attributes:
+        tokens: tokens stored by the longest layer, over all sequences.
+        residual_tokens: how many of them are in full precision (sink tokens and residual window).
+        pages: pages in use over all layers.
+        flushes: pages quantized so far.
+        clamped_rows: query rows for which CalibQuant's shift had to make different scores of a span equal, so far.
+        fallbacks: calls that a slower path served than the one meant for the device, over all layers; a warning gives
+            the reason of the first. Always 0 on a CPU, which has one path.
+        values: keys and values that the model's own cache would hold of these sequences, over all layers.
+        bytes_used, bytes_allocated: of pages with their metadata and of full-precision tokens, over all layers.
+        other_layers: layers that keep transformers' own cache (linear attention and the like), not counted above.
+    """
+
+    tokens: int
+    residual_tokens: int
+    pages: int
+    flushes: int
+    clamped_rows: int
+    fallbacks: int
+    values: int
+    bytes_used: int
+    bytes_allocated: int
+    other_layers: int
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits of a key or value at the present length, metadata and full-precision tokens included."""
+        return 8 * self.bytes_used / self.values if self.values else 0.0
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes per token over all layers."""
+        return self.bytes_used / self.tokens if self.tokens else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures as plain values."""
+        return asdict(self) | {"bits_per_value": self.bits_per_value, "bytes_per_token": self.bytes_per_token}

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from kvconvert.convert.input_capture import CalibrationInputs
 from kvconvert.convert.layer_runner import LayerRunner, RunnerInputs
-from kvconvert.data.mixture import load_mixture
+from kvconvert.data.samples import load_mixture
 from kvconvert.models.source import open_source
 
 ATTENTION, MLP = "self_attn.q_proj", "mlp.gate_proj"

@@ -15,7 +15,7 @@ from datasets.packaged_modules.json.json import Json
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from kvconvert.data import csv_rows, sources
+from kvconvert.data import rows, sources
 from kvconvert.data.sources import CALIBRATION, EVALUATION, HubSource, SourceTable, holds_conversations, local_files
 from kvconvert.data.text import load_held_out_samples, load_token_samples, token_data, with_random_tokens
 from kvconvert.errors import DataError, UsageError
@@ -445,7 +445,7 @@ def test_names_of_parquet_columns_that_are_no_text_are_one_sentence(tmp_path):
 
 @pytest.mark.parametrize("suffix", [".txt", ".py", ".md", ".jsonl", ".json", ".csv"])
 def test_a_file_of_terabytes_without_a_line_is_refused(tmp_path, monkeypatch, suffix):
-    for module in (sources, csv_rows):
+    for module in (sources, rows):
         monkeypatch.setattr(module, "MOST_AT_ONCE", 2**22)
     file = tmp_path / f"x{suffix}"
     with file.open("wb") as sparse:

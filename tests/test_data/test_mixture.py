@@ -5,12 +5,7 @@ import hashlib
 import pytest
 from test_data import CHAT, spoken, word_tokenizer, words, write_jsonl
 
-from kvconvert.data.mixture import (
-    load_held_out_mixture,
-    load_mixture,
-    shares,
-    unlike_the_model,
-)
+from kvconvert.data.samples import load_held_out_mixture, load_mixture, shares, unlike_the_model
 from kvconvert.data.sources import weighted_sources
 from kvconvert.data.text import load_token_samples
 from kvconvert.errors import DataError, UsageError

@@ -12,8 +12,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from kvconvert.data import parquet_rows, sources
-from kvconvert.data.parquet_rows import ParquetRows
+from kvconvert.data import rows, sources
+from kvconvert.data.rows import ParquetRows
 from kvconvert.data.sources import SourceTable
 from kvconvert.errors import DataError
 from kvconvert.models.templates import shared_renderer
@@ -89,8 +89,8 @@ def test_the_first_rows_of_a_file_that_repeats_a_long_text_are_read(tmp_path):
 
 
 def test_all_rows_together_take_no_more_of_a_processor_than_the_file_may(tmp_path, started, monkeypatch):
-    monkeypatch.setattr(parquet_rows, "_SECONDS", 0.2)
-    monkeypatch.setattr(parquet_rows, "MOST", 2**40)
+    monkeypatch.setattr(rows, "_SECONDS", 0.2)
+    monkeypatch.setattr(rows, "MOST", 2**40)
     file = written(tmp_path, pyarrow.table({"text": pyarrow.nulls(20_000_000, pyarrow.string())}))
     with pytest.raises(DataError, match=r"it takes more than 0\.2 seconds or 1024 MiB of memory"):
         for _ in ParquetRows([file]):
@@ -139,7 +139,7 @@ def test_a_program_that_is_ended_leaves_no_process(tmp_path, how):
     code = (
         # A shell ignores interrupts of what it runs in the background, and children inherit that.
         "import signal, sys, time; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from pathlib import Path; from kvconvert.data.parquet_rows import ParquetRows\n"
+        "from pathlib import Path; from kvconvert.data.rows import ParquetRows\n"
         "from kvconvert.models.templates import shared_renderer\n"
         "rows = iter(ParquetRows([Path(sys.argv[1])])); next(rows)\n"
         "print(shared_renderer()._process.pid, flush=True); time.sleep(60)"

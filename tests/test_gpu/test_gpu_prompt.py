@@ -9,8 +9,7 @@ from kvconvert.kernels import device as gpu_device
 from kvconvert.kernels.attention import attention_reference
 from kvconvert.kernels.prompt import prompt_attention, unsupported
 from kvconvert.kernels.prompt.triton import launch as kernels
-from kvconvert.kernels.reconstruct import repeated_attention
-from kvconvert.kernels.select import column_sums, selective_attention
+from kvconvert.kernels.select import column_sums, repeated_attention, selective_attention
 
 # Relative errors of the whole output: weights and outputs are rounded to the dtype once each.
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from kvconvert.kernels.attention import attention_reference
-from kvconvert.kernels.decode import PageTile, ResidualTokens, SpanTokens, paged_attention, pages_per_tile
-from kvconvert.kernels.decode.cpu import TILE_BYTES
+from kvconvert.kernels.decode import TILE_BYTES, PageTile, ResidualTokens, SpanTokens, paged_attention, pages_per_tile
 from kvconvert.kernels.pages import LayerFormat, PageFormat, dequantize_pages, quantize_pages
 from kvconvert.kernels.spans import SpanFormat, quantize_span, span_keys, span_values
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiny.attention import repeated_by_reference
 
-from kvconvert.kernels import reconstruct
-from kvconvert.kernels.reconstruct import repeated_attention, share_pages
+from kvconvert.kernels import select
+from kvconvert.kernels.select import repeated_attention, share_pages
 
 
 @pytest.mark.parametrize("length", [1, 64, 130, 192])
@@ -20,7 +20,7 @@ def test_parts_at_a_time_equal_one_masked_softmax(length, start, sinks, softcap,
     arguments = queries, repeated, stored, start, 64, sinks, 0.7, softcap
     expected = repeated_by_reference(*arguments)
     for scores in (1, 1 << 30):  # a part at a time, and all of them
-        monkeypatch.setitem(reconstruct._BLOCK_SCORES, "cpu", scores)
+        monkeypatch.setitem(select._BLOCK_SCORES, "cpu", scores)
         for found, wanted in zip(repeated_attention(*arguments), expected, strict=True):
             assert found.dtype == torch.float32
             torch.testing.assert_close(found.double(), wanted, atol=2e-6, rtol=1e-5)

@@ -11,7 +11,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from kvconvert import KVCache, KVScheme
 from kvconvert.errors import CacheError, RecipeError, UnsupportedModelError, UsageError
 from kvconvert.fidelity.scoring import Decoder, Work, compare, estimate_seconds, generate_greedily
-from kvconvert.kernels.reconstruct import share_pages
+from kvconvert.kernels.select import share_pages
 from kvconvert.models.configuration import model_cache
 from kvconvert.runtime import Engine, seal_prompt
 from kvconvert.runtime.cache.reconstruct import PART

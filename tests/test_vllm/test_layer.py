@@ -17,8 +17,7 @@ from kvconvert.kernels.pages import dequantize_pages, page_centers, quantize_pag
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.methods import KVScheme
 from kvconvert.vllm.attention import PLAIN, LayerStep, Logits, quantize_pending
-from kvconvert.vllm.blocks import BlockLayout, block_layouts
-from kvconvert.vllm.layer import LayerBatch, LayerBlocks, alike
+from kvconvert.vllm.blocks import BlockLayout, LayerBatch, LayerBlocks, alike, block_layouts
 from kvconvert.vllm.prompts import Flash, PackedPrompts, Packing, divide_prompts
 from kvconvert.vllm.rehearsal import rehearse
 from kvconvert.vllm.step import DecodeTables, StepPlan, plan_step

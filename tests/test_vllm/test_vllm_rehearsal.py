@@ -7,8 +7,8 @@ from kvconvert.kernels.device import GPU, imagined
 from kvconvert.kernels.launches import record_specializations
 from kvconvert.vllm import rehearsal
 from kvconvert.vllm.attention import PLAIN
+from kvconvert.vllm.blocks import LayerBlocks
 from kvconvert.vllm.bundle import served_bundle
-from kvconvert.vllm.layer import LayerBlocks
 from kvconvert.vllm.prompts import Packing
 from kvconvert.vllm.step import DecodeTables
 
