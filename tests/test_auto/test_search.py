@@ -11,7 +11,7 @@ from tiny.checkpoints import save_checkpoint, save_text
 from tiny.models import ARCHITECTURES
 from transformers import AutoConfig
 
-from kvconvert import Recipe, calibrate, export, load
+from kvconvert import KVCache, Recipe, calibrate, export, load
 from kvconvert.auto import search
 from kvconvert.auto.allocation import read_allocation
 from kvconvert.auto.model import SimulatedModel
@@ -26,7 +26,6 @@ from kvconvert.methods.auto import AutoSearch
 from kvconvert.methods.awq import WeightsRecipe
 from kvconvert.models.configuration import model_cache
 from kvconvert.models.source import open_source
-from kvconvert.runtime import KVCache
 
 CONTEXT = 400
 BITS = 10.0  # in the mean over the 128 lengths up to 400, a fifth of all tokens is exact

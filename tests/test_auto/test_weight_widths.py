@@ -6,14 +6,12 @@ import pytest
 import torch
 from tiny.llama import write_tiny_llama
 
+from kvconvert import Recipe, calibrate, export
 from kvconvert.auto.allocation import WEIGHTS_NAME
 from kvconvert.bundle.describe import manifest_text
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.convert.export import export
-from kvconvert.convert.pipeline import calibrate
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.errors import RecipeError, UsageError
-from kvconvert.recipes.recipe import Recipe
 
 AVERAGE = 4.5
 WEIGHTS = f'[weights]\nmethod = "rtn"\ngroup_size = 16\naverage_bits = {AVERAGE}\n[kv]\npreset = "none"\n'

@@ -9,19 +9,17 @@ from calibrations import contents, killed_at_every_rename
 from tiny.checkpoints import save_checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from kvconvert import KVCache, calibrate, export, load
 from kvconvert.bundle.describe import manifest_text
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.calibration.calibquant import choose_taus
 from kvconvert.calibration.minikv import calibrated_ratios
 from kvconvert.convert import workdir
-from kvconvert.convert.export import export
-from kvconvert.convert.pipeline import calibrate
 from kvconvert.errors import BundleError, RecipeError, UnsupportedModelError
 from kvconvert.methods import PRESETS, SEARCHED_FIELDS, KVScheme, spread_ratios
 from kvconvert.methods.keys import treatments
 from kvconvert.models.configuration import model_cache
 from kvconvert.recipes.recipe import KVCalibration, LayerOverride, Recipe, WeightsRecipe, preset_names
-from kvconvert.runtime import KVCache, load
 
 NO_WEIGHTS = WeightsRecipe(method="none")
 LENGTH = 300  # two pages that some query reads

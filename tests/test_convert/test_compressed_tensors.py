@@ -9,9 +9,8 @@ from tiny.llama import write_tiny_llama
 from transformers import AutoModelForCausalLM
 
 import kvconvert
+from kvconvert import calibrate, export
 from kvconvert.convert.compressed_tensors import export_compressed_tensors, pack_quantized
-from kvconvert.convert.export import export
-from kvconvert.convert.pipeline import calibrate
 from kvconvert.errors import UsageError
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, pack_bits, unpack_bits
 

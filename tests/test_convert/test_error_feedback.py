@@ -4,16 +4,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvconvert import KVCache, KVScheme, export, load
 from kvconvert.calibration.attention_sample import RECORDING_ATTENTION, attention_observed
 from kvconvert.calibration.error_feedback import feedback_matrices
 from kvconvert.convert import pipeline
-from kvconvert.convert.export import export
 from kvconvert.data.text import load_token_samples
 from kvconvert.errors import BundleError, RecipeError
 from kvconvert.kernels.pages import quantize_pages
 from kvconvert.kernels.rotate import hadamard_matrix
-from kvconvert.methods import KVScheme
-from kvconvert.runtime import KVCache, load
 
 SAMPLES, LENGTH = 3, 300
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}

@@ -10,18 +10,16 @@ from tiny.llama import write_tiny_llama
 from tiny.mixtures import tiny_mixture
 from transformers import AutoModelForCausalLM
 
+from kvconvert import Recipe, export, load
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.calibration.activations import MIN_EXPERT_TOKENS
 from kvconvert.calibration.error_feedback import QueryMoments
 from kvconvert.calibration.gptq import SEARCH_STRIDE, Mismatch
 from kvconvert.calibration.hessians import HessianRecorder
-from kvconvert.convert.export import export
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.methods import PRESETS
 from kvconvert.methods.awq import WeightsRecipe
-from kvconvert.recipes.recipe import Recipe
-from kvconvert.runtime import load
 
 
 @pytest.fixture(autouse=True)

@@ -1,13 +1,22 @@
-"""Layer by layer, from the inputs that were captured, a model computes what it computes as a whole."""
+"""Layer by layer, from the inputs that were captured, a model computes what it computes as a whole.
+
+The quantized model's data runs through each part of a layer once, and gives what the whole layer gives.
+"""
+
+from __future__ import annotations
 
 import pytest
 import torch
+from tiny.checkpoints import save_text
+from tiny.llama import write_tiny_llama
 from tiny.models import ARCHITECTURES, architectures
 from tiny.structures import REFUSED_WEIGHTS
 from torch import nn
+from transformers import AutoTokenizer
 
 from kvconvert.convert.input_capture import CalibrationInputs, HiddenStates, InputCapture, rows_as_looked_up
-from kvconvert.convert.layer_runner import LayerRunner
+from kvconvert.convert.layer_runner import LayerRunner, RunnerInputs
+from kvconvert.data.samples import load_mixture
 from kvconvert.errors import NumericError, UnsupportedModelError
 from kvconvert.io import tensorfile
 from kvconvert.io.tensorfile import Mapped
@@ -131,3 +140,69 @@ def test_a_pad_token_beyond_the_tokens_of_a_batch_is_no_row_that_has_to_be_there
     table = source.read(["model.embed_tokens.weight"])["model.embed_tokens.weight"].float()
     scale = table.shape[1] ** 0.5 if family == "gemma3_text" else 1
     torch.testing.assert_close(hidden, table[ids] * scale)
+
+
+ATTENTION, MLP = "self_attn.q_proj", "mlp.gate_proj"
+
+
+class Held:
+    """`HiddenStates` in memory."""
+
+    first = 0
+
+    def __init__(self, values):
+        self.values, self.shape = values, tuple(values.shape)
+
+    def read(self, start, stop):
+        return self.values[start:stop]
+
+
+class Wrapped(nn.Module):
+    """An MLP that adds to what its down projection computes."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self.act_fn = mlp.act_fn
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) + 1
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["the MLP gives what is written", "it gives something else"])
+def test_parts_before_a_writer_run_once(tmp_path, plain):
+    model, text = write_tiny_llama(tmp_path / "model"), save_text(tmp_path)
+    ids = load_mixture(str(text), AutoTokenizer.from_pretrained(model), 6, 24, 0).ids
+    source = open_source(str(model))
+    runner = LayerRunner(source, torch.device("cpu"))
+    runner.batch_size = lambda length: 4
+    runner.begin(CalibrationInputs(ids))
+    states = Held(torch.cat(list(runner.first_input())))
+    other = Held(states.values * 1.1)
+    layer, _ = runner.layer(0)
+    if not plain:
+        layer.mlp = Wrapped(layer.mlp)
+    structure = runner.structure(0)
+    paired = RunnerInputs(runner, 0, structure, other, torch.clone)
+    runs = {ATTENTION: 0, MLP: 0}
+    for name in runs:
+
+        def count(*_, name=name):
+            runs[name] += 1
+
+        layer.get_submodule(name).register_forward_hook(count)
+    with torch.no_grad(), paired.recording(layer, (MLP, *(after for _, after in structure.writers.values()))):
+        source_outputs = [output for *_, output in runner.forward(layer, states, 0)]
+    with torch.no_grad():
+        for writer, (before, after) in structure.writers.items():
+            batches = list(paired.of(layer, after, (before, writer)))
+            assert [len(kept) for kept, _ in batches] == [4, 2]
+            if not after:
+                assert all(torch.equal(kept, output) for (kept, _), output in zip(batches, source_outputs, strict=True))
+            layer.get_submodule(writer).weight.mul_(0.9)
+        assert runs == {ATTENTION: 2 + 2, MLP: 2 + 2}
+        found = list(paired.outputs(layer))
+        assert runs == {ATTENTION: 2 + 2, MLP: 2 + 2 + (0 if plain else 2)}
+        expected = [output for *_, output in runner.forward(layer, other, 0)]
+    assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
+    assert runs[ATTENTION] == 2 + 2 + 2

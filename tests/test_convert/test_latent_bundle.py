@@ -4,10 +4,9 @@ import pytest
 import torch
 from tiny.models import ARCHITECTURES, random_ids
 
-from kvconvert import KVCache, Recipe, calibrate, export, load
+from kvconvert import KVCache, KVScheme, Recipe, calibrate, export, load
 from kvconvert.bundle.describe import kv_size
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.methods import KVScheme
 from kvconvert.models.configuration import model_cache
 from kvconvert.runtime.engine import Engine
 from kvconvert.vllm.bundle import ServedBundle

@@ -8,12 +8,10 @@ from tiny.checkpoints import save_text
 from tiny.models import ARCHITECTURES, GREEDY
 from tiny.processors import write_vision_model
 
+from kvconvert import KVScheme, calibrate, export
 from kvconvert.bundle.describe import manifest_text
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.convert.export import export
-from kvconvert.convert.pipeline import calibrate
 from kvconvert.errors import CacheError
-from kvconvert.methods import KVScheme
 from kvconvert.recipes.recipe import Recipe, WeightsRecipe
 from kvconvert.runtime import KVCache, load, watch_inputs
 

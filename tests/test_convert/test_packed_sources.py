@@ -1,20 +1,36 @@
-"""Other programs' quantized checkpoints as sources: their codes are kept, and a KV plan is added."""
+"""Other programs' quantized checkpoints as sources: their codes are kept, and a KV plan is added.
 
+Experts that are too large for memory are kept in files, and the result is the same.
+"""
+
+from __future__ import annotations
+
+import errno
 import json
+import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from calibrations import contents, run
 from safetensors.torch import load_file, save_file
+from tiny.checkpoints import REFERENCE
+from tiny.mixtures import tiny_mixture
 from tiny.packed import KINDS, write_packed
 
 import kvconvert
+from kvconvert import calibrate, export
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.convert.export import export
-from kvconvert.convert.pipeline import calibrate
-from kvconvert.errors import CheckpointError, RecipeError
+from kvconvert.convert import layer_runner
+from kvconvert.convert.checks import check_layers_fit
+from kvconvert.errors import CheckpointError, KvconvertError, RecipeError, UsageError
+from kvconvert.io import tensorfile
+from kvconvert.io.tensorfile import Mapped
 from kvconvert.kernels.linear.awq_format import dequantize_weight
 from kvconvert.kernels.packing import pack_words, unpack_words
 from kvconvert.models.source import open_source
+from kvconvert.recipes.recipe import Recipe, WeightsRecipe
 
 PARTS = ("qweight", "qzeros", "scales")
 METHODS = {"awq": "awq", "gptq": "gptq", "gptq_v2": "gptq"}
@@ -184,3 +200,66 @@ def test_what_cannot_be_kept_is_refused_by_name(tmp_path, kind, tensors, quantiz
     change(tmp_path, tensors, **quantization)
     with pytest.raises(CheckpointError, match=message):
         open_source(str(tmp_path)).read(f"{Q}.weight")
+
+
+@pytest.fixture(scope="module")
+def mixture(place):
+    tiny_mixture("mixtral", num_local_experts=4, num_hidden_layers=1).save_pretrained(place / "mixture")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(REFERENCE / name, place / "mixture" / name)
+    return place / "mixture"
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """Bytes of every tensor that was kept in a file; with room for none in memory."""
+    made, empty = [], Mapped._empty
+    monkeypatch.setattr(tensorfile, "_SMALLEST", 1)
+    monkeypatch.setattr(Mapped, "_empty", lambda self, size: made.append(size) or empty(self, size))
+    return made
+
+
+@pytest.mark.parametrize("method", ["awq", pytest.param("awq+gptq", marks=pytest.mark.full)])
+def test_experts_in_files_become_the_same_bundle(tmp_path, mixture, text, monkeypatch, copies, method):
+    recipe = Recipe(weights=WeightsRecipe(method=method, group_size=32))
+    run(mixture, tmp_path / "memory", text, recipe)
+    assert not copies
+    monkeypatch.setattr(layer_runner, "EXPERT_BYTES", 0)
+    run(mixture, tmp_path / "files", text, recipe)
+    assert len(copies) >= 4 * 3 * 4, "weight, codes, zeros and scales of every expert's Linears"
+    assert contents(tmp_path / "files") == contents(tmp_path / "memory")
+
+
+def test_a_disk_without_room_for_experts_is_one_sentence(tmp_path, mixture, text, monkeypatch, copies):
+    def refuse(descriptor, offset, size):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(layer_runner, "EXPERT_BYTES", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", refuse)
+        with pytest.raises(KvconvertError, match=r"The disk is full: [\d,]+ bytes in .*hidden could not be reserved"):
+            run(mixture, tmp_path / "work", text)
+    run(mixture, tmp_path / "work", text)
+    assert (tmp_path / "work" / "layers" / "00000.json").exists()
+
+
+def test_a_layer_larger_than_the_gpu_is_refused(mixture):
+    source = open_source(str(mixture))
+    runner = layer_runner.LayerRunner(source, torch.device("cpu"))
+    size = 4 * sum(tensor.numel() for tensor in runner.model.get_submodule("model.layers.0").parameters())
+    check_layers_fit(runner, size)
+    with pytest.raises(UsageError, match=r"^model\.layers\.0 takes .* more than the GPU's .*`device` cpu"):
+        check_layers_fit(runner, size - 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_copy_has_the_numbers_and_the_layout_of_a_conversion(tmp_path, dtype, copies):
+    place = Mapped(Path(tmp_path))
+    base = torch.randn(4, 6, 8).bfloat16()
+    for tensor in (base, base.transpose(1, 2), base[:, ::2], base[1]):
+        found, expected = place.copy(tensor, dtype), tensor.to(dtype, copy=True)
+        assert torch.equal(found, expected)
+        assert found.stride() == expected.stride()
+        found.mul_(2)
+        assert torch.equal(found, expected * 2)
+    assert not list(tmp_path.iterdir())

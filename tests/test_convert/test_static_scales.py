@@ -4,15 +4,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvconvert import export, load
 from kvconvert.calibration.attention_sample import RECORDING_ATTENTION, attention_observed
 from kvconvert.calibration.protocol import CalibrationPass
 from kvconvert.calibration.static_scales import RunningBounds
 from kvconvert.convert import layer_calibration, pipeline
-from kvconvert.convert.export import export
 from kvconvert.data.text import load_token_samples
 from kvconvert.errors import BundleError
 from kvconvert.kernels.rotate import hadamard_matrix
-from kvconvert.runtime import load
 
 SAMPLES, LENGTH = 3, 300
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}

@@ -11,13 +11,10 @@ from tiny.bundle import change_after_verification
 from tiny.llama import write_recipe, write_tiny_llama
 from transformers import AutoModelForCausalLM
 
+from kvconvert import Recipe, calibrate, evaluate, export
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.convert.export import export
-from kvconvert.convert.pipeline import calibrate
 from kvconvert.errors import BundleError, UsageError
-from kvconvert.fidelity.evaluate import evaluate
 from kvconvert.fidelity.report import table
-from kvconvert.recipes.recipe import Recipe
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,9 @@ from tiny.bundle import write_tiny_bundle
 from tiny.checkpoints import REFERENCE, tiny_model
 from transformers import AutoTokenizer
 
+from kvconvert import KVCache, KVScheme
 from kvconvert.cli import cli
 from kvconvert.fidelity.scoring import Decoder, feed
-from kvconvert.methods import KVScheme
-from kvconvert.runtime import KVCache
 
 TASK = """
 task: ours

@@ -7,6 +7,7 @@ import torch
 from tiny.checkpoints import REFERENCE, tiny_model
 from transformers import AutoTokenizer
 
+from kvconvert import KVCache, KVScheme
 from kvconvert.data.sources import EVALUATION
 from kvconvert.data.text import load_token_samples
 from kvconvert.fidelity.probes import (
@@ -26,9 +27,7 @@ from kvconvert.fidelity.probes import (
 )
 from kvconvert.fidelity.retrieval import RetrievalResult
 from kvconvert.fidelity.scoring import Decoder, generate_greedily
-from kvconvert.methods import KVScheme
 from kvconvert.models import CACHE
-from kvconvert.runtime import KVCache
 
 CHAT = (
     "{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}\n{% endfor %}"

@@ -7,13 +7,12 @@ import torch
 from tiny.checkpoints import REFERENCE, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvconvert import KVCache, KVScheme
 from kvconvert.data.sources import EVALUATION
 from kvconvert.data.text import load_token_samples
 from kvconvert.errors import NumericError
 from kvconvert.fidelity.evaluate import text_figures
 from kvconvert.fidelity.scoring import Decoder, batches, compare, generate_greedily
-from kvconvert.methods import KVScheme
-from kvconvert.runtime import KVCache
 
 UNQUANTIZED = KVScheme(key_bits=16, value_bits=16)
 

@@ -7,10 +7,9 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from kvconvert import KVCache, KVScheme
 from kvconvert.kernels import decode
 from kvconvert.kernels import device as dispatch
-from kvconvert.methods import KVScheme
-from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache.attend import attend, commit
 from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import ModalityMask, PassTokens

@@ -10,13 +10,12 @@ from tiny import prompt_chunks
 from tiny.key_centers import center_plan
 from transformers import LlamaConfig
 
+from kvconvert import KVCache, KVScheme
 from kvconvert.kernels import decode
 from kvconvert.kernels import device as dispatch
 from kvconvert.kernels.chunked_prefill import FEWEST_QUERIES
 from kvconvert.kernels.pages import add_centers, page_centers
 from kvconvert.kernels.pages.triton import launch as page_launch
-from kvconvert.methods import KVScheme
-from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache.attend import commit
 from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import PassTokens

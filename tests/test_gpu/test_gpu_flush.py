@@ -4,10 +4,9 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from kvconvert import KVCache, KVScheme
 from kvconvert.errors import CacheError, NumericError
 from kvconvert.kernels import device as dispatch
-from kvconvert.methods import KVScheme
-from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache import compress
 from kvconvert.runtime.cache.attend import attend, commit
 from kvconvert.runtime.cache.compress import end_forward

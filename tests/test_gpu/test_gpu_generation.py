@@ -8,11 +8,10 @@ import torch
 from tiny.models import random_ids, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvconvert import KVCache, KVScheme
 from kvconvert.kernels.device import interpreted
-from kvconvert.methods import KVScheme
 from kvconvert.runtime import seal_prompt
 from kvconvert.runtime.cache import attend
-from kvconvert.runtime.hf.cache import KVCache
 from kvconvert.runtime.hf.layer import PagedLayer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,9 +4,8 @@ import pytest
 import torch
 from tiny.models import ARCHITECTURES, GREEDY, random_ids
 
-from kvconvert import KVCache
+from kvconvert import KVCache, KVScheme
 from kvconvert.kernels.launches import record_specializations
-from kvconvert.methods import KVScheme
 from kvconvert.runtime.hf.generation import adopt
 from kvconvert.runtime.hf.rehearsal import rehearse
 

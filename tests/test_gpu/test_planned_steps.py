@@ -8,10 +8,9 @@ import torch
 from tiny.key_centers import center_plan
 from tiny.models import ARCHITECTURES, GREEDY, random_ids, tiny_model
 
+from kvconvert import KVCache, KVScheme
 from kvconvert.kernels import device as dispatch
-from kvconvert.methods import KVScheme
 from kvconvert.models import CACHE, CACHE_NAMES
-from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache import compress
 from kvconvert.runtime.cache.steps import PlannedStep, can_plan_steps
 from kvconvert.runtime.hf.captured import _read_short_prompt, _set_dummy_lengths

@@ -11,8 +11,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from kvconvert.methods import KVScheme
-from kvconvert.runtime import KVCache
+from kvconvert import KVCache, KVScheme
 
 STEPS = 8
 

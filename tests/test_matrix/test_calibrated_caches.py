@@ -8,9 +8,8 @@ from tiny.structures import REFUSED_WEIGHTS
 from transformers.cache_utils import DynamicCache
 from weight_cells import convert
 
+from kvconvert import KVScheme, load
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.methods import KVScheme
-from kvconvert.runtime import load
 
 # Preset of the recipe, further settings, and the prompt on which it compresses.
 PRESETS = {

@@ -11,9 +11,8 @@ from tiny.models import ARCHITECTURES, architectures
 from tiny.structures import REFUSED_WEIGHTS
 from weight_cells import CACHE_ONLY, RECIPE, convert, weight_cell
 
+from kvconvert import KVCache, KVScheme, load
 from kvconvert.errors import UnsupportedModelError
-from kvconvert.methods import KVScheme
-from kvconvert.runtime import KVCache, load
 
 CONVERTED = [name for name in ARCHITECTURES if name not in REFUSED_WEIGHTS]
 UNCACHED = ("bloom", "mpt", "falcon", "falcon_alibi")

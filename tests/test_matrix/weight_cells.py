@@ -20,15 +20,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from kvconvert import KVScheme, Recipe, export, load
 from kvconvert.bundle.manifest import Manifest, ModuleCoverage
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.calibration import awq
 from kvconvert.convert import layer_calibration, pipeline
-from kvconvert.convert.export import export
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
-from kvconvert.methods import KVScheme
-from kvconvert.recipes.recipe import Recipe
-from kvconvert.runtime import load
 
 GROUP = 16
 RECIPE = f"""

@@ -17,16 +17,15 @@ from tiny.bundle import change_after_verification, reseal
 from tiny.models import ARCHITECTURES, random_ids, write_tokenizer
 from transformers import AutoTokenizer
 
+from kvconvert import KVScheme, Recipe
 from kvconvert.bundle.manifest import LayerPlan
 from kvconvert.cli import cli
 from kvconvert.errors import BundleError, UnsupportedModelError, UsageError
 from kvconvert.kernels.linear.awq_format import dequantize_weight, quantize_weight
-from kvconvert.methods import KVScheme
 from kvconvert.onnx import export as exporting
 from kvconvert.onnx.architecture import DecoderShape, served_bits
 from kvconvert.onnx.export import export_onnx
 from kvconvert.onnx.graph import repack
-from kvconvert.recipes.recipe import Recipe
 
 EXAMPLES = Path(onnx_generate.__file__).parent
 

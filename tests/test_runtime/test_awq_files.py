@@ -10,11 +10,8 @@ import torch
 from safetensors.numpy import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from kvconvert.convert.export import export
-from kvconvert.convert.pipeline import calibrate
+from kvconvert import Recipe, calibrate, export, load
 from kvconvert.kernels.linear import QuantizedLinear
-from kvconvert.recipes.recipe import Recipe
-from kvconvert.runtime import load
 
 REFERENCE = Path(__file__).resolve().parents[2] / "examples" / "reference-lm"
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of column c holds output channel 8 c + ORDER[i]

@@ -6,9 +6,8 @@ import pytest
 import torch
 from tiny.models import GREEDY, random_ids, tiny_model
 
+from kvconvert import KVCache, KVScheme
 from kvconvert.kernels import decode, device
-from kvconvert.methods import KVScheme
-from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache.attend import commit
 from kvconvert.runtime.cache.forward_pass import PassTokens
 from kvconvert.runtime.cache.pool import CPU_GROWTH, GPU_GROWTH, BufferGrowth, TokenBuffer, remove_tokens

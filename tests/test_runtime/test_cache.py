@@ -7,9 +7,8 @@ import torch
 from tiny.models import ARCHITECTURES, GREEDY, random_ids, tiny_model
 from transformers import DeepseekV3Config, LlamaConfig
 
+from kvconvert import KVCache, KVScheme
 from kvconvert.errors import CacheError, NumericError, RecipeError, UnsupportedModelError, UsageError
-from kvconvert.methods import KVScheme
-from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache.attend import commit
 from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import PassTokens

@@ -6,9 +6,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, MistralConfig
 
+from kvconvert import KVCache, KVScheme
 from kvconvert.errors import CacheError
-from kvconvert.methods import KVScheme
-from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache import steps
 from kvconvert.runtime.cache.attend import attend, commit
 from kvconvert.runtime.cache.compress import end_forward

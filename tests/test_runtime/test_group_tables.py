@@ -8,12 +8,11 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from kvconvert import KVCache, KVScheme
 from kvconvert.kernels.attention import attention_reference
 from kvconvert.kernels.decode.plan import plan_work
 from kvconvert.kernels.pages import dequantize_pages, new_pages
 from kvconvert.kernels.spans import Span, SpanSide, span_keys, span_values
-from kvconvert.methods import KVScheme
-from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache import group_tables as tables_module
 from kvconvert.runtime.cache.attend import attend, commit
 from kvconvert.runtime.cache.compress import end_forward

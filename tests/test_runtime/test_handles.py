@@ -4,9 +4,8 @@ import pytest
 import torch
 from tiny.models import random_ids, tiny_model
 
+from kvconvert import KVCache, KVScheme
 from kvconvert.errors import CacheError
-from kvconvert.methods import KVScheme
-from kvconvert.runtime import KVCache
 from kvconvert.runtime.hf.attention import mask_function
 
 UNQUANTIZED = KVScheme(key_bits=16, value_bits=16)

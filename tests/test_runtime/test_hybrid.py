@@ -6,9 +6,8 @@ from tiny.models import ARCHITECTURES, GREEDY, random_ids
 from transformers import AutoConfig
 from transformers.cache_utils import DynamicCache
 
+from kvconvert import KVCache, KVScheme
 from kvconvert.errors import CacheError, UnsupportedModelError
-from kvconvert.methods import KVScheme
-from kvconvert.runtime import KVCache
 from kvconvert.runtime.hf.layer import HybridLayer
 
 EXACT = KVScheme(key_bits=16, value_bits=16, rotate_keys="hadamard", rotate_values="online", sink_tokens=5)

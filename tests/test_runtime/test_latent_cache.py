@@ -6,11 +6,10 @@ from tiny.models import ARCHITECTURES, random_ids
 from transformers import AutoConfig, DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
-from kvconvert import KVCache
+from kvconvert import KVCache, KVScheme
 from kvconvert.errors import CacheError, UnsupportedModelError
 from kvconvert.kernels.quantizer import dequantize, quantize
 from kvconvert.kernels.rotate import hadamard_transform
-from kvconvert.methods import KVScheme
 from kvconvert.models.configuration import model_cache
 
 PAGE, SINKS, GROUP = 128, 4, 32

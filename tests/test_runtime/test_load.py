@@ -27,12 +27,10 @@ from transformers.cache_utils import DynamicCache, StaticCache
 from transformers.distributed import DistributedConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from kvconvert.convert.export import export
-from kvconvert.convert.pipeline import calibrate
+from kvconvert import KVCache, calibrate, export, load
 from kvconvert.errors import BundleError, CheckpointError, RecipeError, UsageError
 from kvconvert.kernels.linear import DenseLinear, QuantizedLinear
 from kvconvert.models.processors import load_tokenizer
-from kvconvert.runtime import KVCache, load
 from kvconvert.runtime.hf import load as runtime_load
 
 REFERENCE = Path(__file__).resolve().parents[2] / "examples" / "reference-lm"

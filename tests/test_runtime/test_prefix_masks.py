@@ -4,10 +4,9 @@ import pytest
 import torch
 from tiny.models import ARCHITECTURES, random_ids
 
+from kvconvert import KVCache, KVScheme
 from kvconvert.calibration.attention_sample import RECORDING_ATTENTION
 from kvconvert.calibration.simulated_attention import SIMULATED_ATTENTION
-from kvconvert.methods import KVScheme
-from kvconvert.runtime import KVCache
 
 UNQUANTIZED = KVScheme(key_bits=16, value_bits=16)
 PROMPT, FURTHER, PREFIX = 40, 3, 25

@@ -7,8 +7,7 @@ import torch
 from quantized_oracle import oracle_cache
 from tiny.models import GREEDY, random_ids, tiny_model
 
-from kvconvert.methods import KVScheme
-from kvconvert.runtime import KVCache
+from kvconvert import KVCache, KVScheme
 
 OSCAR = KVScheme(rotate_keys="hadamard", rotate_values="online", token_norm="joint")
 

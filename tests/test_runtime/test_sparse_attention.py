@@ -6,12 +6,11 @@ from tiny.families import SPARSE
 from tiny.models import GREEDY, random_ids
 from transformers import DynamicCache
 
+from kvconvert import KVCache, KVScheme
 from kvconvert.errors import CacheError, UnsupportedModelError
 from kvconvert.kernels.attention import Choice
-from kvconvert.methods import KVScheme
 from kvconvert.models import CACHE
 from kvconvert.models.configuration import model_cache
-from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache.indexer import IndexerKeys
 from kvconvert.runtime.hf.generation import adopt
 

@@ -6,9 +6,8 @@ from quantized_oracle import PAGE, sylvester
 from tiny.models import GREEDY, random_ids, tiny_model
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from kvconvert import KVCache, KVScheme
 from kvconvert.errors import RecipeError
-from kvconvert.methods import KVScheme
-from kvconvert.runtime import KVCache
 
 STATIC = {"static_scales": "calibrated"}
 

@@ -9,8 +9,7 @@ import torch
 from tiny.models import GREEDY, random_ids, tiny_model
 from transformers.cache_utils import DynamicCache
 
-from kvconvert.methods import KVScheme
-from kvconvert.runtime import KVCache
+from kvconvert import KVCache, KVScheme
 
 UNQUANTIZED = KVScheme(key_bits=16, value_bits=16)
 ROTATED = KVScheme(key_bits=16, value_bits=16, rotate_keys="hadamard", rotate_values="online", sink_tokens=5)

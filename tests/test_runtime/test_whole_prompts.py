@@ -12,9 +12,8 @@ from transformers import AttentionInterface
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
+from kvconvert import KVCache, KVScheme
 from kvconvert.errors import CacheError
-from kvconvert.methods import KVScheme
-from kvconvert.runtime import KVCache
 
 SPAN = KVScheme(key_granularity="span", value_granularity="span", key_bits=2, value_bits=2)
 EVICT = KVScheme(key_bits=16, value_bits=16, heavy_ratio=0.25, recent_ratio=0.25)
