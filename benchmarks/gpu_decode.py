@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from gpu_timing import attention_launches, beyond_cache, buffers_beyond_cache, copy_bandwidth, graph_time
 
+from kvconvert.kernels.attention import Scoring
 from kvconvert.kernels.decode import PageTables, ResidualWindows
 from kvconvert.kernels.decode.plan import Segment, SequencePlan, plan_work
 from kvconvert.kernels.decode.triton.launch import decode_attention, programs_for
@@ -111,7 +112,7 @@ class Layer:
 
     def step(self) -> torch.Tensor:
         """One decode step of the layer."""
-        return decode_attention(self.queries, self.tables, self.windows, self.format, DIM**-0.5)
+        return decode_attention(self.queries, self.tables, self.windows, self.format, Scoring(DIM**-0.5))
 
 
 def fill(name: str, tensor: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ import torch
 from gpu_timing import attention_launches, beyond_cache, graph_time
 from torch import Tensor
 
+from kvconvert.kernels.attention import Scoring
 from kvconvert.kernels.prompt import prompt_attention
 from kvconvert.kernels.prompt.triton import launch as kernels
 from kvconvert.kernels.select import selective_attention
@@ -37,12 +38,12 @@ def measure(device: torch.device) -> Iterator[dict[str, Any]]:
     for length in LENGTHS:
         copies = beyond_cache(partial(inputs, length), lambda one: sum(x.nbytes for x in one), most=8)
         peers = attention_launches([[x[None] for x in one] for one in copies], is_causal=True, scale=SCALING)
-        log_sum_exp = kernels.attention(copies[0][0], copies[0][1], None, SCALING)[1]
+        log_sum_exp = kernels.attention(copies[0][0], copies[0][1], None, Scoring(SCALING))[1]
         # What is computed, and how many products it takes.
         parts: dict[str, tuple[Callable, int]] = {
-            "output and sums": (lambda one: selective_attention(*one, SCALING), 3),
-            "output alone": (lambda one: prompt_attention(*one, SCALING), 2),
-            "sums alone": (lambda one, known=log_sum_exp: kernels.column_sums(one[0], one[1], known, SCALING), 1),
+            "output and sums": (lambda one: selective_attention(*one, Scoring(SCALING)), 3),
+            "output alone": (lambda one: prompt_attention(*one, Scoring(SCALING)), 2),
+            "sums alone": (lambda one, known=log_sum_exp: kernels.column_sums(*one[:2], known, Scoring(SCALING)), 1),
         }
         ours = {part: [partial(call, one) for one in copies] for part, (call, _) in parts.items()}
         seconds = _in_turn(peers | ours)

@@ -30,7 +30,7 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -100,15 +100,16 @@ def search_scales(
     Returns:
         the scalings, and for each pair that was skipped (by label) the reason.
     """
+    search = _Search(layer, structure, statistics, bits, group_size, dtype, quantize_values, ranks)
     scalings: list[Scaling] = []
     skipped: dict[str, str] = {}
     for group in structure.norm_groups:
         if group.unsupported_reason is None:
-            scalings.append(_search_norm_group(layer, structure, group, statistics, bits, group_size, dtype, ranks))
+            scalings.append(search.norm_group(group))
         else:
             skipped[scaling_label(group.norm, group.readers)] = group.unsupported_reason
     if structure.value is not None and structure.value_scaling_unsupported_reason is None:
-        scaling, reason = _search_value_output(layer, structure, statistics, bits, group_size, quantize_values, ranks)
+        scaling, reason = search.value_output()
         scalings.append(scaling)
         if reason:
             skipped[scaling.label] = reason
@@ -118,7 +119,7 @@ def search_scales(
         )
     for pair in structure.pairs:
         if pair.unsupported_reason is None:
-            scalings.append(_search_pair(layer, structure, pair, statistics, bits, group_size, ranks))
+            scalings.append(search.pair(pair))
         else:
             skipped[scaling_label(pair.up, (pair.down,))] = pair.unsupported_reason
     return scalings, skipped
@@ -178,150 +179,159 @@ def _best_ratio(
     return best_scale, best_ratio, before, best
 
 
-def _search_norm_group(
-    layer: nn.Module,
-    structure: LayerStructure,
-    group: NormGroup,
-    statistics: ActivationStatistics,
-    bits: Widths,
-    group_size: int,
-    dtype: torch.dtype,
-    ranks: Ranks,
-) -> Scaling:
-    point, norm = group.readers[0], layer.get_submodule(group.norm)
-    quantized = [reader for reader in group.readers if reader not in structure.unquantized]
+@dataclass(frozen=True)
+class _Search:
+    """The search in one layer; attributes are the arguments of `search_scales`."""
 
-    def scale_of(ratio: float) -> Tensor:
-        scale = candidate_scale(statistics.mean_abs[point], ratio)
-        return representable_scale(norm, scale, group.unit_offset, dtype) if ratio else scale
+    layer: nn.Module
+    structure: LayerStructure
+    statistics: ActivationStatistics
+    bits: Widths
+    group_size: int
+    dtype: torch.dtype
+    quantize_values: Callable[[Tensor], Tensor] | None
+    ranks: Ranks
 
-    if statistics.remaining:
-        losses = _Losses([_remaining_loss(layer, structure, quantized, statistics.remaining, bits, group_size)])
-    else:
-        losses = _inspected_losses(layer, structure, group, quantized, statistics, bits, group_size)
-    scale, ratio, before, after = _best_ratio(scale_of, losses, ranks)
-    return Scaling(group.norm, group.readers, scale, scale, ratio, before, after)
+    def norm_group(self, group: NormGroup) -> Scaling:
+        """The scale of a norm's readers."""
+        point, norm = group.readers[0], self.layer.get_submodule(group.norm)
+        quantized = [reader for reader in group.readers if reader not in self.structure.unquantized]
 
+        def scale_of(ratio: float) -> Tensor:
+            scale = candidate_scale(self.statistics.mean_abs[point], ratio)
+            return representable_scale(norm, scale, group.unit_offset, self.dtype) if ratio else scale
 
-def _inspected_losses(
-    layer: nn.Module,
-    structure: LayerStructure,
-    group: NormGroup,
-    quantized: list[str],
-    statistics: ActivationStatistics,
-    bits: Widths,
-    group_size: int,
-) -> _Losses:
-    """Mean squared error of the output of the modules that read a norm, its quantized readers rounded."""
-    inspected = [layer.get_submodule(name) for name in group.inspected]
-    if structure.attention in group.inspected:
-        chunks = list(statistics.sequence_chunks(_SEQUENCE_TOKENS))
-        splits = len(chunks) > 1 and statistics.sequences.shape[:2].numel() >= _LEAST_SPLIT
-        split = _first_and_others(chunks, _FIRST_SEQUENCES) if splits else (chunks,)
-        close = _CLOSE_ON_SEQUENCES
-    else:
-        tokens, close = _token_parts(statistics.tokens[group.readers[0]]), _CLOSE_ON_TOKENS
-        split = [[(chunk.unsqueeze(0), {}) for chunk in part.split(_CHUNK_TOKENS)] for part in tokens]
-    routed = structure.experts.owner if structure.experts is not None else lambda reader: None
-    readers = [
-        ScaledReader(layer.get_submodule(reader), width_of(bits, reader), routed(reader) is not None)
-        for reader in quantized
-    ]
+        if self.statistics.remaining:
+            losses = _Losses([self.remaining_loss(quantized)])
+        else:
+            losses = self.inspected_losses(group, quantized)
+        scale, ratio, before, after = _best_ratio(scale_of, losses, self.ranks)
+        return Scaling(group.norm, group.readers, scale, scale, ratio, before, after)
 
-    def forward(chunk: Tensor, **kwargs: Any) -> Tensor:
-        total = None
-        for name, module in zip(group.inspected, inspected, strict=True):
-            output = module(chunk, **kwargs) if name == structure.attention else module(chunk)
-            output = output[0] if isinstance(output, tuple) else output
-            total = output if total is None else total + output
-        return total
+    def inspected_losses(self, group: NormGroup, quantized: list[str]) -> _Losses:
+        """Mean squared error of the output of the modules that read a norm, its quantized readers rounded."""
+        inspected = [self.layer.get_submodule(name) for name in group.inspected]
+        if self.structure.attention in group.inspected:
+            chunks = list(self.statistics.sequence_chunks(_SEQUENCE_TOKENS))
+            splits = len(chunks) > 1 and self.statistics.sequences.shape[:2].numel() >= _LEAST_SPLIT
+            split = _first_and_others(chunks, _FIRST_SEQUENCES) if splits else (chunks,)
+            close = _CLOSE_ON_SEQUENCES
+        else:
+            tokens, close = _token_parts(self.statistics.tokens[group.readers[0]]), _CLOSE_ON_TOKENS
+            split = [[(chunk.unsqueeze(0), {}) for chunk in part.split(_CHUNK_TOKENS)] for part in tokens]
+        routed = self.structure.experts.owner if self.structure.experts is not None else lambda reader: None
+        readers = [
+            ScaledReader(self.layer.get_submodule(reader), width_of(self.bits, reader), routed(reader) is not None)
+            for reader in quantized
+        ]
 
-    parts = [[(chunk, kwargs, forward(chunk, **kwargs)) for chunk, kwargs in chunks] for chunks in split]
-    count = sum(reference.numel() for part in parts for _, _, reference in part)
+        def forward(chunk: Tensor, **kwargs: Any) -> Tensor:
+            total = None
+            for name, module in zip(group.inspected, inspected, strict=True):
+                output = module(chunk, **kwargs) if name == self.structure.attention else module(chunk)
+                output = output[0] if isinstance(output, tuple) else output
+                total = output if total is None else total + output
+            return total
 
-    def loss(part: list[tuple[Tensor, dict[str, Any], Tensor]], scale: Tensor) -> float:
-        with rounded(readers, scale, group_size):
-            errors = [
-                (forward(chunk, **kwargs) - reference).square_().sum(dtype=torch.float64)
-                for chunk, kwargs, reference in part
-            ]
-        return float(torch.stack(errors).sum()) / count
+        parts = [[(chunk, kwargs, forward(chunk, **kwargs)) for chunk, kwargs in chunks] for chunks in split]
+        count = sum(reference.numel() for part in parts for _, _, reference in part)
 
-    return _Losses([partial(loss, part) for part in parts], close)
+        def loss(part: list[tuple[Tensor, dict[str, Any], Tensor]], scale: Tensor) -> float:
+            with rounded(readers, scale, self.group_size):
+                errors = [
+                    (forward(chunk, **kwargs) - reference).square_().sum(dtype=torch.float64)
+                    for chunk, kwargs, reference in part
+                ]
+            return float(torch.stack(errors).sum()) / count
 
+        return _Losses([partial(loss, part) for part in parts], close)
 
-def _search_value_output(
-    layer: nn.Module,
-    structure: LayerStructure,
-    statistics: ActivationStatistics,
-    bits: Widths,
-    group_size: int,
-    quantize_values: Callable[[Tensor], Tensor] | None,
-    ranks: Ranks,
-) -> tuple[Scaling, str]:
-    kv_heads, d = structure.num_key_value_heads, structure.head_dim
+    def value_output(self) -> tuple[Scaling, str]:
+        """The scale of values, and why it is 1 where better ones were passed over."""
+        kv_heads, d = self.structure.num_key_value_heads, self.structure.head_dim
 
-    def per_query_head(scale: Tensor) -> Tensor:
-        repeats = structure.num_attention_heads // kv_heads
-        return scale.view(kv_heads, 1, d).expand(kv_heads, repeats, d).flatten()
+        def per_query_head(scale: Tensor) -> Tensor:
+            repeats = self.structure.num_attention_heads // kv_heads
+            return scale.view(kv_heads, 1, d).expand(kv_heads, repeats, d).flatten()
 
-    statistic = statistics.mean_abs[structure.output].view(kv_heads, -1, d).mean(1).flatten()
-    output, width = structure.output, width_of(bits, structure.output)
-    # In one part: which candidates the cache allows shows only later.
-    if statistics.remaining:
-        loss = _remaining_loss(layer, structure, [output], statistics.remaining, bits, group_size)
-    else:
-        loss = _linear_loss(layer.get_submodule(output), statistics.tokens[output], width, group_size)
-    losses = _Losses([lambda scale: loss(per_query_head(scale))])
-    passed_over: list[float] = []
-    admissible: Callable[[Tensor], bool] = lambda scale: True  # noqa: E731
-    if quantize_values is not None:
-        value, name = structure.value, structure.value.linear
-        outputs = layer.get_submodule(name)(statistics.tokens[point_of(structure, name)])
-        values = value.rows(outputs, dim=-1).unflatten(-1, (kv_heads, d))
+        statistic = self.statistics.mean_abs[self.structure.output].view(kv_heads, -1, d).mean(1).flatten()
+        output, width = self.structure.output, width_of(self.bits, self.structure.output)
+        # In one part: which candidates the cache allows shows only later.
+        if self.statistics.remaining:
+            loss = self.remaining_loss([output])
+        else:
+            loss = _linear_loss(
+                self.layer.get_submodule(output), self.statistics.tokens[output], width, self.group_size
+            )
+        losses = _Losses([lambda scale: loss(per_query_head(scale))])
+        passed_over: list[float] = []
+        admissible: Callable[[Tensor], bool] = lambda scale: True  # noqa: E731
+        if self.quantize_values is not None:
+            value, name = self.structure.value, self.structure.value.linear
+            outputs = self.layer.get_submodule(name)(self.statistics.tokens[point_of(self.structure, name)])
+            values = value.rows(outputs, dim=-1).unflatten(-1, (kv_heads, d))
 
-        def value_error(scale: Tensor) -> float:
-            scale = scale.view(kv_heads, d)
-            return float((quantize_values(values / scale) * scale - values).square().mean(dtype=torch.float64))
+            def value_error(scale: Tensor) -> float:
+                scale = scale.view(kv_heads, d)
+                return float((self.quantize_values(values / scale) * scale - values).square().mean(dtype=torch.float64))
 
-        unscaled_error = value_error(torch.ones_like(statistic))
+            unscaled_error = value_error(torch.ones_like(statistic))
 
-        def admissible(scale: Tensor) -> bool:
-            error = value_error(scale)
-            if error > unscaled_error:
-                passed_over.append(error)
-            return error <= unscaled_error
+            def admissible(scale: Tensor) -> bool:
+                error = value_error(scale)
+                if error > unscaled_error:
+                    passed_over.append(error)
+                return error <= unscaled_error
 
-    scale, ratio, before, after = _best_ratio(lambda r: candidate_scale(statistic, r), losses, ranks, admissible)
-    reason = ""
-    if ratio == 0 and passed_over:
-        raised = f"from {unscaled_error:.4g} to {min(passed_over):.4g} or more"
-        reason = f"each better scale raises the error of the quantized values ({raised})"
-    return Scaling(structure.value, (structure.output,), scale, per_query_head(scale), ratio, before, after), reason
+        scale, ratio, before, after = _best_ratio(
+            lambda r: candidate_scale(statistic, r), losses, self.ranks, admissible
+        )
+        reason = ""
+        if ratio == 0 and passed_over:
+            raised = f"from {unscaled_error:.4g} to {min(passed_over):.4g} or more"
+            reason = f"each better scale raises the error of the quantized values ({raised})"
+        return Scaling(
+            self.structure.value, (self.structure.output,), scale, per_query_head(scale), ratio, before, after
+        ), reason
 
+    def pair(self, pair: ScalingPair) -> Scaling:
+        """The scale between an up and a down projection."""
+        statistic = self.statistics.mean_abs[pair.down]
+        if self.statistics.remaining:
+            losses = [self.remaining_loss([pair.down])]
+        else:
+            width = width_of(self.bits, pair.down)
+            linear, tokens = self.layer.get_submodule(pair.down), self.statistics.tokens[pair.down]
+            # With fewer inputs than tokens no candidate needs the tokens, see `_linear_loss`.
+            parts = [tokens] if tokens.shape[1] < tokens.shape[0] else _token_parts(tokens)
+            losses = [_linear_loss(linear, part, width, self.group_size, tokens.shape[0]) for part in parts]
+        scale, ratio, before, after = _best_ratio(
+            lambda r: candidate_scale(statistic, r), _Losses(losses, _CLOSE_ON_TOKENS), self.ranks
+        )
+        return Scaling(pair.up, (pair.down,), scale, scale, ratio, before, after)
 
-def _search_pair(
-    layer: nn.Module,
-    structure: LayerStructure,
-    pair: ScalingPair,
-    statistics: ActivationStatistics,
-    bits: Widths,
-    group_size: int,
-    ranks: Ranks,
-) -> Scaling:
-    statistic = statistics.mean_abs[pair.down]
-    if statistics.remaining:
-        losses = [_remaining_loss(layer, structure, [pair.down], statistics.remaining, bits, group_size)]
-    else:
-        width = width_of(bits, pair.down)
-        linear, tokens = layer.get_submodule(pair.down), statistics.tokens[pair.down]
-        # With fewer inputs than tokens no candidate needs the tokens, see `_linear_loss`.
-        parts = [tokens] if tokens.shape[1] < tokens.shape[0] else _token_parts(tokens)
-        losses = [_linear_loss(linear, part, width, group_size, tokens.shape[0]) for part in parts]
-    scale, ratio, before, after = _best_ratio(
-        lambda r: candidate_scale(statistic, r), _Losses(losses, _CLOSE_ON_TOKENS), ranks
-    )
-    return Scaling(pair.up, (pair.down,), scale, scale, ratio, before, after)
+    def remaining_loss(self, readers: Sequence[str]) -> Callable[[Tensor], float]:
+        """The sum over readers of what compensation leaves of a Linear's error with a scale, relative to no scale.
+
+        Experts that had too few tokens, and are not compensated, do not count.
+        """
+        costs = {reader: self.statistics.remaining.get(point_of(self.structure, reader)) for reader in readers}
+
+        def left(reader: str, scale: Tensor | None) -> float:
+            weight, total = self.layer.get_submodule(reader).weight, 0.0
+            for rows in weight.split(max(1, _CHUNK_WEIGHTS // weight.shape[1])):
+                scaled = rows if scale is None else rows * scale
+                delta = fake_quantize_weight(scaled, width_of(self.bits, reader), self.group_size)
+                delta = (delta if scale is None else delta.div_(scale)).sub_(rows)
+                total += float(delta.square_().mul_(costs[reader]).sum(dtype=torch.float64))
+            return total
+
+        unscaled = {reader: left(reader, None) for reader, cost in costs.items() if cost is not None}
+
+        def loss(scale: Tensor) -> float:
+            return sum(left(reader, scale) / before if before else 0.0 for reader, before in unscaled.items())
+
+        return loss
 
 
 def _first_and_others(items: Sequence[Any], every: int) -> tuple[list[Any], list[Any]]:
@@ -352,36 +362,5 @@ def _linear_loss(
         delta = fake_quantize_weight(linear.weight * scale, bits, group_size).div_(scale).sub_(linear.weight)
         squares = (tokens @ delta.T).square_() if gram is None else (delta @ gram).mul_(delta)
         return float(squares.sum(dtype=torch.float64)) / (count * delta.shape[0])
-
-    return loss
-
-
-def _remaining_loss(
-    layer: nn.Module,
-    structure: LayerStructure,
-    readers: Sequence[str],
-    remaining: Mapping[str, Tensor],
-    bits: Widths,
-    group_size: int,
-) -> Callable[[Tensor], float]:
-    """The sum over readers of what compensation leaves of a Linear's error with a scale, relative to no scale.
-
-    Experts that had too few tokens, and are not compensated, do not count.
-    """
-    costs = {reader: remaining.get(point_of(structure, reader)) for reader in readers}
-
-    def left(reader: str, scale: Tensor | None) -> float:
-        weight, total = layer.get_submodule(reader).weight, 0.0
-        for rows in weight.split(max(1, _CHUNK_WEIGHTS // weight.shape[1])):
-            scaled = rows if scale is None else rows * scale
-            delta = fake_quantize_weight(scaled, width_of(bits, reader), group_size)
-            delta = (delta if scale is None else delta.div_(scale)).sub_(rows)
-            total += float(delta.square_().mul_(costs[reader]).sum(dtype=torch.float64))
-        return total
-
-    unscaled = {reader: left(reader, None) for reader, cost in costs.items() if cost is not None}
-
-    def loss(scale: Tensor) -> float:
-        return sum(left(reader, scale) / before if before else 0.0 for reader, before in unscaled.items())
 
     return loss

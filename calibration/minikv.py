@@ -39,6 +39,7 @@ from kvconvert.calibration.protocol import (
     Resolution,
 )
 from kvconvert.calibration.ranks import ALONE, Ranks
+from kvconvert.kernels.attention import Scoring
 from kvconvert.kernels.select import column_sums
 from kvconvert.methods import KVCalibration, clamp_ratios
 from kvconvert.methods.minikv import FORMULAS, spread_ratios
@@ -107,9 +108,8 @@ def _attention_mass(sample: AttentionSample, sequence: int, tokens: int) -> Tens
     """Attention mass (column sums) of the first `tokens` tokens among themselves, [H, tokens]."""
     queries, keys = sample.queries[sequence][:, :tokens], sample.keys[sequence][:, :tokens]
     visible = sample.visible_in(sequence)
-    return column_sums(
-        queries, keys, lambda rows, columns: visible[rows, columns], sample.scaling, sample.softcap, sample.sink_logits
-    )
+    scoring = Scoring(sample.scaling, sample.softcap, sample.sink_logits)
+    return column_sums(queries, keys, lambda rows, columns: visible[rows, columns], scoring)
 
 
 def calibrated_ratios(heavy_ratio: float, recent_ratio: float, curves: Sequence[Tensor]) -> list[float]:

@@ -18,6 +18,22 @@ import torch
 from torch import Tensor
 
 
+class Scoring(NamedTuple):
+    """What becomes of dot products before the softmax.
+
+    Attributes:
+        scaling: factor of the dot products, usually 1 / sqrt(D).
+        softcap: logits become softcap * tanh(logits / softcap) (Gemma 2); None for no cap.
+        sink_logits: [Hq] logits of a virtual token with no value (gpt-oss); None for none.
+        window: tokens that a query sees, its own included; None for all before it.
+    """
+
+    scaling: float
+    softcap: float | None = None
+    sink_logits: torch.Tensor | None = None
+    window: int | None = None
+
+
 class ReferenceAttention(NamedTuple):
     """Attention of one sequence, in float64.
 
@@ -49,9 +65,7 @@ def attention_reference(
         queries: [Hq, T, D]; query head h reads KV head h // (Hq / H).
         keys: [H, n, D]; values: [H, n, E].
         visible: bool, broadcastable to [Hq, T, n], which keys each query attends to; None for all.
-        scaling: factor of the dot products, usually 1 / sqrt(D).
-        softcap: logits become softcap * tanh(logits / softcap) (Gemma 2).
-        sink_logits: [Hq] logits of a virtual token with no value (gpt-oss).
+        scaling, softcap, sink_logits: as in `Scoring`.
     """
     heads, tokens = keys.shape[:2]
     repeat = queries.shape[0] // heads

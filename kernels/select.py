@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 
 from kvconvert.kernels import device, prompt
-from kvconvert.kernels.attention import capped
+from kvconvert.kernels.attention import Scoring, capped
 from kvconvert.kernels.prompt import BLOCK_SCORES, attention_and_log_sum_exp, is_fallback, weight_blocks
 
 
@@ -43,18 +43,12 @@ def blockwise_column_sums(
     queries: torch.Tensor,
     keys: torch.Tensor,
     visible: Callable[[slice, slice], torch.Tensor] | None,
-    scaling: float,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
-    *,
-    window: int | None = None,
+    scoring: Scoring,
     block_scores: int = BLOCK_SCORES,
 ) -> torch.Tensor:
     """`column_sums` on every device, `block_scores` scores at a time."""
     sums = torch.zeros(keys.shape[:2], dtype=torch.float32, device=keys.device)
-    for _, seen, weights in weight_blocks(
-        queries, keys, visible, scaling, softcap, sink_logits, window=window, block_scores=block_scores
-    ):
+    for _, seen, weights in weight_blocks(queries, keys, visible, scoring, block_scores):
         sums[:, seen] += weights.sum((1, 2))
     return sums
 
@@ -68,11 +62,7 @@ def column_sums(
     queries: torch.Tensor,
     keys: torch.Tensor,
     visible: Callable[[slice, slice], torch.Tensor] | None,
-    scaling: float,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
-    *,
-    window: int | None = None,
+    scoring: Scoring,
     log_sum_exp: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The attention mass of each token (MiniKV, section 3.2), in float32.
@@ -83,33 +73,29 @@ def column_sums(
     Args:
         queries: [Hq, T, D]; keys: [H, n, D], the T queries belonging to the last T keys.
         visible: gives bool [queries of the slice, keys of the slice]; None for causal attention.
-        scaling, softcap, sink_logits: as in attention.
-        window: tokens that a query sees, its own included, where `visible` is None; None for all before it.
+        scoring: of the layer; its window counts where `visible` is None.
         log_sum_exp: float32 [Hq, T], that of the same attention if it is known; it saves the kernels a pass.
 
     Returns:
         float32 [H, n].
     """
-    reason = unsupported(queries, keys, scaling) if visible is None else None
+    reason = unsupported(queries, keys, scoring.scaling) if visible is None else None
     if visible is None and reason is None:
         from kvconvert.kernels.prompt.triton import launch
 
         if log_sum_exp is None:
-            _, log_sum_exp = launch.attention(queries, keys, None, scaling, softcap, sink_logits, window=window)
-        return launch.column_sums(queries, keys, log_sum_exp, scaling, softcap, window)
+            _, log_sum_exp = launch.attention(queries, keys, None, scoring)
+        return launch.column_sums(queries, keys, log_sum_exp, scoring)
     if reason is not None and is_fallback(queries):
         device.fall_back("The attention mass of tokens", reason)
-    return blockwise_column_sums(queries, keys, visible, scaling, softcap, sink_logits, window=window)
+    return blockwise_column_sums(queries, keys, visible, scoring)
 
 
 def selective_attention(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    scaling: float,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
-    window: int | None = None,
+    scoring: Scoring,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`prompt_attention`, and the attention mass of each token (MiniKV, section 3.2).
 
@@ -118,10 +104,8 @@ def selective_attention(
     Returns:
         the output [Hq, T, E], and float32 [H, n], summed over the T queries and the query heads of each KV head.
     """
-    output, log_sum_exp = attention_and_log_sum_exp(queries, keys, values, scaling, softcap, sink_logits, window)
-    return output, column_sums(
-        queries, keys, None, scaling, softcap, sink_logits, window=window, log_sum_exp=log_sum_exp
-    )
+    output, log_sum_exp = attention_and_log_sum_exp(queries, keys, values, scoring)
+    return output, column_sums(queries, keys, None, scoring, log_sum_exp)
 
 
 # At a time: what fits a processor's cache; few launches of a GPU.
@@ -135,8 +119,7 @@ def repeated_attention(
     start: int,
     part: int,
     sink_tokens: int,
-    scaling: float,
-    softcap: float | None = None,
+    scoring: Scoring,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of repeated tokens of one sequence, and the scores of the stored tokens that they repeat.
 
@@ -149,14 +132,14 @@ def repeated_attention(
         start: the token of the prompt that the first query repeats, no sink token; a part begins there.
         part: tokens of a part, of which the last may have fewer.
         sink_tokens: first tokens of the prompt that all queries attend to.
-        scaling, softcap: as in attention.
+        scoring: of the layer, without sink logits and window.
 
     Returns:
         [H, G, T, E] in the queries' dtype, and float32 [H, T]: the largest weight that each of the tokens start ...
         start + T - 1 receives from the queries of its part.
     """
     heads, group, length, dim = queries.shape
-    reason = prompt.unsupported(queries[0], stored[0], stored[1], scaling)
+    reason = prompt.unsupported(queries[0], stored[0], stored[1], scoring.scaling)
     if reason and prompt.is_fallback(queries[0]):
         device.fall_back("Attention of a repeated prompt", reason)
     is_cpu = queries.device.type == "cpu"
@@ -186,7 +169,7 @@ def repeated_attention(
         )
         asked = queries[:, :, own].unflatten(2, (parts, size)).transpose(1, 2).reshape(-1, group * size, dim).to(dtype)
         by_part = _in_kernels if reason is None else _by_products
-        attended, largest = by_part(asked, keys, values, size, scaling, softcap)
+        attended, largest = by_part(asked, keys, values, size, scoring)
         found[:, own] = largest[:, sink_tokens : sink_tokens + size].reshape(heads, -1)
         attended = attended.view(heads, parts, group, size, -1)
         output[:, :, own] = attended.transpose(1, 2).flatten(2, 3).to(output.dtype)
@@ -195,28 +178,28 @@ def repeated_attention(
 
 
 def _in_kernels(
-    asked: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, size: int, scaling: float, softcap: float | None
+    asked: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, size: int, scoring: Scoring
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of [P, G * size, D] queries, `size` of each head, to [P, n, D] keys, of which the last `size` are their
     own, and the largest weight of each key, float32 [P, n]."""
     from kvconvert.kernels.prompt.triton import launch
 
     asked = asked.view(-1, size, asked.shape[2])
-    attended, log_sum_exp = launch.attention(asked, keys, values, scaling, softcap)
-    return attended, launch.column_sums(asked, keys, log_sum_exp, scaling, softcap, maxima=True)
+    attended, log_sum_exp = launch.attention(asked, keys, values, scoring)
+    return attended, launch.column_sums(asked, keys, log_sum_exp, scoring, maxima=True)
 
 
 def _by_products(
-    asked: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, size: int, scaling: float, softcap: float | None
+    asked: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, size: int, scoring: Scoring
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`_in_kernels` on every device."""
     mask = torch.zeros(size, keys.shape[1], dtype=asked.dtype, device=asked.device)
     mask[:, -size:] = torch.full_like(mask[:, -size:], float("-inf")).triu(1)
     mask = mask.repeat(asked.shape[1] // size, 1)
-    if softcap:
-        scores = mask + capped(torch.bmm(asked, keys.transpose(1, 2)), scaling, softcap)
+    if scoring.softcap:
+        scores = mask + capped(torch.bmm(asked, keys.transpose(1, 2)), scoring.scaling, scoring.softcap)
     else:
-        scores = torch.baddbmm(mask, asked, keys.transpose(1, 2), alpha=scaling)
+        scores = torch.baddbmm(mask, asked, keys.transpose(1, 2), alpha=scoring.scaling)
     weights = torch.softmax(scores, -1, dtype=torch.float32)
     return torch.bmm(weights.to(asked.dtype), values), weights.amax(1)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvconvert.kernels import device, prompt
-from kvconvert.kernels.attention import merge
+from kvconvert.kernels.attention import Scoring, merge
 from kvconvert.kernels.chunked_prefill.parts import PageReader, StoredPart, Workspace, stored_parts
 from kvconvert.kernels.pages import LayerFormat, unsupported_dequantization
 
@@ -32,9 +32,7 @@ def unsupported(
     queries: torch.Tensor,
     format: LayerFormat,
     dtype: torch.dtype,
-    scaling: float,
-    softcap: float | None = None,
-    window: int | None = None,
+    scoring: Scoring,
 ) -> str | None:
     """Why `chunk_attention` does not serve queries [..., T, D] over a layer; None if it does.
 
@@ -42,16 +40,16 @@ def unsupported(
         queries: those of one sequence or a batch.
         format: the format of the layer's pages, or with spans that of pages of these heads.
         dtype: the dtype of stored full-precision tokens.
-        scaling, softcap, window: as for `chunk_attention`.
+        scoring: of the layer.
     """
     on, keys, values = queries.device, format.keys, format.values
     if on.type == "cpu" and not device.runs_triton(on):
-        if softcap or window is not None:
+        if scoring.softcap or scoring.window is not None:
             return "the attention of CPUs knows no soft caps and no sliding windows"
         if keys.head_dim != values.head_dim:
             return "the attention of CPUs wants keys and values of one head size"
         return None
-    return unsupported_by_kernels(queries.reshape(-1, *queries.shape[-2:])[:1], format, dtype, scaling)
+    return unsupported_by_kernels(queries.reshape(-1, *queries.shape[-2:])[:1], format, dtype, scoring.scaling)
 
 
 def unsupported_by_kernels(
@@ -70,11 +68,8 @@ def chunk_attention(
     parts: Sequence[StoredPart],
     keys: torch.Tensor,
     values: torch.Tensor,
-    scaling: float,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
+    scoring: Scoring,
     *,
-    window: int | None = None,
     backend: Backend | None = None,
     workspace_tokens: int | None = None,
 ) -> torch.Tensor:
@@ -84,11 +79,7 @@ def chunk_attention(
         queries: [Hq, T, D], rotated if the keys are; `unsupported` accepts them.
         parts: stored tokens, oldest first: on a GPU addresses of pages, on a CPU readers, and full-precision tokens.
         keys: [H, T, D]; values: [H, T, E]: the chunk itself.
-        scaling: factor of the dot products, usually 1 / sqrt(D).
-        softcap: logits become softcap * tanh(logits / softcap) (Gemma 2).
-        sink_logits: [Hq] logits of a virtual token with no value (gpt-oss).
-        window: tokens that a query sees, its own included, all stored tokens and the chunk's being consecutive; None
-            for all before it.
+        scoring: of the layer; where it has a window, all stored tokens and the chunk's are consecutive.
         backend: what attends to whole tiles of stored tokens on a GPU where every query sees all of them; None for the
             fastest that is known to serve these tensors. Whatever else there is takes Triton's.
         workspace_tokens: tokens of a tile, at least a page's; None for as many as `parts.WORKSPACE_BYTES` hold.
@@ -97,21 +88,10 @@ def chunk_attention(
         [Hq, T, E] in the queries' dtype, or float32 on a CPU.
     """
     if queries.device.type == "cpu" and not device.runs_triton(queries.device):
-        return tiled_attention(queries, parts, keys, values, scaling, sink_logits, workspace_tokens)
+        return tiled_attention(queries, parts, keys, values, scoring, workspace_tokens)
     from kvconvert.kernels.chunked_prefill import triton as launch
 
-    return launch.tiled_attention(
-        queries,
-        parts,
-        keys,
-        values,
-        scaling,
-        softcap,
-        sink_logits,
-        window=window,
-        backend=backend,
-        workspace_tokens=workspace_tokens,
-    )
+    return launch.tiled_attention(queries, parts, keys, values, scoring, backend, workspace_tokens)
 
 
 def tiled_attention(
@@ -119,15 +99,14 @@ def tiled_attention(
     parts: Sequence[StoredPart],
     keys: torch.Tensor,
     values: torch.Tensor,
-    scaling: float,
-    sink_logits: torch.Tensor | None = None,
+    scoring: Scoring,
     workspace_tokens: int | None = None,
 ) -> torch.Tensor:
     """`chunk_attention` of plain causal attention: float32 [Hq, T, E].
 
     Everything is computed in float32, which every processor is fast in.
     """
-    queries = queries.float()
+    queries, scaling, sink_logits = queries.float(), scoring.scaling, scoring.sink_logits
     output, log_sum_exp = _flash(queries, keys.float(), values.float(), scaling, is_causal=True)
     if parts:
         workspace = Workspace(

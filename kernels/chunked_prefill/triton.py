@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvconvert.kernels.attention import Scoring
 from kvconvert.kernels.chunked_prefill.parts import StoredPart, Workspace
 from kvconvert.kernels.device import capability
 from kvconvert.kernels.launches.triton import kernel
@@ -134,11 +135,7 @@ def tiled_attention(
     parts: Sequence[StoredPart],
     keys: torch.Tensor,
     values: torch.Tensor,
-    scaling: float,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
-    *,
-    window: int | None = None,
+    scoring: Scoring,
     backend: Backend | None = None,
     workspace_tokens: int | None = None,
 ) -> torch.Tensor:
@@ -153,7 +150,7 @@ def tiled_attention(
     workspace, grouped = None, queries
     if parts:
         workspace = Workspace(queries.device, heads, keys.shape[2], value_dim, queries.dtype, workspace_tokens)
-        if softcap or (window is not None and window < total):
+        if scoring.softcap or (scoring.window is not None and scoring.window < total):
             backend = "triton"
         else:
             # Where all queries see all keys, those of one KV head are rows of one matrix [G T, D].
@@ -164,15 +161,8 @@ def tiled_attention(
 
     def attend(stored: tuple[torch.Tensor, torch.Tensor], begin: int, last: bool) -> Partial:
         """Attention over consecutive tokens from number `begin` on."""
-        output, log_sum_exp = attention(
-            queries,
-            *stored,
-            scaling,
-            softcap,
-            sink_logits if last else None,
-            window=window,
-            first_query=before - begin,
-        )
+        own = scoring if last else scoring._replace(sink_logits=None)
+        output, log_sum_exp = attention(queries, *stored, own, first_query=before - begin)
         return output.unflatten(0, (heads, -1)), log_sum_exp.unflatten(0, (heads, -1))
 
     merged: Partial | None = None
@@ -185,7 +175,7 @@ def tiled_attention(
         if joins or backend == "triton" or tokens < workspace.capacity:
             part = attend(tile, begin, last=joins)
         else:
-            part = _torch_attention(backend, grouped, *tile, scaling)
+            part = _torch_attention(backend, grouped, *tile, scoring.scaling)
             part = tuple(result.unflatten(1, (-1, length)) for result in part)
         begin += tokens + joins * length
         if begin == total:

@@ -19,7 +19,7 @@ from functools import lru_cache
 import torch
 
 from kvconvert.kernels import device
-from kvconvert.kernels.attention import StreamingSoftmax, capped
+from kvconvert.kernels.attention import Scoring, StreamingSoftmax, capped
 from kvconvert.kernels.code_bits import LANE_BITS, field_bits, fields_per_lane
 from kvconvert.kernels.decode.plan import (
     MOST_ROWS,
@@ -77,10 +77,8 @@ def decode_attention(
     stored: StoredTokens,
     format: LayerFormat,
     dtype: torch.dtype,
-    scaling: float,
+    scoring: Scoring,
     *,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
     clamped_rows: torch.Tensor | None = None,
     output: torch.Tensor | None = None,
     fall_back: Callable[[str, str], None] = device.fall_back,
@@ -92,8 +90,7 @@ def decode_attention(
         stored: what they attend to.
         format: how the layer stores tokens.
         dtype: the dtype of stored full-precision tokens.
-        scaling: factor of the dot products, usually 1 / sqrt(D).
-        softcap, sink_logits: as in `attention_reference`; sink_logits [Hq].
+        scoring: of the layer, without its window, which `stored` knows.
         clamped_rows: as in `SpanTokens`.
         output: [B, Hq, T, E] in the queries' dtype, channels side by side, where kernels put the result; made if not
             given.
@@ -108,7 +105,7 @@ def decode_attention(
             fall_back("attention over the cache", reason)
         tiles = stored.page_tiles(queries.shape[1], queries.shape[2])
         residuals, spans = stored.residual_tokens(), stored.spans()
-        return paged_attention(queries, tiles, residuals, format, scaling, softcap, sink_logits, spans)
+        return paged_attention(queries, tiles, residuals, format, scoring, spans)
     from kvconvert.kernels.decode.triton import launch
 
     windows, group = stored.residual_windows(), queries.shape[1] // format.keys.heads
@@ -128,9 +125,7 @@ def decode_attention(
             stored.page_tables(programs),
             windows,
             format,
-            scaling,
-            softcap=softcap,
-            sink_logits=sink_logits,
+            scoring,
             visibility=visibility,
             clamped_rows=clamped_rows,
             output=output[:, :, start : start + at_once],
@@ -172,9 +167,7 @@ def paged_attention(
     tiles: Iterable[PageTile],
     residuals: Iterable[ResidualTokens],
     format: LayerFormat,
-    scaling: float,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
+    scoring: Scoring,
     spans: Iterable[SpanTokens] = (),
 ) -> torch.Tensor:
     """Attention of a batch of ragged sequences, each query over its own sequence's stored tokens.
@@ -184,14 +177,14 @@ def paged_attention(
         tiles: the pages, in any order and grouping.
         residuals: the full-precision tokens, one softmax block each.
         format: the format of the layer's pages.
-        scaling, softcap, sink_logits: as in `attention_reference`.
+        scoring: as in `decode_attention`.
         spans: at most one entry per row.
 
     Returns:
         float32 [B, Hq, T, E]; zeros where a query sees nothing.
     """
     batch, query_heads, length, _ = queries.shape
-    heads = format.keys.heads
+    heads, (scaling, softcap, sink_logits, _) = format.keys.heads, scoring
     # All queries that read one KV head are rows of one matrix, so a code is unpacked once for the whole group.
     grouped = queries.float().reshape(batch, heads, query_heads // heads * length, -1)
     # Soft caps need the scores themselves.

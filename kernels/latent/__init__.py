@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from kvconvert.kernels import device as devices
-from kvconvert.kernels.attention import StreamingSoftmax, capped
+from kvconvert.kernels.attention import Scoring, StreamingSoftmax, capped
 from kvconvert.kernels.chunked_prefill.parts import StoredPart, Workspace
 from kvconvert.kernels.decode.plan import StoredTokens
 from kvconvert.kernels.page_formats import PAGE_SIZE, LayerFormat, TokenNorm
@@ -92,10 +92,8 @@ def latent_attention(
     latent_queries: torch.Tensor,
     rope_queries: torch.Tensor,
     parts: Sequence[StoredPart],
-    scaling: float,
+    scoring: Scoring,
     workspace_tokens: int | None = None,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
     visible: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of a sequence's newest tokens over all that is stored, tile by tile with a streaming softmax.
@@ -105,15 +103,15 @@ def latent_attention(
         rope_queries: [Hq, T, r].
         parts: everything stored, oldest first, the T tokens themselves at the end, in full precision: latents
             [1, n, R] as keys and RoPE parts [1, n, r] as values.
-        scaling: factor of the scores.
+        scoring: of the layer, without a window.
         workspace_tokens: tokens of a tile, at least a page's; None for as many as fit
             `chunked_prefill.parts.WORKSPACE_BYTES`.
-        softcap, sink_logits: of the model, as for attention over keys and values; None without.
         visible: bool [T, n], which of all tokens each query attends to; None for all up to its own.
 
     Returns:
         float32 [Hq, T, R], sums of latents in the same coordinates.
     """
+    scaling, softcap, sink_logits, _ = scoring
     latent_queries, rope_queries = latent_queries.float() * scaling, rope_queries.float() * scaling
     _, length, rank = latent_queries.shape
     sizes = 1, rank, rope_queries.shape[2]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from kvconvert.kernels import device
-from kvconvert.kernels.attention import capped
+from kvconvert.kernels.attention import Scoring, capped
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256
@@ -44,10 +44,7 @@ def prompt_attention(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    scaling: float,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
-    window: int | None = None,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """Causal attention of one sequence's last T of n tokens.
 
@@ -56,35 +53,29 @@ def prompt_attention(
     Args:
         queries: [Hq, T, D], T <= n; query head h reads KV head h // (Hq / H).
         keys: [H, n, D]; values: [H, n, E].
-        scaling: factor of the dot products, usually 1 / sqrt(D).
-        softcap: logits become softcap * tanh(logits / softcap) (Gemma 2).
-        sink_logits: [Hq] logits of a virtual token with no value (gpt-oss).
-        window: tokens that a query sees, its own included; None for all before it.
+        scoring: of the layer.
 
     Returns:
         [Hq, T, E] in the queries' dtype.
     """
-    return attention_and_log_sum_exp(queries, keys, values, scaling, softcap, sink_logits, window)[0]
+    return attention_and_log_sum_exp(queries, keys, values, scoring)[0]
 
 
 def attention_and_log_sum_exp(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    scaling: float,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
-    window: int | None = None,
+    scoring: Scoring,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`prompt_attention`, and the log-sum-exp of each query's scores, float32 [Hq, T], where the path has it."""
-    reason = unsupported(queries, keys, values, scaling)
+    reason = unsupported(queries, keys, values, scoring.scaling)
     if reason is None:
         from kvconvert.kernels.prompt.triton.launch import attention
 
-        return attention(queries, keys, values, scaling, softcap, sink_logits, window=window)
+        return attention(queries, keys, values, scoring)
     if is_fallback(queries):
         device.fall_back("The attention of prompts", reason)
-    return blockwise_attention(queries, keys, values, scaling, softcap, sink_logits, window=window), None
+    return blockwise_attention(queries, keys, values, scoring), None
 
 
 # Scores held at once, in numbers: bounds memory whatever the prompt's length.
@@ -95,11 +86,8 @@ def blockwise_attention(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    scaling: float,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
+    scoring: Scoring,
     *,
-    window: int | None = None,
     block_scores: int = BLOCK_SCORES,
 ) -> torch.Tensor:
     """`prompt_attention` on every device; memory is linear in n, `block_scores` scores at a time.
@@ -107,6 +95,7 @@ def blockwise_attention(
     Plain prompts take torch's own attention. cuDNN's, its fastest on a GPU, is about a tenth faster for long prompts
     but takes some 60 ms to prepare for every new length.
     """
+    scaling, softcap, sink_logits, window = scoring
     if not softcap and sink_logits is None and window is None and queries.shape[1] == keys.shape[1]:
         grouped = queries.shape[0] != keys.shape[0]
         if grouped and queries.device.type != "cpu":
@@ -119,9 +108,7 @@ def blockwise_attention(
     heads = keys.shape[0]
     output = queries.new_empty(*queries.shape[:2], values.shape[2])
     grouped, values = output.unflatten(0, (heads, -1)), values.float()
-    for block, seen, weights in weight_blocks(
-        queries, keys, None, scaling, softcap, sink_logits, window=window, block_scores=block_scores
-    ):
+    for block, seen, weights in weight_blocks(queries, keys, None, scoring, block_scores):
         grouped[:, :, block] = (weights @ values[:, None, seen]).to(output.dtype)
     return output
 
@@ -130,11 +117,7 @@ def weight_blocks(
     queries: torch.Tensor,
     keys: torch.Tensor,
     visible: Callable[[slice, slice], torch.Tensor] | None,
-    scaling: float,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
-    *,
-    window: int | None = None,
+    scoring: Scoring,
     block_scores: int = BLOCK_SCORES,
 ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
     """Attention weights of one block of queries after another, for paths without a kernel; arguments as in
@@ -143,6 +126,7 @@ def weight_blocks(
     Yields:
         which queries, over which keys, and float32 [H, Hq / H, queries, keys]; zeros where a query sees nothing.
     """
+    scaling, softcap, sink_logits, window = scoring
     heads, n, _ = keys.shape
     length = queries.shape[1]
     grouped = queries.float().unflatten(0, (heads, -1))

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvconvert.kernels.attention import Scoring
 from kvconvert.kernels.blocks import copy_tokens
 from kvconvert.kernels.launches.triton import kernel
 from kvconvert.kernels.page_formats import LayerFormat
@@ -175,11 +176,8 @@ def attend(
     queries: torch.Tensor,
     tables: RaggedTables,
     format: LayerFormat,
-    scaling: float,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
+    scoring: Scoring,
     *,
-    window: int | None = None,
     workspace: tuple[torch.Tensor, torch.Tensor] | None = None,
     output: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -189,8 +187,7 @@ def attend(
         queries: [Hq, N, D], rotated if the keys are.
         tables: the tables of the pass.
         format: the format of the layer's pages.
-        scaling, softcap, sink_logits: as for `prompt_attention`.
-        window: tokens that a query sees, its own included, each sequence's being consecutive; None for all before it.
+        scoring: of the layer; where it has a window, each sequence's tokens are consecutive.
         workspace: keys [H, capacity, D] and values [H, capacity, E] of a workspace that may hold some tokens already;
             made if not given.
         output: where the result goes, contiguous; made if not given.
@@ -206,7 +203,7 @@ def attend(
     fill_workspace(tables, f, keys, values)
     if output is None:
         output = queries.new_empty(count, query_heads, f.values.head_dim)
-    ragged_attention(queries, keys, values, tables.tiles, output, scaling, softcap, sink_logits, window)
+    ragged_attention(queries, keys, values, tables.tiles, output, scoring)
     return output
 
 

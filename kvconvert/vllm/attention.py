@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
+from kvconvert.kernels.attention import Scoring
 from kvconvert.kernels.chunked_prefill import PageReader, StoredPart, chunk_attention, stored_parts, unsupported
 from kvconvert.kernels.chunked_prefill.parts import Workspace
 from kvconvert.kernels.decode import decode_attention, divided_pages, paged_attention, pages_per_tile
@@ -38,21 +38,6 @@ def quantize_pending(layers: Iterable[LayerBatch], plan: StepPlan) -> None:
             part.copy(*tokens.sinks)
 
 
-class Logits(NamedTuple):
-    """What becomes of a layer's dot products besides their scaling.
-
-    Attributes:
-        softcap: logits become softcap * tanh(logits / softcap) (Gemma 2).
-        sink_logits: float32 [Hq] logits of a virtual token without a value (gpt-oss).
-    """
-
-    softcap: float | None = None
-    sink_logits: torch.Tensor | None = None
-
-
-PLAIN = Logits()
-
-
 @dataclass(frozen=True)
 class LayerStep:
     """One layer in one pass.
@@ -60,18 +45,16 @@ class LayerStep:
     Attributes:
         blocks: of the layer.
         plan: of the pass.
-        scaling: factor of the dot products.
+        scoring: of the layer.
         prompts: of the pass, see `divide_prompts`.
         tables: of the requests with one new token, where kernels run.
-        logits: of the layer.
     """
 
     blocks: LayerBlocks
     plan: StepPlan
-    scaling: float
+    scoring: Scoring
     prompts: Sequence[tuple[slice, PackedPrompts | Request]]
     tables: DecodeTables | None = None
-    logits: Logits = PLAIN
 
     def run(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, output: torch.Tensor) -> None:
         """Store the pass's tokens and write the attention of their queries.
@@ -88,7 +71,7 @@ class LayerStep:
         for part, prompts in self.prompts:
             own = [x[part] for x in (queries, keys, values)]
             if isinstance(prompts, PackedPrompts):
-                prompts.attend(self.blocks, *own, self.scaling, output[part], *self.logits)
+                prompts.attend(self.blocks, *own, self.scoring, output[part])
             else:
                 attended = self._prompt(prompts, *(x.transpose(0, 1) for x in self._turned(*own)))
                 output[part] = attended.transpose(0, 1)
@@ -130,9 +113,9 @@ class LayerStep:
         self, queries: torch.Tensor, history: list[StoredPart], keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
         """Attention [Hq, T, E] of a chunk over what is stored before it and, causally, over itself."""
-        format, (softcap, sink_logits) = self.blocks.format, self.logits
-        if unsupported(queries, format, keys.dtype, self.scaling, softcap) is None:
-            return chunk_attention(queries, history, keys, values, self.scaling, softcap, sink_logits)
+        format = self.blocks.format
+        if unsupported(queries, format, keys.dtype, self.scoring) is None:
+            return chunk_attention(queries, history, keys, values, self.scoring)
 
         def tokens() -> Iterator[ResidualTokens]:
             heads, dim, value_dim = keys.shape[0], keys.shape[2], values.shape[2]
@@ -143,7 +126,7 @@ class LayerStep:
             causal = torch.ones(1, 1, length, length, dtype=torch.bool, device=keys.device).tril()
             yield ResidualTokens(None, keys[None], values[None], causal)
 
-        return paged_attention(queries[None], (), tokens(), format, self.scaling, softcap, sink_logits)[0]
+        return paged_attention(queries[None], (), tokens(), format, self.scoring)[0]
 
     def _write(self, places: tuple[torch.Tensor, torch.Tensor], keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store keys [H, n, D] and values [H, n, E]."""
@@ -193,9 +176,7 @@ class LayerStep:
             DecodeTokens(blocks, plan, tables, len(queries)),
             format,
             dtype,
-            self.scaling,
-            softcap=self.logits.softcap,
-            sink_logits=self.logits.sink_logits,
+            self.scoring,
             output=output.unsqueeze(2),
         )
         if tables is None:

@@ -24,10 +24,11 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 
 from kvconvert.errors import BundleError
+from kvconvert.kernels.attention import Scoring
 from kvconvert.kernels.decode import unsupported
 from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.pages import PAGE_SIZE, LayerFormat
-from kvconvert.vllm.attention import PLAIN, LayerStep, Logits, quantize_pending
+from kvconvert.vllm.attention import LayerStep, quantize_pending
 from kvconvert.vllm.blocks import BlockLayout, LayerBatch, LayerBlocks, alike
 from kvconvert.vllm.bundle import ServedBundle, layer_index, served_bundle
 from kvconvert.vllm.passes import LowBitMetadata, PassPlanner
@@ -124,7 +125,7 @@ class LowBitBackend(AttentionBackend):
         cls.has_begun = True
         layers = _layers_of(config)
         blocks = [layer.impl.stand_in(layer, device) for layer in layers]
-        PassPlanner.begin(config, blocks, [(layer.impl.num_heads, layer.impl.logits) for layer in layers])
+        PassPlanner.begin(config, blocks, [(layer.impl.num_heads, layer.impl.scoring) for layer in layers])
 
 
 def _layers_of(config: VllmConfig) -> list[Any]:
@@ -170,7 +171,7 @@ class LowBitMetadataBuilder(AttentionMetadataBuilder[LowBitMetadata]):
                 # Those of all builders, so that their kernels are compiled side by side.
                 every = _layers_of(self.vllm_config)
                 blocks = [layer.impl.blocks(layer) for layer in every]
-                self._planner.rehearse(blocks, [(layer.impl.num_heads, layer.impl.logits) for layer in every])
+                self._planner.rehearse(blocks, [(layer.impl.num_heads, layer.impl.scoring) for layer in every])
         metadata = self._planner.plan(common_attn_metadata)
         quantize_pending(self._alike, metadata.plan)
         return metadata
@@ -214,7 +215,7 @@ class LowBitAttention(AttentionImpl[LowBitMetadata]):
         LowBitBackend.drafts, drafts = config.num_speculative_tokens, config.speculative_config
         LowBitBackend.drafts_by_model = drafts is not None and drafts.method in MODEL_DRAFTS
         self.rank = get_tensor_model_parallel_rank()
-        self._softcap, self._sinks, self.logits = logits_soft_cap or None, sinks, PLAIN
+        self._sinks, self.scoring = sinks, Scoring(scale, logits_soft_cap or None)
         self._blocks: LayerBlocks | None = None
 
     def blocks(self, layer: Any) -> LayerBlocks | None:
@@ -243,7 +244,7 @@ class LowBitAttention(AttentionImpl[LowBitMetadata]):
                 raise BundleError(f"This bundle cannot be served on a GPU ({reason}); use `kvconvert serve`.")
         # Loaded by now; a copy in fixed places, which CUDA graphs may hold.
         sinks = None if self._sinks is None else self._sinks.detach().float().contiguous()
-        self.logits = Logits(self._softcap, sinks)
+        self.scoring = self.scoring._replace(sink_logits=sinks)
         return found
 
     def forward(
@@ -266,7 +267,7 @@ class LowBitAttention(AttentionImpl[LowBitMetadata]):
             return output.fill_(0)
         count = attn_metadata.num_actual_tokens
         pass_, blocks = attn_metadata, self.blocks(layer)
-        step = LayerStep(blocks, pass_.plan, self.scale, pass_.prompts, pass_.tables, self.logits)
+        step = LayerStep(blocks, pass_.plan, self.scoring, pass_.prompts, pass_.tables)
         step.run(query[:count], key[:count], value[:count], output[:count])
         return output
 

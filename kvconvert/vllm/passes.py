@@ -14,9 +14,9 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionMetadata, CommonAttentionMetadata
 
 from kvconvert.kernels import ragged
+from kvconvert.kernels.attention import Scoring
 from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.pages import PAGE_SIZE
-from kvconvert.vllm.attention import Logits
 from kvconvert.vllm.blocks import LayerBlocks
 from kvconvert.vllm.prompts import WORKSPACE_BYTES, Flash, PackedPrompts, Packing, divide_prompts
 from kvconvert.vllm.rehearsal import begin, prepare, rehearse
@@ -111,7 +111,7 @@ class PassPlanner:
             pages = min(pages, len(self.like.words))
         return rows, pages
 
-    def rehearse(self, layers: list[LayerBlocks], heads: list[tuple[int, Logits]], ahead: bool = False) -> None:
+    def rehearse(self, layers: list[LayerBlocks], heads: list[tuple[int, Scoring]], ahead: bool = False) -> None:
         """Compile what those of these layers launch that it serves, all side by side, and describe their blocks.
 
         Args:
@@ -128,7 +128,7 @@ class PassPlanner:
         (begin if ahead else prepare)(self.like.words.device, lambda: rehearse(*args), rehearse_products)
 
     @classmethod
-    def begin(cls, config: VllmConfig, layers: list[LayerBlocks], heads: list[tuple[int, Logits]]) -> None:
+    def begin(cls, config: VllmConfig, layers: list[LayerBlocks], heads: list[tuple[int, Scoring]]) -> None:
         """Begin to compile what passes will launch; `layers` are stand-ins, other arguments as for `rehearse`."""
         left = list(layers)
         while left:

@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from kvconvert.kernels.attention import Scoring
 from kvconvert.kernels.blocks import BlockGeometry, copy_tokens
 from kvconvert.kernels.device import upload
 from kvconvert.kernels.pages import PAGE_SIZE, PageAddresses, PageFormat, quantize_listed
@@ -191,19 +192,16 @@ class PackedPrompts:
         queries: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        scaling: float,
+        scoring: Scoring,
         output: torch.Tensor,
-        softcap: float | None = None,
-        sink_logits: torch.Tensor | None = None,
     ) -> None:
         """Store a layer's new tokens, with what they complete, and attend.
 
         Args:
             blocks: of the layer.
             queries: [N, Hq, D]; keys: [N, H, D]; values: [N, H, E], of the prompts alone, as the model gives them.
-            scaling: factor of the dot products.
+            scoring: of the layer.
             output: [N, Hq, E], for attention in the coordinates in which values are stored.
-            softcap, sink_logits: as in `kvconvert/vllm/attention.py`.
         """
         device, f, records = self._on_device, blocks.format, self._records(blocks)
         shared = blocks.static_scales
@@ -220,13 +218,13 @@ class PackedPrompts:
         )
         turned = append(*(x.transpose(0, 1) for x in (queries, keys, values)), tables, f, f.rotations)
         workspace = packing.keys, packing.values
-        if packing.flash is None or softcap or sink_logits is not None:
-            attend(turned, tables, f, scaling, softcap, sink_logits, workspace=workspace, output=output)
+        if packing.flash is None or scoring.softcap or scoring.sink_logits is not None:
+            attend(turned, tables, f, scoring, workspace=workspace, output=output)
         else:
             fill_workspace(tables, f, *workspace)
             # Behind them is what was never written.
             written = (side[:, : self._all].transpose(0, 1) for side in workspace)
-            packing.flash(turned.transpose(0, 1), *written, *self._ends, *self._most, scaling, output)
+            packing.flash(turned.transpose(0, 1), *written, *self._ends, *self._most, scoring.scaling, output)
         copy_tokens(records[5], places[1], blocks.words, *workspace, to_blocks=True)
         self._quantize(blocks, f.keys, packing.keys)
         self._quantize(blocks, f.values, packing.values)

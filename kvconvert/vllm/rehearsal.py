@@ -7,10 +7,11 @@ from threading import Thread
 
 import torch
 
+from kvconvert.kernels.attention import Scoring
 from kvconvert.kernels.device import compiles
 from kvconvert.kernels.launches import begin_to_compile, make_ready, record_specializations
 from kvconvert.kernels.pages import PAGE_SIZE
-from kvconvert.vllm.attention import LayerStep, Logits, quantize_pending
+from kvconvert.vllm.attention import LayerStep, quantize_pending
 from kvconvert.vllm.blocks import LayerBlocks, alike
 from kvconvert.vllm.prompts import Packing, divide_prompts
 from kvconvert.vllm.step import DecodeTables, plan_step
@@ -18,7 +19,7 @@ from kvconvert.vllm.step import DecodeTables, plan_step
 
 def rehearse(
     layers: Sequence[LayerBlocks],
-    heads: Sequence[tuple[int, Logits]],
+    heads: Sequence[tuple[int, Scoring]],
     tables: DecodeTables,
     packing: Packing | None,
 ) -> None:
@@ -39,9 +40,9 @@ def rehearse(
     block_table = torch.zeros(2, layout.blocks_for(4 * long), dtype=torch.int32, device=device)
     # Layers that are alike launch the same.
     kinds = {}
-    for blocks, (count, logits) in zip(layers, heads, strict=True):
-        f, own = blocks.format, (count, logits.softcap, logits.sink_logits is None)
-        kinds[f.kind, blocks.geometry, own] = blocks, count, logits
+    for blocks, (count, scoring) in zip(layers, heads, strict=True):
+        f, own = blocks.format, (count, scoring.softcap, scoring.sink_logits is None)
+        kinds[f.kind, blocks.geometry, own] = blocks, count, scoring
     # Requests with a page to quantize on either side, as many at a time as there are rows for.
     each = min(2, tables.rows)
     stored = [PAGE_SIZE + window + 1 for window in (windows if each == 2 else sorted(set(windows)))]
@@ -56,12 +57,12 @@ def rehearse(
         decodes = plan.decodes
         tables.write(block_table, [r.row for r in decodes], [r.tokens for r in decodes])
         parts = divide_prompts(plan, packing)
-        for blocks, query_heads, logits in kinds.values():
+        for blocks, query_heads, scoring in kinds.values():
             f = blocks.format
             sizes = (query_heads, f.keys.head_dim), (f.keys.heads, f.keys.head_dim), (f.values.heads, f.values.head_dim)
             tokens = [torch.zeros(count, *size, dtype=dtype, device=device) for size in sizes]
             output = tokens[0].new_empty(count, query_heads, f.values.head_dim)
-            LayerStep(blocks, plan, 1.0, parts, tables, logits).run(*tokens, output)
+            LayerStep(blocks, plan, scoring, parts, tables).run(*tokens, output)
 
 
 # Blocks of a layer that stand in for the cache's: more than the requests of a rehearsal have pages.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from kvconvert.errors import CacheError
+from kvconvert.kernels.attention import Scoring
 from kvconvert.kernels.decode import (
     PageTables,
     PageTile,
@@ -107,9 +108,7 @@ def store_and_attend(
     store: LayerStore,
     queries: torch.Tensor,
     chunk: PassTokens,
-    scaling: float,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
+    scoring: Scoring,
     unrotate_output: bool = True,
 ) -> torch.Tensor:
     """Store the parked tokens, attend from their queries [B, Hq, T, D] as `attend` does, and compress what is complete.
@@ -119,7 +118,7 @@ def store_and_attend(
     """
     rotated = commit(store, chunk, queries)
     queries = queries if rotated is None else rotated
-    output = attend(store, queries, chunk, scaling, softcap, sink_logits, rotated is not None, unrotate_output)
+    output = attend(store, queries, chunk, scoring, rotated is not None, unrotate_output)
     end_forward(store)
     return output
 
@@ -128,9 +127,7 @@ def attend(
     store: LayerStore,
     queries: torch.Tensor,
     chunk: PassTokens,
-    scaling: float,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
+    scoring: Scoring,
     rotated: bool = False,
     unrotate_output: bool = True,
 ) -> torch.Tensor:
@@ -142,7 +139,7 @@ def attend(
     """
     if store.format.rotations.keys and not rotated:
         queries = hadamard_transform(queries)
-    output = LayerAttention(store, chunk, scaling, softcap, sink_logits).output(queries)
+    output = LayerAttention(store, chunk, scoring).output(queries)
     return hadamard_transform(output, inverse=True) if unrotate_output and store.format.rotations.values else output
 
 
@@ -180,7 +177,7 @@ class LayerAttention(AttentionCall):
             padded = tokens - before < length
             at = store.positions(row, before, tokens) - first if padded else EVERY
             stored = tensors.keys.tokens(0, tokens), tensors.values.tokens(0, tokens)
-            arguments = (queries[row][:, at], *stored, self.scaling, self.softcap, self.sink_logits)
+            arguments = (queries[row][:, at], *stored, self.scoring)
             if selecting:
                 attended, sums = selective_attention(*arguments)
                 tensors.add_attention_mass(sums)
@@ -204,9 +201,7 @@ class LayerAttention(AttentionCall):
             StoredRows(store, rows, self.chunk, queries.shape[2], tables),
             store.format,
             store.dtype,
-            self.scaling,
-            softcap=self.softcap,
-            sink_logits=self.sink_logits,
+            self.scoring,
             clamped_rows=store.clamped_rows if tables is None else tables.clamped_rows[store.group.stores.index(store)],
             fall_back=store.fall_back,
         )
@@ -225,7 +220,7 @@ class LayerAttention(AttentionCall):
                 return chunk.visible(row, own[block], positions[keys])[0]
 
         stored, tensors = store.rows[row].keys.tokens(0, tokens), store.rows[row]
-        arguments = queries[:, own - first], stored, visible, self.scaling, self.softcap, self.sink_logits
+        arguments = queries[:, own - first], stored, visible, self.scoring
         tensors.add_attention_mass(column_sums(*arguments))
 
 
@@ -396,9 +391,7 @@ def attend_latents(
     up_keys: torch.Tensor,
     up_values: torch.Tensor,
     chunk: PassTokens,
-    scaling: float,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """Attention over everything that a layer of latents stores, the queries' own tokens included.
 
@@ -407,7 +400,7 @@ def attend_latents(
         queries: [B, Hq, T, D + r], the channels without RoPE first.
         up_keys: W_UK [Hq, D, R]; up_values: W_UV [Hq, E, R].
         chunk: of the forward pass.
-        scaling, softcap, sink_logits: see `AttentionCall`.
+        scoring: of the layer.
 
     Returns:
         [B, Hq, T, E]; zeros at padding.
@@ -433,15 +426,15 @@ def attend_latents(
         reason = "the kernel of their pages takes one query of each sequence"
     if reason is None and not chunk.is_causal:
         reason = "an indexer chose the tokens"
-    if reason is None and (softcap is not None or sink_logits is not None):
+    if reason is None and (scoring.softcap is not None or scoring.sink_logits is not None):
         reason = "there are soft caps or sink logits"
     if reason is None:
         rows = StoredRows(store, list(range(len(queries))), chunk, 1, store.group.registry.step_tables(store))
-        attended = latent_decode(latent[:, :, 0], rope[:, :, 0], rows, store.format, scaling).unsqueeze(2)
+        attended = latent_decode(latent[:, :, 0], rope[:, :, 0], rows, store.format, scoring.scaling).unsqueeze(2)
     else:
         if runs_triton(store.device):
             store.fall_back("attention over latents", reason)
-        attended = _over_dequantized(AttentionCall(store, chunk, scaling, softcap, sink_logits), latent, rope)
+        attended = _over_dequantized(AttentionCall(store, chunk, scoring), latent, rope)
     if store.format.rotations.keys:
         attended = hadamard_transform(attended, inverse=True)
     return attended.to(queries.dtype) @ up_values.mT
@@ -464,13 +457,6 @@ def _over_dequantized(call: AttentionCall, latent: torch.Tensor, rope: torch.Ten
         if not chunk.is_causal:
             every = positions.slice(0, len(positions), latent.device)
             visible = chunk.visible(row, chunk.query_positions[at].to(latent.device), every)[0]
-        attended[row, :, at] = latent_attention(
-            latent[row][:, at],
-            rope[row][:, at],
-            parts,
-            call.scaling,
-            softcap=call.softcap,
-            sink_logits=call.sink_logits,
-            visible=visible,
-        )
+        own = latent[row][:, at], rope[row][:, at]
+        attended[row, :, at] = latent_attention(*own, parts, call.scoring, visible=visible)
     return attended

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kvconvert.kernels import device
+from kvconvert.kernels.attention import Scoring
 from kvconvert.kernels.chunked_prefill import (
     FEWEST_CENTERED,
     FEWEST_QUERIES,
@@ -28,16 +29,12 @@ class AttentionCall:
     Attributes:
         store: what is attended to.
         chunk: of the forward pass.
-        scaling: factor of the dot products.
-        softcap: logits become softcap * tanh(logits / softcap), unless None.
-        sink_logits: [Hq] logits of a virtual token with no value, or None.
+        scoring: of the layer, without its window.
     """
 
     store: LayerStore
     chunk: PassTokens
-    scaling: float
-    softcap: float | None = None
-    sink_logits: torch.Tensor | None = None
+    scoring: Scoring
 
 
 class ChunkedPrefill:
@@ -52,6 +49,7 @@ class ChunkedPrefill:
         self.call, self.row, self.store = call, row, call.store
         self.sequence = call.store.sequences[row]
         self.window = None if call.chunk.is_causal else call.store.group.sliding_window
+        self.scoring = call.scoring._replace(window=self.window)
 
     def is_served(self, queries: torch.Tensor) -> bool:
         """Whether the row's queries, of [B, Hq, T, D], are attended to here and not with pages as they are stored.
@@ -71,8 +69,7 @@ class ChunkedPrefill:
     def _unsupported(self, queries: torch.Tensor) -> str | None:
         """Why the row's queries, of [B, Hq, T, D], cannot be attended to here; None if they can."""
         store, sequence, chunk = self.store, self.sequence, self.call.chunk
-        arguments = queries, store.format, store.dtype, self.call.scaling, self.call.softcap, self.window
-        reason = unsupported(*arguments)
+        reason = unsupported(queries, store.format, store.dtype, self.scoring)
         if reason is not None:
             return reason
         if sequence.spans and store.format.span.shifts:
@@ -112,7 +109,7 @@ class ChunkedPrefill:
 
         `is_served` is true of them.
         """
-        call, sequence, length = self.call, self.sequence, queries.shape[1]
+        sequence, length = self.sequence, queries.shape[1]
         first = self.store.logical - length
         positions = sequence.positions
         own = len(positions) - positions.before(first)
@@ -124,16 +121,7 @@ class ChunkedPrefill:
         tensors = self.store.rows[self.row]
         keys = tensors.keys.tokens(sequence.keys.buffered - own, sequence.keys.buffered)
         values = tensors.values.tokens(sequence.values.buffered - own, sequence.values.buffered)
-        attended = chunk_attention(
-            queries[:, at],
-            self.parts(own),
-            keys,
-            values,
-            call.scaling,
-            call.softcap,
-            call.sink_logits,
-            window=self.window,
-        )
+        attended = chunk_attention(queries[:, at], self.parts(own), keys, values, self.scoring)
         output[:, at] = attended.to(output.dtype)
 
     def parts(self, own: int, addressed: bool | None = None) -> list[StoredPart]:

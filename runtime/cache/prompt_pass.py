@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from kvconvert.kernels import ragged
+from kvconvert.kernels.attention import Scoring
 from kvconvert.kernels.device import upload
 from kvconvert.kernels.pages import PAGE_SIZE, PageAddresses
 from kvconvert.kernels.pages.records import static_offsets
@@ -365,14 +366,7 @@ class PromptPass:
         keys, values = keys.to(store.dtype), values.to(store.dtype)
         return ragged.append(queries, keys, values, self._of_layer(store), store.format, store.format.rotations)
 
-    def attend(
-        self,
-        store: LayerStore,
-        queries: torch.Tensor,
-        scaling: float,
-        softcap: float | None = None,
-        sink_logits: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def attend(self, store: LayerStore, queries: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """Attention of all queries [Hq, N, D], rotated as the keys are, in the coordinates in which values are stored.
 
         Masks are causal, within the layer's sliding window if it has one.
@@ -380,8 +374,8 @@ class PromptPass:
         Returns:
             [N, Hq, E]; anything where the pass has tokens of others.
         """
-        tables, window = self._of_layer(store), store.group.sliding_window
-        return ragged.attend(queries, tables, store.format, scaling, softcap, sink_logits, window=window)
+        scoring = scoring._replace(window=store.group.sliding_window)
+        return ragged.attend(queries, self._of_layer(store), store.format, scoring)
 
     @staticmethod
     def finish(chunk: PlannedChunk) -> None:

@@ -10,6 +10,7 @@ import math
 
 import torch
 
+from kvconvert.kernels.attention import Scoring
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.kernels.select import repeated_attention, share_pages
 from kvconvert.runtime.cache.store import Group, LayerStore
@@ -22,15 +23,14 @@ def score_and_attend(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    scaling: float,
-    softcap: float | None,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """Attention of the repeated tokens of all rows, whose scores are added to what rows hold.
 
     Args:
         store: of one layer.
         queries: [rows, G, T, D]; keys: [rows, 1, T, D]; values: [rows, 1, T, E]; none rotated.
-        scaling, softcap: as in attention.
+        scoring: of the layer, which has no sink logits.
 
     Returns:
         [rows, G, T, E], zeros where a token is padding.
@@ -56,8 +56,7 @@ def score_and_attend(
             first,
             PART,
             sequence.sink_tokens,
-            scaling,
-            softcap,
+            scoring,
         )
         output[rows, :, at] = attended
         for row, own in zip(store.rows[rows], scores, strict=True):

@@ -11,7 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from kvconvert.errors import CacheError, UnsupportedModelError
-from kvconvert.kernels.attention import Choice, choice_of
+from kvconvert.kernels.attention import Choice, Scoring, choice_of
 from kvconvert.kernels.decode import ResidualTokens, paged_attention
 from kvconvert.kernels.pages import LayerFormat, PageFormat
 from kvconvert.runtime.cache.attend import attend_latents, commit, store_and_attend
@@ -83,7 +83,7 @@ def attention_function(
         CacheError: the model replaced the key or mask handle, or uses dropout.
         UnsupportedModelError: the model adds a position bias.
     """
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
     if kwargs.get("position_bias") is not None:
         raise UnsupportedModelError(
             f"{type(module).__name__} adds a position bias to its attention scores, which the kvconvert cache does "
@@ -91,19 +91,7 @@ def attention_function(
         )
     choice = choice_of(indices, block_indices, getattr(module.config, "index_block_size", None))
     if not isinstance(key, KeyHandle):
-        return _without_cache(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            scaling=scaling,
-            dropout=dropout,
-            softcap=softcap,
-            sink_logits=s_aux,
-            choice=choice,
-            **kwargs,
-        ), None
+        return _without_cache(module, query, key, value, attention_mask, scoring, choice, dropout, **kwargs), None
     store = getattr(key, "store", None)
     where = f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"
     if not isinstance(store, (LayerStore, PackedLayer)):
@@ -119,23 +107,22 @@ def attention_function(
         raise CacheError(f"Attention dropout is on in {where}; call model.eval() before generating.")
     is_packed = isinstance(store, PackedLayer)
     is_latent = store.layers[0].store.is_latent if is_packed else store.is_latent
-    factors = scaling, softcap, s_aux
     if is_packed:
 
         def own(store: LayerStore, segment: Segment, chunk: PassTokens) -> torch.Tensor:
             parts = (segment.split(x.as_subclass(torch.Tensor)) for x in (query, key, value))
-            return _over_latents(store, module, *parts, None, chunk, *factors)
+            return _over_latents(store, module, *parts, None, chunk, scoring)
 
         over_latents = own if is_latent else None
         options = {"value_dim": value.shape[-1], "over_latents": over_latents, "choice": choice}
-        return store.attend(query, attention_mask, *factors, **options), None
+        return store.attend(query, attention_mask, scoring, **options), None
     if store.scheme.reconstructs:
-        output = _by_head(store, query, key, value, attention_mask, *factors)
+        output = _by_head(store, query, key, value, attention_mask, scoring)
         return output.transpose(1, 2).contiguous(), None
     chunk = layer_tokens(attention_mask.chunk(query.device, query.shape[2]), store, choice)
     if is_latent:
-        return _over_latents(store, module, query, key, value, attention_mask, chunk, *factors), None
-    output = store_and_attend(store, query, chunk, *factors)
+        return _over_latents(store, module, query, key, value, attention_mask, chunk, scoring), None
+    output = store_and_attend(store, query, chunk, scoring)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -145,12 +132,10 @@ def _by_head(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: MaskHandle,
-    scaling: float,
-    softcap: float | None,
-    sink_logits: torch.Tensor | None,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """Attention of [B, Hq, T, D] where every KV head is a row of the store: [B, Hq, T, E]."""
-    if sink_logits is not None:
+    if scoring.sink_logits is not None:
         raise UnsupportedModelError(
             'This model\'s attention has sink logits, which selection = "reconstruction" does not support; choose '
             'selection = "attention".'
@@ -159,7 +144,7 @@ def _by_head(
     grouped = query.unflatten(1, (heads, -1)).flatten(0, 1)
     if store.group.repetition is not None:
         keys, values = (part.as_subclass(torch.Tensor).flatten(0, 1).unsqueeze(1) for part in (key, value))
-        output = score_and_attend(store, grouped, keys, values, scaling, softcap)
+        output = score_and_attend(store, grouped, keys, values, scoring)
     else:
         chunk = mask.chunk(query.device, query.shape[2], heads)
         if not chunk.is_causal:
@@ -167,7 +152,7 @@ def _by_head(
                 'selection = "reconstruction" needs causal attention, and this model masks otherwise; choose '
                 'selection = "attention".'
             )
-        output = store_and_attend(store, grouped, chunk, scaling, softcap)
+        output = store_and_attend(store, grouped, chunk, scoring)
     return output.unflatten(0, (batch, heads)).flatten(1, 2)
 
 
@@ -179,9 +164,7 @@ def _over_latents(
     value: torch.Tensor,
     mask: MaskHandle | None,
     chunk: PassTokens,
-    scaling: float,
-    softcap: float | None,
-    sink_logits: torch.Tensor | None,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """Latent attention [B, T, Hq, E]: of a prompt as the model computes it, later of stored latents.
 
@@ -193,10 +176,9 @@ def _over_latents(
     if all(sequence.seen <= query.shape[2] for sequence in store.sequences):
         expanded = (states.as_subclass(torch.Tensor) for states in (key, value))
         choice = chunk.choice if isinstance(chunk, LayerTokens) else None
-        options = {"softcap": softcap, "sink_logits": sink_logits, "choice": choice}
-        output = _without_cache(module, query, *expanded, mask, scaling=scaling, dropout=0.0, **options)
+        output = _without_cache(module, query, *expanded, mask, scoring, choice)
     else:
-        output = attend_latents(store, query, *store.up_projections, chunk, scaling, softcap, sink_logits)
+        output = attend_latents(store, query, *store.up_projections, chunk, scoring)
         output = output.transpose(1, 2).contiguous()
     end_forward(store)
     return output
@@ -222,16 +204,13 @@ def _without_cache(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    *,
-    scaling: float,
-    dropout: float,
-    softcap: float | None,
-    sink_logits: torch.Tensor | None,
+    scoring: Scoring,
     choice: Choice | None = None,
+    dropout: float = 0.0,
     **kwargs: Any,
 ) -> torch.Tensor:
     """Ordinary attention over the given keys: SDPA, or the streaming softmax for soft caps and sink logits."""
-    plain, tokens = softcap is None and sink_logits is None, key.shape[2]
+    plain, tokens = scoring.softcap is None and scoring.sink_logits is None, key.shape[2]
     if choice is not None and choice.is_all_of(tokens):
         choice = None
     if isinstance(attention_mask, MaskHandle):
@@ -240,7 +219,7 @@ def _without_cache(
         attention_mask = choice.mask(attention_mask, query.shape[1], tokens)
     if plain:
         return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scoring.scaling, **kwargs
         )[0]
     batch, _, length, dim = query.shape
     if attention_mask is None:
@@ -252,7 +231,7 @@ def _without_cache(
     heads, e = key.shape[1], value.shape[-1]
     no_pages = LayerFormat(PageFormat.keys(heads, dim, 128, 16, 128), PageFormat.values(heads, e, 128, 16, e))
     tokens = ResidualTokens(torch.arange(batch, device=key.device), key, value, visible)
-    output = paged_attention(query, [], [tokens], no_pages, scaling, softcap, sink_logits)
+    output = paged_attention(query, [], [tokens], no_pages, scoring)
     return output.to(query.dtype).transpose(1, 2).contiguous()
 
 

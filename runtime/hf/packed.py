@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from kvconvert.errors import CacheError
-from kvconvert.kernels.attention import Choice
+from kvconvert.kernels.attention import Choice, Scoring
 from kvconvert.kernels.convolution import SideBySide
 from kvconvert.kernels.pages import LayerFormat
 from kvconvert.kernels.rotate import hadamard_transform
@@ -143,9 +143,7 @@ class PackedLayer(CacheLayerMixin):
         self,
         queries: Tensor,
         mask: MaskHandle,
-        scaling: float,
-        softcap: float | None = None,
-        sink_logits: Tensor | None = None,
+        scoring: Scoring,
         *,
         value_dim: int,
         over_latents: Callable[[LayerStore, Segment, PassTokens], Tensor] | None = None,
@@ -157,7 +155,7 @@ class PackedLayer(CacheLayerMixin):
 
         Args:
             queries: of all tokens of the pass.
-            mask, scaling, softcap, sink_logits: see `attention_function`.
+            mask, scoring: see `attention_function`.
             value_dim: E.
             over_latents: attention [rows, T, Hq, E] of one cache's tokens in a layer of latents; None for others.
             choice: of an indexer, for all tokens of the pass.
@@ -167,13 +165,13 @@ class PackedLayer(CacheLayerMixin):
         """
         pending, self.pending = self.pending, None
         _refuse_padding(mask)
-        options, rotated, output = (scaling, softcap, sink_logits), queries, None
+        rotated, output = queries, None
         prompts, store = self.cache.prompts, self.layers[0].store
         if prompts is not None:
             keys, values = pending
             rotated = prompts.append(self._planned_store(), queries[0], keys[0], values[0])[None]
             if shows_window(mask.arguments["mask_function"], store.group.sliding_window):
-                output = prompts.attend(self._planned_store(), rotated[0], *options)
+                output = prompts.attend(self._planned_store(), rotated[0], scoring)
             else:
                 self.cache.key = None
         fused = output is not None
@@ -189,9 +187,9 @@ class PackedLayer(CacheLayerMixin):
                     if over_latents is not None:
                         own = over_latents(layer.store, segment, chunk).transpose(1, 2)
                     elif segment.chunk is not None:
-                        own = attend(layer.store, segment.split(rotated), chunk, *options, True, False)
+                        own = attend(layer.store, segment.split(rotated), chunk, scoring, True, False)
                     else:
-                        own = store_and_attend(layer.store, segment.split(queries), chunk, *options, False)
+                        own = store_and_attend(layer.store, segment.split(queries), chunk, scoring, False)
                     segment.put(own, output)
                     continue
                 except Exception as error:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvconvert.kernels.attention import attention_reference
+from kvconvert.kernels.attention import Scoring, attention_reference
 from kvconvert.kernels.decode import PageTables, ResidualWindows, Visibility
 from kvconvert.kernels.decode.plan import Segment, SequencePlan, plan_work
 from kvconvert.kernels.decode.triton.launch import decode_attention
@@ -238,11 +238,9 @@ def compare(case: Case, device: torch.device, seed: int = 0) -> tuple[float, tor
         visible = torch.rand(batch, case.queries, most + 5, generator=generator) > 0.3
         mask = visible.to(device, torch.uint8).contiguous()
         visibility = Visibility(mask, mask.stride(0), 0, mask.stride(1))
-    out = decode_attention(
-        queries.to(device), stored.tables(), ResidualWindows(stored.base, stored.rows.to(device)), stored.format,
-        case.scaling, softcap=case.softcap,
-        sink_logits=None if sink_logits is None else sink_logits.to(device), visibility=visibility,
-    )  # fmt: skip
+    scoring = Scoring(case.scaling, case.softcap, None if sink_logits is None else sink_logits.to(device))
+    windows = ResidualWindows(stored.base, stored.rows.to(device))
+    out = decode_attention(queries.to(device), stored.tables(), windows, stored.format, scoring, visibility=visibility)
     worst = 0.0
     for row, (keys, values) in enumerate(stored.sequences):
         seen = torch.ones(case.queries, keys.shape[1], dtype=torch.bool)

@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 from kvconvert import KVCache, KVScheme
 from kvconvert.kernels import decode
 from kvconvert.kernels import device as dispatch
+from kvconvert.kernels.attention import Scoring
 from kvconvert.runtime.cache.attend import attend, commit
 from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import ModalityMask, PassTokens
@@ -58,7 +59,7 @@ def test_attention_over_the_cache_is_the_reference_paths(device, monkeypatch, na
         columns = torch.arange(start, start + tokens, device=keys.device)
         chunk = PassTokens(columns, PADDING[:, : start + tokens].to(keys.device), mask_function)
         commit(layer.store, chunk)
-        output = attend(layer.store, queries, chunk, 0.2)
+        output = attend(layer.store, queries, chunk, Scoring(0.2))
         end_forward(layer.store)
         return output[:, :, PADDING[1, start : start + tokens]]
 

@@ -8,7 +8,7 @@ from decode_cases import Case, Stored
 
 from kvconvert.errors import UsageError
 from kvconvert.kernels import chunked_prefill
-from kvconvert.kernels.attention import attention_reference, causal_mask, merge
+from kvconvert.kernels.attention import Scoring, attention_reference, causal_mask, merge
 from kvconvert.kernels.chunked_prefill import StoredPart, chunk_attention
 from kvconvert.kernels.chunked_prefill import triton as launch
 from kvconvert.kernels.chunked_prefill.triton import merge_partials
@@ -85,7 +85,7 @@ CASES = [
 def test_chunks_over_pages_and_full_precision_tokens(device, case, workspace_tokens):
     stored, chunk = Stored(case, device), chunk_of(case, device)
     parts = parts_of(stored)
-    output = chunk_attention(*chunk[:1], parts, *chunk[1:], case.scaling, workspace_tokens=workspace_tokens)
+    output = chunk_attention(*chunk[:1], parts, *chunk[1:], Scoring(case.scaling), workspace_tokens=workspace_tokens)
     assert output.dtype == case.dtype
     expected = expected_of(stored, 0, *chunk, case.scaling)
     assert relative(output, expected) < TOLERANCE[case.dtype]
@@ -108,7 +108,9 @@ def test_caps_sink_logits_and_windows(device, extras, workspace_tokens):
     stored, chunk = Stored(case, device), chunk_of(case, device)
     extras = extras | ({"sink_logits": torch.linspace(-2, 4, 4).to(device)} if "sink_logits" in extras else {})
     parts = parts_of(stored)
-    output = chunk_attention(*chunk[:1], parts, *chunk[1:], case.scaling, **extras, workspace_tokens=workspace_tokens)
+    output = chunk_attention(
+        *chunk[:1], parts, *chunk[1:], Scoring(case.scaling, **extras), workspace_tokens=workspace_tokens
+    )
     expected = expected_of(stored, 0, *chunk, case.scaling, **extras)
     assert relative(output, expected) < TOLERANCE[HALF]
 
@@ -117,7 +119,7 @@ def test_without_a_history_a_chunk_attends_to_itself(device):
     case = Case(key_dim=64, value_dim=64, value_group=64, dtype=HALF, queries=50, pages=(0, 0, 0), residual=(0, 0, 0))
     queries, keys, values = chunk_of(case, device)
     expected = attention_reference(queries, keys, values, causal_mask(50, 50, device=device), 0.2).output
-    assert relative(chunk_attention(queries, [], keys, values, 0.2), expected) < TOLERANCE[HALF]
+    assert relative(chunk_attention(queries, [], keys, values, Scoring(0.2)), expected) < TOLERANCE[HALF]
 
 
 @pytest.mark.parametrize("backend", ["flash", "cudnn"])
@@ -135,13 +137,13 @@ def test_torchs_operators_serve_whole_tiles(device, backend, monkeypatch):
         monkeypatch.setattr(launch, "_torch_attention", stand_in)
     case = Case(key_dim=64, value_dim=64, value_group=64, dtype=HALF, queries=33, pages=(5, 0, 0), residual=(40, 0, 0))
     stored, (queries, keys, values) = Stored(case, device), chunk_of(case, device)
-    arguments = (queries, parts_of(stored), keys, values, case.scaling)
+    arguments = (queries, parts_of(stored), keys, values)
     expected = expected_of(stored, 0, queries, keys, values, case.scaling)
-    output = chunk_attention(*arguments, backend=backend, workspace_tokens=256)
+    output = chunk_attention(*arguments, Scoring(case.scaling), backend=backend, workspace_tokens=256)
     assert relative(output, expected) < TOLERANCE[HALF]
     assert tiles == ([(backend, 256)] * 2 if device.type == "cpu" else [])
     if backend == "flash":  # Under a soft cap all of it takes the kernels that know one.
-        capped = chunk_attention(*arguments, 3.0, backend=backend, workspace_tokens=256)
+        capped = chunk_attention(*arguments, Scoring(case.scaling, 3.0), backend=backend, workspace_tokens=256)
         assert relative(capped, expected_of(stored, 0, queries, keys, values, case.scaling, 3.0)) < TOLERANCE[HALF]
         assert len(tiles) == 2 * (device.type == "cpu")
 
@@ -163,7 +165,7 @@ def test_every_number_is_written_and_nothing_else_is_read(device, monkeypatch):
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
     for workspace_tokens in (128, 1024):
-        output = chunk_attention(queries, parts, keys, values, case.scaling, workspace_tokens=workspace_tokens)
+        output = chunk_attention(queries, parts, keys, values, Scoring(case.scaling), workspace_tokens=workspace_tokens)
         assert relative(output, expected) < TOLERANCE[HALF]
 
 
@@ -201,7 +203,7 @@ def test_the_memory_of_a_call_does_not_grow_with_the_history(device, monkeypatch
         largest.append(0)
         with monkeypatch.context() as patch:
             patch.setattr(torch, "empty", counted)
-            chunk_attention(queries, parts, keys, values, case.scaling, workspace_tokens=512)
+            chunk_attention(queries, parts, keys, values, Scoring(case.scaling), workspace_tokens=512)
     # Workspace and float32 sums once; of every tile's attention the log-sum-exp is new.
     workspace = 2 * 512 * 64 * 2
     assert workspace <= largest[0] <= largest[1] <= workspace + 20 * 64 * 4 + 8 * 20 * 4
@@ -211,13 +213,13 @@ def test_a_workspace_without_room_for_a_page_is_an_error(device):
     case = Case(key_dim=64, value_dim=64, value_group=64, dtype=HALF, queries=20)
     stored, (queries, keys, values) = Stored(case, device), chunk_of(case, device)
     with pytest.raises(UsageError, match="no room for a page"):
-        chunk_attention(queries, parts_of(stored), keys, values, 0.1, workspace_tokens=100)
+        chunk_attention(queries, parts_of(stored), keys, values, Scoring(0.1), workspace_tokens=100)
 
 
 def test_what_is_not_served_is_named(device):
     stored = Stored(Case(dtype=HALF), device)
     queries = torch.zeros(2, 8, 20, 128, dtype=HALF, device=device)
-    assert chunked_prefill.unsupported(queries, stored.format, HALF, 0.1, 30.0, 100) is None
-    assert "float32" in chunked_prefill.unsupported(queries.float(), stored.format, torch.float32, 0.1)
-    assert "differ in dtype" in chunked_prefill.unsupported(queries, stored.format, torch.bfloat16, 0.1)
-    assert "positive" in chunked_prefill.unsupported(queries, stored.format, HALF, -0.1)
+    assert chunked_prefill.unsupported(queries, stored.format, HALF, Scoring(0.1, softcap=30.0, window=100)) is None
+    assert "float32" in chunked_prefill.unsupported(queries.float(), stored.format, torch.float32, Scoring(0.1))
+    assert "differ in dtype" in chunked_prefill.unsupported(queries, stored.format, torch.bfloat16, Scoring(0.1))
+    assert "positive" in chunked_prefill.unsupported(queries, stored.format, HALF, Scoring(-0.1))

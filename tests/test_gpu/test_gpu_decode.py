@@ -6,7 +6,7 @@ import pytest
 import torch
 from decode_cases import Case, compare
 
-from kvconvert.kernels.attention import attention_reference
+from kvconvert.kernels.attention import Scoring, attention_reference
 from kvconvert.kernels.decode import PageTables, ResidualWindows, unsupported
 from kvconvert.kernels.decode.plan import Segment, SequencePlan, plan_work
 from kvconvert.kernels.decode.triton.launch import decode_attention
@@ -138,10 +138,8 @@ def test_spans_of_several_prompts_are_shifted_together(bits, tau, heads, device)
         span=form,
     )
     counter = torch.zeros((), dtype=torch.int64, device=device)
-    out = decode_attention(
-        queries.to(device), tables, ResidualWindows(residual_base, rows.to(device)), format, scaling,
-        clamped_rows=counter,
-    )  # fmt: skip
+    windows = ResidualWindows(residual_base, rows.to(device))
+    out = decode_attention(queries.to(device), tables, windows, format, Scoring(scaling), clamped_rows=counter)
     for row, residual in enumerate(residuals):
         key = torch.cat([span_keys(s, form) for s in spans[row]], 1).double()
         value = torch.cat([span_values(s, form) for s in spans[row]], 1).double()

@@ -7,6 +7,7 @@ from transformers import LlamaConfig
 from kvconvert import KVCache, KVScheme
 from kvconvert.errors import CacheError, NumericError
 from kvconvert.kernels import device as dispatch
+from kvconvert.kernels.attention import Scoring
 from kvconvert.runtime.cache import compress
 from kvconvert.runtime.cache.attend import attend, commit
 from kvconvert.runtime.cache.compress import end_forward
@@ -164,7 +165,7 @@ def test_tokens_of_all_rows_are_stored_and_queries_rotated_in_one_launch(device,
                 assert (rotated is not None) >= (one_launch and n == 1)
                 queries = new[2] if rotated is None else rotated
                 if n == 1:
-                    outputs.append(attend(layer.store, queries, chunk, 0.2, rotated=rotated is not None))
+                    outputs.append(attend(layer.store, queries, chunk, Scoring(0.2), rotated=rotated is not None))
                 end_forward(layer.store)
         stored.append((layer.store.rows, outputs))
         sequences.append(layer.store.sequences)

@@ -6,7 +6,7 @@ from tiny.attention import repeated_by_reference
 
 from kvconvert.errors import UsageError
 from kvconvert.kernels import device as gpu_device
-from kvconvert.kernels.attention import attention_reference
+from kvconvert.kernels.attention import Scoring, attention_reference
 from kvconvert.kernels.prompt import prompt_attention, unsupported
 from kvconvert.kernels.prompt.triton import launch as kernels
 from kvconvert.kernels.select import column_sums, repeated_attention, selective_attention
@@ -33,13 +33,13 @@ def relative(got, expected):
 def check(tensors, scaling=0.2, softcap=None, sink_logits=None, window=None, tilings=(None, None), tolerance=1e-5):
     queries, keys, _ = tensors
     visible = causal(queries.shape[1], keys.shape[1], window, queries.device)
-    output, log_sum_exp = kernels.attention(*tensors, scaling, softcap, sink_logits, window=window, tiling=tilings[0])
+    output, log_sum_exp = kernels.attention(*tensors, Scoring(scaling, softcap, sink_logits, window), tiling=tilings[0])
     assert output.dtype == queries.dtype
     assert (
         relative(output, attention_reference(*tensors, visible, scaling, softcap, sink_logits).output)
         < TOLERANCE[queries.dtype]
     )
-    sums = kernels.column_sums(queries, keys, log_sum_exp, scaling, softcap, window, tilings[1])
+    sums = kernels.column_sums(queries, keys, log_sum_exp, Scoring(scaling, softcap=softcap, window=window), tilings[1])
     expected = attention_reference(queries, keys, None, visible, scaling, softcap, sink_logits).mass
     assert sums.dtype == torch.float32
     assert relative(sums, expected) < tolerance
@@ -113,18 +113,18 @@ def test_every_number_is_written(device, monkeypatch):
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
     tensors = inputs(device, 4, 2, 33, 130, 48, 80, torch.float16)
-    output, log_sum_exp = kernels.attention(*tensors, 0.2)
-    sums = kernels.column_sums(*tensors[:2], log_sum_exp, 0.2)
+    output, log_sum_exp = kernels.attention(*tensors, Scoring(0.2))
+    sums = kernels.column_sums(*tensors[:2], log_sum_exp, Scoring(0.2))
     assert all(torch.isfinite(x).all() for x in (output, log_sum_exp, sums))
 
 
 def test_all_weights_of_the_queries_are_in_the_attention_mass(device):
     queries, keys, values = inputs(device, 4, 2, 100, 130, 64, 64, torch.float16)
-    _, mass = selective_attention(queries, keys, values, 0.2)
+    _, mass = selective_attention(queries, keys, values, Scoring(0.2))
     torch.testing.assert_close(mass.sum(1).cpu(), torch.full((2,), 200.0), rtol=1e-5, atol=0)
     sink_logits = torch.linspace(-1, 5, 4).to(device)
-    _, mass = selective_attention(queries, keys, values, 0.2, sink_logits=sink_logits)
-    without_values, log_sum_exp = kernels.attention(queries, keys, None, 0.2, sink_logits=sink_logits)
+    _, mass = selective_attention(queries, keys, values, Scoring(0.2, sink_logits=sink_logits))
+    without_values, log_sum_exp = kernels.attention(queries, keys, None, Scoring(0.2, sink_logits=sink_logits))
     assert without_values is None
     given = 100 - (sink_logits[:, None] - log_sum_exp).exp().sum(1)
     torch.testing.assert_close(mass.sum(1), given.unflatten(0, (2, 2)).sum(1), rtol=1e-5, atol=0)
@@ -132,11 +132,11 @@ def test_all_weights_of_the_queries_are_in_the_attention_mass(device):
 
 def test_strided_inputs_are_read_in_place_or_copied(device):
     queries, keys, values = inputs(device, 2, 2, 40, 40, 64, 64, torch.float16)
-    expected = kernels.attention(queries, keys, values, 0.2)[0]
+    expected = kernels.attention(queries, keys, values, Scoring(0.2))[0]
     token_first = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (queries, keys, values)]
-    assert torch.equal(kernels.attention(*token_first, 0.2)[0], expected)
+    assert torch.equal(kernels.attention(*token_first, Scoring(0.2))[0], expected)
     odd = [torch.cat([x.new_zeros(x.shape[0], 40, 1), x], 2)[:, :, 1:] for x in (queries, keys, values)]
-    assert torch.equal(kernels.attention(*odd, 0.2)[0], expected)
+    assert torch.equal(kernels.attention(*odd, Scoring(0.2))[0], expected)
 
 
 def test_large_scores_neither_overflow_nor_vanish(device):
@@ -150,7 +150,7 @@ def test_what_the_kernels_cannot_do_runs_on_the_reference_path_with_one_warning(
     gpu_device.fallbacks.clear()
     queries, keys, values = (x.float() for x in inputs(device, 2, 1, 20, 33, 64, 64, torch.float16))
     for _ in range(2):
-        output, mass = selective_attention(queries, keys, values, 0.2)
+        output, mass = selective_attention(queries, keys, values, Scoring(0.2))
     visible = causal(20, 33, None, queries.device)
     torch.testing.assert_close(
         output.double(), attention_reference(queries, keys, values, visible, 0.2).output, rtol=1e-3, atol=1e-3
@@ -164,7 +164,7 @@ def test_what_the_kernels_cannot_do_runs_on_the_reference_path_with_one_warning(
 def test_plain_prompts_that_the_kernels_cannot_serve_get_right_answers_too(device):
     queries, keys, values = (x.float() for x in inputs(device, 4, 2, 33, 33, 64, 64, torch.float16))
     visible = causal(33, 33, None, queries.device)
-    output = prompt_attention(queries, keys, values, 0.2)
+    output = prompt_attention(queries, keys, values, Scoring(0.2))
     expected = attention_reference(queries, keys, values, visible, 0.2).output
     torch.testing.assert_close(output.double(), expected, rtol=1e-3, atol=1e-3)
 
@@ -172,11 +172,11 @@ def test_plain_prompts_that_the_kernels_cannot_serve_get_right_answers_too(devic
 def test_the_dispatch_takes_the_kernels(device, monkeypatch):
     gpu_device.fallbacks.clear()
     queries, keys, values = inputs(device, 2, 1, 20, 33, 64, 64, torch.float16)
-    expected = kernels.attention(queries, keys, values, 0.2)
-    assert torch.equal(prompt_attention(queries, keys, values, 0.2), expected[0])
-    sums = kernels.column_sums(queries, keys, expected[1], 0.2)
-    assert torch.equal(column_sums(queries, keys, None, 0.2), sums)
-    assert torch.equal(selective_attention(queries, keys, values, 0.2)[1], sums)
+    expected = kernels.attention(queries, keys, values, Scoring(0.2))
+    assert torch.equal(prompt_attention(queries, keys, values, Scoring(0.2)), expected[0])
+    sums = kernels.column_sums(queries, keys, expected[1], Scoring(0.2))
+    assert torch.equal(column_sums(queries, keys, None, Scoring(0.2)), sums)
+    assert torch.equal(selective_attention(queries, keys, values, Scoring(0.2))[1], sums)
     assert not gpu_device.fallbacks
 
 
@@ -196,11 +196,11 @@ def test_what_the_kernels_do_not_serve_has_a_reason(device):
 def test_misuse_is_refused_by_name(device):
     queries, keys, values = inputs(device, 2, 1, 20, 33, 64, 64, torch.float16)
     with pytest.raises(UsageError, match="do not belong together"):
-        kernels.attention(queries, keys[:, :10], values[:, :10], 0.2)
+        kernels.attention(queries, keys[:, :10], values[:, :10], Scoring(0.2))
     with pytest.raises(UsageError, match="window of 0"):
-        kernels.attention(queries, keys, values, 0.2, None, None, window=0)
+        kernels.attention(queries, keys, values, Scoring(0.2, window=0))
     with pytest.raises(UsageError, match="log-sum-exp"):
-        kernels.column_sums(queries, keys, torch.zeros(2, 19, device=device), 0.2)
+        kernels.column_sums(queries, keys, torch.zeros(2, 19, device=device), Scoring(0.2))
 
 
 @pytest.mark.full
@@ -225,7 +225,7 @@ def test_keys_that_lie_before_the_queries(device, length, tokens, first_query, w
     visible = ((columns <= own) & (columns > own - (window or own + 1))).to(device)
     for tiling in (None, SMALL[0]):
         output, log_sum_exp = kernels.attention(
-            queries, keys, values, 0.2, window=window, tiling=tiling, first_query=first_query
+            queries, keys, values, Scoring(0.2, window=window), tiling=tiling, first_query=first_query
         )
         seen = visible.any(1)
         expected = attention_reference(queries, keys, values, visible, 0.2).output
@@ -245,9 +245,10 @@ def test_keys_that_lie_before_the_queries(device, length, tokens, first_query, w
 def test_a_repeated_prompt_is_attended_to_and_scored(device, length, start, sinks, dtype, softcap):
     queries, keys, values = inputs(device, 6, 2, length, start + length + 9, 32, 48, dtype)
     queries = queries.unflatten(0, (2, 3))
-    arguments = queries, [part.flip(1)[:, :length] for part in (keys, values)], (keys, values), start, 64, sinks, 0.2
-    output, scores = repeated_attention(*arguments, softcap)
-    expected = repeated_by_reference(*arguments, softcap)
+    repeated, scoring = [part.flip(1)[:, :length] for part in (keys, values)], Scoring(0.2, softcap)
+    arguments = queries, repeated, (keys, values), start, 64, sinks, scoring
+    output, scores = repeated_attention(*arguments)
+    expected = repeated_by_reference(*arguments)
     assert (output.dtype, scores.dtype) == (dtype, torch.float32)
     assert relative(output, expected[0]) < TOLERANCE[dtype]
     assert relative(scores, expected[1]) < 1e-5

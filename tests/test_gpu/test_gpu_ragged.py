@@ -6,7 +6,7 @@ import pytest
 import torch
 from decode_cases import Case, Stored
 
-from kvconvert.kernels.attention import attention_reference, causal_mask
+from kvconvert.kernels.attention import Scoring, attention_reference, causal_mask
 from kvconvert.kernels.pages import PAGE_SIZE, PageAddresses
 from kvconvert.kernels.ragged import COPIED_TOKENS, TILE_QUERIES, RaggedTables, append, attend, unsupported
 from kvconvert.kernels.rotate import NO_ROTATION, Rotations, hadamard_transform
@@ -119,7 +119,7 @@ def run(passed: Pass, rotations: Rotations = NO_ROTATION, **extras) -> float:
         f = replace(f, key_tensors=f.key_tensors._replace(center=passed.stored.tables().center))
     assert unsupported(f, case.dtype, passed.device) is None
     queries = append(passed.queries, passed.keys, passed.values, tables, f, rotations)
-    output = attend(queries, tables, f, case.scaling, **extras)[: sum(passed.lengths)]
+    output = attend(queries, tables, f, Scoring(case.scaling, **extras))[: sum(passed.lengths)]
     assert output.dtype == case.dtype
     if extras.get("sink_logits") is not None:
         extras["sink_logits"] = extras["sink_logits"].cpu()
@@ -191,7 +191,7 @@ def test_a_sequence_of_which_a_number_is_none_leaves_the_others_alone(device):
     tables, f = passed.tables(), passed.stored.format
     passed.keys[:, 40], passed.values[:, 41] = float("nan"), float("inf")
     queries = append(passed.queries, passed.keys, passed.values, tables, f, NO_ROTATION)
-    output = attend(queries, tables, f, case.scaling)
+    output = attend(queries, tables, f, Scoring(case.scaling))
     assert output[:33].isfinite().all()
     assert output[53:70].isfinite().all()
     assert output[41:53].isnan().any()

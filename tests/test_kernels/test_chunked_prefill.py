@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvconvert.errors import UsageError
-from kvconvert.kernels.attention import attention_reference, causal_mask, merge
+from kvconvert.kernels.attention import Scoring, attention_reference, causal_mask, merge
 from kvconvert.kernels.chunked_prefill import PageReader, StoredPart, chunk_attention, unsupported
 from kvconvert.kernels.chunked_prefill.parts import Workspace, tile_tokens
 from kvconvert.kernels.latent import latent_attention
@@ -57,7 +57,7 @@ def expected_of(queries, every, scaling, sink_logits=None):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_attention_over_everything_at_once(case, workspace_tokens):
     queries, parts, chunk, every = case_of(*case)
-    output = chunk_attention(queries, parts, *chunk, 0.2, workspace_tokens=workspace_tokens)
+    output = chunk_attention(queries, parts, *chunk, Scoring(0.2), workspace_tokens=workspace_tokens)
     expected = expected_of(queries, every, 0.2)
     # float32 dot products of up to 256 terms
     torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=2e-5)
@@ -66,21 +66,21 @@ def test_equals_attention_over_everything_at_once(case, workspace_tokens):
 def test_sink_logits_take_their_share():
     queries, parts, chunk, every = case_of(2, 2, 64, 20, 2, 10)
     sink_logits = torch.tensor([-3.0, 0.0, 2.0, 40.0])
-    output = chunk_attention(queries, parts, *chunk, 0.2, None, sink_logits, workspace_tokens=128)
+    output = chunk_attention(queries, parts, *chunk, Scoring(0.2, None, sink_logits), workspace_tokens=128)
     torch.testing.assert_close(output.double(), expected_of(queries, every, 0.2, sink_logits), rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_halves_are_computed_in_float32(dtype):
     queries, parts, chunk, every = case_of(2, 4, 64, 40, 3, 20, dtype)
-    output = chunk_attention(queries, parts, *chunk, 0.2, workspace_tokens=128)
+    output = chunk_attention(queries, parts, *chunk, Scoring(0.2), workspace_tokens=128)
     assert output.dtype == torch.float32
     torch.testing.assert_close(output.double(), expected_of(queries, every, 0.2), rtol=1e-4, atol=2e-5)
 
 
 def test_large_scores_neither_overflow_nor_vanish():
     queries, parts, chunk, every = case_of(2, 2, 64, 20, 2, 10)
-    output = chunk_attention(queries * 300, parts, *chunk, 1.0, workspace_tokens=128)
+    output = chunk_attention(queries * 300, parts, *chunk, Scoring(1.0), workspace_tokens=128)
     expected = expected_of(queries * 300, every, 1.0)
     # Scores of some thousands, in float32
     assert float((output - expected).norm() / expected.norm()) < 1e-3
@@ -110,18 +110,18 @@ def test_a_tile_is_bounded_in_bytes_and_a_power_of_two():
 def test_what_a_cpu_does_not_serve_is_named():
     queries = torch.zeros(1, 4, 20, 64)
     keys, values = PageFormat.keys(2, 64, PAGE_SIZE, 2, 32), PageFormat.values(2, 64, PAGE_SIZE, 2, 32)
-    assert unsupported(queries, LayerFormat(keys, values), torch.float32, 0.1) is None
-    assert "soft caps" in unsupported(queries, LayerFormat(keys, values), torch.float32, 0.1, softcap=30.0)
-    assert "windows" in unsupported(queries, LayerFormat(keys, values), torch.float32, 0.1, window=10)
+    assert unsupported(queries, LayerFormat(keys, values), torch.float32, Scoring(0.1)) is None
+    assert "soft caps" in unsupported(queries, LayerFormat(keys, values), torch.float32, Scoring(0.1, 30.0))
+    assert "windows" in unsupported(queries, LayerFormat(keys, values), torch.float32, Scoring(0.1, window=10))
     values = PageFormat.values(2, 48, PAGE_SIZE, 2, 48)
-    assert "one head size" in unsupported(queries, LayerFormat(keys, values), torch.float32, 0.1)
-    assert "no kernels" in unsupported(queries.to("meta"), LayerFormat(keys, values), torch.float32, 0.1)
+    assert "one head size" in unsupported(queries, LayerFormat(keys, values), torch.float32, Scoring(0.1))
+    assert "no kernels" in unsupported(queries.to("meta"), LayerFormat(keys, values), torch.float32, Scoring(0.1))
 
 
 def test_a_workspace_without_room_for_a_page_is_an_error():
     queries, parts, chunk, _ = case_of(2, 2, 64, 20, 2, 10)
     with pytest.raises(UsageError, match="no room for a page"):
-        chunk_attention(queries, parts, *chunk, 0.2, workspace_tokens=64)
+        chunk_attention(queries, parts, *chunk, Scoring(0.2), workspace_tokens=64)
 
 
 def test_exact_tokens_take_the_places_of_what_pages_hold_of_them():
@@ -147,7 +147,7 @@ def test_exact_tokens_take_the_places_of_what_pages_hold_of_them():
 @pytest.mark.parametrize("length", [1, 63, 129])
 def test_prompts_attend_causally_to_themselves(dtype, length):
     queries, keys, values = torch.randn(6, length, 80), torch.randn(2, length, 80), torch.randn(2, length, 80)
-    got = prompt_attention(queries.to(dtype), keys.to(dtype), values.to(dtype), 0.1)
+    got = prompt_attention(queries.to(dtype), keys.to(dtype), values.to(dtype), Scoring(0.1))
     expected = attention_reference(
         queries.to(dtype), keys.to(dtype), values.to(dtype), causal_mask(length, length), 0.1
     ).output
@@ -165,8 +165,8 @@ def test_prompts_attend_causally_to_themselves(dtype, length):
 def test_chunks_caps_sink_logits_and_windows_give_the_references_output_and_sums(block, length, tokens, extras):
     torch.manual_seed(3)
     queries, keys, values = torch.randn(6, length, 16), torch.randn(3, tokens, 16), torch.randn(3, tokens, 24)
-    output = blockwise_attention(queries, keys, values, 0.25, **extras, block_scores=block)
-    chosen, mass = selective_attention(queries, keys, values, 0.25, **extras)
+    output = blockwise_attention(queries, keys, values, Scoring(0.25, **extras), block_scores=block)
+    chosen, mass = selective_attention(queries, keys, values, Scoring(0.25, **extras))
     torch.testing.assert_close(chosen, output, rtol=1e-4, atol=1e-5)
     extras = dict(extras)
     visible = causal_mask(length, tokens, extras.pop("window", None))
@@ -233,7 +233,7 @@ def expected_of_latents(latent_queries, rope_queries, latents, rope):
 def test_attention_over_latents_is_that_of_float64(case):
     *shape, tile = case
     latent_queries, rope_queries, parts, latents, rope = latents_of(*shape)
-    found = latent_attention(latent_queries, rope_queries, parts, SCALING, tile)
+    found = latent_attention(latent_queries, rope_queries, parts, Scoring(SCALING), tile)
     torch.testing.assert_close(
         found.double(), expected_of_latents(latent_queries, rope_queries, latents, rope), rtol=1e-4, atol=1e-5
     )
@@ -249,5 +249,5 @@ def test_absorbed_projections_are_attention_over_expanded_keys_and_values():
     tokens = scores.shape[-1]
     scores = scores.masked_fill(torch.ones(3, tokens, dtype=torch.bool).triu(tokens - 2), -torch.inf)
     expected = scores.softmax(-1) @ (latents.double() @ up_values.mT)
-    found = latent_attention((plain @ up_keys).float(), rope_queries, parts, SCALING).double() @ up_values.mT
+    found = latent_attention((plain @ up_keys).float(), rope_queries, parts, Scoring(SCALING)).double() @ up_values.mT
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvconvert.kernels.attention import attention_reference
+from kvconvert.kernels.attention import Scoring, attention_reference
 from kvconvert.kernels.decode import TILE_BYTES, PageTile, ResidualTokens, SpanTokens, paged_attention, pages_per_tile
 from kvconvert.kernels.decode.plan import (
     HALF_QUANTIZED_COST,
@@ -91,7 +91,7 @@ def tiles_of(pages, rows, sizes):
 def test_equals_the_reference(case, sizes):
     format, pages, rows, residuals, queries, stored = build(case)
     scaling = case[2] ** -0.5
-    got = paged_attention(queries, tiles_of(pages, rows, sizes), residuals, format, scaling)
+    got = paged_attention(queries, tiles_of(pages, rows, sizes), residuals, format, Scoring(scaling))
     for row, (keys, values) in enumerate(stored):
         expected = attention_reference(queries[row], keys, values, None, scaling).output
         # float32 dot products of up to 256 terms
@@ -102,7 +102,7 @@ def test_equals_the_reference(case, sizes):
 def test_softcap_and_sinks(softcap, with_sink_logits):
     format, pages, rows, residuals, queries, stored = build(CASES[3])
     sink_logits = torch.randn(12) * 3 if with_sink_logits else None
-    got = paged_attention(queries, tiles_of(pages, rows, (4,)), residuals, format, 0.3, softcap, sink_logits)
+    got = paged_attention(queries, tiles_of(pages, rows, (4,)), residuals, format, Scoring(0.3, softcap, sink_logits))
     for row, (keys, values) in enumerate(stored):
         expected = attention_reference(queries[row], keys, values, None, 0.3, softcap, sink_logits).output
         torch.testing.assert_close(got[row].double(), expected, rtol=1e-4, atol=2e-5)
@@ -119,7 +119,7 @@ def test_masks_hide_tokens_in_pages_and_residual_windows():
         ResidualTokens(r.rows, r.keys, r.values, torch.rand(1, 1, length, r.keys.shape[2], generator=generator) < 0.5)
         for r in residuals
     ]
-    got = paged_attention(queries, [PageTile(*pages, rows, page_mask)], masked, format, 0.2)
+    got = paged_attention(queries, [PageTile(*pages, rows, page_mask)], masked, format, Scoring(0.2))
     for row, (keys, values) in enumerate(stored):
         parts = [page_mask[i] for i in range(len(rows)) if rows[i] == row] + [
             r.visible[0] for r in masked if r.rows[0] == row
@@ -137,7 +137,7 @@ def test_residual_windows_of_many_rows_in_one_batch(lengths):
     order = torch.tensor([2, 0, 1])
     one_length = len(set(lengths)) == 1
     batch = ResidualTokens(order, keys[order], values[order], None if one_length else visible[order])
-    got = paged_attention(queries, tiles_of(pages, rows, (4,)), [batch], format, 0.2)
+    got = paged_attention(queries, tiles_of(pages, rows, (4,)), [batch], format, Scoring(0.2))
     for row, count in enumerate(lengths):
         own = rows == row
         k = dequantize_pages(pages[0].select(own)).transpose(0, 1).reshape(3, -1, 80)
@@ -153,7 +153,7 @@ def test_memory_is_shared_by_calls_and_not_by_threads():
 
     def attend(case):
         format, pages, rows, residuals, queries, _ = case
-        return paged_attention(queries, tiles_of(pages, rows, (2, 2)), residuals, format, 0.2)
+        return paged_attention(queries, tiles_of(pages, rows, (2, 2)), residuals, format, Scoring(0.2))
 
     alone = [attend(case) for case in cases]
     copies = [result.clone() for result in alone]
@@ -167,20 +167,20 @@ def test_memory_is_shared_by_calls_and_not_by_threads():
 def test_memory_made_in_inference_mode_serves_other_calls():
     format, pages, rows, residuals, queries, _ = build(CASES[0])
     with torch.inference_mode():
-        first = paged_attention(queries, tiles_of(pages, rows, (4,)), residuals, format, 0.2)
-    assert torch.equal(paged_attention(queries, tiles_of(pages, rows, (4,)), residuals, format, 0.2), first)
+        first = paged_attention(queries, tiles_of(pages, rows, (4,)), residuals, format, Scoring(0.2))
+    assert torch.equal(paged_attention(queries, tiles_of(pages, rows, (4,)), residuals, format, Scoring(0.2)), first)
 
 
 def test_a_query_that_sees_nothing_gives_zeros():
     format, pages, rows, _, queries, _ = build(CASES[0], pages_per_row=(1, 0), residual_per_row=(0, 0))
     hidden = torch.zeros(1, 1, 1, 128, dtype=torch.bool)
-    got = paged_attention(queries, [PageTile(*pages, rows, hidden)], [], format, 1.0)
+    got = paged_attention(queries, [PageTile(*pages, rows, hidden)], [], format, Scoring(1.0))
     assert torch.equal(got, torch.zeros_like(got))
 
 
 def test_large_scores_do_not_overflow():
     format, pages, rows, residuals, queries, stored = build(CASES[0])
-    got = paged_attention(queries * 1e3, tiles_of(pages, rows, (2, 2)), residuals, format, 1.0)
+    got = paged_attention(queries * 1e3, tiles_of(pages, rows, (2, 2)), residuals, format, Scoring(1.0))
     assert torch.isfinite(got).all()
     expected = attention_reference(queries[0] * 1e3, *stored[0], None, 1.0).output
     torch.testing.assert_close(got[0].double(), expected, rtol=1e-3, atol=1e-3)  # scores of 1e4: float32 leaves 1e-3
@@ -199,7 +199,7 @@ def test_one_side_may_be_in_full_precision(case, paged):
     heads, key_dim, value_dim = case[0], case[2], case[3]
     keys, values = torch.randn(2, heads, 128, key_dim), torch.randn(2, heads, 128, value_dim)
     tile = PageTile(pages[0], values, rows) if paged == "keys" else PageTile(keys, pages[1], rows)
-    got = paged_attention(queries, [tile], [], format, 0.2)
+    got = paged_attention(queries, [tile], [], format, Scoring(0.2))
     if paged == "keys":
         keys = dequantize_pages(pages[0])
     else:
@@ -232,7 +232,7 @@ def test_spans_beside_residual_tokens_equal_float64_attention_over_shifted_score
     queries = torch.randn(1, heads * group, length, dims[0])
     format = LayerFormat(PageFormat.keys(heads, dims[0], 128, 2, 32), PageFormat.values(heads, dims[1], 128, 2, 16))
     all_spans = SpanTokens(0, spans, span_as)
-    got = paged_attention(queries, [], [residual], format, scaling, spans=[all_spans])[0]
+    got = paged_attention(queries, [], [residual], format, Scoring(scaling), spans=[all_spans])[0]
 
     stored = torch.cat([span_keys(s, span_as) for s in spans], 1).double()
     weighted = torch.cat([span_values(s, span_as) for s in spans] + [residual.values[0]], 1).double()

@@ -10,7 +10,7 @@ from tiny.key_centers import constant_part, frequencies
 from torch import Tensor
 
 from kvconvert.calibration.error_feedback import feedback_matrices
-from kvconvert.kernels.attention import attention_reference
+from kvconvert.kernels.attention import Scoring, attention_reference
 from kvconvert.kernels.decode import PageTile, paged_attention
 from kvconvert.kernels.pages import (
     ChannelScales,
@@ -218,7 +218,7 @@ def test_attention_over_pages_equals_attention_over_whole_keys(bits, norm, boost
     pages = quantize_pages(keys, format.keys), quantize_pages(values, format.values)
     rows, positions = torch.tensor([0, 1, 0, 1]), torch.tensor([4, 130_000, 132, 7])
     queries = torch.randn(2, 6, 3, 64, generator=generator)
-    got = paged_attention(queries, [PageTile(*pages, rows, None, positions)], [], format, 0.1, softcap)
+    got = paged_attention(queries, [PageTile(*pages, rows, None, positions)], [], format, Scoring(0.1, softcap))
     whole = dequantize_pages(pages[0]) + page_centers(positions, 128, center)
     for row in range(2):
         own = rows == row

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvconvert.errors import NumericError, UsageError
-from kvconvert.kernels.attention import attention_reference
+from kvconvert.kernels.attention import Scoring, attention_reference
 from kvconvert.kernels.decode import PageTile, ResidualTokens, paged_attention
 from kvconvert.kernels.page_formats import PageLayout
 from kvconvert.kernels.pages import (
@@ -425,7 +425,7 @@ def test_attention_equals_float64_attention_over_the_dequantized_tokens(bits, le
     tiles = [
         PageTile(key_pages.select(part), value_pages.select(part), rows[part]) for part in (slice(0, 3), slice(3, 4))
     ]
-    got = paged_attention(queries, tiles, [residual], format, 0.3)
+    got = paged_attention(queries, tiles, [residual], format, Scoring(0.3))
     stored_keys = dequantize_pages(key_pages, format.key_tensors)
     stored_values = dequantize_pages(value_pages, format.value_tensors)
     for row in range(2):

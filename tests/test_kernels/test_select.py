@@ -12,7 +12,7 @@ import torch
 from tiny.attention import repeated_by_reference
 
 from kvconvert.kernels import select
-from kvconvert.kernels.attention import attention_reference
+from kvconvert.kernels.attention import Scoring, attention_reference
 from kvconvert.kernels.select import blockwise_column_sums, repeated_attention, select_tokens, share_pages
 
 
@@ -49,12 +49,14 @@ def test_blocks_give_the_same_sums(block, length, tokens, extras):
     torch.manual_seed(1)
     queries, keys = torch.randn(6, length, 16), torch.randn(3, tokens, 16)
     causal = torch.arange(tokens)[None] <= torch.arange(length)[:, None] + tokens - length
-    got = blockwise_column_sums(queries, keys, None, 0.25, **extras, block_scores=block)
+    got = blockwise_column_sums(queries, keys, None, Scoring(0.25, **extras), block_scores=block)
     torch.testing.assert_close(
         got.double(), attention_reference(queries, keys, None, causal, 0.25, **extras).mass, rtol=1e-4, atol=1e-5
     )
     window = causal & (torch.arange(tokens)[None] > torch.arange(length)[:, None] + tokens - length - 9)
-    masked = blockwise_column_sums(queries, keys, lambda q, k: window[q, k], 0.25, **extras, block_scores=block)
+    masked = blockwise_column_sums(
+        queries, keys, lambda q, k: window[q, k], Scoring(0.25, **extras), block_scores=block
+    )
     expected = attention_reference(queries, keys, None, window, 0.25, **extras).mass
     torch.testing.assert_close(masked.double(), expected, rtol=1e-4, atol=1e-5)
 
@@ -82,7 +84,7 @@ def test_parts_at_a_time_equal_one_masked_softmax(length, start, sinks, softcap,
     torch.manual_seed(0)
     queries = torch.randn(2, 3, length, 16)
     repeated, stored = ([torch.randn(2, n, 16) for _ in range(2)] for n in (length, start + length + 9))
-    arguments = queries, repeated, stored, start, 64, sinks, 0.7, softcap
+    arguments = queries, repeated, stored, start, 64, sinks, Scoring(0.7, softcap)
     expected = repeated_by_reference(*arguments)
     for scores in (1, 1 << 30):  # a part at a time, and all of them
         monkeypatch.setitem(select._BLOCK_SCORES, "cpu", scores)
@@ -96,10 +98,10 @@ def test_a_token_scores_what_its_own_part_pays_it_at_most():
     eye = 30 * torch.eye(4)
     queries = eye[[0, 0, 2, 2]].view(1, 1, 4, 4)  # the first part asks for token 0, the second for token 2
     nothing = torch.zeros(1, 4, 4)
-    _, scores = repeated_by_reference(queries, (nothing, nothing), (eye[None], nothing), 0, 2, 0, 1.0)
+    _, scores = repeated_by_reference(queries, (nothing, nothing), (eye[None], nothing), 0, 2, 0, Scoring(1.0))
     assert scores[0].tolist() == pytest.approx([1, 0, 1, 0])
     # Asked for in the other part, neither is seen.
-    _, scores = repeated_by_reference(queries.flip(2), (nothing, nothing), (eye[None], nothing), 0, 2, 0, 1.0)
+    _, scores = repeated_by_reference(queries.flip(2), (nothing, nothing), (eye[None], nothing), 0, 2, 0, Scoring(1.0))
     assert scores[0].tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, 1 / 3], abs=0.01)
 
 

@@ -8,6 +8,7 @@ from transformers import LlamaConfig, MistralConfig
 
 from kvconvert import KVCache, KVScheme
 from kvconvert.errors import CacheError
+from kvconvert.kernels.attention import Scoring
 from kvconvert.runtime.cache import steps
 from kvconvert.runtime.cache.attend import attend, commit
 from kvconvert.runtime.cache.compress import end_forward
@@ -64,7 +65,7 @@ class Stepped:
             layer.update(keys, values)
             chunk = PassTokens(torch.arange(length))
             commit(layer.store, chunk)
-            attend(layer.store, keys, chunk, 0.25)
+            attend(layer.store, keys, chunk, Scoring(0.25))
             end_forward(layer.store)
         prompt.seal()
         self.cache.join(row, prompt)
@@ -226,7 +227,7 @@ def test_a_step_that_cannot_be_planned_for_all_groups_is_planned_for_none(monkey
         layer.update(keys, values)
         chunk = PassTokens(torch.arange(30))
         commit(layer.store, chunk)
-        attend(layer.store, keys, chunk, 0.25)
+        attend(layer.store, keys, chunk, Scoring(0.25))
         end_forward(layer.store)
     _, second = cache.groups
     before = [(group.logical, group.passes, group.sequences, group.forward_pass) for group in cache.groups]

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 
 from kvconvert import KVCache, KVScheme
-from kvconvert.kernels.attention import attention_reference
+from kvconvert.kernels.attention import Scoring, attention_reference
 from kvconvert.kernels.decode.plan import plan_work
 from kvconvert.kernels.pages import dequantize_pages, new_pages
 from kvconvert.kernels.spans import Span, SpanSide, span_keys, span_values
@@ -57,7 +57,7 @@ def advance(
     queries = torch.randn(rows, 4, tokens, 16, generator=generator)
     # A fresh prompt goes through torch's own attention, which wants one dtype; few float32 queries measure exactly.
     queries = queries.bfloat16() if tokens > 10 else queries
-    return queries, attend(layer.store, queries, chunk, 0.25), chunk
+    return queries, attend(layer.store, queries, chunk, Scoring(0.25)), chunk
 
 
 def raw(base: torch.Tensor, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:

@@ -9,7 +9,7 @@ from tiny.models import ARCHITECTURES, GREEDY, random_ids, tiny_model
 from tiny.prompt_chunks import CONFIG, PADDING, WINDOW, error, outputs, window
 from transformers import DynamicCache
 
-from kvconvert.kernels.attention import attention_reference
+from kvconvert.kernels.attention import Scoring, attention_reference
 from kvconvert.kernels.pages import dequantize_pages, page_centers, quantize_pages
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.methods import KVScheme
@@ -130,7 +130,7 @@ def test_keys_that_are_nearly_constant_before_rope_keep_their_differences():
             store.park(tokens[:, :, part], values[:, :, part])
             chunk = PassTokens(torch.arange(300)[part])
             commit(store, chunk)
-            found = attend(store, queries[:, :, part], chunk, 0.02)
+            found = attend(store, queries[:, :, part], chunk, Scoring(0.02))
             end_forward(store)
         errors[scheme.key_center] = error(found[0], expected)
     assert errors["calibrated"] < 0.05 < 10 * errors["calibrated"] < errors["none"]

@@ -10,13 +10,13 @@ import torch
 
 from kvconvert.cache import layer_format
 from kvconvert.cache.plan_tensors import with_plan
-from kvconvert.kernels.attention import attention_reference
+from kvconvert.kernels.attention import Scoring, attention_reference
 from kvconvert.kernels.device import interpreted
 from kvconvert.kernels.launches import record_specializations
 from kvconvert.kernels.pages import dequantize_pages, page_centers, quantize_pages
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.methods import KVScheme
-from kvconvert.vllm.attention import PLAIN, LayerStep, Logits, quantize_pending
+from kvconvert.vllm.attention import LayerStep, quantize_pending
 from kvconvert.vllm.blocks import BlockLayout, LayerBatch, LayerBlocks, alike, block_layouts
 from kvconvert.vllm.prompts import Flash, PackedPrompts, Packing, divide_prompts
 from kvconvert.vllm.rehearsal import rehearse
@@ -38,6 +38,9 @@ PLAN = {
 POISON = 0x7FFF
 
 
+PLAIN = Scoring(DIM**-0.5)
+
+
 class Layer:
     """One layer's blocks, as vLLM would hand them out, beside everything that its requests have stored."""
 
@@ -49,14 +52,14 @@ class Layer:
         dtype: torch.dtype = torch.float32,
         flash: Flash | None = None,
         drafts: int = 0,
-        logits: Logits = PLAIN,
+        scoring: Scoring = PLAIN,
         beside: Layer | None = None,
         layout: BlockLayout | None = None,
     ):
         cache = layer_format(scheme, heads=HEADS, key_dim=DIM)
         self.device, self.dtype = torch.device(device), dtype
         self.format = with_plan(cache, scheme, PLAN, torch.device("cpu"))
-        self.layout, self.logits, self.beside = layout or BlockLayout.of(cache, dtype, drafts), logits, beside
+        self.layout, self.scoring, self.beside = layout or BlockLayout.of(cache, dtype, drafts), scoring, beside
         self.rotations, self.kernels = cache.rotations, kernels
         each = self.layout.blocks_for(LONGEST)
         shape = (1 + each * REQUESTS, 1, 1, self.layout.block_bytes // 2)
@@ -128,7 +131,7 @@ class Layer:
         """The attention of queries, keys and values [n, heads, D] in one pass."""
         queries, keys, values = (x.to(self.device) for x in tokens)
         output = torch.full_like(queries, float("nan"))
-        step = LayerStep(self.blocks, plan, DIM**-0.5, self.prompts, self.tables, self.logits)
+        step = LayerStep(self.blocks, plan, self.scoring, self.prompts, self.tables)
         step.run(queries, keys, values, output)
         return output
 
@@ -150,7 +153,7 @@ class Layer:
         every = [torch.cat(side, 1) for side in zip(history, (keys, values), strict=True)]
         length = queries.shape[1]
         visible = torch.arange(stored + length) <= torch.arange(stored, stored + length).unsqueeze(1)
-        return attention_reference(queries, *every, visible, DIM**-0.5, *self.logits).output.float()
+        return attention_reference(queries, *every, visible, *self.scoring[:3]).output.float()
 
     def _page(self, side: str, row: int, number: int) -> torch.Tensor:
         """A complete page of a request's keys or values [HEADS, 128, DIM] as it is stored, computed once."""
@@ -316,10 +319,11 @@ def test_drafts_are_divided_where_they_complete_a_page():
 
 
 @pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=FULL)])
-@pytest.mark.parametrize("logits", [Logits(softcap=2.0), Logits(sink_logits=torch.tensor([0.5, -1.0, 2.0, 0.0]))])
-def test_logits_are_capped_and_joined_by_those_of_sinks(logits, kernels):
+@pytest.mark.parametrize("more", [{"softcap": 2.0}, {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])}], ids=list)
+def test_logits_are_capped_and_joined_by_those_of_sinks(more, kernels):
     torch.manual_seed(0)
-    layer = Layer(SCHEMES["calibrated"], kernels=kernels, logits=logits, flash=flash if kernels else None)
+    scoring = Scoring(DIM**-0.5, **more)
+    layer = Layer(SCHEMES["calibrated"], kernels=kernels, scoring=scoring, flash=flash if kernels else None)
     for lengths in [[127, 0, 0], [1, 40, 0], [1, 1, 1], [130, 3, 129], [1, 1, 1]]:
         assert layer.run(lengths) < (1e-3 if kernels else 2e-6), lengths
 
@@ -331,7 +335,7 @@ def test_kernels_with_tables_in_fixed_places_do_the_same(name):
     torch.manual_seed(0)
     layer = Layer(SCHEMES[name], kernels=True)
     with interpreted(), record_specializations() as rehearsed:
-        rehearse([layer.blocks], [(HEADS * GROUP, layer.logits)], layer.tables, layer.packing)
+        rehearse([layer.blocks], [(HEADS * GROUP, layer.scoring)], layer.tables, layer.packing)
     with record_specializations(makes=True) as launched:
         # Products of two 16-bit parts of each float32 number.
         for lengths in [[127, 0, 0], [1, 40, 0], [1, 1, 1], [130, 0, 129], [1, 1, 1]]:
@@ -345,7 +349,7 @@ def test_one_request_at_a_time_launches_what_was_rehearsed():
     layer = Layer(SCHEMES["value window"], kernels=True)
     layer.tables = DecodeTables([layer.blocks], 1, 6)
     with interpreted(), record_specializations() as rehearsed:
-        rehearse([layer.blocks], [(HEADS * GROUP, layer.logits)], layer.tables, layer.packing)
+        rehearse([layer.blocks], [(HEADS * GROUP, layer.scoring)], layer.tables, layer.packing)
     with record_specializations(makes=True) as launched:
         for lengths in [[255, 0, 0], [1, 0, 0], [1, 0, 0], [130, 0, 0], [1, 0, 0]]:
             assert layer.run(lengths) < 1e-3, lengths

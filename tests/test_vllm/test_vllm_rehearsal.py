@@ -3,10 +3,10 @@
 import torch
 from vllm_serving import TINY, write_model
 
+from kvconvert.kernels.attention import Scoring
 from kvconvert.kernels.device import GPU, imagined
 from kvconvert.kernels.launches import record_specializations
 from kvconvert.vllm import rehearsal
-from kvconvert.vllm.attention import PLAIN
 from kvconvert.vllm.blocks import LayerBlocks
 from kvconvert.vllm.bundle import served_bundle
 from kvconvert.vllm.prompts import Packing
@@ -27,7 +27,7 @@ def launches(served, blocks):
         tables.include(layers)
         packing = Packing(layers[0], None, torch.empty(16 << 20, dtype=torch.uint8))
         with record_specializations() as found:
-            rehearsal.rehearse(layers, [(TINY["num_attention_heads"], PLAIN)] * len(layers), tables, packing)
+            rehearsal.rehearse(layers, [(TINY["num_attention_heads"], Scoring(1.0))] * len(layers), tables, packing)
     return list(found)
 
 

@@ -7,7 +7,7 @@ import torch
 from kvconvert.kernels.attention import attention_reference
 
 
-def repeated_by_reference(queries, repeated, stored, start, part, sink_tokens, scaling, softcap=None):
+def repeated_by_reference(queries, repeated, stored, start, part, sink_tokens, scoring):
     """`repeated_attention` by its definition: a query attends to its own part, sink tokens, and what came before it of
     its part's repetition.
     """
@@ -18,6 +18,6 @@ def repeated_by_reference(queries, repeated, stored, start, part, sink_tokens, s
     same_part = (token >= 0) & (token < length) & (token // part == query // part)
     again = (query.T // part == query // part) & (query >= query.T)
     visible = torch.cat([same_part | (token < sink_tokens - start), again], 1)
-    found = attention_reference(queries.flatten(0, 1), keys, values, visible, scaling, softcap)
+    found = attention_reference(queries.flatten(0, 1), keys, values, visible, scoring.scaling, scoring.softcap)
     weights = found.weights.unflatten(0, queries.shape[:2])[..., :count] * same_part
     return found.output.unflatten(0, queries.shape[:2]), weights.amax((1, 2))[:, start : start + length]

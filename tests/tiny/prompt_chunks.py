@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from transformers import LlamaConfig
 
+from kvconvert.kernels.attention import Scoring
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.cache import attend as attending
@@ -68,7 +69,7 @@ def outputs(
         padding = PADDING[:rows, : start + length].to(device)
         chunk = PassTokens(torch.arange(start, start + length, device=device), padding, mask_function)
         commit(layer.store, chunk)
-        output = attending.attend(layer.store, new[2], chunk, 0.2, softcap, sink_logits)
+        output = attending.attend(layer.store, new[2], chunk, Scoring(0.2, softcap, sink_logits))
         end_forward(layer.store)
         found.append(output.transpose(1, 2)[padding[:, start:]])
     return found

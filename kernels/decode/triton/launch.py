@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 import triton
 
+from kvconvert.kernels.attention import Scoring
 from kvconvert.kernels.decode.plan import MOST_ROWS, PageTables, ResidualWindows, Visibility
 from kvconvert.kernels.decode.triton.center import launch_center_scores, workspace_dtype
 from kvconvert.kernels.decode.triton.kernel import decode_kernel, extremes_kernel
@@ -132,10 +133,8 @@ def decode_attention(
     tables: PageTables,
     windows: ResidualWindows,
     format: LayerFormat,
-    scaling: float,
+    scoring: Scoring,
     *,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
     visibility: Visibility | None = None,
     clamped_rows: torch.Tensor | None = None,
     output: torch.Tensor | None = None,
@@ -150,8 +149,7 @@ def decode_attention(
         queries: [B, Hq, T, D], rotated if the keys are; the last dimension contiguous.
         tables, windows: what is stored.
         format: how.
-        scaling: factor of the dot products.
-        softcap, sink_logits: as in `attention_reference`; sink_logits [Hq].
+        scoring: of the layer, without its window.
         visibility: which tokens are seen; None for all.
         clamped_rows: as in `SpanTokens`.
         output: where the result goes; made if not given.
@@ -160,7 +158,7 @@ def decode_attention(
         [B, Hq, T, E] in the queries' dtype; zeros where a query sees nothing.
     """
     batch, query_heads, count, _ = queries.shape
-    heads, dtype = format.keys.heads, queries.dtype
+    (scaling, softcap, sink_logits, _), heads, dtype = scoring, format.keys.heads, queries.dtype
     group = query_heads // heads
     block = queries_per_program(group, count)
     blocks = -(-count // block)

@@ -17,6 +17,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kvconvert.errors import UsageError
+from kvconvert.kernels.attention import Scoring
 from kvconvert.kernels.device import capability, compiles
 from kvconvert.kernels.prompt.triton.kernels import ALIGNMENT, LOG2_E, attention_kernel, column_sums_kernel
 from kvconvert.kernels.ragged.tables import TILE_QUERIES
@@ -83,11 +84,8 @@ def attention(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor | None,
-    scaling: float,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
+    scoring: Scoring,
     *,
-    window: int | None = None,
     tiling: Tiling | None = None,
     first_query: int | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -95,8 +93,7 @@ def attention(
 
     Args:
         queries: fp16 or bf16 [Hq, T, D]; keys: [H, n, D]; values: [H, n, E], or None for the log-sum-exp alone.
-        scaling, softcap, sink_logits: as in `attention_reference`; scaling must be positive.
-        window: tokens that a query sees, its own included; None for all before it.
+        scoring: of the layer; its scaling must be positive.
         tiling: instead of the one chosen for the device.
         first_query: position of the first query, counted from the first key; None for n - T. From n on, all keys lie
             before all queries, which may then be more than these.
@@ -108,7 +105,7 @@ def attention(
     Raises:
         UsageError: shapes that do not belong together.
     """
-    heads, length, size, tokens, window, first_query = _checked(queries, keys, values, window, first_query)
+    heads, length, size, tokens, window, first_query = _checked(queries, keys, values, scoring.window, first_query)
     value_size = 0 if values is None else values.shape[2]
     output = queries.new_empty(heads, length, value_size)
     log_sum_exp = torch.empty(heads, length, dtype=torch.float32, device=queries.device)
@@ -118,7 +115,7 @@ def attention(
         keys,
         values,
         output,
-        (scaling, softcap, sink_logits, window),
+        scoring._replace(window=window),
         tiling,
         log_sum_exp=log_sum_exp,
         first_query=first_query,
@@ -133,10 +130,7 @@ def ragged_attention(
     values: torch.Tensor,
     tiles: torch.Tensor,
     output: torch.Tensor,
-    scaling: float,
-    softcap: float | None = None,
-    sink_logits: torch.Tensor | None = None,
-    window: int | None = None,
+    scoring: Scoring,
 ) -> None:
     """Causal attention of the queries of many sequences, each over its own keys.
 
@@ -144,11 +138,11 @@ def ragged_attention(
         queries: [Hq, N, D]; keys: [H, W, D]; values: [H, W, E]; sequence after sequence.
         tiles: where each sequence's are, see `RaggedTables`.
         output: [N, Hq, E], where the result goes; what no tile has is left as it is.
-        scaling, softcap, sink_logits, window: as in `attention`.
+        scoring: as in `attention`.
     """
     tiling = attention_tiling(_capability(queries.device), tile_of(queries.shape[2]), tile_of(values.shape[2]), True)
-    group, options = queries.shape[0] // keys.shape[0], (scaling, softcap, sink_logits, window or 0)
-    _launch_attention(queries, keys, values, output.transpose(0, 1), options, tiling, tiles=tiles, together=group)
+    group, scoring = queries.shape[0] // keys.shape[0], scoring._replace(window=scoring.window or 0)
+    _launch_attention(queries, keys, values, output.transpose(0, 1), scoring, tiling, tiles=tiles, together=group)
 
 
 def _launch_attention(
@@ -156,7 +150,7 @@ def _launch_attention(
     keys: torch.Tensor,
     values: torch.Tensor | None,
     output: torch.Tensor,
-    options: tuple[float, float | None, torch.Tensor | None, int],
+    scoring: Scoring,
     tiling: Tiling,
     *,
     together: int,
@@ -164,9 +158,9 @@ def _launch_attention(
     log_sum_exp: torch.Tensor | None = None,
     first_query: int = 0,
 ) -> None:
-    """The launch of `attention_kernel`; `options` are scaling, softcap, sink logits, and the window, 0 without one."""
+    """The launch of `attention_kernel`; the window is 0 where there is none."""
     (heads, length, size), value_size = queries.shape, output.shape[2]
-    scaling, softcap, sink_logits, window = options
+    scaling, softcap, sink_logits, window = scoring
     tile_count = triton.cdiv(length, tiling.query_rows) if tiles is None else len(tiles)
     queries, keys = aligned(queries), aligned(keys)
     values = keys if values is None else aligned(values)
@@ -220,9 +214,7 @@ def column_sums(
     queries: torch.Tensor,
     keys: torch.Tensor,
     log_sum_exp: torch.Tensor,
-    scaling: float,
-    softcap: float | None = None,
-    window: int | None = None,
+    scoring: Scoring,
     tiling: Tiling | None = None,
     *,
     maxima: bool = False,
@@ -230,8 +222,8 @@ def column_sums(
     """The attention mass of each token: weights summed over queries and over the query heads of its KV head.
 
     Args:
-        queries, keys, scaling, softcap, window, tiling: as in `attention`.
-        log_sum_exp: float32 [Hq, T], what `attention` returned for the same arguments and the layer's sink_logits.
+        queries, keys, scoring, tiling: as in `attention`.
+        log_sum_exp: float32 [Hq, T], what `attention` returned for the same arguments.
         maxima: return the largest of these weights instead of their sum.
 
     Returns:
@@ -240,7 +232,7 @@ def column_sums(
     Raises:
         UsageError: as in `attention`.
     """
-    heads, length, size, tokens, window, _ = _checked(queries, keys, None, window)
+    heads, length, size, tokens, window, _ = _checked(queries, keys, None, scoring.window)
     if log_sum_exp.shape != (heads, length):
         raise UsageError(f"A log-sum-exp of shape {tuple(log_sum_exp.shape)} does not fit {heads} x {length} queries.")
     head_tile = tile_of(size)
@@ -265,14 +257,14 @@ def column_sums(
         group,
         _together(heads, 1, length * size * 2),
         window,
-        float(scaling),
-        float(softcap or 1.0),
+        float(scoring.scaling),
+        float(scoring.softcap or 1.0),
         QUERY_ROWS=tiling.query_rows,
         KEY_ROWS=tiling.key_rows,
         HEAD_SIZE=size,
         HEAD_TILE=head_tile,
         MAXIMA=maxima,
-        SOFTCAP=bool(softcap),
+        SOFTCAP=bool(scoring.softcap),
         WINDOWED=window > 0,
         DESCRIPTORS=tiling.descriptors,
         IN_REGISTERS=tiling.in_registers,
