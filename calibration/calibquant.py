@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from kvconvert.calibration.attention_sample import AttentionSample, AttentionSampler, SampleReader
-from kvconvert.calibration.clip_ratios import searched_sides
 from kvconvert.calibration.protocol import (
     CalibrationPass,
     LayerJob,
@@ -37,6 +36,7 @@ from kvconvert.calibration.protocol import (
     significant,
 )
 from kvconvert.calibration.ranks import ALONE, Ranks
+from kvconvert.calibration.scales import searched_sides
 from kvconvert.kernels.spans import SpanFormat, quantize_span, shift_extremes, span_keys, span_values
 from kvconvert.methods import KVCalibration
 

@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from kvconvert.calibration.attention_sample import as_cached, model_attention
-from kvconvert.calibration.clip_ratios import pages_read, stored_tokens
+from kvconvert.calibration.scales import pages_read, stored_tokens
 from kvconvert.kernels.page_formats import LayerFormat
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.models.masks import tensor_mask

@@ -230,7 +230,7 @@ STATEMENTS = {
     "import kvconvert.methods": {"torch"},
     "import torch, triton": {"transformers"},
     "import kvconvert.kernels.attention, kvconvert.kernels.linear": {"transformers"},
-    "import kvconvert.vllm.settings": {"transformers"},
+    "import kvconvert.vllm.bundle": {"transformers"},
     "import transformers.generation.utils, transformers.modeling_utils": {"kvconvert.runtime"},
     "from transformers import AutoModelForCausalLM, AutoTokenizer, AwqConfig": {"kvconvert.runtime"},
     "import kvconvert.runtime": {"click", "datasets", "onnx", "matplotlib", "starlette", "uvicorn"},

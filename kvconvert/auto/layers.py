@@ -13,9 +13,9 @@ from transformers import PretrainedConfig
 
 from kvconvert.cache import LayerCache, layer_format
 from kvconvert.calibration.attention_sample import AttentionSample, as_cached, causal
-from kvconvert.calibration.clip_ratios import key_clip_ratio_errors, pages_read, value_clip_ratio_errors
-from kvconvert.calibration.key_treatments import TreatmentSearch, measure_constant_part
+from kvconvert.calibration.keys import TreatmentSearch, measure_constant_part
 from kvconvert.calibration.protocol import LayerJob
+from kvconvert.calibration.scales import key_clip_ratio_errors, pages_read, value_clip_ratio_errors
 from kvconvert.calibration.simulated_attention import AttentionCall
 from kvconvert.errors import RecipeError
 from kvconvert.kernels.page_formats import LayerFormat

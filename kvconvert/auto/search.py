@@ -41,9 +41,9 @@ from kvconvert.auto.layers import (
 from kvconvert.auto.model import ExactText, SearchRun
 from kvconvert.bundle.manifest import Allocation, LayerAllocation
 from kvconvert.cache import lengths
-from kvconvert.calibration.clip_ratios import searched_sides
-from kvconvert.calibration.key_treatments import TreatmentSearch
+from kvconvert.calibration.keys import TreatmentSearch
 from kvconvert.calibration.protocol import LayerJob, significant
+from kvconvert.calibration.scales import searched_sides
 from kvconvert.errors import UnsupportedModelError, UsageError
 from kvconvert.io.progress import progress_bar
 from kvconvert.kernels.pages import PAGE_SIZE

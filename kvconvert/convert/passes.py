@@ -10,15 +10,13 @@ from torch import Tensor
 from kvconvert.calibration.attention_sample import AttentionSampler
 from kvconvert.calibration.awq import AwqPass
 from kvconvert.calibration.calibquant import CalibQuantPass
-from kvconvert.calibration.clip_ratios import ClipRatioPass
-from kvconvert.calibration.error_feedback import ErrorFeedbackPass
 from kvconvert.calibration.gptq import GptqPass
-from kvconvert.calibration.key_treatments import KeyTreatmentPass
+from kvconvert.calibration.keys import ErrorFeedbackPass, KeyTreatmentPass
 from kvconvert.calibration.kitty import KittyPass
 from kvconvert.calibration.minikv import MiniKVPass
 from kvconvert.calibration.oscar import OscarPass
 from kvconvert.calibration.protocol import CalibrationPass, LayerJob, MeasuredLayer, PassResult
-from kvconvert.calibration.static_scales import StaticScalesPass
+from kvconvert.calibration.scales import ClipRatioPass, StaticScalesPass
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.workdir import LayerRecord
 from kvconvert.methods import PLAN_TENSORS, KVScheme

@@ -6,7 +6,7 @@ exactly and not quantized; `kernels/pages/center.py` has the formula.
 
 With error feedback channels of a key are rounded one after another, each making up for the errors of those before.
 QuIP (arXiv 2307.13304) and GPTQ (arXiv 2210.17323) round weights so; `kernels/pages/reference.py` has the formula and
-`calibration/error_feedback.py` what it is fed. At 4 bits and more there is little error to make up for.
+`calibration/keys.py` what it is fed. At 4 bits and more there is little error to make up for.
 
 No single treatment is right for every model family (docs/choosing.md), so that the preset `default` states widths and
 leaves the treatment to measurement, at equal bytes or nearly. What stands in the scheme until then is the one that no

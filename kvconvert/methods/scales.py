@@ -1,6 +1,6 @@
 """Scales: how far the range of a group is shrunk, how wide its scale is, and scales that calibration fixes.
 
-The best uniform quantizer of 1 or 2 bits does not reach to the extremes (`calibration/clip_ratios.py`). CalibQuant's
+The best uniform quantizer of 1 or 2 bits does not reach to the extremes (`calibration/scales.py`). CalibQuant's
 released code multiplies min and max themselves by 0.5 (keys) and 0.3 (values) at 1 bit, which moves both towards zero
 and so also moves a midpoint that is not zero; shrinking about the midpoint, by a ratio calibrated for every scheme and
 layer, is ours.

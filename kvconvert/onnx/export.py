@@ -70,8 +70,7 @@ def export_onnx(
     """
     choose_device(device)
     try:
-        from kvconvert.onnx.decoder import DecoderGraph, Weights
-        from kvconvert.onnx.graph import Graph
+        from kvconvert.onnx.decoder import DecoderGraph, Graph, Weights
     except ModuleNotFoundError as error:
         if error.name != "onnx":
             raise

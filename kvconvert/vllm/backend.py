@@ -30,10 +30,9 @@ from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.pages import PAGE_SIZE, LayerFormat
 from kvconvert.vllm.attention import LayerStep, quantize_pending
 from kvconvert.vllm.blocks import BlockLayout, LayerBatch, LayerBlocks, alike
-from kvconvert.vllm.bundle import ServedBundle, layer_index, served_bundle
+from kvconvert.vllm.bundle import MODEL_DRAFTS, ServedBundle, layer_index, served_bundle
 from kvconvert.vllm.passes import LowBitMetadata, PassPlanner
 from kvconvert.vllm.rehearsal import STAND_INS
-from kvconvert.vllm.settings import MODEL_DRAFTS
 
 
 class LowBitBackend(AttentionBackend):

@@ -9,7 +9,7 @@ from typing import Any
 import vllm
 from vllm.engine.arg_utils import EngineArgs
 
-from kvconvert.vllm.settings import OWN_BACKEND, choose_settings, is_known, refuse_config, refused
+from kvconvert.vllm.bundle import OWN_BACKEND, choose_settings, is_known, refuse_config, refused
 
 _BACKEND = "kvconvert.vllm.backend.LowBitBackend"
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from sample_layers import cache_format, layer_work, random_sample, run_passes
 
-from kvconvert.calibration import clip_ratios
+from kvconvert.calibration import scales
 from kvconvert.calibration.attention_sample import AttentionSample, AttentionSampler, causal
-from kvconvert.calibration.clip_ratios import (
+from kvconvert.calibration.protocol import CalibrationPass
+from kvconvert.calibration.scales import (
     CLIP_RATIO_GRID,
     ClipRatioPass,
     key_clip_ratio_errors,
@@ -19,7 +20,6 @@ from kvconvert.calibration.clip_ratios import (
     stored_tokens,
     value_clip_ratio_errors,
 )
-from kvconvert.calibration.protocol import CalibrationPass
 from kvconvert.kernels.pages import PageFormat, SideTensors
 from kvconvert.kernels.quantizer import dequantize, quantize
 from kvconvert.kernels.rotate import Rotations, hadamard_matrix
@@ -75,7 +75,7 @@ def test_tokens_are_stored_as_page_by_page_and_head_by_head_quantization_gives()
 @pytest.mark.parametrize("changes", [{}, {"token_norm": "joint"}, {"boosted": 4}], ids=["plain", "norms", "boosted"])
 def test_sequences_and_clip_ratios_together_are_each_alone(monkeypatch, changes, numbers):
     """Also with sink tokens, which only the first page of each sequence has, and with error feedback."""
-    monkeypatch.setattr(clip_ratios, "STORED_NUMBERS", numbers)
+    monkeypatch.setattr(scales, "STORED_NUMBERS", numbers)
     sample = random_sample(sequences=3, tokens=300)
     cache = replace(cache_format(dim=16), sink_tokens=20)
     feedback = torch.eye(16) + torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(0)).triu(1) / 4
@@ -102,7 +102,7 @@ def test_errors_do_not_depend_on_what_is_computed_at_once(monkeypatch, scores):
     for measure in (key_clip_ratio_errors, value_clip_ratio_errors):
         expected = measure(sample, cache, (1.0, 0.8, 0.6))
         with monkeypatch.context() as patch:
-            patch.setattr(clip_ratios, "SCORES", scores)
+            patch.setattr(scales, "SCORES", scores)
             found = measure(sample, cache, (1.0, 0.8, 0.6))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
         assert len(set(expected.tolist())) == 3
@@ -141,7 +141,7 @@ def by_single_queries(sample, cache, r, side, step):
 
 @pytest.mark.parametrize(("weight", "step"), [(False, 1), (True, 1), (True, 3)])
 def test_errors_are_those_of_single_queries_that_read_flushed_pages(monkeypatch, weight, step):
-    monkeypatch.setattr(clip_ratios, "QUERIES", 290 // step)
+    monkeypatch.setattr(scales, "QUERIES", 290 // step)
     sample = random_sample(sequences=2, tokens=290, dim=8)
     if weight:
         sample = replace(sample, output_weight=torch.randn(5, 32, generator=torch.Generator().manual_seed(1)))

@@ -8,15 +8,15 @@ from sample_layers import cache_format, layer_work, random_sample, run_passes
 
 from kvconvert.cache import LayerCache, layer_format
 from kvconvert.calibration.attention_sample import AttentionSampler
-from kvconvert.calibration.clip_ratios import ClipRatioPass, stored_tokens
-from kvconvert.calibration.error_feedback import ErrorFeedbackPass
-from kvconvert.calibration.key_treatments import (
+from kvconvert.calibration.keys import (
     ConstantPart,
+    ErrorFeedbackPass,
     KeyTreatmentPass,
     Rope,
     TreatmentSearch,
     measure_constant_part,
 )
+from kvconvert.calibration.scales import ClipRatioPass, stored_tokens
 from kvconvert.errors import UnsupportedModelError
 from kvconvert.kernels.pages import SideTensors, key_center, page_centers
 from kvconvert.methods import KVCalibration, KVScheme, preset_calibration

@@ -8,14 +8,12 @@ from sample_layers import cache_format, layer_work, run_layer, run_passes
 from kvconvert.calibration.attention_sample import AttentionSampler
 from kvconvert.calibration.awq import AwqPass
 from kvconvert.calibration.calibquant import CalibQuantPass
-from kvconvert.calibration.clip_ratios import ClipRatioPass
-from kvconvert.calibration.error_feedback import ErrorFeedbackPass
 from kvconvert.calibration.gptq import GptqPass
-from kvconvert.calibration.key_treatments import KeyTreatmentPass
+from kvconvert.calibration.keys import ErrorFeedbackPass, KeyTreatmentPass
 from kvconvert.calibration.kitty import KittyPass
 from kvconvert.calibration.minikv import MiniKVPass
 from kvconvert.calibration.oscar import OscarPass
-from kvconvert.calibration.static_scales import StaticScalesPass
+from kvconvert.calibration.scales import ClipRatioPass, StaticScalesPass
 from kvconvert.convert.passes import PASSES
 from kvconvert.errors import NumericError
 from kvconvert.kernels.pages import LayerFormat, PageFormat

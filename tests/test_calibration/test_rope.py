@@ -10,7 +10,7 @@ from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbeddin
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as apply_partial
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from kvconvert.calibration.key_treatments import constant_part, ropes_of
+from kvconvert.calibration.keys import constant_part, ropes_of
 
 TOKENS = 700
 SCALED = {

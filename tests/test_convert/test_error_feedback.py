@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvconvert import KVCache, KVScheme, export, load
 from kvconvert.calibration.attention_sample import RECORDING_ATTENTION, attention_observed
-from kvconvert.calibration.error_feedback import feedback_matrices
+from kvconvert.calibration.keys import feedback_matrices
 from kvconvert.convert import pipeline
 from kvconvert.data.text import load_token_samples
 from kvconvert.errors import BundleError, RecipeError

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from kvconvert import Recipe, export, load
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.calibration.activations import MIN_EXPERT_TOKENS
-from kvconvert.calibration.error_feedback import QueryMoments
 from kvconvert.calibration.gptq import SEARCH_STRIDE, Mismatch
 from kvconvert.calibration.hessians import HessianRecorder
+from kvconvert.calibration.keys import QueryMoments
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.methods import PRESETS

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvconvert import export, load
 from kvconvert.calibration.attention_sample import RECORDING_ATTENTION, attention_observed
 from kvconvert.calibration.protocol import CalibrationPass
-from kvconvert.calibration.static_scales import RunningBounds
+from kvconvert.calibration.scales import RunningBounds
 from kvconvert.convert import layer_calibration, pipeline
 from kvconvert.data.text import load_token_samples
 from kvconvert.errors import BundleError

@@ -8,7 +8,7 @@ import pytest
 import torch
 from page_writes import store_pages
 
-from kvconvert.calibration.error_feedback import feedback_matrices
+from kvconvert.calibration.keys import feedback_matrices
 from kvconvert.kernels.pages import ChannelScales, PageFormat, PageTensors, SideTensors, new_pages, quantize_pages
 from kvconvert.kernels.pages.reference import page_codes
 from kvconvert.kernels.spans import SpanFormat, quantize_span, quantize_span_reference, span_keys

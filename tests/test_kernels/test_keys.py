@@ -9,7 +9,7 @@ import torch
 from tiny.key_centers import constant_part, frequencies
 from torch import Tensor
 
-from kvconvert.calibration.error_feedback import feedback_matrices
+from kvconvert.calibration.keys import feedback_matrices
 from kvconvert.kernels.attention import Scoring, attention_reference
 from kvconvert.kernels.decode import PageTile, paged_attention
 from kvconvert.kernels.pages import (

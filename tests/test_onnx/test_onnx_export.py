@@ -24,8 +24,8 @@ from kvconvert.errors import BundleError, UnsupportedModelError, UsageError
 from kvconvert.kernels.linear.awq_format import dequantize_weight, quantize_weight
 from kvconvert.onnx import export as exporting
 from kvconvert.onnx.architecture import DecoderShape, served_bits
+from kvconvert.onnx.decoder import repack
 from kvconvert.onnx.export import export_onnx
-from kvconvert.onnx.graph import repack
 
 EXAMPLES = Path(onnx_generate.__file__).parent
 

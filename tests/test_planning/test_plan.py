@@ -18,8 +18,8 @@ from tiny.models import ARCHITECTURES
 from kvconvert.bundle.manifest import Manifest
 from kvconvert.cache import LayerCache, ModelCache
 from kvconvert.calibration.attention_sample import SAMPLE_SEQUENCES, AttentionSampler
-from kvconvert.calibration.clip_ratios import ClipRatioPass
-from kvconvert.calibration.key_treatments import KeyTreatmentPass
+from kvconvert.calibration.keys import KeyTreatmentPass
+from kvconvert.calibration.scales import ClipRatioPass
 from kvconvert.cli import cli
 from kvconvert.convert.export import export
 from kvconvert.convert.host_memory import anonymous_bytes

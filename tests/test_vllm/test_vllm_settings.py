@@ -16,8 +16,7 @@ from tiny.hub import Repository, standing_in
 
 from kvconvert.errors import BundleError
 from kvconvert.methods import KVScheme
-from kvconvert.vllm.bundle import ServedBundle, layer_index
-from kvconvert.vllm.settings import VERSIONS, choose_settings, refuse_config
+from kvconvert.vllm.bundle import VERSIONS, ServedBundle, choose_settings, layer_index, refuse_config
 
 ARGUMENTS = {
     "generation_config": "auto",
