@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvconvert.kernels.attention import Scoring
 from kvconvert.kernels.prompt import prompt_attention
-from kvconvert.kernels.prompt.triton import launch as kernels
+from kvconvert.kernels.prompt import triton as kernels
 from kvconvert.kernels.select import selective_attention
 
 QUERY_HEADS, KEY_HEADS, HEAD_SIZE = 32, 8, 128

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 
-from kvconvert.convert.host_memory import anonymous_bytes
+from kvconvert.io.process import anonymous_bytes
 
 LOOK_S = 0.01  # between two looks at the memory
 

@@ -81,7 +81,7 @@ def column_sums(
     """
     reason = unsupported(queries, keys, scoring.scaling) if visible is None else None
     if visible is None and reason is None:
-        from kvconvert.kernels.prompt.triton import launch
+        from kvconvert.kernels.prompt import triton as launch
 
         if log_sum_exp is None:
             _, log_sum_exp = launch.attention(queries, keys, None, scoring)
@@ -182,7 +182,7 @@ def _in_kernels(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of [P, G * size, D] queries, `size` of each head, to [P, n, D] keys, of which the last `size` are their
     own, and the largest weight of each key, float32 [P, n]."""
-    from kvconvert.kernels.prompt.triton import launch
+    from kvconvert.kernels.prompt import triton as launch
 
     asked = asked.view(-1, size, asked.shape[2])
     attended, log_sum_exp = launch.attention(asked, keys, values, scoring)

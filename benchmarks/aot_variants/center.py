@@ -13,10 +13,10 @@ import torch
 
 from aot_variants.decode import DTYPES, HEADS, POINTERS, Pages, page_variant, preset_layer, signature
 from aot_variants.variant import Variant
+from kvconvert.kernels.decode.triton import DecodeShape
 from kvconvert.kernels.decode.triton.center import STAGES, center_constants, center_scores_kernel, center_warps
 from kvconvert.kernels.decode.triton.kernel import decode_kernel
 from kvconvert.kernels.decode.triton.launch import decode_shape
-from kvconvert.kernels.decode.triton.shape import DecodeShape
 from kvconvert.kernels.pages import PAGE_SIZE, KeyCenter, LayerFormat, SideTensors
 from kvconvert.kernels.pages.triton import center
 

@@ -15,6 +15,7 @@ import torch
 
 from aot_variants.variant import Variant
 from kvconvert.cache import layer_format
+from kvconvert.kernels.decode.triton import DecodeShape, query_columns, query_rows
 from kvconvert.kernels.decode.triton.kernel import decode_kernel, extremes_kernel
 from kvconvert.kernels.decode.triton.launch import (
     FEW_REGISTERS,
@@ -25,7 +26,6 @@ from kvconvert.kernels.decode.triton.launch import (
     registers_for,
     warps_for,
 )
-from kvconvert.kernels.decode.triton.shape import DecodeShape, query_columns, query_rows
 from kvconvert.kernels.decode.triton.softmax import combine_kernel
 from kvconvert.kernels.pages import PAGE_SIZE, LayerFormat, PageFormat
 from kvconvert.kernels.spans import SpanFormat

@@ -7,8 +7,8 @@ from itertools import product
 from typing import Any
 
 from aot_variants.variant import Variant
+from kvconvert.kernels.prompt.triton import Tiling, attention_constants, attention_tiling, column_tiling, tile_of
 from kvconvert.kernels.prompt.triton.kernels import attention_kernel, column_sums_kernel
-from kvconvert.kernels.prompt.triton.launch import Tiling, attention_constants, attention_tiling, column_tiling, tile_of
 
 # Head sizes of the usual models, of keys and of values.
 HEAD_SIZES = ((48, 48), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))

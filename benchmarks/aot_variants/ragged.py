@@ -7,8 +7,8 @@ from itertools import product
 
 from aot_variants.variant import DTYPES, Variant
 from kvconvert.kernels.pages import PAGE_SIZE, LayerFormat, PageFormat
+from kvconvert.kernels.prompt.triton import attention_constants, attention_tiling, tile_of
 from kvconvert.kernels.prompt.triton.kernels import attention_kernel
-from kvconvert.kernels.prompt.triton.launch import attention_constants, attention_tiling, tile_of
 from kvconvert.kernels.ragged.triton import append_constants, append_kernel, copy_constants, copy_kernel, copy_warps
 
 TABLES = dict.fromkeys(("buffers", "tokens", "copies", "tiles"), "*i64")

@@ -13,7 +13,7 @@ from kvconvert.kernels.attention import Scoring
 from kvconvert.kernels.chunked_prefill.parts import StoredPart, Workspace
 from kvconvert.kernels.device import capability
 from kvconvert.kernels.launches.triton import kernel
-from kvconvert.kernels.prompt.triton.launch import attention
+from kvconvert.kernels.prompt.triton import attention
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)

@@ -20,9 +20,9 @@ from kvconvert.kernels.elementwise.reference import Gate
 from kvconvert.kernels.elementwise.triton import gated
 from kvconvert.kernels.launches.triton import kernel
 from kvconvert.kernels.linear.packed_layout import TILE, PackedWeight
+from kvconvert.kernels.linear.triton import parts_of
 from kvconvert.kernels.linear.triton.few_rows import OUTPUTS, checked, few_rows_shape, warp_sums
 from kvconvert.kernels.linear.triton.many_rows import prompt_shape, tile_sums
-from kvconvert.kernels.linear.triton.widths import parts_of
 
 
 @kernel(do_not_specialize=["pairs"])

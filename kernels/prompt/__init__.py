@@ -70,7 +70,7 @@ def attention_and_log_sum_exp(
     """`prompt_attention`, and the log-sum-exp of each query's scores, float32 [Hq, T], where the path has it."""
     reason = unsupported(queries, keys, values, scoring.scaling)
     if reason is None:
-        from kvconvert.kernels.prompt.triton.launch import attention
+        from kvconvert.kernels.prompt.triton import attention
 
         return attention(queries, keys, values, scoring)
     if is_fallback(queries):

@@ -12,7 +12,7 @@ from kvconvert.kernels.launches.triton import kernel
 from kvconvert.kernels.page_formats import LayerFormat
 from kvconvert.kernels.pages.triton.center import launch_centers
 from kvconvert.kernels.pages.triton.dequantize import dequantize_addressed
-from kvconvert.kernels.prompt.triton.launch import aligned, ragged_attention
+from kvconvert.kernels.prompt.triton import aligned, ragged_attention
 from kvconvert.kernels.ragged import tables
 from kvconvert.kernels.ragged.tables import COPIED_TOKENS, RaggedTables, TokensInBlocks
 from kvconvert.kernels.rotate import Rotations

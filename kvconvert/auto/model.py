@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvconvert.auto.allocation import Measurements
+from kvconvert.auto import Measurements
 from kvconvert.calibration.simulated_attention import AttentionCall, attention_calls, simulated_caches
 from kvconvert.data.text import TokenData
 from kvconvert.errors import NumericError

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from kvconvert.auto.allocation import NAME, Option, allocate
+from kvconvert.auto import NAME, Option, allocate
 from kvconvert.auto.layers import (
     SearchedLayer,
     candidate_clip_ratios,

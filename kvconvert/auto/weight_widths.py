@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from kvconvert.auto.allocation import WEIGHTS_NAME, Option, allocate
+from kvconvert.auto import WEIGHTS_NAME, Option, allocate
 from kvconvert.auto.model import ExactText, SearchRun
 from kvconvert.bundle.manifest import WeightAllocation, WeightUnit
 from kvconvert.calibration.activations import point_of

@@ -111,8 +111,8 @@ def _run(model: str, work: Path, *, recipe: str, data: tuple[str, ...], **option
 
     loaded = Recipe.load(recipe, changes_of(options))
     loaded = loaded.with_budget(**{name: options.pop(name) for name in Budget.__annotations__})
-    from kvconvert.convert.host_memory import return_large_blocks
     from kvconvert.io.checksums import begin
+    from kvconvert.io.process import return_large_blocks
 
     return_large_blocks()
     # Hashing the model, which takes long, begins before the imports, which take seconds.

@@ -85,7 +85,7 @@ def evaluate(
     given = [f"--{name}" for name, value in others.items() if value is not None]
     if instead is not None and given:
         raise UsageError(f"{given[0]} does not apply to {instead}; leave one of them out.")
-    from kvconvert.fidelity.asked import parts_asked
+    from kvconvert.fidelity import parts_asked
 
     parts = None if only is None else [name.strip() for name in only.split(",") if name.strip()]
     parts_asked(parts)
@@ -102,7 +102,7 @@ def evaluate(
         check_model(options["against"])
     elif tasks is None and os.path.exists(bundle):
         from kvconvert.bundle.reader import open_bundle
-        from kvconvert.fidelity.asked import source_of
+        from kvconvert.fidelity import source_of
 
         source_of(open_bundle(bundle, verify="plan").manifest, None)
     if task is not None:

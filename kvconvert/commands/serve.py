@@ -15,7 +15,7 @@ import click
 
 from kvconvert.commands import ByteSize, check_device, quiet
 from kvconvert.errors import KvconvertError, MissingError, UsageError
-from kvconvert.io.ending import end_process
+from kvconvert.io.process import end_process
 
 KEY_VARIABLE = "KVCONVERT_API_KEY"
 _COUNT = click.IntRange(min=1)

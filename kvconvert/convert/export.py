@@ -13,7 +13,7 @@ from typing import Annotated, Any, cast
 from torch import Tensor
 
 from kvconvert.arguments import Count, checked
-from kvconvert.auto.allocation import read_allocation, read_weight_allocation
+from kvconvert.auto import read_allocation, read_weight_allocation
 from kvconvert.bundle.card import CARD_NAME, model_card
 from kvconvert.bundle.files import is_settings, safe_settings, unsafe_settings
 from kvconvert.bundle.locate import PLAN_NAME, check_output

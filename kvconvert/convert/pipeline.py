@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from kvconvert.arguments import Count, Folder, ModelPlace, SampleLength, checked
-from kvconvert.auto.allocation import read_allocation, read_weight_allocation
+from kvconvert.auto import read_allocation, read_weight_allocation
 from kvconvert.auto.model import SearchRun, SimulatedModel
 from kvconvert.auto.search import (
     CLIP_ROWS,
@@ -52,7 +52,6 @@ from kvconvert.convert.checks import (
     fitted_weights,
 )
 from kvconvert.convert.discovery import Architecture
-from kvconvert.convert.host_memory import release_free_memory
 from kvconvert.convert.input_capture import CalibrationInputs
 from kvconvert.convert.layer_calibration import (
     LayerCalibration,
@@ -68,6 +67,7 @@ from kvconvert.data.samples import load_held_out_mixture, load_mixture, load_sam
 from kvconvert.data.sources import Data, Sources
 from kvconvert.data.text import TokenData, with_random_tokens
 from kvconvert.errors import UnsupportedModelError, UsageError
+from kvconvert.io.process import release_free_memory
 from kvconvert.io.progress import progress_bar
 from kvconvert.io.records import DataInfo
 from kvconvert.io.tensorfile import Mapped

@@ -1,1 +1,64 @@
-"""How much of a model's behavior its bundle keeps, measured through the quantized cache."""
+"""The arguments of an evaluation: parts to measure, and the source to compare with.
+
+Nothing here imports torch, which takes seconds: commands refuse wrong names and paths before that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvconvert.errors import MissingError, UsageError
+from kvconvert.io.hub import is_hub_id
+
+if TYPE_CHECKING:
+    from kvconvert.bundle.manifest import Manifest
+
+PARTS = {
+    "perplexity": "perplexity per token of held-out text",
+    "kl": "KL divergence from the source's next-token distribution",
+    "top1": "how often both rank the same token first",
+    "retrieval": "retrieval of numbers from the context; through the chat template, if the model has one",
+    "probes": "exact lookups in JSON, assignments, prose, code and earlier turns",
+    "free-running": "tokens until greedy continuations differ",
+    "images": "the same on text about images, of vision-language models",
+    "cache": "bytes and bits of the cache",
+    "weights": "bytes and bits of the weights",
+}
+
+
+def parts_asked(only: Collection[str] | None) -> set[str]:
+    """The parts to measure, all of them for None.
+
+    Raises:
+        UsageError: there is no such part, or none is named.
+    """
+    if only is None:
+        return set(PARTS)
+    unknown = [name for name in only if name not in PARTS]
+    if unknown or not only:
+        what = f"{unknown[0]!r} is not a part" if unknown else "no part is named"
+        raise UsageError(f"`only`: {what} of an evaluation; choose among {', '.join(PARTS)}.")
+    return set(only)
+
+
+def source_of(manifest: Manifest, against: str | Path | None) -> str:
+    """The directory or Hub id of the model to compare with: `against`, or what the manifest records.
+
+    What a manifest records is an id or the name of a directory, never a path, so that none leads elsewhere.
+
+    Raises:
+        MissingError: the manifest records a directory that is not there.
+    """
+    if against is not None:
+        return str(against)
+    recorded = manifest.source
+    is_here = Path(recorded.id).name == recorded.id != ".." and os.path.exists(recorded.id)
+    if not is_hub_id(recorded.id) and not is_here:
+        raise MissingError(
+            f"The bundle was made from a local directory named {recorded.id}, which is not in the current directory; "
+            "give its path as `against`."
+        )
+    return recorded.id

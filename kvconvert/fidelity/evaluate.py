@@ -25,7 +25,7 @@ from kvconvert.bundle.reader import open_bundle
 from kvconvert.data.sources import EVALUATION
 from kvconvert.data.text import load_token_samples
 from kvconvert.errors import UsageError, listed
-from kvconvert.fidelity.asked import PARTS, parts_asked, source_of
+from kvconvert.fidelity import PARTS, parts_asked, source_of
 from kvconvert.fidelity.images import DRAWINGS, image_figures
 from kvconvert.fidelity.probes import PROBES, ProbePrompt, Writer, abilities, measure_probes, probe_tokens, verdict
 from kvconvert.fidelity.report import (

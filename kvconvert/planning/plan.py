@@ -22,13 +22,13 @@ from kvconvert.cache import LayerCache, ModelCache
 from kvconvert.calibration.activations import input_points
 from kvconvert.calibration.protocol import LayerJob
 from kvconvert.convert.checks import check_purpose, check_recipe
-from kvconvert.convert.host_memory import anonymous_bytes
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.passes import layer_jobs
 from kvconvert.convert.pipeline import kept_tensors, make_runner, with_fitted_weights
 from kvconvert.data.samples import sample_shape
 from kvconvert.data.sources import Data, check_sources
 from kvconvert.errors import UsageError
+from kvconvert.io.process import anonymous_bytes
 from kvconvert.io.records import TensorInfo
 from kvconvert.io.tensorheader import nbytes
 from kvconvert.methods import KVScheme

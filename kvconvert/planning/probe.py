@@ -29,7 +29,6 @@ from transformers.utils import logging
 
 from kvconvert.auto.search import CLIP_ROWS, search_task
 from kvconvert.calibration.activations import LOSS_TOKENS
-from kvconvert.convert.host_memory import HUGE_PAGES, anonymous_bytes, return_large_blocks
 from kvconvert.convert.input_capture import CalibrationInputs
 from kvconvert.convert.layer_calibration import LayerCalibration
 from kvconvert.convert.passes import layer_jobs, make_passes
@@ -37,7 +36,7 @@ from kvconvert.convert.pipeline import Searches, make_runner
 from kvconvert.convert.workdir import WorkDir, WorkState
 from kvconvert.data.samples import load_samples
 from kvconvert.errors import KvconvertError
-from kvconvert.io.ending import ended_at_once
+from kvconvert.io.process import HUGE_PAGES, anonymous_bytes, ended_at_once, return_large_blocks
 from kvconvert.io.records import DataInfo, SourceInfo
 from kvconvert.models.devices import choose_device
 from kvconvert.models.source import open_source

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from kvconvert.auto.allocation import Option, allocate
+from kvconvert.auto import Option, allocate
 from kvconvert.bundle.manifest import Allocation, LayerPlan, Manifest
 from kvconvert.cache import LayerCache, lengths
 from kvconvert.calibration.attention_sample import RECORDING_ATTENTION, attention_observed

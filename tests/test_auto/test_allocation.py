@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvconvert.auto.allocation import Option, allocate
+from kvconvert.auto import Option, allocate
 
 OPTIONS = st.builds(Option, st.integers(0, 12), st.integers(0, 9).map(lambda n: n / 8))
 LAYERS = st.lists(st.lists(OPTIONS, min_size=1, max_size=4), min_size=1, max_size=4)

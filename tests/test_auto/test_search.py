@@ -12,8 +12,7 @@ from tiny.models import ARCHITECTURES
 from transformers import AutoConfig
 
 from kvconvert import KVCache, Recipe, calibrate, export, load
-from kvconvert.auto import search
-from kvconvert.auto.allocation import read_allocation
+from kvconvert.auto import read_allocation, search
 from kvconvert.auto.model import SimulatedModel
 from kvconvert.bundle.describe import manifest_text
 from kvconvert.bundle.reader import open_bundle

@@ -7,7 +7,7 @@ import torch
 from tiny.llama import write_tiny_llama
 
 from kvconvert import Recipe, calibrate, export
-from kvconvert.auto.allocation import WEIGHTS_NAME
+from kvconvert.auto import WEIGHTS_NAME
 from kvconvert.bundle.describe import manifest_text
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.convert.workdir import WorkDir

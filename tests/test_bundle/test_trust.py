@@ -14,7 +14,7 @@ from kvconvert.bundle.locate import MANIFEST_NAME
 from kvconvert.bundle.manifest import Manifest, ModuleCoverage, quantization_config, sealed
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import BundleError, MissingError
-from kvconvert.fidelity.asked import source_of
+from kvconvert.fidelity import source_of
 
 LEVELS = ("full", "headers", "plan")
 DATA = {"source": "books", "samples": 1, "length": 8, "seed": 0, "sha256": "3" * 64}

@@ -10,7 +10,7 @@ import pytest
 # Blocks of 8 MiB, which glibc keeps by itself once one was freed, below one that holds the end of the heap in place.
 PROGRAM = """
 import ctypes, json, os
-from kvconvert.convert.host_memory import anonymous_bytes, return_large_blocks
+from kvconvert.io.process import anonymous_bytes, return_large_blocks
 if {settled}:
     return_large_blocks()
 c, size = ctypes.CDLL(None), 2**23

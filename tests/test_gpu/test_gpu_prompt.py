@@ -8,7 +8,7 @@ from kvconvert.errors import UsageError
 from kvconvert.kernels import device as gpu_device
 from kvconvert.kernels.attention import Scoring, attention_reference
 from kvconvert.kernels.prompt import prompt_attention, unsupported
-from kvconvert.kernels.prompt.triton import launch as kernels
+from kvconvert.kernels.prompt import triton as kernels
 from kvconvert.kernels.select import column_sums, repeated_attention, selective_attention
 
 # Relative errors of the whole output: weights and outputs are rounded to the dtype once each.

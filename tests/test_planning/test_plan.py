@@ -22,11 +22,11 @@ from kvconvert.calibration.keys import KeyTreatmentPass
 from kvconvert.calibration.scales import ClipRatioPass
 from kvconvert.cli import cli
 from kvconvert.convert.export import export
-from kvconvert.convert.host_memory import anonymous_bytes
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.data.samples import MOST_SAMPLES, load_samples, text_shape
 from kvconvert.errors import UsageError
+from kvconvert.io.process import anonymous_bytes
 from kvconvert.kernels.linear.awq_format import quantize_weight
 from kvconvert.methods import KVCalibration, KVScheme
 from kvconvert.models.source import open_source

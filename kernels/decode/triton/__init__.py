@@ -1,1 +1,288 @@
-"""The Triton kernels."""
+"""Everything that a specialisation of the decode kernel is made for, and what follows from it at compile time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from kvconvert.kernels.page_formats import PAGE_SIZE
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """The constants of one specialisation. Offsets are in units of 2 bytes, -1 for what a page lacks.
+
+    Attributes:
+        key_bits, value_bits: width of codes; 16 for pages of the model's dtype.
+        key_dim, value_dim: D and E.
+        key_groups, value_groups: scales per key channel of a page and per value token; 0 where many pages share one
+            set of scales (static pages, spans), which then are per channel for values too.
+        boosted: key channels with twice the bits, `boost_rows` their rows of codes per lane; boost_stored: whether
+            pages say which channels these are.
+        norm: 0 without token norms, 1 for one per token, 2 for one per token and head.
+        group, queries: query heads per KV head, and queries of one program.
+        split_query: whether a second column holds what rounding to fp16 leaves of a scaled query.
+        half_quantized: 0 where keys and values are quantized together, 1 where values stay longer in full precision, 2
+            where keys do.
+        masked, ragged, softcap, tau, centered: which of these apply; ragged: the last page of an item may be
+            incomplete, or first tokens of its first one hidden; centered: pages of keys lack a constant part, whose
+            scores are added.
+        placed: whether a table says where each full-precision token is, instead of one beside the other.
+        tile: full-precision tokens per step.
+        key_scale to key_channels, value_scale, value_offset: offsets within a head's part of a page's record, which
+            begins with the codes; key_head, value_head: from one head's part to the next; joint_norm: within the
+            record.
+        inline_asm: False under the interpreter.
+    """
+
+    key_bits: int
+    value_bits: int
+    key_dim: int
+    value_dim: int
+    key_groups: int
+    value_groups: int
+    boosted: int
+    boost_rows: int
+    boost_stored: bool
+    norm: int
+    group: int
+    queries: int
+    split_query: bool
+    half_quantized: int
+    masked: bool
+    ragged: bool
+    softcap: bool
+    tau: bool
+    centered: bool
+    placed: bool
+    tile: int
+    key_high: int
+    key_scale: int
+    key_offset: int
+    key_norm: int
+    key_channels: int
+    key_head: int
+    joint_norm: int
+    value_scale: int
+    value_offset: int
+    value_head: int
+    inline_asm: bool
+
+
+@triton.constexpr_function
+def block_of(size):
+    """The power of two, at least 16, that holds a size: what matrix products want."""
+    block = 16
+    while block < size:
+        block *= 2
+    return block
+
+
+@triton.constexpr_function
+def query_rows(shape):
+    """Query heads times queries of a program, rounded up to a power of two."""
+    rows = 1
+    while rows < shape.group * shape.queries:
+        rows *= 2
+    return rows
+
+
+@triton.constexpr_function
+def query_columns(shape):
+    """Columns of the N operand per query row: matrix products have at least eight."""
+    rows = 1
+    while rows < shape.group * shape.queries:
+        rows *= 2
+    return max(8 // rows, 2 if shape.split_query else 1)
+
+
+@triton.constexpr_function
+def field_bits(bits):
+    """Bits of a lane's field: 1-bit codes come in pairs, as do the lowest bits of 3-bit codes."""
+    return {1: 2, 3: 2}.get(bits, bits)
+
+
+@triton.constexpr_function
+def code_rows(bits, size):
+    """Rows of codes of one operand, for a contracted axis of this size: half of it where codes are in pairs."""
+    return size // 2 if bits in (1, 3) else size
+
+
+@triton.constexpr_function
+def stored_rows(bits, size):
+    """Words of a lane for a contracted axis of this size: of both planes at 3 bits."""
+    return {1: size // 2, 3: size // 2 * 3}.get(bits, size)
+
+
+@triton.constexpr_function
+def upper_factor(bits):
+    """What the operand of the upper half of pairs has to hold: half where the upper of two bits is its code."""
+    return 0.5 if bits == 1 else 1.0
+
+
+@triton.constexpr_function
+def key_lanes(shape):
+    """Lanes of a key page, the first axis of its scores; at 16 bits its tokens."""
+    return PAGE_SIZE if shape.key_bits == 16 else PAGE_SIZE * field_bits(shape.key_bits) // 16
+
+
+@triton.constexpr_function
+def value_lanes(shape):
+    """Lanes of a value page."""
+    return shape.value_dim * field_bits(shape.value_bits) // 16
+
+
+@triton.constexpr_function
+def is_low(j, bits):
+    """Whether field j lies within the ten bits of an fp16 mantissa before lanes are moved."""
+    return j < {1: 5, 2: 5, 3: 4, 4: 2, 8: 1}[bits]
+
+
+@triton.constexpr_function
+def shift_count(bits):
+    """Bits by which lanes are moved to bring their upper fields into the mantissa."""
+    return {1: 10, 2: 10, 3: 8, 4: 8, 8: 8}[bits]
+
+
+@triton.constexpr_function
+def plane_position(j, bits):
+    """The first bit of field j, where lanes were moved if it does not lie within the mantissa before.
+
+    Codes of 3 bits are put together in fields of 4, see `joined_words`.
+    """
+    if bits == 3:
+        return 4 * (j // 2 % 2) + j % 2
+    return field_bits(bits) * j - (0 if is_low(j, bits) else shift_count(bits))
+
+
+@triton.constexpr_function
+def plane_mask(j, half, bits):
+    """The bits of field j that are codes of one half of the rows."""
+    return ((1 << bits) - 1) << (plane_position(j, bits) + (half if bits == 1 else 0))
+
+
+@triton.constexpr_function
+def plane_weight(j, bits):
+    """What the numbers spelled by field j have to be multiplied with to be codes."""
+    return 2.0 ** (24 - plane_position(j, bits))
+
+
+@triton.constexpr_function
+def first_group(j, lanes, group_size):
+    """The first value group that plane j has channels of."""
+    return j * lanes // group_size
+
+
+@triton.constexpr_function
+def last_group(j, lanes, group_size):
+    """The last value group that plane j has channels of."""
+    return (j * lanes + lanes - 1) // group_size
+
+
+@triton.jit
+def load_queries(queries, channel, known, first, F: tl.constexpr, COPIES: tl.constexpr):
+    """Queries at `channel` [K] as fp32 [K, N]: each in the first COPIES of its columns, zeros in the others.
+
+    `first` [N] are the pointers' offsets of each column's query, -1 for none.
+    """
+    column = tl.arange(0, query_rows(F) * query_columns(F)) % query_columns(F)
+    mask = known[:, None] & ((first >= 0) & (column < COPIES))[None, :]
+    return tl.load(queries + first[None, :] + channel[:, None], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def plain_queries(queries, first, F: tl.constexpr, DTYPE: tl.constexpr):
+    """Queries [D, N] for products with full-precision keys."""
+    channel = tl.arange(0, block_of(F.key_dim))
+    return load_queries(queries, channel, channel < F.key_dim, first, F, 1).to(DTYPE)
+
+
+@triton.jit
+def high_and_low(query, F: tl.constexpr):
+    """fp32 queries in two columns as fp16: rounded in the first, what that leaves in the second."""
+    column = tl.arange(0, query_rows(F) * query_columns(F)) % query_columns(F)
+    high = query.to(tl.float16)
+    return tl.where((column == 1)[None, :], (query - high.to(tl.float32)).to(tl.float16), high)
+
+
+@triton.jit
+def fp16_queries(queries, channel, known, first, unit, F: tl.constexpr):
+    """Operands for `scaled_query` and for the product with offsets."""
+    if F.split_query:
+        query = load_queries(queries, channel, known, first, F, 2) / unit[None, :]
+        return query, high_and_low(query, F)
+    else:
+        query = (load_queries(queries, channel, known, first, F, 1) / unit[None, :]).to(tl.float16)
+        return query, query
+
+
+@triton.jit
+def largest_power(queries, first, F: tl.constexpr):
+    """For each column the power of two just above its query's largest magnitude, so that fp16 holds their quotient."""
+    channel = tl.arange(0, block_of(F.key_dim))
+    query = load_queries(queries, channel, channel < F.key_dim, first, F, query_columns(F))
+    return power_above(tl.max(tl.abs(query), 0))
+
+
+@triton.jit
+def power_above(largest):
+    """The power of two just above each magnitude."""
+    power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * 2.0
+    return tl.where(largest > 1e-30, power, 1.0)
+
+
+@triton.jit
+def rows_of_columns(x, F: tl.constexpr):
+    """[N] to [rows], equal in all columns of a query."""
+    return tl.max(tl.reshape(x, [query_rows(F), query_columns(F)]), 1)
+
+
+@triton.jit
+def column_queries(row, head, block, query_row, query_head, query_token, count, F: tl.constexpr):
+    """Offset of each column's query, -1 where there is none: row r = query head r // queries, query r % queries."""
+    r = tl.arange(0, query_rows(F) * query_columns(F)) // query_columns(F)
+    member = r // F.queries
+    token = block * F.queries + r % F.queries
+    offset = row.to(tl.int64) * query_row + (head * F.group + member) * query_head + token * query_token
+    return tl.where((member < F.group) & (token < count), offset, -1)
+
+
+@triton.jit
+def code_operands(queries, first, largest, F: tl.constexpr):
+    """The queries in every form that `page_scores` wants; a placeholder for 16-bit keys."""
+    if F.key_bits == 16:
+        return (largest,)
+    else:
+        ROWS: tl.constexpr = code_rows(F.key_bits, F.key_dim)
+        channel = tl.arange(0, block_of(ROWS))
+        query, bias = fp16_queries(queries, channel, channel < ROWS, first, largest, F)
+        if F.key_dim > ROWS:
+            upper, bias_upper = fp16_queries(queries, ROWS + channel, channel < ROWS, first, largest, F)
+            return query, bias, upper, bias_upper
+        else:
+            return query, bias
+
+
+@triton.jit
+def boosted_queries(queries, key_base, unit, boosted, head, first, largest, F: tl.constexpr):
+    """Numbers of the boosted channels, -1 for padding, and the queries there."""
+    if F.boosted > 0:
+        place = tl.arange(0, block_of(F.boosted))
+        known = place < F.boosted
+        if F.boost_stored:
+            page = (key_base + unit * 8 + head * F.key_head + F.key_channels).to(tl.pointer_type(tl.uint8))
+            channel = tl.load(page + place, mask=known, other=0).to(tl.int32)
+        else:
+            channel = tl.load(boosted + head * F.boosted + place, mask=known, other=0)
+        query, _ = fp16_queries(queries, channel, known, first, largest, F)
+        return query, tl.where(known, channel, -1)
+    else:
+        return residual_nothing(F), tl.full([16], -1, tl.int32)
+
+
+@triton.jit
+def residual_nothing(F: tl.constexpr):
+    """A placeholder where nothing is boosted."""
+    return tl.zeros([16, query_rows(F) * query_columns(F)], tl.float16)

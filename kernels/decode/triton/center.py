@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from kvconvert.kernels.decode.plan import PageTables
-from kvconvert.kernels.decode.triton.shape import DecodeShape, block_of, key_lanes, power_above, query_rows
+from kvconvert.kernels.decode.triton import DecodeShape, block_of, key_lanes, power_above, query_rows
 from kvconvert.kernels.decode.triton.softmax import product_factor
 from kvconvert.kernels.decode.triton.tiles import PAGE
 from kvconvert.kernels.device import capability, multiprocessors

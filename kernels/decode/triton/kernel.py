@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 
 from kvconvert.kernels.decode.plan import Item
-from kvconvert.kernels.decode.triton.center import page_center
-from kvconvert.kernels.decode.triton.shape import (
+from kvconvert.kernels.decode.triton import (
     block_of,
     boosted_queries,
     code_operands,
@@ -28,6 +27,7 @@ from kvconvert.kernels.decode.triton.shape import (
     query_rows,
     rows_of_columns,
 )
+from kvconvert.kernels.decode.triton.center import page_center
 from kvconvert.kernels.decode.triton.softmax import (
     add_values,
     capped,

@@ -9,9 +9,9 @@ import triton
 
 from kvconvert.kernels.attention import Scoring
 from kvconvert.kernels.decode.plan import MOST_ROWS, PageTables, ResidualWindows, Visibility
+from kvconvert.kernels.decode.triton import DecodeShape, block_of, query_columns, query_rows
 from kvconvert.kernels.decode.triton.center import launch_center_scores, workspace_dtype
 from kvconvert.kernels.decode.triton.kernel import decode_kernel, extremes_kernel
-from kvconvert.kernels.decode.triton.shape import DecodeShape, block_of, query_columns, query_rows
 from kvconvert.kernels.decode.triton.softmax import combine_kernel
 from kvconvert.kernels.device import compiles, multiprocessors, overlaps_launches
 from kvconvert.kernels.launches import skips_launches

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvconvert.kernels.decode.triton.shape import (
+from kvconvert.kernels.decode.triton import (
     block_of,
     field_bits,
     first_group,
@@ -29,7 +29,7 @@ from kvconvert.kernels.decode.triton.tiles import (
     spread_columns,
 )
 from kvconvert.kernels.launches.triton import kernel
-from kvconvert.kernels.pages.triton.affine import OFFSET_UNIT, in_bytes
+from kvconvert.kernels.pages.triton import OFFSET_UNIT, in_bytes
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 

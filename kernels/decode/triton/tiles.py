@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvconvert.kernels.decode.triton.shape import (
+from kvconvert.kernels.decode.triton import (
     block_of,
     code_rows,
     field_bits,
@@ -29,7 +29,7 @@ from kvconvert.kernels.decode.triton.shape import (
     value_lanes,
 )
 from kvconvert.kernels.page_formats import PAGE_SIZE
-from kvconvert.kernels.pages.triton.affine import OFFSET_UNIT, in_bytes, load_counts, load_scale
+from kvconvert.kernels.pages.triton import OFFSET_UNIT, in_bytes, load_counts, load_scale
 
 PAGE: tl.constexpr = tl.constexpr(PAGE_SIZE)
 

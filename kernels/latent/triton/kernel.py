@@ -23,6 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvconvert.kernels.decode.triton import block_of, power_above
 from kvconvert.kernels.decode.triton.kernel import (
     ITEM,
     LOWEST,
@@ -38,10 +39,9 @@ from kvconvert.kernels.decode.triton.kernel import (
     TOKENS,
     buffer_token,
 )
-from kvconvert.kernels.decode.triton.shape import block_of, power_above
 from kvconvert.kernels.decode.triton.softmax import LOG2_E
 from kvconvert.kernels.decode.triton.tiles import PAGE, exp2, half_pointer
-from kvconvert.kernels.latent.triton.shape import (
+from kvconvert.kernels.latent.triton import (
     chunk_columns,
     column_tile,
     columns,

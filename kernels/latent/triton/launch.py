@@ -10,8 +10,8 @@ from kvconvert.kernels.decode.plan import PageTables, ResidualWindows
 from kvconvert.kernels.decode.triton.launch import MOST_SLOTS, combine_block, combine_warps
 from kvconvert.kernels.decode.triton.softmax import combine_kernel
 from kvconvert.kernels.device import capability, compiles, multiprocessors, overlaps_launches
+from kvconvert.kernels.latent.triton import LatentShape, chunk_columns
 from kvconvert.kernels.latent.triton.kernel import latent_decode_kernel
-from kvconvert.kernels.latent.triton.shape import LatentShape, chunk_columns
 from kvconvert.kernels.launches import skips_launches
 from kvconvert.kernels.page_formats import LayerFormat, PageLayout
 

@@ -24,14 +24,7 @@ from kvconvert.errors import UsageError
 from kvconvert.kernels.device import compiles, multiprocessors
 from kvconvert.kernels.launches.triton import kernel
 from kvconvert.kernels.linear.packed_layout import TILE, PackedWeight
-from kvconvert.kernels.linear.triton.widths import (
-    codes_sum,
-    fields,
-    multiply,
-    multiply_codes,
-    parts_of,
-    product_exponent,
-)
+from kvconvert.kernels.linear.triton import codes_sum, fields, multiply, multiply_codes, parts_of, product_exponent
 
 OUTPUTS = tl.constexpr(TILE)
 # What turns fp16's subnormals back into codes.

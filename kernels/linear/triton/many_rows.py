@@ -17,8 +17,8 @@ from kvconvert.kernels.device import capability, compiles, multiprocessors
 from kvconvert.kernels.launches import skips_launches
 from kvconvert.kernels.launches.triton import kernel
 from kvconvert.kernels.linear.packed_layout import TILE, PackedWeight
+from kvconvert.kernels.linear.triton import fields, multiply, parts_of, second_bit, value_exponent, values_of
 from kvconvert.kernels.linear.triton.few_rows import OUTPUTS, checked, code_operand, scale_of
-from kvconvert.kernels.linear.triton.widths import fields, multiply, parts_of, second_bit, value_exponent, values_of
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton.language as tl
 from kvconvert.kernels.device import compiles, upload
 from kvconvert.kernels.launches.triton import kernel
 from kvconvert.kernels.pages.center import KeyCenter
-from kvconvert.kernels.pages.triton.affine import TABLE_COLUMNS
+from kvconvert.kernels.pages.triton import TABLE_COLUMNS
 
 # Frequencies and channels of one matrix product, and registers of a thread with which two programs fit a
 # multiprocessor; those of exact sines are more.

@@ -17,7 +17,7 @@ from kvconvert.kernels.launches import skips_launches
 from kvconvert.kernels.launches.triton import kernel
 from kvconvert.kernels.page_formats import PageFormat, PageLayout, TokenNorm
 from kvconvert.kernels.pages.records import PageAddresses
-from kvconvert.kernels.pages.triton.affine import channel_parts, field_width, in_bytes, load_grid
+from kvconvert.kernels.pages.triton import channel_parts, field_width, in_bytes, load_grid
 from kvconvert.kernels.pages.triton.quantize import JOINT, NO_NORM
 
 # Tile elements per thread.

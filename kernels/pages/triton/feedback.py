@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kvconvert.kernels.launches.triton import kernel
-from kvconvert.kernels.pages.triton.affine import (
+from kvconvert.kernels.pages.triton import (
     TABLE_COLUMNS,
     field_width,
     fields_of,

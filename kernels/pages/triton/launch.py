@@ -23,7 +23,7 @@ import triton
 from kvconvert.kernels.device import upload
 from kvconvert.kernels.page_formats import NO_TENSORS, PageFormat, PageLayout, SideTensors, TokenNorm
 from kvconvert.kernels.pages.records import PageTensors, PageWrites
-from kvconvert.kernels.pages.triton.affine import channel_parts, halves_of
+from kvconvert.kernels.pages.triton import channel_parts, halves_of
 from kvconvert.kernels.pages.triton.center import launch_centers
 from kvconvert.kernels.pages.triton.feedback import PageFeedback, launch_feedback
 from kvconvert.kernels.pages.triton.quantize import copy_page_kernel, norm_kernel, page_kernel

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from kvconvert.kernels.launches.triton import kernel
 from kvconvert.kernels.page_formats import TokenNorm
-from kvconvert.kernels.pages.triton.affine import (
+from kvconvert.kernels.pages.triton import (
     LARGEST_HALF,
     TABLE_COLUMNS,
     channel_parts,

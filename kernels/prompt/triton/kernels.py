@@ -1,4 +1,4 @@
-"""The Triton kernels of prompts, of one sequence or many; `kernels/prompt/triton/launch.py` launches them."""
+"""The Triton kernels of prompts, of one sequence or many; `kernels/prompt/triton/__init__.py` launches them."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import UsageError
-from kvconvert.fidelity.asked import source_of
+from kvconvert.fidelity import source_of
 from kvconvert.fidelity.evaluate import versions
 from kvconvert.fidelity.retrieval import has_plain_template
 from kvconvert.fidelity.scoring import bootstrap_mean

@@ -1,11 +1,22 @@
-"""Anonymous memory of processes: what it is, and giving back what the C library keeps of freed tensors."""
+"""What processes of kvconvert's own do with their memory, and how they end: without taking the interpreter apart.
+
+Python ends a thread that asks for the interpreter once this is being taken apart. Where the thread is within C++, as
+those of torch and pyarrow are, that aborts the process ("terminate called without an active exception", status 134),
+whatever had been its outcome. It takes seconds besides.
+
+Anonymous memory is what the C library keeps, too, of tensors that were freed; it can be given back.
+"""
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # M_... of malloc.h
 _LARGE_BLOCK, _KEPT_AT_THE_END = 2**22, 2**25
@@ -51,3 +62,26 @@ def anonymous_bytes(pid: int | str = "self") -> int | None:
     except OSError:
         return None
     return next((1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon")), None)
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process now; what was printed is written."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+@contextmanager
+def ended_at_once() -> Iterator[None]:
+    """Around all of a program: once it has ended, and what others registered with `atexit` is done, so has the process.
+
+    Its status is that of SystemExit; 1 after any other exception, whose traceback Python prints.
+    """
+    code = 1
+    atexit.register(lambda: end_process(code))  # the first one registered is called last
+    try:
+        yield
+        code = 0
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+        raise
