@@ -15,5 +15,3 @@ if TYPE_CHECKING:
     from kvconvert.kernels.blocks.triton import copy_tokens, locate
 else:
     copy_tokens, locate = deferred("blocks.triton", "copy_tokens", "locate")
-
-__all__ = ["ROW", "BlockGeometry", "DecodePlaces", "copy_tokens", "locate"]

@@ -22,18 +22,6 @@ from kvconvert.errors import KvconvertError
 from kvconvert.kernels.device import capability
 from kvconvert.kernels.launches.notes import Launch, Pointer, record_specializations, skips_launches
 
-__all__ = [
-    "Launch",
-    "Pointer",
-    "begin_to_compile",
-    "cache_directory",
-    "compile_launches",
-    "deferred",
-    "make_ready",
-    "record_specializations",
-    "skips_launches",
-]
-
 logger = logging.getLogger(__name__)
 
 # Seconds after which there is a bar.

@@ -35,15 +35,3 @@ def unsupported(format: LayerFormat, dtype: torch.dtype, device: torch.device) -
         return f"pages of {format.keys.page_size} tokens have no kernel"
     queries = torch.empty(1, 1, format.keys.head_dim, dtype=dtype, device=device)
     return unsupported_by_kernels(queries, format, dtype, 1.0)
-
-
-__all__ = [
-    "COPIED_TOKENS",
-    "TILE_QUERIES",
-    "RaggedTables",
-    "TokensInBlocks",
-    "append",
-    "attend",
-    "fill_workspace",
-    "unsupported",
-]

@@ -15,17 +15,6 @@ from kvconvert.kernels.sampling.reference import (
     sample_reference,
 )
 
-__all__ = [
-    "CANDIDATES",
-    "COLDEST",
-    "HOTTEST",
-    "gumbel_noise",
-    "sample",
-    "sample_likeliest",
-    "sample_reference",
-    "unsupported",
-]
-
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Sums over more do not fit 64 bits.
 MOST_TOKENS = 1 << 22
