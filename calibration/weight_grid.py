@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvconvert.kernels.quantizer import GroupRangeError
+from kvconvert.kernels.linear.awq_format import SMALLEST_HALF, clipped_groups, group_grid
 
-_SMALLEST_HALF = 2.0**-24
 RANGES = tuple(1 - step / 20 for step in range(12))  # of a group's whole range, to search
 _SEARCHED_WEIGHTS = {"cpu": 2**20, "cuda": 2**24}  # at a time
 
@@ -34,33 +33,18 @@ class WeightGrid:
     group_size: int
 
     @classmethod
-    def of(cls, weight: Tensor, bits: int, group_size: int, clip: Tensor | None = None) -> WeightGrid:
+    def of(cls, weight: Tensor, bits: int, group_size: int) -> WeightGrid:
         """The grid from each group's smallest to its largest weight and 0.
 
         Args:
             weight: [out, in], any float dtype.
             bits, group_size: bits and group size of the grid.
-            clip: optional [out, in / group_size]: bounds beyond which |w| is clamped first.
 
         Raises:
             GroupRangeError: NaN, infinity, or a scale beyond fp16; its index is (output, group).
         """
-        groups = weight.float().unflatten(-1, (-1, group_size))
-        low, high = groups.amin(-1), groups.amax(-1)
-        if clip is not None:
-            low, high = low.clamp(-clip, clip), high.clamp(-clip, clip)
-        low, high = low.clamp(max=0), high.clamp(min=0)
-        extent = high - low
-        # The smallest fp16 number and 1, for the same reasons as in the format's own quantizer.
-        scale = (extent / (2**bits - 1)).clamp(min=_SMALLEST_HALF).masked_fill(extent == 0, 1.0).half().float()
-        if not scale.isfinite().all():
-            index = tuple(int(i) for i in (~scale.isfinite()).nonzero()[0])
-            raise GroupRangeError(
-                f"Weight group {index} (output, group) holds NaN, infinity, or more than fp16 scales can describe; "
-                "repair the source model or keep this module unquantized.",
-                index,
-            )
-        return cls(scale, (-low / scale).round().clamp(0, 2**bits - 1), bits, group_size)
+        scale, zero = group_grid(clipped_groups(weight, group_size, None), bits)
+        return cls(scale.squeeze(-1), zero.squeeze(-1), bits, group_size)
 
     @classmethod
     def searched(cls, weight: Tensor, bits: int, group_size: int, costs: Tensor) -> WeightGrid:
@@ -85,7 +69,7 @@ class WeightGrid:
             scale, zero = whole.scale, whole.zero
             least = (whole.round(rows).view_as(groups) - groups).square_().mul_(by_group).sum(-1)
             for share in RANGES:
-                some = ((high - low) / top * share).clamp(min=_SMALLEST_HALF).half().float()
+                some = ((high - low) / top * share).clamp(min=SMALLEST_HALF).half().float()
                 steps = groups / some[..., None]
                 nearest, first = steps.round(), (top / 2 - (low + high) / (2 * some)).floor()
                 for middle in (first, first + 1):

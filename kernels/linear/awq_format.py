@@ -83,7 +83,7 @@ def _check_plane_bits(bits: int) -> None:
 # Widths that a stored weight can have.
 WEIGHT_BITS = (2, 3, 4, 8)
 NIBBLE_CHANNEL = (0, 2, 4, 6, 1, 3, 5, 7)
-_SMALLEST_HALF = 2.0**-24
+SMALLEST_HALF = 2.0**-24
 
 
 class AwqWeight(NamedTuple):
@@ -160,8 +160,8 @@ def quantize_weight(weight: Tensor, bits: int, group_size: int, clip: Tensor | N
     """
     if bits not in WEIGHT_BITS:
         raise UsageError(f"Weights are stored at 2, 3, 4 or 8 bits, not {bits}.")
-    groups = _clipped_groups(weight, group_size, clip)
-    scale, zero = _grid(groups, bits)
+    groups = clipped_groups(weight, group_size, clip)
+    scale, zero = group_grid(groups, bits)
     values = groups.div(scale).round_().add_(zero).clamp_(0, 2**bits - 1).flatten(1)
     return AwqWeight(
         qweight=pack_bits(values.to(torch.int32).T, bits),
@@ -194,13 +194,14 @@ def fake_quantize_weight(weight: Tensor, bits: int, group_size: int, clip: Tenso
     """
     if not 2 <= bits <= 8:
         raise UsageError(f"Weights cannot be quantized to {bits} bits; choose 2 to 8.")
-    groups = _clipped_groups(weight, group_size, clip)
-    scale, zero = _grid(groups, bits)
+    groups = clipped_groups(weight, group_size, clip)
+    scale, zero = group_grid(groups, bits)
     values = groups.div(scale).round_().add_(zero).clamp_(0, 2**bits - 1).sub_(zero).mul_(scale)
     return values.flatten(-2).to(weight.dtype)
 
 
-def _clipped_groups(weight: Tensor, group_size: int, clip: Tensor | None) -> Tensor:
+def clipped_groups(weight: Tensor, group_size: int, clip: Tensor | None) -> Tensor:
+    """A weight [..., in] in float32 by groups of inputs, [..., in / group_size, group_size], within +- clip."""
     if group_size < 1 or weight.shape[-1] % group_size:
         raise UsageError(f"A group size of {group_size} does not divide the {weight.shape[-1]} inputs of this weight.")
     groups = weight.to(torch.float32).unflatten(-1, (-1, group_size))
@@ -210,12 +211,16 @@ def _clipped_groups(weight: Tensor, group_size: int, clip: Tensor | None) -> Ten
     return groups.clamp(min=-bound, max=bound)
 
 
-def _grid(groups: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Scale (as stored in fp16, widened to float32) and zero of each group: two float32 tensors [..., groups, 1]."""
+def group_grid(groups: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Scale (as stored in fp16, widened to float32) and zero of each group: two float32 tensors [..., groups, 1].
+
+    Raises:
+        GroupRangeError: NaN, infinity, or a scale beyond fp16; its index is (output, group).
+    """
     low = groups.amin(-1, keepdim=True).clamp_(max=0)
     high = groups.amax(-1, keepdim=True).clamp_(min=0)
     extent = high - low
-    scale = (extent / (2**bits - 1)).clamp_(min=_SMALLEST_HALF).masked_fill_(extent == 0, 1.0).half().float()
+    scale = (extent / (2**bits - 1)).clamp_(min=SMALLEST_HALF).masked_fill_(extent == 0, 1.0).half().float()
     if not scale.isfinite().all():
         index = tuple(int(i) for i in (~scale.squeeze(-1).isfinite()).nonzero()[0])
         reason = (
