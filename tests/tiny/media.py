@@ -105,13 +105,41 @@ QWEN_TOWER = {
 SIGLIP = {"model_type": "siglip_vision_model"} | TOWER
 CLIP = {"model_type": "clip_vision_model"} | TOWER | {"projection_dim": 32}
 
-# name: (model type, features, standard deviation of the embeddings, how it is built, media, configuration)
+QWEN_MEDIA = BRACKETED | {
+    "token": IMAGE,
+    "count": 4,
+    "features": patches((4, 4), 3 * 2 * 14 * 14),
+    "token_types": "mm_token_type_ids",
+}
+# 64 mel frames become 32 after the convolution's stride and 16 after pooling.
+HEARD = {"token": AUDIO, "count": 16, "features": recordings(16, 64), "start": AUDIO_START, "end": AUDIO_END}
+AUDIO_TOWER = {
+    "num_mel_bins": 16,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 64,
+    "d_model": 32,
+    "max_source_positions": 32,
+}
+
+
+def seen(
+    features: str,
+    media: dict[str, Any],
+    config: dict[str, Any],
+    scale: float = 0.5,
+    built: str = "image",
+    kind: str = "",
+) -> tuple[str, str, float, str, dict[str, Any], dict[str, Any]]:
+    """Model type, if it is not the name; features; standard deviation of the embeddings; how it is built; media;
+    configuration.
+    """
+    return kind, features, scale, built, media, config
+
+
 MODALITIES: dict[str, tuple[str, str, float, str, dict[str, Any], dict[str, Any]]] = {
-    "llava": (
-        "llava",
+    "llava": seen(
         "vision",
-        0.5,
-        "image",
         {"token": IMAGE, "count": 4, "features": square_pictures(28)},
         {
             "vision_config": CLIP | {"image_size": 28, "patch_size": 14},
@@ -120,12 +148,9 @@ MODALITIES: dict[str, tuple[str, str, float, str, dict[str, Any], dict[str, Any]
             "image_seq_length": 4,
         },
     ),
-    "llava_next": (
-        "llava_next",
+    # One crop of 2 x 2 patches with a newline token per row, and the whole picture's 4.
+    "llava_next": seen(
         "vision",
-        0.5,
-        "image",
-        # One crop of 2 x 2 patches with a newline token per row, and the whole picture's 4.
         {"token": IMAGE, "count": 10, "features": tiled_pictures(2, 28)},
         {
             "vision_config": CLIP | {"image_size": 28, "patch_size": 14},
@@ -135,11 +160,8 @@ MODALITIES: dict[str, tuple[str, str, float, str, dict[str, Any], dict[str, Any]
             "image_grid_pinpoints": [[28, 28]],
         },
     ),
-    "llava_onevision": (
-        "llava_onevision",
+    "llava_onevision": seen(
         "vision",
-        0.5,
-        "image",
         {"token": IMAGE, "count": 10, "features": tiled_pictures(2, 28)},
         {
             "vision_config": SIGLIP | {"image_size": 28, "patch_size": 14, "vision_use_head": False},
@@ -149,11 +171,8 @@ MODALITIES: dict[str, tuple[str, str, float, str, dict[str, Any], dict[str, Any]
             "image_grid_pinpoints": [[28, 28]],
         },
     ),
-    "internvl": (
-        "internvl",
+    "internvl": seen(
         "vision",
-        0.5,
-        "image",
         {"token": IMAGE, "count": 4, "features": square_pictures(28)},
         {
             "vision_config": TOWER | {"image_size": [28, 28], "patch_size": [7, 7]},
@@ -162,18 +181,9 @@ MODALITIES: dict[str, tuple[str, str, float, str, dict[str, Any], dict[str, Any]
             "image_seq_length": 4,
         },
     ),
-    "qwen2_vl": (
-        "qwen2_vl",
+    "qwen2_vl": seen(
         "vision",
-        0.5,
-        "image",
-        BRACKETED
-        | {
-            "token": IMAGE,
-            "count": 4,
-            "features": patches((4, 4), 3 * 2 * 14 * 14),
-            "token_types": "mm_token_type_ids",
-        },
+        QWEN_MEDIA,
         QWEN_IDS
         | {
             "text_config": QWEN_TEXT | {"rope_parameters": MROPE},
@@ -181,54 +191,27 @@ MODALITIES: dict[str, tuple[str, str, float, str, dict[str, Any], dict[str, Any]
             | {"hidden_size": 64, "embed_dim": 32},
         },
     ),
-    "qwen2_5_vl": (
-        "qwen2_5_vl",
+    "qwen2_5_vl": seen(
         "vision",
-        0.5,
-        "image",
-        BRACKETED
-        | {
-            "token": IMAGE,
-            "count": 4,
-            "features": patches((4, 4), 3 * 2 * 14 * 14),
-            "token_types": "mm_token_type_ids",
-        },
+        QWEN_MEDIA,
         QWEN_IDS
         | {
             "text_config": QWEN_TEXT | {"rope_parameters": MROPE},
             "vision_config": QWEN_TOWER | {"fullatt_block_indexes": [1], "window_size": 28},
         },
     ),
-    "qwen3_vl": (
-        "qwen3_vl",
+    "qwen3_vl": seen(
         "vision qk_norm",
-        0.5,
-        "image",
-        BRACKETED
-        | {
-            "token": IMAGE,
-            "count": 4,
-            "features": patches((4, 4), 3 * 2 * 14 * 14),
-            "token_types": "mm_token_type_ids",
-        },
+        QWEN_MEDIA,
         QWEN_IDS
         | {
             "text_config": BASE | SEEING | {"rope_parameters": MROPE | {"mrope_interleaved": True}},
             "vision_config": QWEN_TOWER | {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
         },
     ),
-    "qwen3_vl_moe": (
-        "qwen3_vl_moe",
+    "qwen3_vl_moe": seen(
         "vision moe qk_norm",
-        0.5,
-        "image",
-        BRACKETED
-        | {
-            "token": IMAGE,
-            "count": 4,
-            "features": patches((4, 4), 3 * 2 * 14 * 14),
-            "token_types": "mm_token_type_ids",
-        },
+        QWEN_MEDIA,
         QWEN_IDS
         | {
             "text_config": BASE
@@ -238,11 +221,8 @@ MODALITIES: dict[str, tuple[str, str, float, str, dict[str, Any], dict[str, Any]
             "vision_config": QWEN_TOWER | {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
         },
     ),
-    "gemma3": (
-        "gemma3",
+    "gemma3": seen(
         "vision sliding qk_norm",
-        SCALED,
-        "image",
         BRACKETED | {"token": IMAGE, "count": 4, "features": square_pictures(56), "token_types": "token_type_ids"},
         {
             "text_config": TEXTS["gemma3_text"][3] | SEEING,
@@ -252,12 +232,10 @@ MODALITIES: dict[str, tuple[str, str, float, str, dict[str, Any], dict[str, Any]
             "boi_token_index": VISION_START,
             "eoi_token_index": VISION_END,
         },
+        scale=SCALED,
     ),
-    "gemma4": (
-        "gemma4",
+    "gemma4": seen(
         "vision sliding partial_rotary qk_norm",
-        SCALED,
-        "image",
         BRACKETED
         | {"token": IMAGE, "count": 4, "features": placed_patches(6, 3 * 16 * 16), "token_types": "mm_token_type_ids"},
         {
@@ -281,12 +259,10 @@ MODALITIES: dict[str, tuple[str, str, float, str, dict[str, Any], dict[str, Any]
             "boa_token_id": AUDIO_START,
             "eoa_token_index": AUDIO_END,
         },
+        scale=SCALED,
     ),
-    "smolvlm": (
-        "smolvlm",
+    "smolvlm": seen(
         "vision",
-        0.5,
-        "image",
         {"token": IMAGE, "count": 4, "features": square_pictures(28, wrapped=True)},
         {
             "vision_config": TOWER | {"image_size": 28, "patch_size": 7},
@@ -296,11 +272,8 @@ MODALITIES: dict[str, tuple[str, str, float, str, dict[str, Any], dict[str, Any]
             "pad_token_id": 0,
         },
     ),
-    "paligemma": (
-        "paligemma",
+    "paligemma": seen(
         "vision",
-        SCALED,
-        "image",
         {"token": IMAGE, "count": 4, "features": square_pictures(28), "token_types": "token_type_ids"},
         {
             "vision_config": SIGLIP
@@ -310,12 +283,10 @@ MODALITIES: dict[str, tuple[str, str, float, str, dict[str, Any], dict[str, Any]
             "projection_dim": 64,
             "hidden_size": 64,
         },
+        scale=SCALED,
     ),
-    "mistral3": (
-        "mistral3",
+    "mistral3": seen(
         "vision",
-        0.5,
-        "image",
         {"token": IMAGE, "count": 4, "features": sized_pictures(56)},
         {
             "vision_config": {"model_type": "pixtral"} | TOWER | {"image_size": 56, "patch_size": 14, "head_dim": 16},
@@ -325,46 +296,23 @@ MODALITIES: dict[str, tuple[str, str, float, str, dict[str, Any], dict[str, Any]
             "spatial_merge_size": 2,
         },
     ),
-    "qwen2_audio": (
-        "qwen2_audio",
+    "qwen2_audio": seen(
         "audio",
-        0.5,
-        "any",
-        # 64 mel frames become 32 after the convolution's stride and 16 after pooling.
-        {"token": AUDIO, "count": 16, "features": recordings(16, 64), "start": AUDIO_START, "end": AUDIO_END},
+        HEARD,
         {
             "text_config": {"model_type": "qwen2"} | NO_HEAD_DIM | SEEING,
-            "audio_config": {
-                "model_type": "qwen2_audio_encoder",
-                "num_mel_bins": 16,
-                "encoder_layers": 2,
-                "encoder_attention_heads": 2,
-                "encoder_ffn_dim": 64,
-                "d_model": 32,
-                "max_source_positions": 32,
-            },
+            "audio_config": AUDIO_TOWER | {"model_type": "qwen2_audio_encoder"},
             "audio_token_index": AUDIO,
         },
+        built="any",
     ),
-    "qwen2_5_omni_thinker": (
-        "qwen2_5_omni_thinker",
+    "qwen2_5_omni_thinker": seen(
         "audio vision",
-        0.5,
-        "any",
-        {"token": AUDIO, "count": 16, "features": recordings(16, 64), "start": AUDIO_START, "end": AUDIO_END},
+        HEARD,
         {
             "text_config": QWEN_TEXT | {"rope_parameters": MROPE},
             "vision_config": QWEN_TOWER | {"fullatt_block_indexes": [1], "window_size": 28},
-            "audio_config": {
-                "num_mel_bins": 16,
-                "encoder_layers": 2,
-                "encoder_attention_heads": 2,
-                "encoder_ffn_dim": 64,
-                "d_model": 32,
-                "n_window": 16,
-                "output_dim": 64,
-                "max_source_positions": 32,
-            },
+            "audio_config": AUDIO_TOWER | {"n_window": 16, "output_dim": 64},
             "audio_token_index": AUDIO,
             "image_token_index": IMAGE,
             "video_token_index": VIDEO,
@@ -373,5 +321,6 @@ MODALITIES: dict[str, tuple[str, str, float, str, dict[str, Any], dict[str, Any]
             "vision_start_token_id": VISION_START,
             "vision_end_token_id": VISION_END,
         },
+        built="any",
     ),
 }

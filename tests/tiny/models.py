@@ -246,12 +246,13 @@ AUTO = {"causal": AutoModelForCausalLM, "image": AutoModelForImageTextToText, "a
 
 def _text(name: str) -> TinyModel:
     model_type, features, embedding, settings = TEXTS[name]
-    return TinyModel(model_type, settings, frozenset(features.split()), embedding)
+    return TinyModel(model_type or name, settings, frozenset(features.split()), embedding)
 
 
 def _multimodal(name: str) -> TinyModel:
     model_type, features, embedding, auto, media, settings = MODALITIES[name]
-    return TinyModel(model_type, settings, frozenset(features.split()), embedding, Media(AUTO[auto], **media))
+    media = Media(AUTO[auto], **media)
+    return TinyModel(model_type or name, settings, frozenset(features.split()), embedding, media)
 
 
 ARCHITECTURES: dict[str, TinyModel] = {name: _text(name) for name in TEXTS} | {

@@ -102,33 +102,36 @@ GEMMA3N = BASE | {
     "tie_word_embeddings": True,
 }
 
-# name: (model type, features, standard deviation of the embeddings, configuration)
+
+def text(
+    features: str, config: dict[str, Any], scale: float = 0.5, kind: str = ""
+) -> tuple[str, str, float, dict[str, Any]]:
+    """Model type, if it is not the name; features; standard deviation of the embeddings; configuration."""
+    return kind, features, scale, config
+
+
 TEXTS: dict[str, tuple[str, str, float, dict[str, Any]]] = {
-    "llama": ("llama", "", 0.5, BASE),
-    "mistral": ("mistral", "sliding", 0.5, BASE | {"sliding_window": WINDOW}),
-    "ministral": ("ministral", "sliding", 0.5, BASE | ALTERNATING),
-    "ministral3": ("ministral3", "", 0.5, BASE),
-    "qwen2": ("qwen2", "", 0.5, NO_HEAD_DIM),
-    "qwen3": ("qwen3", "qk_norm", 0.5, BASE),
-    "gemma": ("gemma", "", SCALED, BASE | {"tie_word_embeddings": True}),
-    "gemma2": (
-        "gemma2",
+    "llama": text("", BASE),
+    "mistral": text("sliding", BASE | {"sliding_window": WINDOW}),
+    "ministral": text("sliding", BASE | ALTERNATING),
+    "ministral3": text("", BASE),
+    "qwen2": text("", NO_HEAD_DIM),
+    "qwen3": text("qk_norm", BASE),
+    "gemma": text("", BASE | {"tie_word_embeddings": True}, scale=SCALED),
+    "gemma2": text(
         "sliding softcap",
-        SCALED,
         BASE | ALTERNATING | {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0, "tie_word_embeddings": True},
+        scale=SCALED,
     ),
-    "gemma3_text": (
-        "gemma3_text",
+    "gemma3_text": text(
         "sliding qk_norm",
-        SCALED,
         BASE | ALTERNATING | {"query_pre_attn_scalar": 16, "rope_parameters": BOTH_ROPES, "tie_word_embeddings": True},
+        scale=SCALED,
     ),
-    "gemma3n_text": ("gemma3n_text", "sliding kv_sharing qk_norm", SCALED, GEMMA3N),
-    "gemma4_text": ("gemma4_text", "sliding partial_rotary qk_norm", SCALED, GEMMA4),
-    "gemma4_text_shared": (
-        "gemma4_text",
+    "gemma3n_text": text("sliding kv_sharing qk_norm", GEMMA3N, scale=SCALED),
+    "gemma4_text": text("sliding partial_rotary qk_norm", GEMMA4, scale=SCALED),
+    "gemma4_text_shared": text(
         "sliding partial_rotary kv_sharing qk_norm",
-        SCALED,
         GEMMA4
         | {
             "num_hidden_layers": 4,
@@ -136,58 +139,46 @@ TEXTS: dict[str, tuple[str, str, float, dict[str, Any]]] = {
             "num_kv_shared_layers": 2,
             "hidden_size_per_layer_input": 16,
         },
+        scale=SCALED,
+        kind="gemma4_text",
     ),
-    "gemma4_text_same_kv": (
-        "gemma4_text",
+    "gemma4_text_same_kv": text(
         "sliding partial_rotary qk_norm values_are_keys",
-        SCALED,
         GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        scale=SCALED,
+        kind="gemma4_text",
     ),
-    "gemma4_text_moe": (
-        "gemma4_text",
+    "gemma4_text_moe": text(
         "sliding partial_rotary qk_norm moe",
-        SCALED,
         GEMMA4 | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+        scale=SCALED,
+        kind="gemma4_text",
     ),
-    "phi": ("phi", "partial_rotary parallel", 0.5, MHA | partial_rope()),
-    "phi3": (
-        "phi3",
-        "partial_rotary fused_projections",
-        0.5,
-        NO_HEAD_DIM | partial_rope() | {"original_max_position_embeddings": 1024},
+    "phi": text("partial_rotary parallel", MHA | partial_rope()),
+    "phi3": text(
+        "partial_rotary fused_projections", NO_HEAD_DIM | partial_rope() | {"original_max_position_embeddings": 1024}
     ),
-    "olmo": ("olmo", "", 0.5, NO_HEAD_DIM),
-    "olmo2": ("olmo2", "qk_norm no_pre_norm", 0.5, NO_HEAD_DIM),
-    "olmo3": ("olmo3", "sliding qk_norm no_pre_norm", 0.5, NO_HEAD_DIM | ALTERNATING),
-    "granite": (
-        "granite",
+    "olmo": text("", NO_HEAD_DIM),
+    "olmo2": text("qk_norm no_pre_norm", NO_HEAD_DIM),
+    "olmo3": text("sliding qk_norm no_pre_norm", NO_HEAD_DIM | ALTERNATING),
+    "granite": text(
         "",
-        0.5 / 4,
         NO_HEAD_DIM
         | {"embedding_multiplier": 4.0, "residual_multiplier": 0.7, "attention_multiplier": 0.2, "logits_scaling": 2.0},
+        scale=0.5 / 4,
     ),
-    "cohere": ("cohere", "parallel", 0.5, NO_HEAD_DIM | {"tie_word_embeddings": True, "logit_scale": 0.25}),
-    "cohere2": (
-        "cohere2",
-        "sliding parallel",
-        0.5,
-        BASE | ALTERNATING | {"tie_word_embeddings": True, "logit_scale": 0.25},
+    "cohere": text("parallel", NO_HEAD_DIM | {"tie_word_embeddings": True, "logit_scale": 0.25}),
+    "cohere2": text("sliding parallel", BASE | ALTERNATING | {"tie_word_embeddings": True, "logit_scale": 0.25}),
+    "glm": text("partial_rotary fused_projections", BASE | partial_rope()),
+    "glm4": text("partial_rotary fused_projections", BASE | partial_rope()),
+    "smollm3": text("no_rotary", NO_HEAD_DIM | {"no_rope_layers": [1, 0]}),
+    "mixtral": text("moe", BASE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2_moe": text(
+        "moe", NO_HEAD_DIM | experts(num_experts=4, shared_expert_intermediate_size=32, decoder_sparse_step=1)
     ),
-    "glm": ("glm", "partial_rotary fused_projections", 0.5, BASE | partial_rope()),
-    "glm4": ("glm4", "partial_rotary fused_projections", 0.5, BASE | partial_rope()),
-    "smollm3": ("smollm3", "no_rotary", 0.5, NO_HEAD_DIM | {"no_rope_layers": [1, 0]}),
-    "mixtral": ("mixtral", "moe", 0.5, BASE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "qwen2_moe": (
-        "qwen2_moe",
-        "moe",
-        0.5,
-        NO_HEAD_DIM | experts(num_experts=4, shared_expert_intermediate_size=32, decoder_sparse_step=1),
-    ),
-    "qwen3_moe": ("qwen3_moe", "moe qk_norm", 0.5, BASE | experts(num_experts=4)),
-    "gpt_oss": (
-        "gpt_oss",
+    "qwen3_moe": text("moe qk_norm", BASE | experts(num_experts=4)),
+    "gpt_oss": text(
         "moe sinks sliding",
-        0.5,
         BASE
         | ALTERNATING
         | {
@@ -197,10 +188,8 @@ TEXTS: dict[str, tuple[str, str, float, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
-    "llama4_text": (
-        "llama4_text",
+    "llama4_text": text(
         "moe chunked no_rotary qk_norm",
-        0.5,
         BASE
         | {
             "num_local_experts": 4,
@@ -212,10 +201,8 @@ TEXTS: dict[str, tuple[str, str, float, dict[str, Any]]] = {
             "interleave_moe_layer_step": 2,
         },
     ),
-    "ernie4_5_moe": (
-        "ernie4_5_moe",
+    "ernie4_5_moe": text(
         "moe",
-        0.5,
         BASE
         | {
             "moe_num_experts": 4,
@@ -226,59 +213,38 @@ TEXTS: dict[str, tuple[str, str, float, dict[str, Any]]] = {
             "moe_layer_end_index": 1,
         },
     ),
-    "glm4_moe": (
-        "glm4_moe",
+    "glm4_moe": text(
         "moe partial_rotary qk_norm",
-        0.5,
         BASE
         | partial_rope()
         | experts(n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, use_qk_norm=True),
     ),
-    "dots1": (
-        "dots1",
+    "dots1": text(
         "moe qk_norm",
-        0.5,
         BASE | experts(n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, sliding_window=None),
     ),
-    "exaone_moe": (
-        "exaone_moe",
+    "exaone_moe": text(
         "moe qk_norm sliding no_rotary",
-        0.5,
         BASE
         | ALTERNATING
         | experts(num_experts=4, num_shared_experts=1, n_group=1, topk_group=1)
         | {"mlp_layer_types": ["dense", "sparse"]},
     ),
-    "mellum": (
-        "mellum",
+    "mellum": text(
         "moe qk_norm",
-        0.5,
         BASE | experts(num_experts=4) | {"layer_types": ["full_attention"] * 2, "mlp_layer_types": ["dense", "sparse"]},
     ),
-    "solar_open": ("solar_open", "moe", 0.5, BASE | experts(n_routed_experts=4, n_shared_experts=1, n_group=1)),
-    "minimax_m2": (
-        "minimax_m2",
-        "moe qk_norm",
-        0.5,
-        BASE | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
+    "solar_open": text("moe", BASE | experts(n_routed_experts=4, n_shared_experts=1, n_group=1)),
+    "minimax_m2": text(
+        "moe qk_norm", BASE | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}
     ),
-    "phimoe": (
-        "phimoe",
-        "moe",
-        0.5,
-        NO_HEAD_DIM | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
+    "phimoe": text("moe", NO_HEAD_DIM | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}),
+    "olmoe": text("moe qk_norm", NO_HEAD_DIM | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "granitemoe": text(
+        "moe", NO_HEAD_DIM | {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.25}
     ),
-    "olmoe": ("olmoe", "moe qk_norm", 0.5, NO_HEAD_DIM | {"num_experts": 4, "num_experts_per_tok": 2}),
-    "granitemoe": (
-        "granitemoe",
+    "granitemoeshared": text(
         "moe",
-        0.5,
-        NO_HEAD_DIM | {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.25},
-    ),
-    "granitemoeshared": (
-        "granitemoeshared",
-        "moe",
-        0.5,
         NO_HEAD_DIM
         | {
             "num_local_experts": 4,
@@ -287,37 +253,28 @@ TEXTS: dict[str, tuple[str, str, float, dict[str, Any]]] = {
             "shared_intermediate_size": 64,
         },
     ),
-    "hunyuan_v1_moe": ("hunyuan_v1_moe", "moe qk_norm", 0.5, BASE | {"num_experts": 4, "moe_topk": 2}),
-    "deepseek_v2": (
-        "deepseek_v2",
-        "mla moe",
-        0.5,
-        BASE | LATENT | experts(n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1),
+    "hunyuan_v1_moe": text("moe qk_norm", BASE | {"num_experts": 4, "moe_topk": 2}),
+    "deepseek_v2": text(
+        "mla moe", BASE | LATENT | experts(n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1)
     ),
-    "deepseek_v3": (
-        "deepseek_v3",
+    "deepseek_v3": text(
         "mla moe",
-        0.5,
         BASE
         | LATENT
         | experts(n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, n_group=2, topk_group=1),
     ),
-    "glm4_moe_lite": (
-        "glm4_moe_lite",
+    "glm4_moe_lite": text(
         "mla moe",
-        0.5,
         BASE
         | LATENT
         | experts(n_routed_experts=4, n_shared_experts=1, n_group=1, topk_group=1)
         | {"mlp_layer_types": ["dense", "sparse"]},
     ),
-    "starcoder2": ("starcoder2", "sliding", 0.5, NO_HEAD_DIM | {"sliding_window": WINDOW}),
-    "stablelm": ("stablelm", "partial_rotary", 0.5, NO_HEAD_DIM | partial_rope()),
-    "gpt_neox": ("gpt_neox", "partial_rotary parallel fused_projections", 0.5, MHA | partial_rope()),
-    "opt": (
-        "opt",
+    "starcoder2": text("sliding", NO_HEAD_DIM | {"sliding_window": WINDOW}),
+    "stablelm": text("partial_rotary", NO_HEAD_DIM | partial_rope()),
+    "gpt_neox": text("partial_rotary parallel fused_projections", MHA | partial_rope()),
+    "opt": text(
         "learned_positions",
-        0.5,
         SPECIAL
         | {
             "vocab_size": VOCABULARY,
@@ -331,67 +288,48 @@ TEXTS: dict[str, tuple[str, str, float, dict[str, Any]]] = {
             "pad_token_id": 1,
         },
     ),
-    "gpt2": (
-        "gpt2",
+    "gpt2": text(
         "learned_positions fused_projections",
-        0.5,
         SPECIAL | {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024},
     ),
-    "exaone4": ("exaone4", "sliding qk_norm no_pre_norm no_rotary", 0.5, NO_HEAD_DIM | ALTERNATING),
-    "hunyuan_v1_dense": ("hunyuan_v1_dense", "qk_norm", 0.5, BASE),
-    "ernie4_5": ("ernie4_5", "", 0.5, BASE),
-    "nemotron": ("nemotron", "partial_rotary", 0.5, BASE | partial_rope()),
-    "seed_oss": ("seed_oss", "", 0.5, BASE),
-    "bloom": (
-        "bloom",
-        "alibi fused_projections",
-        0.5,
-        SPECIAL | {"vocab_size": VOCABULARY, "hidden_size": 64, "n_layer": 2, "n_head": 4},
+    "exaone4": text("sliding qk_norm no_pre_norm no_rotary", NO_HEAD_DIM | ALTERNATING),
+    "hunyuan_v1_dense": text("qk_norm", BASE),
+    "ernie4_5": text("", BASE),
+    "nemotron": text("partial_rotary", BASE | partial_rope()),
+    "seed_oss": text("", BASE),
+    "bloom": text(
+        "alibi fused_projections", SPECIAL | {"vocab_size": VOCABULARY, "hidden_size": 64, "n_layer": 2, "n_head": 4}
     ),
-    "mpt": (
-        "mpt",
+    "mpt": text(
         "alibi fused_projections",
-        0.5,
         SPECIAL | {"vocab_size": VOCABULARY, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 1024},
     ),
-    "falcon": (
-        "falcon",
+    "falcon": text(
         "parallel fused_projections",
-        0.5,
         MHA | {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 128},
     ),
-    "falcon_alibi": (
-        "falcon",
+    "falcon_alibi": text(
         "alibi fused_projections",
-        0.5,
         MHA | {"alibi": True, "num_kv_heads": 2, "parallel_attn": False, "ffn_hidden_size": 128},
+        kind="falcon",
     ),
-    "qwen3_next": (
-        "qwen3_next",
+    "qwen3_next": text(
         "linear_attention moe qk_norm partial_rotary",
-        0.5,
         BASE
         | LINEAR
         | partial_rope()
         | experts(num_experts=4, shared_expert_intermediate_size=32, decoder_sparse_step=1),
     ),
-    "qwen3_5_text": ("qwen3_5_text", "linear_attention qk_norm partial_rotary", 0.5, BASE | LINEAR | partial_rope()),
-    "qwen3_5_moe_text": (
-        "qwen3_5_moe_text",
+    "qwen3_5_text": text("linear_attention qk_norm partial_rotary", BASE | LINEAR | partial_rope()),
+    "qwen3_5_moe_text": text(
         "linear_attention moe qk_norm partial_rotary",
-        0.5,
         BASE | LINEAR | partial_rope() | experts(num_experts=4, shared_expert_intermediate_size=32),
     ),
-    "lfm2": (
-        "lfm2",
-        "linear_attention qk_norm",
-        0.5,
-        NO_HEAD_DIM | {"layer_types": ["conv", "full_attention"], "block_multiple_of": 32},
+    "lfm2": text(
+        "linear_attention qk_norm", NO_HEAD_DIM | {"layer_types": ["conv", "full_attention"], "block_multiple_of": 32}
     ),
-    "jamba": (
-        "jamba",
+    "jamba": text(
         "linear_attention moe no_rotary",
-        0.5,
         NO_HEAD_DIM
         | {
             "num_experts": 4,
@@ -405,16 +343,11 @@ TEXTS: dict[str, tuple[str, str, float, dict[str, Any]]] = {
             "use_mamba_kernels": False,
         },
     ),
-    "bamba": (
-        "bamba",
-        "linear_attention partial_rotary",
-        0.5,
-        NO_HEAD_DIM | MAMBA | partial_rope() | {"attn_layer_indices": [1]},
+    "bamba": text(
+        "linear_attention partial_rotary", NO_HEAD_DIM | MAMBA | partial_rope() | {"attn_layer_indices": [1]}
     ),
-    "granitemoehybrid": (
-        "granitemoehybrid",
+    "granitemoehybrid": text(
         "linear_attention moe no_rotary",
-        0.5,
         NO_HEAD_DIM
         | MAMBA
         | {
@@ -424,5 +357,5 @@ TEXTS: dict[str, tuple[str, str, float, dict[str, Any]]] = {
             "attention_multiplier": 0.25,
         },
     ),
-    "falcon_h1": ("falcon_h1", "linear_attention", 0.5, NO_HEAD_DIM | MAMBA | {"mamba_d_ssm": 128}),
+    "falcon_h1": text("linear_attention", NO_HEAD_DIM | MAMBA | {"mamba_d_ssm": 128}),
 }
