@@ -31,6 +31,8 @@ RESIDUAL_TOKENS = 64
 HALF_QUANTIZED_COST = 16
 # How often programs are replaced by others where there are many sequences.
 WAVES = 4
+# Slots that a sequence may have in the merge's three forms.
+MOST_SLOTS = (16, 64, 1 << 20)
 # An end that no sequence reaches: the kernel stops at the residual window's own length.
 OPEN_END = 1 << 30
 

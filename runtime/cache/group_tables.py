@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from kvconvert.errors import CacheError
-from kvconvert.kernels.decode.plan import Segment, SequencePlan, WorkPlan, most_items, plan_work
+from kvconvert.kernels.decode.plan import MOST_SLOTS, Segment, SequencePlan, WorkPlan, most_items, plan_work
 from kvconvert.kernels.device import upload
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.kernels.pages.records import static_offsets
@@ -31,8 +31,6 @@ GROWTH = 128
 # Entries of a row, and items of work, that tables have room for at least; both double.
 FEWEST_ENTRIES = 16
 FEWEST_ITEMS = 16
-# Slots that a sequence may have in the merge's three forms, see `kernels/decode/triton/launch.py`.
-MOST_SLOTS = (16, 64, 1 << 20)
 # Rows from which there are programs enough to merge the slots of one in a program of its own.
 MANY_ROWS = 16
 

@@ -8,7 +8,7 @@ import torch
 import triton
 
 from kvconvert.kernels.attention import Scoring
-from kvconvert.kernels.decode.plan import MOST_ROWS, PageTables, ResidualWindows, Visibility
+from kvconvert.kernels.decode.plan import MOST_ROWS, MOST_SLOTS, PageTables, ResidualWindows, Visibility, WorkPlan
 from kvconvert.kernels.decode.triton import DecodeShape, block_of, query_columns, query_rows
 from kvconvert.kernels.decode.triton.center import launch_center_scores, workspace_dtype
 from kvconvert.kernels.decode.triton.kernel import decode_kernel, extremes_kernel
@@ -23,8 +23,6 @@ FEW_REGISTERS, ALL_REGISTERS = 168, 255
 PROGRAMS_PER_MULTIPROCESSOR = {FEW_REGISTERS: 12, ALL_REGISTERS: 8}
 STAGES = 2
 TILE = 16
-# Slots that a sequence may have in the merge's three forms.
-MOST_SLOTS = (16, 64, 1 << 20)
 
 
 def programs_for(device: torch.device, format: LayerFormat, group: int, queries: int) -> int:
@@ -236,32 +234,42 @@ def decode_attention(
         **(overlapped if shape.centered else {}),
     )
     out = queries.new_empty(batch, query_heads, count, value_dim) if output is None else output
+    merge_slots(partial, stats, plan, out, group, block, heads, sink_logits)
+    return out
+
+
+def merge_slots(
+    partial: torch.Tensor,
+    stats: torch.Tensor,
+    plan: WorkPlan,
+    out: torch.Tensor,
+    group: int,
+    queries: int,
+    heads: int,
+    sink_logits: torch.Tensor | None = None,
+) -> None:
+    """Merge partial results into what a sequence's queries get.
+
+    Args:
+        partial, stats: see `combine_kernel`.
+        plan: whose slots they are.
+        out: [B, Hq, T, E], any strides but for the last dimension's.
+        group, queries: query heads that rows of a program belong to, and queries of each.
+        heads: groups of query heads.
+        sink_logits: [Hq].
+    """
+    batch, query_heads, count, size = out.shape
+    dependent = overlaps_launches(out.device)
     # Which form it is depends on lengths, of which a rehearsal has few.
     for most_slots in MOST_SLOTS if skips_launches() else (plan.most_slots,):
-        slots, channels = combine_block(most_slots, value_dim)
-        combine_kernel[(batch * -(-value_dim // channels), query_heads, count)](
-            partial,
-            stats,
-            plan.slot_rows,
-            unused if sink_logits is None else sink_logits,
-            out,
-            out.stride(0),
-            out.stride(1),
-            out.stride(2),
-            count,
-            GROUP=group,
-            QUERIES=block,
-            ROWS=rows,
-            VALUE_DIM=value_dim,
-            BLOCK_DIM=channels,
-            BLOCK_SLOTS=slots,
-            SINK_LOGITS=sink_logits is not None,
-            HEADS=heads,
-            DEPENDENT=dependent,
-            num_warps=combine_warps(slots, channels),
-            **overlapped,
-        )
-    return out
+        slots, channels = combine_block(most_slots, size)
+        combine_kernel[(batch * -(-size // channels), query_heads, count)](
+            partial, stats, plan.slot_rows, plan.item_rows if sink_logits is None else sink_logits, out,
+            *out.stride()[:3], count, GROUP=group, QUERIES=queries, ROWS=partial.shape[-2], VALUE_DIM=size,
+            BLOCK_DIM=channels, BLOCK_SLOTS=slots, SINK_LOGITS=sink_logits is not None, HEADS=heads,
+            DEPENDENT=dependent, num_warps=combine_warps(slots, channels),
+            **({"launch_pdl": True} if dependent else {}),
+        )  # fmt: skip
 
 
 def combine_block(most_slots: int, value_dim: int) -> tuple[int, int]:

@@ -7,12 +7,10 @@ from typing import Any
 import torch
 
 from kvconvert.kernels.decode.plan import PageTables, ResidualWindows
-from kvconvert.kernels.decode.triton.launch import MOST_SLOTS, combine_block, combine_warps
-from kvconvert.kernels.decode.triton.softmax import combine_kernel
+from kvconvert.kernels.decode.triton.launch import merge_slots
 from kvconvert.kernels.device import capability, compiles, multiprocessors, overlaps_launches
 from kvconvert.kernels.latent.triton import LatentShape, chunk_columns
 from kvconvert.kernels.latent.triton.kernel import latent_decode_kernel
-from kvconvert.kernels.launches import skips_launches
 from kvconvert.kernels.page_formats import LayerFormat, PageLayout
 
 # Query heads of a program: the rows of a matrix instruction, or, from this many on, those of a group of warps.
@@ -118,30 +116,6 @@ def latent_decode(
         DEPENDENT=dependent,
         **launch_options(shape),
     )
-    out = torch.empty(batch, heads, rank, dtype=torch.float32, device=device)
-    # Which form it is depends on lengths, of which a rehearsal has few.
-    for most_slots in MOST_SLOTS if skips_launches() else (plan.most_slots,):
-        slots, channels = combine_block(most_slots, rank)
-        combine_kernel[(batch * -(-rank // channels), heads, 1)](
-            partial,
-            stats,
-            plan.slot_rows,
-            plan.item_rows,
-            out,
-            out.stride(0),
-            out.stride(1),
-            0,
-            1,
-            GROUP=rows,
-            QUERIES=1,
-            ROWS=rows,
-            VALUE_DIM=rank,
-            BLOCK_DIM=channels,
-            BLOCK_SLOTS=slots,
-            SINK_LOGITS=False,
-            HEADS=blocks,
-            DEPENDENT=dependent,
-            num_warps=combine_warps(slots, channels),
-            **({"launch_pdl": True} if dependent else {}),
-        )
-    return out
+    out = torch.empty(batch, heads, 1, rank, dtype=torch.float32, device=device)
+    merge_slots(partial, stats, plan, out, rows, 1, blocks)
+    return out.squeeze(2)
