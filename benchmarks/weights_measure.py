@@ -91,7 +91,7 @@ def _value(text: str) -> int | bool | str:
 
 @dataclass
 class States:
-    """Hidden states in memory, read like `kvconvert.convert.hidden_states.HiddenStates`."""
+    """Hidden states in memory, read like `kvconvert.convert.input_capture.HiddenStates`."""
 
     values: Tensor
     first: int = 0

@@ -183,7 +183,7 @@ def test_an_interrupted_calibration_leaves_nothing_half_written_and_says_how_to_
 
     recipe = tmp_path / "awq.toml"
     recipe.write_text('[weights]\nmethod = "awq"\ngroup_size = 32\n')
-    monkeypatch.setattr("kvconvert.convert.hidden_states.HiddenWriter.append", interrupt)
+    monkeypatch.setattr("kvconvert.convert.input_capture.HiddenWriter.append", interrupt)
     options = ["--recipe", recipe, "--data", text, "--samples", 1, "--seq-len", 16]
     result = CliRunner().invoke(cli, [str(word) for word in ("calibrate", model, "-o", work, *options)])
     assert result.exit_code == 130

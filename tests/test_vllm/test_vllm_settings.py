@@ -181,7 +181,7 @@ def test_prefixes_are_shared_if_asked_for_and_no_window_forbids(tmp_path, monkey
         choose_settings(given, KNOWN)
         assert given.enable_prefix_caching is bool(asked)
     windowed = served(replace(KIVI, value_recent_tokens=128))
-    monkeypatch.setattr("kvconvert.vllm.settings.served_bundle", lambda directory: windowed)
+    monkeypatch.setattr("kvconvert.vllm.bundle.served_bundle", lambda directory: windowed)
     choose_settings(arguments(tmp_path), KNOWN)
     with pytest.raises(BundleError) as error:
         choose_settings(arguments(tmp_path, enable_prefix_caching=True), KNOWN)
@@ -365,7 +365,7 @@ def test_settings_beside_windows_and_states(tmp_path, monkeypatch, caplog):
     def chosen(types: list[str], **given: Any) -> SimpleNamespace:
         found = arguments(tmp_path, **given)
         monkeypatch.setattr(
-            "kvconvert.vllm.settings.served_bundle", lambda directory: served(KIVI, KIVI, layer_types=types)
+            "kvconvert.vllm.bundle.served_bundle", lambda directory: served(KIVI, KIVI, layer_types=types)
         )
         choose_settings(found, KNOWN)
         return found
