@@ -30,6 +30,7 @@ from kvconvert.kernels.pages import (
 from kvconvert.kernels.pages.triton import launch as gpu
 from kvconvert.kernels.rotate import hadamard_matrix
 from kvconvert.kernels.rotate.triton import rotate, rotate_and_append
+from kvconvert.kernels.rotations import Rotations
 from kvconvert.kernels.spans import SpanFormat, quantize_span
 
 HEADS, QUERY_HEADS, DIM = 8, 32, 128
@@ -87,16 +88,14 @@ class DecodeStep:
         self.queries = normal(batch, QUERY_HEADS, 1, DIM)
         self.keys, self.values = normal(batch, HEADS, 1, DIM), normal(batch, HEADS, 1, DIM)
         self.buffers = [[normal(HEADS, capacity, DIM) for _ in range(batch)] for _ in range(2)]
-        self.bases = (self.buffers[0][0], self.buffers[1][0])
-        self.table = append_table(self.buffers[0], self.bases[0], self.buffers[1], self.bases[1])
+        self.base = self.buffers[0][0]
+        self.table = append_table(self.buffers[0], self.base, self.buffers[1], self.base)
         self.first = torch.full((batch,), 40, device="cuda")
-        self.output = torch.empty_like(self.queries)
 
     def run(self) -> torch.Tensor:
         """One launch."""
-        return rotate_and_append(
-            self.queries, self.keys, self.values, *self.bases, self.table, self.first, True, False, self.output
-        )
+        tokens, rotations = (self.queries, self.keys, self.values), Rotations(True, False)
+        return rotate_and_append(*tokens, self.base, self.table, self.first, rotations)
 
     def apart(self) -> None:
         """The same by the rotation kernel and one copy for each sequence's keys and values."""

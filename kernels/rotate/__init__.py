@@ -6,10 +6,13 @@ what H is.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from kvconvert.kernels import device
+from kvconvert.kernels.launches import deferred
 from kvconvert.kernels.rotate.matrices import (
     hadamard_kind,
     hadamard_matrix,
@@ -18,6 +21,11 @@ from kvconvert.kernels.rotate.matrices import (
     shared_matrix,
 )
 from kvconvert.kernels.rotations import NO_ROTATION, Rotations
+
+if TYPE_CHECKING:
+    from kvconvert.kernels.rotate.triton import rotate_and_append
+else:
+    (rotate_and_append,) = deferred("rotate.triton", "rotate_and_append")
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD = 256
@@ -142,37 +150,6 @@ def rotate_new_tokens(
         rotated = [hadamard_transform(part) for part in given]
     found = iter(rotated)
     return tuple(x if part is None else next(found) for x, part in zip((queries, keys, values), parts, strict=True))
-
-
-def rotate_and_append(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    base: Tensor,
-    table: Tensor,
-    first_tokens: Tensor,
-    rotations: Rotations,
-) -> Tensor:
-    """Store new keys and values in their sequences' buffers and rotate what the scheme rotates, in one launch.
-
-    Only for what `unsupported_append` accepts; elsewhere rotate, then copy.
-
-    Args:
-        queries: [B, Hq, T, D]; rotated as the keys are.
-        keys, values: [B, H, T, D] and [B, H, T, E].
-        base: a tensor of the same dtype, from whose address `table` counts.
-        table: int64 [B, 4] on the device: of each sequence's key buffer [H, capacity, D] the offset from `base` and the
-            stride from head to head, both in elements, then the same of its value buffer.
-        first_tokens: int64 [B] on the device: where in its buffer each sequence's first new token goes; negative where
-            nothing is stored.
-        rotations: which are rotated.
-
-    Returns:
-        the queries, rotated or as they were, [B, Hq, T, D].
-    """
-    from kvconvert.kernels.rotate import triton as launch
-
-    return launch.rotate_and_append(queries, keys, values, base, base, table, first_tokens, *rotations)
 
 
 def many_rows() -> int:

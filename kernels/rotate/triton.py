@@ -18,6 +18,7 @@ import triton.language as tl
 from kvconvert.kernels.device import overlaps_launches
 from kvconvert.kernels.launches.triton import kernel
 from kvconvert.kernels.rotate.matrices import hadamard_signs
+from kvconvert.kernels.rotations import Rotations
 
 # The interpreter, for which kernels are made when they are imported, knows no product of bfloat16.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -285,33 +286,31 @@ def rotate_and_append(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    key_base: torch.Tensor,
-    value_base: torch.Tensor,
+    base: torch.Tensor,
     table: torch.Tensor,
     first_tokens: torch.Tensor,
-    keys_rotate: bool,
-    values_rotate: bool,
-    output: torch.Tensor | None = None,
+    rotations: Rotations,
 ) -> torch.Tensor:
     """Store new keys and values in their sequences' buffers and rotate what the scheme rotates, in one launch.
 
+    Only for what `unsupported_append` accepts; elsewhere rotate, then copy.
+
     Args:
-        queries: [B, Hq, T, D]; with `keys_rotate` they are rotated as the keys are.
+        queries: [B, Hq, T, D]; rotated as the keys are.
         keys, values: [B, H, T, D] and [B, H, T, E], any strides but channels side by side.
-        key_base, value_base: tensors of the same dtype whose addresses `table` counts from.
-        table: int64 [B, 4]: offset of each sequence's key buffer from `key_base` in elements, its stride from head to
-            head, the same of its value buffer. Tokens of a buffer lie `D` and `E` elements apart.
+        base: a tensor of the same dtype, from whose address `table` counts.
+        table: int64 [B, 4] on the device: of each sequence's key buffer [H, capacity, D] the offset from `base` and the
+            stride from head to head, both in elements, then the same of its value buffer. Tokens of a buffer lie D and
+            E elements apart.
         first_tokens: int64 [B] on the device: where in its buffer each sequence's first new token goes; negative where
             nothing is stored.
-        keys_rotate, values_rotate: which of them are rotated.
-        output: for the rotated queries; made if not given.
+        rotations: which are rotated.
 
     Returns:
         the queries, rotated or as they were, [B, Hq, T, D].
     """
     batch, query_heads, tokens, dim = queries.shape
-    heads, value_dim = keys.shape[1], values.shape[3]
-    output = torch.empty_like(queries) if keys_rotate and output is None else output
+    heads, value_dim, (keys_rotate, values_rotate) = keys.shape[1], values.shape[3], rotations
     rows_are_heads = tokens < heads
     row_count = heads if rows_are_heads else tokens
     per_program = _rows_per_program(batch * tokens * (2 * heads + query_heads), row_count, keys.dtype)
@@ -320,13 +319,13 @@ def rotate_and_append(
         return batch * (-(-heads // per_program) * tokens if rows_are_heads else -(-tokens // per_program) * heads)
 
     grid = 2 * programs(heads) + (programs(query_heads) if keys_rotate else 0)
-    rotated = output if keys_rotate else queries
+    rotated = torch.empty_like(queries) if keys_rotate else queries
     matrix, normaliser = hadamard_signs(dim, keys.dtype, keys.device) if keys_rotate else (keys, 1.0)
     value_matrix, value_normaliser = (
         hadamard_signs(value_dim, keys.dtype, keys.device) if values_rotate else (values, 1.0)
     )
     rotate_and_append_kernel[(grid,)](
-        queries, rotated, keys, values, key_base, value_base, table, first_tokens, matrix, value_matrix, normaliser,
+        queries, rotated, keys, values, base, base, table, first_tokens, matrix, value_matrix, normaliser,
         value_normaliser, batch, tokens, *queries.stride()[:3], *rotated.stride()[:3], *keys.stride()[:3],
         *values.stride()[:3], query_heads, heads, dim, tile_of(dim), value_dim, tile_of(value_dim),
         columns_for(dim, keys.dtype), inner_for(dim, keys.dtype), columns_for(value_dim, keys.dtype),

@@ -76,17 +76,12 @@ def test_append_rotates_and_stores_in_one_launch(device, tokens, heads, query_he
     poisoned = [
         [torch.full((heads, n, dim), torch.nan, device=device, dtype=dtype) for n in capacities] for dim in dims
     ]
-    bases = (keys, values)
     rows = [
-        [
-            number
-            for buffer, base in zip(pair, bases, strict=True)
-            for number in (offset(buffer, base), buffer.stride(0))
-        ]
+        [number for buffer in pair for number in (offset(buffer, keys), buffer.stride(0))]
         for pair in zip(*poisoned, strict=True)
     ]
     table = torch.tensor(rows, device=device)
-    found = gpu.rotate_and_append(queries, keys, values, *bases, table, first, rotate_keys, rotate_values)
+    found = gpu.rotate_and_append(queries, keys, values, keys, table, first, Rotations(rotate_keys, rotate_values))
     if rotate_keys:
         assert error(found, rotated(queries)) < TOLERANCES[dtype]
     else:
