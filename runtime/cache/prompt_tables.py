@@ -22,7 +22,8 @@ from kvconvert.kernels.ragged.tables import (
 from kvconvert.runtime.cache.sequence import Sequence
 from kvconvert.runtime.cache.store import Group
 
-# Pages that tables of fixed addresses have room for, of all prompts in a pass: 32,768 tokens.
+# Pages that tables of fixed addresses have room for, of all prompts in a pass: 32,768 tokens. Longer histories have
+# tables of their own sizes.
 ROOM_PAGES = 256
 
 
@@ -46,12 +47,12 @@ class TableCapacity:
     workspace_tokens: int
 
     @classmethod
-    def of(cls, tokens: int) -> TableCapacity:
-        """The capacity for passes of this many tokens: few sequences in short ones, and as much history for all."""
+    def of(cls, tokens: int, pages: int = ROOM_PAGES) -> TableCapacity:
+        """The capacity for passes of this many tokens after `pages` pages: few sequences in short ones."""
         sequences = max(4, min(32, tokens // 64))
         stretches = tokens // COPIED_TOKENS + 4 * sequences
-        capacity = ROOM_PAGES * PAGE_SIZE + tokens + 2 * PAGE_SIZE * sequences
-        return cls(tokens, sequences, ROOM_PAGES, 2 * stretches, tokens // TILE_QUERIES + sequences, capacity)
+        capacity = pages * PAGE_SIZE + tokens + 2 * PAGE_SIZE * sequences
+        return cls(tokens, sequences, pages, 2 * stretches, tokens // TILE_QUERIES + sequences, capacity)
 
     def takes(self, stored: Sequence_[int]) -> bool:
         """Whether sequences with these numbers of stored tokens fit if layers keep all tokens."""
