@@ -8,7 +8,7 @@ layer keeps the sequences as they were at its own latest step.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
@@ -449,6 +449,23 @@ class LayerGroup(Generic[Store]):
             for store in self.stores:
                 store.forward_pass = store.ended = store.pending = None
                 store.passes = self.passes
+
+    def move_rows(self, moves: Mapping[int, int]) -> None:
+        """Move sequences to free rows; `moves` has the new row by the old one.
+
+        Raises:
+            CacheError: a row does not exist, holds no sequence, or is not free.
+        """
+        sequences = list(self.sequences)
+        for old, new in moves.items():
+            if max(old, new) >= len(sequences) or not sequences[old].occupied or sequences[new].occupied:
+                raise CacheError(f"The sequence in row {old} of the cache cannot move to row {new}.")
+            sequences[old], sequences[new] = FREE, sequences[old]
+        for store in self.stores:
+            for old, new in moves.items():
+                store.rows[old], store.rows[new] = store.rows[new], store.rows[old]
+        self._replace_sequences(tuple(sequences))
+        self.touch()
 
     def _put(self, row: int, sequence: Sequence) -> None:
         self._replace_sequences((*self.sequences[:row], sequence, *self.sequences[row + 1 :]))

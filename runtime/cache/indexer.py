@@ -94,6 +94,12 @@ class IndexerKeys:
         self.counts = [self.counts[row] for row in rows]
         self._rows = [[buffer.copy() for buffer in self._rows[row]] for row in rows]
 
+    def move(self, moves: Mapping[int, int]) -> None:
+        """Move the keys of sequences to free rows; `moves` has the new row by the old one."""
+        for old, new in moves.items():
+            self.counts[new], self.counts[old] = self.counts[old], 0
+            self._rows[new], self._rows[old] = self._rows[old], []
+
     def remove(self, tokens: int) -> None:
         """Remove the newest tokens of every sequence."""
         self.counts = [max(0, count - tokens) for count in self.counts]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -34,7 +35,8 @@ from kvconvert.runtime.cache.sequence import Sequence
 from kvconvert.runtime.cache.steps import runs_steps
 from kvconvert.runtime.cache.store import Group, LayerStore
 
-# Pages that tables of fixed addresses have room for, of all prompts in a pass: 32,768 tokens.
+# Pages that tables of fixed addresses have room for, of all prompts in a pass: 32,768 tokens. Longer histories have
+# tables of their own sizes.
 ROOM_PAGES = 256
 
 
@@ -58,12 +60,12 @@ class TableCapacity:
     workspace_tokens: int
 
     @classmethod
-    def of(cls, tokens: int) -> TableCapacity:
-        """The capacity for passes of this many tokens: few sequences in short ones, and as much history for all."""
+    def of(cls, tokens: int, pages: int = ROOM_PAGES) -> TableCapacity:
+        """The capacity for passes of this many tokens after `pages` pages: few sequences in short ones."""
         sequences = max(4, min(32, tokens // 64))
         stretches = tokens // COPIED_TOKENS + 4 * sequences
-        capacity = ROOM_PAGES * PAGE_SIZE + tokens + 2 * PAGE_SIZE * sequences
-        return cls(tokens, sequences, ROOM_PAGES, 2 * stretches, tokens // TILE_QUERIES + sequences, capacity)
+        capacity = pages * PAGE_SIZE + tokens + 2 * PAGE_SIZE * sequences
+        return cls(tokens, sequences, pages, 2 * stretches, tokens // TILE_QUERIES + sequences, capacity)
 
     def takes(self, stored: Sequence_[int]) -> bool:
         """Whether sequences with these numbers of stored tokens fit if layers keep all tokens."""
@@ -202,8 +204,8 @@ class GroupWriter:
 # New tokens that may lie in full precision in all layers at once: 1 GiB in bfloat16 for 32 layers with 8 KV heads of
 # 128 channels.
 MOST_TOKENS = 8192
-# Room for the keys and values of all prompts in one layer: 65,536 tokens of such a layer.
-WORKSPACE_BYTES = 256 << 20
+# Room for the keys and values of all prompts in one layer: 65,536 tokens of such a layer, or a 128th of a GPU's memory.
+WORKSPACE_BYTES, WORKSPACE_SHARE = 256 << 20, 128
 # All new tokens are real; positions are those of the caches.
 _CHUNK = PassTokens(torch.zeros(1, dtype=torch.int64))
 
@@ -284,7 +286,7 @@ class PromptPass:
         if sum(chunk.length for chunk in self.chunks) + length > MOST_TOKENS:
             return False
         return all(
-            (used + _stored(group) + length) * _token_bytes(group.stores[0]) <= WORKSPACE_BYTES
+            used + _stored(group) + length <= workspace_tokens(group)
             for used, group in zip(self._room, groups, strict=True)
         )
 
@@ -400,7 +402,14 @@ def _stored(group: Group) -> int:
     return sum(sequence.stored(group.page_size) for sequence in group.sequences)
 
 
-def _token_bytes(store: LayerStore) -> int:
-    """Bytes of one token of a layer in full precision."""
+def workspace_tokens(group: Group) -> int:
+    """Tokens of all prompts in a pass that the workspace has room for, in full precision, of one layer of a group."""
+    store = group.stores[0]
     heads, size, _, value_size, width = _sizes(store)
-    return heads * (size + value_size) * width
+    return _workspace_bytes(store.device) // (heads * (size + value_size) * width)
+
+
+@lru_cache
+def _workspace_bytes(device: torch.device) -> int:
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    return max(WORKSPACE_BYTES, memory // WORKSPACE_SHARE)

@@ -315,6 +315,8 @@ class Engine:
         launched = bool(reading or running)
         if launched:
             try:
+                if not reading:
+                    running = self._gather(running)
                 error = self._launch(running, reading)
             except BaseException:
                 for request in (*running.values(), *(request for request, _ in reading)):
@@ -325,6 +327,16 @@ class Engine:
         while len(self._unread) > (self._steps.lag if launched else 0):
             events += self._collect(self._unread.popleft())
         return events
+
+    def _gather(self, running: dict[int, Request]) -> dict[int, Request]:
+        """Move requests to lower rows where a pass over fewer rows has room for all of them, and return them by row."""
+        if max(running) < (rows := self._steps.width(len(running))):
+            return running
+        with self._lock:  # no other request gets these rows meanwhile
+            if moves := self._scheduler.gather(rows):
+                self._steps.move(moves)
+                self._rows.move(moves)
+            return dict(self._scheduler.running)
 
     def _admit(self) -> None:
         """Give rows and pages to waiting requests; what these share with others of stored prefixes is needed once."""

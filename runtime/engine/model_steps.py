@@ -51,8 +51,8 @@ def rehearse_engine(model: PreTrainedModel) -> None:
 LONGEST_UNKNOWN, LONGEST_ALONE = 2048, 32768
 # Of the tables of pages.
 MOST_TABLE_BYTES = 1 << 28
-# Rows of steps where no request has a later one: as many as the fastest products of packed weights take, and four times
-# as many, and so on.
+# Rows of steps where no request has a later one: as many as the fastest products of packed weights take, and twice as
+# many, and so on.
 FEW_ROWS = 16
 
 # Tokens of the passes of a rehearsal, beside decoding rows and without them.
@@ -135,7 +135,7 @@ class ModelSteps:
         self._joined: list[Any] = []
         self._taken: set[int] = set()  # rows that hold a sequence
         # How many rows decoding steps may have, ascending, and how many the cache has now.
-        fewer = (FEW_ROWS * 4**power for power in range(rows.bit_length()))
+        fewer = (FEW_ROWS * 2**power for power in range(rows.bit_length()))
         self._widths, self._width = [*(width for width in fewer if width < rows), rows], rows
         self.cache = model.new_kv_cache(kv_memory=kv_memory)
         try:
@@ -351,6 +351,15 @@ class ModelSteps:
         self.cache.leave(row)
         self._taken.discard(row)
 
+    def width(self, rows: int) -> int:
+        """The number of rows of a pass without prompts over the first `rows` rows."""
+        return next(width for width in self._widths if rows <= width)
+
+    def move(self, moves: Mapping[int, int]) -> None:
+        """Move sequences to free rows; `moves` has the new row by the old one."""
+        self.cache.move_rows(moves)
+        self._taken = self._taken - {*moves} | {*moves.values()}
+
     def discard(self, prompt_cache: Any) -> None:
         """Free the pages of a prompt that will not be continued."""
         prompt_cache.reset()
@@ -441,7 +450,7 @@ class ModelSteps:
     ) -> tuple[Tensor, dict[PromptChunk | None, Exception]]:
         """`forward` without prompts that have images."""
         if not chunks:
-            count = self._resize(next(width for width in self._widths if max(self._taken, default=0) < width))
+            count = self._resize(self.width(max(self._taken, default=0) + 1))
             if not self._packs_rows:
                 return self._logits(ids[:count, None], positions[:count, None], self.cache)[:, -1], {}
             cache = self.cache.packed([], rows=True)
@@ -450,13 +459,11 @@ class ModelSteps:
         self._resize(self.rows)
         tokens, passes = [(chunk.cache, len(chunk.ids)) for chunk in chunks], self.model.captured.passes
         count = self.rows + sum(count for _, count in tokens)
-        padded = passes.padded(count, self.device) if self._records else None
-        if padded is not None and not TableCapacity.of(padded).takes([chunk.position for chunk in chunks]):
-            padded = None
+        capacity = None
         # Recorded passes are alike: rows are always computed, and those with a sequence would store a token.
-        if padded is not None and not decodes and self._taken:
-            padded = None
-        decodes = decodes or padded is not None
+        if self._records and (decodes or not self._taken):
+            capacity = passes.capacity(count, [chunk.position for chunk in chunks], self.cache.groups, self.device)
+        decodes = decodes or capacity is not None
         own = self.rows if decodes else 0
         ends = [own + end - 1 for end in accumulate(count for _, count in tokens)]
         kept = list(range(self.rows)) if decodes else [0] * self.rows
@@ -468,7 +475,7 @@ class ModelSteps:
             read = torch.cat([torch.stack([ids, positions]), read], 1)
         cache = self.cache.packed(tokens, rows=decodes)
         keep = upload(kept, self.device)
-        with cache.planned(padded, passes.places):
+        with cache.planned(capacity, passes.places):
             if cache.key is not None:
                 logits = passes.logits(cache, read, keep)
             elif self._keeps_logits:

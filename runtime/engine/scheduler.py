@@ -7,7 +7,7 @@ and how its next token is chosen.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from heapq import heappop, heappush
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvconvert.errors import QueueFullError, UsageError
+from kvconvert.kernels.device import upload
 from kvconvert.kernels.sampling import HOTTEST, sample
 from kvconvert.runtime.engine.processors import ProcessedRow
 from kvconvert.runtime.engine.request import Request
@@ -120,6 +121,21 @@ class Scheduler:
         self.pages_reserved -= request.pages
         request.row = None
 
+    def gather(self, rows: int) -> dict[int, int]:
+        """Give running requests beyond the first `rows` rows free ones of these, if there are enough.
+
+        Returns:
+            the new row of each by the one that it had.
+        """
+        free = sorted(row for row in self._free_rows if row < rows)
+        beyond = [row for row in self.running if row >= rows]
+        moves = dict(zip(beyond, free, strict=False)) if len(beyond) <= len(free) else {}
+        for old, new in moves.items():
+            request = self.running[new] = self.running.pop(old)
+            request.row = new
+        self._free_rows = sorted({*self._free_rows, *moves} - {*moves.values()})
+        return moves
+
     def withdraw(self, request: Request) -> None:
         """Take a request out of the queue, if it is there."""
         if request in self.waiting:
@@ -190,6 +206,18 @@ class RowState:
         self._host_integers[3, row] = sampling.seed or 0
         self._host_floats[:, row] = min(sampling.temperature, HOTTEST), sampling.top_p
         self._host_integers[1, row] = 0
+
+    def move(self, moves: Mapping[int, int]) -> None:
+        """Let requests go on in free rows; `moves` has the new row by the old one."""
+        old, new = [*moves], [*moves.values()]
+        self._host_integers[:, new] = self._host_integers[:, old]
+        self._host_floats[:, new] = self._host_floats[:, old]
+        self.ids[upload(new, self.ids.device)] = self.ids[upload(old, self.ids.device)]
+        for before, after in moves.items():
+            self._sampling[after] = self._sampling[before]
+            if before in self._processed:
+                self._processed[after] = self._processed[before]
+            self.leave(before)
 
     def leave(self, row: int) -> None:
         """Let nothing be drawn for a row that is free."""

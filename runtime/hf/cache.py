@@ -320,10 +320,19 @@ class KVCache(Cache):
         copies = []
         for layer, twin in zip(self.state_layers().values(), other.state_layers().values(), strict=True):
             copies += layer.join(row, twin, self.groups[0].rows)
-        if copies:
-            torch._foreach_copy_(*map(list, zip(*copies, strict=True)))
+        _copy(copies)
         for twin in other.layers:
             twin.reset()
+
+    def move_rows(self, moves: Mapping[int, int]) -> None:
+        """Move sequences to free rows; `moves` has the new row by the old one.
+
+        Raises:
+            CacheError: a row does not exist, holds no sequence, or is not free.
+        """
+        for group in self.groups:
+            group.move_rows(moves)
+        _copy([pair for layer in self.state_layers().values() for pair in layer.move(moves)])
 
     @checked
     def leave(self, row: Natural) -> None:
@@ -519,6 +528,12 @@ class KVCache(Cache):
             bytes_allocated=sum(store.bytes_allocated() for store in stores) + sum(index.nbytes for index in indices),
             other_layers=len(self.layers) - len(self.paged_layers()),
         )
+
+
+def _copy(pairs: Sequence_[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy to the first tensor of each pair from the second, in one launch."""
+    if pairs:
+        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
 
 
 def _layer_plans(plan: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:

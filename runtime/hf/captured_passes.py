@@ -9,7 +9,7 @@ first recording of a kind, whatever its tokens, is used only if its replay gives
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,10 @@ import torch
 from torch import Tensor
 
 from kvconvert.kernels.launches import skips_launches
+from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.models import CACHE
+from kvconvert.runtime.cache.prompt_pass import ROOM_PAGES, TableCapacity, workspace_tokens
+from kvconvert.runtime.cache.store import Group
 from kvconvert.runtime.hf.layer import StateLayer
 from kvconvert.runtime.hf.prompt_places import PromptPlaces
 
@@ -70,6 +73,7 @@ class CapturedPasses:
         reason: why passes run without graphs, or None.
         sizes: tokens of recorded passes: `SIZES`, and what `include` has added.
         longest: tokens of the longest pass that is recorded; fewer than the last of `sizes` once memory has run out.
+        records_long: whether passes after more than `ROOM_PAGES` pages are recorded; not once memory has run out.
         replayed: passes replayed so far; recorded: graphs made.
         places: where recorded passes keep the states of their prompts; None if the model has no states or its passes
             cannot be recorded.
@@ -79,7 +83,7 @@ class CapturedPasses:
         self._captured = captured
         self.reason: str | None = None
         self.sizes = SIZES
-        self.longest = SIZES[-1]
+        self.longest, self.records_long = SIZES[-1], True
         self.places: PromptPlaces | None = None
         self.replayed = self.recorded = 0
         self._seen: set[Hashable] = set()
@@ -95,6 +99,27 @@ class CapturedPasses:
         if device.type != "cuda" or self.reason is not None or not self._captured.recorded or self._captured.reason:
             return None
         return next((size for size in self.sizes if tokens <= size <= self.longest), None)
+
+    def capacity(
+        self, tokens: int, stored: Sequence[int], groups: Sequence[Group], device: torch.device
+    ) -> TableCapacity | None:
+        """What the tables of a recorded pass have room for; None if the pass is not recorded.
+
+        Args:
+            tokens: tokens of the pass.
+            stored: tokens that each sequence has stored before.
+            groups: the layers of a sequence's cache.
+            device: the tokens' device.
+        """
+        size = self.padded(tokens, device)
+        if size is None:
+            return None
+        capacity = TableCapacity.of(size)
+        if self.records_long and not capacity.takes(stored) and all(g.stores[0].is_allocated for g in groups):
+            # After as much as the workspace holds.
+            pages = (min(map(workspace_tokens, groups)) - capacity.workspace_tokens) // PAGE_SIZE + capacity.pages
+            capacity = TableCapacity.of(size, max(pages, capacity.pages))
+        return capacity if capacity.takes(stored) else None
 
     def include(self, tokens: int) -> None:
         """Also record passes of `tokens` tokens if they are longer than all others, as those of a large batch are."""
@@ -162,11 +187,13 @@ class CapturedPasses:
         try:
             recording = self._recording(cache, read, keep)
         except torch.OutOfMemoryError:
-            self.longest = max((size for size in self.sizes if size < read.shape[1]), default=0)
+            if cache.key[0].pages > ROOM_PAGES:
+                self.records_long, which = False, f"after more than {ROOM_PAGES * PAGE_SIZE}"
+            else:
+                self.longest = max((size for size in self.sizes if size < read.shape[1]), default=0)
+                which = f"over more than {self.longest}"
             logger.warning(
-                "Passes of %s over more than %d tokens run without CUDA graphs: the GPU's memory is full.",
-                self._captured.name,
-                self.longest,
+                "Passes of %s %s tokens run without CUDA graphs: the GPU's memory is full.", self._captured.name, which
             )
         except RuntimeError as error:
             self._give_up(str(error).strip().split("\n")[0].rstrip("."))

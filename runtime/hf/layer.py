@@ -252,6 +252,11 @@ class IndexedLayer(PagedLayer):
         self.index.take(row, other.index, rows)
         return []
 
+    def move(self, moves: Mapping[int, int]) -> list[tuple[Tensor, Tensor]]:
+        """Let sequences have free rows; nothing is left to copy."""
+        self.index.move(moves)
+        return []
+
 
 class IndexedLatentLayer(IndexedLayer, LatentLayer):
     """`LatentLayer` of sparse attention."""
@@ -398,6 +403,10 @@ class StateLayer(LinearAttentionLayer):
             self.hold({name: tensor.new_zeros(rows, *tensor.shape[1:]) for name, tensor in other.tensors().items()})
         own = self.tensors()
         return [(own[name][row], state[0]) for name, state in other.tensors().items()]
+
+    def move(self, moves: Mapping[int, int]) -> list[tuple[Tensor, Tensor]]:
+        """Where the states of sequences that get free rows are to be copied to, and from where."""
+        return [(states[new], states[old]) for states in self.tensors().values() for old, new in moves.items()]
 
 
 class HybridLayer(StateLayer, PagedLayer):

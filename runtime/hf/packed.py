@@ -271,22 +271,21 @@ class PackedCache(Cache):
         super().__init__(layers=kinds)
 
     @contextmanager
-    def planned(self, tokens: int | None = None, places: PromptPlaces | None = None) -> Iterator[None]:
+    def planned(self, capacity: TableCapacity | None = None, places: PromptPlaces | None = None) -> Iterator[None]:
         """Within the context the model's forward pass runs, in that of `launches`, planned for all layers as far as
         possible.
 
         Args:
-            tokens: that the pass is padded to if it is recorded, so that its tables have fixed rooms; None for a pass
-                that is not.
+            capacity: what the tables of a pass that is recorded have room for; None for a pass that is not.
             places: for the states of prompts in a pass that is recorded; None without states.
 
         Raises:
             Exception: what the last cache failed with, if none is left.
         """
-        self._plan(tokens)
+        self._plan(capacity)
         try:
             if self.key is not None and places is not None:
-                self._place(places, TableCapacity.of(tokens))
+                self._place(places, capacity)
             yield
             if self.placed is not None:
                 self.placed.take()
@@ -345,13 +344,13 @@ class PackedCache(Cache):
         for part, count in zip(tables, counts, strict=True):
             part.clamped_rows.copy_(count)
 
-    def _plan(self, tokens: int | None) -> None:
+    def _plan(self, capacity: TableCapacity | None) -> None:
         prompts = None
         for segment in self.segments:
             try:
                 if segment is self._rows:
                     if can_plan_steps(segment.cache.groups):
-                        self._step = PlannedStep(segment.cache.groups, max_capacity=tokens is not None)
+                        self._step = PlannedStep(segment.cache.groups, max_capacity=capacity is not None)
                     continue
                 if not segment.cache.allocate_beside():
                     continue
@@ -366,10 +365,9 @@ class PackedCache(Cache):
                 self.fail(segment, error)
         if prompts is not None and prompts.chunks:
             complete = all(s.error is None and (s.chunk or (s is self._rows and self._step)) for s in self.segments)
-            rooms = TableCapacity.of(tokens) if complete and tokens is not None else None
-            self.prompts, fits = prompts, prompts.write(rooms)
+            self.prompts, fits = prompts, prompts.write(capacity if complete else None)
             if fits:
-                self.key = rooms, None if self._step is None else self._step.key()
+                self.key = capacity, None if self._step is None else self._step.key()
 
     def sequences(self, lengths: list[int], device: torch.device) -> SideBySide:
         """Where sequences of these lengths lie side by side, one object for all layers."""

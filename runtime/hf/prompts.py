@@ -182,9 +182,12 @@ class PackedPrompts:
         room = logits_room(kept.numel())
         keep = upload(torch.nn.functional.pad(kept.flatten(), (0, room - kept.numel())), read.device)
         records = prompt.cache.replays and room <= RECORDED_LOGITS
-        size = passes.padded(read.shape[1], read.device) if records else None
+        capacity = None
+        if records:
+            stored = [prompt.cache.get_seq_length()] * rows
+            capacity = passes.capacity(read.shape[1], stored, prompt.cache.groups, read.device)
         cache = PackedCache([(prompt.cache, read.shape[1])], padded=padded)
-        with cache.planned(size):
+        with cache.planned(capacity):
             if cache.key is not None:
                 logits = passes.logits(cache, read, keep)
             else:

@@ -81,7 +81,7 @@ class FakeCache:
 
     def __init__(self, pool):
         self.pool, self.rows, self.sealed, self.open = pool, [], False, False
-        self.schemes, self.fingerprint = (), "fake"
+        self.schemes, self.fingerprint, self.groups = (), "fake", ()
 
     def open_rows(self, count):
         self.rows, self.open = [None] * count, True
@@ -143,6 +143,11 @@ class FakeCache:
         (self.rows[row],) = prompt.rows
         prompt.rows = [FakeSequence()]
 
+    def move_rows(self, moves):
+        for old, new in moves.items():
+            assert self.rows[new] is None
+            self.rows[old], self.rows[new] = None, self.rows[old]
+
     def leave(self, row):
         self.pool.release(self.rows[row].pages)
         self.rows[row] = None
@@ -160,7 +165,7 @@ class FakePacked:
 
     key = None
 
-    def planned(self, tokens, places):
+    def planned(self, capacity, places):
         return nullcontext()
 
     def launches(self):
@@ -179,7 +184,7 @@ class FakeModel:
         )
         self.generation_config = GenerationConfig(eos_token_id=END)
         self.device = torch.device("cpu")
-        passes = SimpleNamespace(padded=lambda tokens, device: None, places=None)
+        passes = SimpleNamespace(capacity=lambda *of: None, places=None)
         self.captured = SimpleNamespace(passes=passes)
         self.batches = []  # occupied rows of each decoding pass
         self.chunks = []

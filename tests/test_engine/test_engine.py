@@ -6,10 +6,18 @@ import time
 import pytest
 import torch
 from fake_model import END, VOCABULARY, FakeModel, next_logits
+from transformers import LogitsProcessor
 
 from kvconvert.errors import QueueFullError, UnsupportedModelError, UsageError
 from kvconvert.kernels.sampling import sample
 from kvconvert.runtime import Engine, Sampling
+from kvconvert.runtime.engine import model_steps
+
+
+@pytest.fixture(autouse=True)
+def few_rows(monkeypatch):
+    """Steps have few rows where that is enough, so that requests move to lower ones."""
+    monkeypatch.setattr(model_steps, "FEW_ROWS", 1)
 
 
 def alone(prompt, max_new_tokens, sampling, stops=(END,)):
@@ -60,6 +68,28 @@ def test_requests_that_join_and_leave_a_batch_give_the_tokens_they_give_alone():
     assert max(map(len, model.batches)) == 3
     assert max(model.chunks) == 50
     assert model.pool.used == 0
+
+
+def test_a_request_that_moves_to_a_lower_row_keeps_its_sampling_and_its_constraint():
+    class EveryOther(LogitsProcessor):
+        def __call__(self, ids, logits):
+            return logits.index_fill(1, torch.arange(ids.shape[1] % 2, VOCABULARY, 2), -math.inf)
+
+    def tokens(rows):
+        model = FakeModel()
+        model._get_logits_processor = lambda *given: given[4]  # no settings but the constraint
+        engine = Engine(model, max_batch=rows)
+        options = [{}, {"sampling": Sampling(temperature=2.0, seed=5)}, {"constraint": EveryOther()}]
+        requests = [
+            engine.add(prompt_of(7, n), max_new_tokens=4 + 5 * n, stop_token_ids=[], **own)
+            for n, own in enumerate(options)
+        ]
+        engine.run()
+        return engine._steps.model.batches, [request.tokens for request in requests]
+
+    (batches, together), (_, apart) = tokens(3), tokens(1)
+    assert together == apart
+    assert batches[-1] == [0]
 
 
 @pytest.mark.parametrize(

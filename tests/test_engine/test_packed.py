@@ -81,10 +81,13 @@ def check_company(model, lengths, new, alone=alone, placeholder=None):
                 if found:
                     found[-1].cancel()
     engine.run()
-    # Alone in the first row.
-    requests.append(engine.add(prompts[2], max_new_tokens=new, stop_token_ids=[]))
+    # What is left of them goes on in the first rows.
+    requests += [
+        engine.add(ids, max_new_tokens=new + 9 * (n > 2), stop_token_ids=[]) for n, ids in enumerate(prompts[:5])
+    ]
     engine.run()
-    assert {*widths} == {2, 5}
+    assert {*widths} == {2, 4, 5}
+    assert widths[-8:] == [2] * 8
     cancelled = [request for request in requests if request.finish_reason == "cancelled"]
     assert 1 <= len(cancelled) <= 2
     for request in requests:
@@ -230,12 +233,12 @@ def test_memory_for_pages_is_taken_once():
 def test_a_row_with_a_sequence_is_not_left_out():
     steps = ModelSteps(low_bit(tiny_model("llama"), "oscar-g128"), 5, None)
     none, prompt = torch.zeros(5, dtype=torch.int64), steps.new_prompt()
-    steps.forward(none, none, False, [PromptChunk(3, prompt, [5, 6], 0, last=True)])
-    steps.join(3, prompt)
+    steps.forward(none, none, False, [PromptChunk(4, prompt, [5, 6], 0, last=True)])
+    steps.join(4, prompt)
     assert len(steps.forward(none, none, True, [])[0]) == 5
     with pytest.raises(CacheError, match="cannot have 3 rows, because one beyond them holds a sequence"):
         steps.cache.resize_rows(3)
-    steps.leave(3)
+    steps.leave(4)
     assert len(steps.forward(none, none, True, [])[0]) == 2
 
 

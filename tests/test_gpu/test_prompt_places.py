@@ -28,7 +28,7 @@ def read(model, batch, parts, rows, tokens=None, places=None):
     cache = batch.packed([(prompt, len(ids)) for prompt, ids, _ in parts], rows=bool(rows))
     ids = [token for token, _ in rows] + [token for _, own, _ in parts for token in own]
     positions = [place for _, place in rows] + [begin + i for _, own, begin in parts for i in range(len(own))]
-    with cache.planned(tokens, places):
+    with cache.planned(tokens and TableCapacity.of(tokens), places):
         assert (cache.placed is not None) == (places is not None)
         given = torch.tensor([ids, positions], device=model.device)
         if places is not None:

@@ -169,6 +169,22 @@ def test_numbers_come_back_after_resets_moves_and_leaves():
     assert [pool.used for pool in numbers] == [0, 0]
 
 
+def test_sequences_move_to_free_rows_alone():
+    cache = Cache(PAGED["keys stay longer"][0], padding=(0, 0, 0))
+    group = cache.group
+    cache.feed(LONGEST)
+    first, _, last = group.sequences
+    for moves in ({2: 1}, {0: 3}):
+        with pytest.raises(CacheError, match="cannot move"):
+            group.move_rows(moves)
+    group.leave(1)
+    group.move_rows({2: 1})
+    assert group.sequences[:2] == cache.layer.sequences[:2] == (first, last)
+    assert not group.sequences[2].occupied
+    with pytest.raises(CacheError, match="cannot move"):
+        group.move_rows({2: 1})
+
+
 def test_a_reset_gives_all_pages_back_and_begins_anew():
     scheme, _ = PAGED["keys stay longer"]
     cache = Cache(scheme, padding=(0, 7))
