@@ -18,8 +18,8 @@ from transformers import AutoConfig
 from kvconvert.models.configuration import model_class
 
 sys.path += [str(Path(__file__).resolve().parents[1] / part) for part in (".", "test_models")]
-from published.models import published  # noqa: E402
-from sweep import conversion  # noqa: E402
+from published.models import published
+from sweep import conversion
 
 FAMILIES: dict[str, tuple[str, ...]] = {
     "Qwen3": ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-30B-A3B"),

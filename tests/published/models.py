@@ -115,9 +115,7 @@ def published(name: str) -> Published:
         config = config | {"text_config": text, "vision_config": tower}
         for part, name in ((config, "projector_hidden_size"), (tower, "out_hidden_size")):
             part |= {name: text["hidden_size"]} if name in part else {}
-    return Published(
-        config, entry["generation"], entry.get("begins", True), refusals, tuple(entry.get("drafts", ()))
-    )
+    return Published(config, entry["generation"], entry.get("begins", True), refusals, tuple(entry.get("drafts", ())))
 
 
 def _reduced_tower(config: dict[str, Any]) -> dict[str, Any]:
