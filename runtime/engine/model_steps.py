@@ -65,10 +65,22 @@ def unsupported(model: PreTrainedModel) -> str | None:
         return "it was not loaded from a bundle with a KV plan"
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return f"{model.config.model_type} models take no position_ids, and the rows of a batch are at different ones"
+    if _drops_positions(model):
+        return f"{model.config.model_type} models count positions in a way of their own, for one sequence at a time"
     text = model.config.get_text_config(decoder=True)
     if model.config.model_type == "gemma4_unified" and text.use_bidirectional_attention == "vision":
         return "gemma4_unified models mask tokens by where they stand in a pass, whether or not it has images"
     return not_split(model)
+
+
+def _drops_positions(model: PreTrainedModel) -> bool:
+    """Whether `generate` of a model leaves out the positions that it is given."""
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    try:
+        made = model.prepare_inputs_for_generation(token, is_first_iteration=True, use_cache=True, position_ids=token)
+    except Exception:  # code of any model, which may take more than a token
+        return False
+    return "position_ids" not in made
 
 
 @dataclass(frozen=True, eq=False)
