@@ -51,7 +51,9 @@ class _Seconds(click.FloatRange):
 @click.option("--device", callback=check_device, metavar="D", help="cpu or cuda; a GPU by default if there is one.")
 @click.option("--dtype", metavar="T", help="float32, bfloat16 or float16; by default what the bundle loads in.")
 @click.option("--served-model-name", "name", metavar="NAME", help="Name of the model; by default BUNDLE's own.")
-@click.option("--kv-memory", metavar="SIZE", type=_SIZE, help="Memory for the cache's pages, as 8GB; else it grows.")
+@click.option(
+    "--kv-memory", metavar="SIZE", type=_SIZE, help="Memory for the cache's pages and states, as 8GB; else it grows."
+)
 @click.option(
     "--max-batch",
     metavar="N",
@@ -218,6 +220,7 @@ def serve(
         click.echo(f"There is no API key: whoever reaches {address[0]} is served.", err=True)
     click.echo(f"Loading {bundle} ...", err=True)
     quiet()
+    from kvconvert.kernels.page_formats import PAGE_SIZE
     from kvconvert.models.devices import choose_device, compute_dtype
     from kvconvert.models.processors import tokenizer_of
     from kvconvert.runtime import Engine, load
@@ -262,6 +265,12 @@ def serve(
         parse_special=parse_special,
         facts=None if no_page else BundleFacts.of(bundle, model.config),
     )
+    stats = engine.stats()
+    if stats.state_bytes:
+        beside = "and the pages grow beside them"
+        if stats.pages_free is not None:
+            beside = f"and the rest of --kv-memory holds pages of {PAGE_SIZE * stats.pages_free:,} tokens"
+        click.echo(f"Recurrent states of {max_batch} sequences take {stats.state_bytes:,} bytes, {beside}.", err=True)
     shown = f"[{address[0]}]" if ":" in address[0] else address[0]
     ready = f"Serving {name} at http://{shown}:{address[1]}/v1"
     if not no_page:
