@@ -339,7 +339,7 @@ class _Drills:
             numbers = book.drills(hidden, counts.numbers) if book.fits(hidden) else ()
         elif "retrieval" in parts:
             plain = DrillBook(tokenizer, prose, seed)
-            numbers = retrieval_drills(plain, max(reach, context), counts.retrieval_trials)
+            numbers = retrieval_drills(plain, context, counts.retrieval_trials)
         work = [Work(1, len(drill.context), RETRIEVAL_ANSWER_TOKENS, 1) for drill in numbers]
         probes: dict[str, list[ProbePrompt]] = {}
         length = probe_tokens(min(context, positions))
