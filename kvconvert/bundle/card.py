@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from kvconvert.bundle.describe import Description, describe, printable_manifest, smaller
+from kvconvert.bundle.describe import Description, data_sources, data_text, describe, printable_manifest, smaller
 from kvconvert.bundle.figures import HEADER, fidelity_rows, how_measured, text
 from kvconvert.bundle.manifest import Manifest
 from kvconvert.methods import awq
@@ -104,8 +104,10 @@ def _header(manifest: Manifest) -> list[str]:
         lines += ["language:", *(f"- {_quoted(code)}" for code in source.language)]
     if "/" in source.id:  # a local directory's name would not be a link
         lines += [f"base_model: {_quoted(source.id)}", "base_model_relation: quantized"]
-    if manifest.data is not None and "/" in manifest.data.source:  # name:config:split:column; local ones have no slash
-        lines += ["datasets:", f"- {_quoted(manifest.data.source.partition(':')[0])}"]
+    named = [] if manifest.data is None else data_sources(manifest.data.source)
+    # name:config:split:column; local ones have no slash
+    if sets := dict.fromkeys(name.partition(":")[0] for name in named if "/" in name):
+        lines += ["datasets:", *(f"- {_quoted(name)}" for name in sets)]
     return [*lines, "tags:", *(f"- {tag}" for tag in tags), "---", ""]
 
 
@@ -235,10 +237,9 @@ def _provenance(manifest: Manifest) -> list[str]:
     ]
     if data is not None:
         pictures = f" with {data.images} images" if data.images else ""
-        lines.append(
-            f"- Calibration: {data.samples} samples of {data.length} tokens{pictures} from {_plain(data.source)} "
-            f"(seed {data.seed}, sha256 of the {'inputs' if data.images else 'token ids'} {_code(data.sha256)})"
-        )
+        given = f"{data.samples} samples of {data.length} tokens{pictures} from {_plain(data_text(data.source))}"
+        hashed = "inputs" if data.images else "token ids"
+        lines.append(f"- Calibration: {given} (seed {data.seed}, sha256 of the {hashed} {_code(data.sha256)})")
     lines.append(
         f"- kvconvert {_plain(manifest.kvconvert_version)}, bundle format {manifest.format_version}; see "
         "`kvconvert.json`"

@@ -44,6 +44,24 @@ def test_the_header_says_what_the_hub_understands():
         assert words in card.text
 
 
+@pytest.mark.parametrize(
+    ("source", "named", "said"),
+    [
+        ("a.txt", [], "a.txt"),
+        ("a.txt=1, b.txt=1, 1 of them random tokens", [], "a.txt, b.txt, 1 of the samples random tokens"),
+        ("a.txt=2, b.txt=1", [], "a.txt=2, b.txt=1"),
+        ("org/a:en:train:text=3, own.jsonl=1.5", ["org/a"], "org/a:en:train:text=3, own.jsonl=1.5"),
+        ("org/a=1, org/b=1, org/a:fr=1", ["org/a", "org/b"], "org/a, org/b, org/a:fr"),
+    ],
+)
+def test_the_card_names_each_data_set_and_weights_that_differ(source, named, said):
+    manifest = tiny_manifest(tiny_tensors(), {})
+    data = manifest.data.model_copy(update={"source": source})
+    card = ModelCard(model_card(manifest.model_copy(update={"data": data})), ignore_metadata_errors=False)
+    assert (card.data.to_dict().get("datasets") or []) == named
+    assert f" from {said} (seed" in card.text
+
+
 def test_the_source_s_card_gives_licence_and_languages(tmp_path):
     header = {"license": "other", "license_name": "n", "license_link": "https://l", "language": ["en", "no"]}
     (tmp_path / "README.md").write_text(f"---\n{yaml.safe_dump(header)}---\n# x\n".replace("'no'", "no"))
