@@ -13,18 +13,20 @@ from typing import Any
 
 import click
 
-from kvconvert.commands import ByteSize, check_device, quiet
+from kvconvert.commands import ByteSize, Whole, check_device, quiet
 from kvconvert.errors import KvconvertError, MissingError, UsageError
 from kvconvert.io.ending import end_process
 
 KEY_VARIABLE = "KVCONVERT_API_KEY"
-_COUNT = click.IntRange(min=1)
+_COUNT = Whole(min=1)
 _SIZE = ByteSize(bare=True)
 _MOST_ROWS, _MOST_SECONDS, _MOST_LETTERS = 2**16, 10**9, 256
 
 
 class _Seconds(click.FloatRange):
     """Seconds for which a timer can wait; click takes what is no number as one of any range."""
+
+    name = "number"
 
     def __init__(self, least: float) -> None:
         super().__init__(least, _MOST_SECONDS)
@@ -43,7 +45,7 @@ class _Seconds(click.FloatRange):
 @click.option(
     "--port",
     metavar="P",
-    type=click.IntRange(0, 65535),
+    type=Whole(0, 65535),
     default=8000,
     show_default=True,
     help="Port; 0 takes a free one.",
@@ -57,7 +59,7 @@ class _Seconds(click.FloatRange):
 @click.option(
     "--max-batch",
     metavar="N",
-    type=click.IntRange(1, _MOST_ROWS),
+    type=Whole(1, _MOST_ROWS),
     default=32,
     show_default=True,
     help="Requests decoded together.",
@@ -89,7 +91,7 @@ class _Seconds(click.FloatRange):
 @click.option(
     "--max-waiting",
     metavar="N",
-    type=click.IntRange(min=0),
+    type=Whole(min=0),
     default=256,
     show_default=True,
     help="Requests that may wait; more are answered with 429.",
@@ -315,7 +317,7 @@ def _keys(file: Path | None) -> list[str]:
         keys = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise MissingError(f"--api-key-file {file} cannot be read ({reason}).") from error
+        raise MissingError(f"--api-key-file {file} cannot be read ({reason}); check its path.") from error
     if not keys:
         raise UsageError(f"--api-key-file {file} has no key; write one a line.")
     return keys

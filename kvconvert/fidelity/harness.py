@@ -21,7 +21,7 @@ from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import MissingError, UsageError
 from kvconvert.fidelity.evaluate import decoder_of
 from kvconvert.fidelity.scoring import Decoder, batches, feed, read_prompt
-from kvconvert.io.progress import progress_bar
+from kvconvert.io.progress import loading_bars, progress_bar
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.models.configuration import context_length
 from kvconvert.models.devices import choose_device, compute_dtype
@@ -138,7 +138,8 @@ def harness(
     checkpoint = None if against is None else open_source(str(against))
     # Older models' config.json says torch_dtype, which transformers reads as dtype.
     computed_in = compute_dtype(dtype, place, AutoConfig.from_pretrained(opened.directory).dtype)
-    model, processor = load(directory, dtype=computed_in, verify="headers")
+    with loading_bars(progress):
+        model, processor = load(directory, dtype=computed_in, verify="headers")
     opened.files.check_unchanged()
     tokenizer = tokenizer_of(processor)
 
@@ -152,7 +153,8 @@ def harness(
     del model
     source = None
     if checkpoint is not None:
-        plain = checkpoint.load(computed_in)
+        with loading_bars(progress):
+            plain = checkpoint.load(computed_in)
         source = measure(Decoder.plain(plain.to(place).eval()))["results"]
     return HarnessReport(
         bundle=found["results"],
