@@ -18,7 +18,6 @@ from typing import IO, Annotated, Any, cast
 
 import torch
 import transformers
-from transformers import AutoConfig
 
 from kvconvert import errors
 from kvconvert.arguments import BundlePlace, Count, ModelPlace, checked
@@ -28,7 +27,7 @@ from kvconvert.bundle.reader import open_bundle
 from kvconvert.cache.size import NUMBER_BYTES, ModelCache
 from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.io.progress import progress_bar
-from kvconvert.models.configuration import context_length, model_cache
+from kvconvert.models.configuration import context_length, model_cache, read_config
 from kvconvert.models.devices import Device, Dtype, choose_device
 from kvconvert.models.source import open_source
 from kvconvert.tables import text_table
@@ -105,7 +104,8 @@ def bench(
     """
     place = choose_device(device)
     opened = open_bundle(locate(bundle))
-    text_config = AutoConfig.from_pretrained(opened.directory, trust_remote_code=False).get_text_config(decoder=True)
+    config = read_config(opened.directory, opened.config, len(opened.manifest.tensors))
+    text_config = config.get_text_config(decoder=True)
     positions = context_length(text_config) or sys.maxsize
     cases = _cases(contexts, batches, new_tokens, positions)
     _check_memory(

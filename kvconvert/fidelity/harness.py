@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
@@ -23,7 +23,7 @@ from kvconvert.fidelity.evaluate import decoder_of
 from kvconvert.fidelity.scoring import Decoder, batches, feed, read_prompt
 from kvconvert.io.progress import loading_bars, progress_bar
 from kvconvert.kernels.pages import PAGE_SIZE
-from kvconvert.models.configuration import context_length
+from kvconvert.models.configuration import context_length, read_config
 from kvconvert.models.devices import choose_device, compute_dtype
 from kvconvert.models.processors import tokenizer_of
 from kvconvert.models.prompts import Conversations, encode_text, token_ids
@@ -137,7 +137,8 @@ def harness(
     opened = open_bundle(directory)
     checkpoint = None if against is None else open_source(str(against))
     # Older models' config.json says torch_dtype, which transformers reads as dtype.
-    computed_in = compute_dtype(dtype, place, AutoConfig.from_pretrained(opened.directory).dtype)
+    config = read_config(opened.directory, opened.config, len(opened.manifest.tensors))
+    computed_in = compute_dtype(dtype, place, config.dtype)
     with loading_bars(progress):
         model, processor = load(directory, dtype=computed_in, verify="headers")
     opened.files.check_unchanged()
