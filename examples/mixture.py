@@ -23,6 +23,7 @@ def main(
     recipe = kvconvert.Recipe.load("default", {"weights.group_size": group_size})
     kvconvert.calibrate(model, work, recipe=recipe, samples=samples, seq_len=seq_len)
     kvconvert.export(work, bundle, force=True)
+    print(f"The bundle is in {bundle}.")
     modules = json.loads((bundle / "kvconvert.json").read_text())["modules"]
     stored = Counter(module["method"] for module in modules if ".experts." in module["name"])
     loaded, tokenizer = kvconvert.load(bundle)
@@ -34,7 +35,7 @@ def main(
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="directory of a model, or its id on the Hub")
-    parser.add_argument("output", help="directory of the bundle to write")
+    parser.add_argument("output", help="directory to write the bundle and its working directory to")
     try:
         print(main(**vars(parser.parse_args())))
     except (kvconvert.KvconvertError, OSError) as error:  # one sentence, without a traceback

@@ -18,6 +18,7 @@ def main(model: str, output: str, calibration: str, held_out: str, samples: int 
     work, bundle = Path(output) / "work", Path(output) / "bundle"
     kvconvert.calibrate(model, work, recipe="kv-only", data=calibration, samples=samples, seq_len=256)
     kvconvert.export(work, bundle, force=True)
+    print(f"The bundle is in {bundle}.")
     report = kvconvert.evaluate(bundle, model, data=held_out, tokens=tokens, only=["perplexity", "kl"])
     print(f"perplexity {report.perplexity.source:.2f} -> {report.perplexity.bundle:.2f}, KL {report.kl.mean:.4f}")
     return report.kl.mean
@@ -26,7 +27,7 @@ def main(model: str, output: str, calibration: str, held_out: str, samples: int 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="directory of a model, or its id on the Hub")
-    parser.add_argument("output", help="directory of the bundle to write")
+    parser.add_argument("output", help="directory to write the bundle and its working directory to")
     parser.add_argument("calibration", help="file of data to calibrate on")
     parser.add_argument("held_out", help="file of other data, to measure on")
     try:

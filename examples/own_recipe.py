@@ -42,13 +42,15 @@ def main(model: str, output: str, samples: int = 64, seq_len: int = 512) -> Path
     recipe = kvconvert.Recipe.load(str(file))
     print(f"layer 0: cache {recipe.scheme(0) or 'as it is'}; layer 1: keys of {recipe.scheme(1).key_bits} bits")
     kvconvert.calibrate(model, folder / "work", recipe=recipe, samples=samples, seq_len=seq_len)
-    return kvconvert.export(folder / "work", folder / "bundle", force=True)
+    bundle = kvconvert.export(folder / "work", folder / "bundle", force=True)
+    print(f"The bundle is in {bundle}.")
+    return bundle
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="directory of a model, or its id on the Hub")
-    parser.add_argument("output", help="directory to write the recipe and the bundle to")
+    parser.add_argument("output", help="directory to write the recipe, the bundle, and its working directory to")
     try:
         main(**vars(parser.parse_args()))
     except (kvconvert.KvconvertError, OSError) as error:  # one sentence, without a traceback

@@ -20,7 +20,9 @@ def main(model: str, output: str, image: str, samples: int = 16) -> str:
     work, bundle = Path(output) / "work", Path(output) / "bundle"
     recipe = kvconvert.Recipe.load("calibquant-2bit-visual", {"weights.method": "none"})
     kvconvert.calibrate(model, work, recipe=recipe, samples=samples)
-    loaded, processor = kvconvert.load(kvconvert.export(work, bundle, force=True))
+    kvconvert.export(work, bundle, force=True)
+    print(f"The bundle is in {bundle}.")
+    loaded, processor = kvconvert.load(bundle)
     content = [{"type": "image", "image": picture}, {"type": "text", "text": "Describe the picture."}]
     inputs = processor.apply_chat_template(
         [{"role": "user", "content": content}],
@@ -38,7 +40,7 @@ def main(model: str, output: str, image: str, samples: int = 16) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="directory of a model, or its id on the Hub")
-    parser.add_argument("output", help="directory of the bundle to write")
+    parser.add_argument("output", help="directory to write the bundle and its working directory to")
     parser.add_argument("image", help="image file to ask about")
     try:
         print(main(**vars(parser.parse_args())))

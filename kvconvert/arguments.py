@@ -105,7 +105,12 @@ def _rule(annotation: Any) -> Rule:
     rules = [_rule(part) for part in parts if part is not ...]
     if kind in (Union, UnionType):
         words = dict.fromkeys(words for part, (_, words) in zip(parts, rules, strict=True) if part is not NoneType)
-        return lambda value: any(fits(value) for fits, _ in rules), listed(words, "or")
+        is_place = {str, Path} <= set(
+            parts
+        )  # empty text, as of a shell's unset variable, would be the folder one is in
+        return lambda value: any(fits(value) for fits, _ in rules) and not (is_place and value == ""), listed(
+            words, "or"
+        )
     if issubclass(kind, Mapping):
         (names, name), (entries, entry) = rules
         return (

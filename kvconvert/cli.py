@@ -34,6 +34,7 @@ from kvconvert.version import __version__
 # What other programs call what is here.
 _ELSEWHERE = {
     **dict.fromkeys(("quantize", "quantise", "compress"), "kvconvert convert quantizes a model."),
+    "help": "kvconvert --help lists those that there are, and kvconvert COMMAND --help describes one.",
     "auto": "kvconvert convert MODEL BUNDLE --recipe auto chooses the widths.",
     **dict.fromkeys(("compare", "evaluate"), "kvconvert eval compares a bundle with its source."),
     "run": "kvconvert generate answers a prompt, and kvconvert serve clients.",
@@ -42,6 +43,8 @@ _ELSEWHERE = {
     **dict.fromkeys(("benchmark", "perf"), "kvconvert bench measures speed, and kvconvert eval what is lost."),
     "upload": "kvconvert push shares a bundle on the Hub.",
     "download": "kvconvert pull fetches a bundle from the Hub.",
+    **dict.fromkeys(("remove", "delete"), "kvconvert rm removes a bundle that was pulled."),
+    "ls": "kvconvert list shows the bundles that were pulled.",
 }
 _STEPS = """\
 From a model to a bundle in five steps, where MODEL is a directory or a Hub id:

@@ -2,6 +2,7 @@
 own.
 """
 
+import contextlib
 import hashlib
 import re
 import runpy
@@ -106,8 +107,9 @@ def test_share_pushes_fetches_and_loads_the_commit(folder, hub, tmp_path, capsys
 
 
 @pytest.mark.full
-def test_own_recipe_is_what_the_bundle_says(folder, tmp_path):
+def test_own_recipe_is_what_the_bundle_says(folder, tmp_path, capsys):
     bundle = own_recipe.main(str(folder / "model"), str(tmp_path), samples=2, seq_len=64)
+    assert f"The bundle is in {bundle}." in capsys.readouterr().out
     manifest = open_bundle(bundle).manifest
     assert manifest.layers[0].kv is None
     assert manifest.layers[1].scheme().key_bits == 4
@@ -136,6 +138,25 @@ def test_a_mixtures_experts_are_quantized(tmp_path):
         shutil.copyfile(REFERENCE / name, tmp_path / "model" / name)
     stored = mixture.main(str(tmp_path / "model"), str(tmp_path), samples=4, seq_len=32, group_size=16)
     assert stored["awq"] == 2 * 4 * 3
+
+
+@pytest.mark.parametrize("script", [own_recipe, own_data, vision_language, mixture], ids=lambda script: script.__name__)
+def test_where_the_bundle_is_is_said_once_it_is_written(script, tmp_path, monkeypatch, capsys):
+    class Ended(Exception):
+        pass
+
+    def end(*arguments, **options):
+        raise Ended
+
+    Image.fromarray(draw(3, 1).image).save(tmp_path / "drawing.png")
+    monkeypatch.setattr(script.kvconvert, "calibrate", lambda *arguments, **options: None)
+    monkeypatch.setattr(script.kvconvert, "export", lambda work, bundle, force: bundle)
+    for name in ("load", "evaluate"):
+        monkeypatch.setattr(script.kvconvert, name, end)
+    arguments = {vision_language: [str(tmp_path / "drawing.png")], own_data: ["a.txt", "b.txt"]}.get(script, [])
+    with contextlib.suppress(Ended, FileNotFoundError):  # the mixture's manifest is read
+        script.main("model", str(tmp_path), *arguments)
+    assert f"The bundle is in {tmp_path / 'bundle'}." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)

@@ -80,7 +80,7 @@ WRONG = [
     (["generate", "BUNDLE", "--prompt", "x", "--dtype", "fp16"], 2, "--dtype is fp16; choose one of float32,"),
     (["generate", "MODEL", "--prompt", "x"], 1, "kvconvert convert"),
     (["eval", "gone"], 1, "no such directory"),
-    (["inspect", "gone"], 1, "no such directory"),
+    (["inspect", "gone"], 1, "no such directory; check the path"),
     (["verify", "EMPTY"], 1, "is not a kvconvert bundle"),
     (["serve", "BEGUN"], 1, "write its bundle with `kvconvert export`"),
     (["plan", "BEGUN"], 1, "not a model; give the model that it is of"),
@@ -99,13 +99,29 @@ WRONG = [
     (["inspct", "BUNDLE"], 2, "Did you mean"),
     (["generate", "gone", "x"], 1, "no such directory"),
     (["serve", "gone"], 1, "no such directory"),
-    (["serve", "BUNDLE", "--api-key-file", "gone.txt"], 1, "cannot be read"),
+    (["serve", "BUNDLE", "--api-key-file", "gone.txt"], 1, "; check its path."),
     (["warm", "gone"], 1, "no such directory"),
     (["rm", "someone/gone"], 1, "no bundle"),
     (["completion", "csh"], 2, "is not one of"),
     (["eval", "BUNDLE", "--full", "--only", "kl"], 2, "leave --only out"),
     (["list"], 0, ""),
+    (["help"], 2, "kvconvert --help lists"),
+    (["inspect", ""], 2, "BUNDLE is ''; give a bundle's directory"),
+    (["plan", ""], 2, "MODEL is ''; give its directory"),
+    (["eval", "BUNDLE", "--against", ""], 2, "is ''; give its directory"),
+    (["eval", "BUNDLE", "--only", ""], 2, "--only: no part is named; choose"),
+    (["serve", "BUNDLE", "--port", "80x"], 2, "'80x' is not a valid whole number."),
+    (["warm", "BUNDLE", "--jobs", "many"], 2, "'many' is not a valid whole number."),
+    (["generate", "BUNDLE", "x", "--seed", "one"], 2, "'one' is not a valid whole number."),
+    (["generate", "BUNDLE", "x", "--top-p", "x"], 2, "'x' is not a valid number."),
+    (["plan", "MODEL", "--kv-bytes-per-token", "x"], 2, "'x' is not a valid number."),
+    (["serve", "BUNDLE", "--grace", "x"], 2, "'x' is not a valid number."),
 ]
+
+
+def test_no_option_calls_a_number_by_the_name_of_a_type():
+    types = {parameter.type.name for command in cli.commands.values() for parameter in command.params if parameter.type}
+    assert not types & {"integer", "float", "integer range", "float range"}
 
 
 def test_what_is_missing_ends_with_1_and_a_wrong_command_line_with_2_everywhere():

@@ -18,16 +18,16 @@ from typing import IO, Annotated, Any, cast
 
 import torch
 import transformers
-from transformers import AutoConfig
 
 from kvconvert import errors
 from kvconvert.arguments import BundlePlace, Count, ModelPlace, checked
-from kvconvert.benchmark.contender import Measurement, Name
+from kvconvert.benchmark.contender import ONE_PASS, PROMPT_CHUNK, Measurement, Name
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
+from kvconvert.cache import NUMBER_BYTES, ModelCache
 from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.io.progress import progress_bar
-from kvconvert.models.configuration import context_length
+from kvconvert.models.configuration import context_length, model_cache, read_config
 from kvconvert.models.devices import Device, Dtype, choose_device
 from kvconvert.models.source import open_source
 from kvconvert.tables import text_table
@@ -104,9 +104,13 @@ def bench(
     """
     place = choose_device(device)
     opened = open_bundle(locate(bundle))
-    text_config = AutoConfig.from_pretrained(opened.directory, trust_remote_code=False).get_text_config(decoder=True)
+    config = read_config(opened.directory, opened.config, len(opened.manifest.tensors))
+    text_config = config.get_text_config(decoder=True)
     positions = context_length(text_config) or sys.maxsize
     cases = _cases(contexts, batches, new_tokens, positions)
+    _check_memory(
+        cases, new_tokens, model_cache(text_config, opened.manifest.schemes()), text_config.hidden_size, place
+    )
     source = None if against is None else open_source(str(against))
     models: list[tuple[Name, Path]] = [("bundle", opened.directory)]
     notes = []
@@ -173,6 +177,25 @@ def _cases(
         )
     cases = {(batch, context) for batch in batches for context in contexts}
     return sorted(cases, key=lambda case: (case[0] * case[1], case))
+
+
+def _check_memory(
+    cases: Sequence[tuple[int, int]], new_tokens: int, cache: ModelCache, hidden_size: int, place: torch.device
+) -> None:
+    """Refuse what cannot fit, by the cache of the last token and one tensor of the prompts' hidden states."""
+    if place.type == "cuda":
+        memory = torch.cuda.get_device_properties(place).total_memory
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for batch, context in cases:
+        read = context if context <= ONE_PASS else PROMPT_CHUNK
+        needed = batch * (cache.bytes(context + new_tokens - 1) + NUMBER_BYTES * read * hidden_size)
+        if needed > memory:
+            where = "the GPU" if place.type == "cuda" else "this machine"
+            raise UsageError(
+                f"{batch:,} sequences of {context + new_tokens:,} tokens need {needed / 2**30:,.0f} GiB or more, and "
+                f"{where} has {memory / 2**30:,.0f}; lower `batches` or `contexts`."
+            )
 
 
 def _run(job: dict[str, Any]) -> Iterator[Measurement]:

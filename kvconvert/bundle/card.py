@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from kvconvert.bundle.describe import Description, describe, printable_manifest, smaller
+from kvconvert.bundle.describe import Description, data_sources, data_text, describe, printable_manifest, smaller
 from kvconvert.bundle.figures import HEADER, fidelity_rows, how_measured, text
 from kvconvert.bundle.manifest import Manifest
 from kvconvert.methods import awq
@@ -32,6 +32,18 @@ _USE_WITH_IMAGES = (
     "inputs = processor.apply_chat_template(messages, **options).to(model.dtype)",
     "print(processor.decode(model.generate(**inputs, max_new_tokens=64)[0]))",
 )
+# The Hub's identifiers in 2026 (https://huggingface.co/docs/hub/repositories-licenses); it refuses a card with another.
+LICENSES = """
+    apache-2.0 mit openrail bigscience-openrail-m creativeml-openrail-m bigscience-bloom-rail-1.0 bigcode-openrail-m
+    afl-3.0 artistic-2.0 bsl-1.0 bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear c-uda cc cc0-1.0 cc-by-2.0 cc-by-2.5
+    cc-by-3.0 cc-by-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cc-by-nc-2.0 cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nd-4.0 cc-by-nc-nd-3.0
+    cc-by-nc-nd-4.0 cc-by-nc-sa-2.0 cc-by-nc-sa-3.0 cc-by-nc-sa-4.0 cdla-sharing-1.0 cdla-permissive-1.0
+    cdla-permissive-2.0 wtfpl ecl-2.0 epl-1.0 epl-2.0 etalab-2.0 eupl-1.1 eupl-1.2 agpl-3.0 gfdl gpl gpl-2.0 gpl-3.0
+    lgpl lgpl-2.1 lgpl-3.0 isc h-research intel-research lppl-1.3c ms-pl apple-ascl apple-amlr mpl-2.0 odc-by odbl
+    openmdw-1.0 openmdw-1.1 openrail++ osl-3.0 postgresql ofl-1.1 ncsa unlicense zlib pddl lgpl-lr
+    deepfloyd-if-license fair-noncommercial-research-license llama2 llama3 llama3.1 llama3.2 llama3.3 llama4
+    grok2-community gemma unknown other
+""".split()  # noqa: SIM905 (words are easier to read so)
 
 
 def _supports_images(manifest: Manifest) -> bool:
@@ -92,8 +104,10 @@ def _header(manifest: Manifest) -> list[str]:
         lines += ["language:", *(f"- {_quoted(code)}" for code in source.language)]
     if "/" in source.id:  # a local directory's name would not be a link
         lines += [f"base_model: {_quoted(source.id)}", "base_model_relation: quantized"]
-    if manifest.data is not None and "/" in manifest.data.source:  # name:config:split:column; local ones have no slash
-        lines += ["datasets:", f"- {_quoted(manifest.data.source.partition(':')[0])}"]
+    named = [] if manifest.data is None else data_sources(manifest.data.source)
+    # name:config:split:column; local ones have no slash
+    if sets := dict.fromkeys(name.partition(":")[0] for name in named if "/" in name):
+        lines += ["datasets:", *(f"- {_quoted(name)}" for name in sets)]
     return [*lines, "tags:", *(f"- {tag}" for tag in tags), "---", ""]
 
 
@@ -223,10 +237,9 @@ def _provenance(manifest: Manifest) -> list[str]:
     ]
     if data is not None:
         pictures = f" with {data.images} images" if data.images else ""
-        lines.append(
-            f"- Calibration: {data.samples} samples of {data.length} tokens{pictures} from {_plain(data.source)} "
-            f"(seed {data.seed}, sha256 of the {'inputs' if data.images else 'token ids'} {_code(data.sha256)})"
-        )
+        given = f"{data.samples} samples of {data.length} tokens{pictures} from {_plain(data_text(data.source))}"
+        hashed = "inputs" if data.images else "token ids"
+        lines.append(f"- Calibration: {given} (seed {data.seed}, sha256 of the {hashed} {_code(data.sha256)})")
     lines.append(
         f"- kvconvert {_plain(manifest.kvconvert_version)}, bundle format {manifest.format_version}; see "
         "`kvconvert.json`"

@@ -92,9 +92,25 @@ def _facts(manifest: Manifest) -> list[tuple[str, str]]:
     ]
     if data is not None:
         images = f" with {data.images} images" if data.images else ""
-        text = f"{data.samples} samples of {data.length} tokens{images}, {data.source}, seed {data.seed}"
+        text = f"{data.samples} samples of {data.length} tokens{images}, {data_text(data.source)}, seed {data.seed}"
         facts.append(("data", text))
     return facts
+
+
+_WEIGHT, _RANDOM = re.compile(r"=([\d.e+-]+)$"), " of them random tokens"
+
+
+def data_sources(source: str) -> list[str]:
+    """The sources that the manifest's text about calibration data names, without their weights."""
+    return [_WEIGHT.sub("", part) for part in source.split(", ") if not part.endswith(_RANDOM)]
+
+
+def data_text(source: str) -> str:
+    """The same text for people: equal weights of several sources are left out."""
+    parts = source.split(", ")
+    weights = {found[1] for part in parts if (found := _WEIGHT.search(part))}
+    named = parts if len(weights) > 1 else [_WEIGHT.sub("", part) for part in parts]
+    return ", ".join(part.replace(_RANDOM, " of the samples random tokens") for part in named)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def check_place(bundle: BundlePlace) -> None:
     if os.path.exists(bundle):
         manifest_path(Path(bundle))
     elif not is_hub_id(bundle):
-        raise BundleError(f"{bundle} is not a kvconvert bundle: there is no such directory.")
+        raise BundleError(f"{bundle} is not a kvconvert bundle: there is no such directory; check the path.")
     elif (owner := missing_below(bundle)) is not None:
         raise BundleError(
             f"{bundle} is not a kvconvert bundle: there is no such directory, and as {owner} is one here, the Hub was "

@@ -37,9 +37,21 @@ def check_seed(ctx: click.Context, parameter: click.Parameter, value: int | None
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
+class Whole(click.IntRange):
+    """A whole number, called so where text is none."""
+
+    name = "whole number"
+
+
+class Number(click.types.FloatParamType):
+    """A number, called so where text is none."""
+
+    name = "number"
+
+
 def count_option(*names: str, least: int = 1, **attributes: Any) -> Option:
     """An option whose value is a whole number of at least `least`; the attributes are those of `click.option`."""
-    values: dict[str, Any] = {"metavar": "N", "type": click.IntRange(min=least)}
+    values: dict[str, Any] = {"metavar": "N", "type": Whole(min=least)}
     return click.option(*names, **values | attributes)
 
 
@@ -56,7 +68,7 @@ def dtype_option(default: str) -> Option:
 
 def seed_option(**attributes: Any) -> Option:
     """--seed."""
-    return click.option("--seed", callback=check_seed, metavar="S", **{"type": int} | attributes)
+    return click.option("--seed", callback=check_seed, metavar="S", **{"type": Whole()} | attributes)
 
 
 _UNITS = {"B": 1} | {

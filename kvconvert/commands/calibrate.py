@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kvconvert.commands import count_option, device_option, seed_option, with_options
+from kvconvert.commands import Number, Whole, count_option, device_option, seed_option, with_options
 from kvconvert.commands.recipes import changes_of, recipe_changes
 
 # Of both commands.
@@ -28,11 +28,17 @@ _calibration = with_options(
     seed_option(default=0, show_default=True, help="Seed of the choice of samples."),
     device_option("cpu or cuda, where layers are computed; a GPU by default if there is one."),
     click.option("--restart", is_flag=True, help="Discard an interrupted calibration instead of going on with it."),
-    click.option("--weight-bits", metavar="B", type=float, help="Average stored bits per weight, spent by measuring."),
-    click.option("--kv-bits", metavar="B", type=float, help="Recipe auto: average stored bits per value of the cache."),
-    click.option("--kv-bytes-per-token", metavar="N", type=float, help="Recipe auto: the same as bytes per token."),
+    click.option(
+        "--weight-bits", metavar="B", type=Number(), help="Average stored bits per weight, spent by measuring."
+    ),
+    click.option(
+        "--kv-bits", metavar="B", type=Number(), help="Recipe auto: average stored bits per value of the cache."
+    ),
+    click.option("--kv-bytes-per-token", metavar="N", type=Number(), help="Recipe auto: the same as bytes per token."),
     count_option("--context", help="Recipe auto: tokens for which that holds."),
-    click.option("--auto-tokens", metavar="N", type=int, help="Recipe auto: held-out tokens to measure candidates on."),
+    click.option(
+        "--auto-tokens", metavar="N", type=Whole(), help="Recipe auto: held-out tokens to measure candidates on."
+    ),
     click.option(
         "--auto-from",
         metavar="WORK",

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from kvconvert.commands import ByteSize, count_option, device_option
+from kvconvert.commands import ByteSize, Number, Whole, count_option, device_option
 
 
 @click.command()
@@ -19,9 +19,11 @@ from kvconvert.commands import ByteSize, count_option, device_option
 @count_option("--seq-len", least=2, metavar="L", help="Tokens in each; as many as calibrate takes by default.")
 @click.option("--data", metavar="SOURCE[=WEIGHT]", multiple=True, help="Calibration data, as calibrate takes it.")
 @device_option("cpu or cuda, where layers are computed; a GPU by default if there is one.")
-@click.option("--kv-bits", metavar="B", type=float, help="Recipe auto: bits per value of the cache.")
-@click.option("--kv-bytes-per-token", metavar="N", type=float, help="Recipe auto: the same budget in bytes per token.")
-@click.option("--auto-tokens", metavar="N", type=int, help="Recipe auto: tokens that its search measures on.")
+@click.option("--kv-bits", metavar="B", type=Number(), help="Recipe auto: bits per value of the cache.")
+@click.option(
+    "--kv-bytes-per-token", metavar="N", type=Number(), help="Recipe auto: the same budget in bytes per token."
+)
+@click.option("--auto-tokens", metavar="N", type=Whole(), help="Recipe auto: tokens that its search measures on.")
 @click.option("--no-probe", is_flag=True, help="Calibrate no layer: no time, and a lower bound of memory.")
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON, in bytes and seconds.")
 def plan(model: str, recipe: str, data: tuple[str, ...], no_probe: bool, as_json: bool, **options: Any) -> None:

@@ -13,18 +13,20 @@ from typing import Any
 
 import click
 
-from kvconvert.commands import ByteSize, check_device, quiet
+from kvconvert.commands import ByteSize, Whole, check_device, quiet
 from kvconvert.errors import KvconvertError, MissingError, UsageError
 from kvconvert.io.process import end_process
 
 KEY_VARIABLE = "KVCONVERT_API_KEY"
-_COUNT = click.IntRange(min=1)
+_COUNT = Whole(min=1)
 _SIZE = ByteSize(bare=True)
 _MOST_ROWS, _MOST_SECONDS, _MOST_LETTERS = 2**16, 10**9, 256
 
 
 class _Seconds(click.FloatRange):
     """Seconds for which a timer can wait; click takes what is no number as one of any range."""
+
+    name = "number"
 
     def __init__(self, least: float) -> None:
         super().__init__(least, _MOST_SECONDS)
@@ -43,7 +45,7 @@ class _Seconds(click.FloatRange):
 @click.option(
     "--port",
     metavar="P",
-    type=click.IntRange(0, 65535),
+    type=Whole(0, 65535),
     default=8000,
     show_default=True,
     help="Port; 0 takes a free one.",
@@ -51,11 +53,13 @@ class _Seconds(click.FloatRange):
 @click.option("--device", callback=check_device, metavar="D", help="cpu or cuda; a GPU by default if there is one.")
 @click.option("--dtype", metavar="T", help="float32, bfloat16 or float16; by default what the bundle loads in.")
 @click.option("--served-model-name", "name", metavar="NAME", help="Name of the model; by default BUNDLE's own.")
-@click.option("--kv-memory", metavar="SIZE", type=_SIZE, help="Memory for the cache's pages, as 8GB; else it grows.")
+@click.option(
+    "--kv-memory", metavar="SIZE", type=_SIZE, help="Memory for the cache's pages and states, as 8GB; else it grows."
+)
 @click.option(
     "--max-batch",
     metavar="N",
-    type=click.IntRange(1, _MOST_ROWS),
+    type=Whole(1, _MOST_ROWS),
     default=32,
     show_default=True,
     help="Requests decoded together.",
@@ -87,7 +91,7 @@ class _Seconds(click.FloatRange):
 @click.option(
     "--max-waiting",
     metavar="N",
-    type=click.IntRange(min=0),
+    type=Whole(min=0),
     default=256,
     show_default=True,
     help="Requests that may wait; more are answered with 429.",
@@ -218,6 +222,7 @@ def serve(
         click.echo(f"There is no API key: whoever reaches {address[0]} is served.", err=True)
     click.echo(f"Loading {bundle} ...", err=True)
     quiet()
+    from kvconvert.kernels.page_formats import PAGE_SIZE
     from kvconvert.models.devices import choose_device, compute_dtype
     from kvconvert.models.processors import tokenizer_of
     from kvconvert.runtime import Engine, load
@@ -262,6 +267,12 @@ def serve(
         parse_special=parse_special,
         facts=None if no_page else BundleFacts.of(bundle, model.config),
     )
+    stats = engine.stats()
+    if stats.state_bytes:
+        beside = "and the pages grow beside them"
+        if stats.pages_free is not None:
+            beside = f"and the rest of --kv-memory holds pages of {PAGE_SIZE * stats.pages_free:,} tokens"
+        click.echo(f"Recurrent states of {max_batch} sequences take {stats.state_bytes:,} bytes, {beside}.", err=True)
     shown = f"[{address[0]}]" if ":" in address[0] else address[0]
     ready = f"Serving {name} at http://{shown}:{address[1]}/v1"
     if not no_page:
@@ -306,7 +317,7 @@ def _keys(file: Path | None) -> list[str]:
         keys = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise MissingError(f"--api-key-file {file} cannot be read ({reason}).") from error
+        raise MissingError(f"--api-key-file {file} cannot be read ({reason}); check its path.") from error
     if not keys:
         raise UsageError(f"--api-key-file {file} has no key; write one a line.")
     return keys

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from kvconvert.commands import count_option
+
 
 @click.command()
 @click.argument("bundle")
@@ -16,7 +18,7 @@ import click
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder to use instead of Triton's own; programs then need TRITON_CACHE_DIR=DIR.",
 )
-@click.option("--jobs", metavar="N", type=click.IntRange(min=1), help="Processes; by default one per CPU.")
+@count_option("--jobs", help="Processes; by default one per CPU.")
 @click.option("--revision", metavar="R", help="Branch, tag or commit of a Hub repository; main by default.")
 def warm(bundle: str, cache: Path | None, jobs: int | None, revision: str | None) -> None:
     """Compile the kernels that BUNDLE needs on this machine's GPU, so that its first start does not.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import math
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvconvert.arguments import Count, checked
 from kvconvert.auto import read_allocation, read_weight_allocation
-from kvconvert.bundle.card import CARD_NAME, model_card
+from kvconvert.bundle.card import CARD_NAME, LICENSES, model_card
 from kvconvert.bundle.files import is_settings, safe_settings, unsafe_settings
 from kvconvert.bundle.locate import PLAN_NAME, check_output
 from kvconvert.bundle.manifest import (
@@ -104,7 +104,7 @@ def export(
         progress: show a progress bar.
         max_shard_bytes: size at which the weights are divided into several files.
         base_model: id on the Hub of the source model, where that was a local directory; for manifest and card.
-        license: identifier of the bundle's license as the Hub has them; None takes the one on the source's card.
+        license: identifier of the bundle's license, one of the Hub's; None takes the one on the source's card.
         license_name: name of the license "other".
         license_link: its address.
 
@@ -149,10 +149,12 @@ def described(
             raise UsageError(f"`base_model` is {base_model}, but the source came from the Hub as {source.id}.")
         changes["id"] = base_model
     if license is not None:
-        if not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", license):
+        if license not in (*LICENSES, source.licence):
+            close = difflib.get_close_matches(license.lower().replace(" ", "-"), LICENSES, n=1)
+            advice = f"did you mean {close[0]}? Else give" if close else "give"
             raise UsageError(
-                f"`license` is {license!r}; give an identifier of the Hub, such as apache-2.0, or other with "
-                "`license_name` and `license_link`."
+                f"`license` is {license!r}, which is none of the Hub's identifiers (huggingface.co/docs/hub/"
+                f"repositories-licenses); {advice} other with `license_name` and `license_link`."
             )
         changes |= {"licence": license, "licence_name": license_name, "licence_link": license_link}
         if license == "other" and license_name is None:

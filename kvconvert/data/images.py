@@ -35,7 +35,7 @@ from kvconvert.data.sources import (
     read_text,
     shown_columns,
 )
-from kvconvert.errors import DataError, first_line
+from kvconvert.errors import DataError, first_line, listed
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -47,6 +47,7 @@ _MOST_BYTES = 2**28  # of an image's file, which Pillow may read whole, or in an
 # Pixels of an image, of all images of a document, and how many there may be: a picture of one color has any size in a
 # few kilobytes. Passes over all pixels of a JPEG, of which a progressive one has ten and each may take a few bytes.
 MOST_PIXELS, MOST_DOCUMENT_PIXELS, MOST_IMAGES, MOST_SCANS = 2**26, 2**27, 1000, 32
+MOST_CHARACTERS = 2**20  # of a document, whose tokens are made together and take a hundred times its memory
 _SCAN = b"\xff\xda"
 LISTS = ("captions.jsonl", "metadata.jsonl")
 _TABLES = (".jsonl", ".parquet")
@@ -64,12 +65,20 @@ class Document:
         images: in RGB.
         place: where it comes from, for error messages.
         is_caption: a single message of an image and its caption, not a conversation.
+
+    Raises:
+        DataError: it has more text than `MOST_CHARACTERS`.
     """
 
     messages: tuple[dict[str, Any], ...]
     images: tuple[Image, ...]
     place: str
     is_caption: bool = False
+
+    def __post_init__(self) -> None:
+        parts = [part for message in self.messages for part in message["content"]]
+        if sum(len(str(part.get("text", ""))) for part in parts) > MOST_CHARACTERS:
+            raise DataError(f"{self.place} has more than {MOST_CHARACTERS} characters of text; divide it.")
 
     @classmethod
     def captioned(cls, images: Iterable[Image], caption: str, place: str) -> Document:
@@ -140,6 +149,11 @@ def read_image(value: Any, folder: Path | None, place: str) -> Image:
         return ImageOps.exif_transpose(image).convert("RGB")  # as it is shown: cameras store how they were held
     except DataError:
         raise
+    except pillow.UnidentifiedImageError as error:  # whose own message has the object's address
+        known = listed(_FORMATS, "or")
+        raise DataError(
+            f"{place} is not an image that can be read (it is no {known}); replace or remove it."
+        ) from error
     except Exception as error:  # whatever a decoder makes of a damaged file
         raise DataError(
             f"{place} is not an image that can be read ({first_line(error)}); replace or remove it."

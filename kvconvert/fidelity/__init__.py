@@ -39,8 +39,8 @@ def parts_asked(only: Collection[str] | None) -> set[str]:
         return set(PARTS)
     unknown = [name for name in only if name not in PARTS]
     if unknown or not only:
-        what = f"{unknown[0]!r} is not a part" if unknown else "no part is named"
-        raise UsageError(f"`only`: {what} of an evaluation; choose among {', '.join(PARTS)}.")
+        what = f"{unknown[0]!r} is not a part of an evaluation" if unknown else "no part is named"
+        raise UsageError(f"`only`: {what}; choose among {', '.join(PARTS)}.")
     return set(only)
 
 

@@ -62,6 +62,7 @@ from kvconvert.fidelity.scoring import (
     treats_whole_prompts,
     words,
 )
+from kvconvert.io.progress import loading_bars
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods.auto import stated_context
 from kvconvert.models.configuration import context_length, read_config, supports_images
@@ -149,7 +150,8 @@ def evaluate(
     is_recorded = (info.config_sha256, info.weights_sha256) == (recorded.config_sha256, recorded.weights_sha256)
 
     say("Loading it and its source.")
-    model, processor = load(directory, dtype=computed_in, verify="headers")  # hashed a moment ago
+    with loading_bars(progress):
+        model, processor = load(directory, dtype=computed_in, verify="headers")  # hashed a moment ago
     opened.files.check_unchanged()
     model = model.to(place).eval()
     tokenizer = tokenizer_of(processor)
@@ -165,8 +167,10 @@ def evaluate(
     ids = samples.ids[:, : shape.prefill + min(tokens, shape.scored) + 1]
     noise = None
     if computed_in != torch.float32 and "kl" in parts:
-        noise = _noise(checkpoint, place, computed_in, samples.ids[:1, : NOISE_TOKENS + 1])
-    source_model = _source_model(checkpoint, place, computed_in)
+        with loading_bars(progress):
+            noise = _noise(checkpoint, place, computed_in, samples.ids[:1, : NOISE_TOKENS + 1])
+    with loading_bars(progress):
+        source_model = _source_model(checkpoint, place, computed_in)
     vocabularies = [m.get_output_embeddings().weight.shape[0] for m in (source_model, model)]
     if vocabularies[0] != vocabularies[1]:
         raise UsageError(
@@ -339,7 +343,7 @@ class _Drills:
             numbers = book.drills(hidden, counts.numbers) if book.fits(hidden) else ()
         elif "retrieval" in parts:
             plain = DrillBook(tokenizer, prose, seed)
-            numbers = retrieval_drills(plain, max(reach, context), counts.retrieval_trials)
+            numbers = retrieval_drills(plain, context, counts.retrieval_trials)
         work = [Work(1, len(drill.context), RETRIEVAL_ANSWER_TOKENS, 1) for drill in numbers]
         probes: dict[str, list[ProbePrompt]] = {}
         length = probe_tokens(min(context, positions))

@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import MissingError, UsageError
 from kvconvert.fidelity.evaluate import decoder_of
 from kvconvert.fidelity.scoring import Decoder, batches, feed, read_prompt
-from kvconvert.io.progress import progress_bar
+from kvconvert.io.progress import loading_bars, progress_bar
 from kvconvert.kernels.pages import PAGE_SIZE
-from kvconvert.models.configuration import context_length
+from kvconvert.models.configuration import context_length, read_config
 from kvconvert.models.devices import choose_device, compute_dtype
 from kvconvert.models.processors import tokenizer_of
 from kvconvert.models.prompts import Conversations, encode_text, token_ids
@@ -137,8 +137,10 @@ def harness(
     opened = open_bundle(directory)
     checkpoint = None if against is None else open_source(str(against))
     # Older models' config.json says torch_dtype, which transformers reads as dtype.
-    computed_in = compute_dtype(dtype, place, AutoConfig.from_pretrained(opened.directory).dtype)
-    model, processor = load(directory, dtype=computed_in, verify="headers")
+    config = read_config(opened.directory, opened.config, len(opened.manifest.tensors))
+    computed_in = compute_dtype(dtype, place, config.dtype)
+    with loading_bars(progress):
+        model, processor = load(directory, dtype=computed_in, verify="headers")
     opened.files.check_unchanged()
     tokenizer = tokenizer_of(processor)
 
@@ -152,7 +154,8 @@ def harness(
     del model
     source = None
     if checkpoint is not None:
-        plain = checkpoint.load(computed_in)
+        with loading_bars(progress):
+            plain = checkpoint.load(computed_in)
         source = measure(Decoder.plain(plain.to(place).eval()))["results"]
     return HarnessReport(
         bundle=found["results"],

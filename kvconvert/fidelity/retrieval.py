@@ -37,7 +37,6 @@ NAMES = """
     Tara Ursula Victor Wendy Xavier Yvonne Zachary
 """.split()  # noqa: SIM905 (words are easier to read so)
 
-RETRIEVAL_CONTEXTS = (2 * PAGE_SIZE, 4 * PAGE_SIZE, 7 * PAGE_SIZE)
 RETRIEVAL_DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 RETRIEVAL_ANSWER_TOKENS = 10
 FREE_CONTEXT = 4 * PAGE_SIZE
@@ -195,9 +194,11 @@ def answer_with(
 
 
 def retrieval_drills(book: DrillBook, max_length: int, trials: int) -> list[Drill]:
-    """Codes over all depths and the lengths that fit `max_length` tokens, which are whole pages."""
+    """Codes over all depths, in a quarter, half, and all of `max_length` tokens with the answer, by whole pages."""
     room = RETRIEVAL_ANSWER_TOKENS + len(book.encode("\nQuestion: what is the secret code of Zachary?\nAnswer:")) + 4
-    lengths = [n for n in RETRIEVAL_CONTEXTS if n + room <= max_length and n <= len(book.prose)]
+    most = min(max_length - room, len(book.prose))
+    pages = sorted({min(tokens, most) // PAGE_SIZE for tokens in (max_length // 4, max_length // 2, most)})
+    lengths = [count * PAGE_SIZE for count in pages if count > 0]
     return [book.code(n, depth) for n in lengths for depth in RETRIEVAL_DEPTHS for _ in range(trials)]
 
 

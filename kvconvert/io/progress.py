@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from tqdm import tqdm
@@ -72,3 +73,18 @@ def progress_bar(
     if kind is _Lines:
         options |= {"miniters": 1, "mininterval": EVERY}
     return kind(items, desc=desc, unit=unit, total=total, disable=not shown, **options)
+
+
+@contextmanager
+def loading_bars(shown: bool) -> Iterator[None]:
+    """transformers' own bars of loading, off while this lasts unless `shown`."""
+    from transformers.utils import logging
+
+    hidden = not shown and logging.is_progress_bar_enabled()
+    if hidden:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hidden:
+            logging.enable_progress_bar()

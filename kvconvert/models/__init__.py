@@ -3,11 +3,14 @@
 Importing this package refuses a version of transformers that was not tried, before anything is imported from it.
 """
 
+from __future__ import annotations
+
 import os
 import re
 from importlib import metadata
 from pathlib import Path
 
+from kvconvert.arguments import ModelPlace, checked
 from kvconvert.errors import CheckpointError, HubError, MissingError
 from kvconvert.io.disk import STATE_NAME
 from kvconvert.io.hub import ask_hub, check_content, is_hub_id, missing_below
@@ -41,7 +44,8 @@ CACHE_NAMES = ("past_key_values", "cache")
 CACHE = CACHE_NAMES[not _transformers_version().startswith("5.23")]
 
 
-def check_model(model: str, was_fetched: bool = False) -> None:
+@checked
+def check_model(model: ModelPlace, was_fetched: bool = False) -> None:
     """Refuse what is neither a directory of a model, a GGUF file, nor the id of a repository (CheckpointError).
 
     Commands ask this first: torch, which takes seconds, is not imported for it.

@@ -445,7 +445,7 @@ def card_facts(directory: Path) -> dict[str, Any]:
     front = re.match(r"---[ \t]*\n(.*?)\n---", text, re.DOTALL)
     if front is None:
         return {}
-    licence = re.search(r"^license:\s*[\"']?([\w.-]{1,100})", front[1], re.MULTILINE)
+    licence = re.search(r"^license:\s*[\"']?([\w.+-]{1,100})", front[1], re.MULTILINE)
     try:  # as text alone: numbers and dates are read by code that raises errors of many kinds
         stated = yaml.load(front[1], yaml.BaseLoader)
     except (yaml.YAMLError, ValueError, RecursionError):  # a card is for people; its license is read all the same

@@ -265,6 +265,7 @@ def main(memory: int, tokenizer_file: int) -> None:
 def _work(connection: socket.socket, memory: int, tokenizer: Any) -> None:
     """Answer until the other side is gone."""
     _allow_memory(memory)
+    most = resource.getrlimit(resource.RLIMIT_AS)[0]
     with open(os.devnull, "w", encoding="ascii") as nothing:
         os.dup2(nothing.fileno(), 2)  # where tokenizers say at length why they panic
     send(connection, {})
@@ -288,6 +289,8 @@ def _work(connection: socket.socket, memory: int, tokenizer: Any) -> None:
         _allow(seconds)
         found = answer(asked, template, tokenizer, table)
         _allow(0)
+        if "grammar" in asked:  # which have less
+            _limit(resource.RLIMIT_AS, most)
         rows = found.pop("rows", None)
         send(connection, found)
         if rows is not None:

@@ -31,6 +31,8 @@ FURTHER_BYTES = 2**20
 _START_SECONDS = 120
 # Of a processor: for what others wait for, and for each character besides.
 QUICK_SECONDS, _SECONDS_OF_CHARACTER = 0.25, 5e-6
+# Seconds of a processor for all schemas of a client's grammar, and bytes of memory, which the server then has for each.
+GRAMMAR_SECONDS, GRAMMAR_BYTES = 0.5, 2**25
 # Characters of texts whose tokens are kept, and how many such texts.
 _SHORT, _MOST_SHORT = 3, 256
 _is_quick: ContextVar[bool] = ContextVar("kvconvert_is_quick", default=False)
@@ -151,7 +153,8 @@ class TemplateRenderer:
             TemplateLimitError: it takes more time or memory than it may.
             KvconvertError: there is no process.
         """
-        self._ask({"grammar": grammar, "limits": dict(limits)}, "grammar")
+        asked = {"grammar": grammar, "limits": dict(limits), "memory": GRAMMAR_BYTES}
+        self._ask(asked, "grammar", seconds=GRAMMAR_SECONDS)
 
     def start(self) -> None:
         """Start what makes workers, and have it made ready for templates, without waiting for either."""
@@ -198,9 +201,17 @@ class TemplateRenderer:
             self._control.close()
         self._process = self._control = None
 
-    def _ask(self, asked: dict[str, Any], what: str, length: int = 0, template: str | None = None) -> dict[str, Any]:
+    def _ask(
+        self,
+        asked: dict[str, Any],
+        what: str,
+        length: int = 0,
+        template: str | None = None,
+        seconds: float | None = None,
+    ) -> dict[str, Any]:
         """The answer of this thread's worker (TemplateLimitError: there is none)."""
-        seconds = (QUICK_SECONDS if _is_quick.get() else self._seconds) + length * _SECONDS_OF_CHARACTER
+        if seconds is None:
+            seconds = (QUICK_SECONDS if _is_quick.get() else self._seconds) + length * _SECONDS_OF_CHARACTER
         own = self._own
         connection = self._worker()
         try:

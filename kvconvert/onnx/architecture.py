@@ -66,6 +66,8 @@ FAMILIES: dict[str, _Family] = {
         soft_caps=("final_logit_softcapping",),
     ),
 }
+# The angles of every position are tables in the graph: 512 MiB at this length with heads of 128 channels.
+MOST_POSITIONS = 2**20
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 
@@ -135,6 +137,8 @@ class DecoderShape:
         for kind in set(layer_types) - {"full_attention", "sliding_attention"}:
             raise _unsupported(f"it has {kind} layers")
         _check_rope(config, layer_types)
+        if config.max_position_embeddings > MOST_POSITIONS:
+            raise _unsupported(f"it has {config.max_position_embeddings} positions, more than {MOST_POSITIONS}")
         return cls(
             config=config,
             model_type=config.model_type,

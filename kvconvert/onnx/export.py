@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig
 
 from kvconvert.arguments import Folder, checked
 from kvconvert.bundle.files import read_settings
@@ -23,9 +22,11 @@ from kvconvert.bundle.writer import replacing, write_json
 from kvconvert.convert.export import COPIED_FILES, LICENSE_FILES, copy_files, export
 from kvconvert.errors import MissingError
 from kvconvert.io.hub import is_hub_id
+from kvconvert.models.configuration import read_config
 from kvconvert.models.devices import Device, choose_device
 from kvconvert.models.processors import load_tokenizer
 from kvconvert.onnx.architecture import DecoderShape, StaticCache, has_plan, static_cache
+from kvconvert.runtime.hf.bundle_quantizer import check_fits
 from kvconvert.runtime.hf.generation_config import generation_settings
 from kvconvert.version import __version__
 
@@ -119,7 +120,8 @@ def _bundle(source: Path, output: Path, force: bool, device: Device | None, prog
 
 def _plan(bundle: Bundle, kv_cache: str) -> tuple[DecoderShape, StaticCache | None]:
     """The graph to be built, after all refusals."""
-    decoder = DecoderShape.of(AutoConfig.from_pretrained(bundle.directory, trust_remote_code=False))
+    check_fits(bundle)
+    decoder = DecoderShape.of(read_config(bundle.directory, bundle.config, len(bundle.manifest.tensors)))
     quantized = kv_cache == "plan" and has_plan(bundle)
     return decoder, static_cache(bundle, decoder.attention_softcap) if quantized else None
 

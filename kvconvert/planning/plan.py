@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+import torch
 from torch import nn
 
 from kvconvert.arguments import Count, ModelPlace, SampleLength, checked
@@ -44,6 +45,7 @@ from kvconvert.models.source import SourceModel, open_source
 from kvconvert.models.structure import LayerStructure
 from kvconvert.planning.probe import LayerProbe, run_probe
 from kvconvert.recipes.recipe import Recipe, RecipeNamed
+from kvconvert.runtime.hf.states import bytes_of_states, state_bits
 from kvconvert.tables import text_table
 
 
@@ -169,6 +171,8 @@ class Cache:
         bytes_per_token, bits_per_value: as `kvconvert.cache` defines them; None for a
             model without keys and values.
         plain_bytes_per_token: in 16 bits.
+        states: bytes of recurrent states, whatever the length; 0 for a model without any, None where they were not
+            measured.
         basis: what the figures rest on, for people.
         left: why layers have no pages of keys and values, and how many of them.
     """
@@ -177,6 +181,7 @@ class Cache:
     bytes_per_token: float
     bits_per_value: float | None
     plain_bytes_per_token: float
+    states: int | None
     basis: str
     left: dict[str, int]
 
@@ -287,6 +292,8 @@ def plan(
     disk = _disk(layers, kept, runner.config.hidden_size, samples * length, recipe.weights.compensates)
     weights = disk.bundle
     planned = recipe_cache(runner, recipe, jobs)
+    bits = state_bits(runner.model, [job.scheme for job in jobs])
+    states = bytes_of_states(runner.model, bits, torch.bfloat16, target)
     return Plan(
         model=str(model),
         recipe=recipe.name,
@@ -296,12 +303,19 @@ def plan(
         batch=batch,
         memory=_memory(runner, layers, probed, (own, plain), (samples, length), target.type),
         disk=disk,
-        cache=_cache(planned, context, jobs),
+        cache=_cache(planned, context, states, jobs),
         gpu_memory=gpu_memory,
         fit=None
         if gpu_memory is None
         else fit(
-            gpu_memory, weights, planned, context, batch, positions, lambda rows: _allowance(runner, layers, rows)
+            gpu_memory,
+            weights,
+            planned,
+            context,
+            batch,
+            positions,
+            lambda rows: _allowance(runner, layers, rows),
+            states or 0,
         ),
         seconds=None if not probe else _seconds(source, layers, probed, disk, samples * length),
         search_seconds=None if probed is None else probed.search_seconds,
@@ -359,12 +373,13 @@ def _disk(layers: list[LayerSizes], kept: int, hidden_size: int, tokens: int, co
     return Disk(bundle=kept + packed, work=packed, work_peak=packed + hidden + mapped)
 
 
-def _cache(planned: ModelCache, context: int, jobs: Sequence[LayerJob]) -> Cache:
+def _cache(planned: ModelCache, context: int, states: int | None, jobs: Sequence[LayerJob]) -> Cache:
     return Cache(
         context=context,
         bytes_per_token=planned.bytes(context) / context,
         bits_per_value=planned.bits_per_value(context),
         plain_bytes_per_token=planned.plain_bytes(context) / context,
+        states=states,
         basis=_basis(planned, jobs),
         left=dict(Counter(job.reason for job in jobs if job.scheme is None and job.reason)),
     )
@@ -459,6 +474,7 @@ def fit(
     batch: int,
     positions: int | None,
     allowance: Callable[[int], int],
+    states: int = 0,
 ) -> Fit:
     """Longest context of `batch` sequences, and largest batch of `context` tokens, that fit.
 
@@ -469,8 +485,9 @@ def fit(
         context, batch: tokens of a sequence, sequences.
         positions: that the model has, or None.
         allowance: bytes beside weights and cache, by number of sequences.
+        states: bytes of a sequence's recurrent states.
     """
-    room = memory - weights - allowance(batch)
+    room = memory - weights - allowance(batch) - batch * states
     most = positions or CONTEXT_LIMIT
     low, high = 0, most
     while low < high:
@@ -480,7 +497,7 @@ def fit(
         else:
             high = middle - 1
     longest = low if room >= 0 else 0
-    each = cache.bytes(context) + allowance(2) - allowance(1)
+    each = cache.bytes(context) + states + allowance(2) - allowance(1)
     rows = max(0, int((memory - weights - allowance(0)) // each)) if each else 0
     return Fit(allowance(batch), longest, "the model's positions" if longest == most else "memory", rows)
 
@@ -524,6 +541,10 @@ def plan_text(plan: Plan) -> str:
             f"{bits}, {cache.basis}; {cache.plain_bytes_per_token:,.0f} bytes in 16 bits",
         )
     ]
+    if cache.states is None:
+        rows.append(("states", "not measured", "of modules that attend as well"))
+    elif cache.states:
+        rows.append(("states", f"{size(cache.states)} per sequence", "measured on one token; the same at any length"))
     for reason, count in cache.left.items():
         rows.append(("1 layer" if count == 1 else f"{count} layers", "no low-bit keys and values", reason))
     if plan.fit is not None:

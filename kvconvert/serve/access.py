@@ -9,6 +9,7 @@ import re
 import socket
 from collections.abc import Collection
 from dataclasses import dataclass
+from urllib.parse import unquote
 
 from starlette.types import Scope
 
@@ -17,6 +18,20 @@ from kvconvert.serve.places import network
 from kvconvert.serve.refusal import Refusal
 
 ANY = "*"
+_ABSOLUTE = re.compile(rb"https?://([^/]+)(/?.*)", re.IGNORECASE)
+
+
+def in_origin_form(scope: Scope) -> Scope:
+    """A request that names its target as a whole, as to a proxy, as what every server has to take it for (RFC 9112,
+    3.2.2): a path here, and the host, whatever the header says.
+    """
+    absolute = _ABSOLUTE.fullmatch(scope["raw_path"])
+    if absolute is None:
+        return scope
+    host, path = absolute.groups()
+    headers = [(name, value) for name, value in scope["headers"] if name != b"host"]
+    path = path or b"/"
+    return {**scope, "raw_path": path, "path": unquote(path.decode("ascii")), "headers": [(b"host", host), *headers]}
 
 
 @dataclass(frozen=True)

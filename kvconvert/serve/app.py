@@ -35,7 +35,7 @@ from kvconvert.models.templates import TemplateLimitError, TemplateRenderer, bou
 from kvconvert.models.token_bytes import TokenTexts, token_bytes
 from kvconvert.runtime import Engine
 from kvconvert.runtime.engine.processors import recommended
-from kvconvert.serve.access import Access, Hosts
+from kvconvert.serve.access import Access, Hosts, in_origin_form
 from kvconvert.serve.answers import Answer, Generation
 from kvconvert.serve.forms import Form
 from kvconvert.serve.grammars import Constraint, Grammars
@@ -225,6 +225,7 @@ class Service:
         async def guard(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http":
                 return await app(scope, receive, send)
+            scope = in_origin_form(scope)
 
             async def counted(message: Message) -> None:
                 if message["type"] == "http.response.start":

@@ -2,7 +2,8 @@
 
 llguidance computes which tokens may follow as they are needed, and gives up, instead of going on for ever, where a
 grammar takes too many steps or states. What it does before, such as compiling a number that has to be a multiple of
-several others, has no such bound: a schema is compiled in a process with limits first.
+several others, has no such bound: a schema is compiled in a process with limits first, and that never where those who
+ask for none would wait.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ _LIMITS: dict[str, Any] = {
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
 }
+# No tokens chosen ahead where one text alone may follow: each would take as long as that text, which may be a schema's.
+_HEAD = '%llguidance {"no_forcing": true}'
 # Between values: no endless white space, which small models tend to.
 _OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"\n? {0,16}", "coerce_one_of": True}
 # The marks of reasoning, and whether a prompt has the first of them; None for none.
@@ -155,7 +158,7 @@ class Grammars:
             rules = self._calls(format, tools, arguments)
             schemas += [f"%json {text}" for text in arguments.values()]
         choices += [rule.partition(":")[0] for rule in rules if rule.startswith("call_")]
-        grammar = "\n".join([f"start: before ({' | '.join(choices)})", *rules, *self._before(reasoning)])
+        grammar = "\n".join([_HEAD, f"start: before ({' | '.join(choices)})", *rules, *self._before(reasoning)])
         if len(grammar) > MOST_GRAMMAR_BYTES:
             message = f"{param}: all JSON schemas may have {MOST_GRAMMAR_BYTES} bytes at most, and have {len(grammar)}."
             raise Refusal(400, message, param=param, code="invalid_value")
@@ -167,12 +170,12 @@ class Grammars:
         return Constraint(matcher, self._vocabulary, self._stops)
 
     def _try(self, schemas: list[str], param: str) -> None:
-        """Refuse schemas that take long to compile (Refusal; TemplateLimitError while others wait)."""
+        """Refuse schemas that take long to compile (Refusal; TemplateLimitError at once while others wait)."""
+        if is_quick():
+            raise TemplateLimitError("A schema is compiled aside.")
         try:
             self._renderer.try_grammar(f"start: {' | '.join(schemas) or json.dumps('')}", _LIMITS)
         except TemplateLimitError as error:
-            if is_quick():
-                raise
             message = f"{param} takes too much time or memory to compile; simplify its JSON schema."
             raise Refusal(400, message, param=param, code="invalid_value") from error
 

@@ -70,6 +70,7 @@ class Metrics:
         add("gauge", "pages_reserved", "Cache pages of a layer set aside for requests.", {"": stats.pages_reserved})
         if stats.pages_free is not None:
             add("gauge", "pages_free", "Cache pages of a layer that hold nothing.", {"": stats.pages_free})
+        add("gauge", "state_bytes", "Bytes of the recurrent states of a full batch.", {"": stats.state_bytes})
         add("gauge", "prefix_pages", "Cache pages of a layer that stored prefixes hold.", {"": stats.prefix_pages})
         evicted = "Stored prefixes dropped to make room."
         add("counter", "prefixes_evicted_total", evicted, {"": stats.prefixes_evicted})

@@ -609,9 +609,9 @@ class Chat(_Asked):
         if len(set(names)) < len(names):
             said = "tools: two functions have one name."
         elif wanted is not None and wanted not in names:
-            said = f"tool_choice: there is no tool {wanted!r:.150}."
+            said = f"tool_choice: there is no tool {wanted!r:.150}; name one of tools."
         elif self.tool_choice == "required" and not names:
-            said = "tool_choice: there are no tools."
+            said = "tool_choice: there are no tools; give some in tools."
         elif self.forced and self.answer_schema:
             said = "tool_choice asks for a call and response_format for another answer; leave one of them out."
         if said is not None:

@@ -45,6 +45,8 @@ OURS = ("full_attention", "attention", "hybrid")
 STATES = ("linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding")
 WINDOWS = ("sliding_attention", "hybrid_sliding")
 WITHOUT_CACHE = ("mlp", "moe", "sparse", "dense")
+# Every so many layers of these one attends to all tokens, where config.json does not say it.
+WINDOW_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
 
 
 def is_bundle(config: Mapping[str, Any]) -> bool:
@@ -75,10 +77,8 @@ class ServedBundle:
         config = self.bundle.config
         text = config.get("text_config", config)
         stated = text.get("layer_types") or text.get("layers_block_type")
-        if stated:
-            return list(stated)
-        windowed = text.get("sliding_window") and text.get("use_sliding_window", True)
-        return ["sliding_attention" if windowed else "full_attention"] * len(self.bundle.manifest.schemes())
+        layers = range(len(self.bundle.manifest.schemes()))
+        return list(stated) if stated else [_in_own_words(text, index) for index in layers]
 
     @cached_property
     def attending(self) -> list[int]:
@@ -222,6 +222,26 @@ class ServedBundle:
             heads = text.get("num_key_value_heads", text["num_attention_heads"])
             head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
         return heads, head_dim
+
+
+def _in_own_words(text: Mapping[str, Any], index: int) -> str:
+    """The type of a layer of a model whose config.json says it in words of its own."""
+    family = text.get("model_type")
+    if family == "falcon_h1":
+        return "hybrid"
+    if text.get("attention_chunk_size"):
+        return "chunked_attention"
+    attends = None
+    if "attn_layer_indices" in text:
+        attends = index in (text["attn_layer_indices"] or ())
+    elif "attn_layer_period" in text:
+        attends = index % text["attn_layer_period"] == text.get("attn_layer_offset", 4)
+    if attends is not None:
+        return "full_attention" if attends else "linear_attention"
+    if not text.get("sliding_window") or not text.get("use_sliding_window", True):
+        return "full_attention"
+    pattern = text.get("sliding_window_pattern") or WINDOW_PATTERNS.get(family)
+    return "full_attention" if isinstance(pattern, int) and (index + 1) % pattern == 0 else "sliding_attention"
 
 
 @lru_cache(maxsize=16)

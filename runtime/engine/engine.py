@@ -46,8 +46,8 @@ class Engine:
     Args:
         model: of a bundle with a KV plan, as `load` returns it.
         tokenizer: for text and stop strings; without one, requests are tokens alone.
-        kv_memory: bytes for pages over all layers, taken at once; None grows as needed. Sink tokens, residual windows,
-            recurrent states, and the prompt being read come on top.
+        kv_memory: bytes for pages over all layers and for the recurrent states of `max_batch` sequences, taken at
+            once; None grows as needed. Sink tokens, residual windows, and the prompt being read come on top.
         max_batch: rows, the number of requests that are decoded together.
         prompt_chunk: tokens of one prompt that a step reads at most.
         max_batch_tokens: tokens of all prompts that a step reads at most.
@@ -115,6 +115,7 @@ class Engine:
         if keep_weights:
             self._steps.keep_weights()
         self._steps.prepare(prompt_chunk, max_batch_tokens)
+        self._state_bytes = self._steps.state_bytes
         self._rows = RowState(max_batch, self._steps.device)
         self._scheduler = Scheduler(max_batch, self._steps.pages, max_waiting)
         # Of the scheduler, the requests' fields and the counts; never held for long.
@@ -293,6 +294,7 @@ class Engine:
                 **{name: counts[name] for name in ("finished", "cancelled", "failed", "refused", "steps")},
                 pages_reserved=scheduler.pages_reserved + scheduler.pages_shared,
                 pages_free=self._steps.cache.free_pages(),
+                state_bytes=self._state_bytes,
                 prefix_pages=prefixes.pages if prefixes else 0,
                 prefixes_evicted=prefixes.evicted if prefixes else 0,
                 prompt_tokens=counts["prompt"],

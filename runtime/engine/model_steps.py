@@ -6,7 +6,7 @@ import gc
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from kvconvert.runtime.hf.layer import StateLayer
 from kvconvert.runtime.hf.lengths import asks_length
 from kvconvert.runtime.hf.prompt_places import PromptPlaces
 from kvconvert.runtime.hf.rehearsal import packed_linears, rehearse, shortened
-from kvconvert.runtime.hf.states import not_split, reads_places
+from kvconvert.runtime.hf.states import bytes_of_states, not_split, reads_places, state_bits, state_modules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,10 +65,22 @@ def unsupported(model: PreTrainedModel) -> str | None:
         return "it was not loaded from a bundle with a KV plan"
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return f"{model.config.model_type} models take no position_ids, and the rows of a batch are at different ones"
+    if _drops_positions(model):
+        return f"{model.config.model_type} models count positions in a way of their own, for one sequence at a time"
     text = model.config.get_text_config(decoder=True)
     if model.config.model_type == "gemma4_unified" and text.use_bidirectional_attention == "vision":
         return "gemma4_unified models mask tokens by where they stand in a pass, whether or not it has images"
     return not_split(model)
+
+
+def _drops_positions(model: PreTrainedModel) -> bool:
+    """Whether `generate` of a model leaves out the positions that it is given."""
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    try:
+        made = model.prepare_inputs_for_generation(token, is_first_iteration=True, use_cache=True, position_ids=token)
+    except Exception:  # code of any model, which may take more than a token
+        return False
+    return "position_ids" not in made
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +115,7 @@ class ModelSteps:
     Args:
         model: of a bundle with a KV plan.
         rows: of the batch.
-        kv_memory: bytes for pages, see `KVCache`.
+        kv_memory: bytes for pages, see `KVCache`, and for the rows' states.
 
     Attributes:
         pages: that the empty cache can hold per layer, None where it grows.
@@ -112,7 +124,7 @@ class ModelSteps:
 
     Raises:
         UnsupportedModelError: the model cannot be served.
-        UsageError: `model` is none, or the memory does not hold a page.
+        UsageError: `model` is none, or the memory does not hold the states and a page.
     """
 
     def __init__(self, model: PreTrainedModel, rows: int, kv_memory: int | None):
@@ -137,6 +149,13 @@ class ModelSteps:
         # How many rows decoding steps may have, ascending, and how many the cache has now.
         fewer = (FEW_ROWS * 2**power for power in range(rows.bit_length()))
         self._widths, self._width = [*(width for width in fewer if width < rows), rows], rows
+        if kv_memory is not None and self.state_bytes:
+            if kv_memory <= self.state_bytes:
+                raise UsageError(
+                    f"`kv_memory` = {kv_memory} bytes are not enough for the recurrent states of {rows} sequences, "
+                    f"which take {self.state_bytes}; give more, or a smaller `max_batch`."
+                )
+            kv_memory -= self.state_bytes
         self.cache = model.new_kv_cache(kv_memory=kv_memory)
         try:
             self.cache.open_rows(rows)
@@ -155,6 +174,14 @@ class ModelSteps:
             raise UsageError(f"`kv_memory` = {kv_memory} bytes are not enough for one page of {PAGE_SIZE} tokens.")
         schemes = [scheme for scheme in self.cache.schemes if scheme is not None]
         self.whole_prompts = any(scheme.compresses_prompts() for scheme in schemes)
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent states of all rows."""
+        if not state_modules(self.model):
+            return 0
+        bits = state_bits(self.model, self.model.kv_schemes)
+        return self.rows * bytes_of_states(self.model, bits, self.model.dtype, self.device)
 
     def keep_weights(self) -> None:
         """Keep packed weights in 16 bits, too: before `prepare`, whose recordings know them.

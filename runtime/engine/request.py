@@ -226,6 +226,7 @@ class EngineStats:
             the model failed, and were refused by `add`.
         pages_reserved: pages of a layer set aside for the requests that have a row.
         pages_free: pages of a layer that hold nothing; None where the cache grows as needed.
+        state_bytes: bytes of the recurrent states of `max_batch` sequences.
         prefix_pages: pages of a layer that stored prefixes hold; those that no request uses make room when needed.
         prefixes_evicted: stored prefixes dropped so far to make room.
         prompt_tokens, generated_tokens: read and generated so far.
@@ -242,6 +243,7 @@ class EngineStats:
     refused: int
     pages_reserved: int
     pages_free: int | None
+    state_bytes: int
     prefix_pages: int
     prefixes_evicted: int
     prompt_tokens: int

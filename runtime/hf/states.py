@@ -11,6 +11,7 @@ one by one.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import types
@@ -46,6 +47,7 @@ _ENDS, _CHUNKS = "cu_seqlens", "chunk_indices"
 # Tokens and the relative difference of a trial. A module that passes over a state is wrong by about 1. No trial is made
 # while kernels are only listed (`kernels/launches`), for nothing is computed then.
 _TRIAL, _TOLERANCE = 3, 0.1
+_MOST_STATES = 8  # of a kind in one module
 
 
 def state_modules(model: nn.Module) -> list[nn.Module]:
@@ -72,6 +74,39 @@ def state_bits(model: nn.Module, schemes: Sequence[KVScheme | None]) -> int:
     """Width of the states of a model whose modules `read_by_sequence` has changed, see `StateBits`."""
     widths = (scheme.state_bits for scheme in schemes if scheme is not None)
     return 16 if not_split(model) else min(widths, default=16)
+
+
+@torch.no_grad()
+def bytes_of_states(model: nn.Module, bits: int, dtype: torch.dtype, device: torch.device) -> int | None:
+    """Bytes of the states of one sequence, whatever its length: modules read a token, and what they store is counted.
+
+    Args:
+        model: on any device; modules without weights are given zeros.
+        bits: see `state_bits`.
+        dtype, device: in which modules compute, and where.
+
+    Returns:
+        None where a module that keeps states attends as well, and needs more than hidden states.
+    """
+    if not_split(model) is not None:
+        return None
+    found: dict[Any, int] = {}
+    total = 0
+    for module in state_modules(model):
+        kind = type(module), tuple(parameter.shape for parameter in module.parameters())
+        if kind not in found:
+            weights = [*module.parameters(), *module.buffers()]
+            own = module
+            if any(tensor.is_meta for tensor in weights):
+                own = copy.deepcopy(module).to(dtype).to_empty(device=device)
+                for tensor in [*own.parameters(), *own.buffers()]:
+                    tensor.zero_()
+            cache = Cache(layers=[StateLayer(_MOST_STATES, bits) for _ in range(own.layer_idx + 1)])
+            token = torch.zeros(1, 1, model.config.get_text_config().hidden_size, dtype=dtype, device=device)
+            type(own).forward(own, token, **{_cache_name(own): cache})
+            found[kind] = sum(tensor.nbytes for tensor in cache.layers[own.layer_idx].tensors().values())
+        total += found[kind]
+    return total
 
 
 def names_in(module: nn.Module) -> set[str]:

@@ -6,13 +6,16 @@ import math
 
 import pytest
 import torch
+from published.families import FAMILIES, REFUSED, SERVED, outcome
 from published.models import DATA, published
 from tiny.commands import kvconvert
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.cache_utils import DynamicCache
 
+from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import UnsupportedModelError
 from kvconvert.methods import KVScheme
+from kvconvert.models.configuration import model_class
 from kvconvert.runtime import KVCache, load
 
 RECIPES = ("default", "kv-only")
@@ -54,6 +57,8 @@ def test_a_published_configuration_goes_through_the_whole_path_or_is_refused_by_
     done("calibrate", source, "-o", work, "--recipe", recipe, *samples)
     done("export", work, "-o", bundle)
     assert "intact" in done("verify", bundle)
+    kept = {module.name for module in open_bundle(bundle).manifest.modules if module.method == "kept"}
+    assert {name.rpartition(".")[0] for name in model.drafts} <= kept
     assert "Key-value cache" in done("inspect", bundle, "--layers")
     options = ("--against", source, "--tokens", "120", "--context", "256", "--only", PARTS, "--json")
     report = json.loads(done("eval", bundle, *options))
@@ -83,7 +88,8 @@ def test_a_published_configuration_has_the_cache_without_a_conversion(name, tmp_
         with pytest.raises(UnsupportedModelError, match=r"keep its keys and values|attention"):
             KVCache(AutoConfig.from_pretrained(tmp_path), "oscar")
         return
-    network = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
+    auto = model_class(AutoConfig.from_pretrained(tmp_path))
+    network = auto.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
     config = network.config.get_text_config()
     window = min(getattr(config, "sliding_window", None) or 0, 512)
     generator = torch.Generator().manual_seed(0)
@@ -120,6 +126,20 @@ def test_a_published_configuration_has_the_cache_without_a_conversion(name, tmp_
     first = free[0].tolist().index(int(free[0, 2])) + 1
     assert torch.equal(stopped[0, :first], free[0, :first])
     assert (stopped[0, first:] == padding).all()
+
+
+def test_all_but_two_of_the_25_families_that_are_served_most_are_served():
+    assert len(FAMILIES) == 25
+    assert len(FAMILIES.keys() - {*REFUSED}) == 23
+    assert {name for names in FAMILIES.values() for name in names} <= DATA.keys()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("family", "name"), [(family, name) for family in FAMILIES for name in FAMILIES[family]])
+def test_weights_cache_and_engine_compute_what_transformers_does(family, name, tmp_path):
+    torch.set_num_threads(1)
+    said = outcome(name, tmp_path)
+    assert (said == SERVED) == (family not in REFUSED), said
 
 
 def read(network, ids, mask, cache):

@@ -32,6 +32,7 @@ ANYTHING = ("self", "tp_plan", "prompt_lookup_num_tokens", "assistant_model")
 FITTING = dict.fromkeys(("bundle", "model", "work", "path", "source", "output", "name", "recipe", "file"), "kivi")
 FITTING |= {"self": None, "repository": "user/name", "config": CONFIG, "scheme": "kivi", "prompt": [1], "tokens": None}
 FITTING |= {"modality": "visual", "row": 0, "other": CACHE, "like": CACHE, "cache": CACHE}
+PLACES = ("bundle", "model", "against", "work", "output", "file", "auto_from", "fidelity", "data")
 CALLS = {
     f"{function.__qualname__}: {name}": (function, name)
     for function in FUNCTIONS
@@ -103,6 +104,15 @@ VALUES = {
 }
 
 
+@pytest.mark.parametrize("call", [call for call, (_, name) in CALLS.items() if name in PLACES])
+def test_an_empty_path_is_refused_and_not_taken_for_the_current_directory(call):
+    function, wrong = CALLS[call]
+    parameters = inspect.signature(function).parameters.values()
+    given = {p.name: FITTING.get(p.name) for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
+    with pytest.raises(UsageError, match=rf"^`{wrong}` is ''; give .+\.$"):
+        function(**given | {wrong: ""})
+
+
 @pytest.mark.parametrize("call", VALUES)
 def test_the_sentence_says_what_was_given_and_what_to_give(call):
     run, said = VALUES[call]
@@ -149,7 +159,7 @@ def test_a_session_is_not_written_over_a_directory(tmp_path, monkeypatch):
     with torch.no_grad():
         MODEL(input_ids=torch.tensor([[1, 2]]), cache=cache)
     with pytest.raises(CacheError, match="cannot be written"):
-        cache.save("")
+        cache.save(".")
 
 
 def test_a_recipe_of_other_fields_is_refused():

@@ -8,8 +8,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 from tiny.checkpoints import save_checkpoint, save_text
-from tiny.models import ARCHITECTURES
-from transformers import AutoConfig
+from tiny.every_type import tiny_config
+from tiny.models import ARCHITECTURES, write_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvconvert import KVCache, Recipe, calibrate, export, load
 from kvconvert.auto import read_allocation, search
@@ -264,8 +265,20 @@ def test_an_architecture_without_calibration_is_measured_as_it_will_round(tmp_pa
 def test_a_model_without_a_layer_to_search_is_refused(tmp_path, text, monkeypatch):
     monkeypatch.setattr(search, "searched_layers", lambda *_: [])
     model = ARCHITECTURES["llama"].write(tmp_path / "model")
-    with pytest.raises(UnsupportedModelError, match="nothing to search for"):
+    with pytest.raises(UnsupportedModelError, match=r"nothing to search for.* choose the recipe weights-only"):
         run(str(model), tmp_path / "work", text)
+
+
+def test_a_model_that_keeps_its_own_cache_is_sent_to_its_weights_and_these_are_converted(tmp_path, text):
+    source, config = tmp_path / "model", tiny_config("xglm")
+    AutoModelForCausalLM.from_config(config).save_pretrained(source)
+    write_tokenizer(source)
+    with pytest.raises(UnsupportedModelError, match="choose the recipe weights-only"):
+        run(str(source), tmp_path / "searched", text, recipe=Recipe.load("auto"))
+    recipe = Recipe.load("weights-only", {"weights.group_size": 16})
+    work = calibrate(str(source), tmp_path / "work", recipe=recipe, data=text, samples=2, seq_len=140)
+    bundle = export(work.path, tmp_path / "bundle", progress=False)
+    assert any(module.method != "kept" for module in open_bundle(bundle).manifest.modules)
 
 
 @pytest.mark.parametrize(

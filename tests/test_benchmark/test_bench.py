@@ -252,6 +252,16 @@ def test_the_table_shows_every_figure_and_says_what_is_missing():
     assert "x" not in table(report_of(measured, against=None)).splitlines()[1]
 
 
+@pytest.mark.parametrize(("batches", "contexts"), [([1, 10**9], [8]), ([10**6], [500, 8])])
+def test_what_cannot_fit_the_machines_memory_is_refused_before_anything_is_loaded(
+    converted, monkeypatch, batches, contexts
+):
+    monkeypatch.setattr(MODULE, "_run", lambda job: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(MODULE.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**20}[name])
+    with pytest.raises(UsageError, match=r"need [\d,]+ GiB or more, and this machine has 4; lower `batches` or"):
+        bench(converted / "bundle", contexts=contexts, batches=batches, new_tokens=4, device="cpu", progress=False)
+
+
 @pytest.mark.full
 def test_the_worker_keeps_what_else_is_printed_off_its_answers():
     code = (

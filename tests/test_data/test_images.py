@@ -382,6 +382,22 @@ def test_images_of_one_row_are_bounded_together(tmp_path, where):
             row_document(row, None, tmp_path, "row 1")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        {"text": "a" * (2**20 + 1)},
+        {"question": "a" * 2**19, "answer": "b" * (2**19 + 1)},
+        {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a" * (2**20 + 1)}]}]},
+    ],
+    ids=lambda text: next(iter(text)),
+)
+def test_the_text_of_one_row_is_bounded(text):
+    picture = {"image": Image.new("1", (4, 4))}
+    with pytest.raises(DataError, match="row 1 has more than 1048576 characters of text; divide it"):
+        row_document(picture | text, None, None, "row 1")
+    assert row_document(picture | {"text": "a" * 2**20}, None, None, "row 1") is not None
+
+
 @pytest.mark.parametrize("kind", ["JPEG", "MPO"])
 def test_a_picture_in_many_scans_is_refused(tmp_path, kind):
     picture = io.BytesIO()

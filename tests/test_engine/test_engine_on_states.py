@@ -7,7 +7,7 @@ import torch
 from tiny.families import FAMILIES, MIXED, SPARSE
 from tiny.models import ARCHITECTURES, GREEDY, random_ids
 
-from kvconvert.errors import CacheError
+from kvconvert.errors import CacheError, UsageError
 from kvconvert.kernels.launches import record_specializations
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import Engine, KVCache
@@ -235,3 +235,22 @@ def test_rows_that_come_back_lie_where_they_were():
     for name, tensor in layer.tensors().items():
         assert len(tensor) == 9
         assert tensor[:6].equal(numbers[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [("qwen3_5_text", "kivi"), ("kimi_linear", "latent-4bit"), ("falcon_h1", "kivi"), ("lfm2", "kivi")],
+)
+def test_states_of_all_rows_have_their_room_in_the_memory(name, scheme):
+    model, rows, memory = bundle_model(name, KVScheme.preset(scheme)), 3, 10**6
+    engine = Engine(model, max_batch=rows, kv_memory=memory)
+    steps, states = engine._steps, engine.stats().state_bytes
+    requests = [engine.add(random_ids(1, 130), max_new_tokens=4) for _ in range(rows)]
+    engine.run()
+    assert all(request.finish_reason == "length" for request in requests)
+    held = [tensor for layer in steps.cache.state_layers().values() for tensor in layer.tensors().values()]
+    assert states == sum(tensor.nbytes for tensor in held) > 0
+    page = sum(side.page_bytes for store in steps.cache.stores() for side in (store.key_pages, store.value_pages))
+    assert memory - page <= states + steps.pages * page <= memory
+    with pytest.raises(UsageError, match="recurrent states of 3 sequences"):
+        Engine(model, max_batch=rows, kv_memory=states)

@@ -348,6 +348,26 @@ def test_pages_of_other_origins_and_other_names_are_refused():
         assert here.ask(body=ask, headers={"Origin": "http://localhost:3001", "Authorization": "Bearer one"})[0] == 403
 
 
+def test_a_target_in_absolute_form_is_a_path_and_a_host():
+    """As clients of a proxy send it, and as RFC 9112 has every server take it."""
+    with serving(FakeModel(), Letters()) as here:
+        for target, header, status in (
+            ("http://localhost/health", "localhost", 200),
+            (f"HTTP://LOCALHOST:{here.port}/%68ealth?x=1", "evil.example", 200),
+            ("https://127.0.0.1/v1/models", "localhost", 200),
+            ("http://localhost/nothing", "localhost", 404),
+            ("http://localhost", "localhost", 404),  # no page is served here
+            ("http://evil.example/health", "localhost", 403),
+            ("http://me@localhost/health", "localhost", 403),
+            ("http:///health", "localhost", 404),
+            ("ftp://localhost/health", "localhost", 404),
+        ):
+            assert here.ask(target, headers={"Host": header})[0] == status, target
+        assert here.ask("http://localhost/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
+    with serving(FakeModel(), Letters(), keys=["one"]) as here:
+        assert here.ask("http://localhost/v1/models")[0] == 401
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_prefixes_are_shared_between_keys_only_on_request(shared):
     prompt = [1 + n % 90 for n in range(300)]

@@ -14,9 +14,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from tiny import forked
+from tiny.models import ARCHITECTURES
 
 from kvconvert.cli import cli, main
 from kvconvert.commands.serve import _keys
+from kvconvert.convert.export import export
+from kvconvert.convert.pipeline import calibrate
+from kvconvert.recipes.recipe import Recipe
 from kvconvert.serve.requests import Chat, Completion
 
 KEY = "a-key-that-nobody-else-has"
@@ -74,6 +78,18 @@ def process(bundle, *options):
         said.extend(started.stderr)
         started.wait()
         stop.cancel()
+
+
+def test_it_says_what_the_states_of_a_full_batch_take(tmp_path):
+    source, recipe = ARCHITECTURES["qwen3_5_text"].write(tmp_path / "model"), Recipe.of("kv-only")
+    calibrate(source, tmp_path / "work", recipe=recipe, samples=2, seq_len=140, progress=False)
+    bundle = export(tmp_path / "work", tmp_path / "hybrid", progress=False)
+    for options, rest in ((["--kv-memory", "1MB"], "holds pages of"), ([], "the pages grow")):
+        with process(bundle, "--port", "0", "--max-batch", "3", *options) as (started, _, said):
+            started.send_signal(signal.SIGTERM)
+        found = re.search(r"Recurrent states of 3 sequences take ([\d,]+) bytes, and (.+)\.", "".join(said))
+        assert int(found[1].replace(",", "")) > 0
+        assert rest in found[2]
 
 
 def ask(port, body, key=KEY):

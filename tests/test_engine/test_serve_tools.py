@@ -2,13 +2,15 @@
 
 import contextlib
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
 import torch
 from fake_model import FakeModel
 from pydantic import BaseModel
-from serving import NAME, Letters, serving
+from serving import NAME, Letters, serving, wait_for
 
 from kvconvert import load
 from kvconvert.models.responses import PROBE_NAME, CallFormat
@@ -448,6 +450,7 @@ def test_schemas_of_all_tools_together_are_bounded(tiny):
         ({"type": "string", "pattern": "("}, "regex parse error"),
         ({"type": "thing"}, "Invalid type"),
         ({"allOf": [{"type": "integer", "multipleOf": n} for n in (97, 89, 83)]}, "too much time or memory"),
+        ({"type": "integer", "multipleOf": 10**6 + 3}, "too much time or memory"),
         ({"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(3000)}}, "32768 bytes at most"),
         ({"anyOf": [{"type": "object", "properties": {str(n): {} for n in range(20)}} for _ in range(70)]}, None),
         ({"type": "array", "minItems": 10**6, "items": {"type": "array", "minItems": 10**6}}, None),
@@ -468,6 +471,38 @@ def test_a_schema_takes_little_or_is_refused(tiny, hostile, said):
     assert (status, "error" in told) in ((400, True), (200, False))
     if said is not None:
         assert said in told["error"]["message"]
+    tiny.idle()
+
+
+@pytest.mark.parametrize(
+    "forced", [{"const": "ab" * 15000}, {"type": "string", "pattern": "^(ab){15000}$"}, {"enum": [["ab"] * 3000]}]
+)
+def test_a_long_text_that_has_to_follow_is_not_read_anew_for_each_token(tiny, forced):
+    constraint = tiny.service._grammars.of(forced, None, {}, None, "response_format")
+    assert constraint._matcher.compute_ff_tokens() == []
+
+
+def test_schemas_that_are_compiled_hold_up_nobody_who_has_none(tiny, monkeypatch):
+    """Also of the same client."""
+    wait, compile = threading.Event(), tiny.service._renderer.try_grammar
+
+    def late(*arguments):
+        assert wait.wait(60)
+        return compile(*arguments)
+
+    monkeypatch.setattr(tiny.service._renderer, "try_grammar", late)
+    form = {"type": "json_schema", "json_schema": {"schema": schema(x={"enum": [1]})}}
+    body = {"messages": TURNS, "max_tokens": 3}
+    with ThreadPoolExecutor(8) as pool:
+        held = [pool.submit(tiny.ask, "/v1/chat/completions", body | {"response_format": form}) for _ in range(8)]
+        wait_for(lambda: tiny.service.active == 8)
+        try:
+            assert tiny.ask("/v1/chat/completions", body)[0] == 200
+            assert tiny.ask("/v1/completions", {"prompt": "a", "max_tokens": 3})[0] == 200
+            assert not any(answer.done() for answer in held)
+        finally:
+            wait.set()
+        assert [answer.result(timeout=60)[0] for answer in held] == [200] * 8
     tiny.idle()
 
 

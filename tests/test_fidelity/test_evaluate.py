@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from tiny.bundle import change_after_verification
 from tiny.llama import write_recipe, write_tiny_llama
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from kvconvert import Recipe, calibrate, evaluate, export
 from kvconvert.bundle.reader import open_bundle
@@ -60,7 +61,7 @@ def test_the_report_has_the_promised_names_and_is_json(report):
     assert "images" not in values["parts"], "the model reads text alone"
     assert values["text"]["scored_tokens"] == 300
     assert 0 < values["kl"]["mean"] < values["kl"]["p99"] < values["kl"]["p999"]
-    assert values["retrieval"]["prompts"] == 5
+    assert list(values["retrieval"]["by_length"]) == ["128", "256", "384"]
     assert values["retrieval_form"] == "plain text"
     assert (values["compute_dtype"], values["noise"]) == ("float32", None)
 
@@ -132,9 +133,12 @@ def test_another_source_is_noticed_and_an_absent_one_refused(report, source, tmp
         evaluate(bundle, against=str(source), drawings=0)
 
 
-def test_equal_runs_report_equal_figures(report, source):
+def test_equal_runs_report_equal_figures_and_without_progress_nothing_is_shown(report, source, capfd):
     bundle, figures = report
+    logging.enable_progress_bar()
     assert evaluate(bundle, against=str(source), tokens=300, progress=False) == figures
+    assert "Loading" not in capfd.readouterr().err
+    assert logging.is_progress_bar_enabled()
 
 
 def test_parts_can_be_chosen_and_16_bit_dtypes_tell_their_noise(report, source):

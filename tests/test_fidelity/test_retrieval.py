@@ -11,7 +11,6 @@ from kvconvert.errors import UsageError
 from kvconvert.fidelity.retrieval import (
     CITIES,
     NAMES,
-    RETRIEVAL_CONTEXTS,
     DrillBook,
     DrillCounts,
     NumberBook,
@@ -69,13 +68,31 @@ def test_retrieval_counts_exact_answers_by_length_and_depth(book, tokenizer):
         ]
 
     result = retrieval(perfect, shallow, retrieval_drills(book, 600, 4))
-    assert list(result.by_length) == ["256", "512"], "896 tokens do not fit a context of 600"
+    assert list(result.by_length) == ["128", "256", "512"]
     assert (result.source, result.bundle) == (1.0, pytest.approx(3 / 5))
-    assert result.prompts == 40
+    assert result.prompts == 60
     assert {depth: pair[1] for depth, pair in result.by_depth.items()} == {
         "0.1": 0.0, "0.3": 0.0, "0.5": 1.0, "0.7": 1.0, "0.9": 1.0
     }  # fmt: skip
-    assert retrieval(perfect, perfect, retrieval_drills(book, RETRIEVAL_CONTEXTS[0], 4)).source is None
+    assert retrieval(perfect, perfect, retrieval_drills(book, 150, 4)).source is None
+
+
+@pytest.mark.parametrize(
+    ("context", "lengths"),
+    [
+        (100, []),
+        (256, [128]),
+        (512, [128, 256, 384]),
+        (1024, [256, 512, 896]),
+        (1025, [256, 512, 896]),
+        (2000, [384, 896, 1920]),
+        (9999, [2048]),
+    ],
+)
+def test_codes_lie_as_far_back_as_the_context_asked_for_or_the_text_allows(book, context, lengths):
+    drills = retrieval_drills(book, context, 1)
+    assert sorted({len(drill.context) for drill in drills}) == lengths
+    assert len(drills) == 5 * len(lengths)
 
 
 def test_counts_say_how_much_is_drilled_and_none_is_left_out(book, tokenizer):
@@ -83,7 +100,7 @@ def test_counts_say_how_much_is_drilled_and_none_is_left_out(book, tokenizer):
         return [""] * len(drills)
 
     few = DrillCounts(retrieval_trials=1)
-    assert retrieval(silent, silent, retrieval_drills(book, 600, few.retrieval_trials)).prompts == 10
+    assert retrieval(silent, silent, retrieval_drills(book, 600, few.retrieval_trials)).prompts == 15
     with pytest.raises(UsageError, match="`probes` is 0"):
         DrillCounts(probes=0)
 

@@ -9,7 +9,7 @@ import yaml
 from huggingface_hub import ModelCard
 from tiny.bundle import tiny_manifest, tiny_tensors
 
-from kvconvert.bundle.card import model_card
+from kvconvert.bundle.card import LICENSES, model_card
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.convert.export import described
 from kvconvert.errors import BundleError, UsageError
@@ -44,6 +44,24 @@ def test_the_header_says_what_the_hub_understands():
         assert words in card.text
 
 
+@pytest.mark.parametrize(
+    ("source", "named", "said"),
+    [
+        ("a.txt", [], "a.txt"),
+        ("a.txt=1, b.txt=1, 1 of them random tokens", [], "a.txt, b.txt, 1 of the samples random tokens"),
+        ("a.txt=2, b.txt=1", [], "a.txt=2, b.txt=1"),
+        ("org/a:en:train:text=3, own.jsonl=1.5", ["org/a"], "org/a:en:train:text=3, own.jsonl=1.5"),
+        ("org/a=1, org/b=1, org/a:fr=1", ["org/a", "org/b"], "org/a, org/b, org/a:fr"),
+    ],
+)
+def test_the_card_names_each_data_set_and_weights_that_differ(source, named, said):
+    manifest = tiny_manifest(tiny_tensors(), {})
+    data = manifest.data.model_copy(update={"source": source})
+    card = ModelCard(model_card(manifest.model_copy(update={"data": data})), ignore_metadata_errors=False)
+    assert (card.data.to_dict().get("datasets") or []) == named
+    assert f" from {said} (seed" in card.text
+
+
 def test_the_source_s_card_gives_licence_and_languages(tmp_path):
     header = {"license": "other", "license_name": "n", "license_link": "https://l", "language": ["en", "no"]}
     (tmp_path / "README.md").write_text(f"---\n{yaml.safe_dump(header)}---\n# x\n".replace("'no'", "no"))
@@ -61,6 +79,12 @@ def test_a_card_with_values_that_are_none_says_its_license_all_the_same(tmp_path
     assert card_facts(tmp_path) == {"licence": "mit", "licence_name": None, "licence_link": None, "language": []}
 
 
+@pytest.mark.parametrize("license", LICENSES)
+def test_every_license_of_the_hub_is_read_from_a_card(tmp_path, license):
+    (tmp_path / "README.md").write_text(f"---\nlicense: {license}\n---\n")
+    assert card_facts(tmp_path)["licence"] == license
+
+
 @pytest.mark.parametrize("line", ["\n", " \n", "\t\n", "- \n", "---"])
 def test_a_card_that_never_ends_its_front_matter_says_nothing(tmp_path, line):
     (tmp_path / "README.md").write_text("---" + line * 200_000)
@@ -73,12 +97,19 @@ def test_what_the_user_says_of_a_local_source_is_recorded():
     assert (found.id, found.licence, found.config_sha256) == ("org/model", "mit", source.config_sha256)
     for wrong, words in (
         ({"base_model": "./folder"}, "no id on the Hub"),
-        ({"license": "a b"}, "identifier"),
+        ({"license": "a b"}, "identifiers .*give other with"),
+        ({"license": "foo"}, "identifiers"),
+        ({"license": ""}, "identifiers"),
+        ({"license": "Apache 2.0"}, "did you mean apache-2.0"),
+        ({"license": "MIT"}, "did you mean mit"),
+        ({"license": "llama-3.1"}, "did you mean llama3.1"),
         ({"license": "other"}, "license_name"),
         ({"license_link": "x"}, "other"),
     ):
         with pytest.raises(UsageError, match=words):
             described(source, **STATED | wrong)
+    newer = source.model_copy(update={"licence": "newer-1.0"})  # as the source's own card has it
+    assert described(newer, **STATED | {"license": "newer-1.0"}).licence == "newer-1.0"
     with pytest.raises(UsageError, match="came from the Hub"):
         described(source.model_copy(update={"revision": "a"}), **STATED | {"base_model": "org/model"})
 

@@ -1,4 +1,4 @@
-"""Convert a tiny model of one type of transformers, load and run it, and say in one line what came of it."""
+"""Convert a model of one type of transformers, load and run it, and say in one line what came of it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ CLOSE = 5e-3
 PROMPT, GENERATED, CHUNK = 140, 3, 128
 
 
-@torch.no_grad()
 def outcome(model_type: str, directory: Path) -> str:
-    """What a bundle computes as transformers does: "weights and cache" or "weights"; or the refusal."""
+    """`conversion` of a tiny model of that type."""
     source = directory / "source"
     config = tiny_config(model_type)
     torch.manual_seed(0)
@@ -42,6 +41,18 @@ def outcome(model_type: str, directory: Path) -> str:
     randomise(model)
     model.save_pretrained(source)
     write_tokenizer(source)
+    return conversion(model, source)
+
+
+@torch.no_grad()
+def conversion(model: PreTrainedModel, source: Path) -> str:
+    """What a bundle computes as transformers does: "weights and cache" or "weights"; or the refusal.
+
+    Args:
+        model: in float32.
+        source: the directory where it is stored; others are made beside it.
+    """
+    directory = source.parent
     (directory / "text.txt").write_text(TEXT)
     refusals = []
     for name, recipe in (("weights", AWQ), ("cache", CACHE_ONLY)):

@@ -156,7 +156,10 @@ def test_a_model_that_is_not_a_causal_language_model_is_refused():
         architecture_of(LlamaConfig(architectures=["LlamaForSequenceClassification"], num_hidden_layers=1))
 
 
-@pytest.mark.parametrize(("model_type", "stated"), [("llama", "LLaMAForCausalLM"), ("phimoe", "PhiMoEForCausalLM")])
+PUBLISHED = [("llama", "LLaMAForCausalLM"), ("phimoe", "PhiMoEForCausalLM"), ("qwen3_5_text", "Qwen35ForCausalLM")]
+
+
+@pytest.mark.parametrize(("model_type", "stated"), PUBLISHED)
 def test_a_class_is_known_by_the_name_that_was_published_whatever_its_case(model_type, stated):
     assert architecture_of(ARCHITECTURES[model_type].config(architectures=[stated])).model_type == model_type
 

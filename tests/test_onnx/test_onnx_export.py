@@ -13,14 +13,14 @@ import pytest
 import torch
 from click.testing import CliRunner
 from conversions import converted_tiny
-from tiny.bundle import change_after_verification, reseal
+from tiny.bundle import change_after_verification, edit_json, reseal
 from tiny.models import ARCHITECTURES, random_ids, write_tokenizer
 from transformers import AutoTokenizer
 
 from kvconvert import KVScheme, Recipe
 from kvconvert.bundle.manifest import LayerPlan
 from kvconvert.cli import cli
-from kvconvert.errors import BundleError, UnsupportedModelError, UsageError
+from kvconvert.errors import BundleError, KvconvertError, UnsupportedModelError, UsageError
 from kvconvert.kernels.linear.awq_format import dequantize_weight, quantize_weight
 from kvconvert.onnx import export as exporting
 from kvconvert.onnx.architecture import DecoderShape, served_bits
@@ -127,6 +127,26 @@ def test_a_file_that_changes_between_verification_and_export_is_noticed(spoken, 
     change_after_verification(monkeypatch, exporting, directory / name)
     with pytest.raises(BundleError, match="changed after it was verified"):
         export_onnx(directory, tmp_path / "onnx")
+    assert not (tmp_path / "onnx").exists()
+
+
+# What transformers refuses in words of its own, what would take gigabytes, and what other tensors belong to.
+CONFIGS = [
+    *({"use_cache": 1}, {"attention_bias": "x"}, {"hidden_act": ["silu"]}, {"model_type": 7}, {"auto_map": None}),
+    *({"rope_parameters": 7}, {"rms_norm_eps": "x"}, {"vocab_size": None}, {"eos_token_id": 1.5}, {"id2label": 5}),
+    *({"head_dim": 8}, {"hidden_size": 96}, {"num_key_value_heads": 0}, {"num_attention_heads": 3}),
+    *({"intermediate_size": 8}, {"max_position_embeddings": 2**23}, {"hidden_act": "none"}, {"vocab_size": 7}),
+]
+
+
+@pytest.mark.parametrize("settings", CONFIGS, ids=str)
+def test_a_sealed_configuration_that_makes_no_model_of_these_tensors_is_one_sentence(bundle, tmp_path, settings):
+    directory = shutil.copytree(bundle, tmp_path / "bundle")
+    edit_json(directory / "config.json", **settings)
+    reseal(directory)
+    with pytest.raises(KvconvertError) as caught:
+        export_onnx(directory, tmp_path / "onnx")
+    assert "\n" not in str(caught.value)
     assert not (tmp_path / "onnx").exists()
 
 

@@ -7,13 +7,15 @@ import subprocess
 import sys
 import time
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
 from tiny.checkpoints import save_checkpoint, save_text
-from tiny.models import ARCHITECTURES
+from tiny.families import FAMILIES
+from tiny.models import ARCHITECTURES, random_ids
 
 from kvconvert.bundle.manifest import Manifest
 from kvconvert.cache import LayerCache, ModelCache
@@ -32,7 +34,8 @@ from kvconvert.methods import KVCalibration, KVScheme
 from kvconvert.models.source import open_source
 from kvconvert.planning.plan import fit, packed_bytes, plan, plan_text
 from kvconvert.planning.probe import PartTime, measure, paced, sequences_probed
-from kvconvert.recipes.recipe import Recipe
+from kvconvert.recipes.recipe import Recipe, WeightsRecipe
+from kvconvert.runtime.hf.generation import adopt
 
 RTN = '[weights]\nmethod = "rtn"\nbits = {bits}\ngroup_size = 32\n[kv]\npreset = "{preset}"\n'
 
@@ -81,6 +84,13 @@ def test_longest_context_and_largest_batch_fit_and_one_more_does_not():
     assert fit(memory, weights, cache, context, batch, 500, allowance).limited_by == "the model's positions"
     nothing = fit(weights, weights, cache, context, batch, 500, allowance)
     assert (nothing.longest_context, nothing.largest_batch) == (0, 0)
+    with_states = fit(memory, weights, cache, context, batch, None, allowance, 70_000)
+    moved = [fit(memory - n * 70_000, weights, cache, context, batch, None, allowance) for n in (batch, 1)]
+    assert with_states.longest_context == moved[0].longest_context
+    assert with_states.largest_batch < moved[1].largest_batch
+    most = with_states.largest_batch
+    assert weights + allowance(most) + most * (cache.bytes(context) + 70_000) <= memory
+    assert weights + allowance(most + 1) + (most + 1) * (cache.bytes(context) + 70_000) > memory
 
 
 def test_sink_tokens_and_windows_count_in_short_contexts(tmp_path):
@@ -98,6 +108,29 @@ def test_layers_that_keep_the_models_own_cache_are_counted_with_the_reason(tmp_p
     reason = "a linear_attention layer has no keys and values; its state is stored in 12 bits"
     assert planned.cache.left == {reason: 1}
     assert re.search(rf"\n1 layer +no low-bit keys and values +{reason}", plan_text(planned))
+
+
+WITH_STATES = ["qwen3_5_text", "kimi_linear", "falcon_h1", "lfm2"]  # delta rule, KDA, Mamba 2, short convolutions
+MORE = ["bamba", "jamba", "granitemoehybrid", "qwen3_next"]
+
+
+@pytest.mark.parametrize("name", [*WITH_STATES, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)])
+def test_planned_states_are_those_that_a_sequence_has(name, tmp_path):
+    entry = (ARCHITECTURES | FAMILIES)[name]
+    preset = KVScheme.preset("latent-4bit" if name == "kimi_linear" else "kivi")
+    entry.write(tmp_path / "model")
+    for state_bits in (12, 16):
+        scheme = replace(preset, state_bits=state_bits)
+        method = Recipe(weights=WeightsRecipe(method="none"), kv=scheme)
+        planned = plan(tmp_path / "model", recipe=method, probe=False, progress=False)
+        model = entry.build().to(torch.bfloat16)
+        adopt(model, [scheme] * model.config.num_hidden_layers, {})
+        cache = model.new_kv_cache()
+        for length in (5, 130):
+            model(random_ids(1, length), past_key_values=cache)
+            held = [tensor for layer in cache.state_layers().values() for tensor in layer.tensors().values()]
+            assert planned.cache.states == sum(tensor.nbytes for tensor in held) > 0
+        assert "measured on one token" in plan_text(planned)
 
 
 def test_what_does_not_depend_on_tokens_is_not_extrapolated():

@@ -250,6 +250,24 @@ def test_what_cannot_be_read_again_is_refused(llama):
         KVCache(llama.config, EXACT).open_rows(2)
 
 
+def test_the_other_ways_that_refusals_name_are_open(llama):
+    sliding = tiny_model("mistral", "kvconvert", num_hidden_layers=2, sliding_window=90)
+    ids, options = random_ids(2, 300), {"max_new_tokens": 3, "pad_token_id": 0, **GREEDY}
+    with pytest.raises(UnsupportedModelError, match='choose selection = "attention"'):
+        KVCache(sliding.config, EXACT)
+    cache = KVCache(sliding.config, replace(EXACT, selection="attention"))
+    assert sliding.generate(ids, past_key_values=cache, **options).shape == (2, 303)
+    with pytest.raises(CacheError, match="generate in batches instead"):
+        KVCache(llama.config, EXACT).open_rows(2)
+    model = tiny()
+    adopt(model, [EXACT] * LAYERS, {})
+    found = model.generate(ids, **options)
+    assert found.shape == (2, 303)
+    with pytest.raises(CacheError, match="generate without an assistant model or prompt lookup"):
+        model.generate(ids[:1], prompt_lookup_num_tokens=2, **options)
+    assert torch.equal(model.generate(ids, **options), found)
+
+
 def test_an_engine_refuses_it():
     model = tiny_model("llama", "kvconvert", num_hidden_layers=LAYERS)
     adopt(model, [EXACT] * LAYERS, {})

@@ -12,10 +12,17 @@ from typing import Any
 import pytest
 import torch
 from tiny.bundle import edit_json, reseal, write_tiny_bundle
+from tiny.every_type import tiny_config
+from tiny.families import FAMILIES
 from tiny.hub import Repository, standing_in
+from tiny.models import ARCHITECTURES, GREEDY, random_ids, randomise
+from transformers import AutoConfig
 
 from kvconvert.errors import BundleError
 from kvconvert.methods import KVScheme
+from kvconvert.models.configuration import layer_config, layer_types_of, model_class, stored_shape
+from kvconvert.runtime import Engine
+from kvconvert.runtime.hf.generation import adopt
 from kvconvert.vllm.bundle import VERSIONS, ServedBundle, choose_settings, layer_index, refuse_config
 
 ARGUMENTS = {
@@ -325,6 +332,49 @@ def test_layers_of_other_types_are_refused(config, said):
 
 
 EIGHT = KVScheme(key_bits=8, value_bits=8, sink_tokens=4)
+SENT_ON = {
+    "eviction": ("llama", ["minikv"]),
+    "spans": ("llama", ["calibquant-1bit"]),
+    "images alone": ("qwen2_5_vl", [replace(SPANS, modality="visual").with_online_rotation()]),
+    "latents": ("deepseek_v3", ["latent-4bit"]),
+    "latents and an indexer": ("glm_moe_dsa", ["latent-4bit"]),
+    "sparse attention": ("minimax_m3_vl_text", ["kivi"]),
+    "chunks": ("llama4_text", ["kivi"]),
+    "values of another size": ("mimo_v2_flash", ["kivi"]),
+    "several widths beside states": ("falcon_h1", ["kivi", EIGHT]),
+}
+
+
+@pytest.mark.parametrize("case", SENT_ON)
+def test_whoever_is_sent_to_kvconvert_serve_is_served(case):
+    name, stated = SENT_ON[case]
+    entry = (ARCHITECTURES | FAMILIES).get(name)
+    if entry is None:
+        config = tiny_config(name)
+        torch.manual_seed(0)
+        model = model_class(config).from_config(config).eval().requires_grad_(False)
+        randomise(model)
+    else:
+        model = entry.build()
+    config = model.config.get_text_config(decoder=True)
+    presets = [KVScheme.preset(each).with_online_rotation() if isinstance(each, str) else each for each in stated]
+    schemes = (presets * config.num_hidden_layers)[: config.num_hidden_layers]
+    adopt(model, schemes, {})
+    shapes = [stored_shape(layer_config(config, index)) for index in range(len(schemes))]
+    layers = [
+        SimpleNamespace(num_key_value_heads=heads, head_dim=keys, value_head_dim=None if values == keys else values)
+        for heads, keys, values in shapes
+    ]
+    manifest = SimpleNamespace(schemes=lambda: schemes, layers=layers, modules=[])
+    plugin = ServedBundle(SimpleNamespace(manifest=manifest, config=model.config.to_dict(), plan={}))
+    refused(plugin.refusal(torch.bfloat16), "use `kvconvert serve`")
+    ids = [random_ids(1, length, seed=length) for length in (140, 5, 140)]
+    server = Engine(model, max_batch=2, prompt_chunk=4096)
+    requests = [server.add(each, max_new_tokens=4, stop_token_ids=[]) for each in ids]
+    server.run()
+    for each, request in zip(ids, requests, strict=True):
+        expected = model.generate(each, max_new_tokens=4, **GREEDY)
+        assert request.tokens == expected[0, each.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize(
@@ -347,6 +397,29 @@ def test_layers_that_attend_to_all_tokens_are_ours(config, windows, states, atte
     assert found.has_cache == bool(attending)
     assert found.unused_schemes == [index for index in (0, 1) if index not in attending]
     assert found.refusal(torch.bfloat16) is None
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "types"),
+    [
+        ("falcon_h1", {}, ["hybrid"] * 4),
+        ("bamba", {"attn_layer_indices": [1, 3]}, ["linear_attention", "full_attention"] * 2),
+        ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1}, ["linear_attention", "full_attention"] * 2),
+        ("gemma2", {"sliding_window": 512}, ["sliding_attention", "full_attention"] * 2),
+        (
+            "gemma3_text",
+            {"sliding_window": 512, "sliding_window_pattern": 3},
+            ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"],
+        ),
+        ("mistral", {"sliding_window": 512}, ["sliding_attention"] * 4),
+        ("qwen2", {"sliding_window": 512, "use_sliding_window": False}, ["full_attention"] * 4),
+        ("llama", {}, ["full_attention"] * 4),
+    ],
+)
+def test_layers_whose_types_a_model_says_in_words_of_its_own_are_known(model_type, config, types):
+    assert served(*[EIGHT] * 4, model_type=model_type, **config).layer_types == types
+    known = AutoConfig.for_model(model_type, num_hidden_layers=4, **config)
+    assert layer_types_of(known)[0] == types
 
 
 def test_beside_states_all_blocks_have_one_size_of_whole_bytes_for_each_token():

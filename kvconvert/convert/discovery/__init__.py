@@ -63,8 +63,9 @@ def discover(model: PreTrainedModel) -> Architecture:
     config = model.config
     kind = type(model).__name__
     stated = getattr(config, "architectures", None) or []
-    # Published names differ in case from the classes that transformers builds: LLaMAForCausalLM, PhiMoEForCausalLM.
-    if stated and kind.casefold() not in [name.casefold() for name in stated]:
+    # Published names differ in case and underscores from the classes that transformers builds: LLaMAForCausalLM,
+    # PhiMoEForCausalLM, KimiK25ForConditionalGeneration.
+    if stated and _bare(kind) not in map(_bare, stated):
         raise UnsupportedModelError(
             f"config.json states the architecture {', '.join(stated)}, and transformers generates text with {kind}."
         )
@@ -83,6 +84,10 @@ def discover(model: PreTrainedModel) -> Architecture:
             known[signature] = _structure(model, f"{layers}.{index}", index, arguments[index])
         structures.append(known[signature])
     return Architecture(config.model_type, base, layers, tuple(structures))
+
+
+def _bare(name: str) -> str:
+    return name.replace("_", "").casefold()
 
 
 def _check_layers(config: PretrainedConfig) -> None:

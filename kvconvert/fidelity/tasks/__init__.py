@@ -27,7 +27,7 @@ from kvconvert.fidelity.evaluate import versions
 from kvconvert.fidelity.retrieval import has_plain_template
 from kvconvert.fidelity.scoring import bootstrap_mean
 from kvconvert.fidelity.tasks.problems import TASKS, Problem, Task, text_before
-from kvconvert.io.progress import progress_bar
+from kvconvert.io.progress import loading_bars, progress_bar
 from kvconvert.methods import KVScheme
 from kvconvert.models.configuration import layer_types_of, pages_unsupported
 from kvconvert.models.devices import choose_device, compute_dtype
@@ -148,8 +148,9 @@ class TaskReport:
                 ),
             ]
         before = f"{self.context:,} tokens before each" if self.context else "nothing before them"
-        said = f"{self.problems} problems, {before}, computed in {self.compute_dtype} on {self.device} against "
-        return "\n".join([text_table(("", "source", "bundle", ""), rows), "", f"{said}{self.against}"])
+        count = f"{self.problems} problem{'' if self.problems == 1 else 's'}"
+        said = f"{count}, {before}, computed in {self.compute_dtype} on {self.device} against {self.against}"
+        return "\n".join([text_table(("", "source", "bundle", ""), rows), "", said])
 
 
 def solve(
@@ -198,7 +199,8 @@ def solve(
     checkpoint = open_source(against_id, was_fetched=against is None and opened.manifest.source.revision is not None)
     computed_in = compute_dtype(dtype, place, checkpoint.config.dtype)
 
-    model, processor = load(opened.directory, dtype=computed_in, verify="headers")
+    with loading_bars(progress):
+        model, processor = load(opened.directory, dtype=computed_in, verify="headers")
     opened.files.check_unchanged()
     tokenizer = tokenizer_of(processor)
     prompts, stops = _prompts(asked, every, problems, tokenizer, context, seed)
@@ -207,7 +209,8 @@ def solve(
     bundled = _answers(engine, prompts, asked.answer_tokens, stops, samplings, "bundle", progress)
     del model, engine
     gc.collect()
-    source = checkpoint.load(computed_in).to(place).eval()
+    with loading_bars(progress):
+        source = checkpoint.load(computed_in).to(place).eval()
     adopt(source, _exact_schemes(source), {})
     engine = _engine(source, tokenizer, place)
     exact = _answers(engine, prompts, asked.answer_tokens, stops, samplings, "source", progress)
