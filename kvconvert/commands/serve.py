@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from kvconvert.commands import ByteSize, Whole, check_device, quiet
+from kvconvert.commands import ByteSize, Place, Whole, check_device, quiet
 from kvconvert.errors import KvconvertError, MissingError, UsageError
 from kvconvert.io.ending import end_process
 
@@ -134,7 +134,7 @@ class _Seconds(click.FloatRange):
 @click.option(
     "--api-key-file",
     metavar="FILE",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=Place(dir_okay=False),
     help=f"API keys, one a line; {KEY_VARIABLE} may hold one instead. Without a key anyone is served.",
 )
 @click.option(

@@ -144,7 +144,8 @@ class TaskReport:
                 ),
             ]
         before = f"{self.context:,} tokens before each" if self.context else "nothing before them"
-        said = f"{self.problems} problem{'' if self.problems == 1 else 's'}, {before}, computed in {self.compute_dtype} on {self.device} against "
+        asked = f"{self.problems:,} problem{'' if self.problems == 1 else 's'}"
+        said = f"{asked}, {before}, computed in {self.compute_dtype} on {self.device} against "
         return "\n".join([text_table(("", "source", "bundle", ""), rows), "", f"{said}{self.against}"])
 
 
