@@ -126,6 +126,11 @@ WRONG = [
 ]
 
 
+def test_a_model_is_not_served_without_a_name():
+    result = kvconvert("serve", GOLDEN, "--port", 0, "--served-model-name", "")
+    assert (result.exit_code, "named ''; give it a name" in result.stderr) == (2, True)
+
+
 def test_no_option_takes_an_empty_path_for_the_current_directory():
     paths = [p for command in cli.commands.values() for p in command.params if isinstance(p.type, click.Path)]
     assert len(paths) > 5

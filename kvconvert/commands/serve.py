@@ -208,8 +208,9 @@ def serve(
     from kvconvert.serve.access import Hosts, origin_of
 
     hosts, origins = Hosts.of(host, address[0], allowed_hosts), [origin_of(origin) for origin in cors_origins]
-    name = name or (Path(bundle).resolve().name if os.path.exists(bundle) else bundle)
-    if len(name) > _MOST_LETTERS or not name.isprintable():
+    if name is None:
+        name = Path(bundle).resolve().name if os.path.exists(bundle) else bundle
+    if not 0 < len(name) <= _MOST_LETTERS or not name.isprintable():
         raise UsageError(
             f"No client can ask for a model named {name!r:.100}; give it a name of up to {_MOST_LETTERS} letters with "
             "--served-model-name."

@@ -44,7 +44,7 @@ from kvconvert.models.source import SourceModel, open_source
 from kvconvert.models.structure import LayerStructure
 from kvconvert.planning.probe import LayerProbe, run_probe
 from kvconvert.recipes.recipe import Recipe, RecipeNamed
-from kvconvert.tables import text_table
+from kvconvert.tables import counted, text_table
 
 
 @dataclass(frozen=True)
@@ -511,7 +511,8 @@ def plan_text(plan: Plan) -> str:
         else:
             rows.append(("search", duration(plan.search_seconds), f"of that time; {passes}"))
     lines = [
-        f"{plan.model}, recipe {plan.recipe}: {plan.samples} sequences of {plan.length} tokens on {plan.device}",
+        f"{plan.model}, recipe {plan.recipe}: {counted(plan.samples, 'sequence')} of {plan.length:,} tokens on "
+        f"{plan.device}",
         "",
         text_table(("converting", "", ""), rows),
         "",

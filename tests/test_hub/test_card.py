@@ -62,6 +62,20 @@ def test_the_card_names_each_data_set_and_weights_that_differ(source, named, sai
     assert f" from {said} (seed" in card.text
 
 
+@pytest.mark.parametrize(
+    ("samples", "length", "images", "said"),
+    [
+        (1, 64, 0, "1 sample of 64 tokens from"),
+        (16, 2048, 1, "16 samples of 2,048 tokens with 1 image from"),
+        (1000, 64, 2000, "1,000 samples of 64 tokens with 2,000 images from"),
+    ],
+)
+def test_one_of_a_kind_is_no_plural(samples, length, images, said):
+    manifest = tiny_manifest(tiny_tensors(), {})
+    data = manifest.data.model_copy(update={"samples": samples, "length": length, "images": images})
+    assert said in model_card(manifest.model_copy(update={"data": data}))
+
+
 def test_the_source_s_card_gives_licence_and_languages(tmp_path):
     header = {"license": "other", "license_name": "n", "license_link": "https://l", "language": ["en", "no"]}
     (tmp_path / "README.md").write_text(f"---\n{yaml.safe_dump(header)}---\n# x\n".replace("'no'", "no"))

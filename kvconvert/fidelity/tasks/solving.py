@@ -37,7 +37,7 @@ from kvconvert.runtime import load
 from kvconvert.runtime.engine import Engine, Sampling
 from kvconvert.runtime.engine.processors import recommended
 from kvconvert.runtime.hf.generation import adopt
-from kvconvert.tables import text_table
+from kvconvert.tables import counted, text_table
 
 ROWS = {"cpu": 4, "cuda": 128}  # of an Engine
 EXACT = KVScheme(key_bits=16, value_bits=16)
@@ -144,7 +144,7 @@ class TaskReport:
                 ),
             ]
         before = f"{self.context:,} tokens before each" if self.context else "nothing before them"
-        asked = f"{self.problems:,} problem{'' if self.problems == 1 else 's'}"
+        asked = counted(self.problems, "problem")
         said = f"{asked}, {before}, computed in {self.compute_dtype} on {self.device} against "
         return "\n".join([text_table(("", "source", "bundle", ""), rows), "", f"{said}{self.against}"])
 
