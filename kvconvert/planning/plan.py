@@ -510,9 +510,9 @@ def plan_text(plan: Plan) -> str:
             rows.append(("search", "", passes))
         else:
             rows.append(("search", duration(plan.search_seconds), f"of that time; {passes}"))
+    sequences = counted(plan.samples, "sequence")
     lines = [
-        f"{plan.model}, recipe {plan.recipe}: {counted(plan.samples, 'sequence')} of {plan.length:,} tokens on "
-        f"{plan.device}",
+        f"{plan.model}, recipe {plan.recipe}: {sequences} of {plan.length:,} tokens on {plan.device}",
         "",
         text_table(("converting", "", ""), rows),
         "",
