@@ -85,7 +85,7 @@ def _facts(manifest: Manifest) -> list[tuple[str, str]]:
     facts = [("source", f"{source.id}{f' at {source.revision}' if source.revision else ''}")]
     facts += [("stored as", source.stored_as)] if source.stored_as else []
     facts += [
-        ("license", source.licence or "not stated"),
+        ("license", (source.licence or "not stated") + (f", {source.licence_name}" if source.licence_name else "")),
         ("recipe", str(manifest.recipe.get("name"))),
         ("format", f"{manifest.format_version}, written by kvconvert {manifest.kvconvert_version}"),
         ("changes", ", ".join(manifest.transforms) or "none"),

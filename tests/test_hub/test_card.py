@@ -10,6 +10,7 @@ from huggingface_hub import ModelCard
 from tiny.bundle import tiny_manifest, tiny_tensors
 
 from kvconvert.bundle.card import LICENSES, model_card
+from kvconvert.bundle.describe import describe
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.convert.export import described
 from kvconvert.errors import BundleError, UsageError
@@ -40,6 +41,7 @@ def test_the_header_says_what_the_hub_understands():
         "datasets": ["org/texts"],
         "tags": ["kvconvert", "awq", "4-bit", "kv-cache-quantization"],
     }
+    assert ("license", "other, own") in describe(manifest.model_copy(update={"source": source})).facts
     for words in ("pip install", "kvconvert.runtime.load", "## Recipe", "## Fidelity"):
         assert words in card.text
 
