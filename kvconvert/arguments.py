@@ -22,14 +22,24 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Rule = tuple[Callable[[Any], bool], str]  # whether a value is possible, and what to give
 
+
+class _NotEmpty:
+    """Any path but empty text, as of a shell's unset variable, which would be the current directory."""
+
+    def __contains__(self, value: object) -> bool:
+        return value != ""
+
+
+NAMED = _NotEmpty()
+
 _MOST = 2**63  # of whole numbers, in either direction
 Count = Annotated[int, range(1, _MOST)]
 Natural = Annotated[int, range(_MOST)]
 SampleLength = Annotated[int, range(2, _MOST)]
-BundlePlace = Annotated[str | Path, "a bundle's directory, or its id on the Hub"]
-ModelPlace = Annotated[str | Path, "its directory, or its id on the Hub"]
-Folder = Annotated[str | Path, "a directory"]
-File = Annotated[str | Path, "the path of a file"]
+BundlePlace = Annotated[str | Path, NAMED, "a bundle's directory, or its id on the Hub"]
+ModelPlace = Annotated[str | Path, NAMED, "its directory, or its id on the Hub"]
+Folder = Annotated[str | Path, NAMED, "a directory"]
+File = Annotated[str | Path, NAMED, "the path of a file"]
 Repository = Annotated[str, "the id of a repository on the Hub, user/name"]
 
 
@@ -105,12 +115,7 @@ def _rule(annotation: Any) -> Rule:
     rules = [_rule(part) for part in parts if part is not ...]
     if kind in (Union, UnionType):
         words = dict.fromkeys(words for part, (_, words) in zip(parts, rules, strict=True) if part is not NoneType)
-        is_place = {str, Path} <= set(
-            parts
-        )  # empty text, as of a shell's unset variable, would be the folder one is in
-        return lambda value: any(fits(value) for fits, _ in rules) and not (is_place and value == ""), listed(
-            words, "or"
-        )
+        return lambda value: any(fits(value) for fits, _ in rules), listed(words, "or")
     if issubclass(kind, Mapping):
         (names, name), (entries, entry) = rules
         return (
@@ -129,9 +134,11 @@ def _noted(rule: Rule, notes: tuple[str | Container[Any], ...]) -> Rule:
     """A rule with what `Annotated` adds to it."""
     fits, words = rule
     among: Any = next((note for note in notes if not isinstance(note, str)), None)
-    if isinstance(among, range):
+    said = next((note for note in notes if isinstance(note, str)), None)
+    if said is not None:
+        words = said
+    elif isinstance(among, range):
         words = f"{words} from {among[0]} to {among[-1]}" if among.stop < _MOST else f"{words} of at least {among[0]}"
     elif among is not None:
         words = listed(map(repr, among), "or")
-    words = next((note for note in notes if isinstance(note, str)), words)
     return (fits if among is None else lambda value: fits(value) and value in among), words

@@ -20,6 +20,7 @@ from tiny.llama import write_recipe, write_tiny_llama
 
 from kvconvert import load
 from kvconvert.cli import cli
+from kvconvert.commands import Place
 from kvconvert.errors import UsageError
 
 GOLDEN = Path(__file__).parent / "golden" / "format-1"
@@ -108,6 +109,12 @@ WRONG = [
     (["help"], 2, "kvconvert --help lists"),
     (["inspect", ""], 2, "BUNDLE is ''; give a bundle's directory"),
     (["plan", ""], 2, "MODEL is ''; give its directory"),
+    (["recipes", ""], 2, "There is no recipe preset ''"),
+    (["rm", ""], 2, "'' is no id"),
+    (["report", "BUNDLE", "-o", ""], 2, "'-o': it is empty; give a path."),
+    (["convert", "MODEL", ""], 2, "'BUNDLE': it is empty; give a path."),
+    (["calibrate", "MODEL", "-o", ""], 2, "'-o': it is empty; give a path."),
+    (["serve", "BUNDLE", "--api-key-file", ""], 2, "it is empty; give a path."),
     (["eval", "BUNDLE", "--against", ""], 2, "is ''; give its directory"),
     (["eval", "BUNDLE", "--only", ""], 2, "--only: no part is named; choose"),
     (["serve", "BUNDLE", "--port", "80x"], 2, "'80x' is not a valid whole number."),
@@ -117,6 +124,17 @@ WRONG = [
     (["plan", "MODEL", "--kv-bytes-per-token", "x"], 2, "'x' is not a valid number."),
     (["serve", "BUNDLE", "--grace", "x"], 2, "'x' is not a valid number."),
 ]
+
+
+def test_a_model_is_not_served_without_a_name():
+    result = kvconvert("serve", GOLDEN, "--port", 0, "--served-model-name", "")
+    assert (result.exit_code, "named ''; give it a name" in result.stderr) == (2, True)
+
+
+def test_no_option_takes_an_empty_path_for_the_current_directory():
+    paths = [p for command in cli.commands.values() for p in command.params if isinstance(p.type, click.Path)]
+    assert len(paths) > 5
+    assert all(isinstance(parameter.type, Place) for parameter in paths)
 
 
 def test_no_option_calls_a_number_by_the_name_of_a_type():

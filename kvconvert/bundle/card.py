@@ -6,7 +6,15 @@ import json
 import re
 from collections.abc import Sequence
 
-from kvconvert.bundle.describe import Description, data_sources, data_text, describe, printable_manifest, smaller
+from kvconvert.bundle.describe import (
+    Description,
+    data_size,
+    data_sources,
+    data_text,
+    describe,
+    printable_manifest,
+    smaller,
+)
 from kvconvert.bundle.figures import HEADER, fidelity_rows, how_measured, text
 from kvconvert.bundle.manifest import Manifest
 from kvconvert.methods import awq
@@ -236,8 +244,7 @@ def _provenance(manifest: Manifest) -> list[str]:
         f"- Recipe: {_plain(str(manifest.recipe.get('name')))}; weights changed by: {changes}",
     ]
     if data is not None:
-        pictures = f" with {data.images} images" if data.images else ""
-        given = f"{data.samples} samples of {data.length} tokens{pictures} from {_plain(data_text(data.source))}"
+        given = f"{data_size(data)} from {_plain(data_text(data.source))}"
         hashed = "inputs" if data.images else "token ids"
         lines.append(f"- Calibration: {given} (seed {data.seed}, sha256 of the {hashed} {_code(data.sha256)})")
     lines.append(

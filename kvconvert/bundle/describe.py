@@ -13,10 +13,10 @@ from kvconvert.bundle.figures import figure, number, text
 from kvconvert.bundle.manifest import Allocation, LayerPlan, Manifest, ModuleCoverage, WeightAllocation
 from kvconvert.cache import LayerCache, ModelCache
 from kvconvert.errors import printable
-from kvconvert.io.records import Record
+from kvconvert.io.records import DataInfo, Record
 from kvconvert.methods import spread_ratios
 from kvconvert.methods.auto import stated_context
-from kvconvert.tables import text_table
+from kvconvert.tables import counted, text_table
 
 
 @dataclass(frozen=True)
@@ -85,15 +85,13 @@ def _facts(manifest: Manifest) -> list[tuple[str, str]]:
     facts = [("source", f"{source.id}{f' at {source.revision}' if source.revision else ''}")]
     facts += [("stored as", source.stored_as)] if source.stored_as else []
     facts += [
-        ("license", source.licence or "not stated"),
+        ("license", (source.licence or "not stated") + (f", {source.licence_name}" if source.licence_name else "")),
         ("recipe", str(manifest.recipe.get("name"))),
         ("format", f"{manifest.format_version}, written by kvconvert {manifest.kvconvert_version}"),
         ("changes", ", ".join(manifest.transforms) or "none"),
     ]
     if data is not None:
-        images = f" with {data.images} images" if data.images else ""
-        text = f"{data.samples} samples of {data.length} tokens{images}, {data_text(data.source)}, seed {data.seed}"
-        facts.append(("data", text))
+        facts.append(("data", f"{data_size(data)}, {data_text(data.source)}, seed {data.seed}"))
     return facts
 
 
@@ -103,6 +101,12 @@ _WEIGHT, _RANDOM = re.compile(r"=([\d.e+-]+)$"), " of them random tokens"
 def data_sources(source: str) -> list[str]:
     """The sources that the manifest's text about calibration data names, without their weights."""
     return [_WEIGHT.sub("", part) for part in source.split(", ") if not part.endswith(_RANDOM)]
+
+
+def data_size(data: DataInfo) -> str:
+    """Samples, tokens, and images."""
+    images = f" with {counted(data.images, 'image')}" if data.images else ""
+    return f"{counted(data.samples, 'sample')} of {data.length:,} tokens{images}"
 
 
 def data_text(source: str) -> str:

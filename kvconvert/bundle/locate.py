@@ -189,7 +189,7 @@ def remove_pulled(repository: str) -> int:
     """Remove a bundle with all its revisions; gives the bytes that were freed (HubError: there is none)."""
     if not is_hub_id(repository):
         raise UsageError(
-            f"{repository} is no id of a repository, USER/NAME; `kvconvert list` shows those in the cache."
+            f"{repository!r} is no id of a repository, USER/NAME; `kvconvert list` shows those in the cache."
         )
     cache = _scan()
     found = {repo.repo_id: repo for repo in _bundles(cache)}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import ValidationError
 from safetensors import SafetensorError
 
-from kvconvert.arguments import checked
+from kvconvert.arguments import NAMED, checked
 from kvconvert.bundle.files import (
     BundleFiles,
     check_finite,
@@ -182,7 +182,7 @@ class Bundle:
 
 @checked
 def open_bundle(
-    path: Annotated[str | Path, "a bundle's directory"], verify: Literal["full", "headers", "plan"] = "full"
+    path: Annotated[str | Path, NAMED, "a bundle's directory"], verify: Literal["full", "headers", "plan"] = "full"
 ) -> Bundle:
     """Open a bundle after validating it.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -35,6 +36,19 @@ def check_seed(ctx: click.Context, parameter: click.Parameter, value: int | None
 
 
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Place(click.Path):
+    """A path; empty text, as of a shell's unset variable, is none."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(path_type=Path, **options)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path."""
+        if value == "":
+            self.fail("it is empty; give a path.", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 class Whole(click.IntRange):

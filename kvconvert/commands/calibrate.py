@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kvconvert.commands import Number, Whole, count_option, device_option, seed_option, with_options
+from kvconvert.commands import Number, Place, Whole, count_option, device_option, seed_option, with_options
 from kvconvert.commands.recipes import changes_of, recipe_changes
 
 # Of both commands.
@@ -42,7 +42,7 @@ _calibration = with_options(
     click.option(
         "--auto-from",
         metavar="WORK",
-        type=click.Path(path_type=Path),
+        type=Place(),
         help="Recipe auto: take measurements from there.",
     ),
 )
@@ -50,7 +50,7 @@ _calibration = with_options(
 
 @click.command()
 @click.argument("model")
-@click.option("-o", "work", metavar="WORK", required=True, type=click.Path(path_type=Path), help="Working directory.")
+@click.option("-o", "work", metavar="WORK", required=True, type=Place(), help="Working directory.")
 @_calibration
 def calibrate(model: str, work: Path, **options: Any) -> None:
     """Calibrate MODEL, a directory or Hub id, layer by layer into WORK; run again to resume.
@@ -80,7 +80,7 @@ def calibrate(model: str, work: Path, **options: Any) -> None:
 
 @click.command()
 @click.argument("model")
-@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("bundle", type=Place())
 @_calibration
 @click.option("--force", is_flag=True, help="Replace an existing bundle, and accept missed fidelity limits.")
 def convert(model: str, bundle: Path, force: bool, **options: Any) -> None:

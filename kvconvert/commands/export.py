@@ -8,14 +8,12 @@ from typing import Any, Literal
 
 import click
 
-from kvconvert.commands import device_option
+from kvconvert.commands import Place, device_option
 
 
 @click.command()
 @click.argument("work")
-@click.option(
-    "-o", "bundle", metavar="OUTPUT", required=True, type=click.Path(path_type=Path), help="Directory to write."
-)
+@click.option("-o", "bundle", metavar="OUTPUT", required=True, type=Place(), help="Directory to write.")
 @click.option("--force", is_flag=True, help="Replace an existing output, and accept missed fidelity limits.")
 @device_option("cpu or cuda, where [limits] are measured; a GPU by default if there is one.")
 @click.option("--base-model", metavar="ID", help="Id on the Hub of a source that was a local directory.")

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from kvconvert.commands import Number, Whole, count_option, device_option, dtype_option, quiet, seed_option
+from kvconvert.commands import Number, Place, Whole, count_option, device_option, dtype_option, quiet, seed_option
 from kvconvert.errors import UsageError
 
 
@@ -27,7 +27,7 @@ from kvconvert.errors import UsageError
     "images",
     metavar="FILE",
     multiple=True,
-    type=click.Path(path_type=Path),
+    type=Place(),
     help="Image that the prompt, or the first turn, is about; may be given again.",
 )
 @count_option("--max-new-tokens", default=256, show_default=True, help="Tokens to generate at most.")

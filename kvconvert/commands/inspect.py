@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import click
 
-from kvconvert.commands import quiet
+from kvconvert.commands import Place, quiet
 
 
 @click.command()
@@ -108,13 +108,13 @@ def verify(bundle: str, as_json: bool) -> None:
     "-o",
     "output",
     metavar="DIR",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=Place(file_okay=False),
     help="Directory for the files; BUNDLE-report beside the bundle by default, or here for a Hub id.",
 )
 @click.option(
     "--fidelity",
     metavar="FILE",
-    type=click.Path(path_type=Path),
+    type=Place(),
     help="What `eval --json` printed for this bundle; what export measured by default.",
 )
 @click.option(

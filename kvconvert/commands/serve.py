@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from kvconvert.commands import ByteSize, Whole, check_device, quiet
+from kvconvert.commands import ByteSize, Place, Whole, check_device, quiet
 from kvconvert.errors import KvconvertError, MissingError, UsageError
 from kvconvert.io.process import end_process
 
@@ -136,7 +136,7 @@ class _Seconds(click.FloatRange):
 @click.option(
     "--api-key-file",
     metavar="FILE",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=Place(dir_okay=False),
     help=f"API keys, one a line; {KEY_VARIABLE} may hold one instead. Without a key anyone is served.",
 )
 @click.option(
@@ -210,8 +210,9 @@ def serve(
     from kvconvert.serve.access import Hosts, origin_of
 
     hosts, origins = Hosts.of(host, address[0], allowed_hosts), [origin_of(origin) for origin in cors_origins]
-    name = name or (Path(bundle).resolve().name if os.path.exists(bundle) else bundle)
-    if len(name) > _MOST_LETTERS or not name.isprintable():
+    if name is None:
+        name = Path(bundle).resolve().name if os.path.exists(bundle) else bundle
+    if not 0 < len(name) <= _MOST_LETTERS or not name.isprintable():
         raise UsageError(
             f"No client can ask for a model named {name!r:.100}; give it a name of up to {_MOST_LETTERS} letters with "
             "--served-model-name."

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from kvconvert.commands import count_option
+from kvconvert.commands import Place, count_option
 
 
 @click.command()
@@ -15,7 +15,7 @@ from kvconvert.commands import count_option
 @click.option(
     "--cache",
     metavar="DIR",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=Place(file_okay=False),
     help="Folder to use instead of Triton's own; programs then need TRITON_CACHE_DIR=DIR.",
 )
 @count_option("--jobs", help="Processes; by default one per CPU.")

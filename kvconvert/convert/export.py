@@ -12,7 +12,7 @@ from typing import Annotated, Any, cast
 
 from torch import Tensor
 
-from kvconvert.arguments import Count, checked
+from kvconvert.arguments import NAMED, Count, checked
 from kvconvert.auto import read_allocation, read_weight_allocation
 from kvconvert.bundle.card import CARD_NAME, LICENSES, model_card
 from kvconvert.bundle.files import is_settings, safe_settings, unsafe_settings
@@ -78,8 +78,8 @@ LICENSE_FILES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 
 @checked
 def export(
-    work: Annotated[str | Path, "the directory that `calibrate` wrote"],
-    bundle: Annotated[str | Path, "a directory to write"],
+    work: Annotated[str | Path, NAMED, "the directory that `calibrate` wrote"],
+    bundle: Annotated[str | Path, NAMED, "a directory to write"],
     *,
     force: bool = False,
     device: Device | None = None,

@@ -19,7 +19,7 @@ import torch
 import transformers
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvconvert.arguments import BundlePlace, Count, ModelPlace, checked
+from kvconvert.arguments import NAMED, BundlePlace, Count, ModelPlace, checked
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.data.sources import EVALUATION
@@ -91,7 +91,7 @@ def evaluate(
     bundle: BundlePlace,
     against: ModelPlace | None = None,
     *,
-    data: Annotated[str | Path, "a source of text"] | None = None,
+    data: Annotated[str | Path, NAMED, "a source of text"] | None = None,
     tokens: Count | None = None,
     context: Count | None = None,
     only: Annotated[Collection[str], f"some of {', '.join(PARTS)}"] | None = None,

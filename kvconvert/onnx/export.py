@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from safetensors import safe_open
 from torch import Tensor
 
-from kvconvert.arguments import Folder, checked
+from kvconvert.arguments import NAMED, Folder, checked
 from kvconvert.bundle.files import read_settings
 from kvconvert.bundle.generation import NAME, GenerationSettings
 from kvconvert.bundle.locate import MANIFEST_NAME, check_output, locate
@@ -38,7 +38,7 @@ GENAI_NAME = "genai_config.json"
 
 @checked
 def export_onnx(
-    source: Annotated[str | Path, "a bundle or a working directory"],
+    source: Annotated[str | Path, NAMED, "a bundle or a working directory"],
     output: Folder,
     *,
     kv_cache: Literal["plan", "float"] = "plan",

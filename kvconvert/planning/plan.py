@@ -46,7 +46,7 @@ from kvconvert.models.structure import LayerStructure
 from kvconvert.planning.probe import LayerProbe, run_probe
 from kvconvert.recipes.recipe import Recipe, RecipeNamed
 from kvconvert.runtime.hf.states import bytes_of_states, state_bits
-from kvconvert.tables import text_table
+from kvconvert.tables import counted, text_table
 
 
 @dataclass(frozen=True)
@@ -527,8 +527,9 @@ def plan_text(plan: Plan) -> str:
             rows.append(("search", "", passes))
         else:
             rows.append(("search", duration(plan.search_seconds), f"of that time; {passes}"))
+    sequences = counted(plan.samples, "sequence")
     lines = [
-        f"{plan.model}, recipe {plan.recipe}: {plan.samples} sequences of {plan.length} tokens on {plan.device}",
+        f"{plan.model}, recipe {plan.recipe}: {sequences} of {plan.length:,} tokens on {plan.device}",
         "",
         text_table(("converting", "", ""), rows),
         "",

@@ -32,7 +32,7 @@ ANYTHING = ("self", "tp_plan", "prompt_lookup_num_tokens", "assistant_model")
 FITTING = dict.fromkeys(("bundle", "model", "work", "path", "source", "output", "name", "recipe", "file"), "kivi")
 FITTING |= {"self": None, "repository": "user/name", "config": CONFIG, "scheme": "kivi", "prompt": [1], "tokens": None}
 FITTING |= {"modality": "visual", "row": 0, "other": CACHE, "like": CACHE, "cache": CACHE}
-PLACES = ("bundle", "model", "against", "work", "output", "file", "auto_from", "fidelity", "data")
+PLACES = ("bundle", "model", "against", "work", "output", "file", "auto_from", "fidelity")
 CALLS = {
     f"{function.__qualname__}: {name}": (function, name)
     for function in FUNCTIONS

@@ -10,6 +10,7 @@ from huggingface_hub import ModelCard
 from tiny.bundle import tiny_manifest, tiny_tensors
 
 from kvconvert.bundle.card import LICENSES, model_card
+from kvconvert.bundle.describe import describe
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.convert.export import described
 from kvconvert.errors import BundleError, UsageError
@@ -40,6 +41,7 @@ def test_the_header_says_what_the_hub_understands():
         "datasets": ["org/texts"],
         "tags": ["kvconvert", "awq", "4-bit", "kv-cache-quantization"],
     }
+    assert ("license", "other, own") in describe(manifest.model_copy(update={"source": source})).facts
     for words in ("pip install", "kvconvert.runtime.load", "## Recipe", "## Fidelity"):
         assert words in card.text
 
@@ -60,6 +62,20 @@ def test_the_card_names_each_data_set_and_weights_that_differ(source, named, sai
     card = ModelCard(model_card(manifest.model_copy(update={"data": data})), ignore_metadata_errors=False)
     assert (card.data.to_dict().get("datasets") or []) == named
     assert f" from {said} (seed" in card.text
+
+
+@pytest.mark.parametrize(
+    ("samples", "length", "images", "said"),
+    [
+        (1, 64, 0, "1 sample of 64 tokens from"),
+        (16, 2048, 1, "16 samples of 2,048 tokens with 1 image from"),
+        (1000, 64, 2000, "1,000 samples of 64 tokens with 2,000 images from"),
+    ],
+)
+def test_one_of_a_kind_is_no_plural(samples, length, images, said):
+    manifest = tiny_manifest(tiny_tensors(), {})
+    data = manifest.data.model_copy(update={"samples": samples, "length": length, "images": images})
+    assert said in model_card(manifest.model_copy(update={"data": data}))
 
 
 def test_the_source_s_card_gives_licence_and_languages(tmp_path):

@@ -38,7 +38,7 @@ from kvconvert.runtime import load
 from kvconvert.runtime.engine import Engine, Sampling
 from kvconvert.runtime.engine.processors import recommended
 from kvconvert.runtime.hf.generation import adopt
-from kvconvert.tables import text_table
+from kvconvert.tables import counted, text_table
 
 __all__ = ["TASKS", "TaskReport", "solve"]
 
@@ -148,8 +148,8 @@ class TaskReport:
                 ),
             ]
         before = f"{self.context:,} tokens before each" if self.context else "nothing before them"
-        count = f"{self.problems} problem{'' if self.problems == 1 else 's'}"
-        said = f"{count}, {before}, computed in {self.compute_dtype} on {self.device} against {self.against}"
+        asked = counted(self.problems, "problem")
+        said = f"{asked}, {before}, computed in {self.compute_dtype} on {self.device} against {self.against}"
         return "\n".join([text_table(("", "source", "bundle", ""), rows), "", said])
 
 
