@@ -149,7 +149,7 @@ class ModelSteps:
         # How many rows decoding steps may have, ascending, and how many the cache has now.
         fewer = (FEW_ROWS * 4**power for power in range(rows.bit_length()))
         self._widths, self._width = [*(width for width in fewer if width < rows), rows], rows
-        if kv_memory is not None:
+        if kv_memory is not None and self.state_bytes:
             if kv_memory <= self.state_bytes:
                 raise UsageError(
                     f"`kv_memory` = {kv_memory} bytes are not enough for the recurrent states of {rows} sequences, "
