@@ -83,6 +83,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "num_dense_layers": 1},
     "mistral4": {"head_dim": 2 * CHANNELS},
     "mimo_v2_flash": {"head_dim": 2 * CHANNELS},
+    "moshi": {"sliding_window": 1024},  # as many as it has positions: its masks know no window
     "recurrent_gemma": {"num_hidden_layers": 3},
     "step3p7": {"text_config": {"sliding_window": 40}},
     "glm_ocr": {
