@@ -73,6 +73,7 @@ OTHER_CACHES = {
     "diffllama": ATTENDS_IN_PARTS,
     "doge": "its attention adds to its scores what it computes of all values; its cache is left to transformers",
     "hrm_text": "it runs each layer several times, with a cache for each; its cache is left to transformers",
+    "jetmoe": "its attention repeats the keys and values of its cache by itself; its cache is left to transformers",
     "minimax": "minimax takes no cache but its own class of transformers, which holds its linear attention",
     "mllama_text_model": "Llama 3.2 Vision reads the tensors of its cache by itself; its cache is left to transformers",
 }
