@@ -253,7 +253,15 @@ def test_what_no_bundle_may_say_no_source_says_either(model, field, value):
 
 @pytest.mark.parametrize(
     ("field", "value", "said"),
-    [("pad_token_id", 4096, "its pad_token_id, 4096, is not among its 4096 tokens"), ("rope_theta", "10000", "'str'")],
+    [
+        ("pad_token_id", 4096, "its pad_token_id, 4096, is not among its 4096 tokens"),
+        ("rope_theta", "10000", "'str'"),
+        (
+            "rope_scaling",
+            {"rope_type": "longrope", "factor": 2, "short_factor": [1.0] * 3, "long_factor": [1.0] * 3},
+            "",
+        ),
+    ],
 )
 def test_a_configuration_of_which_transformers_builds_no_model_is_refused(model, field, value, said):
     config = json.loads((model / "config.json").read_text())
