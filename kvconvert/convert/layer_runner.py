@@ -31,7 +31,7 @@ from kvconvert.convert.input_capture import (
     fill,
     rows_as_looked_up,
 )
-from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError, first_line
+from kvconvert.errors import CheckpointError, KvconvertError, NumericError, UnsupportedModelError, first_line
 from kvconvert.io.tensorfile import Mapped
 from kvconvert.kernels.device import tf32_products
 from kvconvert.kernels.linear.awq_format import AwqWeight
@@ -361,7 +361,9 @@ def build_without_weights(
                 attn_implementation=RECORDING_ATTENTION,
                 trust_remote_code=False,
             )
-    except (ValueError, KeyError, AttributeError, ImportError, TypeError, AssertionError) as error:
+    except KvconvertError:
+        raise
+    except Exception as error:  # models are built by code of many authors
         reason = first_line(error).rstrip(".")
         if "adding_idx" in reason:  # as torch says it, without the field's name
             text = config.get_text_config()

@@ -151,9 +151,7 @@ def read_image(value: Any, folder: Path | None, place: str) -> Image:
         raise
     except pillow.UnidentifiedImageError as error:  # whose own message has the object's address
         known = listed(_FORMATS, "or")
-        raise DataError(
-            f"{place} is not an image that can be read (it is no {known}); replace or remove it."
-        ) from error
+        raise DataError(f"{place} is not an image that can be read (no {known}); replace or remove it.") from error
     except Exception as error:  # whatever a decoder makes of a damaged file
         raise DataError(
             f"{place} is not an image that can be read ({first_line(error)}); replace or remove it."

@@ -358,15 +358,11 @@ def read_config(directory: Path, contents: Mapping[str, Any], tensors: int) -> P
         BundleError: its config.json makes no configuration.
     """
     try:
-        config = make_config(directory, contents, tensors)
+        return make_config(directory, contents, tensors)
     except BundleError:
         raise
     except Exception as error:  # classes of configs validate with exceptions of many kinds
         raise no_model(error) from error
-    for part, where in ((config, ""), (config.get_text_config(decoder=True), " of the language model")):
-        if getattr(part, "is_encoder_decoder", False):
-            raise mismatch("config.json", f"is_encoder_decoder{where}", "false", True)
-    return config
 
 
 def make_config(
@@ -389,7 +385,13 @@ def make_config(
     check_values(contents, refuse)
     with _bounded_steps():
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+    text = config.get_text_config(decoder=True)
+    if not isinstance(text, PretrainedConfig):
+        raise refuse("config.json", "the language model's part", "an object", repr(text)[:80])
+    for part, where in ((config, ""), (text, " of the language model")):
+        if value := getattr(part, "is_encoder_decoder", False):
+            raise refuse("config.json", f"is_encoder_decoder{where}", "false", repr(value)[:80])
+    layers = getattr(text, "num_hidden_layers", None)
     if isinstance(layers, int) and layers > (most := max(MOST_SPARE_LAYERS, tensors)):
         raise refuse("config.json", "the number of layers", f"at most {most}", layers)
     if isinstance(layers, int) and layers < 1:

@@ -160,7 +160,7 @@ class DecoderShape:
                 setting["sliding_window"] if kind == "sliding_attention" else None
                 for kind, setting in zip(layer_types, settings, strict=True)
             ),
-            rotary=tuple(kind if kind in config.rope_parameters else "all" for kind in layer_types),
+            rotary=tuple(kind if _by_layer_type(config) else "all" for kind in layer_types),
             qk_norm=family.qk_norm,
             output_norms=family.output_norms,
         )
@@ -179,10 +179,15 @@ class DecoderShape:
         return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
 
 
+def _by_layer_type(config: PretrainedConfig) -> bool:
+    """Whether layers of each type have a RoPE of their own; else what is said of one type means nothing."""
+    return "rope_type" not in config.rope_parameters
+
+
 def _check_rope(config: PretrainedConfig, layer_types: list[str]) -> None:
     """Refuse rotations that no fixed table of cosines and sines over whole heads describes."""
     parameters: dict[str, Any] = config.rope_parameters
-    for rope in [parameters[kind] for kind in set(layer_types) if kind in parameters] or [parameters]:
+    for rope in [parameters[kind] for kind in set(layer_types)] if _by_layer_type(config) else [parameters]:
         if rope["rope_type"] not in ROPE_TYPES:
             raise _unsupported(f"its RoPE is of type {rope['rope_type']}, not {', '.join(ROPE_TYPES)}")
         if rope.get("partial_rotary_factor", 1.0) != 1.0:

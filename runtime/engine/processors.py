@@ -6,6 +6,7 @@ tensor on the device. Other requests of a batch do without.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -87,12 +88,14 @@ def logits_processors(
         made = [_Temperature(p) if isinstance(p, TemperatureLogitsWarper) else p for p in made]
         return LogitsProcessorList(made if constraint is None or not constrained else [constraint, *made])
 
-    # Some values are looked at only when the processors are called.
+    # Some values are looked at only when the processors are called, or many tokens later.
     try:
+        start, factor = settings.get("exponential_decay_length_penalty", (0, 1.0))
+        pow(factor + 0.0, max(max_new_tokens - operator.index(start), 0))
         make(torch.device("cpu"), constrained=False)(
             torch.tensor([prompt]), torch.zeros(1, model.config.get_text_config(decoder=True).vocab_size)
         )
-    except (ValueError, TypeError, IndexError, OverflowError, RuntimeError, AttributeError) as error:
+    except Exception as error:  # processors do many things with their values
         raise UsageError(
             f"The generation settings {', '.join(settings)} cannot be applied ({first_line(error)}); correct them in "
             "`sampling`, or in the model's generation_config.json."

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny.bundle import change_after_verification
+from tiny.bundle import change_after_verification, edit_json, reseal
 from transformers import DynamicCache, LlamaConfig, StaticCache
 
 from kvconvert import KVCache, bench
@@ -197,12 +197,17 @@ def test_arguments_that_cannot_be_used_are_refused(converted, arguments, said):
         bench(converted / "bundle", **arguments)
 
 
-def test_what_is_no_bundle_or_no_source_is_refused_before_anything_is_measured(converted, monkeypatch):
+def test_what_is_no_bundle_or_no_source_is_refused_before_anything_is_measured(converted, tmp_path, monkeypatch):
     monkeypatch.setattr(MODULE, "_run", None)
     with pytest.raises(BundleError):
         bench(converted / "model")
     with pytest.raises(CheckpointError):
         bench(converted / "bundle", converted / "gone")
+    odd = shutil.copytree(converted / "bundle", tmp_path / "bundle")
+    edit_json(odd / "config.json", use_cache=1)
+    reseal(odd)
+    with pytest.raises(BundleError, match="use_cache"):
+        bench(odd)
 
 
 def test_bytes_per_token_are_those_of_the_tensors():

@@ -254,6 +254,7 @@ def test_what_nothing_applies_is_named_when_a_bundle_is_loaded(fields, stating, 
         ),
         *('{"suppress_tokens": ["a"]}', '{"sequence_bias": [[[1], "x"]]}', '{"sequence_bias": 3}'),
         *('{"min_p": 2.0, "do_sample": true}', '{"typical_p": -1.0, "do_sample": true}', '{"min_new_tokens": -4}'),
+        *('{"exponential_decay_length_penalty": {"0": 1}}', '{"exponential_decay_length_penalty": [[1], 2.0]}'),
         *('{"exponential_decay_length_penalty": 3}', '{"watermarking_config": {"seeding_scheme": "none"}}'),
         *('{"watermarking_config": 7}', '{"early_stopping": "often", "num_beams": 2}', '{"stop_strings": [1]}'),
         *('{"repetition_penalty": 1e-300}', '{"repetition_penalty": 1e300}'),
@@ -283,6 +284,10 @@ def test_settings_that_nobody_knows_or_can_apply_are_refused(bundle):
         Sampling(settings={"repetition_penality": 1.1})
     with pytest.raises(UsageError, match="bad_words_ids cannot be applied"):
         engine.add(PROMPT, sampling=Sampling(settings={"bad_words_ids": [[-3]]}))
+    with pytest.raises(UsageError, match="exponential_decay_length_penalty cannot be applied"):  # after some tokens
+        engine.add(
+            PROMPT, max_new_tokens=9, sampling=Sampling(settings={"exponential_decay_length_penalty": [1, 1e300]})
+        )
 
 
 def test_stop_strings_of_the_file_end_requests(stating, bundle, plain):

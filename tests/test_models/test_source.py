@@ -240,8 +240,28 @@ def test_a_configuration_that_transformers_does_not_accept_is_refused_with_its_r
 
 
 @pytest.mark.parametrize(
+    ("field", "value"),
+    [("is_encoder_decoder", True), ("is_encoder_decoder", ["x"]), ("text_config", -1.5), ("text_config", "gelu")],
+)
+def test_what_no_bundle_may_say_no_source_says_either(model, field, value):
+    """Else a bundle would be made that nothing reads."""
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {field: value}))
+    with pytest.raises(CheckpointError, match=r"config\.json says that (is_encoder_decoder|the language model's part)"):
+        open_source(str(model))
+
+
+@pytest.mark.parametrize(
     ("field", "value", "said"),
-    [("pad_token_id", 4096, "its pad_token_id, 4096, is not among its 4096 tokens"), ("rope_theta", "10000", "'str'")],
+    [
+        ("pad_token_id", 4096, "its pad_token_id, 4096, is not among its 4096 tokens"),
+        ("rope_theta", "10000", "'str'"),
+        (
+            "rope_scaling",
+            {"rope_type": "longrope", "factor": 2, "short_factor": [1.0] * 3, "long_factor": [1.0] * 3},
+            "",
+        ),
+    ],
 )
 def test_a_configuration_of_which_transformers_builds_no_model_is_refused(model, field, value, said):
     config = json.loads((model / "config.json").read_text())

@@ -150,6 +150,16 @@ def test_a_sealed_configuration_that_makes_no_model_of_these_tensors_is_one_sent
     assert not (tmp_path / "onnx").exists()
 
 
+def test_what_a_rope_says_of_one_type_of_layers_means_nothing_where_all_have_one(bundle, tmp_path):
+    directory = shutil.copytree(bundle, tmp_path / "bundle")
+    rope = json.loads((directory / "config.json").read_text())["rope_parameters"]
+    edit_json(directory / "config.json", rope_parameters=rope | {"full_attention": {"rope_type": "default"}})
+    reseal(directory)
+    for source, output in ((bundle, "a"), (directory, "b")):
+        export_onnx(source, tmp_path / output)
+    assert (tmp_path / "a" / "model.onnx.data").read_bytes() == (tmp_path / "b" / "model.onnx.data").read_bytes()
+
+
 def test_a_batch_of_padded_prompts_gives_each_sequence_its_own_tokens(bundle, tmp_path):
     """Prompts padded at their end, then one token each, in a buffer that past and present share."""
     directory = export_onnx(bundle, tmp_path / "onnx")

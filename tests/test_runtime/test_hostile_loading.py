@@ -53,6 +53,9 @@ CONTRADICTIONS = [
     {"number_of_whatever": 2**25},
     {"nested": [{"number_of_whatever": 10**30}]},
     {"is_encoder_decoder": True},
+    {"is_encoder_decoder": ["x"]},
+    {"text_config": -1.5},
+    {"text_config": "gelu"},
     {"dtype": "no-such-type"},
     {"vision_config": {"depth": 10**9}},
 ]

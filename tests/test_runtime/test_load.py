@@ -216,7 +216,7 @@ def test_contrastive_search_is_not_served_by_this_version_of_transformers(bundle
         {"sequence_bias": {"a": 1}},
         {"sequence_bias": [[[10**7], 1.0]]},
         {"forced_eos_token_id": 10**8},
-        {"exponential_decay_length_penalty": 3},
+        *({"exponential_decay_length_penalty": value} for value in (3, {"0": 1}, {}, "ab", [1, "x"], [[1], 2.0], [1])),
         {"watermarking_config": {"greenlist_ratio": 9}},
         {"watermarking_config": 1},
         {"stop_strings": ["x"]},
