@@ -12,6 +12,7 @@ one by one.
 from __future__ import annotations
 
 import copy
+import dis
 import inspect
 import logging
 import types
@@ -60,7 +61,18 @@ def not_split(model: nn.Module) -> str | None:
     for module in state_modules(model):
         if ATTENTION in names_in(module):
             return f"{type(module).__name__} computes attention and updates states in one module"
+    for kind in {type(module): None for module in model.modules()}:
+        if own := _states_in(kind):
+            return f"{kind.__name__} keeps its {own} in itself instead of in the cache"
     return None
+
+
+@lru_cache
+def _states_in(kind: type[nn.Module]) -> str | None:
+    """The attribute in which a class of modules keeps states between passes (RecurrentGemma's); None without one."""
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    stored = [] if code is None else [i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR"]
+    return next((name for name in stored if name.endswith(("_state", "_states"))), None)
 
 
 def read_by_sequence(model: nn.Module) -> None:
