@@ -7,6 +7,7 @@ from tiny.models import GREEDY, random_ids, tiny_model
 from kvconvert.kernels.sampling import gumbel_noise, sample
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import Engine, Sampling
+from kvconvert.runtime.engine import model_steps
 from kvconvert.runtime.hf.generation import adopt
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -26,7 +27,8 @@ def test_noise_and_draws_are_those_of_a_cpu():
 
 
 @pytest.mark.parametrize("scheme", ["kivi", "oscar", "minikv"])
-def test_requests_in_company_give_what_generate_gives_alone(scheme):
+def test_requests_in_company_give_what_generate_gives_alone(scheme, monkeypatch):
+    monkeypatch.setattr(model_steps, "FEW_ROWS", 1)  # requests move to lower rows
     model = tiny_model("llama", num_hidden_layers=2, gain=3.0, head_dim=64).cuda()
     adopt(model, [KVScheme.preset(scheme).with_online_rotation()] * 2, {})
     engine = Engine(model, max_batch=4, prompt_chunk=4096)
