@@ -209,7 +209,7 @@ class ResponsesForm(Form):
             self._tell("response.in_progress", response=response),
         ]
 
-    def events(self, steps: dict[int, Step]) -> list[str]:
+    def events(self, steps: dict[int, Step], usage: dict[str, Any] | None = None) -> list[str]:
         """The events of what the choice was brought."""
         made = []
         for step in steps.values():
