@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+from types import FrameType
 from typing import Any
 
 import click
@@ -253,11 +254,21 @@ def _terminate(signum: int, frame: object) -> None:
     raise SystemExit(128 + signum)
 
 
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    """Ctrl-C: KeyboardInterrupt, but not within the import of torch, which aborts on it; nothing is begun then."""
+    if getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False):
+        os.write(2, b"Error: Interrupted before anything was begun; run the same command again.\n")
+        os._exit(_INTERRUPTED)
+    signal.default_int_handler(signum, frame)
+
+
 def main() -> None:
     """Entry point: a terminated process cleans up like an interrupted one."""
     # It would read the entry points of every installed package, longer than it takes to refuse a recipe.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     signal.signal(signal.SIGTERM, _terminate)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # and not ignored
+        signal.signal(signal.SIGINT, _interrupt)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by whoever started this
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115, it stays open

@@ -348,3 +348,15 @@ def test_an_interrupted_command_exits_with_130(tmp_path, capfd):
     said = capfd.readouterr().err
     assert code == 130, said
     assert "run the same command again to go on from the last finished layer" in said
+
+
+def test_ctrl_c_while_torch_is_imported_is_a_sentence_and_no_abort(tmp_path):
+    within = (
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    os.abort()\n"
+    )
+    (tmp_path / "torch.py").write_text(within)
+    places = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-m", "kvconvert", "generate", GOLDEN, "x"]
+    found = subprocess.run(command, env=os.environ | {"PYTHONPATH": places}, capture_output=True, text=True)
+    said = "Error: Interrupted before anything was begun; run the same command again.\n"
+    assert (found.returncode, found.stderr) == (130, said)
