@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import re
 import signal
 import sys
+from types import FrameType
 from typing import Any
 
 import click
@@ -89,6 +91,21 @@ def _unwritable(error: UnicodeEncodeError) -> str:
     )
 
 
+def _check_dashes(ctx: click.Context, words: list[str]) -> None:
+    """Refuse (NoSuchOption) a long option with one dash, which would be read as letters that are options each."""
+    options = [option for option in ctx.command.get_params(ctx) if isinstance(option, click.Option)]
+    names = {name: option for option in options for name in (*option.opts, *option.secondary_opts)}
+    before = None
+    for word in itertools.takewhile(lambda word: word != "--", words):
+        valued = before is not None and not (before.is_flag or before.count)
+        before = names.get(word)
+        name = word.partition("=")[0]
+        if not valued and re.fullmatch(r"-[a-z][a-z0-9-]+", name):
+            possible = [f"-{name}"] if f"-{name}" in names else names
+            if name[:2] not in names or len(possible) == 1:
+                raise click.NoSuchOption(name, possibilities=possible, ctx=ctx)
+
+
 class _Text(StringParamType):
     """Any text; a shell completes it to paths, which most models, bundles, and data are."""
 
@@ -110,10 +127,17 @@ class _Commands(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        _check_dashes(ctx, args[:1])
+        return super().parse_args(ctx, args)
+
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args[0] in _ELSEWHERE:
             raise UsageError(f"There is no command {args[0]}; {_ELSEWHERE[args[0]]}")
-        return super().resolve_command(ctx, args)
+        name, command, rest = super().resolve_command(ctx, args)
+        if command is not None:
+            _check_dashes(click.Context(command, ctx, info_name=name), rest)
+        return name, command, rest
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -230,11 +254,21 @@ def _terminate(signum: int, frame: object) -> None:
     raise SystemExit(128 + signum)
 
 
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    """Ctrl-C: KeyboardInterrupt, but not within the import of torch, which aborts on it; nothing is begun then."""
+    if getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False):
+        os.write(2, b"Error: Interrupted before anything was begun; run the same command again.\n")
+        os._exit(_INTERRUPTED)
+    signal.default_int_handler(signum, frame)
+
+
 def main() -> None:
     """Entry point: a terminated process cleans up like an interrupted one."""
     # It would read the entry points of every installed package, longer than it takes to refuse a recipe.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     signal.signal(signal.SIGTERM, _terminate)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # and not ignored
+        signal.signal(signal.SIGINT, _interrupt)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by whoever started this
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115, it stays open

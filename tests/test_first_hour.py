@@ -111,9 +111,9 @@ WRONG = [
     (["plan", ""], 2, "MODEL is ''; give its directory"),
     (["recipes", ""], 2, "There is no recipe preset ''"),
     (["rm", ""], 2, "'' is no id"),
-    (["report", "BUNDLE", "-o", ""], 2, "'-o': it is empty; give a path."),
+    (["report", "BUNDLE", "-o", ""], 2, "'-o' / '--output': it is empty; give a path."),
     (["convert", "MODEL", ""], 2, "'BUNDLE': it is empty; give a path."),
-    (["calibrate", "MODEL", "-o", ""], 2, "'-o': it is empty; give a path."),
+    (["calibrate", "MODEL", "-o", ""], 2, "'-o' / '--output': it is empty; give a path."),
     (["serve", "BUNDLE", "--api-key-file", ""], 2, "it is empty; give a path."),
     (["eval", "BUNDLE", "--against", ""], 2, "is ''; give its directory"),
     (["eval", "BUNDLE", "--only", ""], 2, "--only: no part is named; choose"),
@@ -123,6 +123,22 @@ WRONG = [
     (["generate", "BUNDLE", "x", "--top-p", "x"], 2, "'x' is not a valid number."),
     (["plan", "MODEL", "--kv-bytes-per-token", "x"], 2, "'x' is not a valid number."),
     (["serve", "BUNDLE", "--grace", "x"], 2, "'x' is not a valid number."),
+    (["-version"], 2, "No such option '-version'. Did you mean '--version'?"),
+    (["plan", "-help"], 2, "Did you mean '--help'?"),
+    (["convert", "MODEL", "NEW", "-recipes=auto"], 2, "No such option '-recipes'. Did you mean '--recipe'?"),
+    (["inspect", "--", "-json"], 1, "no such directory"),
+    (["generate", "gone", "--prompt", "-seed"], 1, "no such directory"),
+    (
+        ["export", "BEGUN", "-o", "NEW", "--format", "compressed-tensors"],
+        2,
+        "write --weights-format compressed-tensors.",
+    ),
+    (["export", "BEGUN", "-o", "NEW", "--weights-format", "onnx"], 2, "write --format onnx."),
+    (
+        ["convert", "MODEL", "NEW", "--recipe", "auto", "--kv-bits", "3", "--kv-bytes-per-token", "9"],
+        2,
+        "Error: --kv-bits and --kv-bytes-per-token are two ways to say one budget; give one of them.",
+    ),
 ]
 
 
@@ -140,6 +156,24 @@ def test_no_option_takes_an_empty_path_for_the_current_directory():
 def test_no_option_calls_a_number_by_the_name_of_a_type():
     types = {parameter.type.name for command in cli.commands.values() for parameter in command.params if parameter.type}
     assert not types & {"integer", "float", "integer range", "float range"}
+
+
+def test_help_states_no_bound_that_there_is_not():
+    for name in cli.commands:
+        said = kvconvert(name, "--help").stdout
+        assert "Show this message" in said
+        assert "None" not in said, name
+
+
+def test_every_long_option_with_one_dash_is_answered_with_two_dashes():
+    for command in cli.commands.values():
+        names = {name for p in command.params if isinstance(p, click.Option) for name in (*p.opts, *p.secondary_opts)}
+        for name in (name for name in names if name.startswith("--")):
+            for given in ([name[1:]], [f"{name[1:]}=x"], [name[1:], "x"]):
+                result = kvconvert(command.name, "x", *given)
+                assert result.exit_code == 2
+                assert f"No such option '{name[1:]}'. Did you mean '{name}'?" in result.stderr
+                assert f"Usage: cli {command.name} " in result.stderr
 
 
 def test_what_is_missing_ends_with_1_and_a_wrong_command_line_with_2_everywhere():
@@ -314,3 +348,15 @@ def test_an_interrupted_command_exits_with_130(tmp_path, capfd):
     said = capfd.readouterr().err
     assert code == 130, said
     assert "run the same command again to go on from the last finished layer" in said
+
+
+def test_ctrl_c_while_torch_is_imported_is_a_sentence_and_no_abort(tmp_path):
+    within = (
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    os.abort()\n"
+    )
+    (tmp_path / "torch.py").write_text(within)
+    places = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-m", "kvconvert", "generate", GOLDEN, "x"]
+    found = subprocess.run(command, env=os.environ | {"PYTHONPATH": places}, capture_output=True, text=True)
+    said = "Error: Interrupted before anything was begun; run the same command again.\n"
+    assert (found.returncode, found.stderr) == (130, said)

@@ -51,8 +51,14 @@ class Place(click.Path):
         return super().convert(value, param, ctx)
 
 
+class AnyWhole(click.types.IntParamType):
+    """A whole number, called so where text is none; what it may be is checked elsewhere."""
+
+    name = "whole number"
+
+
 class Whole(click.IntRange):
-    """A whole number, called so where text is none."""
+    """A whole number within bounds, which --help shows."""
 
     name = "whole number"
 
@@ -82,7 +88,7 @@ def dtype_option(default: str) -> Option:
 
 def seed_option(**attributes: Any) -> Option:
     """--seed."""
-    return click.option("--seed", callback=check_seed, metavar="S", **{"type": Whole()} | attributes)
+    return click.option("--seed", callback=check_seed, metavar="S", **{"type": AnyWhole()} | attributes)
 
 
 _UNITS = {"B": 1} | {

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kvconvert.commands import Number, Place, Whole, count_option, device_option, seed_option, with_options
+from kvconvert.commands import AnyWhole, Number, Place, count_option, device_option, seed_option, with_options
 from kvconvert.commands.recipes import changes_of, recipe_changes
 
 # Of both commands.
@@ -37,7 +37,7 @@ _calibration = with_options(
     click.option("--kv-bytes-per-token", metavar="N", type=Number(), help="Recipe auto: the same as bytes per token."),
     count_option("--context", help="Recipe auto: tokens for which that holds."),
     click.option(
-        "--auto-tokens", metavar="N", type=Whole(), help="Recipe auto: held-out tokens to measure candidates on."
+        "--auto-tokens", metavar="N", type=AnyWhole(), help="Recipe auto: held-out tokens to measure candidates on."
     ),
     click.option(
         "--auto-from",
@@ -50,7 +50,7 @@ _calibration = with_options(
 
 @click.command()
 @click.argument("model")
-@click.option("-o", "work", metavar="WORK", required=True, type=Place(), help="Working directory.")
+@click.option("-o", "--output", "work", metavar="WORK", required=True, type=Place(), help="Working directory.")
 @_calibration
 def calibrate(model: str, work: Path, **options: Any) -> None:
     """Calibrate MODEL, a directory or Hub id, layer by layer into WORK; run again to resume.

@@ -10,10 +10,26 @@ import click
 
 from kvconvert.commands import Place, device_option
 
+_FORMATS, _WEIGHTS = ("bundle", "onnx"), ("awq", "compressed-tensors")
+
+
+class _Form(click.Choice[str]):
+    """A choice whose values are easily given to another option: `others` are that option's, by which it is named."""
+
+    def __init__(self, choices: tuple[str, ...], other: str, others: tuple[str, ...]) -> None:
+        super().__init__(choices)
+        self._other, self._others = other, others
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The value; one of the other option names that option."""
+        if value in self._others:
+            self.fail(f"{value!r} belongs to {self._other}; write {self._other} {value}.", param, ctx)
+        return super().convert(value, param, ctx)
+
 
 @click.command()
 @click.argument("work")
-@click.option("-o", "bundle", metavar="OUTPUT", required=True, type=Place(), help="Directory to write.")
+@click.option("-o", "--output", "bundle", metavar="OUTPUT", required=True, type=Place(), help="Directory to write.")
 @click.option("--force", is_flag=True, help="Replace an existing output, and accept missed fidelity limits.")
 @device_option("cpu or cuda, where [limits] are measured; a GPU by default if there is one.")
 @click.option("--base-model", metavar="ID", help="Id on the Hub of a source that was a local directory.")
@@ -25,7 +41,7 @@ from kvconvert.commands import Place, device_option
 @click.option(
     "--format",
     "format_",
-    type=click.Choice(["bundle", "onnx"]),
+    type=_Form(_FORMATS, "--weights-format", _WEIGHTS),
     default="bundle",
     show_default=True,
     help="A bundle, or a graph for ONNX Runtime; for that, WORK may be a bundle as well.",
@@ -42,7 +58,7 @@ from kvconvert.commands import Place, device_option
 )
 @click.option(
     "--weights-format",
-    type=click.Choice(["awq", "compressed-tensors"]),
+    type=_Form(_WEIGHTS, "--format", _FORMATS),
     default="awq",
     show_default=True,
     help="awq writes a bundle; compressed-tensors a checkpoint for engines that read it, without the KV plan.",

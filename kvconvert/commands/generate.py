@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from kvconvert.commands import Number, Place, Whole, count_option, device_option, dtype_option, quiet, seed_option
+from kvconvert.commands import AnyWhole, Number, Place, count_option, device_option, dtype_option, quiet, seed_option
 from kvconvert.errors import UsageError
 
 
@@ -33,7 +33,7 @@ from kvconvert.errors import UsageError
 @count_option("--max-new-tokens", default=256, show_default=True, help="Tokens to generate at most.")
 @click.option("--temperature", metavar="T", type=Number(), help="Divides the logits; 0 takes the most likely token.")
 @click.option("--top-p", metavar="P", type=Number(), help="Draw among the most likely tokens that sum up to P.")
-@click.option("--top-k", metavar="K", type=Whole(), help="Draw among the K most likely tokens; 0 allows all.")
+@click.option("--top-k", metavar="K", type=AnyWhole(), help="Draw among the K most likely tokens; 0 allows all.")
 @seed_option(help="The same seed draws the same tokens.")
 @click.option("--stop", metavar="TEXT", multiple=True, help="End an answer before this text; may be given again.")
 @click.option("--parse-special", is_flag=True, help="Read special tokens that messages spell as such, and not as text.")

@@ -34,7 +34,9 @@ def push(bundle: str, repository: str, private: bool, revision: str | None) -> N
 
 @click.command()
 @click.argument("repository", metavar="USER/NAME")
-@click.option("-o", "output", metavar="DIR", type=Place(), help="Directory to write; the Hub's cache without.")
+@click.option(
+    "-o", "--output", "output", metavar="DIR", type=Place(), help="Directory to write; the Hub's cache without."
+)
 @click.option("--revision", metavar="R", help="Branch, tag or commit; main by default.")
 @click.option("--force", is_flag=True, help="Replace a bundle at DIR.")
 def pull(repository: str, output: Path | None, revision: str | None, force: bool) -> None:

@@ -106,6 +106,7 @@ def verify(bundle: str, as_json: bool) -> None:
 @click.argument("bundle")
 @click.option(
     "-o",
+    "--output",
     "output",
     metavar="DIR",
     type=Place(file_okay=False),

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from kvconvert.commands import ByteSize, Number, Whole, count_option, device_option
+from kvconvert.commands import AnyWhole, ByteSize, Number, count_option, device_option
 
 
 @click.command()
@@ -23,7 +23,7 @@ from kvconvert.commands import ByteSize, Number, Whole, count_option, device_opt
 @click.option(
     "--kv-bytes-per-token", metavar="N", type=Number(), help="Recipe auto: the same budget in bytes per token."
 )
-@click.option("--auto-tokens", metavar="N", type=Whole(), help="Recipe auto: tokens that its search measures on.")
+@click.option("--auto-tokens", metavar="N", type=AnyWhole(), help="Recipe auto: tokens that its search measures on.")
 @click.option("--no-probe", is_flag=True, help="Calibrate no layer: no time, and a lower bound of memory.")
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON, in bytes and seconds.")
 def plan(model: str, recipe: str, data: tuple[str, ...], no_probe: bool, as_json: bool, **options: Any) -> None:

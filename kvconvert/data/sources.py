@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
 from kvconvert.data.rows import MOST_AT_ONCE, CsvRows, ParquetRows
-from kvconvert.errors import DataError, KvconvertError, UsageError, first_line, listed, printable
-from kvconvert.io.hub import missing_below
+from kvconvert.errors import DataError, HubError, KvconvertError, UsageError, first_line, listed, printable
+from kvconvert.io.hub import ask_hub, missing_below
 from kvconvert.io.json_text import parse_json
 
 _MARK = b"\xef\xbb\xbf"  # with which some programs begin UTF-8
@@ -383,6 +383,7 @@ class SourceTable:
 
         hub = HubSource.parse(source)
         with _readable(source, local=False):
+            _check_reachable(hub.name)
             builder = datasets.load_dataset_builder(hub.name, hub.config)
             if (json_rows := _json_rows(builder, hub.split)) is not None:
                 return cls._of_rows(source, hub.name, hub.column, None, json_rows)
@@ -485,6 +486,22 @@ def _json_rows(builder: Any, split: str) -> JsonRows | None:
     manager = datasets.StreamingDownloadManager(base_path=builder.base_path)
     extracted = manager.download_and_extract(list(found[split]))
     return JsonRows([file for entry in extracted for file in manager.iter_files(entry)], xopen)
+
+
+def _check_reachable(name: str) -> None:
+    """Refuse (DataError) a data set that the Hub lacks or hides, or a Hub that cannot be reached, at the first answer:
+    `datasets` would tell of five tries.
+    """
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.utils import validate_repo_id
+
+    if constants.HF_HUB_OFFLINE or os.path.exists(name):
+        return
+    validate_repo_id(name)
+    try:
+        ask_hub(name, lambda: HfApi(library_name="kvconvert").dataset_info(name, expand=["sha"]))
+    except HubError as error:
+        raise DataError(str(error)) from None
 
 
 def _known(names: Iterable[str], wanted: str | None) -> list[str]:

@@ -411,9 +411,10 @@ class Recipe(RecipeTable):
             auto = AutoSearch(**fields | {name.removeprefix("auto_"): value for name, value in given.items()})
         except ValidationError as error:
             first = error.errors()[0]
-            name = first["loc"][0] if first["loc"] else next(iter(given))
-            name = "auto_tokens" if name == "tokens" else name
-            raise UsageError(f"`{name}` is not possible: {first['msg'].removeprefix('Value error, ')}.") from error
+            said = f"{first['msg'].removeprefix('Value error, ')}."
+            for name in first["loc"]:  # of none it is how several go together
+                said = f"`{'auto_tokens' if name == 'tokens' else name}` is not possible: {said}"
+            raise UsageError(said) from error
         if not auto.has_budget:
             raise UsageError(
                 f"The recipe {recipe.name} needs to know how large the cache may be; give `kv_bits` (average stored "

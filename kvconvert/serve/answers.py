@@ -234,9 +234,7 @@ class Answer:
                 choices[place] += step
 
         def made() -> Response:
-            return JSONResponse(
-                self._form.whole(choices, self._generation.usage(self._prompts)), headers=self._headers()
-            )
+            return JSONResponse(self._form.whole(choices, self._usage()), headers=self._headers())
 
         # A hundred thousand probabilities take long to write down, and others are not to wait for it.
         return await asyncio.to_thread(made) if self._form.tells_logprobs else made()
@@ -250,16 +248,19 @@ class Answer:
             if opening := form.opening(count):
                 await send(_part(*opening))
             async for steps in self._steps():
-                if known := form.events({place: step for place, step in steps.items() if step}):
+                if known := form.events({place: step for place, step in steps.items() if step}, self._usage()):
                     await send(_part(*known))
-            await send(_part(*form.closing(self._generation.usage(self._prompts))))
+            await send(_part(*form.closing(self._usage())))
         except Refusal as refusal:
             await send(_part(form.failed(refusal)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    def _usage(self) -> dict[str, Any]:
+        return self._generation.usage(self._prompts)
+
     def _log(self) -> None:
         requests = self._generation.requests
-        usage = self._generation.usage(self._prompts)
+        usage = self._usage()
         logger.info(
             "%s: %d prompt tokens, %d new, %s, %.2f s%s",
             self._form.id,

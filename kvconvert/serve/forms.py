@@ -51,13 +51,21 @@ class Form:
         model: the name under which the bundle is served.
         texts: of single tokens, for logprobs.
         likeliest: how many of the likeliest tokens are told with each one; None for no logprobs at all.
-        usage: whether a stream tells it.
+        usage: whether a stream tells it at its end.
+        usage_so_far: and in every piece.
     """
 
     def __init__(
-        self, chat: bool, model: str, texts: TokenTexts, likeliest: int | None = None, usage: bool = False
+        self,
+        chat: bool,
+        model: str,
+        texts: TokenTexts,
+        likeliest: int | None = None,
+        usage: bool = False,
+        usage_so_far: bool = False,
     ) -> None:
-        self.chat, self._texts, self._likeliest, self._usage = chat, texts, likeliest, usage
+        self.chat, self._texts, self._likeliest = chat, texts, likeliest
+        self._usage, self._usage_so_far = usage, usage_so_far
         self._lengths: Counter[int] = Counter()  # characters of each choice's tokens
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._model, self._created = model, int(time.time())
@@ -92,8 +100,8 @@ class Form:
         said = {"delta": {"role": "assistant", "content": ""}}
         return [self._event(self._piece(place, said, None)) for place in range(count)] if self.chat else []
 
-    def events(self, steps: dict[int, Step]) -> list[str]:
-        """The events of what some choices were brought."""
+    def events(self, steps: dict[int, Step], usage: dict[str, Any] | None = None) -> list[str]:
+        """The events of what some choices were brought, and the usage so far."""
         made = []
         for place, step in steps.items():
             step.offset = self._lengths[place]
@@ -102,7 +110,7 @@ class Form:
             fields = {"reasoning_content": piece.reasoning, "content": piece.content, "tool_calls": piece.calls}
             delta = {name: value for name, value in fields.items() if value}
             made.append(
-                self._event(self._piece(place, {"delta": delta} if self.chat else {"text": piece.content}, step))
+                self._event(self._piece(place, {"delta": delta} if self.chat else {"text": piece.content}, step), usage)
             )
         return made
 
@@ -115,9 +123,9 @@ class Form:
         """The event that ends a stream after a failure."""
         return event(refusal.body())
 
-    def _event(self, piece: dict[str, Any]) -> str:
-        # Where usage is asked for, every piece but the last has an empty one.
-        return event(piece | ({"usage": None} if self._usage else {}))
+    def _event(self, piece: dict[str, Any], usage: dict[str, Any] | None = None) -> str:
+        # Where usage is asked for at the end alone, every other piece has an empty one.
+        return event(piece | ({"usage": usage if self._usage_so_far else None} if self._usage else {}))
 
     def _piece(self, place: int, said: dict[str, Any], step: Step | None) -> dict[str, Any]:
         logprobs = None if step is None else self._logprobs(step)

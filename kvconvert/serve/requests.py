@@ -72,7 +72,6 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
     "continue_final_message": (False,),
-    "continuous_usage_stats": (False,),
     "echo": (False,),
     "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
@@ -232,9 +231,10 @@ def _token(name: str) -> int:
 
 
 class StreamOptions(BaseModel, extra="allow", strict=True):
-    """`include_usage`: a last piece says how many tokens there were."""
+    """`include_usage`: a last piece says how many tokens there were; `continuous_usage_stats`: so does every other."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 Name = Annotated[str, Field(pattern=r"^[\w.:/-]{1,128}$")]
@@ -483,7 +483,9 @@ class _Asked(BaseModel, extra="allow", strict=True):
             model: the name under which the bundle is served.
             texts: of single tokens.
         """
-        return Form(isinstance(self, Chat), model, texts, self.likeliest, self.include_usage)
+        options = self.stream_options if self.include_usage else None
+        every = bool(options and options.continuous_usage_stats)
+        return Form(isinstance(self, Chat), model, texts, self.likeliest, self.include_usage, every)
 
     def too_long(self, length: str, limits: Limits) -> Refusal:
         """The refusal of a prompt of some length, which says what is served."""

@@ -127,6 +127,9 @@ class ResponsesChat(Chat):
     def of(cls, fields: dict[str, Any]) -> Self:
         """The request of a body's fields (ValidationError, Refusal: they are none)."""
         chat = {name: fields.pop(name) for name in _SAME if name in fields}
+        options = chat.get("stream_options")
+        if isinstance(options, dict) and options.get("continuous_usage_stats") not in (None, False):
+            raise _refused("stream_options", "continuous_usage_stats is not served here; the last event has the usage")
         messages = _messages(fields.pop("input", None))
         if (instructions := fields.pop("instructions", None)) is not None:
             if not isinstance(instructions, str):
@@ -209,7 +212,7 @@ class ResponsesForm(Form):
             self._tell("response.in_progress", response=response),
         ]
 
-    def events(self, steps: dict[int, Step]) -> list[str]:
+    def events(self, steps: dict[int, Step], usage: dict[str, Any] | None = None) -> list[str]:
         """The events of what the choice was brought."""
         made = []
         for step in steps.values():

@@ -6,6 +6,7 @@ import json
 import os
 import tracemalloc
 
+import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -219,6 +220,7 @@ def test_hub_rows_are_read_through_datasets_with_the_named_column(monkeypatch):
         return Builder()
 
     monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     tokenizer = word_tokenizer()
     data = load_token_samples("owner/name:part:test:story", tokenizer, 2, 12, seed=0)
     assert asked == {"name": "owner/name", "config": "part", "split": "test"}
@@ -226,6 +228,16 @@ def test_hub_rows_are_read_through_datasets_with_the_named_column(monkeypatch):
     assert data.info.source == "owner/name:part:test:story"
     with pytest.raises(DataError, match="no column 'plot'; its columns are text and story"):
         load_token_samples("owner/name:part:test:plot", tokenizer, 2, 12, seed=0)
+
+
+def test_without_network_a_hub_data_set_is_one_sentence_before_datasets_tries_again(monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", None)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(DataError, match="cannot be reached for owner/name"):
+        load_token_samples("owner/name", word_tokenizer(), 2, 12, seed=0)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "jsonl.gz"])

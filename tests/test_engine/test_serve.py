@@ -95,6 +95,12 @@ def test_a_chat_answers_in_the_models_template_whole_and_in_pieces(loaded, clien
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == expected
     assert [piece.usage for piece in pieces] == [None] * len(pieces)
     assert (last.choices, last.usage) == ([], answer.usage)
+    usage |= {"continuous_usage_stats": True}
+    opening, *pieces, last = client.chat.completions.create(**asked, stream=True, stream_options=usage)
+    counts = [piece.usage.completion_tokens for piece in pieces]
+    assert (opening.usage, counts) == (None, sorted(counts))
+    assert 1 <= counts[0] <= counts[-1] == last.usage.completion_tokens
+    assert {piece.usage.prompt_tokens for piece in pieces} == {len(ids)}
 
 
 def test_a_conversation_goes_on_from_the_answer_as_the_client_has_it(loaded, client):

@@ -101,9 +101,11 @@ def test_a_browser_holds_a_conversation_by_keyboard(bundle, tmp_path, width, sch
         browser.open(address, width, scheme)
         shown(browser, "document.getElementById('facts').children.length > 4")
         assert browser.evaluate("document.activeElement.id") == "text"
+        assert browser.evaluate("document.getElementById('cache').textContent") == "No tokens yet."
         browser.call("Input.insertText", text="Hello")
         browser.press("Enter")
         shown(browser, "document.getElementById('cache').textContent.includes('16 bits would take')")
+        shown(browser, "document.getElementById('stop').hidden")
         turns = "[...document.querySelectorAll('.turn')].map(turn => turn.textContent.trim())"
         assert browser.evaluate(turns) == ["Hello", "I count.", ("Some words. " * 30).strip()]
         assert "tokens per second" in browser.evaluate("document.getElementById('speed').textContent")
@@ -113,8 +115,15 @@ def test_a_browser_holds_a_conversation_by_keyboard(bundle, tmp_path, width, sch
         browser.call("Input.insertText", text="Again")
         browser.press("Enter")
         shown(browser, "document.querySelectorAll('.turn.assistant').length == 2")
+        # What the cache takes is told while an answer comes, and of one that was stopped.
+        cache = "document.getElementById('cache').textContent"
+        for _ in range(2):
+            before = browser.evaluate(cache)
+            shown(browser, f"{cache} != {before!r}")
+            assert not browser.evaluate("document.getElementById('stop').hidden")
         browser.press("Escape")
         shown(browser, "document.getElementById('stop').hidden")
+        assert "16 bits would take" in browser.evaluate(cache)
         gate.set()
         wait_for(lambda: here.service.metrics.gone == 1)
         here.idle()
@@ -130,6 +139,7 @@ def test_a_browser_holds_a_conversation_by_keyboard(bundle, tmp_path, width, sch
         gate.set()
         assert browser.evaluate(kept) == [["user", "assistant"] * 3]
         assert browser.evaluate(turns) == []
+        assert browser.evaluate(cache) == "No tokens yet."
         wait_for(lambda: here.service.metrics.gone == 2)
         # All of it is in the history, also after loading the page again.
         browser.open(address, width, scheme)

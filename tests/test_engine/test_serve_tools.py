@@ -250,6 +250,7 @@ def test_a_response_that_cannot_be_served_is_a_sentence(here, body, said):
     ("body", "said"),
     [
         ({"instructions": 5}, "instructions: give text."),
+        ({"stream_options": {"continuous_usage_stats": True}}, "continuous_usage_stats is not served here"),
         ({"messages": TURNS}, "messages is not served by kvconvert, which keeps no responses; leave it out."),
         ({"max_completion_tokens": 5}, "max_completion_tokens is not served by kvconvert"),
         ({"response_format": {"type": "text"}}, "response_format is not served by kvconvert"),
