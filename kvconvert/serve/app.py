@@ -365,9 +365,11 @@ class Service:
         for prompt in prompts:
             self._check_length(asked, prompt)
         salt = body.client if self._salted else b""
-        constraint = self._constraint(asked, format, prompts[0], salt) if isinstance(asked, Chat) else None
-        if hurried and isinstance(asked, Chat) and asked.images:
-            raise _TakesLong
+        constraint = None
+        if isinstance(asked, Chat):
+            constraint = self._constraint(asked, format, str(prompts[0]), salt)
+            if hurried and asked.images:
+                raise _TakesLong
         for prompt, (ids, extras) in zip(prompts, self._ids(asked, prompts), strict=True):
             if generation.cancelled:
                 break

@@ -244,9 +244,7 @@ class Grammars:
             return
         keys = self._waiting.setdefault(client, Counter())
         if reason.key not in keys and len(keys) >= MOST_WAITING:
-            message = (
-                f"One client may have {MOST_WAITING} new JSON schemas that wait to be compiled; try again later."
-            )
+            message = f"One client may have {MOST_WAITING} new JSON schemas that wait to be compiled; try again later."
             raise Refusal(429, message, code="too_many_requests")
         keys[reason.key] += 1
         try:
