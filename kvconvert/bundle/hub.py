@@ -151,7 +151,7 @@ def fetch(
     from huggingface_hub import HfApi
 
     check_id(repository)
-    target = None if output is None else Path(output).resolve()
+    target = None if output is None else Path(os.path.realpath(output))
     if target is not None:
         check_output(target, force)
         disk.check_writable(target.parent, "output")

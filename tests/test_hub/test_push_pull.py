@@ -137,6 +137,15 @@ def test_a_pull_writes_nothing_into_what_others_put_in_its_place(hub, golden, tm
     assert not (tmp_path / "copy").exists()
 
 
+@pytest.mark.parametrize("below", ["", "x"])
+def test_an_output_that_is_a_link_to_itself_is_one_sentence(hub, golden, tmp_path, below):
+    publish(hub, golden)
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    output = tmp_path / "loop" / below
+    for arguments in (["pull", NAME], ["report", golden], ["pull", NAME, "--force"]):
+        assert str(output) in refusal(2, *arguments, "-o", output)
+
+
 def test_a_connection_that_breaks_inside_a_file_is_continued_there(hub, golden, tmp_path, monkeypatch):
     def mend(_):  # other threads may sleep as well
         if any(path.endswith("model.safetensors") and method == "GET" for method, path, _ in hub.requests):
