@@ -25,8 +25,10 @@ MODEL = ROOT / quickstart.MODEL
 
 
 def test_a_small_conversion_of_the_reference_model_has_the_pages_sizes_and_divergence(tmp_path):
-    """A tenth of the calibration tokens of the quickstart and a ninth of its text: KL hardly depends on either."""
-    calibrate(MODEL, tmp_path / "work", samples=12, seq_len=256, progress=False)
+    """A fifth of the calibration tokens of the quickstart and a ninth of its text: with fewer tokens KL depends on the
+    processor's order of sums.
+    """
+    calibrate(MODEL, tmp_path / "work", samples=24, seq_len=256, progress=False)
     manifest = open_bundle(export(tmp_path / "work", tmp_path / "bundle", progress=False)).manifest
     model, tokenizer = load(tmp_path / "bundle", dtype=torch.float32)
     source = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()

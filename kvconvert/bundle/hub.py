@@ -38,14 +38,15 @@ def upload(bundle: Bundle, repository: str, *, private: bool = False, revision: 
 
     Raises:
         UsageError: no id, no access token, or a repository that does not fit.
-        HubError: the Hub cannot be reached or refuses, or does not hold the bundle afterwards.
+        HubError: the Hub cannot be reached or refuses, holds another commit than when this began, or does not hold the
+            bundle afterwards.
     """
     from huggingface_hub import HfApi
 
     check_can_push(repository)
     api = HfApi(library_name="kvconvert")
     names = own_files(bundle.manifest) & {*bundle.files.names}
-    present = ask_hub(repository, lambda: _prepare(api, repository, private, revision), revision=revision)
+    parent, present = ask_hub(repository, lambda: _prepare(api, repository, private, revision), revision=revision)
     loadable = sorted(name for name in present if may_be_loaded(name))
     if loadable and MANIFEST_NAME not in present:
         raise UsageError(
@@ -63,6 +64,7 @@ def upload(bundle: Bundle, repository: str, *, private: bool = False, revision: 
             folder_path=bundle.directory,
             commit_message="Upload a kvconvert bundle",
             revision=revision,
+            parent_commit=parent,  # or files that came meanwhile would stay beside the bundle's
             allow_patterns=sorted(names),
             delete_patterns=[glob.escape(name) for name in foreign] or None,
         ),
@@ -73,8 +75,8 @@ def upload(bundle: Bundle, repository: str, *, private: bool = False, revision: 
     return commit
 
 
-def _prepare(api: Any, repository: str, private: bool, revision: str | None) -> list[str]:
-    """Make the repository and the branch where they are missing; gives the names of the files there."""
+def _prepare(api: Any, repository: str, private: bool, revision: str | None) -> tuple[str | None, list[str]]:
+    """Make the repository and the branch where they are missing; gives the commit and the names of its files."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
@@ -91,10 +93,11 @@ def _prepare(api: Any, repository: str, private: bool, revision: str | None) -> 
     if not exists:
         api.create_repo(repository, private=private or None, exist_ok=True)
     try:
-        return api.list_repo_files(repository, revision=revision)
+        info = api.model_info(repository, revision=revision)
     except RevisionNotFoundError:
         api.create_branch(repository, branch=revision, exist_ok=True)
-        return api.list_repo_files(repository, revision=revision)
+        info = api.model_info(repository, revision=revision)
+    return info.sha, [entry.rfilename for entry in info.siblings or ()]
 
 
 def _compare(bundle: Bundle, repository: str, names: set[str], found: dict[str, Any]) -> None:
@@ -148,7 +151,7 @@ def fetch(
     from huggingface_hub import HfApi
 
     check_id(repository)
-    target = None if output is None else Path(output).resolve()
+    target = None if output is None else Path(os.path.realpath(output))
     if target is not None:
         check_output(target, force)
         disk.check_writable(target.parent, "output")

@@ -105,8 +105,12 @@ def check_output(output: Path, force: bool, marker: str = MANIFEST_NAME) -> None
 
 
 def check_outside(output: Path) -> None:
-    """Refuse (UsageError) an output within a bundle, which would not verify with further files in it."""
-    for folder in output.resolve().parents:
+    """Refuse (UsageError) an output within a bundle, which would not verify with further files in it, or nowhere."""
+    try:
+        folders = output.resolve().parents
+    except (OSError, RuntimeError) as error:  # Python before 3.13 raises the latter
+        raise UsageError(f"{output} leads through a symbolic link to itself; choose another path.") from error
+    for folder in folders:
         if (folder / MANIFEST_NAME).exists():
             raise UsageError(
                 f"{output} lies in the bundle {folder}, which stays as it was sealed; choose a path outside of it."

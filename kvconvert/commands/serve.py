@@ -20,6 +20,9 @@ from kvconvert.io.process import end_process
 KEY_VARIABLE = "KVCONVERT_API_KEY"
 _COUNT = Whole(min=1)
 _SIZE = ByteSize(bare=True)
+# Programs for products of 16 bits, one for each number of tokens, that torch and oneDNN keep on a CPU: 1,024 each by
+# default, which come to a gigabyte over thousands of prompts.
+_KEPT_PROGRAMS = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
 _MOST_ROWS, _MOST_SECONDS, _MOST_LETTERS = 2**16, 10**9, 256
 
 
@@ -192,6 +195,8 @@ def serve(
     ended by --grace or a second signal.
     """
     keys = _keys(api_key_file)
+    for variable, count in _KEPT_PROGRAMS.items():  # read when torch is imported
+        os.environ.setdefault(variable, count)
     from kvconvert.bundle.locate import check_place
 
     check_place(bundle)

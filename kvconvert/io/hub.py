@@ -196,7 +196,9 @@ def _sentence(error: Exception, repository: str, revision: str | None, token: st
         status, said = response.status_code, _reason(find(HfHubHTTPError), token)
         if status in (401, 403):
             return f"The Hub refuses access to {repository} ({said}); log in ({login}) with a token that has the right."
-        advice = {429: "too many requests, so wait", 413: "a file is too large for it"}.get(status, "try again later")
+        known = {429: "too many requests, so wait", 413: "a file is too large for it"}
+        known[412] = "somebody else changed it meanwhile, so look at what it holds and run the same command again"
+        advice = known.get(status, "try again later")
         return f"The Hub answers {status} about {repository} ({said}); {advice}."
     if (unreachable := find(HTTPError)) is not None:
         return (

@@ -339,8 +339,9 @@ class Service:
         try:
             try:
                 queued = await readers.run(body.client, size, partial(_in_a_hurry, partial(job, hurried=True)))
-            except (TemplateLimitError, _TakesLong):
-                queued = await self._slow_readers.run(body.client, size, job)
+            except (TemplateLimitError, _TakesLong) as reason:
+                with self._grammars.waiting(body.client, reason):
+                    queued = await self._slow_readers.run(body.client, size, job)
         except RecursionError as error:  # a tool, a schema, or arguments of a call
             raise Refusal(400, "The body is nested too deeply.", code="invalid_value") from error
         except (Refusal, ValidationError, KvconvertError) as error:
@@ -358,13 +359,17 @@ class Service:
         hurried: bool = False,
     ) -> Queued:
         asked = body.asked = body.asked or self._checked(kind, body, take)
-        if hurried and isinstance(asked, Chat) and asked.images:
-            raise _TakesLong
         samplings = [asked.sampling(self._defaults, choice) for choice in range(asked.n or 1)]
         format = self._response_format(asked) if isinstance(asked, Chat) else ResponseFormat()
         prompts = asked.prompt if isinstance(asked, Completion) else [self._text(asked, format)]
         for prompt in prompts:
             self._check_length(asked, prompt)
+        salt = body.client if self._salted else b""
+        constraint = None
+        if isinstance(asked, Chat):
+            constraint = self._constraint(asked, format, str(prompts[0]), salt)
+            if hurried and asked.images:
+                raise _TakesLong
         for prompt, (ids, extras) in zip(prompts, self._ids(asked, prompts), strict=True):
             if generation.cancelled:
                 break
@@ -372,7 +377,6 @@ class Service:
             new = asked.new_tokens(self.limits, len(ids), self.engine.room(len(ids)))
             asked.check_logprobs(new, len(prompts) * len(samplings))
             text = prompt if isinstance(prompt, str) else ""
-            constraint = self._constraint(asked, format, text)
             for sampling in samplings:
                 reply, special = self._reply(asked, format, text)
                 generation.add(
@@ -386,7 +390,7 @@ class Service:
                     likeliest=asked.likeliest,
                     special_tokens=special,
                     extras=extras,
-                    prefix_salt=body.client if self._salted else b"",
+                    prefix_salt=salt,
                 )
         return Queued(asked.form(self.name, self.texts), len(prompts), bool(asked.stream), asked.user)
 
@@ -437,16 +441,16 @@ class Service:
         with self._chat() as chat:
             return chat.text(turns, variables=variables)
 
-    def _constraint(self, asked: Completion | Chat, format: ResponseFormat, prompt: str) -> Constraint | None:
+    def _constraint(self, asked: Chat, format: ResponseFormat, prompt: str, salt: bytes) -> Constraint | None:
         """What an answer has to be, where the client says it (Refusal: it cannot be held to that)."""
-        if not isinstance(asked, Chat):
-            return None
         begun = format.reasons_at_once(prompt)
         reasoning = None if format.reasoning is None else (format.reasoning, begun)
         if asked.forced is not None:
-            return self._grammars.of(None, format.calls, asked.forced, reasoning, "tool_choice")
+            return self._grammars.of(None, format.calls, asked.forced, reasoning, "tool_choice", salt)
         if asked.answer_schema is not None:
-            return self._grammars.of(asked.answer_schema, format.calls, asked.schemas, reasoning, "response_format")
+            return self._grammars.of(
+                asked.answer_schema, format.calls, asked.schemas, reasoning, "response_format", salt
+            )
         return None
 
     def _reply(self, asked: Completion | Chat, format: ResponseFormat, prompt: str) -> tuple[Reply, bool]:

@@ -8,10 +8,15 @@ ask for none would wait.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +32,10 @@ from kvconvert.serve.replies import new_call_id
 # Bytes of one schema as JSON; a thousand properties are compiled in half a second.
 MOST_SCHEMA_BYTES = 2**15
 MOST_GRAMMAR_BYTES = 2**17
+# Different grammars of one client that may wait to be compiled, and grammars that are kept compiled.
+MOST_WAITING, _MOST_KEPT = 8, 8
+# Seconds for which a grammar that took too much is refused at once, and how many such are remembered.
+_REFUSED_SECONDS, _MOST_REFUSED = 60.0, 1024
 # Symbols of a grammar, states of its lexer (2 KB each), and what one token may cost.
 _LIMITS: dict[str, Any] = {
     "max_grammar_size": 20_000,
@@ -41,6 +50,18 @@ _OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"\n? {0,16}", "c
 # The marks of reasoning, and whether a prompt has the first of them; None for none.
 Reasoning = tuple[tuple[str, str], bool] | None
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+class GrammarAside(TemplateLimitError):
+    """A grammar that is to be compiled where those who ask for none do not wait.
+
+    Attributes:
+        key: by which grammars are told apart.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        super().__init__("A grammar is compiled aside.")
+        self.key = key
 
 
 class Constraint(LogitsProcessor):
@@ -107,6 +128,11 @@ class Grammars:
         self._vocabulary, self._stops = vocabulary, sorted(stop for stop in stops if stop < vocabulary)
         self._renderer = renderer
         self._missing: str | None = None
+        # By their keys: matchers that were compiled last, until when others are refused, and what waits, by clients.
+        self._kept: OrderedDict[bytes, Any] = OrderedDict()
+        self._refused: OrderedDict[bytes, float] = OrderedDict()
+        self._waiting: dict[Hashable, Counter[bytes]] = {}
+        self._lock = threading.Lock()
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._added = {token.content: id for id, token in added.items() if token.content}
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -136,7 +162,13 @@ class Grammars:
             raise Refusal(400, message, param=param, code="unsupported_parameter")
 
     def of(
-        self, schema: Any, format: CallFormat | None, tools: Mapping[str, Any], reasoning: Reasoning, param: str
+        self,
+        schema: Any,
+        format: CallFormat | None,
+        tools: Mapping[str, Any],
+        reasoning: Reasoning,
+        param: str,
+        salt: bytes = b"",
     ) -> Constraint:
         """An answer that is JSON of a schema, or a call of one of some tools (Refusal: it cannot be served).
 
@@ -148,6 +180,7 @@ class Grammars:
             tools: JSON schemas of arguments, by names.
             reasoning: the marks around reasoning that may come before, and whether the prompt has the first of them.
             param: the field of the request.
+            salt: what is kept of compiled grammars is shared among requests of the same salt alone.
         """
         self.check(param)
         schemas = [] if schema is None else ["%json " + _json(schema, param)]
@@ -162,22 +195,66 @@ class Grammars:
         if len(grammar) > MOST_GRAMMAR_BYTES:
             message = f"{param}: all JSON schemas may have {MOST_GRAMMAR_BYTES} bytes at most, and have {len(grammar)}."
             raise Refusal(400, message, param=param, code="invalid_value")
-        self._try(schemas, param)
+        # Without the ids of calls, which are new each time.
+        key = hashlib.sha256(salt + "\n".join([*schemas, param]).encode()).digest()
+        matcher = self._compiled(grammar, f"start: {' | '.join(schemas) or json.dumps('')}", key, param)
+        return Constraint(matcher, self._vocabulary, self._stops)
+
+    def _compiled(self, grammar: str, tried: str, key: bytes, param: str) -> Any:
+        """A matcher (Refusal: it takes long, or there is none; GrammarAside at once while others wait)."""
+        kept = hashlib.sha256(key + grammar.encode()).digest()
+        with self._lock:
+            if kept in self._kept:
+                self._kept.move_to_end(kept)
+                return self._kept[kept].deep_copy()
+            refused = self._refused.get(key, 0.0) > time.monotonic()
+        takes_long = f"{param} takes too much time or memory to compile; simplify its JSON schema."
+        if refused:
+            raise Refusal(400, takes_long, param=param, code="invalid_value")
+        if is_quick():
+            raise GrammarAside(key)
+        try:
+            self._renderer.try_grammar(tried, _LIMITS)
+        except TemplateLimitError as error:
+            with self._lock:
+                self._refused[key] = time.monotonic() + _REFUSED_SECONDS
+                if len(self._refused) > _MOST_REFUSED:
+                    self._refused.popitem(last=False)
+            raise Refusal(400, takes_long, param=param, code="invalid_value") from error
         matcher = self._matchers(self._tokens, grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
             reason = first_line(matcher.get_error())
             raise Refusal(400, f"{param} cannot be served: {reason}.", param=param, code="unsupported_parameter")
-        return Constraint(matcher, self._vocabulary, self._stops)
+        with self._lock:
+            self._kept[kept] = matcher
+            if len(self._kept) > _MOST_KEPT:
+                self._kept.popitem(last=False)
+            return matcher.deep_copy()
 
-    def _try(self, schemas: list[str], param: str) -> None:
-        """Refuse schemas that take long to compile (Refusal; TemplateLimitError at once while others wait)."""
-        if is_quick():
-            raise TemplateLimitError("A schema is compiled aside.")
+    @contextlib.contextmanager
+    def waiting(self, client: Hashable, reason: BaseException) -> Iterator[None]:
+        """While a client's request waits for what others do not wait for; by the thread of the event loop.
+
+        Args:
+            client: whose it is.
+            reason: why it waits; grammars alone are counted (Refusal: too many of the client's wait).
+        """
+        if not isinstance(reason, GrammarAside):
+            yield
+            return
+        keys = self._waiting.setdefault(client, Counter())
+        if reason.key not in keys and len(keys) >= MOST_WAITING:
+            message = f"One client may have {MOST_WAITING} new JSON schemas that wait to be compiled; try again later."
+            raise Refusal(429, message, code="too_many_requests")
+        keys[reason.key] += 1
         try:
-            self._renderer.try_grammar(f"start: {' | '.join(schemas) or json.dumps('')}", _LIMITS)
-        except TemplateLimitError as error:
-            message = f"{param} takes too much time or memory to compile; simplify its JSON schema."
-            raise Refusal(400, message, param=param, code="invalid_value") from error
+            yield
+        finally:
+            keys[reason.key] -= 1
+            if not keys[reason.key]:
+                del keys[reason.key]
+            if not keys:
+                self._waiting.pop(client, None)
 
     def _calls(self, format: CallFormat, tools: Collection[str], arguments: Mapping[str, str]) -> list[str]:
         """Rules of a call of each of some tools, with the schemas of their arguments where calls have them as JSON."""

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -90,6 +91,19 @@ def test_it_says_what_the_states_of_a_full_batch_take(tmp_path):
         found = re.search(r"Recurrent states of 3 sequences take ([\d,]+) bytes, and (.+)\.", "".join(said))
         assert int(found[1].replace(",", "")) > 0
         assert rest in found[2]
+
+
+def test_what_a_cpu_keeps_of_shapes_is_bounded_before_torch_reads_the_bound():
+    program = (
+        "import os, sys; from click.testing import CliRunner; from kvconvert.cli import cli;"
+        "CliRunner().invoke(cli, ['serve', './missing']);"
+        "print(*[os.environ.get(name) for name in sys.argv[1:]], 'torch' in sys.modules)"
+    )
+    names = ["LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"]
+    others = {name: value for name, value in os.environ.items() if name not in names}
+    for given, found in (({}, "128 128 False"), ({names[0]: "7"}, "7 128 False")):
+        command = [sys.executable, "-c", program, *names]
+        assert subprocess.check_output(command, env=others | given, text=True).strip() == found
 
 
 def ask(port, body, key=KEY):

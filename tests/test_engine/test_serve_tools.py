@@ -16,6 +16,7 @@ from kvconvert import load
 from kvconvert.models.responses import PROBE_NAME, CallFormat
 from kvconvert.runtime.engine import sampling
 from kvconvert.serve.forms import Step
+from kvconvert.serve.grammars import MOST_WAITING
 from kvconvert.serve.refusal import Refusal
 from kvconvert.serve.replies import Piece
 from kvconvert.serve.responses import ResponsesChat, ResponsesForm
@@ -504,6 +505,64 @@ def test_schemas_that_are_compiled_hold_up_nobody_who_has_none(tiny, monkeypatch
         finally:
             wait.set()
         assert [answer.result(timeout=60)[0] for answer in held] == [200] * 8
+    tiny.idle()
+
+
+def asking(schema):
+    return {"messages": TURNS, "max_tokens": 3, "response_format": {"type": "json_schema", "json_schema": schema}}
+
+
+def test_a_schema_is_tried_once_whether_it_is_compiled_or_takes_too_long(tiny, monkeypatch):
+    tried, compile = [], tiny.service._renderer.try_grammar
+    monkeypatch.setattr(tiny.service._renderer, "try_grammar", lambda *a: (tried.append(a), compile(*a)))
+    hostile = asking({"schema": {"allOf": [{"type": "integer", "multipleOf": n} for n in (101, 89, 83, 79)]}})
+    for body, status in ((hostile, 400), (asking({"schema": schema(once={"enum": [7]})}), 200)):
+        tried.clear()
+        with ThreadPoolExecutor(12) as pool:
+            answers = list(pool.map(lambda _, body=body: tiny.ask("/v1/chat/completions", body), range(12)))
+        assert [answer[0] for answer in answers] == [status] * 12
+        assert len(tried) == 1
+    tiny.idle()
+
+
+def test_what_is_kept_of_schemas_is_bounded_and_of_one_salt(tiny, monkeypatch):
+    grammars, tried = tiny.service._grammars, []
+    monkeypatch.setattr(tiny.service._renderer, "try_grammar", lambda grammar, limits: tried.append(grammar))
+
+    def tries(count, salt=b""):
+        tried.clear()
+        for n in range(count):
+            grammars.of({"enum": [n]}, None, {}, None, "response_format", salt)
+        return len(tried)
+
+    assert (tries(3), tries(3), tries(3, b"another"), tries(3)) == (3, 0, 3, 0)
+    assert tries(100) == 97
+    assert len(grammars._kept) <= 8
+
+
+def test_schemas_of_one_client_that_wait_are_bounded(tiny, monkeypatch):
+    wait, compile = threading.Event(), tiny.service._renderer.try_grammar
+
+    def late(*arguments):
+        assert wait.wait(60)
+        return compile(*arguments)
+
+    monkeypatch.setattr(tiny.service._renderer, "try_grammar", late)
+    bodies = [asking({"schema": schema(x={"enum": [n]})}) for n in range(100, 100 + MOST_WAITING + 4)]
+    with ThreadPoolExecutor(2 * MOST_WAITING) as pool:
+        held = [pool.submit(tiny.ask, "/v1/chat/completions", body) for body in bodies[:MOST_WAITING]]
+        wait_for(lambda: sum(map(len, tiny.service._grammars._waiting.values())) == MOST_WAITING)
+        try:
+            held.append(pool.submit(tiny.ask, "/v1/chat/completions", bodies[0]))  # which waits already
+            for body in bodies[MOST_WAITING:]:
+                status, _, told = tiny.ask("/v1/chat/completions", body)
+                assert (status, told["error"]["code"]) == (429, "too_many_requests")
+                assert "JSON schemas that wait to be compiled" in told["error"]["message"]
+        finally:
+            wait.set()
+        assert [answer.result(timeout=60)[0] for answer in held] == [200] * len(held)
+    assert not tiny.service._grammars._waiting
+    assert tiny.ask("/v1/chat/completions", bodies[-1])[0] == 200
     tiny.idle()
 
 

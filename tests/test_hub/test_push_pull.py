@@ -7,7 +7,7 @@ import traceback
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants
 from tiny import commands
 from tiny.bundle import write_tiny_bundle
 from tiny.hub import TOKEN, Repository
@@ -137,6 +137,15 @@ def test_a_pull_writes_nothing_into_what_others_put_in_its_place(hub, golden, tm
     assert not (tmp_path / "copy").exists()
 
 
+@pytest.mark.parametrize("below", ["", "x"])
+def test_an_output_that_is_a_link_to_itself_is_one_sentence(hub, golden, tmp_path, below):
+    publish(hub, golden)
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    output = tmp_path / "loop" / below
+    for arguments in (["pull", NAME], ["report", golden], ["pull", NAME, "--force"]):
+        assert str(output) in refusal(2, *arguments, "-o", output)
+
+
 def test_a_connection_that_breaks_inside_a_file_is_continued_there(hub, golden, tmp_path, monkeypatch):
     def mend(_):  # other threads may sleep as well
         if any(path.endswith("model.safetensors") and method == "GET" for method, path, _ in hub.requests):
@@ -200,6 +209,27 @@ def test_files_of_an_earlier_bundle_are_removed_and_other_models_are_left_alone(
         with pytest.raises(UsageError, match=f"holds {name} and is no bundle"):
             upload(open_bundle(tmp_path / "one"), "somebody/else")
     assert len(other.commits) == 2
+
+
+@pytest.mark.parametrize("revision", [None, "second"])
+@pytest.mark.parametrize("exists", [False, True])
+def test_two_pushes_at_once_do_not_mix(hub, golden, monkeypatch, revision, exists):
+    if exists:
+        publish(hub, golden)
+        (golden / "README.md").write_text("other\n")
+    send = HfApi.upload_folder
+
+    def late(api, **options):
+        other = hub.repositories[NAME]
+        branch = revision or "main"
+        other.commit(branch, other.files(branch) | {"model-2.safetensors": b"of another", "kvconvert.json": b"{}"})
+        return send(api, **options)
+
+    monkeypatch.setattr(HfApi, "upload_folder", late)
+    arguments = ("push", golden, NAME) if revision is None else ("push", golden, NAME, "--revision", revision)
+    assert "somebody else changed it meanwhile" in refusal(1, *arguments)
+    assert hub.repositories[NAME].files(revision or "main")["kvconvert.json"] == b"{}"
+    monkeypatch.undo()
 
 
 def test_a_private_push_into_a_public_repository_is_refused(hub, golden):

@@ -194,6 +194,10 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 asked = [file["path"] for file in json.loads(body)["files"]]
                 return self.answer({"files": [self.mode(file, files) for file in asked]})
             if what == "commit":
+                parent = json.loads(body.splitlines()[0])["value"].get("parentCommit")
+                if parent not in (None, commit):
+                    error = "A commit has happened since. Please refresh and try again."
+                    return self.answer({"error": error}, 412)
                 done = repository.commit(revision, files | self.changes(body, files))
                 return self.answer({"commitUrl": f"{hub.endpoint}/{name}/commit/{done}", "commitOid": done})
             return self.resolve(files, "/".join(rest[2:]), commit)
