@@ -357,6 +357,12 @@ def test_ctrl_c_while_torch_is_imported_is_a_sentence_and_no_abort(tmp_path):
     (tmp_path / "torch.py").write_text(within)
     places = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-m", "kvconvert", "generate", GOLDEN, "x"]
-    found = subprocess.run(command, env=os.environ | {"PYTHONPATH": places}, capture_output=True, text=True)
+    found = subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": places},
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which programs in the background ignore
+    )
     said = "Error: Interrupted before anything was begun; run the same command again.\n"
     assert (found.returncode, found.stderr) == (130, said)
