@@ -20,7 +20,7 @@ from kvconvert.kernels.linear import keep_values
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.kernels.sampling import sample
 from kvconvert.models import CACHE
-from kvconvert.models.configuration import changing_rope, context_length
+from kvconvert.models.configuration import changing_rope, context_length, is_latent
 from kvconvert.runtime.cache.compress import raise_found
 from kvconvert.runtime.cache.prompt_pass import TableCapacity
 from kvconvert.runtime.hf.cache_layers import rotary_switch
@@ -62,7 +62,9 @@ REHEARSED_CHUNKS = (300, 1, 2, 3, 5, 9, 17, 257)
 def unsupported(model: PreTrainedModel) -> str | None:
     """Why an Engine cannot serve a model, or None."""
     if not hasattr(model, "new_kv_cache"):
-        return "it was not loaded from a bundle with a KV plan"
+        latent = hasattr(model, "config") and is_latent(model.config)
+        way = "; convert it with a recipe for latent attention, such as latent-4bit" if latent else ""
+        return f"it was not loaded from a bundle with a KV plan{way}"
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return f"{model.config.model_type} models take no position_ids, and the rows of a batch are at different ones"
     if _drops_positions(model):

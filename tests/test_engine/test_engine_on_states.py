@@ -103,6 +103,11 @@ def test_a_saved_sequence_goes_on_with_its_states(name, tmp_path):
     assert model.generate(first, max_new_tokens=20, past_key_values=loaded, **GREEDY).tolist() == expected.tolist()
 
 
+def test_a_model_of_latents_that_kept_its_own_cache_is_refused_with_the_recipe_that_it_needs():
+    with pytest.raises(UnsupportedModelError, match="such as latent-4bit"):
+        Engine((ARCHITECTURES | FAMILIES)["deepseek_v3"].build())
+
+
 def test_a_session_without_its_states_is_refused(tmp_path):
     model, file = bundle_model("qwen3_5_text"), tmp_path / "session.safetensors"
     cache = model.new_kv_cache()
