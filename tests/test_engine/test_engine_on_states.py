@@ -7,7 +7,7 @@ import torch
 from tiny.families import FAMILIES, MIXED, SPARSE
 from tiny.models import ARCHITECTURES, GREEDY, random_ids
 
-from kvconvert.errors import CacheError, UsageError
+from kvconvert.errors import CacheError, UnsupportedModelError, UsageError
 from kvconvert.kernels.launches import record_specializations
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import Engine, KVCache
