@@ -25,7 +25,7 @@ class Scoring(NamedTuple):
         scaling: factor of the dot products, usually 1 / sqrt(D).
         softcap: logits become softcap * tanh(logits / softcap) (Gemma 2); None for no cap.
         sink_logits: [Hq] logits of a virtual token with no value (gpt-oss); None for none.
-        window: tokens that a query sees, its own included; None for all before it.
+        window: the number of tokens that a query attends to, its own included; None for all before it.
     """
 
     scaling: float
@@ -213,7 +213,7 @@ class Choice:
     block: int = 1
 
     def is_all_of(self, tokens: int) -> bool:
-        """Whether there is room in the choice for so many tokens, so that none is left out."""
+        """Whether the choice has room for this number of tokens, so that none is left out."""
         return self.numbers.shape[-1] * self.block >= tokens
 
     def of_row(self, row: int, queries: Tensor, tokens: Tensor) -> Tensor:
@@ -227,7 +227,7 @@ class Choice:
         return chosen[..., tokens.to(numbers.device) // self.block]
 
     def part(self, tokens: slice, rows: int) -> Choice:
-        """That of some tokens of a packed pass [1, H, N, k], which are so many rows of equally many."""
+        """The choice of `tokens` of a packed pass [1, H, N, k], which are `rows` sequences of the same length."""
         own = self.numbers[0, :, tokens]
         return replace(self, numbers=own.unflatten(1, (rows, -1)).transpose(0, 1))
 

@@ -73,7 +73,7 @@ def column_sums(
     Args:
         queries: [Hq, T, D]; keys: [H, n, D], the T queries belonging to the last T keys.
         visible: gives bool [queries of the slice, keys of the slice]; None for causal attention.
-        scoring: of the layer; its window counts where `visible` is None.
+        scoring: the layer's scoring; its window counts where `visible` is None.
         log_sum_exp: float32 [Hq, T], that of the same attention if it is known; it saves the kernels a pass.
 
     Returns:
@@ -132,7 +132,7 @@ def repeated_attention(
         start: the token of the prompt that the first query repeats, no sink token; a part begins there.
         part: tokens of a part, of which the last may have fewer.
         sink_tokens: first tokens of the prompt that all queries attend to.
-        scoring: of the layer, without sink logits and window.
+        scoring: the layer's scoring, without sink logits and window.
 
     Returns:
         [H, G, T, E] in the queries' dtype, and float32 [H, T]: the largest weight that each of the tokens start ...

@@ -40,7 +40,7 @@ def unsupported(
         queries: those of one sequence or a batch.
         format: the format of the layer's pages, or with spans that of pages of these heads.
         dtype: the dtype of stored full-precision tokens.
-        scoring: of the layer.
+        scoring: the layer's scoring.
     """
     on, keys, values = queries.device, format.keys, format.values
     if on.type == "cpu" and not device.runs_triton(on):
@@ -79,7 +79,7 @@ def chunk_attention(
         queries: [Hq, T, D], rotated if the keys are; `unsupported` accepts them.
         parts: stored tokens, oldest first: on a GPU addresses of pages, on a CPU readers, and full-precision tokens.
         keys: [H, T, D]; values: [H, T, E]: the chunk itself.
-        scoring: of the layer; where it has a window, all stored tokens and the chunk's are consecutive.
+        scoring: the layer's scoring; where it has a window, all stored tokens and the chunk's are consecutive.
         backend: what attends to whole tiles of stored tokens on a GPU where every query sees all of them; None for the
             fastest that is known to serve these tensors. Whatever else there is takes Triton's.
         workspace_tokens: tokens of a tile, at least a page's; None for as many as `parts.WORKSPACE_BYTES` hold.
@@ -112,7 +112,7 @@ def tiled_attention(
         workspace = Workspace(
             queries.device, keys.shape[0], keys.shape[2], values.shape[2], torch.float32, workspace_tokens
         )
-        # Every query sees every stored token, so that those which share a KV head are rows of one matrix.
+        # Every query attends to every stored token, so that those which share a KV head are rows of one matrix.
         grouped = queries.reshape(keys.shape[0], -1, queries.shape[2])
         for tokens in workspace.tiles(parts):
             part, part_sum = _flash(grouped, workspace.keys[:, :tokens], workspace.values[:, :tokens], scaling)

@@ -90,14 +90,14 @@ def decode_attention(
         stored: what they attend to.
         format: how the layer stores tokens.
         dtype: the dtype of stored full-precision tokens.
-        scoring: of the layer, without its window, which `stored` knows.
+        scoring: the layer's scoring, without its window, which `stored` knows.
         clamped_rows: as in `SpanTokens`.
         output: [B, Hq, T, E] in the queries' dtype, channels side by side, where kernels put the result; made if not
             given.
         fall_back: called with operation and reason where a GPU's attention takes the slower path.
 
     Returns:
-        [B, Hq, T, E] in the queries' dtype or float32; zeros where a query sees nothing.
+        [B, Hq, T, E] in the queries' dtype or float32; zeros where a query attends to nothing.
     """
     reason = unsupported(queries, format, dtype)
     if reason is not None:
@@ -181,7 +181,7 @@ def paged_attention(
         spans: at most one entry per row.
 
     Returns:
-        float32 [B, Hq, T, E]; zeros where a query sees nothing.
+        float32 [B, Hq, T, E]; zeros where a query attends to nothing.
     """
     batch, query_heads, length, _ = queries.shape
     heads, (scaling, softcap, sink_logits, _) = format.keys.heads, scoring

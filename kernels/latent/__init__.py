@@ -103,7 +103,7 @@ def latent_attention(
         rope_queries: [Hq, T, r].
         parts: everything stored, oldest first, the T tokens themselves at the end, in full precision: latents
             [1, n, R] as keys and RoPE parts [1, n, r] as values.
-        scoring: of the layer, without a window.
+        scoring: the layer's scoring, without a window.
         workspace_tokens: tokens of a tile, at least a page's; None for as many as fit
             `chunked_prefill.parts.WORKSPACE_BYTES`.
         visible: bool [T, n], which of all tokens each query attends to; None for all up to its own.

@@ -53,7 +53,7 @@ def prompt_attention(
     Args:
         queries: [Hq, T, D], T <= n; query head h reads KV head h // (Hq / H).
         keys: [H, n, D]; values: [H, n, E].
-        scoring: of the layer.
+        scoring: the layer's scoring.
 
     Returns:
         [Hq, T, E] in the queries' dtype.
@@ -124,7 +124,7 @@ def weight_blocks(
     `column_sums`.
 
     Yields:
-        which queries, over which keys, and float32 [H, Hq / H, queries, keys]; zeros where a query sees nothing.
+        which queries, over which keys, and float32 [H, Hq / H, queries, keys]; zeros where a query attends to nothing.
     """
     scaling, softcap, sink_logits, window = scoring
     heads, n, _ = keys.shape

@@ -187,7 +187,7 @@ def attend(
         queries: [Hq, N, D], rotated if the keys are.
         tables: the tables of the pass.
         format: the format of the layer's pages.
-        scoring: of the layer; where it has a window, each sequence's tokens are consecutive.
+        scoring: the layer's scoring; where it has a window, each sequence's tokens are consecutive.
         workspace: keys [H, capacity, D] and values [H, capacity, E] of a workspace that may hold some tokens already;
             made if not given.
         output: where the result goes, contiguous; made if not given.

@@ -45,7 +45,7 @@ class LayerStep:
     Attributes:
         blocks: of the layer.
         plan: of the pass.
-        scoring: of the layer.
+        scoring: the layer's scoring.
         prompts: of the pass, see `divide_prompts`.
         tables: of the requests with one new token, where kernels run.
     """

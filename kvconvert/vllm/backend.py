@@ -283,11 +283,11 @@ class BlocksAheadManager(FullAttentionManager):
         return num_tokens + self.kv_cache_spec.pages_ahead * PAGE_SIZE
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
-        """As vLLM's, for so many tokens and the blocks ahead."""
+        """As vLLM's, for this number of tokens and the blocks ahead."""
         return super().get_num_blocks_to_allocate(request_id, self._with_blocks_ahead(num_tokens), *args, **kwargs)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list:
-        """As vLLM's, for so many tokens and the blocks ahead."""
+        """As vLLM's, for this number of tokens and the blocks ahead."""
         return super().allocate_new_blocks(request_id, self._with_blocks_ahead(num_tokens), num_tokens_main_model)
 
     @classmethod

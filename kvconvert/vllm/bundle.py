@@ -45,7 +45,7 @@ OURS = ("full_attention", "attention", "hybrid")
 STATES = ("linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding")
 WINDOWS = ("sliding_attention", "hybrid_sliding")
 WITHOUT_CACHE = ("mlp", "moe", "sparse", "dense")
-# Every so many layers of these one attends to all tokens, where config.json does not say it.
+# The period with which layers of these types attend to all tokens, where config.json does not say it.
 WINDOW_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
 
 

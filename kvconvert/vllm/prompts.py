@@ -200,7 +200,7 @@ class PackedPrompts:
         Args:
             blocks: of the layer.
             queries: [N, Hq, D]; keys: [N, H, D]; values: [N, H, E], of the prompts alone, as the model gives them.
-            scoring: of the layer.
+            scoring: the layer's scoring.
             output: [N, Hq, E], for attention in the coordinates in which values are stored.
         """
         device, f, records = self._on_device, blocks.format, self._records(blocks)

@@ -400,7 +400,7 @@ def attend_latents(
         queries: [B, Hq, T, D + r], the channels without RoPE first.
         up_keys: W_UK [Hq, D, R]; up_values: W_UV [Hq, E, R].
         chunk: of the forward pass.
-        scoring: of the layer.
+        scoring: the layer's scoring.
 
     Returns:
         [B, Hq, T, E]; zeros at padding.

@@ -29,7 +29,7 @@ class AttentionCall:
     Attributes:
         store: what is attended to.
         chunk: of the forward pass.
-        scoring: of the layer, without its window.
+        scoring: the layer's scoring, without its window.
     """
 
     store: LayerStore

@@ -271,7 +271,7 @@ class TokenBuffer:
         return self.tensor[:, start:stop]
 
     def reserve(self, tokens: int, used: int) -> bool:
-        """Make room for so many tokens in all, of which the first `used` are there; whether the room has moved."""
+        """Make room for `tokens` tokens in all, of which the first `used` are there; whether the room has moved."""
         if tokens <= self.tensor.shape[1]:
             return False
         self._move(tokens, [slice(0, used)])

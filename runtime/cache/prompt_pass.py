@@ -35,8 +35,8 @@ from kvconvert.runtime.cache.sequence import Sequence
 from kvconvert.runtime.cache.steps import runs_steps
 from kvconvert.runtime.cache.store import Group, LayerStore
 
-# Pages that tables of fixed addresses have room for, of all prompts in a pass: 32,768 tokens. Longer histories have
-# tables of their own sizes.
+# Pages that tables of fixed addresses have room for, of all prompts in a pass: 32,768 tokens. Passes after longer
+# histories have larger tables, see `CapturedPasses.capacity`.
 ROOM_PAGES = 256
 
 
@@ -204,7 +204,8 @@ class GroupWriter:
 # New tokens that may lie in full precision in all layers at once: 1 GiB in bfloat16 for 32 layers with 8 KV heads of
 # 128 channels.
 MOST_TOKENS = 8192
-# Room for the keys and values of all prompts in one layer: 65,536 tokens of such a layer, or a 128th of a GPU's memory.
+# Memory for the keys and values of all prompts in one layer: 65,536 tokens of such a layer, or a 128th of the GPU's
+# memory if that is more.
 WORKSPACE_BYTES, WORKSPACE_SHARE = 256 << 20, 128
 # All new tokens are real; positions are those of the caches.
 _CHUNK = PassTokens(torch.zeros(1, dtype=torch.int64))

@@ -30,7 +30,7 @@ def score_and_attend(
     Args:
         store: of one layer.
         queries: [rows, G, T, D]; keys: [rows, 1, T, D]; values: [rows, 1, T, E]; none rotated.
-        scoring: of the layer, which has no sink logits.
+        scoring: the layer's scoring, which has no sink logits.
 
     Returns:
         [rows, G, T, E], zeros where a token is padding.

@@ -147,13 +147,13 @@ def decode_attention(
         queries: [B, Hq, T, D], rotated if the keys are; the last dimension contiguous.
         tables, windows: what is stored.
         format: how.
-        scoring: of the layer, without its window.
+        scoring: the layer's scoring, without its window.
         visibility: which tokens are seen; None for all.
         clamped_rows: as in `SpanTokens`.
         output: where the result goes; made if not given.
 
     Returns:
-        [B, Hq, T, E] in the queries' dtype; zeros where a query sees nothing.
+        [B, Hq, T, E] in the queries' dtype; zeros where a query attends to nothing.
     """
     batch, query_heads, count, _ = queries.shape
     (scaling, softcap, sink_logits, _), heads, dtype = scoring, format.keys.heads, queries.dtype

@@ -93,14 +93,14 @@ def attention(
 
     Args:
         queries: fp16 or bf16 [Hq, T, D]; keys: [H, n, D]; values: [H, n, E], or None for the log-sum-exp alone.
-        scoring: of the layer; its scaling must be positive.
+        scoring: the layer's scoring; its scaling must be positive.
         tiling: instead of the one chosen for the device.
         first_query: position of the first query, counted from the first key; None for n - T. From n on, all keys lie
             before all queries, which may then be more than these.
 
     Returns:
         the output [Hq, T, E] in the queries' dtype (None without values) and float32 [Hq, T], the natural logarithm
-        of the sum of exponentials, the sink logit's included. A query that sees no key has zeros and minus infinity.
+        of the sum of exponentials, the sink logit's included. A query without a key has zeros and minus infinity.
 
     Raises:
         UsageError: shapes that do not belong together.
