@@ -3,23 +3,33 @@
     python benchmarks/vllm_answers.py quality --model MODEL --bundle BUNDLE --text FILE
     python benchmarks/vllm_answers.py numbers --bundle BUNDLE --text FILE
     python benchmarks/vllm_answers.py prefix --bundle BUNDLE --text FILE
+    python benchmarks/vllm_answers.py humaneval --model MODEL --bundle BUNDLE
+    python benchmarks/vllm_answers.py gsm8k --model MODEL --bundle BUNDLE --text FILE
 
 `quality` compares the KL from the source, of the runtime and through vLLM's `prompt_logprobs`, and `numbers` how many
 of the numbers that are hidden in prompts of 3,072 tokens each finds (for models with a chat template). `prefix` lets
 vLLM read prompts with the same beginning anew and then find that beginning in its cache, and compares the answers:
 where prompts are read page by page both have the same passes, and where they are read at once the cache holds quantized
-pages of what was attended to in full precision. Where vLLM needs another Python, KVCONVERT_VLLM_PYTHON names it.
+pages of what was attended to in full precision. `humaneval` and `gsm8k` are solved by the source and the bundle in the
+runtime, and by `vllm serve BUNDLE` for the openai client, greedily. Where vLLM needs another Python,
+KVCONVERT_VLLM_PYTHON names it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
+import socket
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from runner import option_parser, save
-from vllm_process import child, reply
+from vllm_process import child, reply, with_plugins
 from vllm_serving import GIB
 
 SEGMENT_PAGES = 4
@@ -168,6 +178,66 @@ def prefix(bundle: Path, text: Path, dtype: str) -> dict[str, Any]:
     return report
 
 
+def tasks(task: str, model: Path, bundle: Path, data: Path | None, limit: int | None, dtype: str) -> dict[str, Any]:
+    """Share of a task's problems that each solves, and how many answers of vLLM's are those of the runtime."""
+    from transformers import AutoTokenizer
+
+    from kvconvert.fidelity.tasks import TASKS, prompts_of, solve
+
+    file = str(data) if task == "gsm8k" else None
+    report = solve(bundle, task, model, data=file, limit=limit, dtype=dtype)
+    asked, ours = TASKS[task], report.answers["bundle"]
+    every = asked.problems(file)
+    named = {problem.name: problem for problem in every}
+    problems = [named[answer.problem] for answer in ours]
+    prompts, stops = prompts_of(asked, every, problems, AutoTokenizer.from_pretrained(bundle), 0, report.seed)
+    sampling = {"temperature": 0, "max_tokens": asked.answer_tokens, "stop": list(stops)}
+    told = served(bundle, dtype, prompts, sampling)
+    right = {
+        "source": [answer.right for answer in report.answers["source"]],
+        "runtime": [answer.right for answer in ours],
+        "vllm": asked.check(problems, told, progress=False),
+    }
+    same = sum(answer.text == text for answer, text in zip(ours, told, strict=True))
+    shares = {name: round(sum(found) / len(problems), 4) for name, found in right.items()}
+    return shares | {"problems": len(problems), "same_answers": same, "right": right}
+
+
+def served(bundle: Path, dtype: str, prompts: list[list[int]], sampling: dict[str, Any]) -> list[str]:
+    """Answers of `vllm serve BUNDLE` to all these prompts at once, for the openai client."""
+    from openai import APIConnectionError, AsyncOpenAI
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    python = os.environ.get("KVCONVERT_VLLM_PYTHON", sys.executable)
+    settings = LIMITS | {"dtype": dtype, "max_num_seqs": 128}
+    options = [text for name, value in settings.items() for text in ("--" + name.replace("_", "-"), str(value))]
+    command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(bundle), "--port", str(port), *options]
+
+    async def ask() -> list[str]:
+        async with AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=600) as client:
+            while True:
+                try:
+                    name = (await client.models.list()).data[0].id
+                    break
+                except APIConnectionError:
+                    if server.poll() is not None:
+                        sys.exit(f"vllm serve ended with status {server.returncode}.")
+                    await asyncio.sleep(1)
+            asked = [client.completions.create(model=name, prompt=ids, **sampling) for ids in prompts]
+            return [answer.choices[0].text for answer in await asyncio.gather(*asked)]
+
+    with tempfile.TemporaryDirectory() as folder:
+        server = subprocess.Popen(command, env=with_plugins(Path(folder)), stdout=sys.stderr, start_new_session=True)
+        try:
+            return asyncio.run(ask())
+        finally:
+            if server.poll() is None:
+                os.killpg(server.pid, signal.SIGKILL)
+                server.wait()
+
+
 def _with_rest(logprobs: Any) -> Any:
     """Logarithms of probabilities, and that of all that is left."""
     rest = (1 - logprobs.exp().sum()).clamp(min=1e-9).log()
@@ -184,17 +254,22 @@ def main() -> None:
         reply((twice if arguments.get("prefix") else answers)(arguments))
         return
     parser = option_parser(__doc__)
-    parser.add_argument("what", choices=["quality", "numbers", "prefix"])
-    parser.add_argument("--model", type=Path, help="quality: the source of --bundle")
+    parser.add_argument("what", choices=["quality", "numbers", "prefix", "humaneval", "gsm8k"])
+    parser.add_argument("--model", type=Path, help="quality, humaneval, gsm8k: the source of --bundle")
     parser.add_argument("--bundle", type=Path, required=True)
-    parser.add_argument("--text", type=Path, required=True, help="a file of text")
+    parser.add_argument("--text", type=Path, help="a file of text; gsm8k: of its problems")
+    parser.add_argument("--limit", type=int, help="humaneval, gsm8k: problems (default: all)")
     parser.add_argument("--segments", type=int, default=2, help="quality: of 512 tokens (default: 2)")
     parser.add_argument("--dtype", default="bfloat16", help="of model and cache (default: bfloat16)")
     parser.add_argument("--options", type=json.loads, default={}, help="of vLLM's EngineArgs, as JSON")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    if given.text is None and given.what != "humaneval":
+        parser.error(f"{given.what} needs --text.")
     LIMITS.update(given.options)
-    if given.what in ("numbers", "prefix"):
+    if given.what in ("humaneval", "gsm8k"):
+        found = tasks(given.what, given.model, given.bundle, given.text, given.limit, given.dtype)
+    elif given.what in ("numbers", "prefix"):
         found = (numbers if given.what == "numbers" else prefix)(given.bundle, given.text, given.dtype)
     else:
         found = quality(given.model, given.bundle, given.text, given.segments, given.dtype)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -22,6 +23,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
+from vllm.v1.sample.ops.topk_topp_sampler import flashinfer_sampler_supported, register_top_k_top_p_warmups
 
 from kvconvert.errors import BundleError
 from kvconvert.kernels.attention import Scoring
@@ -156,6 +158,9 @@ class LowBitMetadataBuilder(AttentionMetadataBuilder[LowBitMetadata]):
         self._planner: PassPlanner | None = None
         # Requests with one new token come first.
         self._init_reorder_batch_threshold(1)
+        if current_platform.is_cuda() and not flashinfer_sampler_supported():
+            # vLLM compiles these at the start for drafts alone, and samples with them where there is no FlashInfer.
+            register_top_k_top_p_warmups()
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

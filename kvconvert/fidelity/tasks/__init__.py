@@ -40,7 +40,7 @@ from kvconvert.runtime.engine.processors import recommended
 from kvconvert.runtime.hf.generation import adopt
 from kvconvert.tables import counted, text_table
 
-__all__ = ["TASKS", "TaskReport", "solve"]
+__all__ = ["TASKS", "TaskReport", "prompts_of", "solve"]
 
 
 ROWS = {"cpu": 4, "cuda": 128}  # of an Engine
@@ -203,7 +203,7 @@ def solve(
         model, processor = load(opened.directory, dtype=computed_in, verify="headers")
     opened.files.check_unchanged()
     tokenizer = tokenizer_of(processor)
-    prompts, stops = _prompts(asked, every, problems, tokenizer, context, seed)
+    prompts, stops = prompts_of(asked, every, problems, tokenizer, context, seed)
     engine = _engine(model.to(place).eval(), tokenizer, place)
     samplings = _samplings(engine, seeds, seed, checkpoint.id)
     bundled = _answers(engine, prompts, asked.answer_tokens, stops, samplings, "bundle", progress)
@@ -256,7 +256,7 @@ def solve(
     )
 
 
-def _prompts(
+def prompts_of(
     task: Task,
     every: Sequence[Problem],
     problems: Sequence[Problem],
@@ -264,7 +264,16 @@ def _prompts(
     tokens: int,
     seed: int,
 ) -> tuple[list[list[int]], tuple[str, ...]]:
-    """Token ids of each prompt, and the strings that end an answer."""
+    """Token ids of each problem's prompt, and the strings that end an answer.
+
+    Args:
+        task: whose problems they are.
+        every: all its problems, among which those of the context are chosen.
+        problems: those that are asked.
+        tokenizer: the model's.
+        tokens: of the context before each, at most.
+        seed: the seed of that choice.
+    """
     templated = has_plain_template(tokenizer)
     conversations = Conversations(tokenizer)
 
