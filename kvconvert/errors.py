@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 
 def printable(text: str) -> str:
@@ -65,6 +66,15 @@ class FidelityError(KvconvertError):
 
 class CheckpointError(KvconvertError):
     """A source model whose files are missing, damaged, or of a kind that is refused."""
+
+
+def unreadable(file: Path, error: Exception) -> CheckpointError:
+    """The message for a file of a model that the system does not let read, or whose content is wrong."""
+    if isinstance(error, OSError):
+        reason, advice = error.strerror or first_line(error), "check the file and its permissions"
+    else:
+        reason, advice = first_line(error), "correct it, or fetch it again"
+    return CheckpointError(f"{file} cannot be read ({reason}); {advice}.")
 
 
 class UnsupportedModelError(KvconvertError):

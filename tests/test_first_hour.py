@@ -19,6 +19,7 @@ from tiny.hub import standing_in
 from tiny.llama import write_recipe, write_tiny_llama
 
 from kvconvert import load
+from kvconvert.bundle.locate import BUNDLE, CHECKPOINT, ONNX_EXPORT, WRITTEN, check_output
 from kvconvert.cli import cli
 from kvconvert.commands import Place
 from kvconvert.errors import UsageError
@@ -127,6 +128,8 @@ WRONG = [
     (["plan", "-help"], 2, "Did you mean '--help'?"),
     (["convert", "MODEL", "NEW", "-recipes=auto"], 2, "No such option '-recipes'. Did you mean '--recipe'?"),
     (["inspect", "--", "-json"], 1, "no such directory"),
+    (["calibrate", "MODEL", "-o=WORK"], 2, "Option '-o' takes a space, not an equals sign, before its value."),
+    (["export", "BEGUN", "-o="], 2, "takes a space"),
     (["generate", "gone", "--prompt", "-seed"], 1, "no such directory"),
     (
         ["export", "BEGUN", "-o", "NEW", "--format", "compressed-tensors"],
@@ -139,6 +142,13 @@ WRONG = [
         2,
         "Error: --kv-bits and --kv-bytes-per-token are two ways to say one budget; give one of them.",
     ),
+    (
+        ["convert", "MODEL", "NEW", "--recipe", "auto", "--kv-bits", "3", "--set", "auto.kv_bytes_per_token=9"],
+        2,
+        "Error: --kv-bits would replace the value that is set of auto.kv_bytes_per_token; give one of them.",
+    ),
+    (["convert", "MODEL", "NEW", "--weight-bits", "4", "--set", "weights.bits=3"], 2, "set of weights.bits;"),
+    (["convert", "MODEL", "NEW", "--weight-bits", "4", "--set", "weights.modules=[]"], 2, "set of weights.modules;"),
 ]
 
 
@@ -216,6 +226,34 @@ def test_help_and_wrong_arguments_are_answered_before_torch_is_imported(answers,
     assert f"AFTER {code} {['pydantic'] if of_a_recipe else []}" in said
     assert expected in said
     assert sorted(os.listdir(answers / str(number))) == ["BARE", "BEGUN", "BUNDLE", "EMPTY", "MODEL"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "found"),
+    [
+        ("kvconvert.json", "{}", BUNDLE),
+        ("genai_config.json", "{}", ONNX_EXPORT),
+        ("config.json", '{"quantization_config": {"quant_method": "compressed-tensors"}}', CHECKPOINT),
+        ("config.json", '{"quantization_config": []}', "a model"),
+        ("config.json", "{", "a model"),
+        ("state.json", "{}", "a working directory"),
+        ("notes.txt", "mine", "a directory of other files"),
+    ],
+)
+def test_force_replaces_what_is_of_the_same_kind_and_the_message_says_what_else_is_there(
+    tmp_path, name, content, found
+):
+    output = tmp_path / "output"
+    output.mkdir()
+    (output / name).write_text(content)
+    for kind in WRITTEN:
+        if kind == found:
+            check_output(output, True, kind)
+        else:
+            with pytest.raises(UsageError, match=f"is {found}, not {kind}, .* choose another path, or remove it"):
+                check_output(output, True, kind)
+    with pytest.raises(UsageError, match="is a file, not a bundle"):
+        check_output(Path(__file__), True)
 
 
 def test_inspect_and_verify_are_ten_lines_and_import_no_modeling_code():
@@ -350,11 +388,12 @@ def test_an_interrupted_command_exits_with_130(tmp_path, capfd):
     assert "run the same command again to go on from the last finished layer" in said
 
 
-def test_ctrl_c_while_torch_is_imported_is_a_sentence_and_no_abort(tmp_path):
+@pytest.mark.parametrize("module", ["click", "torch"])
+def test_ctrl_c_while_modules_are_imported_is_a_sentence_and_no_abort(tmp_path, module):
     within = (
         "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    os.abort()\n"
     )
-    (tmp_path / "torch.py").write_text(within)
+    (tmp_path / f"{module}.py").write_text(within)
     places = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-m", "kvconvert", "generate", GOLDEN, "x"]
     found = subprocess.run(

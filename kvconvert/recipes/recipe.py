@@ -344,6 +344,23 @@ class Budget(TypedDict, total=False):
     weight_bits: float | None
 
 
+# The keys of a recipe that each of them replaces.
+_REPLACED = {
+    **dict.fromkeys(("kv_bits", "kv_bytes_per_token"), ("auto.kv_bits", "auto.kv_bytes_per_token")),
+    "context": ("auto.context",),
+    "auto_tokens": ("auto.tokens",),
+    "weight_bits": ("weights.average_bits", "weights.bits", "weights.modules"),
+}
+
+
+def check_said_once(changes: Mapping[str, Any], budget: Budget) -> None:
+    """Refuse (UsageError) changes of a recipe that a limit given beside them would replace."""
+    for name, keys in _REPLACED.items():
+        key = next((key for key in keys if key in changes), None)
+        if budget.get(name) is not None and key is not None:
+            raise UsageError(f"`{name}` would replace the value that is set of {key}; give one of them.")
+
+
 class Recipe(RecipeTable):
     """One conversion's intent; see the module's docstring for the file format.
 
