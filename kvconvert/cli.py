@@ -51,11 +51,11 @@ _ELSEWHERE = {
 _STEPS = """\
 From a model to a bundle in five steps, where MODEL is a directory or a Hub id:
 
-  kvconvert plan MODEL             what converting takes, and what fits
-  kvconvert convert MODEL BUNDLE   calibrate, and write the bundle
-  kvconvert eval BUNDLE            how far it departs from the model
-  kvconvert generate BUNDLE TEXT   what it says; or serve BUNDLE, for OpenAI's clients
-  kvconvert push BUNDLE USER/NAME  share it on the Hub
+  kvconvert plan MODEL                    what converting takes, and what fits
+  kvconvert convert MODEL BUNDLE          calibrate, and write the bundle
+  kvconvert eval BUNDLE --against MODEL   how far it departs from the model
+  kvconvert generate BUNDLE TEXT          what it says; or serve BUNDLE, for OpenAI's clients
+  kvconvert push BUNDLE USER/NAME         share it on the Hub
 
 kvconvert --help lists all commands, and kvconvert recipes what a bundle may be."""
 _LAYERS_ARE_KEPT = "go on from the last finished layer"
@@ -185,6 +185,8 @@ class _Commands(click.Group):
 
         The invoked command's options come first, for its `work` may be another's -o.
         """
+        if invoked == "convert":  # which names its working directory itself
+            message = message.replace("`work`", "BUNDLE-work")
         for command in sorted(self.commands.values(), key=lambda command: command.name != invoked):
             for parameter in command.params:
                 argument = isinstance(parameter, click.Argument)

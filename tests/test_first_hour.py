@@ -147,6 +147,7 @@ WRONG = [
         2,
         "Error: --kv-bits would replace the value that is set of auto.kv_bytes_per_token; give one of them.",
     ),
+    (["convert", "MODEL", "FULL/new"], 2, "BUNDLE-work has to be a new or empty directory."),
     (["convert", "MODEL", "NEW", "--weight-bits", "4", "--set", "weights.bits=3"], 2, "set of weights.bits;"),
     (["convert", "MODEL", "NEW", "--weight-bits", "4", "--set", "weights.modules=[]"], 2, "set of weights.modules;"),
 ]
@@ -155,6 +156,15 @@ WRONG = [
 def test_a_model_is_not_served_without_a_name():
     result = kvconvert("serve", GOLDEN, "--port", 0, "--served-model-name", "")
     assert (result.exit_code, "named ''; give it a name" in result.stderr) == (2, True)
+
+
+def test_no_path_is_created_below_a_folder_named_as_the_home_directory_is_to_a_shell(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = kvconvert("calibrate", GOLDEN, "--output=~/work")
+    assert (result.exit_code, "no shell has replaced the ~; write $HOME" in result.stderr) == (2, True)
+    assert not any(tmp_path.iterdir())
+    (tmp_path / "~").mkdir()
+    assert "is a kvconvert bundle, not a model" in kvconvert("calibrate", GOLDEN, "--output=~/work").stderr
 
 
 def test_no_option_takes_an_empty_path_for_the_current_directory():
@@ -206,6 +216,7 @@ def answers(tmp_path_factory):
             (folder / str(number) / name).mkdir(parents=True)
         (folder / str(number) / "BEGUN").mkdir()
         (folder / str(number) / "BEGUN" / "state.json").write_text("{}")
+        (folder / str(number) / "FULL" / "new-work" / "mine").mkdir(parents=True)
         for name in ("MODEL", "BARE"):
             (folder / str(number) / name / "config.json").write_text("{}")
         (folder / str(number) / "MODEL" / "model.safetensors").touch()
@@ -225,7 +236,7 @@ def test_help_and_wrong_arguments_are_answered_before_torch_is_imported(answers,
     of_a_recipe = {"--recipe", "--kv-bits", "--set", "--weights", "recipes"} & {*arguments}
     assert f"AFTER {code} {['pydantic'] if of_a_recipe else []}" in said
     assert expected in said
-    assert sorted(os.listdir(answers / str(number))) == ["BARE", "BEGUN", "BUNDLE", "EMPTY", "MODEL"]
+    assert sorted(os.listdir(answers / str(number))) == ["BARE", "BEGUN", "BUNDLE", "EMPTY", "FULL", "MODEL"]
 
 
 @pytest.mark.parametrize(
@@ -250,7 +261,8 @@ def test_force_replaces_what_is_of_the_same_kind_and_the_message_says_what_else_
         if kind == found:
             check_output(output, True, kind)
         else:
-            with pytest.raises(UsageError, match=f"is {found}, not {kind}, .* choose another path, or remove it"):
+            advice = "choose another path, or remove it" if found in WRITTEN else r"choose another path\."
+            with pytest.raises(UsageError, match=f"is {found}, not {kind}, .* {advice}"):
                 check_output(output, True, kind)
     with pytest.raises(UsageError, match="is a file, not a bundle"):
         check_output(Path(__file__), True)

@@ -104,10 +104,8 @@ def check_output(output: Path, force: bool, kind: str = BUNDLE) -> None:
         return
     found = kind_of(output)
     if found != kind:
-        raise UsageError(
-            f"The output {output} exists and is {found}, not {kind}, so it is not replaced; choose another path, or "
-            "remove it first."
-        )
+        advice = "choose another path" + ", or remove it first" * (found in WRITTEN)
+        raise UsageError(f"The output {output} exists and is {found}, not {kind}, so it is not replaced; {advice}.")
     if not force:
         raise UsageError(f"The output {output} exists; choose another path, or replace it with `force=True`.")
 

@@ -39,7 +39,7 @@ Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Place(click.Path):
-    """A path; empty text, as of a shell's unset variable, is none."""
+    """A path; empty text, as of a shell's unset variable, is none, nor is what begins with a home directory's ~."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(path_type=Path, **options)
@@ -48,6 +48,8 @@ class Place(click.Path):
         """The path."""
         if value == "":
             self.fail("it is empty; give a path.", param, ctx)
+        if str(value).split("/")[0] == "~" and not Path("~").exists():  # after --output= a shell leaves it there
+            self.fail(f"no shell has replaced the ~; write $HOME{str(value)[1:]!s:.200}.", param, ctx)
         return super().convert(value, param, ctx)
 
 

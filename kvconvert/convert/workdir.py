@@ -463,7 +463,8 @@ def _changes(previous: WorkState, state: WorkState) -> str:
     changed = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
 
     def value(values: dict[str, Any], name: str) -> str:
-        text = str(values.get(name, "absent"))
+        found = values.get(name)
+        text = "absent" if found is None else str(found)
         return text if len(text) < 40 else f"{text[:12]}..."
 
     listed = [f"{name} ({value(before, name)} to {value(now, name)})" for name in changed[:3]]

@@ -168,7 +168,12 @@ def evaluate(
     decoder = decoder_of(model)
     shape = _segment_shape(checkpoint, context, decoder.new_cache())
     samples = load_token_samples(
-        EVALUATION if data is None else str(data), tokenizer, -(-tokens // shape.scored), shape.length, seed
+        EVALUATION if data is None else str(data),
+        tokenizer,
+        -(-tokens // shape.scored),
+        shape.length,
+        seed,
+        asked=("tokens", "context"),
     )
     ids = samples.ids[:, : shape.prefill + min(tokens, shape.scored) + 1]
     noise = None

@@ -163,7 +163,7 @@ def _refusal(error: ValidationError, known: list[str], table: str, where: str) -
     wrong = f"The recipe {where} has [{table}] {key} = {first['input']!r}"
     if first["type"] == "literal_error":
         return RecipeError(f"{wrong}, which is not possible; choose {first['ctx']['expected']}.")
-    return RecipeError(f"{wrong}, which is not possible: {first['msg']}.")
+    return RecipeError(f"{wrong}, which is not possible: {first['msg'].removeprefix('Value error, ')}.")
 
 
 def read_kv(values: dict[str, Any], where: str) -> tuple[KVScheme | None, KVCalibration, list[LayerOverride]]:
