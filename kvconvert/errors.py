@@ -36,6 +36,13 @@ def listed(names: Iterable[str], word: str = "and") -> str:
     return f"{', '.join(others)} {word} {last}" if others else last
 
 
+def unreadable(file: Path, error: Exception, otherwise: str = "correct it, or fetch it again") -> str:
+    """The message for a file that the system does not let read, or, with the advice `otherwise`, of wrong content."""
+    if isinstance(error, OSError):
+        return f"{file} cannot be read ({error.strerror or first_line(error)}); check the file and its permissions."
+    return f"{file} cannot be read ({first_line(error)}); {otherwise}."
+
+
 class KvconvertError(Exception):
     """Something the user can understand and act on; also an ordinary failure of a command (exit code 1)."""
 
@@ -66,15 +73,6 @@ class FidelityError(KvconvertError):
 
 class CheckpointError(KvconvertError):
     """A source model whose files are missing, damaged, or of a kind that is refused."""
-
-
-def unreadable(file: Path, error: Exception) -> CheckpointError:
-    """The message for a file of a model that the system does not let read, or whose content is wrong."""
-    if isinstance(error, OSError):
-        reason, advice = error.strerror or first_line(error), "check the file and its permissions"
-    else:
-        reason, advice = first_line(error), "correct it, or fetch it again"
-    return CheckpointError(f"{file} cannot be read ({reason}); {advice}.")
 
 
 class UnsupportedModelError(KvconvertError):

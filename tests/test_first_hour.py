@@ -101,7 +101,7 @@ WRONG = [
     (["inspct", "BUNDLE"], 2, "Did you mean"),
     (["generate", "gone", "x"], 1, "no such directory"),
     (["serve", "gone"], 1, "no such directory"),
-    (["serve", "BUNDLE", "--api-key-file", "gone.txt"], 1, "; check its path."),
+    (["serve", "BUNDLE", "--api-key-file", "gone.txt"], 1, "; check the file and its permissions."),
     (["warm", "gone"], 1, "no such directory"),
     (["rm", "someone/gone"], 1, "no bundle"),
     (["completion", "csh"], 2, "is not one of"),
@@ -165,6 +165,12 @@ def test_no_path_is_created_below_a_folder_named_as_the_home_directory_is_to_a_s
     assert not any(tmp_path.iterdir())
     (tmp_path / "~").mkdir()
     assert "is a kvconvert bundle, not a model" in kvconvert("calibrate", GOLDEN, "--output=~/work").stderr
+
+
+def test_no_file_is_refused_by_the_option_that_names_it_for_whoever_reads_it_knows_what_to_do():
+    paths = [p.type for command in cli.commands.values() for p in command.params if isinstance(p.type, click.Path)]
+    assert len(paths) > 5
+    assert not any(path.readable or path.exists for path in paths)
 
 
 def test_no_option_takes_an_empty_path_for_the_current_directory():

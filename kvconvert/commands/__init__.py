@@ -42,7 +42,7 @@ class Place(click.Path):
     """A path; empty text, as of a shell's unset variable, is none, nor is what begins with a home directory's ~."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(path_type=Path, **options)
+        super().__init__(path_type=Path, readable=False, **options)  # whoever reads it says what is wrong
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The path."""

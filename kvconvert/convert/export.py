@@ -352,7 +352,7 @@ def _settings(path: Path) -> Any:
     try:
         return read_json(path)
     except (OSError, ValueError) as error:
-        raise unreadable(path, error) from error
+        raise CheckpointError(unreadable(path, error)) from error
 
 
 def _manifest(store: WorkDir, recipe: Recipe, contents: _Contents, source: SourceInfo) -> Manifest:

@@ -46,7 +46,7 @@ from kvconvert.convert.work_files import (
     sealed_json,
     work_lock,
 )
-from kvconvert.errors import CheckpointError, MissingError, UsageError, first_line
+from kvconvert.errors import CheckpointError, MissingError, UsageError, first_line, unreadable
 from kvconvert.io import disk
 from kvconvert.io.checksums import known_sha256, remember
 from kvconvert.io.json_text import read_json
@@ -483,9 +483,7 @@ def _read_state(path: Path) -> WorkState:
             )
         return WorkState.model_validate(read_sealed(file))
     except (OSError, ValueError) as error:
-        raise MissingError(
-            f"{file} cannot be read ({first_line(error)}); calibrate again with `restart=True`."
-        ) from error
+        raise MissingError(unreadable(file, error, "calibrate again with `restart=True`")) from error
 
 
 def _damaged(file: Path, reason: str) -> UsageError:

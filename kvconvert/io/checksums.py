@@ -73,7 +73,7 @@ def sha256(file: Path, read: Callable[[int], Any] = lambda count: None) -> str:
         _found[key] = checksum.result()
         return _found[key]
     except (OSError, KeyError) as error:  # KeyError: it changed between two looks at it
-        raise unreadable(file, error) from error
+        raise CheckpointError(unreadable(file, error)) from error
 
 
 def known_sha256(files: Iterable[Path]) -> dict[Path, str]:

@@ -82,7 +82,7 @@ def _read_index(index: Path) -> dict[str, str]:
     try:
         contents = read_json(index)
     except (OSError, ValueError) as error:
-        raise unreadable(index, error) from error
+        raise CheckpointError(unreadable(index, error)) from error
     try:
         weight_map = contents["weight_map"]
         entries = list(weight_map.items())

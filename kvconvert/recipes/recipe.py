@@ -55,7 +55,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from kvconvert.arguments import checked
 from kvconvert.bundle.figures import figure
-from kvconvert.errors import MissingError, RecipeError, UsageError, did_you_mean, first_line
+from kvconvert.errors import MissingError, RecipeError, UsageError, did_you_mean, first_line, unreadable
 from kvconvert.methods import (
     OPTIONS,
     PRESETS,
@@ -495,9 +495,7 @@ class Recipe(RecipeTable):
                     f"There is no recipe file {name}; check its path, or name a preset (kvconvert recipes lists them)."
                 ) from error
             except OSError as error:
-                raise MissingError(
-                    f"The recipe file {name} cannot be read ({error.strerror}); check its path."
-                ) from error
+                raise MissingError(f"The recipe file {unreadable(path, error)}") from error
             except UnicodeDecodeError as error:
                 raise RecipeError(f"The recipe file {name} is not text in UTF-8; save it as that.") from error
             if len(text) > _MOST_TEXT:

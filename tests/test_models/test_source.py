@@ -216,7 +216,7 @@ def test_a_checkpoint_that_cannot_be_converted_is_refused_in_one_sentence(model,
 
 def test_a_file_that_the_system_does_not_let_read_is_not_to_be_fetched_again():
     refused = unreadable(Path("config.json"), PermissionError(13, "Permission denied"))
-    assert str(refused) == "config.json cannot be read (Permission denied); check the file and its permissions."
+    assert refused == "config.json cannot be read (Permission denied); check the file and its permissions."
 
 
 def test_a_name_that_is_no_path_and_no_hub_id_is_not_looked_up():
