@@ -115,7 +115,7 @@ def _run(model: str, work: Path, *, recipe: str, data: tuple[str, ...], **option
         check_place(work)
     from kvconvert.recipes.recipe import Budget, Recipe, check_said_once
 
-    changes, budget = changes_of(options), Budget(**{name: options.pop(name) for name in Budget.__annotations__})
+    changes, budget = changes_of(options), {name: options.pop(name) for name in Budget.__annotations__}
     check_said_once(changes, budget)
     loaded = Recipe.load(recipe, changes).with_budget(**budget)
     from kvconvert.io.checksums import begin

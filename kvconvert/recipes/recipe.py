@@ -353,8 +353,8 @@ _REPLACED = {
 }
 
 
-def check_said_once(changes: Mapping[str, Any], budget: Budget) -> None:
-    """Refuse (UsageError) changes of a recipe that a limit given beside them would replace."""
+def check_said_once(changes: Mapping[str, Any], budget: Mapping[str, Any]) -> None:
+    """Refuse (UsageError) changes of a recipe that a limit given beside them, see `Budget`, would replace."""
     for name, keys in _REPLACED.items():
         key = next((key for key in keys if key in changes), None)
         if budget.get(name) is not None and key is not None:
