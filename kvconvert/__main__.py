@@ -1,5 +1,18 @@
-"""`python -m kvconvert` is the command line."""
+"""`python -m kvconvert`, and the installed script: Ctrl-C is provided for before the command line is imported."""
 
-from kvconvert.cli import main
+import signal
 
-main()
+from kvconvert.io.process import end_before_the_beginning
+
+
+def main() -> None:
+    """Entry point."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # and not ignored
+        signal.signal(signal.SIGINT, end_before_the_beginning)
+    from kvconvert.cli import main as command_line
+
+    command_line()
+
+
+if __name__ == "__main__":
+    main()

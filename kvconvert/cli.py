@@ -30,7 +30,7 @@ from kvconvert.commands.recipes import recipes
 from kvconvert.commands.serve import serve
 from kvconvert.commands.warm import warm
 from kvconvert.errors import KvconvertError, UsageError, printable
-from kvconvert.io.process import ended_at_once
+from kvconvert.io.process import INTERRUPTED, end_before_the_beginning, ended_at_once
 from kvconvert.version import __version__
 
 # What other programs call what is here.
@@ -51,14 +51,13 @@ _ELSEWHERE = {
 _STEPS = """\
 From a model to a bundle in five steps, where MODEL is a directory or a Hub id:
 
-  kvconvert plan MODEL             what converting takes, and what fits
-  kvconvert convert MODEL BUNDLE   calibrate, and write the bundle
-  kvconvert eval BUNDLE            how far it departs from the model
-  kvconvert generate BUNDLE TEXT   what it says; or serve BUNDLE, for OpenAI's clients
-  kvconvert push BUNDLE USER/NAME  share it on the Hub
+  kvconvert plan MODEL                    what converting takes, and what fits
+  kvconvert convert MODEL BUNDLE          calibrate, and write the bundle
+  kvconvert eval BUNDLE --against MODEL   how far it departs from the model
+  kvconvert generate BUNDLE TEXT          what it says; or serve BUNDLE, for OpenAI's clients
+  kvconvert push BUNDLE USER/NAME         share it on the Hub
 
 kvconvert --help lists all commands, and kvconvert recipes what a bundle may be."""
-_INTERRUPTED = 128 + signal.SIGINT
 _LAYERS_ARE_KEPT = "go on from the last finished layer"
 # What the same command does after an interruption, where it does not repeat everything.
 _RESUMED = {
@@ -92,7 +91,9 @@ def _unwritable(error: UnicodeEncodeError) -> str:
 
 
 def _check_dashes(ctx: click.Context, words: list[str]) -> None:
-    """Refuse (NoSuchOption) a long option with one dash, which would be read as letters that are options each."""
+    """Refuse (NoSuchOption) a long option with one dash, which would be read as letters that are options each, and
+    (BadOptionUsage) a short one with a sign of equality, which would be part of its value.
+    """
     options = [option for option in ctx.command.get_params(ctx) if isinstance(option, click.Option)]
     names = {name: option for option in options for name in (*option.opts, *option.secondary_opts)}
     before = None
@@ -104,6 +105,10 @@ def _check_dashes(ctx: click.Context, words: list[str]) -> None:
             possible = [f"-{name}"] if f"-{name}" in names else names
             if name[:2] not in names or len(possible) == 1:
                 raise click.NoSuchOption(name, possibilities=possible, ctx=ctx)
+        elif not valued and len(name) == 2 and name in names and name != word:
+            raise click.BadOptionUsage(
+                name, f"Option {name!r} takes a space, not an equals sign, before its value.", ctx
+            )
 
 
 class _Text(StringParamType):
@@ -157,7 +162,9 @@ class _Commands(click.Group):
             if error.errno in _PATH_ERRORS and error.filename is not None:
                 name = printable(os.fsdecode(error.filename))
                 shown = name if len(name) <= 200 else f"{name[:200]}..."
-                click.echo(f"Error: {shown} cannot be used ({error.strerror}); check the path.", err=True)
+                click.echo(
+                    f"Error: {shown} cannot be used ({error.strerror}); check the path and its permissions.", err=True
+                )
                 ctx.exit(1)
             # What commands read and write has errors of its own; here is what they print.
             if error.errno not in _OUTPUT_ERRORS or error.filename is not None:
@@ -171,13 +178,15 @@ class _Commands(click.Group):
             again = _RESUMED.get(ctx.invoked_subcommand or "", "repeat it")
             message = f"Interrupted; nothing half written was left behind: run the same command again to {again}."
             click.echo(f"Error: {message}", err=True)
-            ctx.exit(_INTERRUPTED)
+            ctx.exit(INTERRUPTED)
 
     def _with_options(self, message: str, invoked: str | None) -> str:
         """A message in which options stand for the arguments that the library names: `restart=True` is --restart.
 
         The invoked command's options come first, for its `work` may be another's -o.
         """
+        if invoked == "convert":  # which names its working directory itself
+            message = message.replace("`work`", "BUNDLE-work")
         for command in sorted(self.commands.values(), key=lambda command: command.name != invoked):
             for parameter in command.params:
                 argument = isinstance(parameter, click.Argument)
@@ -255,10 +264,9 @@ def _terminate(signum: int, frame: object) -> None:
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
-    """Ctrl-C: KeyboardInterrupt, but not within the import of torch, which aborts on it; nothing is begun then."""
+    """Ctrl-C: KeyboardInterrupt, but not within the import of torch, which aborts on it."""
     if getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False):
-        os.write(2, b"Error: Interrupted before anything was begun; run the same command again.\n")
-        os._exit(_INTERRUPTED)
+        end_before_the_beginning(signum, frame)
     signal.default_int_handler(signum, frame)
 
 
@@ -267,7 +275,7 @@ def main() -> None:
     # It would read the entry points of every installed package, longer than it takes to refuse a recipe.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     signal.signal(signal.SIGTERM, _terminate)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # and not ignored
+    if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, end_before_the_beginning):  # and not ignored
         signal.signal(signal.SIGINT, _interrupt)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by whoever started this

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 
 def printable(text: str) -> str:
@@ -33,6 +34,13 @@ def listed(names: Iterable[str], word: str = "and") -> str:
     """Names in a sentence, `word` before the last."""
     *others, last = names
     return f"{', '.join(others)} {word} {last}" if others else last
+
+
+def unreadable(file: Path, error: Exception, otherwise: str = "correct it, or fetch it again") -> str:
+    """The message for a file that the system does not let read, or, with the advice `otherwise`, of wrong content."""
+    if isinstance(error, OSError):
+        return f"{file} cannot be read ({error.strerror or first_line(error)}); check the file and its permissions."
+    return f"{file} cannot be read ({first_line(error)}); {otherwise}."
 
 
 class KvconvertError(Exception):

@@ -19,6 +19,7 @@ from tiny.hub import standing_in
 from tiny.llama import write_recipe, write_tiny_llama
 
 from kvconvert import load
+from kvconvert.bundle.locate import BUNDLE, CHECKPOINT, ONNX_EXPORT, WRITTEN, check_output
 from kvconvert.cli import cli
 from kvconvert.commands import Place
 from kvconvert.errors import UsageError
@@ -100,7 +101,7 @@ WRONG = [
     (["inspct", "BUNDLE"], 2, "Did you mean"),
     (["generate", "gone", "x"], 1, "no such directory"),
     (["serve", "gone"], 1, "no such directory"),
-    (["serve", "BUNDLE", "--api-key-file", "gone.txt"], 1, "; check its path."),
+    (["serve", "BUNDLE", "--api-key-file", "gone.txt"], 1, "; check the file and its permissions."),
     (["warm", "gone"], 1, "no such directory"),
     (["rm", "someone/gone"], 1, "no bundle"),
     (["completion", "csh"], 2, "is not one of"),
@@ -127,6 +128,8 @@ WRONG = [
     (["plan", "-help"], 2, "Did you mean '--help'?"),
     (["convert", "MODEL", "NEW", "-recipes=auto"], 2, "No such option '-recipes'. Did you mean '--recipe'?"),
     (["inspect", "--", "-json"], 1, "no such directory"),
+    (["calibrate", "MODEL", "-o=WORK"], 2, "Option '-o' takes a space, not an equals sign, before its value."),
+    (["export", "BEGUN", "-o="], 2, "takes a space"),
     (["generate", "gone", "--prompt", "-seed"], 1, "no such directory"),
     (
         ["export", "BEGUN", "-o", "NEW", "--format", "compressed-tensors"],
@@ -139,12 +142,35 @@ WRONG = [
         2,
         "Error: --kv-bits and --kv-bytes-per-token are two ways to say one budget; give one of them.",
     ),
+    (
+        ["convert", "MODEL", "NEW", "--recipe", "auto", "--kv-bits", "3", "--set", "auto.kv_bytes_per_token=9"],
+        2,
+        "Error: --kv-bits would replace the value that is set of auto.kv_bytes_per_token; give one of them.",
+    ),
+    (["convert", "MODEL", "FULL/new"], 2, "BUNDLE-work has to be a new or empty directory."),
+    (["convert", "MODEL", "NEW", "--weight-bits", "4", "--set", "weights.bits=3"], 2, "set of weights.bits;"),
+    (["convert", "MODEL", "NEW", "--weight-bits", "4", "--set", "weights.modules=[]"], 2, "set of weights.modules;"),
 ]
 
 
 def test_a_model_is_not_served_without_a_name():
     result = kvconvert("serve", GOLDEN, "--port", 0, "--served-model-name", "")
     assert (result.exit_code, "named ''; give it a name" in result.stderr) == (2, True)
+
+
+def test_no_path_is_created_below_a_folder_named_as_the_home_directory_is_to_a_shell(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = kvconvert("calibrate", GOLDEN, "--output=~/work")
+    assert (result.exit_code, "no shell has replaced the ~; write $HOME" in result.stderr) == (2, True)
+    assert not any(tmp_path.iterdir())
+    (tmp_path / "~").mkdir()
+    assert "is a kvconvert bundle, not a model" in kvconvert("calibrate", GOLDEN, "--output=~/work").stderr
+
+
+def test_no_file_is_refused_by_the_option_that_names_it_for_whoever_reads_it_knows_what_to_do():
+    paths = [p.type for command in cli.commands.values() for p in command.params if isinstance(p.type, click.Path)]
+    assert len(paths) > 5
+    assert not any(path.readable or path.exists for path in paths)
 
 
 def test_no_option_takes_an_empty_path_for_the_current_directory():
@@ -196,6 +222,7 @@ def answers(tmp_path_factory):
             (folder / str(number) / name).mkdir(parents=True)
         (folder / str(number) / "BEGUN").mkdir()
         (folder / str(number) / "BEGUN" / "state.json").write_text("{}")
+        (folder / str(number) / "FULL" / "new-work" / "mine").mkdir(parents=True)
         for name in ("MODEL", "BARE"):
             (folder / str(number) / name / "config.json").write_text("{}")
         (folder / str(number) / "MODEL" / "model.safetensors").touch()
@@ -215,7 +242,36 @@ def test_help_and_wrong_arguments_are_answered_before_torch_is_imported(answers,
     of_a_recipe = {"--recipe", "--kv-bits", "--set", "--weights", "recipes"} & {*arguments}
     assert f"AFTER {code} {['pydantic'] if of_a_recipe else []}" in said
     assert expected in said
-    assert sorted(os.listdir(answers / str(number))) == ["BARE", "BEGUN", "BUNDLE", "EMPTY", "MODEL"]
+    assert sorted(os.listdir(answers / str(number))) == ["BARE", "BEGUN", "BUNDLE", "EMPTY", "FULL", "MODEL"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "found"),
+    [
+        ("kvconvert.json", "{}", BUNDLE),
+        ("genai_config.json", "{}", ONNX_EXPORT),
+        ("config.json", '{"quantization_config": {"quant_method": "compressed-tensors"}}', CHECKPOINT),
+        ("config.json", '{"quantization_config": []}', "a model"),
+        ("config.json", "{", "a model"),
+        ("state.json", "{}", "a working directory"),
+        ("notes.txt", "mine", "a directory of other files"),
+    ],
+)
+def test_force_replaces_what_is_of_the_same_kind_and_the_message_says_what_else_is_there(
+    tmp_path, name, content, found
+):
+    output = tmp_path / "output"
+    output.mkdir()
+    (output / name).write_text(content)
+    for kind in WRITTEN:
+        if kind == found:
+            check_output(output, True, kind)
+        else:
+            advice = "choose another path, or remove it" if found in WRITTEN else r"choose another path\."
+            with pytest.raises(UsageError, match=f"is {found}, not {kind}, .* {advice}"):
+                check_output(output, True, kind)
+    with pytest.raises(UsageError, match="is a file, not a bundle"):
+        check_output(Path(__file__), True)
 
 
 def test_inspect_and_verify_are_ten_lines_and_import_no_modeling_code():
@@ -350,11 +406,12 @@ def test_an_interrupted_command_exits_with_130(tmp_path, capfd):
     assert "run the same command again to go on from the last finished layer" in said
 
 
-def test_ctrl_c_while_torch_is_imported_is_a_sentence_and_no_abort(tmp_path):
+@pytest.mark.parametrize("module", ["click", "torch"])
+def test_ctrl_c_while_modules_are_imported_is_a_sentence_and_no_abort(tmp_path, module):
     within = (
         "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    os.abort()\n"
     )
-    (tmp_path / "torch.py").write_text(within)
+    (tmp_path / f"{module}.py").write_text(within)
     places = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-m", "kvconvert", "generate", GOLDEN, "x"]
     found = subprocess.run(

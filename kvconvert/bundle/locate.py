@@ -7,6 +7,7 @@ Nothing here imports torch, which takes seconds, or pydantic: commands refuse wr
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,13 @@ from kvconvert.arguments import BundlePlace, checked
 from kvconvert.errors import BundleError, HubError, UsageError, did_you_mean
 from kvconvert.io.disk import STATE_NAME
 from kvconvert.io.hub import ask_hub, is_hub_id, missing_below
+from kvconvert.io.json_text import read_json
 
 MANIFEST_NAME = "kvconvert.json"
+GENAI_NAME = "genai_config.json"
+# What `export` writes.
+BUNDLE, ONNX_EXPORT, CHECKPOINT = "a bundle", "an export for ONNX Runtime", "a compressed-tensors checkpoint"
+WRITTEN = (BUNDLE, ONNX_EXPORT, CHECKPOINT)
 # In a folder, for engines read every *.safetensors file that lies beside config.json as weights.
 PLAN_NAME = "kvconvert/plan.safetensors"
 FORMER_PLAN_NAME = "kv_plan.safetensors"
@@ -85,11 +91,10 @@ def manifest_path(directory: Path) -> Path:
     return path
 
 
-def check_output(output: Path, force: bool, marker: str = MANIFEST_NAME) -> None:
+def check_output(output: Path, force: bool, kind: str = BUNDLE) -> None:
     """Refuse an output that exists, before any work is done.
 
-    An empty directory may be filled. With `force` an earlier result of the same kind may be replaced, which the file
-    `marker` tells: a bundle by default.
+    An empty directory may be filled. With `force` an earlier result of the same kind, see `kind_of`, may be replaced.
 
     Raises:
         UsageError: the output exists and may not be replaced.
@@ -97,11 +102,29 @@ def check_output(output: Path, force: bool, marker: str = MANIFEST_NAME) -> None
     check_outside(output)
     if not os.path.lexists(output) or (output.is_dir() and not any(output.iterdir())):
         return
-    if not (output.is_dir() and (output / marker).is_file()):
-        kind = "a bundle" if marker == MANIFEST_NAME else f"an earlier export with a {marker}"
-        raise UsageError(f"The output {output} exists and is not {kind}, so it is not replaced; choose another path.")
+    found = kind_of(output)
+    if found != kind:
+        advice = "choose another path" + ", or remove it first" * (found in WRITTEN)
+        raise UsageError(f"The output {output} exists and is {found}, not {kind}, so it is not replaced; {advice}.")
     if not force:
         raise UsageError(f"The output {output} exists; choose another path, or replace it with `force=True`.")
+
+
+def kind_of(path: Path) -> str:
+    """What lies at an existing path, in words: one of WRITTEN, or something else."""
+    if not path.is_dir():
+        return "a file"
+    for name, kind in ((MANIFEST_NAME, BUNDLE), (STATE_NAME, "a working directory"), (GENAI_NAME, ONNX_EXPORT)):
+        if (path / name).is_file():
+            return kind
+    if not (path / "config.json").is_file():
+        return "a directory of other files"
+    config: Any = None
+    with suppress(OSError, ValueError):  # whoever reads it as a model says what is wrong
+        config = read_json(path / "config.json")
+    settings = config.get("quantization_config") if isinstance(config, dict) else None
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    return CHECKPOINT if method == "compressed-tensors" else "a model"
 
 
 def check_outside(output: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvconvert.bundle.locate import MANIFEST_NAME, check_output
+from kvconvert.bundle.locate import BUNDLE, MANIFEST_NAME, WRITTEN, check_output, kind_of
 from kvconvert.bundle.manifest import Manifest
 from kvconvert.errors import KvconvertError
 from kvconvert.io import disk
@@ -28,10 +28,10 @@ INDEX_NAME = "model.safetensors.index.json"
 
 
 @contextmanager
-def replacing(output: Path, force: bool, marker: str = MANIFEST_NAME) -> Iterator[Path]:
+def replacing(output: Path, force: bool, kind: str = BUNDLE) -> Iterator[Path]:
     """A temporary directory beside `output` that becomes `output` when the block ends without an exception.
 
-    On success every file is synced, then the directory is renamed. A bundle that `force` replaces is first renamed
+    On success every file is synced, then the directory is renamed. What `force` replaces is first renamed
     aside and removed only after the new one is in place. After any exception, interruption included, the temporary
     directory is gone and what was at `output` is untouched.
 
@@ -45,13 +45,13 @@ def replacing(output: Path, force: bool, marker: str = MANIFEST_NAME) -> Iterato
     try:
         if output.parent.is_dir():
             _recover(output)
-        check_output(output, force, marker)
+        check_output(output, force, kind)
         created = disk.make_directory(output.parent)
         temporary = disk.make_temporary_directory(f".{output.name}.partial-", output.parent)
         with locked(temporary):
             yield temporary
             _sync(temporary)
-            check_output(output, force, marker)
+            check_output(output, force, kind)
             _put_in_place(temporary, output)
         created.clear()
     except OSError as error:
@@ -100,7 +100,7 @@ def is_own_directory(path: Path) -> bool:
 def _recover(output: Path) -> None:
     """Tidy up after killed exports to the same place; one still at work holds the locks of its directories.
 
-    A bundle that was set aside for one that never came goes back to its place.
+    What was set aside for something that never came goes back to its place.
     """
     name = glob.escape(output.name)
     left = [*output.parent.glob(f".{name}.partial-*"), *output.parent.glob(f".{name}.replaced-*")]
@@ -108,7 +108,7 @@ def _recover(output: Path) -> None:
         with locked(directory) as held:
             if not held:
                 continue
-            whole = directory.name.startswith(f".{output.name}.replaced-") and (directory / MANIFEST_NAME).is_file()
+            whole = directory.name.startswith(f".{output.name}.replaced-") and kind_of(directory) in WRITTEN
             if whole and not output.exists():
                 disk.rename(directory, output)
             else:

@@ -39,15 +39,17 @@ Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Place(click.Path):
-    """A path; empty text, as of a shell's unset variable, is none."""
+    """A path; empty text, as of a shell's unset variable, is none, nor is what begins with a home directory's ~."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(path_type=Path, **options)
+        super().__init__(path_type=Path, readable=False, **options)  # whoever reads it says what is wrong
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The path."""
         if value == "":
             self.fail("it is empty; give a path.", param, ctx)
+        if str(value).split("/")[0] == "~" and not Path("~").exists():  # after --output= a shell leaves it there
+            self.fail(f"no shell has replaced the ~; write $HOME{str(value)[1:]!s:.200}.", param, ctx)
         return super().convert(value, param, ctx)
 
 

@@ -113,10 +113,11 @@ def _run(model: str, work: Path, *, recipe: str, data: tuple[str, ...], **option
     check_sources(list(data) or None)
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun's processes would be in each other's way
         check_place(work)
-    from kvconvert.recipes.recipe import Budget, Recipe
+    from kvconvert.recipes.recipe import Budget, Recipe, check_said_once
 
-    loaded = Recipe.load(recipe, changes_of(options))
-    loaded = loaded.with_budget(**{name: options.pop(name) for name in Budget.__annotations__})
+    changes, budget = changes_of(options), {name: options.pop(name) for name in Budget.__annotations__}
+    check_said_once(changes, budget)
+    loaded = Recipe.load(recipe, changes).with_budget(**budget)
     from kvconvert.io.checksums import begin
     from kvconvert.io.process import return_large_blocks
 

@@ -132,7 +132,7 @@ def evaluate(
         check_recordable(bundle)
     if tokens is not None:
         options["tokens"] = tokens
-    report = run(bundle, only=parts, full=full, **options)
+    report = run(bundle, only=parts, full=full, for_record=write, **options)
     if as_json:
         click.echo(json.dumps(report.to_dict(), indent=2))
     else:

@@ -79,7 +79,7 @@ def export(
         given = next((name for name, value in stated.items() if value is not None), None)
         if given is not None:
             raise click.UsageError(f"--{given.replace('_', '-')} is for the card of a bundle; leave it out.")
-    from kvconvert.bundle.locate import check_output
+    from kvconvert.bundle.locate import BUNDLE, CHECKPOINT, check_output
     from kvconvert.convert.work_files import check_begun
 
     if format_ == "onnx":
@@ -90,7 +90,7 @@ def export(
     if kv_cache is not None or int8_activations:
         raise click.UsageError("--kv-cache and --int8-activations belong to --format onnx; add it, or leave them out.")
     check_begun(Path(work))
-    check_output(bundle, force)
+    check_output(bundle, force, CHECKPOINT if weights_format == "compressed-tensors" else BUNDLE)
     if weights_format == "compressed-tensors":
         from kvconvert.convert.compressed_tensors import export_compressed_tensors
 
@@ -110,7 +110,8 @@ def exported(bundle: Path) -> str:
 
 
 def _export_onnx(source: str, output: Path, kv_cache: Literal["plan", "float"] | None, **options: Any) -> None:
-    from kvconvert.onnx.export import GENAI_NAME, export_onnx
+    from kvconvert.bundle.locate import GENAI_NAME
+    from kvconvert.onnx.export import export_onnx
 
     export_onnx(source, output, kv_cache=kv_cache or "plan", **options)
     click.echo(f"Exported {output}, {_size(output):,} bytes, for ONNX Runtime and, by {GENAI_NAME}, onnxruntime-genai.")

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from kvconvert.commands import ByteSize, Place, Whole, check_device, quiet
-from kvconvert.errors import KvconvertError, MissingError, UsageError
+from kvconvert.errors import KvconvertError, MissingError, UsageError, unreadable
 from kvconvert.io.process import end_process
 
 KEY_VARIABLE = "KVCONVERT_API_KEY"
@@ -321,9 +321,10 @@ def _keys(file: Path | None) -> list[str]:
         raise UsageError(f"There are keys in {KEY_VARIABLE} and in --api-key-file; use one of them.")
     try:
         keys = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise MissingError(f"--api-key-file {file} cannot be read ({reason}); check its path.") from error
+    except OSError as error:
+        raise MissingError(f"--api-key-file {unreadable(file, error)}") from error
+    except UnicodeDecodeError as error:
+        raise MissingError(f"--api-key-file {file} cannot be read (not UTF-8 text); save it as that.") from error
     if not keys:
         raise UsageError(f"--api-key-file {file} has no key; write one a line.")
     return keys

@@ -24,7 +24,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from kvconvert.bundle.files import INDEX_NAME
-from kvconvert.bundle.locate import check_output
+from kvconvert.bundle.locate import CHECKPOINT, check_output
 from kvconvert.bundle.manifest import Manifest, ModuleCoverage
 from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.bundle.writer import MAX_SHARD_BYTES, replacing, write_json, write_weights
@@ -53,7 +53,7 @@ def export_compressed_tensors(
     Args:
         work: the finished working directory of `calibrate`.
         directory: to write; as for `export`.
-        force: replace a bundle that lies there, and accept missed limits.
+        force: replace an earlier checkpoint of this kind, and accept missed limits.
         device, progress, max_shard_bytes: as for `export`.
 
     Returns:
@@ -64,8 +64,8 @@ def export_compressed_tensors(
         KvconvertError: see `export`.
     """
     output = Path(directory)
-    check_output(output, force)
-    with replacing(output, force) as temporary:
+    check_output(output, force, CHECKPOINT)
+    with replacing(output, force, CHECKPOINT) as temporary:
         inner = temporary / "bundle"
         bundle = open_bundle(export(work, inner, force=force, device=device, progress=progress), verify="headers")
         quantized = _packable(bundle.manifest)

@@ -38,7 +38,7 @@ from kvconvert.bundle.writer import (
     write_weights,
 )
 from kvconvert.convert.workdir import WorkDir
-from kvconvert.errors import BundleError, CheckpointError, FidelityError, UsageError
+from kvconvert.errors import BundleError, CheckpointError, FidelityError, UsageError, unreadable
 from kvconvert.io.checksums import known_sha256
 from kvconvert.io.disk import check_writable, make_directory
 from kvconvert.io.hub import is_hub_id
@@ -351,8 +351,8 @@ def _copied(source: Path, target: Path) -> FileInfo:
 def _settings(path: Path) -> Any:
     try:
         return read_json(path)
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}); fetch it again.") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(unreadable(path, error)) from error
 
 
 def _manifest(store: WorkDir, recipe: Recipe, contents: _Contents, source: SourceInfo) -> Manifest:

@@ -46,7 +46,7 @@ from kvconvert.convert.work_files import (
     sealed_json,
     work_lock,
 )
-from kvconvert.errors import CheckpointError, MissingError, UsageError, first_line
+from kvconvert.errors import CheckpointError, MissingError, UsageError, first_line, unreadable
 from kvconvert.io import disk
 from kvconvert.io.checksums import known_sha256, remember
 from kvconvert.io.json_text import read_json
@@ -463,7 +463,8 @@ def _changes(previous: WorkState, state: WorkState) -> str:
     changed = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
 
     def value(values: dict[str, Any], name: str) -> str:
-        text = str(values.get(name, "absent"))
+        found = values.get(name)
+        text = "absent" if found is None else str(found)
         return text if len(text) < 40 else f"{text[:12]}..."
 
     listed = [f"{name} ({value(before, name)} to {value(now, name)})" for name in changed[:3]]
@@ -482,9 +483,7 @@ def _read_state(path: Path) -> WorkState:
             )
         return WorkState.model_validate(read_sealed(file))
     except (OSError, ValueError) as error:
-        raise MissingError(
-            f"{file} cannot be read ({first_line(error)}); calibrate again with `restart=True`."
-        ) from error
+        raise MissingError(unreadable(file, error, "calibrate again with `restart=True`")) from error
 
 
 def _damaged(file: Path, reason: str) -> UsageError:

@@ -79,7 +79,12 @@ class TokenData:
 
 
 def load_token_samples(
-    source: str, tokenizer: PreTrainedTokenizerBase, samples: int, length: int, seed: int
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    samples: int,
+    length: int,
+    seed: int,
+    asked: tuple[str, str] = ("samples", "seq_len"),
 ) -> TokenData:
     """Read a SOURCE and cut it into samples; the same arguments and files give the same ids.
 
@@ -89,6 +94,7 @@ def load_token_samples(
         samples: number of samples; more than the source holds are an error that says how many it has.
         length: tokens per sample.
         seed: chooses windows of plain text, and the order of rows.
+        asked: the arguments by which the user gives `samples` and `length`, for messages.
 
     Raises:
         DataError: the source is missing, empty, undecodable, of an unknown kind, has no text column, or is too short.
@@ -105,10 +111,10 @@ def load_token_samples(
     if available < samples:
         found = f"Data source {name} holds {len(ids)} tokens"
         if available == 0:
-            raise DataError(f"{found}, but one sample needs {window}; give more text or a smaller sequence length.")
+            raise DataError(f"{found}, but one sample needs {window}; give more text, or a smaller `{asked[1]}`.")
         raise DataError(
             f"{found}, which make {available} samples of {length}, but {samples} samples ({samples * window} tokens) "
-            "are requested; give more text, or request fewer or shorter samples."
+            f"are requested; give more text, or a smaller `{asked[0]}` or `{asked[1]}`."
         )
     rows = [prefix + ids[i * window : (i + 1) * window] for i in _windows(available, samples, seed, whole)]
     return token_data(torch.tensor(rows), name, seed)

@@ -33,6 +33,7 @@ from kvconvert.fidelity.report import (
     EvaluationText,
     FidelityReport,
     NoiseFloor,
+    check_recorded_source,
     measure_cache,
     text_figures,
     weight_size,
@@ -101,6 +102,7 @@ def evaluate(
     seed: int = 0,
     drills: DrillCounts | None = None,
     drawings: Count = DRAWINGS,
+    for_record: bool = False,
     progress: bool = True,
 ) -> FidelityReport:
     """Measure a bundle against its source model.
@@ -120,6 +122,7 @@ def evaluate(
         seed: the seed of the choice of text, of drills and of the bootstrap.
         drills: how many prompts of each kind.
         drawings: how many conversations about an image a vision-language model is compared on.
+        for_record: refuse, before anything is measured, a source whose figures `record` would not write.
         progress: an estimate of the time, and bars, on stderr.
 
     Raises:
@@ -148,6 +151,9 @@ def evaluate(
     info = checkpoint.info(progress)
     recorded = manifest.source
     is_recorded = (info.config_sha256, info.weights_sha256) == (recorded.config_sha256, recorded.weights_sha256)
+    compared = ComparedWith(checkpoint.id, is_recorded)
+    if for_record:
+        check_recorded_source(manifest, compared)
 
     say("Loading it and its source.")
     with loading_bars(progress):
@@ -162,7 +168,12 @@ def evaluate(
     decoder = decoder_of(model)
     shape = _segment_shape(checkpoint, context, decoder.new_cache())
     samples = load_token_samples(
-        EVALUATION if data is None else str(data), tokenizer, -(-tokens // shape.scored), shape.length, seed
+        EVALUATION if data is None else str(data),
+        tokenizer,
+        -(-tokens // shape.scored),
+        shape.length,
+        seed,
+        asked=("tokens", "context"),
     )
     ids = samples.ids[:, : shape.prefill + min(tokens, shape.scored) + 1]
     noise = None
@@ -270,7 +281,7 @@ def evaluate(
             shape.prefill,
             PAGE_SIZE,
         ),
-        against=ComparedWith(checkpoint.id, is_recorded),
+        against=compared,
         files_digest=manifest.files_digest(),
         compute_dtype=str(computed_in).removeprefix("torch."),
         device=place.type,

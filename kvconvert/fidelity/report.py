@@ -327,7 +327,16 @@ def check_recordable(bundle: str | Path) -> None:
             f"{bundle} is no directory of your own, so nothing can be written into it; `kvconvert pull` it to one, and "
             "push that afterwards."
         )
-    disk.check_writable(Path(bundle), "bundle")
+    disk.check_writable(Path(bundle), "bundle", "make it writable, or measure a copy of the bundle")
+
+
+def check_recorded_source(manifest: Manifest, against: ComparedWith) -> None:
+    """Refuse (UsageError) a comparison with another model than the one that the manifest records."""
+    if not against.is_recorded_source:
+        raise UsageError(
+            f"{against.id} is not the checkpoint that {MANIFEST_NAME} records ({manifest.source.id}), whose figures "
+            "belong there; give that one as `against`."
+        )
 
 
 def record(bundle: str | Path, report: FidelityReport) -> Fidelity:
@@ -352,11 +361,7 @@ def record(bundle: str | Path, report: FidelityReport) -> Fidelity:
     before = opened.manifest
     config = read_config(directory, opened.config, len(before.tensors))
     told = sliding_windows(config), context_length(config)
-    if not report.against.is_recorded_source:
-        raise UsageError(
-            f"{report.against.id} is not the checkpoint that {MANIFEST_NAME} records ({before.source.id}), so the "
-            "figures were not written; give that one as `against`."
-        )
+    check_recorded_source(before, report.against)
     if report.files_digest != before.files_digest():
         raise BundleError(f"{bundle} changed while it was measured, so nothing was written; measure it again.")
     fidelity = fidelity_of(before, Recipe.from_dict(before.recipe).limits, report)

@@ -16,7 +16,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from kvconvert.errors import CheckpointError
+from kvconvert.errors import CheckpointError, unreadable
 
 _THREADS = 4  # at most: files that are read at once
 _BLOCK = 2**22
@@ -73,7 +73,7 @@ def sha256(file: Path, read: Callable[[int], Any] = lambda count: None) -> str:
         _found[key] = checksum.result()
         return _found[key]
     except (OSError, KeyError) as error:  # KeyError: it changed between two looks at it
-        raise CheckpointError(f"{file} cannot be read ({error}); fetch the file again.") from error
+        raise CheckpointError(unreadable(file, error)) from error
 
 
 def known_sha256(files: Iterable[Path]) -> dict[Path, str]:

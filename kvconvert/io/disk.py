@@ -240,12 +240,13 @@ def sync_file(path: Path) -> None:
             os.close(descriptor)
 
 
-def check_writable(path: Path, argument: str) -> None:
+def check_writable(path: Path, argument: str, remedy: str | None = None) -> None:
     """Refuse a path below which nothing can be created; nothing is left there.
 
     Args:
         path: existing or not.
         argument: name of the argument that gives it, for the message.
+        remedy: what to do where it cannot be written to; by default to choose another place.
 
     Raises:
         UsageError: with the system's reason, or because a file lies in the way.
@@ -260,6 +261,5 @@ def check_writable(path: Path, argument: str) -> None:
     except OSError as error:
         if is_full(error):  # said where it matters, with the file and its size
             return
-        raise MissingError(
-            f"{existing} cannot be written to ({error.strerror}); choose another place as `{argument}`."
-        ) from error
+        remedy = remedy or f"choose another place as `{argument}`"
+        raise MissingError(f"{existing} cannot be written to ({error.strerror}); {remedy}.") from error

@@ -203,7 +203,7 @@ def _sentence(error: Exception, repository: str, revision: str | None, token: st
     if (unreachable := find(HTTPError)) is not None:
         return (
             f"The Hub at {constants.ENDPOINT} cannot be reached for {repository} ({_reason(unreachable, token)}); "
-            "check the network and run the same command again, which goes on with the next file."
+            f"check {'HF_ENDPOINT and ' * ('HF_ENDPOINT' in os.environ)}the network and run the same command again."
         )
     if isinstance(error, LocalEntryNotFoundError):
         return f"{repository} is not, or not completely, in the Hub's cache, and nothing may be fetched; pull it first."

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError, first_line
+from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError, first_line, unreadable
 from kvconvert.io.checksums import FileStamps, begin, sha256
 from kvconvert.io.hub import check_content
 from kvconvert.io.json_text import read_json
@@ -339,7 +339,7 @@ def _settings_beside(directory: Path, stored: Iterable[str]) -> dict[str, Any] |
             try:
                 settings = read_json(file)
             except (OSError, ValueError, RecursionError) as error:
-                raise CheckpointError(f"{file} cannot be read ({first_line(error)}); fetch it again.") from error
+                raise CheckpointError(unreadable(file, error)) from error
             if not isinstance(settings, dict):
                 raise CheckpointError(f"{file} holds no settings of quantized weights; fetch it again.")
             return {"quant_method": method} | settings
@@ -394,7 +394,7 @@ def _read_safetensors(file: Path, names: list[str]) -> dict[str, Tensor]:
         with safe_open(file, framework="pt") as shard:
             return {name: shard.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file} cannot be read ({error}); fetch the file again.") from error
+        raise CheckpointError(unreadable(file, error)) from error
 
 
 def _load_config(directory: Path, tensors: int) -> PretrainedConfig:
@@ -402,7 +402,7 @@ def _load_config(directory: Path, tensors: int) -> PretrainedConfig:
     try:
         contents = read_json(path)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read ({first_line(error)}); fetch it again.") from error
+        raise CheckpointError(unreadable(path, error)) from error
     try:
         return make_config(directory, contents, tensors, wrong_count)
     except CheckpointError:

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kvconvert.errors import CheckpointError
+from kvconvert.errors import CheckpointError, unreadable
 from kvconvert.io.json_text import read_json
 from kvconvert.io.records import TensorInfo
 from kvconvert.io.tensorheader import read_header
@@ -80,9 +80,13 @@ def _read_index(index: Path) -> dict[str, str]:
     if not index.is_file():
         raise CheckpointError(f"{index} is no file, where an index of safetensors files belongs; fetch it again.")
     try:
-        weight_map = read_json(index)["weight_map"]
+        contents = read_json(index)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(unreadable(index, error)) from error
+    try:
+        weight_map = contents["weight_map"]
         entries = list(weight_map.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is not an index of safetensors files ({error!r}); fetch it again.") from error
     for name, file in entries:
         if not isinstance(file, str) or not file.endswith(".safetensors") or Path(file).name != file:

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvconvert.arguments import NAMED, Folder, checked
 from kvconvert.bundle.files import read_settings
 from kvconvert.bundle.generation import NAME, GenerationSettings
-from kvconvert.bundle.locate import MANIFEST_NAME, check_output, locate
+from kvconvert.bundle.locate import GENAI_NAME, MANIFEST_NAME, ONNX_EXPORT, check_output, locate
 from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.bundle.writer import replacing, write_json
 from kvconvert.convert.export import COPIED_FILES, LICENSE_FILES, copy_files, export
@@ -33,7 +33,6 @@ from kvconvert.version import __version__
 logger = logging.getLogger(__name__)
 MODEL_NAME = "model.onnx"
 DATA_NAME = "model.onnx.data"
-GENAI_NAME = "genai_config.json"
 
 
 @checked
@@ -79,11 +78,11 @@ def export_onnx(
             "The export to ONNX needs the package onnx; run `pip install '.[onnx]'` in a clone of kvconvert."
         ) from error
     target = Path(output)
-    check_output(target, force, marker=GENAI_NAME)
+    check_output(target, force, kind=ONNX_EXPORT)
     with _bundle(_source(source), target, force, device, progress) as bundle:
         decoder, cache = _plan(bundle, kv_cache)
         generation = _generation(bundle, decoder)
-        with replacing(target, force, marker=GENAI_NAME) as directory:
+        with replacing(target, force, kind=ONNX_EXPORT) as directory:
             with (directory / DATA_NAME).open("wb") as data:
                 graph = Graph(data, DATA_NAME)
                 weights = Weights(bundle.manifest.tensors, _reader(bundle), accuracy_level=4 if int8_activations else 0)

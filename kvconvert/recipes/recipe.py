@@ -55,7 +55,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from kvconvert.arguments import checked
 from kvconvert.bundle.figures import figure
-from kvconvert.errors import MissingError, RecipeError, UsageError, did_you_mean, first_line
+from kvconvert.errors import MissingError, RecipeError, UsageError, did_you_mean, first_line, unreadable
 from kvconvert.methods import (
     OPTIONS,
     PRESETS,
@@ -163,7 +163,7 @@ def _refusal(error: ValidationError, known: list[str], table: str, where: str) -
     wrong = f"The recipe {where} has [{table}] {key} = {first['input']!r}"
     if first["type"] == "literal_error":
         return RecipeError(f"{wrong}, which is not possible; choose {first['ctx']['expected']}.")
-    return RecipeError(f"{wrong}, which is not possible: {first['msg']}.")
+    return RecipeError(f"{wrong}, which is not possible: {first['msg'].removeprefix('Value error, ')}.")
 
 
 def read_kv(values: dict[str, Any], where: str) -> tuple[KVScheme | None, KVCalibration, list[LayerOverride]]:
@@ -344,6 +344,23 @@ class Budget(TypedDict, total=False):
     weight_bits: float | None
 
 
+# The keys of a recipe that each of them replaces.
+_REPLACED = {
+    **dict.fromkeys(("kv_bits", "kv_bytes_per_token"), ("auto.kv_bits", "auto.kv_bytes_per_token")),
+    "context": ("auto.context",),
+    "auto_tokens": ("auto.tokens",),
+    "weight_bits": ("weights.average_bits", "weights.bits", "weights.modules"),
+}
+
+
+def check_said_once(changes: Mapping[str, Any], budget: Mapping[str, Any]) -> None:
+    """Refuse (UsageError) changes of a recipe that a limit given beside them, see `Budget`, would replace."""
+    for name, keys in _REPLACED.items():
+        key = next((key for key in keys if key in changes), None)
+        if budget.get(name) is not None and key is not None:
+            raise UsageError(f"`{name}` would replace the value that is set of {key}; give one of them.")
+
+
 class Recipe(RecipeTable):
     """One conversion's intent; see the module's docstring for the file format.
 
@@ -478,9 +495,7 @@ class Recipe(RecipeTable):
                     f"There is no recipe file {name}; check its path, or name a preset (kvconvert recipes lists them)."
                 ) from error
             except OSError as error:
-                raise MissingError(
-                    f"The recipe file {name} cannot be read ({error.strerror}); check its path."
-                ) from error
+                raise MissingError(f"The recipe file {unreadable(path, error)}") from error
             except UnicodeDecodeError as error:
                 raise RecipeError(f"The recipe file {name} is not text in UTF-8; save it as that.") from error
             if len(text) > _MOST_TEXT:

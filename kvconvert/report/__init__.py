@@ -18,7 +18,7 @@ from kvconvert.bundle.figures import number
 from kvconvert.bundle.files import read_object
 from kvconvert.bundle.locate import check_outside, locate
 from kvconvert.bundle.reader import Bundle, open_bundle
-from kvconvert.errors import BundleError, MissingError, UsageError
+from kvconvert.errors import BundleError, MissingError, UsageError, unreadable
 from kvconvert.io import disk
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _read_fidelity(path: Path) -> dict[str, Any]:
     try:
         return read_object(path, bounded=True)
     except OSError as error:
-        raise MissingError(f"`fidelity` {path} cannot be read ({error.strerror}); check its path.") from error
+        raise MissingError(f"`fidelity` {unreadable(path, error)}") from error
     except BundleError as error:
         raise UsageError(f"`fidelity` {path} is no JSON report of kvconvert eval; measure the bundle again.") from error
 

@@ -129,8 +129,8 @@ class Service:
         self._renderer = TemplateRenderer(tokenizer)
         self._tokenizer = bounded(tokenizer, self._renderer)
         self._token_bytes, self.texts = token_bytes(tokenizer), TokenTexts(tokenizer)
-        vocabulary = model.config.get_text_config(decoder=True).vocab_size
-        self._grammars = Grammars(tokenizer, vocabulary, engine.generation.stops, self._renderer)
+        self._vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        self._grammars = Grammars(tokenizer, self._vocabulary, engine.generation.stops, self._renderer)
         self._format: ResponseFormat | None = None
         # Each is used by one thread at a time.
         self._chats: SimpleQueue[ChatPrompts] = SimpleQueue()
@@ -359,7 +359,7 @@ class Service:
         hurried: bool = False,
     ) -> Queued:
         asked = body.asked = body.asked or self._checked(kind, body, take)
-        samplings = [asked.sampling(self._defaults, choice) for choice in range(asked.n or 1)]
+        samplings = [asked.sampling(self._defaults, choice, self._vocabulary) for choice in range(asked.n or 1)]
         format = self._response_format(asked) if isinstance(asked, Chat) else ResponseFormat()
         prompts = asked.prompt if isinstance(asked, Completion) else [self._text(asked, format)]
         for prompt in prompts:

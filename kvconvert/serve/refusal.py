@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from pydantic import ValidationError
@@ -59,7 +60,10 @@ def refusal_of(error: KvconvertError | ValidationError) -> Refusal:
     if isinstance(error, QueueFullError):
         return Refusal(429, str(error), code="queue_full")
     if isinstance(error, KvconvertError):
-        return Refusal(400 if isinstance(error, UsageError) else 500, str(error))
+        if not isinstance(error, UsageError):
+            return Refusal(500, str(error))
+        named = re.match(r"`(\w+)` ", str(error))  # an argument of the Engine's, which is called as the field is
+        return Refusal(400, str(error), param=named and named[1])
     first = error.errors(include_url=False)[0]
     message = first["msg"].removeprefix("Value error, ").rstrip(".")
     where = ".".join(f"{name!s:.100}" for name in first["loc"])

@@ -223,10 +223,13 @@ def _part(part: Any) -> dict[str, str]:
 _DATA_URL = re.compile(r"data:image/(?:png|jpe?g|webp);base64,", re.IGNORECASE)
 
 
-def _token(name: str) -> int:
-    """A token id that is the name of a field (Refusal: it is none)."""
+def _token(name: str, vocabulary: int) -> int:
+    """A token id that is the name of a field (Refusal: it is none of the model's, which are below `vocabulary`)."""
     if not (name.isascii() and name.isdigit() and len(name) < 10 and str(int(name)) == name):
         raise Refusal(400, f"logit_bias: {name!r:.60} is no token id.", param="logit_bias", code="invalid_value")
+    if int(name) >= vocabulary:
+        message = f"logit_bias has the token {name}; the model's ids are 0 to {vocabulary - 1}."
+        raise Refusal(400, message, param="logit_bias", code="invalid_value")
     return int(name)
 
 
@@ -411,11 +414,11 @@ class _Asked(BaseModel, extra="allow", strict=True):
             message = f"stop may have {limits.stops} strings of 1 to {limits.stop_characters} characters."
             raise Refusal(400, message, param="stop")
 
-    def sampling(self, defaults: Sampling, choice: int) -> Sampling:
+    def sampling(self, defaults: Sampling, choice: int, vocabulary: int) -> Sampling:
         """How the tokens of one of the `n` choices are drawn; each has a seed of its own.
 
         Raises:
-            UsageError: a value outside its range.
+            UsageError, Refusal: a value outside its range, or a token that is not among the model's `vocabulary`.
         """
         given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
         given = {name: getattr(defaults, name) if value is None else value for name, value in given.items()}
@@ -425,7 +428,7 @@ class _Asked(BaseModel, extra="allow", strict=True):
                 settings.pop(name, None)
                 settings |= {name: value} if value != neutral else {}
         if self.logit_bias:
-            biases = [[[_token(token)], float(bias)] for token, bias in self.logit_bias.items()]
+            biases = [[[_token(token, vocabulary)], float(bias)] for token, bias in self.logit_bias.items()]
             settings["sequence_bias"] = [*settings.get("sequence_bias", []), *biases]
         seed = None if self.seed is None else (self.seed + choice + 2**63) % 2**64 - 2**63
         return replace(defaults, **given, seed=seed, settings=settings)

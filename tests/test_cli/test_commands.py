@@ -279,6 +279,7 @@ for arguments, code in ((["recipes"], 0), (["recipes", "defalt"], 2)):
 def test_completion_is_one_command(shell, monkeypatch, capsys):
     source = kvconvert("completion", shell).stdout
     assert "_KVCONVERT_COMPLETE" in source
+    assert ("compinit" in source) == (shell == "zsh")
     words = {"COMP_WORDS": "kvconvert rec", "COMP_CWORD": "rec" if shell == "fish" else "1"}
     for name, value in {"_KVCONVERT_COMPLETE": f"{shell}_complete", **words}.items():
         monkeypatch.setenv(name, value)

@@ -170,6 +170,7 @@ def test_limits_accept_whole_numbers(tmp_path):
             '[kv]\npreset = "minikv-pyramid"\n[[kv.layers]]\nindex = [1]\nheavy_ratio = 0.1\n',
             ["mine.toml", "several budgets"],
         ),
+        ('[weights]\ngroup_size = "AUTO"\n', ['not possible: choose "auto" or']),
         ("[limits]\nmax_kl = -1\n", ["mine.toml", "[limits] max_kl", "-1"]),
         ("[limits]\nmax_kl = nan\n", ["mine.toml", "[limits] max_kl", "nan"]),
         ("[limits]\nmin_retrieval = 1.5\n", ["mine.toml", "[limits] min_retrieval"]),

@@ -48,6 +48,7 @@ COMPLETIONS = [
     (b"3", 400, "invalid_value", "should be an object"),
     ({"prompt": "x", "repetition_penalty": 1e-39}, 400, "invalid_value", r"greater than or equal to 0\.000001"),
     ({"prompt": "x", "logit_bias": {"01": 1}}, 400, "invalid_value", "'01' is no token id"),
+    ({"prompt": "x", "logit_bias": {"99999": 1}}, 400, "invalid_value", "token 99999; the model's ids are 0 to"),
     ({}, 400, "invalid_value", "prompt: Field required"),
     ({"prompt": None}, 400, "invalid_value", "prompt: give text, token ids"),
     ({"prompt": []}, 400, "invalid_value", "prompt: give text, token ids"),
@@ -142,6 +143,8 @@ def refused(here, path, body, status, code, said):
     assert (found, told["error"]["type"], told["error"]["code"]) == (status, "invalid_request_error", code)
     assert re.search(said, told["error"]["message"])
     assert "\n" not in told["error"]["message"]
+    if named := re.match(r"`(\w+)` ", told["error"]["message"]):
+        assert told["error"]["param"] == named[1]
     assert here.engine.stats().prompt_tokens == here.service.active == 0
 
 

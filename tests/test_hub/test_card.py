@@ -3,18 +3,24 @@
 import dataclasses
 import json
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
+import torch
 import yaml
 from huggingface_hub import ModelCard
 from tiny.bundle import tiny_manifest, tiny_tensors
+from transformers import LlamaConfig
 
 from kvconvert.bundle.card import LICENSES, model_card
 from kvconvert.bundle.describe import describe
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.convert.export import described
-from kvconvert.errors import BundleError, UsageError
+from kvconvert.errors import BundleError, MissingError, UsageError
+from kvconvert.fidelity import evaluate as fidelity
+from kvconvert.fidelity.evaluate import evaluate
 from kvconvert.fidelity.report import check_recordable, record
+from kvconvert.io import disk
 from kvconvert.models.source import card_facts
 
 STATED = {"base_model": None, "license": None, "license_name": None, "license_link": None}
@@ -231,3 +237,19 @@ def test_figures_of_other_files_or_another_source_are_not_written(golden, tmp_pa
         with pytest.raises(UsageError, match="`kvconvert pull` it"):
             check_recordable(place)
     assert json.loads((golden / "kvconvert.json").read_text())["fidelity"] is None
+
+
+def test_a_bundle_that_cannot_be_written_to_is_refused_with_what_helps(golden, monkeypatch):
+    monkeypatch.setattr(disk.tempfile, "TemporaryFile", Mock(side_effect=PermissionError(13, "Permission denied")))
+    with pytest.raises(MissingError, match="make it writable, or measure a copy of the bundle"):
+        check_recordable(golden)
+
+
+def test_a_source_that_will_not_be_recorded_is_refused_before_it_is_measured(golden, monkeypatch):
+    monkeypatch.setattr(fidelity, "load", lambda *args, **kwargs: pytest.fail("the bundle was loaded"))
+    other = SimpleNamespace(config_sha256="0" * 64, weights_sha256={})
+    checkpoint = SimpleNamespace(id="other", config=LlamaConfig(dtype=torch.float32))
+    checkpoint.info = lambda progress: other
+    monkeypatch.setattr(fidelity, "open_source", lambda *args, **kwargs: checkpoint)
+    with pytest.raises(UsageError, match="other is not the checkpoint that"):
+        evaluate(golden, "other", for_record=True, device="cpu", progress=False)

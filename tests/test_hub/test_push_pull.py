@@ -279,7 +279,10 @@ def test_every_error_of_the_client_is_one_sentence(hub, golden, command, monkeyp
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     template = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    assert "cannot be reached" in refusal(1, *arguments)
+    monkeypatch.delenv("HF_ENDPOINT", raising=False)
+    assert refusal(1, *arguments).endswith("; check the network and run the same command again.")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert refusal(1, *arguments).endswith("; check HF_ENDPOINT and the network and run the same command again.")
 
 
 def test_pushing_without_a_token_or_with_one_that_may_not_write_is_one_sentence(hub, golden, monkeypatch):

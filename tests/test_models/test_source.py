@@ -3,6 +3,7 @@
 import json
 import shutil
 import struct
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny.checkpoints import save_checkpoint
 
 from kvconvert.convert.layer_runner import LayerRunner
-from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError
+from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError, unreadable
 from kvconvert.models.source import open_source
 from kvconvert.models.weight_files import INDEX_FILE
 
@@ -183,7 +184,7 @@ def integer_weights(model):
         (missing_directory, "There is no model directory"),
         (empty_directory, "is empty"),
         (no_config, r"no config\.json"),
-        (broken_config, r"config\.json.* cannot be read"),
+        (broken_config, r"config\.json cannot be read \(.*; correct it, or fetch it again"),
         (only_pickles, r"pickled weights \(pytorch_model\.bin\).*save_pretrained"),
         (no_weights, "holds no weights"),
         (truncated_shard, r"model-00002-of-\d+\.safetensors is truncated"),
@@ -196,7 +197,7 @@ def integer_weights(model):
         (missing_index, "fetch the index"),
         (tensor_not_in_its_shard, "says that .* holds .*, but it does not"),
         (tensor_not_in_the_index, r"holds model\.stray, which .* does not name"),
-        (nested_index, "is not an index of safetensors files"),
+        (nested_index, r"index\.json cannot be read \(.*; correct it, or fetch it again"),
         (index_that_leads_elsewhere, "not a safetensors file beside it"),
         (index_beside_a_single_file, "remove the wrong one"),
         (unmerged_adapter, "unmerged LoRA adapter.*merge"),
@@ -211,6 +212,11 @@ def test_a_checkpoint_that_cannot_be_converted_is_refused_in_one_sentence(model,
     message = str(caught.value)
     assert "\n" not in message
     assert message.endswith(".")
+
+
+def test_a_file_that_the_system_does_not_let_read_is_not_to_be_fetched_again():
+    refused = unreadable(Path("config.json"), PermissionError(13, "Permission denied"))
+    assert refused == "config.json cannot be read (Permission denied); check the file and its permissions."
 
 
 def test_a_name_that_is_no_path_and_no_hub_id_is_not_looked_up():

@@ -263,7 +263,7 @@ def test_the_command_line_writes_replaces_and_refuses(bundle, tmp_path):
     (tmp_path / "onnx" / "genai_config.json").unlink()
     refused = run("--format", "onnx", "--force")
     assert refused.exit_code == 2
-    assert "not an earlier export" in refused.output
+    assert "is a model, not an export for ONNX Runtime" in refused.output
     with pytest.raises(UsageError, match="give 'plan' or 'float'"):
         export_onnx(bundle, tmp_path / "other", kv_cache="int8")
 

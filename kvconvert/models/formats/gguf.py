@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from kvconvert.errors import CheckpointError, MissingError, UnsupportedModelError, first_line, printable
+from kvconvert.errors import CheckpointError, MissingError, UnsupportedModelError, first_line, printable, unreadable
 from kvconvert.io.json_text import read_json
 from kvconvert.io.records import TensorInfo
 from kvconvert.io.tensorfile import DTYPE_NAMES
@@ -115,7 +115,9 @@ def open_gguf(file: Path) -> GgufFile:
         check_header(file)
         reader = gguf.GGUFReader(file)
         _check_places(reader)
-    except (OSError, ValueError, LookupError, ArithmeticError, TypeError) as error:
+    except OSError as error:
+        raise CheckpointError(unreadable(file, error)) from error
+    except (ValueError, LookupError, ArithmeticError, TypeError) as error:
         raise CheckpointError(f"{file} is no GGUF file, or damaged ({first_line(error)}); fetch it again.") from error
     stored = {tensor.name: tensor for tensor in reader.tensors}
     architecture = _field(reader, conversion, "general.architecture", "unknown")
@@ -204,7 +206,11 @@ def _refusal(file: str, field: str, expected: object, found: object) -> Checkpoi
 def _config(file: Path, directory: Path, dtype: torch.dtype, tensors: int) -> PretrainedConfig:
     """From the config.json beside the file, else from its metadata."""
     if (directory / "config.json").exists():
-        contents = read_json(directory / "config.json")
+        path = directory / "config.json"
+        try:
+            contents = read_json(path)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(unreadable(path, error)) from error
         config = make_config(directory, contents, tensors, _refusal)
     else:
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
