@@ -17,6 +17,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, field_validator, mode
 from kvconvert.bundle.locate import PLAN_NAME
 from kvconvert.io.records import (
     MAX_ENTRIES,
+    MAX_LAYERS,
     Count,
     DataInfo,
     FileInfo,
@@ -41,7 +42,7 @@ FORMAT_VERSION = 1  # format 0 differs in this number alone
 OWN_VERSION = "kvconvert: import kvconvert.runtime before from_pretrained"
 _UNSEALED = "0" * 64
 _EARLIER_NAMES = {"passkey": "retrieval", "recall_form": "retrieval_form", "min_passkey": "min_retrieval"}
-MAX_LAYERS, MAX_CANDIDATES = 1024, 256
+MAX_CANDIDATES = 256
 _Bits = Annotated[int, Field(ge=1, le=16)]
 Heads = Annotated[int, Field(ge=1, le=2**16)]  # and channels of a head
 LayerIndex = Annotated[int, Field(ge=0, lt=MAX_LAYERS)]

@@ -350,7 +350,7 @@ def record(bundle: str | Path, report: FidelityReport) -> Fidelity:
     directory = Path(bundle)
     opened = open_bundle(directory, verify="headers")
     before = opened.manifest
-    config = read_config(directory, opened.config, len(before.tensors))
+    config = read_config(directory, opened.config)
     told = sliding_windows(config), context_length(config)
     if not report.against.is_recorded_source:
         raise UsageError(

@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 
 MAX_DTYPE = 16  # characters of the name of a tensor's type
 MAX_ENTRIES = 1_000_000  # modules, or tensors: a model of a trillion parameters has a fifth of them
+MAX_LAYERS = 1024
 MAX_TEXT = 1000  # characters of a sentence or a name in a record
 # Integers up to here are exact in every language's JSON.
 Count = Annotated[int, Field(ge=0, le=2**53)]

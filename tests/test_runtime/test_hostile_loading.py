@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.convert.work_files import check_place
 from kvconvert.errors import BundleError, KvconvertError, UsageError
+from kvconvert.io.records import MAX_LAYERS
 from kvconvert.models import configuration
 from kvconvert.models.configuration import make_config
 from kvconvert.runtime import KVCache, load
@@ -100,12 +101,15 @@ def test_values_of_a_config_that_make_no_numbers_are_refused(bundle, change):
         load(bundle, verify="headers")
 
 
-def test_layers_of_another_name_are_as_many_as_there_can_be(tmp_path):
-    contents = {"model_type": "gpt2", "n_layer": 2000}
-    (tmp_path / "config.json").write_text(json.dumps(contents))
-    assert make_config(tmp_path, contents, tensors=2000).num_hidden_layers == 2000
-    with pytest.raises(BundleError, match="the number of layers should be at most 1000, found 2000"):
-        make_config(tmp_path, contents, tensors=10)
+def test_layers_of_another_name_are_as_many_as_a_bundle_holds(tmp_path):
+    def made(layers):
+        contents = {"model_type": "gpt2", "n_layer": layers}
+        (tmp_path / "config.json").write_text(json.dumps(contents))
+        return make_config(tmp_path, contents)
+
+    assert made(MAX_LAYERS).num_hidden_layers == MAX_LAYERS
+    with pytest.raises(BundleError, match=f"the number of layers should be at most {MAX_LAYERS}, found"):
+        made(MAX_LAYERS + 1)
 
 
 def test_large_positions_and_bases_of_a_rope_are_none_of_these(bundle):
