@@ -141,17 +141,19 @@ def open_gguf(file: Path) -> GgufFile:
     for path in beside:
         shutil.copyfile(path, directory / path.name)
     try:
-        config = _config(file, directory, _dtype(gguf, stored))
-        with torch.device("meta"), bounded_modules(len(stored), _refusal):
-            model = model_class(config).from_config(deepcopy(config), dtype=torch.float32, trust_remote_code=False)
-        config.architectures = [type(model).__name__]
-        if not (directory / "tokenizer_config.json").exists():
-            names = ("tokens", "token_type")
-            tokens, kinds = (conversion.read_field(reader, f"tokenizer.ggml.{name}") for name in names)
-            _write_tokenizer(file, directory, config, (tokens, kinds))
-        config.to_json_file(directory / "config.json", use_diff=False)
-        processor = conversion.TENSOR_PROCESSORS.get(architecture, conversion.TensorProcessor)(config=config.to_dict())
-        with _one_name_map(gguf):
+        with _read_once(gguf, reader):
+            config = _config(file, directory, _dtype(gguf, stored))
+            with torch.device("meta"), bounded_modules(len(stored), _refusal):
+                model = model_class(config).from_config(deepcopy(config), dtype=torch.float32, trust_remote_code=False)
+            config.architectures = [type(model).__name__]
+            if not (directory / "tokenizer_config.json").exists():
+                tokens = conversion.read_field(reader, "tokenizer.ggml.tokens")
+                _write_tokenizer(
+                    file, directory, config, (tokens, conversion.read_field(reader, "tokenizer.ggml.token_type"))
+                )
+            config.to_json_file(directory / "config.json", use_diff=False)
+            kind = conversion.TENSOR_PROCESSORS.get(architecture, conversion.TensorProcessor)
+            processor = kind(config=config.to_dict())
             names = conversion.get_gguf_hf_weights_map(model, processor)
     except CheckpointError:
         raise
@@ -164,7 +166,8 @@ def open_gguf(file: Path) -> GgufFile:
     missing = sorted(name for name in stored if not _is_read(name, names) and name != _ROPE_FACTORS)
     if missing:
         raise UnsupportedModelError(
-            f"transformers has no place for {missing[0]} of {file}, a GGUF file of architecture {architecture}; "
+            f"transformers has no place for {printable(missing[0])[:80]} of {file}, a GGUF file of architecture "
+            f"{architecture}; "
             "convert the safetensors checkpoint that it was made from."
         )
 
@@ -182,17 +185,18 @@ def open_gguf(file: Path) -> GgufFile:
 
 
 @contextmanager
-def _one_name_map(gguf: Any) -> Iterator[None]:
-    """Have the block make each map of tensors' names once.
+def _read_once(gguf: Any, reader: Any) -> Iterator[None]:
+    """Have transformers take the file as it was read, and make each map of tensors' names once, within the block.
 
-    transformers asks for the map of the whole model at each of its modules, which takes two minutes at 80 layers.
+    By itself it reads the file for the configuration and again for the tokenizer, ten seconds each with the largest
+    vocabularies, and makes the map of the whole model for each of its modules, two minutes at 80 layers.
     """
-    made = gguf.get_tensor_name_map
-    gguf.get_tensor_name_map = cache(made)
+    made = {"GGUFReader": gguf.GGUFReader, "get_tensor_name_map": gguf.get_tensor_name_map}
+    gguf.GGUFReader, gguf.get_tensor_name_map = lambda path: reader, cache(gguf.get_tensor_name_map)
     try:
         yield
     finally:
-        gguf.get_tensor_name_map = made
+        vars(gguf).update(made)
 
 
 def _check_places(reader: Any) -> None:
