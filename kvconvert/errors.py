@@ -11,7 +11,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-
 _MAX_LINE = 500  # characters of another library's message
 
 
