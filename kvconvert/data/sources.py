@@ -499,9 +499,9 @@ def _hub_rows(hub: HubSource) -> Rows:
     import datasets
     from datasets.utils.file_utils import xopen
 
-    _check_reachable(hub.name)
+    commit = _checked_commit(hub.name)
     with _own_files_alone(hub.name):
-        builder = datasets.load_dataset_builder(hub.name, hub.config)
+        builder = datasets.load_dataset_builder(hub.name, hub.config, revision=commit)
     kind, config = type(builder).__mro__[1].__name__, builder.config
     if kind not in ("Json", "Csv", "Parquet", "Text"):
         raise ValueError(f"its files are of the kind {kind}, and only JSON, CSV, Parquet, and text are read")
@@ -535,7 +535,7 @@ def _own_files_alone(name: str) -> Iterator[None]:
     root = os.path.abspath(name) if os.path.exists(name) else f"hf://datasets/{name}@"
 
     def resolved(pattern: str, base_path: str, *rest: Any, **options: Any) -> list[str]:
-        if not f"{base_path}".startswith((root, name)) or ".." in (parts := f"{base_path}/{pattern}".split("/")):
+        if not f"{base_path}".startswith((root, name)) or ".." in f"{base_path}/{pattern}".split("/"):
             raise ValueError(f"its card names the folder {base_path:.80}, which is not its own")
         if "://" in pattern or "::" in pattern or pattern.startswith(("/", "~")):
             raise ValueError(f"its card names the files {pattern:.80}, which are not its own")
@@ -548,20 +548,51 @@ def _own_files_alone(name: str) -> Iterator[None]:
         data_files.resolve_pattern = resolve
 
 
-def _check_reachable(name: str) -> None:
-    """Refuse (DataError) a data set that the Hub lacks or hides, or a Hub that cannot be reached, at the first answer:
-    `datasets` would tell of five tries.
+def _checked_commit(name: str) -> str | None:
+    """The commit of a data set that can be read, where the Hub can be asked.
+
+    Raises:
+        DataError: the Hub lacks or hides it, or cannot be reached: `datasets` would tell of five tries; or its card is
+            more than `datasets` can read.
     """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.utils import validate_repo_id
 
     if constants.HF_HUB_OFFLINE or os.path.exists(name):
-        return
+        return None
     validate_repo_id(name)
+    api = HfApi(library_name="kvconvert")
+
+    def cards(commit: str | None) -> list[Path]:
+        found = list(api.get_paths_info(name, _CARDS, repo_type="dataset", revision=commit))
+        if any(entry.size > _MOST_OF_CARD for entry in found):
+            raise DataError(f"Data set {name} has a card of more than {_MOST_OF_CARD >> 20} MiB; use another.")
+        return [Path(api.hf_hub_download(name, entry.path, repo_type="dataset", revision=commit)) for entry in found]
+
     try:
-        ask_hub(name, lambda: HfApi(library_name="kvconvert").dataset_info(name, expand=["sha"]))
+        commit = ask_hub(name, lambda: api.dataset_info(name, expand=["sha"])).sha
+        for card in ask_hub(name, lambda: cards(commit)):
+            check_card(card)
     except HubError as error:
         raise DataError(str(error)) from None
+    return commit
+
+
+_CARDS = ["README.md", ".huggingface.yaml", "dataset_infos.json"]
+_MOST_OF_CARD = 2**22
+
+
+def check_card(card: Path) -> None:
+    """Refuse (DataError) YAML in which entries stand for others, of which a few lines make terabytes of a message."""
+    import yaml
+
+    text = card.read_text(encoding="utf-8", errors="replace")
+    header = text.partition("---")[2].partition("\n---")[0] if card.suffix == ".md" else text
+    try:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(header, yaml.SafeLoader)):
+            raise DataError(f"The card {card.name} of the data set refers to parts of itself (*name); use another.")
+    except yaml.YAMLError as error:
+        raise DataError(f"The card {card.name} of the data set cannot be read ({first_line(error)}).") from error
 
 
 def _known(names: Iterable[str], wanted: str | None) -> list[str]:

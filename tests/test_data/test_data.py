@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import tracemalloc
+from types import SimpleNamespace
 
 import huggingface_hub
 import pyarrow
@@ -233,7 +234,6 @@ def test_hub_rows_are_read_here_with_the_named_column(hub_files, kind):
         file.write_text(json.dumps({"rows": STORIES, "about": 1}))
         card |= {"field": "rows"}
     (hub_files / "README.md").write_text(f"---\nconfigs: {json.dumps([card])}\n---\n")
-    tokenizer = word_tokenizer()
     table = SourceTable.open("owner/name:part:test", None)
     assert table.first(20) == STORIES
     assert table.columns == ["text", "story"]
@@ -274,6 +274,47 @@ def test_the_card_of_a_hub_data_set_leads_nowhere_else(tmp_path, hub_files, card
     stated = json.loads(json.dumps([{"config_name": "default"} | card]).replace("{outside}", str(tmp_path)))
     (hub_files / "README.md").write_text(f"---\nconfigs: {json.dumps(stated)}\n---\n")
     with pytest.raises(DataError, match=f"Data source owner/name cannot be read through datasets .*{reason}"):
+        SourceTable.open("owner/name", None)
+
+
+class Repository:
+    """What the Hub says of a data set whose card is this file."""
+
+    def __init__(self, card):
+        self.card = card
+
+    def dataset_info(self, name, expand):
+        return SimpleNamespace(sha="0" * 40)
+
+    def get_paths_info(self, name, paths, repo_type, revision):
+        return [SimpleNamespace(path=self.card.name, size=self.card.stat().st_size)]
+
+    def hf_hub_download(self, name, path, repo_type, revision):
+        assert revision == "0" * 40
+        return str(self.card)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("---\na: &a [x, x]\nb: [*a, *a]\n---\n# Title\n", "refers to parts of itself"),
+        ("---\na: [\n---\n", "cannot be read"),
+        ("---\na: b\n---\n" + "x" * 2**22, "a card of more than 4 MiB"),
+        ("# Title\n\n--- and *this* ---\n", None),
+        ("---\nlicense: mit\n---\n*a* and &b\n", None),
+    ],
+)
+def test_the_card_of_a_hub_data_set_is_small_and_plain(tmp_path, monkeypatch, text, reason):
+    import datasets
+
+    def loaded(name, config, revision):
+        raise DataError(f"commit {revision}")
+
+    (tmp_path / "README.md").write_text(text)
+    monkeypatch.setattr(datasets, "load_dataset_builder", loaded)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda **_: Repository(tmp_path / "README.md"))
+    with pytest.raises(DataError, match=reason or "commit 0000"):
         SourceTable.open("owner/name", None)
 
 
