@@ -116,6 +116,8 @@ def _try_tokenizer(path: str) -> str:
     try:
         stated = json.loads(Path(path).read_bytes())
         if stated["model"].get("type", "BPE") == "BPE":  # whose vocabulary is large and whose merges take linear time
+            if _cuts_merges(stated["model"]):
+                return "its merges lack the prefix that they are said to have"
             stated["model"] |= {"type": "BPE", "vocab": {}, "merges": [], "unk_token": None}
         tokenizer = Tokenizer.from_str(json.dumps(stated))
     except MemoryError:
@@ -129,6 +131,17 @@ def _try_tokenizer(path: str) -> str:
         if tokenizer.decoder is not None and len(tokenizer.decoder.decode([text])) > _GROWTH * _PROBE:
             return f"a token of {len(text)} characters becomes more than {_GROWTH * _PROBE}"
     return ""
+
+
+def _cuts_merges(model: dict[str, Any]) -> bool:
+    """Whether the second part of a merge does not begin with the prefix of parts within a word.
+
+    tokenizers cuts as many bytes off it as the prefix has, whatever they are: it panics, or ends the process where it
+    makes a text of half a letter.
+    """
+    prefix = model.get("continuing_subword_prefix") or ""
+    merges = (merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges") or ())
+    return bool(prefix) and not all(merge[-1].startswith(prefix) for merge in merges)
 
 
 def _probes(steps: dict[str, Any]) -> Iterator[str]:
