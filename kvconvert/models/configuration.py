@@ -37,7 +37,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from kvconvert.cache import LayerCache, ModelCache
-from kvconvert.errors import BundleError, UnsupportedModelError
+from kvconvert.errors import BundleError, UnsupportedModelError, listed
 from kvconvert.io.records import MAX_LAYERS
 from kvconvert.io.tensorheader import Refusal, mismatch
 from kvconvert.methods import UNQUANTIZED, KVScheme
@@ -45,9 +45,10 @@ from kvconvert.methods import UNQUANTIZED, KVScheme
 MOST_SPARE_MODULES = 100_000  # small models leave out towers that their config describes
 # No count, size, or position is larger, and a list of so many entries does no harm.
 _LARGEST = 2**24
-_MOST_STEPS = 5_000_000  # lines that Python runs while a configuration is made; most take some thousands
+_MOST_STEPS = 500_000  # lines that Python runs while a configuration is made, counted; the largest takes 73,000
 _COUNTED = tuple(os.path.dirname(module.__file__) + os.sep for module in (transformers, huggingface_hub))
 _MOST_POSITIONS = 2**63
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _CLASSES = {
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -383,6 +384,8 @@ def make_config(directory: Path, contents: Mapping[str, Any], refuse: Refusal = 
     if not isinstance(text, PretrainedConfig):
         raise refuse("config.json", "the language model's part", "an object", repr(text)[:80])
     for part, where in ((config, ""), (text, " of the language model")):
+        if isinstance(dtype := getattr(part, "dtype", None), torch.dtype) and dtype not in _DTYPES:
+            raise refuse("config.json", f"dtype{where}", listed(map(str, _DTYPES), "or"), dtype)
         if value := getattr(part, "is_encoder_decoder", False):
             raise refuse("config.json", f"is_encoder_decoder{where}", "false", repr(value)[:80])
     layers = getattr(text, "num_hidden_layers", None)

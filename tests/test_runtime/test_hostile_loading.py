@@ -64,7 +64,7 @@ CONTRADICTIONS = [
 
 @pytest.mark.parametrize("change", CONTRADICTIONS, ids=str)
 def test_a_config_that_does_not_fit_is_refused_before_weights_are_used(bundle, change, monkeypatch):
-    monkeypatch.setattr(configuration, "_MOST_STEPS", 100_000)  # millions take seconds
+    monkeypatch.setattr(configuration, "_MOST_STEPS", 100_000)  # more take a second
     edit_json(bundle / "config.json", **change)
     reseal(bundle)
     opened = open_bundle(bundle, verify="headers")
@@ -88,6 +88,8 @@ NO_NUMBERS = [
     *({"rope_parameters": {"rope_type": "linear", "factor": factor}} for factor in (0, -2.0)),
     {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1e300}},
     {"output_hidden_states": "a"},
+    {"dtype": "int4"},
+    {"dtype": "uint8"},
     {"output_attentions": [0]},
     {"return_dict": 1e-300},
 ]
