@@ -46,9 +46,10 @@ FewFiles = WrapValidator(partial(_first_faults, most=MAX_FILES))
 
 
 def _few_facts(values: dict[str, Any]) -> dict[str, Any]:
-    left, containers = MAX_FACTS, [values]
+    left = MAX_FACTS
+    containers: list[Any] = [values]
     while containers:
-        value: Any = containers.pop()
+        value = containers.pop()
         left -= len(value)
         if left < 0:
             raise PydanticCustomError("too_long", f"Object should have at most {MAX_FACTS} values in all")
