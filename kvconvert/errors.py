@@ -12,6 +12,8 @@ import difflib
 from collections.abc import Iterable
 from pathlib import Path
 
+_MAX_LINE = 500  # characters of another library's message
+
 
 def printable(text: str) -> str:
     """A bundle's text for a terminal: line breaks, control characters and the like as Python's escapes."""
@@ -27,7 +29,8 @@ def did_you_mean(name: str, known: Iterable[str], elsewhere: Iterable[str] = ())
 
 def first_line(error: BaseException | str) -> str:
     """The message of another library's error, to stand within a sentence; such errors quote what files hold."""
-    return printable((str(error).strip() or type(error).__name__).splitlines()[0].rstrip("."))
+    line = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    return printable(line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]}...")
 
 
 def listed(names: Iterable[str], word: str = "and") -> str:

@@ -104,7 +104,7 @@ def bench(
     """
     place = choose_device(device)
     opened = open_bundle(locate(bundle))
-    config = read_config(opened.directory, opened.config, len(opened.manifest.tensors))
+    config = read_config(opened.directory, opened.config)
     text_config = config.get_text_config(decoder=True)
     positions = context_length(text_config) or sys.maxsize
     cases = _cases(contexts, batches, new_tokens, positions)

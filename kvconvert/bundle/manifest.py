@@ -17,8 +17,12 @@ from pydantic import Field, SerializerFunctionWrapHandler, field_validator, mode
 from kvconvert.bundle.locate import PLAN_NAME
 from kvconvert.io.records import (
     MAX_ENTRIES,
+    MAX_FILES,
+    MAX_LAYERS,
     Count,
     DataInfo,
+    Facts,
+    FewFiles,
     FileInfo,
     FileName,
     FirstFaults,
@@ -41,7 +45,7 @@ FORMAT_VERSION = 1  # format 0 differs in this number alone
 OWN_VERSION = "kvconvert: import kvconvert.runtime before from_pretrained"
 _UNSEALED = "0" * 64
 _EARLIER_NAMES = {"passkey": "retrieval", "recall_form": "retrieval_form", "min_passkey": "min_retrieval"}
-MAX_LAYERS, MAX_CANDIDATES = 1024, 256
+MAX_CANDIDATES = 256
 _Bits = Annotated[int, Field(ge=1, le=16)]
 Heads = Annotated[int, Field(ge=1, le=2**16)]  # and channels of a head
 LayerIndex = Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
@@ -100,7 +104,7 @@ class LayerPlan(Record):
     """
 
     index: LayerIndex
-    kv: dict[str, Any] | None
+    kv: Facts | None
     head_dim: Heads | None = None
     value_head_dim: Heads | None = None
     num_key_value_heads: Heads | None = None
@@ -108,7 +112,7 @@ class LayerPlan(Record):
     rotation: Name | None = None
     value_rotation: Name | None = None
     reason: Text = ""
-    statistics: dict[str, Any] = Field(default_factory=dict)
+    statistics: Facts = Field(default_factory=dict)
 
     @model_serializer(mode="wrap")
     def _without_absent(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -166,7 +170,7 @@ class Fidelity(Record):
     """
 
     measured_on: Sha256
-    report: dict[str, Any]
+    report: Facts
     limits: Annotated[dict[Name, Number], FirstFaults]
     missed: list[Text] = Field(default_factory=list, max_length=MAX_LAYERS, fail_fast=True)
 
@@ -196,7 +200,7 @@ class LayerAllocation(Record):
     values: Name
     kl: _Divergences
     clip_ratios: _Divergences
-    treatments: dict[Name, dict[str, Any]] = Field(default_factory=dict, max_length=MAX_CANDIDATES)
+    treatments: dict[Name, Facts] = Field(default_factory=dict, max_length=MAX_CANDIDATES)
 
 
 class Allocation(Record):
@@ -220,7 +224,7 @@ class Allocation(Record):
     budget_bytes_per_token: Size
     bytes_per_token: Size
     bits_per_value: Size
-    candidates: dict[Name, dict[str, Any]] = Field(max_length=MAX_CANDIDATES)
+    candidates: dict[Name, Facts] = Field(max_length=MAX_CANDIDATES)
     layers: list[LayerAllocation] = Field(max_length=MAX_LAYERS, fail_fast=True)
     predicted_kl: Number
     measured_kl: Number
@@ -296,10 +300,10 @@ class Manifest(Record):
     kvconvert_version: Name
     versions: Annotated[dict[Name, Name], FirstFaults]
     source: SourceInfo
-    recipe: dict[str, Any]
+    recipe: Facts
     data: DataInfo | None
     transforms: list[Name] = Field(max_length=MAX_LAYERS, fail_fast=True)
-    conventions: dict[str, Any]
+    conventions: Facts
     layers: list[LayerPlan] = Field(max_length=MAX_LAYERS, fail_fast=True)
     modules: list[ModuleCoverage] = Field(max_length=MAX_ENTRIES, fail_fast=True)
     weights: WeightsInfo
@@ -308,7 +312,7 @@ class Manifest(Record):
     allocation: Allocation | None = None
     weight_allocation: WeightAllocation | None = None
     fidelity: Fidelity | None = None
-    files: Annotated[dict[FileName, FileInfo], FirstFaults]
+    files: Annotated[dict[FileName, FileInfo], Field(max_length=MAX_FILES), FewFiles]
     informative: list[FileName] = Field(default_factory=list, max_length=MAX_LAYERS, fail_fast=True)
     manifest_sha256: Sha256 = _UNSEALED
 

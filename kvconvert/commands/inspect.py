@@ -39,7 +39,7 @@ def inspect(bundle: str, layers: bool, as_json: bool) -> None:
     if any(manifest.schemes()) and _needs_transformers(opened.config, positions):
         from kvconvert.models.configuration import context_length, read_config, sliding_windows
 
-        config = read_config(opened.directory, opened.config, len(manifest.tensors))
+        config = read_config(opened.directory, opened.config)
         windows, positions = sliding_windows(config), context_length(config)
     if as_json:
         size = kv_size(manifest, windows, positions)

@@ -34,7 +34,7 @@ from pydantic import BaseModel, Field
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kvconvert.bundle.manifest import MAX_LAYERS, LayerPlan, ModuleCoverage
+from kvconvert.bundle.manifest import LayerPlan, ModuleCoverage
 from kvconvert.convert.input_capture import HiddenStates, HiddenWriter
 from kvconvert.convert.work_files import (
     REPEAT,
@@ -50,7 +50,7 @@ from kvconvert.errors import CheckpointError, MissingError, UsageError, first_li
 from kvconvert.io import disk
 from kvconvert.io.checksums import known_sha256, remember
 from kvconvert.io.json_text import read_json
-from kvconvert.io.records import DataInfo, Record, SourceInfo, TensorInfo
+from kvconvert.io.records import MAX_LAYERS, DataInfo, Facts, Record, SourceInfo, TensorInfo
 from kvconvert.io.tensorfile import Mapped, replace_tensors
 from kvconvert.io.tensorheader import read_header
 
@@ -79,7 +79,7 @@ class WorkState(Record):
     format: int = WORK_FORMAT
     fingerprint: str = ""
     versions: dict[str, str]
-    recipe: dict[str, Any]
+    recipe: Facts
     source: SourceInfo
     model: str
     directory: str

@@ -120,14 +120,13 @@ def read_image(value: Any, folder: Path | None, place: str) -> Image:
     from PIL import Image as pillow
     from PIL import ImageOps
 
-    if isinstance(value, Mapping):
-        value = next((value[key] for key in ("bytes", "path", "image", "url", "base64") if value.get(key)), None)
+    value = _stated(value)
     if isinstance(value, str | Path):
         name = str(value)
         if name.startswith("data:"):
             value = _decoded(name, place)
         elif name.startswith(("hf://", "zip://", "gzip://")):
-            value = _from_archive(name, folder, place)
+            value = _from_archive(name, place)
         elif name.startswith(("http://", "https://")):
             raise _on_network(name, place)
         else:
@@ -156,6 +155,13 @@ def read_image(value: Any, folder: Path | None, place: str) -> Image:
         raise DataError(
             f"{place} is not an image that can be read ({first_line(error)}); replace or remove it."
         ) from error
+
+
+def _stated(value: Any) -> Any:
+    """The image, or its address, of a mapping with either."""
+    if not isinstance(value, Mapping):
+        return value
+    return next((value[key] for key in ("bytes", "path", "image", "url", "base64") if value.get(key)), None)
 
 
 def _opened(source: Path | io.BytesIO, place: str) -> Image:
@@ -192,18 +198,15 @@ def _decoded(url: str, place: str) -> bytes:
         raise DataError(f"{place}: the image in a data URL is not base64 ({error}); correct it.") from error
 
 
-def _from_archive(url: str, folder: Path | None, place: str) -> bytes:
-    """An image file of a Hub data set, or one within an archive, as `datasets` names it.
-
-    What rows of local files name is read from nowhere else, whatever their addresses say.
-    """
+def _from_archive(url: str, place: str) -> bytes:
+    """An image file within a local archive, as `datasets` names it, and from nowhere else, whatever an address says."""
     from datasets.utils.file_utils import xopen
 
     *archives, root = url.split("::")
-    is_local = "://" not in root.removeprefix("file://") or (folder is None and root.startswith("hf://"))
+    is_local = "://" not in root.removeprefix("file://")
     if not is_local or not all(archive.startswith(("zip://", "gzip://")) for archive in archives):
         raise _on_network(url, place)
-    if "://" not in (path := root.removeprefix("file://")) and not os.path.isfile(path):
+    if not os.path.isfile(path := root.removeprefix("file://")):
         raise DataError(
             f"{place}: the image {url:.200} cannot be read (there is no archive {path:.200}); check its address."
         )
@@ -308,11 +311,20 @@ def has_image_parts(value: Any) -> bool:
 
 
 def _reader(folder: Path | None, place: str) -> Callable[[Any], Image]:
-    """`read_image` for one document, whose images are in memory together (DataError: they are too many)."""
+    """`read_image` for one document, whose images are in memory together (DataError: they are too many).
+
+    Rows of the Hub, which have no folder, hold their images; files that they name would be this machine's.
+    """
     count = pixels = 0
 
     def read(value: Any) -> Image:
         nonlocal count, pixels
+        stated = _stated(value)
+        if folder is None and isinstance(stated, str | Path) and not str(stated).startswith("data:"):
+            raise DataError(
+                f"{place} names the image {str(stated)[:200]} without holding it, which is not read of a data set of "
+                "the Hub; fetch the data set and give its path."
+            )
         image = read_image(value, folder, place)
         count, pixels = count + 1, pixels + image.width * image.height
         if count > MOST_IMAGES or pixels > MOST_DOCUMENT_PIXELS:
@@ -331,7 +343,7 @@ def row_document(row: Mapping[str, Any], wanted: str | None, folder: Path | None
     Args:
         row: of a table with an image column, or with messages that have images in them.
         wanted: the requested text column, or None.
-        folder: to which relative paths refer.
+        folder: to which relative paths refer; None for a row of the Hub.
         place: where the row comes from, for error messages.
 
     Raises:

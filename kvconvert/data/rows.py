@@ -12,12 +12,13 @@ single row may already take all memory.
 from __future__ import annotations
 
 import csv
+import io
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from kvconvert.errors import DataError, first_line
 from kvconvert.models import template_process
@@ -34,16 +35,20 @@ class CsvRows:
     Iterating raises DataError, naming the file and the line.
 
     Attributes:
-        files: paths.
+        files: paths or addresses.
+        open: opens one of them.
+        delimiter: between cells.
     """
 
-    files: Sequence[Path]
+    files: Sequence[Path | str]
+    open: Callable[[Any, str], Any] = open
+    delimiter: str = ","
 
     def __iter__(self) -> Iterator[dict[str, str | None]]:
         for file in self.files:
             try:
-                with file.open(encoding="utf-8-sig", newline="") as stream:
-                    yield from _rows(file, csv.reader(_lines(stream), strict=True))
+                with self.open(file, "rb") as stream, io.TextIOWrapper(stream, "utf-8-sig", newline="") as text:
+                    yield from _rows(file, csv.reader(_lines(text), strict=True, delimiter=self.delimiter))
             except OSError as error:
                 raise DataError(f"Data file {file} cannot be read ({error.strerror}); check the file.") from error
 
@@ -55,7 +60,7 @@ def _lines(stream: TextIO) -> Iterator[str]:
         yield line
 
 
-def _rows(file: Path, lines: Iterator[list[str]]) -> Iterator[dict[str, str | None]]:
+def _rows(file: Path | str, lines: Iterator[list[str]]) -> Iterator[dict[str, str | None]]:
     csv.field_size_limit(MOST_AT_ONCE)  # of a whole text in a cell
     names: list[str] = []
     number = 1
@@ -91,39 +96,46 @@ class ParquetRows:
     Iterating raises DataError, naming the file.
 
     Attributes:
-        files: paths.
+        files: paths or addresses.
         columns: that are read; None reads all.
+        open: opens one of them.
     """
 
-    files: Sequence[Path]
+    files: Sequence[Path | str]
     columns: Sequence[str] | None = None
+    open: Callable[[Any, str], Any] = open
 
     def names(self) -> list[str]:
         """All columns of the first file (DataError where it cannot be read)."""
-        with closing(_Reader(self.files[0], self.columns)) as reader:
+        with self._reading(self.files[0]) as reader:
             return reader.names
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for file in self.files:
-            with closing(_Reader(file, self.columns)) as reader:
+            with self._reading(file) as reader:
                 yield from reader.rows()
+
+    @contextmanager
+    def _reading(self, file: Path | str) -> Iterator[_Reader]:
+        try:
+            with self.open(file, "rb") as stream, closing(_Reader(file, stream, self.columns)) as reader:
+                yield reader
+        except OSError as error:
+            raise _unreadable(file, error) from error
 
 
 class _Reader:
-    """A file, open in a worker that ends when this is closed."""
+    """A file that a worker decodes, which ends when this is closed; its bytes are read here."""
 
-    def __init__(self, file: Path, columns: Sequence[str] | None) -> None:
+    def __init__(self, file: Path | str, stream: BinaryIO, columns: Sequence[str] | None) -> None:
         from kvconvert.models.templates import shared_renderer  # which imports transformers
 
-        self._file = file
-        try:
-            size = file.stat().st_size
-        except OSError as error:
-            raise self._unreadable(error) from error
+        self._file, self._stream = file, stream
+        size = stream.seek(0, os.SEEK_END)
         self._seconds, self._memory = _SECONDS + _SECONDS_OF_MIB * (size >> 20), _MEMORY + size
         self._connection = shared_renderer().connect(template_process.TABLES)
         self._connection.settimeout(4 * self._seconds + 60)  # a worker ends itself
-        table = {"path": os.path.abspath(file), "columns": columns and list(columns), "most_of_row": MOST_OF_ROW}
+        table = {"size": size, "columns": columns and list(columns), "most_of_row": MOST_OF_ROW}
         try:
             self._ask({"table": table | {"most": MOST + _RATIO * size}, "memory": self._memory})
             self.names: list[str] = self._answer()["names"]
@@ -135,7 +147,7 @@ class _Reader:
         self._connection.close()
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """All rows; the next ones are decoded while these are used."""
+        """All rows."""
         import pyarrow
 
         self._ask({"rows": True})
@@ -145,7 +157,7 @@ class _Reader:
                 with pyarrow.ipc.open_stream(content) as stream:
                     parts = [part.to_pylist() for part in stream]
             except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-                raise self._unreadable(error) from error
+                raise _unreadable(self._file, error) from error
             for part in parts:
                 yield from part
 
@@ -163,17 +175,30 @@ class _Reader:
             raise self._ended() from error
 
     def _answer(self) -> dict[str, Any]:
-        try:
-            answer = template_process.receive(self._connection)
-        except (OSError, EOFError) as error:
-            raise self._ended() from error
+        """The worker's answer, after the parts of the file that it asks for before."""
+        while True:
+            try:
+                answer = template_process.receive(self._connection)
+            except (OSError, EOFError) as error:
+                raise self._ended() from error
+            if "part" not in answer:
+                break
+            start, size = answer["part"]
+            self._stream.seek(start)
+            content = self._stream.read(size)
+            try:
+                template_process.send_bytes(self._connection, content)
+            except OSError as error:
+                raise self._ended() from error
         if "error" in answer:
-            raise self._unreadable(answer["error"])
+            raise _unreadable(self._file, answer["error"])
         return answer
 
     def _ended(self) -> DataError:
-        return self._unreadable(f"it takes more than {self._seconds} seconds or {self._memory >> 20} MiB of memory")
+        limits = f"it takes more than {self._seconds} seconds or {self._memory >> 20} MiB of memory"
+        return _unreadable(self._file, limits)
 
-    def _unreadable(self, error: Exception | str) -> DataError:
-        advice = "check the file, or write its rows to a .jsonl file"
-        return DataError(f"Data file {self._file} cannot be read ({first_line(error)}); {advice}.")
+
+def _unreadable(file: Path | str, error: Exception | str) -> DataError:
+    advice = "check the file, or write its rows to a .jsonl file"
+    return DataError(f"Data file {file} cannot be read ({first_line(error)}); {advice}.")

@@ -1,8 +1,9 @@
-"""A SOURCE of calibration data (local files of one kind, source code, or a Hub data set), and its rows: JSON
-and CSV are read row by row, other tables and Hub data sets as a stream through `datasets`.
+"""A SOURCE of calibration data (local files of one kind, source code, or a Hub data set), and its rows: JSON,
+CSV, and text are read row by row, Parquet in a process with limits.
 
-`datasets` reads JSON through a table with every name that occurs in any row: 0.7 MB with 20,000 names become 3 GB, and
-values nested by the thousand end the process. Here a row costs what its own text does.
+`datasets` finds the files of a Hub data set and reads none: it reads JSON through a table with every name that occurs
+in any row, so that 0.7 MB with 20,000 names become 3 GB, and values nested by the thousand end the process. Here a row
+costs what its own text does.
 
 What looks like text and is conversations spelled as JSON or Python is refused.
 """
@@ -39,18 +40,45 @@ class JsonRows:
     Attributes:
         files: paths or addresses.
         open: opens one of them.
+        field: the name under which each file's object holds the rows; None where it is they.
     """
 
     files: Sequence[Path | str]
     open: Callable[[Any, str], Any] = open
+    field: str | None = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for file in self.files:
             try:
                 with self.open(file, "rb") as stream:
-                    yield from _rows(file, stream)
+                    yield from _rows(file, stream, self.field)
             except OSError as error:
                 raise DataError(f"Data file {file} cannot be read ({error.strerror}); check the file.") from error
+
+
+@dataclass(frozen=True)
+class LineRows:
+    """Rows of text files, each of a line, with the column `text` (DataError, naming the file and the line).
+
+    Attributes:
+        files: paths or addresses.
+        open: opens one of them.
+    """
+
+    files: Sequence[Path | str]
+    open: Callable[[Any, str], Any]
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        for file in self.files:
+            with self.open(file, "rb") as stream:
+                for number, line in enumerate(_lines(file, stream), 1):
+                    try:
+                        yield {"text": line.removeprefix(_MARK).decode().rstrip("\r")}
+                    except UnicodeDecodeError as error:
+                        raise _unreadable(file, f"line {number} is not UTF-8 text") from error
+
+
+Rows = JsonRows | CsvRows | ParquetRows | LineRows
 
 
 def _lines(file: Path | str, stream: BinaryIO) -> Iterator[bytes]:
@@ -67,21 +95,21 @@ def _lines(file: Path | str, stream: BinaryIO) -> Iterator[bytes]:
     yield bytes(rest)
 
 
-def _rows(file: Path | str, stream: BinaryIO) -> Iterator[dict[str, Any]]:
+def _rows(file: Path | str, stream: BinaryIO, field: str | None) -> Iterator[dict[str, Any]]:
     lines = enumerate(_lines(file, stream), 1)
     start, first = next(((number, text) for number, line in lines if (text := _text(line))), (0, b""))
     try:
         whole = isinstance(parse_json(first), dict)
     except ValueError:
         whole = False
-    if not whole:
+    if not whole or field is not None:
         stream.seek(0)
         content = bytearray()
         while chunk := stream.read(2**20):
             content += chunk
             if len(content) > MOST_AT_ONCE:
                 raise _unreadable(file, f"a JSON document has more than {MOST_AT_ONCE} bytes")
-        yield from _document_rows(file, bytes(content).removeprefix(_MARK))
+        yield from _document_rows(file, bytes(content).removeprefix(_MARK), field)
         return
     for number, line in chain([(start, first)], lines):
         if text := _text(line):
@@ -98,11 +126,15 @@ def _text(line: bytes) -> bytes:
     return line.removeprefix(_MARK).strip()
 
 
-def _document_rows(file: Path | str, content: bytes) -> Iterator[dict[str, Any]]:
+def _document_rows(file: Path | str, content: bytes, field: str | None) -> Iterator[dict[str, Any]]:
     try:
         found = parse_json(content)
     except ValueError as error:
         raise _unreadable(file, str(error)) from error
+    if field is not None:
+        if not isinstance(found, dict) or field not in found:
+            raise _unreadable(file, f"it has no field {printable(field)[:80]}")
+        found = found[field]
     if isinstance(found, dict):
         columns = {name: column for name, column in found.items() if isinstance(column, list)}
         if columns.keys() != found.keys() or len({len(column) for column in columns.values()}) > 1:
@@ -374,37 +406,17 @@ class SourceTable:
         column = named_column(source)[1]
         if files:
             kind, folder = LOADERS[files[0].suffix], files[0].parent
-            if kind == "parquet":
-                rows = ParquetRows(files)
-                columns = _known(rows.names(), column)
-                return cls(source, source, columns, column, folder, replace(rows, columns=columns))
-            return cls._of_rows(source, source, column, folder, {"json": JsonRows, "csv": CsvRows}[kind](files))
-        import datasets
-
+            rows = {"json": JsonRows, "csv": CsvRows, "parquet": ParquetRows}[kind](files)
+            return cls._of_rows(source, source, column, folder, rows)
         hub = HubSource.parse(source)
         with _readable(source, local=False):
-            _check_reachable(hub.name)
-            builder = datasets.load_dataset_builder(hub.name, hub.config)
-            if (json_rows := _json_rows(builder, hub.split)) is not None:
-                return cls._of_rows(source, hub.name, hub.column, None, json_rows)
-            stream = builder.as_streaming_dataset(split=hub.split)
-            # Images stay encoded: each is decoded where it is used, so that an error can name its row.
-            encoded = datasets.Image(decode=False)
-            for name, feature in (stream.features or {}).items():
-                if isinstance(feature, datasets.Image):
-                    stream = stream.cast_column(name, encoded)
-                elif isinstance(feature, datasets.List) and isinstance(feature.feature, datasets.Image):
-                    stream = stream.cast_column(name, datasets.List(encoded))
-            names = list(stream.features) if stream.features is not None else list(next(iter(stream), {}))
-            columns = _known(names, hub.column)
-            if columns != names:
-                stream = stream.select_columns(columns)
-        return cls(source, hub.name, columns, hub.column, None, stream)
+            return cls._of_rows(source, hub.name, hub.column, None, _hub_rows(hub))
 
     @classmethod
-    def _of_rows(
-        cls, source: str, place: str, column: str | None, folder: Path | None, rows: JsonRows | CsvRows
-    ) -> SourceTable:
+    def _of_rows(cls, source: str, place: str, column: str | None, folder: Path | None, rows: Rows) -> SourceTable:
+        if isinstance(rows, ParquetRows):
+            columns = _known(rows.names(), column)
+            return cls(source, place, columns, column, folder, replace(rows, columns=columns))
         names = dict.fromkeys(name for row in itertools.islice(rows, SHUFFLE_BUFFER) for name in row)
         return cls(source, place, _known(names, column), column, folder, rows)
 
@@ -473,35 +485,114 @@ def _turns(place: str, row: dict[str, Any], asked: str, answered: str, about: st
     return {MESSAGES: [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
-def _json_rows(builder: Any, split: str) -> JsonRows | None:
-    """Rows of a data set of the Hub that is nothing but files of JSON; None for any other."""
+# Settings of a builder of `datasets` that say what it is of, how it works, or what types columns have.
+_OF_BUILDER = {"name", "version", "data_dir", "data_files", "description", "features", "batch_size", "chunksize"}
+_FOLLOWED = {"sep", "delimiter", "field"}  # those that are followed here
+
+
+def _hub_rows(hub: HubSource) -> Rows:
+    """Rows of a data set of the Hub.
+
+    Raises:
+        Exception: there is none, its files are of a kind that is not read, lie elsewhere, or are read in an odd way.
+    """
     import datasets
-    from datasets.packaged_modules.json.json import Json
     from datasets.utils.file_utils import xopen
 
-    if not isinstance(builder, Json) or builder.config.field is not None:
-        return None
-    if split not in (found := builder.config.data_files or {}):
-        raise ValueError(f"there is no split {split!r}; there are {listed(map(str, found))}")
+    commit = _checked_commit(hub.name)
+    with _own_files_alone(hub.name):
+        builder = datasets.load_dataset_builder(hub.name, hub.config, revision=commit)
+    kind, config = type(builder).__mro__[1].__name__, builder.config
+    if kind not in ("Json", "Csv", "Parquet", "Text"):
+        raise ValueError(f"its files are of the kind {kind}, and only JSON, CSV, Parquet, and text are read")
+    plain = type(config)()
+    for name in sorted(vars(plain).keys() - _OF_BUILDER - _FOLLOWED):
+        if getattr(config, name) != getattr(plain, name):
+            raise ValueError(f"its card sets {name} to {getattr(config, name)!r:.80}, which is not followed")
+    if hub.split not in (found := config.data_files or {}):
+        raise ValueError(f"there is no split {hub.split!r}; there are {listed(map(str, found))}")
     manager = datasets.StreamingDownloadManager(base_path=builder.base_path)
-    extracted = manager.download_and_extract(list(found[split]))
-    return JsonRows([file for entry in extracted for file in manager.iter_files(entry)], xopen)
+    extracted = manager.download_and_extract(list(found[hub.split]))
+    files = [file for entry in extracted for file in manager.iter_files(entry)]
+    if kind == "Parquet":
+        return ParquetRows(files, open=xopen)
+    if kind == "Csv":
+        return CsvRows(files, xopen, config.delimiter or config.sep)
+    return LineRows(files, xopen) if kind == "Text" else JsonRows(files, xopen, config.field)
 
 
-def _check_reachable(name: str) -> None:
-    """Refuse (DataError) a data set that the Hub lacks or hides, or a Hub that cannot be reached, at the first answer:
-    `datasets` would tell of five tries.
+@contextmanager
+def _own_files_alone(name: str) -> Iterator[None]:
+    """Refuse (ValueError), within the block, what a data set's card names outside of the data set: paths of this
+    machine, addresses, and other data sets.
+
+    Args:
+        name: of the data set.
+    """
+    from datasets import data_files
+
+    resolve = data_files.resolve_pattern
+    root = os.path.abspath(name) if os.path.exists(name) else f"hf://datasets/{name}@"
+
+    def resolved(pattern: str, base_path: str, *rest: Any, **options: Any) -> list[str]:
+        if not f"{base_path}".startswith((root, name)) or ".." in f"{base_path}/{pattern}".split("/"):
+            raise ValueError(f"its card names the folder {base_path:.80}, which is not its own")
+        if "://" in pattern or "::" in pattern or pattern.startswith(("/", "~")):
+            raise ValueError(f"its card names the files {pattern:.80}, which are not its own")
+        return resolve(pattern, base_path, *rest, **options)
+
+    data_files.resolve_pattern = resolved
+    try:
+        yield
+    finally:
+        data_files.resolve_pattern = resolve
+
+
+def _checked_commit(name: str) -> str | None:
+    """The commit of a data set that can be read, where the Hub can be asked.
+
+    Raises:
+        DataError: the Hub lacks or hides it, or cannot be reached: `datasets` would tell of five tries; or its card is
+            more than `datasets` can read.
     """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.utils import validate_repo_id
 
     if constants.HF_HUB_OFFLINE or os.path.exists(name):
-        return
+        return None
     validate_repo_id(name)
+    api = HfApi(library_name="kvconvert")
+
+    def cards(commit: str | None) -> list[Path]:
+        found = list(api.get_paths_info(name, _CARDS, repo_type="dataset", revision=commit))
+        if any(entry.size > _MOST_OF_CARD for entry in found):
+            raise DataError(f"Data set {name} has a card of more than {_MOST_OF_CARD >> 20} MiB; use another.")
+        return [Path(api.hf_hub_download(name, entry.path, repo_type="dataset", revision=commit)) for entry in found]
+
     try:
-        ask_hub(name, lambda: HfApi(library_name="kvconvert").dataset_info(name, expand=["sha"]))
+        commit = ask_hub(name, lambda: api.dataset_info(name, expand=["sha"])).sha
+        for card in ask_hub(name, lambda: cards(commit)):
+            check_card(card)
     except HubError as error:
         raise DataError(str(error)) from None
+    return commit
+
+
+_CARDS = ["README.md", ".huggingface.yaml", "dataset_infos.json"]
+_MOST_OF_CARD = 2**22
+
+
+def check_card(card: Path) -> None:
+    """Refuse (DataError) YAML in which entries stand for others, of which a few lines make terabytes of a message."""
+    import yaml
+
+    text = card.read_text(encoding="utf-8", errors="replace")
+    header = text.partition("---")[2].partition("\n---")[0] if card.suffix == ".md" else text
+    try:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(header, yaml.SafeLoader)):
+            raise DataError(f"The card {card.name} of the data set refers to parts of itself (*name); use another.")
+    except yaml.YAMLError as error:
+        raise DataError(f"The card {card.name} of the data set cannot be read ({first_line(error)}).") from error
 
 
 def _known(names: Iterable[str], wanted: str | None) -> list[str]:

@@ -138,7 +138,7 @@ def evaluate(
     say = partial(print, file=sys.stderr, flush=True) if progress else lambda message: None
     directory = locate(bundle)
     about = open_bundle(directory, verify="plan")
-    config = read_config(directory, about.config, len(about.manifest.tensors))
+    config = read_config(directory, about.config)
     if only is not None and "images" in only and not supports_images(config):
         raise UsageError(TEXT_ALONE)
     was_fetched = against is None and about.manifest.source.revision is not None

@@ -137,7 +137,7 @@ def harness(
     opened = open_bundle(directory)
     checkpoint = None if against is None else open_source(str(against))
     # Older models' config.json says torch_dtype, which transformers reads as dtype.
-    config = read_config(opened.directory, opened.config, len(opened.manifest.tensors))
+    config = read_config(opened.directory, opened.config)
     computed_in = compute_dtype(dtype, place, config.dtype)
     with loading_bars(progress):
         model, processor = load(directory, dtype=computed_in, verify="headers")

@@ -359,7 +359,7 @@ def record(bundle: str | Path, report: FidelityReport) -> Fidelity:
     directory = Path(bundle)
     opened = open_bundle(directory, verify="headers")
     before = opened.manifest
-    config = read_config(directory, opened.config, len(before.tensors))
+    config = read_config(directory, opened.config)
     told = sliding_windows(config), context_length(config)
     check_recorded_source(before, report.against)
     if report.files_digest != before.files_digest():

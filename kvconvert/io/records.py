@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, WrapValidator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WrapValidator
 from pydantic_core import PydanticCustomError
 
 MAX_DTYPE = 16  # characters of the name of a tensor's type
 MAX_ENTRIES = 1_000_000  # modules, or tensors: a model of a trillion parameters has a fifth of them
+MAX_LAYERS = 1024
+MAX_FILES = 10_000
+MAX_FACTS = 100_000  # values at all depths of an object whose fields are its reader's affair
 MAX_TEXT = 1000  # characters of a sentence or a name in a record
 # Integers up to here are exact in every language's JSON.
 Count = Annotated[int, Field(ge=0, le=2**53)]
@@ -24,11 +28,11 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _AT_ONCE = 1000
 
 
-def _first_faults(values: Any, validate: Callable[[Any], Any]) -> Any:
+def _first_faults(values: Any, validate: Callable[[Any], Any], most: int | None = None) -> Any:
     if not isinstance(values, dict):
         return validate(values)
-    if len(values) > MAX_ENTRIES:
-        raise PydanticCustomError("too_long", f"Dictionary should have at most {MAX_ENTRIES} items")
+    if len(values) > (most := most or MAX_ENTRIES):
+        raise PydanticCustomError("too_long", f"Dictionary should have at most {most} items")
     entries = iter(values.items())
     found: dict[Any, Any] = {}
     while part := dict(islice(entries, _AT_ONCE)):
@@ -38,6 +42,23 @@ def _first_faults(values: Any, validate: Callable[[Any], Any]) -> Any:
 
 # Of a dictionary that may be long: pydantic would keep an error for every entry, and only the first is shown.
 FirstFaults = WrapValidator(_first_faults)
+FewFiles = WrapValidator(partial(_first_faults, most=MAX_FILES))
+
+
+def _few_facts(values: dict[str, Any]) -> dict[str, Any]:
+    left = MAX_FACTS
+    containers: list[Any] = [values]
+    while containers:
+        value = containers.pop()
+        left -= len(value)
+        if left < 0:
+            raise PydanticCustomError("too_long", f"Object should have at most {MAX_FACTS} values in all")
+        entries = value.values() if isinstance(value, dict) else value
+        containers += [entry for entry in entries if isinstance(entry, dict | list)]
+    return values
+
+
+Facts = Annotated[dict[str, Any], AfterValidator(_few_facts)]
 
 
 def shortened(text: str) -> str:

@@ -37,19 +37,18 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from kvconvert.cache import LayerCache, ModelCache
-from kvconvert.errors import BundleError, UnsupportedModelError
+from kvconvert.errors import BundleError, UnsupportedModelError, listed
+from kvconvert.io.records import MAX_LAYERS
 from kvconvert.io.tensorheader import Refusal, mismatch
 from kvconvert.methods import UNQUANTIZED, KVScheme
 
-# Every layer has a tensor, so a config with more layers than the model has tensors is wrong. Small models leave out
-# towers that their config describes.
-MOST_SPARE_LAYERS = 1000
-MOST_SPARE_MODULES = 100_000
+MOST_SPARE_MODULES = 100_000  # small models leave out towers that their config describes
 # No count, size, or position is larger, and a list of so many entries does no harm.
 _LARGEST = 2**24
-_MOST_STEPS = 5_000_000  # lines that Python runs while a configuration is made; most take some thousands
+_MOST_STEPS = 500_000  # lines that Python runs while a configuration is made, counted; the largest takes 73,000
 _COUNTED = tuple(os.path.dirname(module.__file__) + os.sep for module in (transformers, huggingface_hub))
 _MOST_POSITIONS = 2**63
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _CLASSES = {
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -346,34 +345,30 @@ def model_cache(
     return ModelCache(tuple(layers))
 
 
-def read_config(directory: Path, contents: Mapping[str, Any], tensors: int) -> PretrainedConfig:
+def read_config(directory: Path, contents: Mapping[str, Any]) -> PretrainedConfig:
     """transformers' configuration of a verified bundle.
 
     Args:
         directory: the directory of the bundle.
         contents: the contents of its config.json.
-        tensors: how many it has.
 
     Raises:
         BundleError: its config.json makes no configuration.
     """
     try:
-        return make_config(directory, contents, tensors)
+        return make_config(directory, contents)
     except BundleError:
         raise
     except Exception as error:  # classes of configs validate with exceptions of many kinds
         raise no_model(error) from error
 
 
-def make_config(
-    directory: Path, contents: Mapping[str, Any], tensors: int, refuse: Refusal = mismatch
-) -> PretrainedConfig:
+def make_config(directory: Path, contents: Mapping[str, Any], refuse: Refusal = mismatch) -> PretrainedConfig:
     """transformers' configuration of a directory, unless its numbers make it take for ever or fill the memory.
 
     Args:
         directory: the directory of a model.
         contents: the contents of its config.json.
-        tensors: how many the model has.
         refuse: makes the error; the one for a bundle's file by default.
 
     Raises:
@@ -389,11 +384,13 @@ def make_config(
     if not isinstance(text, PretrainedConfig):
         raise refuse("config.json", "the language model's part", "an object", repr(text)[:80])
     for part, where in ((config, ""), (text, " of the language model")):
+        if isinstance(dtype := getattr(part, "dtype", None), torch.dtype) and dtype not in _DTYPES:
+            raise refuse("config.json", f"dtype{where}", listed(map(str, _DTYPES), "or"), dtype)
         if value := getattr(part, "is_encoder_decoder", False):
             raise refuse("config.json", f"is_encoder_decoder{where}", "false", repr(value)[:80])
     layers = getattr(text, "num_hidden_layers", None)
-    if isinstance(layers, int) and layers > (most := max(MOST_SPARE_LAYERS, tensors)):
-        raise refuse("config.json", "the number of layers", f"at most {most}", layers)
+    if isinstance(layers, int) and layers > MAX_LAYERS:
+        raise refuse("config.json", "the number of layers", f"at most {MAX_LAYERS}", layers)
     if isinstance(layers, int) and layers < 1:
         raise refuse("config.json", "the number of layers", "at least 1", layers)
     return config

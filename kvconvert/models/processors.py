@@ -39,7 +39,7 @@ from transformers.utils import is_torchvision_available, is_vision_available
 from kvconvert.errors import CheckpointError, MissingError, UnsupportedModelError, UsageError, first_line
 from kvconvert.models.configuration import placeholder_ids
 from kvconvert.models.prompts import MARK, Conversations, added_around, without_marks
-from kvconvert.models.templates import shared_renderer
+from kvconvert.models.templates import panics_as_errors, shared_renderer
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _VIDEO = "video_processor"
@@ -66,10 +66,11 @@ def load_processor(directory: Path) -> ProcessorMixin:
         raise MissingError("Reading images needs Pillow; run pip install '.[images]' in a clone of kvconvert.")
     check_tokenizer(directory)
     try:
-        if is_torchvision_available():
-            processor = AutoProcessor.from_pretrained(directory, trust_remote_code=False)
-        else:
-            processor = _load_without_torchvision(directory)
+        with panics_as_errors():
+            if is_torchvision_available():
+                processor = AutoProcessor.from_pretrained(directory, trust_remote_code=False)
+            else:
+                processor = _load_without_torchvision(directory)
         _check_template(processor)
         _check_template(processor.tokenizer)
     except Exception as error:  # as for tokenizers
@@ -105,12 +106,13 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model; CheckpointError where transformers cannot load one."""
     check_tokenizer(directory)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-        if not isinstance(tokenizer, PreTrainedTokenizerBase):  # its configuration may name any class of transformers
-            raise TypeError(f"a {type(tokenizer).__name__} is none")
-        _check_template(tokenizer)
-        tokenizer("a")  # some settings are looked at only here
-        return tokenizer
+        with panics_as_errors():
+            tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+            if not isinstance(tokenizer, PreTrainedTokenizerBase):  # its configuration may name any class
+                raise TypeError(f"a {type(tokenizer).__name__} is none")
+            _check_template(tokenizer)
+            tokenizer("a")  # some settings are looked at only here
+            return tokenizer
     except Exception as error:  # any value of its files may be none that its reader expects; parsers raise Exception
         reason = f"{type(error).__name__}: {first_line(error)}"
         if not (directory / "tokenizer.json").is_file():  # transformers then lists what it tried, line by line

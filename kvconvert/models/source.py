@@ -284,7 +284,7 @@ def open_source(model: str, *, was_fetched: bool = False) -> SourceModel:
     headers = {file: read_weight_header(directory / file) for file in files}
     weight_map = tensor_files(directory, headers)
     stored = {name: headers[file][name] for name, file in weight_map.items()}
-    config = _load_config(directory, len(stored))
+    config = _load_config(directory)
     form, encoded, stored_as, unused = None, {}, None, set()
     stated = getattr(config, "quantization_config", None)
     quantization = stated or _settings_beside(directory, stored)
@@ -397,14 +397,14 @@ def _read_safetensors(file: Path, names: list[str]) -> dict[str, Tensor]:
         raise CheckpointError(unreadable(file, error)) from error
 
 
-def _load_config(directory: Path, tensors: int) -> PretrainedConfig:
+def _load_config(directory: Path) -> PretrainedConfig:
     path = directory / "config.json"
     try:
         contents = read_json(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(unreadable(path, error)) from error
     try:
-        return make_config(directory, contents, tensors, wrong_count)
+        return make_config(directory, contents, wrong_count)
     except CheckpointError:
         raise
     except Exception as error:  # classes of configs validate with exceptions of many kinds

@@ -11,6 +11,7 @@ something, and is answered with `text`, `ids`, `names`, or `error`, or with noth
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -115,6 +116,8 @@ def _try_tokenizer(path: str) -> str:
     try:
         stated = json.loads(Path(path).read_bytes())
         if stated["model"].get("type", "BPE") == "BPE":  # whose vocabulary is large and whose merges take linear time
+            if _cuts_merges(stated["model"]):
+                return "its merges lack the prefix that they are said to have"
             stated["model"] |= {"type": "BPE", "vocab": {}, "merges": [], "unk_token": None}
         tokenizer = Tokenizer.from_str(json.dumps(stated))
     except MemoryError:
@@ -128,6 +131,17 @@ def _try_tokenizer(path: str) -> str:
         if tokenizer.decoder is not None and len(tokenizer.decoder.decode([text])) > _GROWTH * _PROBE:
             return f"a token of {len(text)} characters becomes more than {_GROWTH * _PROBE}"
     return ""
+
+
+def _cuts_merges(model: dict[str, Any]) -> bool:
+    """Whether the second part of a merge does not begin with the prefix of parts within a word.
+
+    tokenizers cuts as many bytes off it as the prefix has, whatever they are: it panics, or ends the process where it
+    makes a text of half a letter.
+    """
+    prefix = model.get("continuing_subword_prefix") or ""
+    merges = (merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges") or ())
+    return bool(prefix) and not all(merge[-1].startswith(prefix) for merge in merges)
 
 
 def _probes(steps: dict[str, Any]) -> Iterator[str]:
@@ -149,26 +163,71 @@ def _strings(value: Any) -> Iterator[str]:
         yield from _strings(entry)
 
 
-class Table:
-    """A Parquet file that is read once, from its beginning to its end."""
+class FileElsewhere(io.RawIOBase):
+    """A file that the other side reads, which takes none of the time that this process may.
 
-    def __init__(self) -> None:
+    Args:
+        connection: on which `part` is asked for, its first byte and its length, and bytes are the answer.
+        size: bytes of the file.
+    """
+
+    def __init__(self, connection: socket.socket, size: int) -> None:
+        self._connection, self._size, self._at = connection, size, 0
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def tell(self) -> int:
+        """Where the next byte is read."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Go there."""
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer, as far as there are bytes; how many there were."""
+        size = min(len(buffer), max(self._size - self._at, 0))
+        left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
+        send(self._connection, {"part": [self._at, size]})
+        content = receive_bytes(self._connection)
+        signal.setitimer(signal.ITIMER_REAL, left)
+        buffer[: len(content)] = content
+        self._at += len(content)
+        return len(content)
+
+
+class Table:
+    """A Parquet file that is read once, from its beginning to its end.
+
+    Args:
+        connection: to who reads the file.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
         self._parts: Iterator[tuple[Any, int]] = iter(())
 
-    def open(self, path: str, columns: list[str] | None, most: int, most_of_row: int) -> list[str]:
+    def open(self, size: int, columns: list[str] | None, most: int, most_of_row: int) -> list[str]:
         """Open the file; the names of all its columns.
 
         Args:
-            path: the file.
+            size: bytes of the file.
             columns: that are read; None for all.
             most, most_of_row: bytes that the file, and one of its rows, may unpack into.
         """
         import pyarrow.parquet
 
-        file = pyarrow.parquet.ParquetFile(path, buffer_size=2**20)
+        file = pyarrow.parquet.ParquetFile(FileElsewhere(self._connection, size), buffer_size=2**20)
         stated = file.metadata
-        size = sum(stated.row_group(index).total_byte_size for index in range(stated.num_row_groups))
-        rows = min(max(_STATED * stated.num_rows // max(size, 1), _FEWEST_ROWS), _MOST_ROWS)
+        unpacked = sum(stated.row_group(index).total_byte_size for index in range(stated.num_row_groups))
+        rows = min(max(_STATED * stated.num_rows // max(unpacked, 1), _FEWEST_ROWS), _MOST_ROWS)
         self._parts = _bounded(file.iter_batches(rows, columns=columns, use_threads=False), most, most_of_row)
         return file.schema_arrow.names
 
@@ -269,7 +328,7 @@ def _work(connection: socket.socket, memory: int, tokenizer: Any) -> None:
     with open(os.devnull, "w", encoding="ascii") as nothing:
         os.dup2(nothing.fileno(), 2)  # where tokenizers say at length why they panic
     send(connection, {})
-    template, table = "", Table()
+    template, table = "", Table(connection)
     while True:
         try:
             asked = receive(connection)

@@ -308,12 +308,24 @@ def _json_of(tokenizer: PreTrainedTokenizerBase) -> str:
         return ""
     text = tokenizer.backend_tokenizer.to_str()
     try:
-        Tokenizer.from_str(text)
+        with panics_as_errors():
+            Tokenizer.from_str(text)
     except Exception as error:  # the class that Rust's errors have
         raise CheckpointError(
             f"The model's tokenizer contradicts itself ({first_line(error)}); fetch it again."
         ) from error
     return text
+
+
+@contextlib.contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Make a RuntimeError of a panic of Rust's, which is no Exception, within the block."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # which no module has
+            raise
+        raise RuntimeError(first_line(error)) from error
 
 
 def refused(reason: str) -> UsageError:

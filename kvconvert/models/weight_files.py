@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kvconvert.errors import CheckpointError, unreadable
+from kvconvert.errors import CheckpointError, first_line, unreadable
 from kvconvert.io.json_text import read_json
 from kvconvert.io.records import TensorInfo
 from kvconvert.io.tensorheader import read_header
@@ -87,7 +87,9 @@ def _read_index(index: Path) -> dict[str, str]:
         weight_map = contents["weight_map"]
         entries = list(weight_map.items())
     except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is not an index of safetensors files ({error!r}); fetch it again.") from error
+        raise CheckpointError(
+            f"{index} is not an index of safetensors files ({first_line(error)}); fetch it again."
+        ) from error
     for name, file in entries:
         if not isinstance(file, str) or not file.endswith(".safetensors") or Path(file).name != file:
             raise CheckpointError(f"{index} places {name} in {file!r}, which is not a safetensors file beside it.")

@@ -75,7 +75,7 @@ def write_report(
     from kvconvert.report.data import sample_keys
 
     sample = None if model is None else sample_keys(str(model), opened.manifest)
-    config = read_config(opened.directory, opened.config, len(opened.manifest.tensors))
+    config = read_config(opened.directory, opened.config)
     html, images = render(opened, config, measured, missed, sample)
     _write(target, html, images)
     return target / PAGE_NAME

@@ -361,7 +361,7 @@ def check_fits(bundle: Bundle) -> int:
     Raises:
         BundleError: config.json makes no model, or one that other tensors belong to.
     """
-    config = read_config(bundle.directory, bundle.config, len(bundle.manifest.tensors))
+    config = read_config(bundle.directory, bundle.config)
     del config.quantization_config
     try:
         with torch.device("meta"), bounded_modules(len(bundle.manifest.tensors)):

@@ -74,7 +74,7 @@ def load(
     # All of it is verified before transformers reads any of it, and the model built without weights before weights are.
     verified = open_bundle(directory, verify=verify)
     check_fits(verified)
-    config = read_config(verified.directory, verified.config, len(verified.manifest.tensors))
+    config = read_config(verified.directory, verified.config)
     processes = supports_images(config) and has_processor(directory)
     processor = load_processor(directory) if processes else load_tokenizer(directory)
     # New tokens follow the last column.

@@ -68,7 +68,7 @@ def peak_bytes() -> int:
 
 def shown(bundle: Bundle, drawn: bool) -> None:
     """All that commands print of a bundle; with `drawn` its report, too, which takes longer."""
-    config = read_config(bundle.directory, bundle.config, len(bundle.manifest.tensors))
+    config = read_config(bundle.directory, bundle.config)
     windows = sliding_windows(config)
     manifest_text(bundle.manifest, windows=windows)
     summary(bundle.manifest, windows)

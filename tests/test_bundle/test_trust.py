@@ -203,6 +203,10 @@ def kl(value):
     return {"measured_on": "0" * 64, "report": {"kl": {"mean": value}}, "limits": {}, "missed": []}
 
 
+FILE = {"size": 1, "sha256": "0" * 64}
+FACTS = ("recipe", "conventions", "layers__0__kv", "layers__0__statistics")
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -222,6 +226,8 @@ def kl(value):
         ({"informative": ["x" * 300 + ".md"]}, "informative"),
         ({"tensors": {str(i): {} for i in range(5000)}}, "tensors"),
         ({"transforms": ["x"] * 2000}, "transforms"),
+        ({"files": {f"f{i}.json": FILE for i in range(10_001)}}, "at most 10000 items"),
+        *(({field: {"a": [[1] * 300] * 400}}, f"{field.replace('__', '.')} should be") for field in FACTS),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )

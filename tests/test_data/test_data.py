@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import tracemalloc
+from types import SimpleNamespace
 
 import huggingface_hub
 import pyarrow
@@ -204,30 +205,117 @@ def test_hub_sources_are_taken_apart():
     assert HubSource.parse("owner/name") == HubSource("owner/name", None, "train", None)
 
 
-def test_hub_rows_are_read_through_datasets_with_the_named_column(monkeypatch):
+@pytest.fixture
+def hub_files(tmp_path, monkeypatch):
+    """The folder of the files of owner/name, which stands for a data set of the Hub."""
+    folder = tmp_path / "owner" / "name"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+STORIES = [{"text": "w1 w1", "story": words(10 * i, 10 * i + 5)} for i in range(10)]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv", "tsv", "jsonl", "field.json"])
+def test_hub_rows_are_read_here_with_the_named_column(hub_files, kind):
+    card = {"config_name": "part", "data_files": [{"split": "test", "path": f"part/*.{kind}"}]}
+    file = hub_files / "part" / f"x.{kind}"
+    file.parent.mkdir()
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(STORIES), file)
+    elif kind in ("csv", "tsv"):
+        cell = "," if kind == "csv" else "\t"
+        file.write_text("\n".join(cell.join(row) for row in [STORIES[0], *(row.values() for row in STORIES)]))
+        card |= {"sep": cell}
+    elif kind == "jsonl":
+        file.write_text("\n".join(map(json.dumps, STORIES)))
+    else:
+        file.write_text(json.dumps({"rows": STORIES, "about": 1}))
+        card |= {"field": "rows"}
+    (hub_files / "README.md").write_text(f"---\nconfigs: {json.dumps([card])}\n---\n")
+    table = SourceTable.open("owner/name:part:test", None)
+    assert table.first(20) == STORIES
+    assert table.columns == ["text", "story"]
+    assert table.folder is None
+    with pytest.raises(DataError, match="there is no split 'train'; there are test"):
+        SourceTable.open("owner/name:part", None)
+    with pytest.raises(DataError, match="no column 'plot'; its columns are text and story"):
+        _ = SourceTable.open("owner/name:part:test:plot", None).text_column
+
+
+def test_each_line_of_a_text_file_of_the_hub_is_a_row(hub_files):
+    (hub_files / "train.txt").write_bytes("\ufeffone\r\n\ntwo é".encode())
+    assert SourceTable.open("owner/name", None).first(9) == [{"text": "one"}, {"text": ""}, {"text": "two é"}]
+    (hub_files / "train.txt").write_bytes(b"one\n\xff")
+    with pytest.raises(DataError, match="line 2 is not UTF-8"):
+        SourceTable.open("owner/name", None)
+
+
+@pytest.mark.parametrize(
+    ("card", "reason"),
+    [
+        ({"data_files": "{outside}/secret.txt"}, "names the files .* not its own"),
+        ({"data_files": "../../secret.txt"}, "names the folder .* not its own"),
+        ({"data_dir": "{outside}", "data_files": "*.txt"}, "names the folder .* not its own"),
+        ({"data_dir": "../..", "data_files": "*.txt"}, "names the folder .* not its own"),
+        ({"data_files": "http://127.0.0.1:9/a.txt"}, "names the files .* not its own"),
+        ({"data_files": "hf://datasets/owner/other/a.txt"}, "names the files .* not its own"),
+        ({"data_files": "zip://*.txt::{outside}/a.zip"}, "names the files .* not its own"),
+        ({"data_files": "own.txt", "sample_by": "document"}, "its card sets sample_by to 'document'"),
+        ({"data_files": "own.png"}, "files are of the kind ImageFolder"),
+    ],
+    ids=str,
+)
+def test_the_card_of_a_hub_data_set_leads_nowhere_else(tmp_path, hub_files, card, reason):
+    (tmp_path / "secret.txt").write_text("secret")
+    for name in ("own.txt", "own.png"):
+        (hub_files / name).write_text("own")
+    stated = json.loads(json.dumps([{"config_name": "default"} | card]).replace("{outside}", str(tmp_path)))
+    (hub_files / "README.md").write_text(f"---\nconfigs: {json.dumps(stated)}\n---\n")
+    with pytest.raises(DataError, match=f"Data source owner/name cannot be read through datasets .*{reason}"):
+        SourceTable.open("owner/name", None)
+
+
+class Repository:
+    """What the Hub says of a data set whose card is this file."""
+
+    def __init__(self, card):
+        self.card = card
+
+    def dataset_info(self, name, expand):
+        return SimpleNamespace(sha="0" * 40)
+
+    def get_paths_info(self, name, paths, repo_type, revision):
+        return [SimpleNamespace(path=self.card.name, size=self.card.stat().st_size)]
+
+    def hf_hub_download(self, name, path, repo_type, revision):
+        assert revision == "0" * 40
+        return str(self.card)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("---\na: &a [x, x]\nb: [*a, *a]\n---\n# Title\n", "refers to parts of itself"),
+        ("---\na: [\n---\n", "cannot be read"),
+        ("---\na: b\n---\n" + "x" * 2**22, "a card of more than 4 MiB"),
+        ("# Title\n\n--- and *this* ---\n", None),
+        ("---\nlicense: mit\n---\n*a* and &b\n", None),
+    ],
+)
+def test_the_card_of_a_hub_data_set_is_small_and_plain(tmp_path, monkeypatch, text, reason):
     import datasets
 
-    asked = {}
+    def loaded(name, config, revision):
+        raise DataError(f"commit {revision}")
 
-    class Builder:
-        def as_streaming_dataset(self, split):
-            asked.update(split=split)
-            rows = [{"text": "w1 w1", "story": words(10 * i, 10 * i + 5)} for i in range(10)]
-            return datasets.Dataset.from_list(rows).to_iterable_dataset()
-
-    def load_dataset_builder(name, config=None):
-        asked.update(name=name, config=config)
-        return Builder()
-
-    monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    tokenizer = word_tokenizer()
-    data = load_token_samples("owner/name:part:test:story", tokenizer, 2, 12, seed=0)
-    assert asked == {"name": "owner/name", "config": "part", "split": "test"}
-    assert "w1" not in spoken(tokenizer, data.ids.flatten())
-    assert data.info.source == "owner/name:part:test:story"
-    with pytest.raises(DataError, match="no column 'plot'; its columns are text and story"):
-        load_token_samples("owner/name:part:test:plot", tokenizer, 2, 12, seed=0)
+    (tmp_path / "README.md").write_text(text)
+    monkeypatch.setattr(datasets, "load_dataset_builder", loaded)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda **_: Repository(tmp_path / "README.md"))
+    with pytest.raises(DataError, match=reason or "commit 0000"):
+        SourceTable.open("owner/name", None)
 
 
 def test_without_network_a_hub_data_set_is_one_sentence_before_datasets_tries_again(monkeypatch):

@@ -303,12 +303,18 @@ def test_images_in_archives_and_data_urls_are_read_or_refused(pictures, tmp_path
 )
 def test_no_row_has_an_image_fetched(tmp_path, address, monkeypatch):
     monkeypatch.setattr("datasets.utils.file_utils.xopen", lambda *_, **__: pytest.fail("opened"))
-    for folder in (tmp_path, None):
-        with pytest.raises(DataError, match="is on the network"):
-            read_image(address, folder, "here")
-    for hub in ("hf://datasets/a/b/c.png", "zip://c.png::hf://datasets/a/b/c.zip"):
-        with pytest.raises(DataError, match="is on the network"):
-            read_image(hub, tmp_path, "here")
+    for named in (address, "hf://datasets/a/b/c.png", "zip://c.png::hf://datasets/a/b/c.zip"):
+        for folder in (tmp_path, None):
+            with pytest.raises(DataError, match="is on the network"):
+                read_image(named, folder, "here")
+
+
+@pytest.mark.parametrize("value", ["a.png", {"path": "a.png", "bytes": None}, "zip://a.png::a.zip"], ids=str)
+def test_a_row_of_the_hub_names_no_image_of_this_machine(pictures, monkeypatch, value):
+    monkeypatch.chdir(pictures)
+    for row in ({"image": value}, {"messages": [{"role": "user", "content": [{"type": "image", "image": value}]}]}):
+        with pytest.raises(DataError, match="without holding it"):
+            row_document(row | {"text": "a"}, None, None, "row 1")
 
 
 def test_what_other_programs_would_have_to_read_is_no_image(monkeypatch):

@@ -34,6 +34,7 @@ def workers():
 @pytest.fixture
 def started():
     """Ids of those that were made since the test began: chat templates of other tests may keep theirs."""
+    shared_renderer().start()
     before = {*workers()}
     return lambda: {*workers()} - before
 

@@ -3,18 +3,20 @@
 import json
 import multiprocessing
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from threading import local
 from types import SimpleNamespace
 
 import pytest
+from tokenizers import Tokenizer
 from transformers import AutoConfig
 
 from kvconvert.errors import CheckpointError, UsageError
 from kvconvert.models.chat import ChatPrompts
 from kvconvert.models.processors import load_processor, load_tokenizer
 from kvconvert.models.prompts import MARK
-from kvconvert.models.templates import TemplateLimitError, TemplateRenderer, shared_renderer
+from kvconvert.models.templates import TemplateLimitError, TemplateRenderer, panics_as_errors, shared_renderer
 
 REFERENCE = Path(__file__).parents[2] / "examples" / "reference-lm"
 TURNS = [{"role": "system", "content": "Be \u2603 brief."}, {"role": "user", "content": "Why?\n"}]
@@ -181,6 +183,25 @@ def test_a_tokenizer_that_takes_too_much_is_refused_before_it_reads_any_text(tmp
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is not applied to any text \(.*\); use") as told:
         load_tokenizer(stated(tmp_path, **HUNGRY[kind]))
     assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("merge", [["a", "b"], "a b", ["a", "é"], ["a", "xé"]], ids=str)
+def test_merges_that_end_the_process_where_they_are_read_are_refused(tmp_path, merge):
+    vocabulary = {"a": 0, "b": 1, "é": 2, "xé": 3, "ab": 4, "aé": 5}
+    model = {"type": "BPE", "vocab": vocabulary, "merges": [merge], "continuing_subword_prefix": "x"}
+    fine = "x" in merge[1]
+    directory = stated(tmp_path, model=model, added_tokens=[], post_processor=None)
+    with nullcontext() if fine else pytest.raises(CheckpointError, match="its merges lack the prefix"):
+        load_tokenizer(directory)
+
+
+def test_a_panic_of_tokenizers_is_an_error(capfd):
+    model = {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "a"]], "continuing_subword_prefix": "xxxx"}
+    with pytest.raises(RuntimeError, match="out of range"), panics_as_errors():
+        Tokenizer.from_str(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    with pytest.raises(KeyboardInterrupt), panics_as_errors():
+        raise KeyboardInterrupt
+    assert "panicked" in capfd.readouterr().err
 
 
 def test_a_worker_tokenizes_as_transformers_does():

@@ -535,6 +535,17 @@ def test_a_gguf_file_that_claims_blocks_for_ever_is_refused_by_any_name(tmp_path
         open_source(gguf_with(file, (name.encode(), struct.pack("<II", 4, 10**9))))
 
 
+@pytest.mark.parametrize("made", ["GGUFReader", "get_tensor_name_map"])
+def test_a_gguf_file_is_read_once_and_its_names_are_mapped_once(tmp_path, monkeypatch, made):
+    file, *_ = write_gguf(tmp_path)
+    gguf, calls = pytest.importorskip("gguf"), []
+    make = getattr(gguf, made)
+    monkeypatch.setattr(gguf, made, lambda *of: calls.append(of) or make(*of))
+    open_source(str(file))
+    open_source(str(file))
+    assert len(calls) == 2  # nothing of the first file is kept for the second
+
+
 @pytest.mark.parametrize("changes", [{"num_hidden_layers": 10**6}, {"num_hidden_layers": 10**9}])
 def test_a_configuration_beside_a_gguf_file_is_bounded_like_any_other(tmp_path, changes):
     file, model, _ = write_gguf(tmp_path)

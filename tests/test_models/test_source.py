@@ -145,6 +145,20 @@ def nested_index(model):
     (model / INDEX_FILE).write_text('{"weight_map":' + "[" * 100_000 + "]" * 100_000 + "}")
 
 
+def index_of_other_bytes(model):
+    shutil.copyfile(shards(model)[0], model / INDEX_FILE)
+
+
+def quantized_by_a_long_name(model):
+    config = json.loads((model / "config.json").read_text()) | {"quantization_config": {"quant_method": "x" * 10**5}}
+    (model / "config.json").write_text(json.dumps(config))
+
+
+def dtype_of_no_weights(model):
+    config = json.loads((model / "config.json").read_text()) | {"dtype": "int4"}
+    (model / "config.json").write_text(json.dumps(config))
+
+
 def index_beside_a_single_file(model):
     shutil.copyfile(shards(model)[0], model / WEIGHTS)
 
@@ -198,6 +212,9 @@ def integer_weights(model):
         (tensor_not_in_its_shard, "says that .* holds .*, but it does not"),
         (tensor_not_in_the_index, r"holds model\.stray, which .* does not name"),
         (nested_index, r"index\.json cannot be read \(.*; correct it, or fetch it again"),
+        (index_of_other_bytes, r"index\.json cannot be read \(.*; correct it, or fetch it again"),
+        (quantized_by_a_long_name, r"already quantized \(xxx"),
+        (dtype_of_no_weights, r"dtype is torch\.int4, and it should be torch\.float16"),
         (index_that_leads_elsewhere, "not a safetensors file beside it"),
         (index_beside_a_single_file, "remove the wrong one"),
         (unmerged_adapter, "unmerged LoRA adapter.*merge"),
@@ -212,6 +229,7 @@ def test_a_checkpoint_that_cannot_be_converted_is_refused_in_one_sentence(model,
     message = str(caught.value)
     assert "\n" not in message
     assert message.endswith(".")
+    assert len(message) < 1000  # nothing of a file is shown at length
 
 
 def test_a_file_that_the_system_does_not_let_read_is_not_to_be_fetched_again():

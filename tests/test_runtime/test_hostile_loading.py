@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.convert.work_files import check_place
 from kvconvert.errors import BundleError, KvconvertError, UsageError
+from kvconvert.io.records import MAX_LAYERS
 from kvconvert.models import configuration
 from kvconvert.models.configuration import make_config
 from kvconvert.runtime import KVCache, load
@@ -63,7 +64,7 @@ CONTRADICTIONS = [
 
 @pytest.mark.parametrize("change", CONTRADICTIONS, ids=str)
 def test_a_config_that_does_not_fit_is_refused_before_weights_are_used(bundle, change, monkeypatch):
-    monkeypatch.setattr(configuration, "_MOST_STEPS", 100_000)  # millions take seconds
+    monkeypatch.setattr(configuration, "_MOST_STEPS", 100_000)  # more take a second
     edit_json(bundle / "config.json", **change)
     reseal(bundle)
     opened = open_bundle(bundle, verify="headers")
@@ -87,6 +88,8 @@ NO_NUMBERS = [
     *({"rope_parameters": {"rope_type": "linear", "factor": factor}} for factor in (0, -2.0)),
     {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1e300}},
     {"output_hidden_states": "a"},
+    {"dtype": "int4"},
+    {"dtype": "uint8"},
     {"output_attentions": [0]},
     {"return_dict": 1e-300},
 ]
@@ -100,12 +103,15 @@ def test_values_of_a_config_that_make_no_numbers_are_refused(bundle, change):
         load(bundle, verify="headers")
 
 
-def test_layers_of_another_name_are_as_many_as_there_can_be(tmp_path):
-    contents = {"model_type": "gpt2", "n_layer": 2000}
-    (tmp_path / "config.json").write_text(json.dumps(contents))
-    assert make_config(tmp_path, contents, tensors=2000).num_hidden_layers == 2000
-    with pytest.raises(BundleError, match="the number of layers should be at most 1000, found 2000"):
-        make_config(tmp_path, contents, tensors=10)
+def test_layers_of_another_name_are_as_many_as_a_bundle_holds(tmp_path):
+    def made(layers):
+        contents = {"model_type": "gpt2", "n_layer": layers}
+        (tmp_path / "config.json").write_text(json.dumps(contents))
+        return make_config(tmp_path, contents)
+
+    assert made(MAX_LAYERS).num_hidden_layers == MAX_LAYERS
+    with pytest.raises(BundleError, match=f"the number of layers should be at most {MAX_LAYERS}, found"):
+        made(MAX_LAYERS + 1)
 
 
 def test_large_positions_and_bases_of_a_rope_are_none_of_these(bundle):

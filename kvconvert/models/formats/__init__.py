@@ -32,7 +32,7 @@ def find_format(directory: Path, quantization: Mapping[str, Any]) -> SourceForma
     method = quantization.get("quant_method")
     if not isinstance(method, str) or method not in FORMATS:
         raise CheckpointError(
-            f"{directory} is already quantized ({method}); converting reads full precision and "
+            f"{directory} is already quantized ({method!s:.80}); converting reads full precision and "
             f"{', '.join(FORMATS)} (quant_method), so give the model it was made from."
         )
     try:

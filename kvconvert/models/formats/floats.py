@@ -70,8 +70,8 @@ class BlockScaledFp8(SourceFormat):
             return cls(None)
         if not (isinstance(block, list | tuple) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
             raise CheckpointError(
-                f"{directory / 'config.json'} has weight_block_size {block!r}, which should be two positive numbers; "
-                "fetch the model again."
+                f"{directory / 'config.json'} has weight_block_size {block!r:.80}, which should be two positive "
+                "numbers; fetch the model again."
             )
         return cls(tuple(block))
 

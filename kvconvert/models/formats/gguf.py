@@ -18,9 +18,11 @@ import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +34,16 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from kvconvert.errors import CheckpointError, MissingError, UnsupportedModelError, first_line, printable, unreadable
 from kvconvert.io.json_text import read_json
-from kvconvert.io.records import TensorInfo
+from kvconvert.io.records import MAX_LAYERS, TensorInfo
 from kvconvert.io.tensorfile import DTYPE_NAMES
-from kvconvert.models.configuration import MOST_SPARE_LAYERS, bounded_modules, check_values, make_config, model_class
+from kvconvert.models.configuration import bounded_modules, check_values, make_config, model_class
 from kvconvert.models.formats.format import Encoded
 from kvconvert.models.weight_files import check_links
 
 SUFFIX = ".gguf"
 # Factors of llama3's scaled RoPE, which transformers keeps in the configuration and does not read from a GGUF file.
 _ROPE_FACTORS = "rope_freqs.weight"
-_COUNTS = (".block_count", ".expert_count")
+_MOST = {".block_count": MAX_LAYERS, ".expert_count": 2**12}
 # Kinds of tokens that are matched whole: control tokens, and those of the user.
 _CONTROL, _ADDED = 3, (3, 4)
 _BESIDE = (
@@ -122,11 +124,12 @@ def open_gguf(file: Path) -> GgufFile:
     stored = {tensor.name: tensor for tensor in reader.tensors}
     architecture = _field(reader, conversion, "general.architecture", "unknown")
     # transformers reads the counts of any architecture that it knows.
-    claims = {name: _field(reader, conversion, name, "") for name in reader.fields if name.endswith(_COUNTS)}
-    for name, claim in claims.items():
-        if claim.isdecimal() and int(claim) > max(MOST_SPARE_LAYERS, len(stored)):
+    for name in reader.fields:
+        most = _MOST.get(name[name.rfind(".") :])
+        claim = "" if most is None else _field(reader, conversion, name, "")
+        if most is not None and claim.isdecimal() and int(claim) > most:
             raise CheckpointError(
-                f"{file} claims that {printable(name)[:80]} is {claim} and has {len(stored)} tensors; fetch it again."
+                f"{file} claims that {printable(name)[:80]} is {claim}, more than {most}; fetch it again."
             )
     beside = [path for pattern in _BESIDE for path in file.parent.glob(pattern) if path.is_file()]
     if _ROPE_FACTORS in stored and not any(path.name == "config.json" for path in beside):
@@ -140,17 +143,20 @@ def open_gguf(file: Path) -> GgufFile:
     for path in beside:
         shutil.copyfile(path, directory / path.name)
     try:
-        config = _config(file, directory, _dtype(gguf, stored), len(stored))
-        with torch.device("meta"), bounded_modules(len(stored), _refusal):
-            model = model_class(config).from_config(deepcopy(config), dtype=torch.float32, trust_remote_code=False)
-        config.architectures = [type(model).__name__]
-        if not (directory / "tokenizer_config.json").exists():
-            names = ("tokens", "token_type")
-            tokens, kinds = (conversion.read_field(reader, f"tokenizer.ggml.{name}") for name in names)
-            _write_tokenizer(file, directory, config, (tokens, kinds))
-        config.to_json_file(directory / "config.json", use_diff=False)
-        processor = conversion.TENSOR_PROCESSORS.get(architecture, conversion.TensorProcessor)(config=config.to_dict())
-        names = conversion.get_gguf_hf_weights_map(model, processor)
+        with _read_once(gguf, reader):
+            config = _config(file, directory, _dtype(gguf, stored))
+            with torch.device("meta"), bounded_modules(len(stored), _refusal):
+                model = model_class(config).from_config(deepcopy(config), dtype=torch.float32, trust_remote_code=False)
+            config.architectures = [type(model).__name__]
+            if not (directory / "tokenizer_config.json").exists():
+                tokens = conversion.read_field(reader, "tokenizer.ggml.tokens")
+                _write_tokenizer(
+                    file, directory, config, (tokens, conversion.read_field(reader, "tokenizer.ggml.token_type"))
+                )
+            config.to_json_file(directory / "config.json", use_diff=False)
+            kind = conversion.TENSOR_PROCESSORS.get(architecture, conversion.TensorProcessor)
+            processor = kind(config=config.to_dict())
+            names = conversion.get_gguf_hf_weights_map(model, processor)
     except CheckpointError:
         raise
     except Exception as error:  # any value of the metadata may be missing, or be none that its reader expects
@@ -162,7 +168,8 @@ def open_gguf(file: Path) -> GgufFile:
     missing = sorted(name for name in stored if not _is_read(name, names) and name != _ROPE_FACTORS)
     if missing:
         raise UnsupportedModelError(
-            f"transformers has no place for {missing[0]} of {file}, a GGUF file of architecture {architecture}; "
+            f"transformers has no place for {printable(missing[0])[:80]} of {file}, a GGUF file of architecture "
+            f"{architecture}; "
             "convert the safetensors checkpoint that it was made from."
         )
 
@@ -177,6 +184,21 @@ def open_gguf(file: Path) -> GgufFile:
     kinds = sorted({tensor.tensor_type.name for tensor in stored.values()})
     stored_as = f"GGUF ({', '.join(kinds)})"
     return GgufFile(directory, config, dict.fromkeys(stored, file.name), encoded, stored_as, read, temporary)
+
+
+@contextmanager
+def _read_once(gguf: Any, reader: Any) -> Iterator[None]:
+    """Have transformers take the file as it was read, and make each map of tensors' names once, within the block.
+
+    By itself it reads the file for the configuration and again for the tokenizer, ten seconds each with the largest
+    vocabularies, and makes the map of the whole model for each of its modules, two minutes at 80 layers.
+    """
+    made = {"GGUFReader": gguf.GGUFReader, "get_tensor_name_map": gguf.get_tensor_name_map}
+    gguf.GGUFReader, gguf.get_tensor_name_map = lambda path: reader, cache(gguf.get_tensor_name_map)
+    try:
+        yield
+    finally:
+        vars(gguf).update(made)
 
 
 def _check_places(reader: Any) -> None:
@@ -203,7 +225,7 @@ def _refusal(file: str, field: str, expected: object, found: object) -> Checkpoi
     )
 
 
-def _config(file: Path, directory: Path, dtype: torch.dtype, tensors: int) -> PretrainedConfig:
+def _config(file: Path, directory: Path, dtype: torch.dtype) -> PretrainedConfig:
     """From the config.json beside the file, else from its metadata."""
     if (directory / "config.json").exists():
         path = directory / "config.json"
@@ -211,7 +233,7 @@ def _config(file: Path, directory: Path, dtype: torch.dtype, tensors: int) -> Pr
             contents = read_json(path)
         except (OSError, ValueError) as error:
             raise CheckpointError(unreadable(path, error)) from error
-        config = make_config(directory, contents, tensors, _refusal)
+        config = make_config(directory, contents, _refusal)
     else:
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
         check_values(config.to_dict(), _refusal)
