@@ -279,7 +279,7 @@ logger = logging.getLogger(__name__)
 VERSIONS = ("0.32", "0.33")
 # Ways to draft that were tried: without a model, and by one whose layers have a cache of vLLM's own.
 DRAFTS = ("ngram", "suffix")
-MODEL_DRAFTS = ("eagle",)
+MODEL_DRAFTS = ("eagle", "mtp")
 OWN_BACKEND = "bundles bring their own attention backend"
 # Tokens of a block of layers that are not ours, which vLLM's backends take on CPUs and GPUs.
 OTHERS_BLOCK = 32

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_vllm.generate import MARKER
 from tiny.llama import RECIPE, save_llama
-from tiny.models import ARCHITECTURES
+from tiny.models import ARCHITECTURES, write_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvconvert import calibrate, export, load
 from kvconvert.vllm.bundle import served_bundle
@@ -208,24 +209,61 @@ def eagle(folder: Path, source: Path, weight: torch.Tensor) -> Path:
     return folder
 
 
-def test_drafts_of_a_model_change_no_token_however_many_are_accepted(tmp_path):
-    """A source that goes on mostly by its newest token, which one draft model looks at and the other does not."""
-    sizes = {"hidden_size": 128, "head_dim": 32, "max_position_embeddings": 2048, "num_hidden_layers": 2}
-    save_llama(tmp_path / "model", tie_word_embeddings=False, **SIZES | sizes)
-    found = load_file(file := tmp_path / "model" / "model.safetensors")
+def goes_on_by_its_newest_token(source: Path) -> dict[str, torch.Tensor]:
+    """Make a source go on mostly by its newest token, which a draft model may look at; returns its tensors."""
+    found = load_file(file := source / "model.safetensors")
     for name, tensor in found.items():
         tensor.mul_(0.3 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0)
     save_file(found, file, {"format": "pt"})
-    bundle, asked, size = converted(tmp_path, RECIPE.format(method="none", kv="kivi")), prompts(100, 300), 128
+    return found
+
+
+# What joins the embedding of a token with the hidden state before it: the one alone, and both at random. Of 200 tokens
+# so many drafts are accepted at least and at most.
+DRAFT_SIZE = 128
+JOINED = {
+    "the newest token": (torch.eye(DRAFT_SIZE, 2 * DRAFT_SIZE), 50, 150),
+    "random": (torch.randn(DRAFT_SIZE, 2 * DRAFT_SIZE, generator=torch.Generator().manual_seed(3)), 0, 5),
+}
+
+
+def test_drafts_of_a_model_change_no_token_however_many_are_accepted(tmp_path):
+    sizes = {"hidden_size": DRAFT_SIZE, "head_dim": 32, "max_position_embeddings": 2048, "num_hidden_layers": 2}
+    save_llama(tmp_path / "model", tie_word_embeddings=False, **SIZES | sizes)
+    goes_on_by_its_newest_token(tmp_path / "model")
+    bundle, asked = converted(tmp_path, RECIPE.format(method="none", kv="kivi")), prompts(100, 300)
     expected = [tokens[:100] for tokens in in_runtime(bundle, asked)]
-    generator = torch.Generator().manual_seed(3)
-    weights = torch.cat([torch.eye(size), torch.zeros(size, size)], 1), torch.randn(size, 2 * size, generator=generator)
-    for number, (weight, least, most) in enumerate(zip(weights, (50, 0), (150, 5), strict=True)):
+    for number, (weight, least, most) in enumerate(JOINED.values()):
         drafts = {"method": "eagle", "num_speculative_tokens": 3}
         drafts["model"] = str(eagle(tmp_path / f"eagle{number}", tmp_path / "model", weight))
         tokens, counted = in_vllm(bundle, [asked], 100, speculative_config=drafts)
         assert tokens == expected
         assert least <= counted["accepted"] <= most
+
+
+@pytest.mark.parametrize("joined", JOINED)
+def test_drafts_of_a_layer_of_the_checkpoint_change_no_token_however_many_are_accepted(joined, tmp_path):
+    """A layer behind the model's own (MTP), as GLM-4.5 has it, and bundles keep it: here a copy of the last."""
+    weight, least, most = JOINED[joined]
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    sizes = SIZES | {"hidden_size": DRAFT_SIZE, "head_dim": 32, "vocab_size": 4096, "moe_intermediate_size": 32}
+    config = AutoConfig.for_model("glm4_moe", num_hidden_layers=2, num_nextn_predict_layers=1, **sizes, **experts)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    write_tokenizer(tmp_path / "model")
+    found = goes_on_by_its_newest_token(tmp_path / "model")
+    layer = {name.replace(".1.", ".2.", 1): t for name, t in found.items() if name.startswith("model.layers.1.")}
+    embeddings, head = found["model.embed_tokens.weight"], found["lm_head.weight"]
+    own = {"eh_proj": weight, "enorm": embeddings.std().expand(DRAFT_SIZE), "hnorm": torch.ones(DRAFT_SIZE)}
+    own |= {"shared_head.norm": torch.ones(DRAFT_SIZE), "shared_head.head": head, "embed_tokens": embeddings}
+    layer |= {f"model.layers.2.{name}.weight": tensor for name, tensor in own.items()}
+    every = {name: tensor.clone() for name, tensor in (found | layer).items()}
+    save_file(every, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    bundle, asked = converted(tmp_path, RECIPE.format(method="none", kv="kivi")), prompts(100, 300)
+    drafts = {"method": "mtp", "num_speculative_tokens": 3}
+    tokens, counted = in_vllm(bundle, [asked], 100, speculative_config=drafts)
+    assert tokens == [tokens[:100] for tokens in in_runtime(bundle, asked)]
+    assert least <= counted["accepted"] <= most
 
 
 def test_layers_with_windows_are_left_to_vllm(tmp_path):

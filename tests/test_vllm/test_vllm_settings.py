@@ -217,7 +217,7 @@ def test_settings_that_are_not_served_are_refused(given, said):
 
 def test_layers_that_draft_have_small_blocks_and_no_shared_prefixes(tmp_path):
     write_tiny_bundle(tmp_path)
-    for method, size in (("ngram", 128), ("eagle", 32), (None, 32)):
+    for method, size in (("ngram", 128), ("eagle", 32), ("mtp", 32), (None, 32)):
         found = arguments(tmp_path, speculative_config={"method": method} if method else {"model": "eagle"})
         choose_settings(found, KNOWN)
         assert (found.attention_backend, found.block_size) == ("CUSTOM", size)
