@@ -130,11 +130,6 @@ class ServedBundle:
             module.method != "kept" for module in self.bundle.manifest.modules
         )
 
-    @property
-    def keeps_windows(self) -> bool:
-        """Whether newest tokens stay in full precision besides the page being filled."""
-        return any(s.key_recent_tokens or s.value_recent_tokens for s in self.schemes.values())
-
     def refusal(self, dtype: torch.dtype, ranks: int = 1) -> str | None:
         """Why the cache cannot be served, in one sentence; None if it can.
 
@@ -339,13 +334,8 @@ def choose_settings(arguments: Any, version: str) -> ServedBundle | None:
     if drafts is not None and arguments.async_scheduling is None:
         arguments.async_scheduling = False
     arguments.enable_prefix_caching = bool(arguments.enable_prefix_caching)
-    if arguments.enable_prefix_caching and served.keeps_windows:
-        raise refused("--enable-prefix-caching", "its newest tokens are in full precision, which no other request has")
-    if arguments.enable_prefix_caching and (served.is_hybrid or by_model):
-        raise refused(
-            "--enable-prefix-caching" + " and drafts by a model" * (not served.is_hybrid),
-            "vLLM shortens a prefix to what its other layers have cached, and would cut the blocks of sink tokens",
-        )
+    if arguments.enable_prefix_caching and served.has_states:
+        raise refused("--enable-prefix-caching", "beside layers with a state that was not tried")
     return served
 
 

@@ -28,6 +28,8 @@ def generate(request: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
     sampling = SamplingParams(temperature=0, max_tokens=request["new_tokens"], ignore_eos=True)
     found = []
     for batch in request["batches"]:
+        if request.get("forgets"):
+            llm.reset_prefix_cache()
         prompts = [{"prompt_token_ids": prompt} for prompt in batch]
         found += [list(answer.outputs[0].token_ids) for answer in llm.generate(prompts, sampling, use_tqdm=False)]
     counted = {"interrupted": "vllm:num_preemptions", "hits": "vllm:prefix_cache_hits"}

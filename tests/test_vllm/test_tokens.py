@@ -26,11 +26,11 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "
 NEW = 200
 
 
-def bundle_of(folder: Path, settings: str, bits: int | None = None, group: int = 16) -> Path:
+def bundle_of(folder: Path, settings: str, bits: int | None = None, group: int = 16, **sizes: int) -> Path:
     """A random Llama of two layers, or three for layers that differ, as a bundle; `settings` are lines of the recipe's
-    [kv], `bits` and `group` those of weights.
+    [kv], `bits` and `group` those of weights, `sizes` of its config.
     """
-    sizes = SIZES | {"max_position_embeddings": 2048, "num_hidden_layers": 3 if "kv.layers" in settings else 2}
+    sizes |= SIZES | {"max_position_embeddings": 2048, "num_hidden_layers": 3 if "kv.layers" in settings else 2}
     save_llama(folder / "model", tie_word_embeddings=False, **sizes)
     recipe = RECIPE.format(method="rtn" if bits else "none", kv="kivi") + settings
     return converted(
@@ -47,15 +47,16 @@ def converted(folder: Path, recipe: str) -> Path:
 
 
 def in_vllm(
-    bundle: Path, batches: list[list[list[int]]], new_tokens: int = NEW, *, kernels: bool = False, **arguments: Any
-) -> Any:
+    bundle: Path, batches: list[list[list[int]]], new_tokens: int = NEW, *, kernels: bool = False,
+    forgets: bool = False, **arguments: Any,
+) -> Any:  # fmt: skip
     """Tokens of all prompts, batch after batch, and what `generate` counts; or what vLLM says when it fails.
 
-    With `kernels` Triton's interpreter stands in for a GPU.
+    With `kernels` Triton's interpreter stands in for a GPU; with `forgets` no batch finds prefixes of those before.
     """
     arguments = {"enforce_eager": True, "dtype": "float32", "max_model_len": 1024, "max_num_seqs": 4} | arguments
     request = {"model": str(bundle), "batches": batches, "new_tokens": new_tokens, "arguments": arguments}
-    request["kernels"] = kernels
+    request |= {"kernels": kernels, "forgets": forgets}
     script = Path(__file__).with_name("generate.py")
     ended = subprocess.run(
         [PYTHON, str(script)], input=json.dumps(request), capture_output=True, text=True, timeout=600
@@ -165,18 +166,37 @@ def test_requests_go_on_after_an_interruption(tmp_path):
         assert tokens[:64] == own[:64]
 
 
-@pytest.mark.parametrize("scheme", ["calibrated", "wide"])
-def test_a_prefix_that_is_found_gives_what_reading_it_gives(scheme, tmp_path):
+# Tokens of prefixes that are found: up to the prompt's recent tokens, and of answers none where these are recent; where
+# layers have a cache of vLLM's own, as far as these have it, too, and one block less beside layers that draft.
+PREFIXES = {
+    "calibrated": [256, 128, 384, 512],
+    "wide": [256, 128, 384, 512],
+    "windows": [256, 0, 256, 384],
+    "beside windows": [128, 0, 256, 256],
+    "EAGLE": [128, 128, 256, 512],
+}
+
+
+@pytest.mark.parametrize("case", PREFIXES)
+def test_a_prefix_that_is_found_gives_what_reading_it_gives(case, tmp_path):
     """Prompts read in chunks of a page, so that they end where the pages of a prefix do."""
-    bundle, (first, other) = bundle_of(tmp_path, SCHEMES[scheme]), prompts(400, 150)
-    chunks = {"max_num_batched_tokens": 128, "max_num_seqs": 1, "enable_chunked_prefill": True}
-    begun, _ = in_vllm(bundle, [[first]], **chunks)
+    settings = {"max_num_batched_tokens": 128, "max_num_seqs": 1, "enable_chunked_prefill": True}
+    settings |= {"enable_prefix_caching": True}
+    if case == "beside windows":
+        bundle = gemma2_bundle(tmp_path, SCHEMES["windows"])
+    else:
+        bundle = bundle_of(tmp_path, SCHEMES["wide" if case == "EAGLE" else case], head_dim=32)
+    if case == "EAGLE":
+        drafts = eagle(tmp_path / "eagle", tmp_path / "model", torch.eye(64, 128))
+        settings["speculative_config"] = {"method": "eagle", "model": str(drafts), "num_speculative_tokens": 2}
+    (first, other), new = prompts(400, 150), 160
     # A prompt of the same beginning, one of whole pages, the same again, and one that goes on with the answer.
-    asked = [first, first[:300] + other, first[:256], first, first + begun[0][:150] + other]
-    read, none = in_vllm(bundle, [[prompt] for prompt in asked], **chunks)
-    found, counted = in_vllm(bundle, [[prompt] for prompt in asked], **chunks, enable_prefix_caching=True)
+    (answer,), _ = in_vllm(bundle, [[first]], new, forgets=True, **settings)
+    asked = [[first], [first[:300] + other], [first[:256]], [first], [first + answer[:150] + other]]
+    read, none = in_vllm(bundle, asked, new, forgets=True, **settings)
+    found, counted = in_vllm(bundle, asked, new, **settings)
     assert found == read
-    assert (none["hits"], counted["hits"]) == (0, 256 + 128 + 384 + 512)
+    assert (none["hits"], counted["hits"]) == (0, sum(PREFIXES[case]))
 
 
 def test_two_ranks_give_the_tokens_of_one(tmp_path):
@@ -266,15 +286,18 @@ def test_drafts_of_a_layer_of_the_checkpoint_change_no_token_however_many_are_ac
     assert least <= counted["accepted"] <= most
 
 
-def test_layers_with_windows_are_left_to_vllm(tmp_path):
-    """Gemma 2, also with soft caps; in full precision where a bundle's scheme would not be used."""
+def gemma2_bundle(folder: Path, settings: str) -> Path:
+    """A random Gemma 2 with a layer of each type, also with soft caps, as a bundle; `settings` as for `bundle_of`."""
     tiny = ARCHITECTURES["gemma2"]
     sizes = {"head_dim": 32, "query_pre_attn_scalar": 32}
-    replace(tiny, settings=tiny.settings | sizes).write(tmp_path / "model")
-    windows = [i for i, kind in enumerate(tiny.settings["layer_types"]) if kind == "sliding_attention"]
-    exact = f"[[kv.layers]]\nindex = {windows}\nkey_bits = 16\nvalue_bits = 16\n"
-    recipe = '[weights]\nmethod = "none"\n\n[kv]\npreset = "kivi"\n' + exact
-    bundle, asked = converted(tmp_path, recipe), prompts(3, 130, 300)
+    replace(tiny, settings=tiny.settings | sizes).write(folder / "model")
+    return converted(folder, RECIPE.format(method="none", kv="kivi") + settings)
+
+
+def test_layers_with_windows_are_left_to_vllm(tmp_path):
+    """In full precision where a bundle's scheme would not be used."""
+    exact = "[[kv.layers]]\nindex = [0]\nkey_bits = 16\nvalue_bits = 16\n"
+    bundle, asked = gemma2_bundle(tmp_path, exact), prompts(3, 130, 300)
     found, _ = in_vllm(bundle, [asked], 160)
     assert found == [tokens[:160] for tokens in in_runtime(bundle, asked)]
 
@@ -406,5 +429,5 @@ said(lambda: method.get_quant_method(torch.nn.Embedding(1, 1), q.name))
 
 def test_a_refusal_is_what_ends_the_start(tmp_path):
     bundle = bundle_of(tmp_path, SCHEMES["windows"])
-    said = in_vllm(bundle, [], enable_prefix_caching=True)
-    assert said.splitlines()[-1].startswith("BundleError: A kvconvert bundle cannot be served with --enable-prefix")
+    said = in_vllm(bundle, [], block_size=16)
+    assert said.splitlines()[-1].startswith("BundleError: A kvconvert bundle cannot be served with --block-size 16")

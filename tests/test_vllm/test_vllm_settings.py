@@ -181,18 +181,13 @@ def test_an_argument_that_says_otherwise_is_refused(name, value, said, tmp_path)
     refused(str(error.value), said)
 
 
-def test_prefixes_are_shared_if_asked_for_and_no_window_forbids(tmp_path, monkeypatch):
+def test_prefixes_are_shared_if_asked_for(tmp_path):
     write_tiny_bundle(tmp_path)
     for asked in (None, False, True):
-        given = arguments(tmp_path, enable_prefix_caching=asked)
-        choose_settings(given, KNOWN)
-        assert given.enable_prefix_caching is bool(asked)
-    windowed = served(replace(KIVI, value_recent_tokens=128))
-    monkeypatch.setattr("kvconvert.vllm.bundle.served_bundle", lambda directory: windowed)
-    choose_settings(arguments(tmp_path), KNOWN)
-    with pytest.raises(BundleError) as error:
-        choose_settings(arguments(tmp_path, enable_prefix_caching=True), KNOWN)
-    refused(str(error.value), "--enable-prefix-caching")
+        for drafts in (None, {"method": "eagle"}):
+            given = arguments(tmp_path, enable_prefix_caching=asked, speculative_config=drafts)
+            choose_settings(given, KNOWN)
+            assert given.enable_prefix_caching is bool(asked)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +210,7 @@ def test_settings_that_are_not_served_are_refused(given, said):
     refused(str(error.value), said)
 
 
-def test_layers_that_draft_have_small_blocks_and_no_shared_prefixes(tmp_path):
+def test_layers_that_draft_have_small_blocks(tmp_path):
     write_tiny_bundle(tmp_path)
     for method, size in (("ngram", 128), ("eagle", 32), ("mtp", 32), (None, 32)):
         found = arguments(tmp_path, speculative_config={"method": method} if method else {"model": "eagle"})
@@ -226,10 +221,6 @@ def test_layers_that_draft_have_small_blocks_and_no_shared_prefixes(tmp_path):
     with pytest.raises(BundleError) as error:
         refuse_config(served(KIVI, KIVI, layer_types=["sliding_attention", "full_attention"]), eagle)
     refused(str(error.value), "drafts by eagle", "beside its windows")
-    found = arguments(tmp_path, speculative_config={"method": "eagle"}, enable_prefix_caching=True)
-    with pytest.raises(BundleError) as error:
-        choose_settings(found, KNOWN)
-    refused(str(error.value), "--enable-prefix-caching and drafts by a model")
 
 
 def test_drafts_of_n_grams_are_served_one_pass_after_another(tmp_path):
@@ -452,10 +443,10 @@ def test_settings_beside_windows_and_states(tmp_path, monkeypatch, caplog):
     with pytest.raises(BundleError) as error:
         chosen(states, block_size=64)
     refused(str(error.value), "--block-size 64")
-    for types in (windows, states):
-        with pytest.raises(BundleError) as error:
-            chosen(types, enable_prefix_caching=True)
-        refused(str(error.value), "--enable-prefix-caching", "sink tokens")
+    assert chosen(windows, enable_prefix_caching=True).enable_prefix_caching
+    with pytest.raises(BundleError) as error:
+        chosen(states, enable_prefix_caching=True)
+    refused(str(error.value), "--enable-prefix-caching", "beside layers with a state")
     on_cpu = engine(device_config=SimpleNamespace(device_type="cpu"))
     refuse_config(served(KIVI, KIVI, layer_types=windows), on_cpu)
     refuse_config(served(KIVI, KIVI, layer_types=states), engine())
