@@ -231,6 +231,8 @@ def _in_own_words(text: Mapping[str, Any], index: int) -> str:
         attends = index in (text["attn_layer_indices"] or ())
     elif "attn_layer_period" in text:
         attends = index % text["attn_layer_period"] == text.get("attn_layer_offset", 4)
+    elif family == "qwen3_next":
+        attends = (index + 1) % text.get("full_attention_interval", 4) == 0
     if attends is not None:
         return "full_attention" if attends else "linear_attention"
     if not text.get("sliding_window") or not text.get("use_sliding_window", True):
@@ -381,8 +383,8 @@ def fetch_bundle(arguments: Any) -> None:
 def refuse_config(served: ServedBundle, config: Any) -> None:
     """Refuse a bundle, or vLLM's settings, that cannot be served (BundleError)."""
     parallel = config.parallel_config
-    if config.lora_config is not None:
-        raise refused("LoRA adapters", "they belong to the source's weights, which were scaled and rotated since")
+    if config.lora_config is not None and served.bundle.manifest.transforms:
+        raise refused("LoRA adapters", "they belong to the source's weights, which were changed since")
     if parallel.tensor_parallel_size > 1 and served.has_own_weights:
         raise refused("tensor parallelism", "its weights have other widths than 4 bits")
     if not served.has_cache:

@@ -48,15 +48,16 @@ def converted(folder: Path, recipe: str) -> Path:
 
 def in_vllm(
     bundle: Path, batches: list[list[list[int]]], new_tokens: int = NEW, *, kernels: bool = False,
-    forgets: bool = False, **arguments: Any,
+    forgets: bool = False, adapter: Path | None = None, **arguments: Any,
 ) -> Any:  # fmt: skip
     """Tokens of all prompts, batch after batch, and what `generate` counts; or what vLLM says when it fails.
 
-    With `kernels` Triton's interpreter stands in for a GPU; with `forgets` no batch finds prefixes of those before.
+    With `kernels` Triton's interpreter stands in for a GPU; with `forgets` no batch finds prefixes of those before;
+    `adapter` is one of LoRA's.
     """
     arguments = {"enforce_eager": True, "dtype": "float32", "max_model_len": 1024, "max_num_seqs": 4} | arguments
     request = {"model": str(bundle), "batches": batches, "new_tokens": new_tokens, "arguments": arguments}
-    request |= {"kernels": kernels, "forgets": forgets}
+    request |= {"kernels": kernels, "forgets": forgets, "adapter": adapter and str(adapter)}
     script = Path(__file__).with_name("generate.py")
     ended = subprocess.run(
         [PYTHON, str(script)], input=json.dumps(request), capture_output=True, text=True, timeout=600
@@ -284,6 +285,39 @@ def test_drafts_of_a_layer_of_the_checkpoint_change_no_token_however_many_are_ac
     tokens, counted = in_vllm(bundle, [asked], 100, speculative_config=drafts)
     assert tokens == [tokens[:100] for tokens in in_runtime(bundle, asked)]
     assert least <= counted["accepted"] <= most
+
+
+def lora(folder: Path, source: Path) -> Path:
+    """A random adapter of the Linears that make queries and values, which is also added to the source's weights."""
+    folder.mkdir()
+    generator, found, own = torch.Generator().manual_seed(4), load_file(file := source / "model.safetensors"), {}
+    for name in [name for name in found if name.endswith(("q_proj.weight", "v_proj.weight"))]:
+        outputs, inputs = found[name].shape
+        a, b = (torch.randn(*shape, generator=generator) for shape in ((4, inputs), (outputs, 4)))
+        prefix = f"base_model.model.{name.removesuffix('.weight')}"
+        own |= {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b * 0.02}
+        found[name] = found[name] + b @ a * 0.02
+    save_file(own, folder / "adapter_model.safetensors")
+    save_file(found, file, {"format": "pt"})
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"bias": "none", "task_type": "CAUSAL_LM"}))
+    return folder
+
+
+def test_adapters_of_unchanged_weights_are_served_as_if_they_were_added(tmp_path):
+    folders = [tmp_path / name for name in ("source", "added")]
+    for folder in folders:
+        model = save_llama(folder / "model", tie_word_embeddings=False, max_position_embeddings=2048, **SIZES)
+        model.float().save_pretrained(folder / "model")
+    adapter = lora(tmp_path / "adapter", folders[1] / "model")
+    # Where products differ in their last bits, so do few codes of 8 bits.
+    recipe = RECIPE.format(method="none", kv="kivi") + "key_bits = 8\nvalue_bits = 8\n"
+    bundle, added = (converted(folder, recipe) for folder in folders)
+    asked = prompts(130, 300)
+    found, _ = in_vllm(bundle, [asked], adapter=adapter, enable_lora=True, max_lora_rank=8)
+    expected = in_runtime(added, asked)
+    assert found == expected
+    assert in_runtime(bundle, asked) != expected
 
 
 def gemma2_bundle(folder: Path, settings: str) -> Path:

@@ -396,6 +396,8 @@ def test_layers_that_attend_to_all_tokens_are_ours(config, windows, states, atte
         ("falcon_h1", {}, ["hybrid"] * 4),
         ("bamba", {"attn_layer_indices": [1, 3]}, ["linear_attention", "full_attention"] * 2),
         ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1}, ["linear_attention", "full_attention"] * 2),
+        ("qwen3_next", {}, ["linear_attention"] * 3 + ["full_attention"]),
+        ("qwen3_next", {"full_attention_interval": 2}, ["linear_attention", "full_attention"] * 2),
         ("gemma2", {"sliding_window": 512}, ["sliding_attention", "full_attention"] * 2),
         (
             "gemma3_text",
