@@ -47,7 +47,7 @@ def arguments(model: Path | str, **given: Any) -> SimpleNamespace:
 def served(*schemes: KVScheme | None, **config: Any) -> ServedBundle:
     """A bundle as far as the plugin looks at it, of layers with two heads of 64 channels."""
     layers = [SimpleNamespace(num_key_value_heads=2, head_dim=64, value_head_dim=None) for _ in schemes]
-    manifest = SimpleNamespace(schemes=lambda: list(schemes), layers=layers, modules=[])
+    manifest = SimpleNamespace(schemes=lambda: list(schemes), layers=layers, modules=[], transforms=[])
     return ServedBundle(SimpleNamespace(manifest=manifest, config=config, plan={}))
 
 
@@ -200,7 +200,6 @@ def test_prefixes_are_shared_if_asked_for(tmp_path):
         ({"speculative_config": SimpleNamespace(method="draft_model")}, "drafts by a model of their own"),
         ({"speculative_config": SimpleNamespace(method="ngram"), "async_scheduling": True}, "--async-scheduling"),
         ({"kv_transfer_config": object()}, "a KV connector"),
-        ({"lora_config": object()}, "LoRA adapters"),
     ],
 )
 def test_settings_that_are_not_served_are_refused(given, said):
@@ -208,6 +207,17 @@ def test_settings_that_are_not_served_are_refused(given, said):
     with pytest.raises(BundleError) as error:
         refuse_config(served(KIVI, KIVI), engine(**given))
     refused(str(error.value), said)
+
+
+@pytest.mark.parametrize("scheme", [KIVI, None])
+def test_adapters_are_refused_where_weights_were_changed(scheme):
+    found, adapters = served(scheme), engine(lora_config=object())
+    refuse_config(found, adapters)
+    found.bundle.manifest.transforms.append("fold_value_rotation")
+    refuse_config(found, engine())
+    with pytest.raises(BundleError) as error:
+        refuse_config(found, adapters)
+    refused(str(error.value), "LoRA adapters", "weights")
 
 
 def test_layers_that_draft_have_small_blocks(tmp_path):
