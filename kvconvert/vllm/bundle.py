@@ -416,8 +416,8 @@ def refuse_config(served: ServedBundle, config: Any) -> None:
         )
     if drafts is not None and drafts.method not in (*DRAFTS, *MODEL_DRAFTS):
         raise refused(f"drafts by {drafts.method}", f"the plugin was tried with {listed([*DRAFTS, *MODEL_DRAFTS])}")
-    if drafts is not None and drafts.method in MODEL_DRAFTS and served.is_hybrid:
-        raise refused(f"drafts by {drafts.method}", "beside its windows or states that was not tried")
+    if drafts is not None and drafts.method in MODEL_DRAFTS and served.has_states:
+        raise refused(f"drafts by {drafts.method}", "beside layers with a state that was not tried")
     if drafts is not None and config.scheduler_config.async_scheduling:
         raise refused("--async-scheduling and drafts", "passes are planned from how many drafts were accepted")
     if config.kv_transfer_config is not None:

@@ -230,11 +230,13 @@ def eagle(folder: Path, source: Path, weight: torch.Tensor) -> Path:
     return folder
 
 
-def goes_on_by_its_newest_token(source: Path) -> dict[str, torch.Tensor]:
+def goes_on_by_its_newest_token(
+    source: Path, damped: tuple[str, ...] = ("o_proj.weight", "down_proj.weight"), factor: float = 0.3
+) -> dict[str, torch.Tensor]:
     """Make a source go on mostly by its newest token, which a draft model may look at; returns its tensors."""
     found = load_file(file := source / "model.safetensors")
     for name, tensor in found.items():
-        tensor.mul_(0.3 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0)
+        tensor.mul_(factor if name.endswith(damped) else 1.0)
     save_file(found, file, {"format": "pt"})
     return found
 
@@ -260,6 +262,30 @@ def test_drafts_of_a_model_change_no_token_however_many_are_accepted(tmp_path):
         tokens, counted = in_vllm(bundle, [asked], 100, speculative_config=drafts)
         assert tokens == expected
         assert least <= counted["accepted"] <= most
+
+
+def test_drafts_beside_windows_change_no_token(tmp_path):
+    """OLMo 3 with a layer of each type, and drafts of a Llama's layer."""
+    sizes = SIZES | {"hidden_size": DRAFT_SIZE, "max_position_embeddings": 2048, "num_hidden_layers": 2}
+    types = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 40, "vocab_size": 4096}
+    types |= {"pad_token_id": None, "eos_token_id": 0, "tie_word_embeddings": False}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("olmo3", **sizes, **types)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    write_tokenizer(tmp_path / "model")
+    found = goes_on_by_its_newest_token(tmp_path / "model", ("layernorm.weight",), 0.005)
+    exact = "value_recent_tokens = 128\n[[kv.layers]]\nindex = [0]\nkey_bits = 16\nvalue_bits = 16\n"
+    bundle, asked = converted(tmp_path, RECIPE.format(method="none", kv="kivi") + exact), prompts(100, 300)
+    save_llama(tmp_path / "draft", tie_word_embeddings=False, head_dim=32, **sizes)
+    own = goes_on_by_its_newest_token(tmp_path / "draft") | {
+        "model.embed_tokens.weight": found["model.embed_tokens.weight"]
+    }
+    save_file(own, tmp_path / "draft" / "model.safetensors", {"format": "pt"})
+    drafts = {"method": "eagle", "num_speculative_tokens": 3}
+    drafts["model"] = str(eagle(tmp_path / "eagle", tmp_path / "draft", JOINED["the newest token"][0]))
+    tokens, counted = in_vllm(bundle, [asked], 100, speculative_config=drafts)
+    assert tokens == [tokens[:100] for tokens in in_runtime(bundle, asked)]
+    assert counted["accepted"] > 50
 
 
 @pytest.mark.parametrize("joined", JOINED)

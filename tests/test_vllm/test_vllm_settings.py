@@ -227,10 +227,10 @@ def test_layers_that_draft_have_small_blocks(tmp_path):
         choose_settings(found, KNOWN)
         assert (found.attention_backend, found.block_size) == ("CUSTOM", size)
     eagle = engine(speculative_config=SimpleNamespace(method="eagle"))
-    refuse_config(served(KIVI), eagle)
+    refuse_config(served(KIVI, KIVI, layer_types=["sliding_attention", "full_attention"]), eagle)
     with pytest.raises(BundleError) as error:
-        refuse_config(served(KIVI, KIVI, layer_types=["sliding_attention", "full_attention"]), eagle)
-    refused(str(error.value), "drafts by eagle", "beside its windows")
+        refuse_config(served(KIVI, KIVI, layer_types=["linear_attention", "full_attention"]), eagle)
+    refused(str(error.value), "drafts by eagle", "beside layers with a state")
 
 
 def test_drafts_of_n_grams_are_served_one_pass_after_another(tmp_path):
