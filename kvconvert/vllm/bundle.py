@@ -77,8 +77,9 @@ class ServedBundle:
         config = self.bundle.config
         text = config.get("text_config", config)
         stated = text.get("layer_types") or text.get("layers_block_type")
-        layers = range(len(self.bundle.manifest.schemes()))
-        return list(stated) if stated else [_in_own_words(text, index) for index in layers]
+        count = len(self.bundle.manifest.schemes())
+        # Types of layers that draft may follow.
+        return list(stated)[:count] if stated else [_in_own_words(text, index) for index in range(count)]
 
     @cached_property
     def attending(self) -> list[int]:
@@ -226,6 +227,9 @@ def _in_own_words(text: Mapping[str, Any], index: int) -> str:
         return "hybrid"
     if text.get("attention_chunk_size"):
         return "chunked_attention"
+    sparse = (text.get("sparse_attention_config") or {}).get("sparse_attention_freq")
+    if sparse and sparse[index]:
+        return "minimax_m3_sparse"
     attends = None
     if "attn_layer_indices" in text:
         attends = index in (text["attn_layer_indices"] or ())

@@ -388,6 +388,7 @@ def test_whoever_is_sent_to_kvconvert_serve_is_served(case):
         ({"layer_types": ["linear_attention", "full_attention"]}, False, True, [1]),
         ({"layers_block_type": ["mamba", "attention"]}, False, True, [1]),
         ({"layer_types": ["hybrid", "hybrid_sliding"]}, True, True, [0]),
+        ({"layer_types": ["sliding_attention", "full_attention", "full_attention"]}, True, False, [1]),
     ],
     ids=str,
 )
@@ -406,6 +407,11 @@ def test_layers_that_attend_to_all_tokens_are_ours(config, windows, states, atte
         ("falcon_h1", {}, ["hybrid"] * 4),
         ("bamba", {"attn_layer_indices": [1, 3]}, ["linear_attention", "full_attention"] * 2),
         ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1}, ["linear_attention", "full_attention"] * 2),
+        (
+            "minimax_m3_vl_text",
+            {"sparse_attention_config": {"sparse_attention_freq": [0, 1, 1, 1]}},
+            ["full_attention"] + ["minimax_m3_sparse"] * 3,
+        ),
         ("qwen3_next", {}, ["linear_attention"] * 3 + ["full_attention"]),
         ("qwen3_next", {"full_attention_interval": 2}, ["linear_attention", "full_attention"] * 2),
         ("gemma2", {"sliding_window": 512}, ["sliding_attention", "full_attention"] * 2),
