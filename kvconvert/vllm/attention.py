@@ -24,16 +24,12 @@ def quantize_pending(layers: Iterable[LayerBatch], plan: StepPlan) -> None:
 
     Sink tokens among theirs go where they stay; until then they lie with the others.
     """
-    keys, values = plan.pending
-    if keys is None and values is None:
+    pages = plan.pending
+    if pages is None:
         return
-    # Both sides of a token are read at once.
-    together = [(keys, 0, (True, False))] if keys is values else [(keys, 0, (True,)), (values, 1, (False,))]
     for part in layers:
-        tokens = plan.pending_tokens(part.layers[0].layout)
-        for pages, number, sides in together:
-            if pages is not None:
-                part.quantize_stored(pages.blocks, tokens.sides[number], pages.firsts, sides)
+        tokens = plan.pending_tokens(part.layers[0].layout, pages)
+        part.quantize_stored(pages.blocks, tokens.tokens, pages.firsts)
         if tokens.sinks is not None:
             part.copy(*tokens.sinks)
 
@@ -90,18 +86,21 @@ class LayerStep:
         self, request: Request, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
         """Attention [Hq, T, E] of a chunk, queries [Hq, T, D], keys [H, T, D] and values [H, T, E]."""
-        plan, begin = self.plan, self._exact_from(request)
+        plan = self.plan
+        # The first token that is read in full precision on either side, sink tokens aside.
+        begin = min(plan.quantized(request)) * PAGE_SIZE
         stored = self.blocks.read(*plan.places(self.blocks.layout, request, begin, request.stored))
         attended = self._attended(queries, self._history(request, *stored), keys, values)
         every = [torch.cat(side, 1) for side in zip(stored, (keys, values), strict=True)]
         sinks = min(self.blocks.layout.sink_tokens, request.tokens)
-        if sinks and not max(self.blocks.layout.quantized(request.stored)):
+        first, end = request.settled
+        if sinks and not first:
             self._write(plan.sinks(self.blocks.layout, request, 0, sinks), *(side[:, :sinks] for side in every))
-        for is_key, first, end in plan.settled(request):
-            f = self.blocks.format.keys if is_key else self.blocks.format.values
-            tokens = every[0 if is_key else 1][:, first * PAGE_SIZE - begin : end * PAGE_SIZE - begin]
+        if first < end:
             firsts = [page * PAGE_SIZE for page in range(first, end)]
-            self.blocks.quantize(plan.pages(request, first, end), tokens.clone(), firsts, f)
+            for side, f in zip(every, (self.blocks.format.keys, self.blocks.format.values), strict=True):
+                tokens = side[:, first * PAGE_SIZE - begin : end * PAGE_SIZE - begin]
+                self.blocks.quantize(plan.pages(request, first, end), tokens.clone(), firsts, f)
         kept = max(min(self.blocks.layout.quantized(request.tokens - 1)) * PAGE_SIZE, request.stored)
         kept = request.stored if request.drafted else kept
         if kept < request.tokens:
@@ -132,14 +131,10 @@ class LayerStep:
         """Store keys [H, n, D] and values [H, n, E]."""
         self.blocks.write(*places, keys.transpose(0, 1), values.transpose(0, 1))
 
-    def _exact_from(self, request: Request) -> int:
-        """Position of the first token that is stored in full precision on either side, sink tokens aside."""
-        return min(self.blocks.layout.quantized(request.stored)) * PAGE_SIZE
-
     def _history(self, request: Request, keys: torch.Tensor, values: torch.Tensor) -> list[StoredPart]:
         """What is stored before a chunk; keys [H, n, D] and values [H, n, E] are its full-precision tokens."""
         plan, blocks = self.plan, self.blocks
-        counts, format = blocks.layout.quantized(request.stored), blocks.format
+        counts, format = plan.quantized(request), blocks.format
         exact = [
             side[:, (count - min(counts)) * PAGE_SIZE :] for side, count in zip((keys, values), counts, strict=True)
         ]
@@ -204,7 +199,7 @@ class DecodeTokens:
         """Pages of all rows: first those quantized on both sides, then those quantized on one."""
         plan, format = self.plan, self.blocks.format
         step = pages_per_tile(num_query_heads, num_queries, format)
-        quantized = [self.blocks.layout.quantized(request.stored) for request in plan.decodes]
+        quantized = [plan.quantized(request) for request in plan.decodes]
         for part in divided_pages([(number, *counts) for number, counts in enumerate(quantized)], step):
             number, page = part[0]
             yield self._tile(part, *(page < count for count in quantized[number]))
@@ -237,7 +232,7 @@ class DecodeTokens:
         """The full-precision tokens of each row."""
         plan = self.plan
         for number, request in enumerate(plan.decodes):
-            begin = max(self.blocks.layout.quantized(request.stored)) * PAGE_SIZE
+            begin = max(plan.quantized(request)) * PAGE_SIZE
             sinks = self.blocks.layout.sink_tokens if begin else 0
             parts = [self.blocks.read(*plan.sinks(self.blocks.layout, request, 0, sinks))] if sinks else []
             parts.append(self.blocks.read(*plan.places(self.blocks.layout, request, begin, request.tokens)))

@@ -17,7 +17,12 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
-from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id, resolve_block_hashes
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    get_block_hash,
+    make_block_hash_with_group_id,
+    resolve_block_hashes,
+)
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -115,7 +120,9 @@ class LowBitBackend(AttentionBackend):
         packed = {"num_head_slots": 1, "state_content_bytes": layout.block_bytes, "tokens_per_state": PAGE_SIZE}
         # Beside states blocks have the size that vLLM has chosen, several pages.
         packed["block_size"] = spec.block_size if cls.served.has_states else PAGE_SIZE
-        return LowBitSpec(**same | packed, pages_ahead=layout.blocks_ahead, sink_pages=layout.first_page)
+        recent = max(max(each.key_window, each.value_window) for each in layouts.values())
+        ahead = {"pages_ahead": layout.blocks_ahead, "sink_pages": layout.first_page, "recent_tokens": recent}
+        return LowBitSpec(**same | packed | ahead)
 
     @classmethod
     def begin_to_compile(cls, config: VllmConfig) -> None:
@@ -280,9 +287,12 @@ class BlocksAheadManager(FullAttentionManager):
     """Gives each request the blocks that its full-precision tokens take besides those of its pages.
 
     A prefix that is found in the cache are whole pages, and the blocks of the sink tokens before them, which are known
-    by the hash of the first page. Pages are shared once a pass has quantized them, which is one pass after their last
-    token was scheduled.
+    by the hash of the first page. It ends before the recent tokens of the prompt, which are read again, so that the
+    answer has them in full precision. Pages are shared once a pass has quantized them, which is one pass after their
+    last token was scheduled.
     """
+
+    supports_fine_grained_hash_lookup: ClassVar[bool] = False
 
     def _with_blocks_ahead(self, num_tokens: int) -> int:
         return num_tokens + self.kv_cache_spec.pages_ahead * PAGE_SIZE
@@ -300,28 +310,40 @@ class BlocksAheadManager(FullAttentionManager):
         cls, block_hashes: Any, max_length: int, kv_cache_group_ids: list[int], block_pool: Any, kv_cache_spec: Any,
         *args: Any, **kwargs: Any,
     ) -> tuple[tuple[list, ...], int]:  # fmt: skip
-        """As vLLM's, with the blocks of the sink tokens first, without which there is no hit."""
+        """As vLLM's before the recent tokens; there is no hit without the blocks of the sink tokens."""
+        most = max(0, max_length - kv_cache_spec.recent_tokens)
         found, length = super().find_longest_cache_hit(
-            block_hashes, max_length, kv_cache_group_ids, block_pool, kv_cache_spec, *args, **kwargs
+            block_hashes, most, kv_cache_group_ids, block_pool, kv_cache_spec, *args, **kwargs
         )
         if not length:
             return found, length
-        own = block_hashes, block_pool.hash_block_size, kv_cache_spec.block_size
-        sinks = [block_pool.get_cached_block(h, kv_cache_group_ids) for h in _sink_hashes(*own, kv_cache_spec)]
-        if not all(sinks):
-            return tuple([] for _ in found), 0
-        return tuple([*(at[i] for at in sinks), *pages] for i, pages in enumerate(found)), length
+        first = resolve_block_hashes(block_hashes, block_pool.hash_block_size, kv_cache_spec.block_size)[0]
+        hashes = _sink_hashes(first, kv_cache_spec)
+        if all(block_pool.get_cached_block(each, kv_cache_group_ids) for each in hashes):
+            return found, length
+        return tuple([] for _ in found), 0
 
     def add_local_computed_blocks(self, request_id: str, new_computed_blocks: Sequence, *args: Any) -> None:
-        """As vLLM's, which counts pages alone."""
-        super().add_local_computed_blocks(request_id, new_computed_blocks, *args)
-        self.num_cached_block[request_id] -= self.kv_cache_spec.sink_pages if new_computed_blocks else 0
+        """As vLLM's, behind the blocks of the sink tokens, which do not count."""
+        sinks: list = []
+        if new_computed_blocks:
+            hashes = _sink_hashes(get_block_hash(new_computed_blocks[0].block_hash), self.kv_cache_spec)
+            own = [self.kv_cache_group_id]
+            sinks = [block for each in hashes for block in self.block_pool.get_cached_block(each, own)]
+        super().add_local_computed_blocks(request_id, [*sinks, *new_computed_blocks], *args)
+        self.num_cached_block[request_id] -= len(sinks)
 
     def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Let requests share the pages that are quantized, whatever this step does with the newest."""
         spec, size = self.kv_cache_spec, self.block_size
+        if spec.recent_tokens:
+            # Tokens of an answer are not what reading them makes of them, which sees recent tokens as quantized. An
+            # interrupted request reads its own, and passes do not know these from others: it begins anew.
+            num_tokens = min(num_tokens, request.num_prompt_tokens)
+            request.skip_reading_prefix_cache |= request.num_computed_tokens >= request.num_prompt_tokens
         cached = self.num_cached_block.get(request.request_id, 0)
-        sealed = min(max(0, request.num_computed_tokens - 1), num_tokens) // size
+        hashed = len(request.block_hashes) * self.block_pool.hash_block_size
+        sealed = min(max(0, request.num_computed_tokens - 1), num_tokens, hashed) // size
         if sealed <= cached:
             return
         blocks = self.req_to_blocks[request.request_id]
@@ -329,16 +351,15 @@ class BlocksAheadManager(FullAttentionManager):
             request, blocks[spec.sink_pages :], cached, sealed, size, self.kv_cache_group_id
         )
         if not cached:
-            hashes = _sink_hashes(request.block_hashes, self.block_pool.hash_block_size, size, spec)
-            for block, block_hash in zip(blocks, hashes, strict=False):
+            first = resolve_block_hashes(request.block_hashes, self.block_pool.hash_block_size, size)[0]
+            for block, block_hash in zip(blocks, _sink_hashes(first, spec), strict=False):
                 key = make_block_hash_with_group_id(block_hash, self.kv_cache_group_id)
                 self.block_pool._insert_block_hash(key, block, num_tokens=None)
         self.num_cached_block[request.request_id] = sealed
 
 
-def _sink_hashes(block_hashes: Any, hash_block_size: int, block_size: int, spec: LowBitSpec) -> list[BlockHash]:
-    """Of the blocks of sink tokens before a page whose hashes these are."""
-    first = resolve_block_hashes(block_hashes, hash_block_size, block_size)[0]
+def _sink_hashes(first: BlockHash, spec: LowBitSpec) -> list[BlockHash]:
+    """Of the blocks of sink tokens before a first page with this hash."""
     return [BlockHash(first + b"sinks" + bytes([number])) for number in range(spec.sink_pages)]
 
 
@@ -349,10 +370,12 @@ class LowBitSpec(FullAttentionSpec):
     Attributes:
         pages_ahead: of each request, besides one for every 128 tokens.
         sink_pages: of these, those of sink tokens, which are the first of its row.
+        recent_tokens: newest tokens that stay in full precision besides those of an incomplete page.
     """
 
     pages_ahead: int
     sink_pages: int
+    recent_tokens: int
 
     def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
         """Entries of a request's row in the block table."""

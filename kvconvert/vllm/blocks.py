@@ -7,15 +7,15 @@ request's row of the block table is the same for all layers, whatever the sizes 
 
     [sink tokens | page 0 | page 1 | ... | the page being filled | blocks ahead]
 
-Page j has entry `first_page + j` of the row. While it is not quantized its tokens are in entries that later pages will
-take, every `stride`-th from there on:
+Page j has entry `first_page + j` of the row, where it is quantized as soon as it is complete. While any of its tokens
+is recent they are in entries that later pages will take, too, every `stride`-th from there on:
 
     chunk c of page j  ->  entry  first_page + j + stride * (c + 1)        stride = 1 + ceil((window + drafts) / 128)
 
 As many consecutive pages as `stride` are in full precision at a time, on one side at least, and these entries differ
 for all of them, and from the entries of all of them. So tokens never move, and a page's blocks ahead are free again
-when it has been quantized. With drafts, the tokens that may be taken back stay in full precision as if they were in a
-window. A token is one record: its keys of all heads, then its values.
+when none of its tokens is recent. With drafts, the tokens that may be taken back stay in full precision as if they were
+in a window. A token is one record: its keys of all heads, then its values.
 
 The layer with the smallest blocks needs the most of them for its full-precision tokens, and all layers have as many. So
 the smallest blocks may be a little larger than their pages (`block_layouts`).
@@ -124,17 +124,24 @@ class BlockLayout:
         """Entries of a request with so many tokens, the one being computed included."""
         return -(-tokens // PAGE_SIZE) + self.blocks_ahead if tokens else 0
 
-    def quantized(self, tokens: int) -> tuple[int, int]:
-        """Pages of keys and of values that are quantized once so many tokens are stored."""
-        return max(0, tokens - self.key_window) // PAGE_SIZE, max(0, tokens - self.value_window) // PAGE_SIZE
+    def quantized(self, tokens: int, recent: bool = True) -> tuple[int, int]:
+        """Pages of keys and of values that are read as they are quantized once so many tokens are stored.
 
-    def quantized_pages(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        Args:
+            tokens: stored.
+            recent: whether recent tokens are read in full precision; else those of incomplete pages alone.
+        """
+        keys, values = self.quantized_pages(np.array(tokens), np.array(recent))
+        return int(keys), int(values)
+
+    def quantized_pages(self, tokens: np.ndarray, recent: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """`quantized` of many requests."""
-        keys, values = (np.maximum(tokens - n, 0) // PAGE_SIZE for n in (self.key_window, self.value_window))
+        windows = self.key_window, self.value_window
+        keys, values = (np.maximum(tokens - recent * window, 0) // PAGE_SIZE for window in windows)
         return keys, values
 
     def completes(self, tokens: int) -> bool:
-        """Whether the last of so many stored tokens completes a page on either side."""
+        """Whether with the last of so many stored tokens a page comes to be read as it is quantized, on either side."""
         return tokens > 0 and self.quantized(tokens) != self.quantized(tokens - 1)
 
     def places(self, positions: torch.Tensor) -> Places:
@@ -286,13 +293,9 @@ class LayerBatch:
         self.words = first.words.as_strided((len(layers), *first.words.shape), (step, *first.words.stride()))
 
     def quantize_stored(
-        self, blocks: torch.Tensor, places: tuple[torch.Tensor, torch.Tensor], firsts: list[int], sides: Sequence[bool]
+        self, blocks: torch.Tensor, places: tuple[torch.Tensor, torch.Tensor], firsts: list[int]
     ) -> None:
-        """Quantize pages whose tokens lie in these places; arguments as for `quantize` and `LayerBlocks.read`.
-
-        Args:
-            sides: keys (True), values, or both.
-        """
+        """Quantize pages whose tokens lie in these places; arguments as for `quantize` and `LayerBlocks.read`."""
         f, layout = self.layers[0].format, self.layers[0].layout
         split = [side.heads * side.head_dim for side in (f.keys, f.values)]
         at_once = max(1, WORKSPACE_BYTES // (len(places[0]) * layout.token_bytes))
@@ -300,8 +303,7 @@ class LayerBatch:
             part = LayerBatch(self.layers[start : start + at_once])
             # A copy, which may be changed.
             keys, values = self.layers[0].tokens_of(part.words)[:, places[0], places[1]].split(split, -1)
-            for is_key in sides:
-                tokens, side = (keys, f.keys) if is_key else (values, f.values)
+            for tokens, side in ((keys, f.keys), (values, f.values)):
                 part.quantize(blocks, tokens.unflatten(-1, (side.heads, -1)).transpose(1, 2), firsts, side)
 
     def copy(self, origin: tuple[torch.Tensor, torch.Tensor], target: tuple[torch.Tensor, torch.Tensor]) -> None:

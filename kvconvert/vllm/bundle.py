@@ -77,8 +77,9 @@ class ServedBundle:
         config = self.bundle.config
         text = config.get("text_config", config)
         stated = text.get("layer_types") or text.get("layers_block_type")
-        layers = range(len(self.bundle.manifest.schemes()))
-        return list(stated) if stated else [_in_own_words(text, index) for index in layers]
+        count = len(self.bundle.manifest.schemes())
+        # Types of layers that draft may follow.
+        return list(stated)[:count] if stated else [_in_own_words(text, index) for index in range(count)]
 
     @cached_property
     def attending(self) -> list[int]:
@@ -129,11 +130,6 @@ class ServedBundle:
         return self.bundle.config.get("quantization_config", {}).get("version") != "gemm" and any(
             module.method != "kept" for module in self.bundle.manifest.modules
         )
-
-    @property
-    def keeps_windows(self) -> bool:
-        """Whether newest tokens stay in full precision besides the page being filled."""
-        return any(s.key_recent_tokens or s.value_recent_tokens for s in self.schemes.values())
 
     def refusal(self, dtype: torch.dtype, ranks: int = 1) -> str | None:
         """Why the cache cannot be served, in one sentence; None if it can.
@@ -231,11 +227,16 @@ def _in_own_words(text: Mapping[str, Any], index: int) -> str:
         return "hybrid"
     if text.get("attention_chunk_size"):
         return "chunked_attention"
+    sparse = (text.get("sparse_attention_config") or {}).get("sparse_attention_freq")
+    if sparse and sparse[index]:
+        return "minimax_m3_sparse"
     attends = None
     if "attn_layer_indices" in text:
         attends = index in (text["attn_layer_indices"] or ())
     elif "attn_layer_period" in text:
         attends = index % text["attn_layer_period"] == text.get("attn_layer_offset", 4)
+    elif family == "qwen3_next":
+        attends = (index + 1) % text.get("full_attention_interval", 4) == 0
     if attends is not None:
         return "full_attention" if attends else "linear_attention"
     if not text.get("sliding_window") or not text.get("use_sliding_window", True):
@@ -279,7 +280,7 @@ logger = logging.getLogger(__name__)
 VERSIONS = ("0.32", "0.33")
 # Ways to draft that were tried: without a model, and by one whose layers have a cache of vLLM's own.
 DRAFTS = ("ngram", "suffix")
-MODEL_DRAFTS = ("eagle",)
+MODEL_DRAFTS = ("eagle", "mtp")
 OWN_BACKEND = "bundles bring their own attention backend"
 # Tokens of a block of layers that are not ours, which vLLM's backends take on CPUs and GPUs.
 OTHERS_BLOCK = 32
@@ -339,13 +340,8 @@ def choose_settings(arguments: Any, version: str) -> ServedBundle | None:
     if drafts is not None and arguments.async_scheduling is None:
         arguments.async_scheduling = False
     arguments.enable_prefix_caching = bool(arguments.enable_prefix_caching)
-    if arguments.enable_prefix_caching and served.keeps_windows:
-        raise refused("--enable-prefix-caching", "its newest tokens are in full precision, which no other request has")
-    if arguments.enable_prefix_caching and (served.is_hybrid or by_model):
-        raise refused(
-            "--enable-prefix-caching" + " and drafts by a model" * (not served.is_hybrid),
-            "vLLM shortens a prefix to what its other layers have cached, and would cut the blocks of sink tokens",
-        )
+    if arguments.enable_prefix_caching and served.has_states:
+        raise refused("--enable-prefix-caching", "beside layers with a state that was not tried")
     return served
 
 
@@ -391,8 +387,8 @@ def fetch_bundle(arguments: Any) -> None:
 def refuse_config(served: ServedBundle, config: Any) -> None:
     """Refuse a bundle, or vLLM's settings, that cannot be served (BundleError)."""
     parallel = config.parallel_config
-    if config.lora_config is not None:
-        raise refused("LoRA adapters", "they belong to the source's weights, which were scaled and rotated since")
+    if config.lora_config is not None and served.bundle.manifest.transforms:
+        raise refused("LoRA adapters", "they belong to the source's weights, which were changed since")
     if parallel.tensor_parallel_size > 1 and served.has_own_weights:
         raise refused("tensor parallelism", "its weights have other widths than 4 bits")
     if not served.has_cache:
@@ -424,8 +420,8 @@ def refuse_config(served: ServedBundle, config: Any) -> None:
         )
     if drafts is not None and drafts.method not in (*DRAFTS, *MODEL_DRAFTS):
         raise refused(f"drafts by {drafts.method}", f"the plugin was tried with {listed([*DRAFTS, *MODEL_DRAFTS])}")
-    if drafts is not None and drafts.method in MODEL_DRAFTS and served.is_hybrid:
-        raise refused(f"drafts by {drafts.method}", "beside its windows or states that was not tried")
+    if drafts is not None and drafts.method in MODEL_DRAFTS and served.has_states:
+        raise refused(f"drafts by {drafts.method}", "beside layers with a state that was not tried")
     if drafts is not None and config.scheduler_config.async_scheduling:
         raise refused("--async-scheduling and drafts", "passes are planned from how many drafts were accepted")
     if config.kv_transfer_config is not None:

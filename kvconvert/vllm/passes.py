@@ -163,8 +163,9 @@ class PassPlanner:
     def _write(self, common: CommonAttentionMetadata, plan: StepPlan) -> None:
         if self._tables is not None:
             rows = range(common.num_reqs) if not plan.prompts else [request.row for request in plan.decodes]
-            tokens = dict.fromkeys(rows, 0) | {request.row: request.tokens for request in plan.decodes}
-            self._tables.write(common.block_table_tensor, list(tokens), list(tokens.values()))
+            known = {request.row: request for request in plan.decodes}
+            steps = [(known[row].tokens, known[row].recent) if row in known else (0, True) for row in rows]
+            self._tables.write(common.block_table_tensor, rows, *zip(*steps, strict=True))
 
     def _quantized_blocks(self) -> torch.Tensor | None:
         """Where requests share pages, which blocks hold quantized ones: uint8 [blocks]."""

@@ -7,6 +7,7 @@ from functools import wraps
 from typing import Any
 
 import vllm
+from vllm.config import replace
 from vllm.engine.arg_utils import EngineArgs
 
 from kvconvert.vllm.bundle import OWN_BACKEND, choose_settings, is_known, refuse_config, refused
@@ -27,11 +28,14 @@ def _register_backend() -> None:
     from vllm.model_executor.layers.attention.attention import Attention
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
     import kvconvert.vllm.weights  # noqa: F401
 
     register_backend(AttentionBackendEnum.CUSTOM, _BACKEND)
     Attention.get_kv_cache_spec = _naming_the_layer(Attention.get_kv_cache_spec)
+    create = SpecDecodeBaseProposer._create_draft_vllm_config
+    SpecDecodeBaseProposer._create_draft_vllm_config = _drafting_with_its_own(create)
     if current_platform.is_cpu():
         # vLLM takes its own backend on a CPU whatever is asked for.
         platform = type(current_platform)
@@ -91,6 +95,18 @@ def _honoring(get_attn_backend_cls: Any, custom: Any) -> Any:
         return get_attn_backend_cls(selected_backend, *args, **kwargs)
 
     return staticmethod(wrapped)
+
+
+def _drafting_with_its_own(create_draft_vllm_config: Any) -> Any:
+    """Layers that draft have vLLM's own backend, which it takes for all but those of `_attend_beside_others`."""
+
+    @wraps(create_draft_vllm_config)
+    def wrapped(proposer: Any) -> Any:
+        config = create_draft_vllm_config(proposer)
+        own = replace(config.attention_config, backend_per_kind={})
+        return replace(config, attention_config=own)
+
+    return wrapped
 
 
 def _naming_the_layer(get_kv_cache_spec: Any) -> Any:

@@ -122,11 +122,12 @@ class PackedPrompts:
 
     def __init__(self, plan: StepPlan, requests: Sequence[Request], packing: Packing):
         self.layout, self.packing = plan.layout, packing
-        names = "row", "stored", "length", "drafted", "continues"
+        names = "row", "stored", "length", "drafted", "recent"
         fields = (np.array([getattr(request, name) for request in requests]) for name in names)
-        self.rows, self.stored, self.lengths, self._drafted, self._continues = fields
+        self.rows, self.stored, self.lengths, self._drafted, recent = fields
+        self._settles = np.array([request.settled for request in requests]).T
         totals = self.stored + self.lengths
-        keys, values = plan.layout.quantized_pages(self.stored)
+        keys, values = plan.layout.quantized_pages(self.stored, recent)
         firsts, begins = np.cumsum(self.lengths) - self.lengths, np.cumsum(totals) - totals
         zeros = np.zeros_like(totals)
         self.packed = PackedSequences(firsts, self.lengths, totals, begins, keys, values, zeros)
@@ -146,14 +147,14 @@ class PackedPrompts:
         sinks = ranges(zeros, np.where(any_page, layout.sink_tokens, 0))
         owner, position = ranges(np.minimum(keys, values) * PAGE_SIZE, self.stored)
         side = (position >= keys[owner] * PAGE_SIZE) + 2 * (position >= values[owner] * PAGE_SIZE)
-        settled_until = layout.quantized_pages(totals - 1 + self._continues)
-        settled = [ranges(*ends) for ends in zip((keys, values), settled_until, strict=True)]
-        new_sinks = ranges(zeros, np.where(any_page, 0, np.minimum(layout.sink_tokens, totals)))
-        kept_from = np.where(self._drafted, 0, np.minimum(*settled_until) * PAGE_SIZE)
+        settled = ranges(*self._settles)
+        new_sinks = ranges(zeros, np.where(self._settles[0], 0, np.minimum(layout.sink_tokens, totals)))
+        recent_from = np.minimum(*layout.quantized_pages(totals - 1, np.ones_like(totals)))
+        kept_from = np.where(self._drafted, 0, recent_from * PAGE_SIZE)
         kept = ranges(np.maximum(kept_from, self.stored), totals)
 
         # Of both the tokens in blocks before the pass and those after it: sink tokens first.
-        self._found = [self._pages(*pages) for pages in (*history, *settled)]
+        self._found = [self._pages(*pages) for pages in (*history, settled, settled)]
         self._tokens = ((*sinks, True), (owner, position, False)), ((*new_sinks, True), (*kept, False))
         full = [np.full(len(part[0]), BOTH_SIDES) for part in (sinks, new_sinks, kept)]
         places = [packed.begins[who] + where for who, where, _ in itertools.chain(*self._tokens)]
@@ -163,9 +164,9 @@ class PackedPrompts:
             "buffers": whole + np.outer(packed.begins, [dim, 0, value_dim, 0]),
             "tokens": packed.new_tokens(int(self.lengths.sum()), self.stored, self.stored),
             "places": np.column_stack([np.concatenate(places), np.concatenate([full[0], side, *full[1:]])]),
-            "settled_keys": self._listed_pages(settled[0], dim),
-            "settled_values": self._listed_pages(settled[1], value_dim),
-            "settled_centers": listed_centers(settled[0][1] * PAGE_SIZE),
+            "settled_keys": self._listed_pages(settled, dim),
+            "settled_values": self._listed_pages(settled, value_dim),
+            "settled_centers": listed_centers(settled[1] * PAGE_SIZE),
             "ends": np.cumsum(np.pad([self.lengths, totals], ((0, 0), (1, 0))), 1),
         }
         flat = upload(flattened(lines), plan.device)
@@ -230,7 +231,7 @@ class PackedPrompts:
         self._quantize(blocks, f.values, packing.values)
 
     def _quantize(self, blocks: LayerBlocks, f: PageFormat, tokens: torch.Tensor) -> None:
-        """Quantize what the pass has completed of one side, from the workspace, whose tokens may change."""
+        """Quantize one side of what the pass has completed, from the workspace, whose tokens may change."""
         words = blocks.words if f.bits < 16 else blocks.words.view(blocks.dtype)
         table = self._settled(blocks, f.is_key, words.itemsize)
         if len(table):

@@ -43,9 +43,11 @@ def rehearse(
     for blocks, (count, scoring) in zip(layers, heads, strict=True):
         f, own = blocks.format, (count, scoring.softcap, scoring.sink_logits is None)
         kinds[f.kind, blocks.geometry, own] = blocks, count, scoring
-    # Requests with a page to quantize on either side, as many at a time as there are rows for.
+    # Requests with a page to quantize, and one that is read as it is quantized on either side, as many at a time as
+    # there are rows for.
     each = min(2, tables.rows)
-    stored = [PAGE_SIZE + window + 1 for window in (windows if each == 2 else sorted(set(windows)))]
+    ends = [-(-window // PAGE_SIZE) * PAGE_SIZE for window in windows]
+    stored = [PAGE_SIZE + end + 1 for end in (ends if each == 2 else sorted(set(ends)))]
     singles = [(list(range(each + 1)), stored[at : at + each], each) for at in range(0, len(stored), each)]
     if any(blocks.format.key_tensors.center is not None for blocks in layers):
         # What centers add to the scores is computed for a power of two of requests.

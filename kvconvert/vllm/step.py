@@ -7,7 +7,7 @@ copy and one launch write all that its layers read; no kernel depends on a numbe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -42,6 +42,7 @@ class Request(NamedTuple):
         length: new tokens, at least one.
         drafted: whether some of these may be taken back, and stay in full precision besides.
         continues: whether the next of the pass's requests are more tokens of this one, which see what these complete.
+        recent: whether they see the recent tokens before them in full precision.
     """
 
     row: int
@@ -50,16 +51,26 @@ class Request(NamedTuple):
     length: int
     drafted: bool = False
     continues: bool = False
+    recent: bool = True
 
     @property
     def tokens(self) -> int:
         """Tokens once the pass is over."""
         return self.stored + self.length
 
+    @property
+    def settled(self) -> tuple[int, int]:
+        """Pages that the tokens before the last one complete, from begin to end.
+
+        A page that the last token completes is quantized when the request goes on: at once, or when its next pass
+        begins (`StepPlan.pending`), which may be the second time that drafts have come to that token.
+        """
+        return self.stored // PAGE_SIZE, (self.tokens - (not self.continues)) // PAGE_SIZE
+
 
 @dataclass(frozen=True)
 class PendingBlocks:
-    """Complete pages of one side that are still in full precision.
+    """Complete pages that are not quantized yet.
 
     Attributes:
         blocks: int64 [N], where they go.
@@ -76,11 +87,11 @@ class PendingTokens(NamedTuple):
     """Where the tokens of pending pages and sink tokens are, in layers with one layout of blocks: blocks and slots.
 
     Attributes:
-        sides: of the tokens of keys' and of values' pages, int64 [128 N] each; the same object where both are.
+        tokens: of the pages, int64 [128 N] each.
         sinks: of sink tokens that go where they stay, and where that is; None for none.
     """
 
-    sides: tuple[tuple[torch.Tensor, torch.Tensor] | None, tuple[torch.Tensor, torch.Tensor] | None]
+    tokens: tuple[torch.Tensor, torch.Tensor]
     sinks: tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None
 
 
@@ -133,33 +144,19 @@ class StepPlan:
         places = layout.sinks(torch.arange(begin, end, device=self.device))
         return self.block_table[request.row, places.entries].long(), places.slots
 
-    def settled(self, request: Request) -> Iterator[tuple[bool, int, int]]:
-        """Of keys (True) and values: the pages that the tokens before a pass's last one complete, from begin to end.
-
-        A page that the last token completes is quantized when the request goes on: at once, or when its next pass
-        begins (`pending`), which may be the second time that drafts have come to that token.
-        """
-        ends = request.stored, request.tokens - (not request.continues)
-        sides = zip((True, False), *map(self.layout.quantized, ends), strict=True)
-        return ((is_key, begin, end) for is_key, begin, end in sides if begin < end)
+    def quantized(self, request: Request) -> tuple[int, int]:
+        """Pages of keys and of values that a request's tokens see as they are quantized."""
+        return self.layout.quantized(request.stored, request.recent)
 
     @cached_property
-    def pending(self) -> tuple[PendingBlocks | None, PendingBlocks | None]:
-        """Pages of keys and of values that the last token stored before this pass has completed."""
-        found: list[list[tuple[int, int]]] = [[], []]
+    def pending(self) -> PendingBlocks | None:
+        """Pages that the last token stored before this pass has completed."""
         # The second part of a request begins where the first has completed a page, and quantized it.
         parts = zip((None, *self.requests), self.requests, strict=False)
         begins = [request.stored if before is None or not before.continues else 0 for before, request in parts]
         stored = np.array(begins, np.int64)
-        ends = [stored % PAGE_SIZE == w % PAGE_SIZE for w in (self.layout.key_window, self.layout.value_window)]
-        for index in np.flatnonzero((stored > 0) & (ends[0] | ends[1])).tolist():
-            request = self.requests[index]
-            before, now = map(self.layout.quantized, (request.stored - 1, request.stored))
-            for pages, begin, end in zip(found, before, now, strict=True):
-                if begin < end:
-                    pages.append((request.row, begin))
-        keys = self._pending(found[0])
-        return keys, keys if found[0] == found[1] else self._pending(found[1])
+        found = np.flatnonzero((stored > 0) & (stored % PAGE_SIZE == 0)).tolist()
+        return self._pending([(self.requests[index].row, begins[index] // PAGE_SIZE - 1) for index in found])
 
     def _pending(self, pages: list[tuple[int, int]]) -> PendingBlocks | None:
         """These rows' pages, each a row and a number."""
@@ -176,14 +173,11 @@ class StepPlan:
             blocks = blocks.masked_fill(known, 0)
         return PendingBlocks(blocks, [number * PAGE_SIZE for _, number in pages], list(rows))
 
-    def pending_tokens(self, layout: BlockLayout) -> PendingTokens:
-        """Where the tokens of pending pages are in layers whose blocks have this layout."""
+    def pending_tokens(self, layout: BlockLayout, pages: PendingBlocks) -> PendingTokens:
+        """Where the tokens of `pending` pages are in layers whose blocks have this layout."""
         known = self._pending_tokens.get(layout.tokens_per_block)
         if known is None:
-            keys, values = self.pending
-            of_keys = None if keys is None else self._page_tokens(layout, keys)
-            of_values = of_keys if keys is values else None if values is None else self._page_tokens(layout, values)
-            known = PendingTokens((of_keys, of_values), self._pending_sinks(layout))
+            known = PendingTokens(self._page_tokens(layout, pages), self._pending_sinks(layout, pages))
             self._pending_tokens[layout.tokens_per_block] = known
         return known
 
@@ -199,12 +193,11 @@ class StepPlan:
         return self.block_table[rows, entries].long(), slots
 
     def _pending_sinks(
-        self, layout: BlockLayout
+        self, layout: BlockLayout, found: PendingBlocks
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None:
-        """Blocks and slots of the sink tokens of requests whose first page is pending on a side, and where they go."""
+        """Blocks and slots of the sink tokens of requests whose first page is pending, and where they go."""
         count = layout.sink_tokens
-        found = next((pages for pages in self.pending if pages is not None and 0 in pages.firsts), None)
-        if found is None or not count:
+        if 0 not in found.firsts or not count:
             return None
         first = [page for page, position in enumerate(found.firsts) if not position]
         rows = torch.tensor([found.rows[page] for page in first]).repeat_interleave(count)
@@ -248,6 +241,9 @@ def plan_step(
 
     Drafts that complete a page are divided there: later ones see it quantized, as they would without drafts.
 
+    Where requests share pages, what a prompt's chunk sees must not depend on whether what is before it was found or
+    read: complete pages as they are quantized, though recent.
+
     Args:
         layout: as in `StepPlan`.
         starts: where each request's tokens begin among those of the pass, and their number at the end.
@@ -258,8 +254,10 @@ def plan_step(
     requests = []
     for row, (first, end, tokens) in enumerate(zip(starts, starts[1:], lengths, strict=False)):
         stored, length = tokens - end + first, end - first
-        if not layout.drafts or not 1 < length <= 1 + layout.drafts or prompts is None or prompts[row]:
-            requests += [Request(row, first, stored, length)] if length else []
+        is_prompt = prompts is None or prompts[row]
+        if not layout.drafts or not 1 < length <= 1 + layout.drafts or is_prompt:
+            recent = quantized_blocks is None or not is_prompt
+            requests += [Request(row, first, stored, length, recent=recent)] if length else []
             continue
         begin = stored
         for after in range(stored + 1, tokens + 1):
@@ -334,20 +332,25 @@ class DecodeTables:
         shapes = (self.rows, self.capacity), (self.rows, 4), (pages + 1,), (pages + 1,)
         return DecodePlaces(*(torch.zeros(shape, dtype=torch.int64, device=self.device) for shape in shapes))
 
-    def write(self, block_table: torch.Tensor, rows: Sequence[int], tokens: Sequence[int]) -> None:
+    def write(
+        self, block_table: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], recent: Sequence[bool] = ()
+    ) -> None:
         """Describe a step.
 
         Args:
             block_table: int32 [requests, entries] on the device.
             rows: of the block table, one for each request with one new token; without any there is nothing to do.
             tokens: of each once the step is over; 0 for rows that take no part.
+            recent: of each, see `Request`; all if not given.
         """
         layout, count = self.layout, len(rows)
         if not count:
             return
         lengths = np.zeros(self.rows, np.int64)
         lengths[:count] = tokens
-        keys, values = layout.quantized_pages(lengths - 1)
+        sees = np.ones(self.rows, bool)
+        sees[: len(recent)] = recent
+        keys, values = layout.quantized_pages(lengths - 1, sees)
         both, pages = np.minimum(keys, values), np.maximum(keys, values)
         starts = np.cumsum(pages) - pages
         if pages.sum() > self._pages:

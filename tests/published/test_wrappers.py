@@ -50,6 +50,8 @@ def test_towers_and_layers_for_drafts_are_kept_and_listed(model_type, tmp_path):
         module = listed[name.rpartition(".")[0]]
         assert module.method == "kept"
         assert module.reason
+    named = open_bundle(bundle).config["quantization_config"]["modules_to_not_convert"]
+    assert all(any(name.startswith(f"{part}.") for part in named) for name in untouched)
     quantized = [name for name, module in listed.items() if module.method == "awq"]
     assert quantized
     assert all("language_model" in name for name in quantized)

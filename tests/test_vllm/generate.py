@@ -21,15 +21,20 @@ def generate(request: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
     drafts accepted, and 4-bit weights kept in our layout.
     """
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     from kvconvert.vllm import weights
 
     llm = LLM(request["model"], disable_log_stats=False, **request["arguments"])
+    adapter = LoRARequest("adapter", 1, request["adapter"]) if request.get("adapter") else None
     sampling = SamplingParams(temperature=0, max_tokens=request["new_tokens"], ignore_eos=True)
     found = []
     for batch in request["batches"]:
+        if request.get("forgets"):
+            llm.reset_prefix_cache()
         prompts = [{"prompt_token_ids": prompt} for prompt in batch]
-        found += [list(answer.outputs[0].token_ids) for answer in llm.generate(prompts, sampling, use_tqdm=False)]
+        answers = llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapter)
+        found += [list(answer.outputs[0].token_ids) for answer in answers]
     counted = {"interrupted": "vllm:num_preemptions", "hits": "vllm:prefix_cache_hits"}
     counted["accepted"] = "vllm:spec_decode_num_accepted_tokens"
     metrics = llm.get_metrics()

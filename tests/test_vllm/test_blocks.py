@@ -31,15 +31,15 @@ def test_no_token_lies_where_another_or_a_page_does(sinks, key_window, value_win
     fields = {"sink_tokens": sinks, "key_recent_tokens": key_window, "value_recent_tokens": value_window}
     found = BlockLayout.of(cache(**fields), torch.bfloat16, drafts)
     for tokens in range(1, 1200):
-        # While the newest token is stored, pages count as quantized that all before it have completed; of drafts, all
-        # before the first.
+        # While the newest token is stored, pages are read as quantized that all before it have completed, of drafts all
+        # before the first; others are quantized besides as soon as they are complete.
         quantized = found.quantized(max(0, tokens - 1 - drafts))
         exact = found.places(torch.arange(min(quantized) * PAGE_SIZE, tokens))
         places = list(zip(*(part.tolist() for part in exact), strict=True))
         kept = found.sinks(torch.arange(min(sinks, tokens)))
         places += zip(*(part.tolist() for part in kept), strict=True)
         assert len(set(places)) == len(places)
-        pages = {found.first_page + page for page in range(max(quantized))}
+        pages = {found.first_page + page for page in range(tokens // PAGE_SIZE)}
         assert not pages & {entry for entry, _ in places}
         assert max(pages | {entry for entry, _ in places}) < found.blocks_for(tokens)
         assert all(slot < found.tokens_per_block for _, slot in places)

@@ -55,6 +55,7 @@ class Layer:
         scoring: Scoring = PLAIN,
         beside: Layer | None = None,
         layout: BlockLayout | None = None,
+        shares: bool = False,
     ):
         cache = layer_format(scheme, heads=HEADS, key_dim=DIM)
         self.device, self.dtype = torch.device(device), dtype
@@ -70,6 +71,7 @@ class Layer:
         self.table = torch.zeros(REQUESTS, each + 3, dtype=torch.int32)
         self.table[:, :each] = (torch.randperm(each * REQUESTS) + 1).view(REQUESTS, each)
         self.table = self.table.to(self.device)
+        self.marks = torch.zeros(shape[0], dtype=torch.uint8, device=self.device) if shares else None
         self.tables = DecodeTables([self.blocks], REQUESTS + 2, 6 * REQUESTS) if kernels else None
         self.packing = Packing(self.blocks, flash, self.blocks.words.new_empty(1 << 19)) if kernels else None
         if beside is not None:
@@ -79,18 +81,21 @@ class Layer:
         self.keys, self.values = ([torch.zeros(HEADS, 0, DIM) for _ in range(REQUESTS)] for _ in range(2))
         self.pages: dict[tuple[str, int, int], torch.Tensor] = {}
 
-    def run(self, lengths: list[int], accepted: list[int] | None = None) -> float:
+    def run(self, lengths: list[int], accepted: list[int] | None = None, answers: bool = False) -> float:
         """One pass with so many new tokens of each request; the largest difference from the reference.
 
         Where it is said how many are accepted, they are drafts of which others are taken back; what each attends to is
-        what it would attend to if it came alone.
+        what it would attend to if it came alone. Other tokens are of prompts, or of answers.
         """
         starts = [sum(lengths[:row]) for row in range(REQUESTS + 1)]
         queries = torch.randn(starts[-1], HEADS * GROUP, DIM).to(self.dtype)
         keys, values = torch.randn(2, starts[-1], HEADS, DIM).to(self.dtype)
         totals = [stored.shape[1] + new for stored, new in zip(self.keys, lengths, strict=True)]
         if self.beside is None:
-            self.plan = plan_step(self.layout, starts, totals, self.table, prompts=[accepted is None] * REQUESTS)
+            of_prompts = [accepted is None and not answers] * REQUESTS
+            self.plan = plan_step(self.layout, starts, totals, self.table, self.marks, of_prompts)
+            self.plan.pending  # noqa: B018
+            self.plan.note_quantized()
             self.prompts = divide_prompts(self.plan, self.packing)
         else:
             self.plan, self.prompts = self.beside.plan, self.beside.prompts
@@ -99,7 +104,8 @@ class Layer:
             quantize_pending([LayerBatch([self.blocks])], plan)
             if self.tables is not None and self.beside is None:
                 decodes = plan.decodes
-                self.tables.write(self.table, [r.row for r in decodes], [r.tokens for r in decodes])
+                about = ([getattr(r, name) for r in decodes] for name in ("row", "tokens", "recent"))
+                self.tables.write(self.table, *about)
             output = self.attend(plan, queries, keys, values).cpu().float()
         # What is stored is what the passes themselves have rotated, in their dtype.
         if self.rotations.keys:
@@ -112,7 +118,7 @@ class Layer:
             if lengths[row]:
                 own = [x[new].transpose(0, 1).float() for x in (queries, keys, values)]
                 if accepted is None:
-                    expected = self._attention(row, *own)
+                    expected = self._attention(row, *own, recent=self.marks is None or answers)
                 else:
                     parts = zip(*(x.split(1, 1) for x in own), strict=True)
                     expected = torch.cat([self._attention(row, *part) for part in parts], 1)
@@ -135,10 +141,12 @@ class Layer:
         step.run(queries, keys, values, output)
         return output
 
-    def _attention(self, row: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def _attention(
+        self, row: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, recent: bool = True
+    ) -> torch.Tensor:
         """Attention of a chunk over what the request has stored as it is stored, and over itself."""
         stored = self.keys[row].shape[1]
-        pages = self.layout.quantized(stored)
+        pages = self.layout.quantized(stored, recent)
         history = self.keys[row].clone(), self.values[row].clone()
         for number in range(max(pages)):
             part = slice(128 * number, 128 * number + 128)
@@ -255,7 +263,7 @@ def test_layers_in_one_allocation_are_quantized_together_as_each_alone(name):
             for request, part in zip(plan.requests, own, strict=True):
                 blocks.write(*plan.places(layer.layout, request, 0, 256), *part.unbind(1))
     plan = plan_step(together[0].layout, [0, 1, 2, 3], [257] * 3, table)
-    assert all(plan.pending)
+    assert plan.pending
     quantize_pending(groups, plan)
     for layer, other in zip(together, alone, strict=True):
         quantize_pending([LayerBatch([other.blocks])], plan)
@@ -287,6 +295,30 @@ def test_a_pass_attends_to_what_is_stored_as_it_is_stored(name):
 
 
 FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [("kivi", False), ("value window", False), ("key window", False), pytest.param("key window", True, marks=FULL)],
+)
+def test_a_prompt_goes_on_from_the_pages_of_another_and_its_answer_has_its_newest_tokens(name, kernels):
+    torch.manual_seed(0)
+    layer, most = Layer(SCHEMES[name], kernels=kernels, shares=True), 1e-3 if kernels else 2e-6
+    for lengths in [[200, 0, 0], [57, 0, 0]]:
+        assert layer.run(lengths) < most
+    assert layer.run([1, 0, 0], answers=True) < most
+    # Of two pages, of which the second is recent in the answer of the first request.
+    shared = layer.layout.first_page + 2
+    layer.table[2, :shared] = layer.table[0, :shared]
+    layer.keys[2], layer.values[2] = layer.keys[0][:, :256], layer.values[0][:, :256]
+    for lengths in [[0, 0, 60], [0, 30, 1], [0, 0, 80]]:
+        assert layer.run(lengths) < most, lengths
+    for _ in range(120):
+        assert layer.run([1, 0, 1], answers=True) < most
+        if kernels:
+            break
+
+
 # New tokens of each request and how many of them are accepted: drafts that end before a page, at its end and behind it,
 # taken back to before it, to its end and not at all; pages that come to their end a second time.
 DRAFTED = [

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_vllm.generate import MARKER
 from tiny.llama import RECIPE, save_llama
-from tiny.models import ARCHITECTURES
+from tiny.models import ARCHITECTURES, write_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvconvert import calibrate, export, load
 from kvconvert.vllm.bundle import served_bundle
@@ -25,11 +26,11 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "
 NEW = 200
 
 
-def bundle_of(folder: Path, settings: str, bits: int | None = None, group: int = 16) -> Path:
+def bundle_of(folder: Path, settings: str, bits: int | None = None, group: int = 16, **sizes: int) -> Path:
     """A random Llama of two layers, or three for layers that differ, as a bundle; `settings` are lines of the recipe's
-    [kv], `bits` and `group` those of weights.
+    [kv], `bits` and `group` those of weights, `sizes` of its config.
     """
-    sizes = SIZES | {"max_position_embeddings": 2048, "num_hidden_layers": 3 if "kv.layers" in settings else 2}
+    sizes |= SIZES | {"max_position_embeddings": 2048, "num_hidden_layers": 3 if "kv.layers" in settings else 2}
     save_llama(folder / "model", tie_word_embeddings=False, **sizes)
     recipe = RECIPE.format(method="rtn" if bits else "none", kv="kivi") + settings
     return converted(
@@ -46,15 +47,17 @@ def converted(folder: Path, recipe: str) -> Path:
 
 
 def in_vllm(
-    bundle: Path, batches: list[list[list[int]]], new_tokens: int = NEW, *, kernels: bool = False, **arguments: Any
-) -> Any:
+    bundle: Path, batches: list[list[list[int]]], new_tokens: int = NEW, *, kernels: bool = False,
+    forgets: bool = False, adapter: Path | None = None, **arguments: Any,
+) -> Any:  # fmt: skip
     """Tokens of all prompts, batch after batch, and what `generate` counts; or what vLLM says when it fails.
 
-    With `kernels` Triton's interpreter stands in for a GPU.
+    With `kernels` Triton's interpreter stands in for a GPU; with `forgets` no batch finds prefixes of those before;
+    `adapter` is one of LoRA's.
     """
     arguments = {"enforce_eager": True, "dtype": "float32", "max_model_len": 1024, "max_num_seqs": 4} | arguments
     request = {"model": str(bundle), "batches": batches, "new_tokens": new_tokens, "arguments": arguments}
-    request["kernels"] = kernels
+    request |= {"kernels": kernels, "forgets": forgets, "adapter": adapter and str(adapter)}
     script = Path(__file__).with_name("generate.py")
     ended = subprocess.run(
         [PYTHON, str(script)], input=json.dumps(request), capture_output=True, text=True, timeout=600
@@ -164,18 +167,37 @@ def test_requests_go_on_after_an_interruption(tmp_path):
         assert tokens[:64] == own[:64]
 
 
-@pytest.mark.parametrize("scheme", ["calibrated", "wide"])
-def test_a_prefix_that_is_found_gives_what_reading_it_gives(scheme, tmp_path):
+# Tokens of prefixes that are found: up to the prompt's recent tokens, and of answers none where these are recent; where
+# layers have a cache of vLLM's own, as far as these have it, too, and one block less beside layers that draft.
+PREFIXES = {
+    "calibrated": [256, 128, 384, 512],
+    "wide": [256, 128, 384, 512],
+    "windows": [256, 0, 256, 384],
+    "beside windows": [128, 0, 256, 256],
+    "EAGLE": [128, 128, 256, 384],
+}
+
+
+@pytest.mark.parametrize("case", PREFIXES)
+def test_a_prefix_that_is_found_gives_what_reading_it_gives(case, tmp_path):
     """Prompts read in chunks of a page, so that they end where the pages of a prefix do."""
-    bundle, (first, other) = bundle_of(tmp_path, SCHEMES[scheme]), prompts(400, 150)
-    chunks = {"max_num_batched_tokens": 128, "max_num_seqs": 1, "enable_chunked_prefill": True}
-    begun, _ = in_vllm(bundle, [[first]], **chunks)
+    settings = {"max_num_batched_tokens": 128, "max_num_seqs": 1, "enable_chunked_prefill": True}
+    settings |= {"enable_prefix_caching": True}
+    if case == "beside windows":
+        bundle = gemma2_bundle(tmp_path, SCHEMES["windows"])
+    else:
+        bundle = bundle_of(tmp_path, SCHEMES["wide" if case == "EAGLE" else case], head_dim=32)
+    if case == "EAGLE":
+        drafts = eagle(tmp_path / "eagle", tmp_path / "model", torch.eye(64, 128))
+        settings["speculative_config"] = {"method": "eagle", "model": str(drafts), "num_speculative_tokens": 2}
+    (first, other), new = prompts(400, 150), 160
     # A prompt of the same beginning, one of whole pages, the same again, and one that goes on with the answer.
-    asked = [first, first[:300] + other, first[:256], first, first + begun[0][:150] + other]
-    read, none = in_vllm(bundle, [[prompt] for prompt in asked], **chunks)
-    found, counted = in_vllm(bundle, [[prompt] for prompt in asked], **chunks, enable_prefix_caching=True)
+    (answer,), _ = in_vllm(bundle, [[first]], new, forgets=True, **settings)
+    asked = [[first], [first[:300] + other], [first[:256]], [first], [first + answer[:150] + other]]
+    read, none = in_vllm(bundle, asked, new, forgets=True, **settings)
+    found, counted = in_vllm(bundle, asked, new, **settings)
     assert found == read
-    assert (none["hits"], counted["hits"]) == (0, 256 + 128 + 384 + 512)
+    assert (none["hits"], counted["hits"]) == (0, sum(PREFIXES[case]))
 
 
 def test_two_ranks_give_the_tokens_of_one(tmp_path):
@@ -208,19 +230,33 @@ def eagle(folder: Path, source: Path, weight: torch.Tensor) -> Path:
     return folder
 
 
-def test_drafts_of_a_model_change_no_token_however_many_are_accepted(tmp_path):
-    """A source that goes on mostly by its newest token, which one draft model looks at and the other does not."""
-    sizes = {"hidden_size": 128, "head_dim": 32, "max_position_embeddings": 2048, "num_hidden_layers": 2}
-    save_llama(tmp_path / "model", tie_word_embeddings=False, **SIZES | sizes)
-    found = load_file(file := tmp_path / "model" / "model.safetensors")
+def goes_on_by_its_newest_token(
+    source: Path, damped: tuple[str, ...] = ("o_proj.weight", "down_proj.weight"), factor: float = 0.3
+) -> dict[str, torch.Tensor]:
+    """Make a source go on mostly by its newest token, which a draft model may look at; returns its tensors."""
+    found = load_file(file := source / "model.safetensors")
     for name, tensor in found.items():
-        tensor.mul_(0.3 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0)
+        tensor.mul_(factor if name.endswith(damped) else 1.0)
     save_file(found, file, {"format": "pt"})
-    bundle, asked, size = converted(tmp_path, RECIPE.format(method="none", kv="kivi")), prompts(100, 300), 128
+    return found
+
+
+# What joins the embedding of a token with the hidden state before it: the one alone, and both at random. Of 200 tokens
+# so many drafts are accepted at least and at most.
+DRAFT_SIZE = 128
+JOINED = {
+    "the newest token": (torch.eye(DRAFT_SIZE, 2 * DRAFT_SIZE), 50, 150),
+    "random": (torch.randn(DRAFT_SIZE, 2 * DRAFT_SIZE, generator=torch.Generator().manual_seed(3)), 0, 5),
+}
+
+
+def test_drafts_of_a_model_change_no_token_however_many_are_accepted(tmp_path):
+    sizes = {"hidden_size": DRAFT_SIZE, "head_dim": 32, "max_position_embeddings": 2048, "num_hidden_layers": 2}
+    save_llama(tmp_path / "model", tie_word_embeddings=False, **SIZES | sizes)
+    goes_on_by_its_newest_token(tmp_path / "model")
+    bundle, asked = converted(tmp_path, RECIPE.format(method="none", kv="kivi")), prompts(100, 300)
     expected = [tokens[:100] for tokens in in_runtime(bundle, asked)]
-    generator = torch.Generator().manual_seed(3)
-    weights = torch.cat([torch.eye(size), torch.zeros(size, size)], 1), torch.randn(size, 2 * size, generator=generator)
-    for number, (weight, least, most) in enumerate(zip(weights, (50, 0), (150, 5), strict=True)):
+    for number, (weight, least, most) in enumerate(JOINED.values()):
         drafts = {"method": "eagle", "num_speculative_tokens": 3}
         drafts["model"] = str(eagle(tmp_path / f"eagle{number}", tmp_path / "model", weight))
         tokens, counted = in_vllm(bundle, [asked], 100, speculative_config=drafts)
@@ -228,15 +264,100 @@ def test_drafts_of_a_model_change_no_token_however_many_are_accepted(tmp_path):
         assert least <= counted["accepted"] <= most
 
 
-def test_layers_with_windows_are_left_to_vllm(tmp_path):
-    """Gemma 2, also with soft caps; in full precision where a bundle's scheme would not be used."""
+def test_drafts_beside_windows_change_no_token(tmp_path):
+    """OLMo 3 with a layer of each type, and drafts of a Llama's layer."""
+    sizes = SIZES | {"hidden_size": DRAFT_SIZE, "max_position_embeddings": 2048, "num_hidden_layers": 2}
+    types = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 40, "vocab_size": 4096}
+    types |= {"pad_token_id": None, "eos_token_id": 0, "tie_word_embeddings": False}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("olmo3", **sizes, **types)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    write_tokenizer(tmp_path / "model")
+    found = goes_on_by_its_newest_token(tmp_path / "model", ("layernorm.weight",), 0.005)
+    exact = "value_recent_tokens = 128\n[[kv.layers]]\nindex = [0]\nkey_bits = 16\nvalue_bits = 16\n"
+    bundle, asked = converted(tmp_path, RECIPE.format(method="none", kv="kivi") + exact), prompts(100, 300)
+    save_llama(tmp_path / "draft", tie_word_embeddings=False, head_dim=32, **sizes)
+    own = goes_on_by_its_newest_token(tmp_path / "draft") | {
+        "model.embed_tokens.weight": found["model.embed_tokens.weight"]
+    }
+    save_file(own, tmp_path / "draft" / "model.safetensors", {"format": "pt"})
+    drafts = {"method": "eagle", "num_speculative_tokens": 3}
+    drafts["model"] = str(eagle(tmp_path / "eagle", tmp_path / "draft", JOINED["the newest token"][0]))
+    tokens, counted = in_vllm(bundle, [asked], 100, speculative_config=drafts)
+    assert tokens == [tokens[:100] for tokens in in_runtime(bundle, asked)]
+    assert counted["accepted"] > 50
+
+
+@pytest.mark.parametrize("joined", JOINED)
+def test_drafts_of_a_layer_of_the_checkpoint_change_no_token_however_many_are_accepted(joined, tmp_path):
+    """A layer behind the model's own (MTP), as GLM-4.5 has it, and bundles keep it: here a copy of the last."""
+    weight, least, most = JOINED[joined]
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    sizes = SIZES | {"hidden_size": DRAFT_SIZE, "head_dim": 32, "vocab_size": 4096, "moe_intermediate_size": 32}
+    config = AutoConfig.for_model("glm4_moe", num_hidden_layers=2, num_nextn_predict_layers=1, **sizes, **experts)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    write_tokenizer(tmp_path / "model")
+    found = goes_on_by_its_newest_token(tmp_path / "model")
+    layer = {name.replace(".1.", ".2.", 1): t for name, t in found.items() if name.startswith("model.layers.1.")}
+    embeddings, head = found["model.embed_tokens.weight"], found["lm_head.weight"]
+    own = {"eh_proj": weight, "enorm": embeddings.std().expand(DRAFT_SIZE), "hnorm": torch.ones(DRAFT_SIZE)}
+    own |= {"shared_head.norm": torch.ones(DRAFT_SIZE), "shared_head.head": head, "embed_tokens": embeddings}
+    layer |= {f"model.layers.2.{name}.weight": tensor for name, tensor in own.items()}
+    every = {name: tensor.clone() for name, tensor in (found | layer).items()}
+    save_file(every, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    bundle, asked = converted(tmp_path, RECIPE.format(method="none", kv="kivi")), prompts(100, 300)
+    drafts = {"method": "mtp", "num_speculative_tokens": 3}
+    tokens, counted = in_vllm(bundle, [asked], 100, speculative_config=drafts)
+    assert tokens == [tokens[:100] for tokens in in_runtime(bundle, asked)]
+    assert least <= counted["accepted"] <= most
+
+
+def lora(folder: Path, source: Path) -> Path:
+    """A random adapter of the Linears that make queries and values, which is also added to the source's weights."""
+    folder.mkdir()
+    generator, found, own = torch.Generator().manual_seed(4), load_file(file := source / "model.safetensors"), {}
+    for name in [name for name in found if name.endswith(("q_proj.weight", "v_proj.weight"))]:
+        outputs, inputs = found[name].shape
+        a, b = (torch.randn(*shape, generator=generator) for shape in ((4, inputs), (outputs, 4)))
+        prefix = f"base_model.model.{name.removesuffix('.weight')}"
+        own |= {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b * 0.02}
+        found[name] = found[name] + b @ a * 0.02
+    save_file(own, folder / "adapter_model.safetensors")
+    save_file(found, file, {"format": "pt"})
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"bias": "none", "task_type": "CAUSAL_LM"}))
+    return folder
+
+
+def test_adapters_of_unchanged_weights_are_served_as_if_they_were_added(tmp_path):
+    folders = [tmp_path / name for name in ("source", "added")]
+    for folder in folders:
+        model = save_llama(folder / "model", tie_word_embeddings=False, max_position_embeddings=2048, **SIZES)
+        model.float().save_pretrained(folder / "model")
+    adapter = lora(tmp_path / "adapter", folders[1] / "model")
+    # Where products differ in their last bits, so do few codes of 8 bits.
+    recipe = RECIPE.format(method="none", kv="kivi") + "key_bits = 8\nvalue_bits = 8\n"
+    bundle, added = (converted(folder, recipe) for folder in folders)
+    asked = prompts(130, 300)
+    found, _ = in_vllm(bundle, [asked], adapter=adapter, enable_lora=True, max_lora_rank=8)
+    expected = in_runtime(added, asked)
+    assert found == expected
+    assert in_runtime(bundle, asked) != expected
+
+
+def gemma2_bundle(folder: Path, settings: str) -> Path:
+    """A random Gemma 2 with a layer of each type, also with soft caps, as a bundle; `settings` as for `bundle_of`."""
     tiny = ARCHITECTURES["gemma2"]
     sizes = {"head_dim": 32, "query_pre_attn_scalar": 32}
-    replace(tiny, settings=tiny.settings | sizes).write(tmp_path / "model")
-    windows = [i for i, kind in enumerate(tiny.settings["layer_types"]) if kind == "sliding_attention"]
-    exact = f"[[kv.layers]]\nindex = {windows}\nkey_bits = 16\nvalue_bits = 16\n"
-    recipe = '[weights]\nmethod = "none"\n\n[kv]\npreset = "kivi"\n' + exact
-    bundle, asked = converted(tmp_path, recipe), prompts(3, 130, 300)
+    replace(tiny, settings=tiny.settings | sizes).write(folder / "model")
+    return converted(folder, RECIPE.format(method="none", kv="kivi") + settings)
+
+
+def test_layers_with_windows_are_left_to_vllm(tmp_path):
+    """In full precision where a bundle's scheme would not be used."""
+    exact = "[[kv.layers]]\nindex = [0]\nkey_bits = 16\nvalue_bits = 16\n"
+    bundle, asked = gemma2_bundle(tmp_path, exact), prompts(3, 130, 300)
     found, _ = in_vllm(bundle, [asked], 160)
     assert found == [tokens[:160] for tokens in in_runtime(bundle, asked)]
 
@@ -368,5 +489,5 @@ said(lambda: method.get_quant_method(torch.nn.Embedding(1, 1), q.name))
 
 def test_a_refusal_is_what_ends_the_start(tmp_path):
     bundle = bundle_of(tmp_path, SCHEMES["windows"])
-    said = in_vllm(bundle, [], enable_prefix_caching=True)
-    assert said.splitlines()[-1].startswith("BundleError: A kvconvert bundle cannot be served with --enable-prefix")
+    said = in_vllm(bundle, [], block_size=16)
+    assert said.splitlines()[-1].startswith("BundleError: A kvconvert bundle cannot be served with --block-size 16")

@@ -47,7 +47,7 @@ def arguments(model: Path | str, **given: Any) -> SimpleNamespace:
 def served(*schemes: KVScheme | None, **config: Any) -> ServedBundle:
     """A bundle as far as the plugin looks at it, of layers with two heads of 64 channels."""
     layers = [SimpleNamespace(num_key_value_heads=2, head_dim=64, value_head_dim=None) for _ in schemes]
-    manifest = SimpleNamespace(schemes=lambda: list(schemes), layers=layers, modules=[])
+    manifest = SimpleNamespace(schemes=lambda: list(schemes), layers=layers, modules=[], transforms=[])
     return ServedBundle(SimpleNamespace(manifest=manifest, config=config, plan={}))
 
 
@@ -181,18 +181,13 @@ def test_an_argument_that_says_otherwise_is_refused(name, value, said, tmp_path)
     refused(str(error.value), said)
 
 
-def test_prefixes_are_shared_if_asked_for_and_no_window_forbids(tmp_path, monkeypatch):
+def test_prefixes_are_shared_if_asked_for(tmp_path):
     write_tiny_bundle(tmp_path)
     for asked in (None, False, True):
-        given = arguments(tmp_path, enable_prefix_caching=asked)
-        choose_settings(given, KNOWN)
-        assert given.enable_prefix_caching is bool(asked)
-    windowed = served(replace(KIVI, value_recent_tokens=128))
-    monkeypatch.setattr("kvconvert.vllm.bundle.served_bundle", lambda directory: windowed)
-    choose_settings(arguments(tmp_path), KNOWN)
-    with pytest.raises(BundleError) as error:
-        choose_settings(arguments(tmp_path, enable_prefix_caching=True), KNOWN)
-    refused(str(error.value), "--enable-prefix-caching")
+        for drafts in (None, {"method": "eagle"}):
+            given = arguments(tmp_path, enable_prefix_caching=asked, speculative_config=drafts)
+            choose_settings(given, KNOWN)
+            assert given.enable_prefix_caching is bool(asked)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +200,6 @@ def test_prefixes_are_shared_if_asked_for_and_no_window_forbids(tmp_path, monkey
         ({"speculative_config": SimpleNamespace(method="draft_model")}, "drafts by a model of their own"),
         ({"speculative_config": SimpleNamespace(method="ngram"), "async_scheduling": True}, "--async-scheduling"),
         ({"kv_transfer_config": object()}, "a KV connector"),
-        ({"lora_config": object()}, "LoRA adapters"),
     ],
 )
 def test_settings_that_are_not_served_are_refused(given, said):
@@ -215,21 +209,28 @@ def test_settings_that_are_not_served_are_refused(given, said):
     refused(str(error.value), said)
 
 
-def test_layers_that_draft_have_small_blocks_and_no_shared_prefixes(tmp_path):
+@pytest.mark.parametrize("scheme", [KIVI, None])
+def test_adapters_are_refused_where_weights_were_changed(scheme):
+    found, adapters = served(scheme), engine(lora_config=object())
+    refuse_config(found, adapters)
+    found.bundle.manifest.transforms.append("fold_value_rotation")
+    refuse_config(found, engine())
+    with pytest.raises(BundleError) as error:
+        refuse_config(found, adapters)
+    refused(str(error.value), "LoRA adapters", "weights")
+
+
+def test_layers_that_draft_have_small_blocks(tmp_path):
     write_tiny_bundle(tmp_path)
-    for method, size in (("ngram", 128), ("eagle", 32), (None, 32)):
+    for method, size in (("ngram", 128), ("eagle", 32), ("mtp", 32), (None, 32)):
         found = arguments(tmp_path, speculative_config={"method": method} if method else {"model": "eagle"})
         choose_settings(found, KNOWN)
         assert (found.attention_backend, found.block_size) == ("CUSTOM", size)
     eagle = engine(speculative_config=SimpleNamespace(method="eagle"))
-    refuse_config(served(KIVI), eagle)
+    refuse_config(served(KIVI, KIVI, layer_types=["sliding_attention", "full_attention"]), eagle)
     with pytest.raises(BundleError) as error:
-        refuse_config(served(KIVI, KIVI, layer_types=["sliding_attention", "full_attention"]), eagle)
-    refused(str(error.value), "drafts by eagle", "beside its windows")
-    found = arguments(tmp_path, speculative_config={"method": "eagle"}, enable_prefix_caching=True)
-    with pytest.raises(BundleError) as error:
-        choose_settings(found, KNOWN)
-    refused(str(error.value), "--enable-prefix-caching and drafts by a model")
+        refuse_config(served(KIVI, KIVI, layer_types=["linear_attention", "full_attention"]), eagle)
+    refused(str(error.value), "drafts by eagle", "beside layers with a state")
 
 
 def test_drafts_of_n_grams_are_served_one_pass_after_another(tmp_path):
@@ -387,6 +388,7 @@ def test_whoever_is_sent_to_kvconvert_serve_is_served(case):
         ({"layer_types": ["linear_attention", "full_attention"]}, False, True, [1]),
         ({"layers_block_type": ["mamba", "attention"]}, False, True, [1]),
         ({"layer_types": ["hybrid", "hybrid_sliding"]}, True, True, [0]),
+        ({"layer_types": ["sliding_attention", "full_attention", "full_attention"]}, True, False, [1]),
     ],
     ids=str,
 )
@@ -405,6 +407,13 @@ def test_layers_that_attend_to_all_tokens_are_ours(config, windows, states, atte
         ("falcon_h1", {}, ["hybrid"] * 4),
         ("bamba", {"attn_layer_indices": [1, 3]}, ["linear_attention", "full_attention"] * 2),
         ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1}, ["linear_attention", "full_attention"] * 2),
+        (
+            "minimax_m3_vl_text",
+            {"sparse_attention_config": {"sparse_attention_freq": [0, 1, 1, 1]}},
+            ["full_attention"] + ["minimax_m3_sparse"] * 3,
+        ),
+        ("qwen3_next", {}, ["linear_attention"] * 3 + ["full_attention"]),
+        ("qwen3_next", {"full_attention_interval": 2}, ["linear_attention", "full_attention"] * 2),
         ("gemma2", {"sliding_window": 512}, ["sliding_attention", "full_attention"] * 2),
         (
             "gemma3_text",
@@ -452,10 +461,10 @@ def test_settings_beside_windows_and_states(tmp_path, monkeypatch, caplog):
     with pytest.raises(BundleError) as error:
         chosen(states, block_size=64)
     refused(str(error.value), "--block-size 64")
-    for types in (windows, states):
-        with pytest.raises(BundleError) as error:
-            chosen(types, enable_prefix_caching=True)
-        refused(str(error.value), "--enable-prefix-caching", "sink tokens")
+    assert chosen(windows, enable_prefix_caching=True).enable_prefix_caching
+    with pytest.raises(BundleError) as error:
+        chosen(states, enable_prefix_caching=True)
+    refused(str(error.value), "--enable-prefix-caching", "beside layers with a state")
     on_cpu = engine(device_config=SimpleNamespace(device_type="cpu"))
     refuse_config(served(KIVI, KIVI, layer_types=windows), on_cpu)
     refuse_config(served(KIVI, KIVI, layer_types=states), engine())
