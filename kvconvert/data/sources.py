@@ -25,7 +25,7 @@ from typing import Annotated, Any, BinaryIO
 from kvconvert.data.rows import MOST_AT_ONCE, CsvRows, ParquetRows
 from kvconvert.errors import DataError, HubError, KvconvertError, UsageError, first_line, listed, printable
 from kvconvert.io.hub import ask_hub, missing_below
-from kvconvert.io.json_text import parse_json
+from kvconvert.io.json_text import MAX_DEPTH, parse_json
 
 _MARK = b"\xef\xbb\xbf"  # with which some programs begin UTF-8
 
@@ -580,17 +580,29 @@ def _checked_commit(name: str) -> str | None:
 
 _CARDS = ["README.md", ".huggingface.yaml", "dataset_infos.json"]
 _MOST_OF_CARD = 2**22
+_LONG_NUMBER = re.compile(r"[\s\d_:+.-]{1000,}")
 
 
 def check_card(card: Path) -> None:
-    """Refuse (DataError) YAML in which entries stand for others, of which a few lines make terabytes of a message."""
+    """Refuse (DataError) YAML in which entries stand for others, of which a few lines make terabytes of a message, or
+    that takes quadratic time: nested by the thousand, or with thousands of digits of a number to base 60 (1:59:59).
+    """
     import yaml
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
-    text = card.read_text(encoding="utf-8", errors="replace")
-    header = text.partition("---")[2].partition("\n---")[0] if card.suffix == ".md" else text
+    header = card.read_bytes().decode(errors="replace")  # with its ends of lines, as the Hub's own client reads it
+    if card.suffix == ".md":
+        found = REGEX_YAML_BLOCK.search(header)
+        header = found[2] if found else ""
     try:
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(header, yaml.SafeLoader)):
-            raise DataError(f"The card {card.name} of the data set refers to parts of itself (*name); use another.")
+        depth = 0
+        for event in yaml.parse(header, yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if isinstance(event, yaml.AliasEvent):
+                raise DataError(f"The card {card.name} of the data set refers to parts of itself (*name); use another.")
+            if depth > MAX_DEPTH or (isinstance(event, yaml.ScalarEvent) and _LONG_NUMBER.fullmatch(event.value)):
+                said = f"more than {MAX_DEPTH} levels, or a number of 1,000 digits"
+                raise DataError(f"The card {card.name} of the data set has {said}; use another.")
     except yaml.YAMLError as error:
         raise DataError(f"The card {card.name} of the data set cannot be read ({first_line(error)}).") from error
 

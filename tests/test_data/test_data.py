@@ -298,9 +298,12 @@ class Repository:
     ("text", "reason"),
     [
         ("---\na: &a [x, x]\nb: [*a, *a]\n---\n# Title\n", "refers to parts of itself"),
+        ("---\na: 1\n---x: 2\nb: &b [x, x]\nc: [*b, *b]\n---\n", "refers to parts of itself"),
+        ("---\na: 1" + ":1" * 500 + "\n---\n", "or a number of 1,000 digits"),
+        ("---\na: " + "[" * 200 + "\n---\n", "more than 100 levels"),
         ("---\na: [\n---\n", "cannot be read"),
         ("---\na: b\n---\n" + "x" * 2**22, "a card of more than 4 MiB"),
-        ("# Title\n\n--- and *this* ---\n", None),
+        ("# Title\n\n---\n\n* and *this*\n\n---\n", None),
         ("---\nlicense: mit\n---\n*a* and &b\n", None),
     ],
 )

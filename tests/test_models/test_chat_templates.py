@@ -170,6 +170,11 @@ HUNGRY = {
     "cubic": {"pre_tokenizer": split("x*x*x*[yz]")},
     "decoder": {"decoder": {"type": "Replace", "pattern": {"String": "e"}, "content": "e" * 99}},
     "decoder's expression": {"decoder": {"type": "Replace", "pattern": {"Regex": "(e+)+$"}, "content": "e"}},
+    "decoder's expression of letters that nobody tries": {
+        "decoder": {"type": "Replace", "pattern": {"Regex": r"([\x{4e01}]+)+$"}, "content": "e"}
+    },
+    "decoder that cuts more than a token has": {"decoder": {"type": "Strip", "content": "e", "start": 1, "stop": 1}},
+    "long token": {"added_tokens": [{"id": 0, "content": "e" * 2**17}]},
     "padding": {
         "padding": {"strategy": {"Fixed": 10**7}, "direction": "Right", "pad_to_multiple_of": None}
         | {"pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
