@@ -53,7 +53,7 @@ class JsonRows:
                 with self.open(file, "rb") as stream:
                     yield from _rows(file, stream, self.field)
             except OSError as error:
-                raise DataError(f"Data file {file} cannot be read ({error.strerror}); check the file.") from error
+                raise DataError(f"Data file {file} cannot be read ({error.strerror or first_line(error)}); check the file.") from error
 
 
 @dataclass(frozen=True)

@@ -74,9 +74,9 @@ def load_processor(directory: Path) -> ProcessorMixin:
         _check_template(processor)
         _check_template(processor.tokenizer)
     except Exception as error:  # as for tokenizers
-        reason = " ".join(str(error).split()).rstrip(".")
+        reason = first_line(" ".join(str(error).split()))
         if isinstance(error, ImportError):
-            missing = "torchvision" if "torchvision" in reason.lower() else None
+            missing = "torchvision" if "torchvision" in str(error).lower() else None
             remedy = "needs torchvision; run pip install torchvision" if missing else f"needs more packages: {reason}"
             raise MissingError(f"The processor of {directory} {remedy}.") from error
         raise CheckpointError(f"{directory} has no processor that transformers can load ({reason}).") from error
@@ -244,7 +244,7 @@ class ImagePrompts:
                 add_special_tokens=not begun,
             )
         except Exception as error:  # any setting of a processor may be none that an image can be processed by
-            reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+            reason = first_line(" ".join(str(error).split()) or type(error).__name__)
             raise UsageError(f"The model's processor refuses the text with {len(images)} images ({reason}).") from error
         # PaliGemma's processor makes labels for training as well.
         made = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and name != "labels"}

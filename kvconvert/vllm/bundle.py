@@ -25,7 +25,8 @@ from kvconvert.bundle.locate import fetch_config, fetch_repository
 from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.cache import layer_format
 from kvconvert.cache.plan_tensors import with_plan
-from kvconvert.errors import BundleError, HubError, listed
+from kvconvert.errors import BundleError, HubError, first_line, listed
+from kvconvert.io.tensorheader import mismatch
 from kvconvert.kernels.page_formats import LayerFormat
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import UNQUANTIZED, KVScheme
@@ -74,11 +75,26 @@ class ServedBundle:
     @cached_property
     def layer_types(self) -> list[str]:
         """The type of each decoder layer."""
-        config = self.bundle.config
-        text = config.get("text_config", config)
+        text, layers = self._text, len(self.bundle.manifest.schemes())
         stated = text.get("layer_types") or text.get("layers_block_type")
-        layers = range(len(self.bundle.manifest.schemes()))
-        return list(stated) if stated else [_in_own_words(text, index) for index in layers]
+        try:
+            found = list(stated) if stated else [_in_own_words(text, index) for index in range(layers)]
+        except (ArithmeticError, TypeError) as error:
+            raise BundleError(
+                f"config.json does not tell which of its layers attend ({first_line(error)}); fetch or export the "
+                "bundle again."
+            ) from error
+        if len(found) != layers or not all(isinstance(kind, str) and kind.isidentifier() for kind in found):
+            raise mismatch("config.json", "the types of layers", f"words for {layers}", f"{found!r:.80}")
+        return found
+
+    @property
+    def _text(self) -> Mapping[str, Any]:
+        """What config.json says of the language model."""
+        found = self.bundle.config.get("text_config") or self.bundle.config
+        if not isinstance(found, dict):
+            raise mismatch("config.json", "text_config", "an object", f"{found!r:.80}")
+        return found
 
     @cached_property
     def attending(self) -> list[int]:
@@ -146,9 +162,7 @@ class ServedBundle:
             reason = scheme_refusal(scheme) or self._division_refusal(index, ranks)
             if reason is not None:
                 return f"Layer {index} of this bundle {reason}"
-        config = self.bundle.config
-        text = config.get("text_config", config)
-        if text.get("kv_lora_rank"):
+        if self._text.get("kv_lora_rank"):
             return (
                 "This model has latent attention (MLA), and the plugin serves keys and values per head; use "
                 "`kvconvert serve`."
@@ -217,11 +231,18 @@ class ServedBundle:
         planned = self.bundle.manifest.layers[index]
         heads, head_dim = planned.num_key_value_heads, planned.head_dim
         if heads is None or head_dim is None:
-            config = self.bundle.config
-            text = config.get("text_config", config)
-            heads = text.get("num_key_value_heads", text["num_attention_heads"])
-            head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+            text = self._text
+            queries, hidden = text.get("num_attention_heads"), text.get("hidden_size")
+            heads, head_dim = text.get("num_key_value_heads", queries), text.get("head_dim")
+            if not head_dim and _is_count(queries) and _is_count(hidden):
+                head_dim = hidden // queries
+            if not (_is_count(heads) and _is_count(head_dim)):
+                raise mismatch("config.json", "the shape of attention", "numbers of heads and channels", "others")
         return heads, head_dim
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value > 0
 
 
 def _in_own_words(text: Mapping[str, Any], index: int) -> str:
@@ -357,7 +378,8 @@ def _generation_config(directory: Path) -> str:
     tokenizer = directory / "tokenizer.json"
     contents = read_settings(tokenizer) if tokenizer.exists() else None
     added = contents.get("added_tokens") if isinstance(contents, dict) else None
-    special = {token.get("id") for token in added if isinstance(token, dict)} if isinstance(added, list) else None
+    ids = [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else None
+    special = None if ids is None else {id for id in ids if isinstance(id, int)}
     values, warning = read_generation(stated, stop_tokens(stated, configured, special=special)).for_vllm()
     if warning:
         logger.warning("%s", warning)
