@@ -580,12 +580,13 @@ def _checked_commit(name: str) -> str | None:
 
 _CARDS = ["README.md", ".huggingface.yaml", "dataset_infos.json"]
 _MOST_OF_CARD = 2**22
-_LONG_NUMBER = re.compile(r"[\s\d_:+.-]{1000,}")
+_LONG_NUMBER, _MANY = re.compile(r"[\s\d_:+.-]{1000,}"), re.compile(r"\s*[-+]?\d[\s\w:]{6,}")  # of YAML, to any base
 
 
 def check_card(card: Path) -> None:
     """Refuse (DataError) YAML in which entries stand for others, of which a few lines make terabytes of a message, or
-    that takes quadratic time: nested by the thousand, or with thousands of digits of a number to base 60 (1:59:59).
+    that takes quadratic time: nested by the thousand, or with thousands of digits of a number to base 60 (1:59:59); or
+    with millions of classes, of which `datasets` makes a list.
     """
     import yaml
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
@@ -594,15 +595,25 @@ def check_card(card: Path) -> None:
     if card.suffix == ".md":
         found = REGEX_YAML_BLOCK.search(header)
         header = found[2] if found else ""
+    parts: list[tuple[bool, str | None]] = [(False, None)]  # those that are open: maps, and the key whose value comes
     try:
-        depth = 0
         for event in yaml.parse(header, yaml.SafeLoader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            is_map, key = parts[-1]
             if isinstance(event, yaml.AliasEvent):
                 raise DataError(f"The card {card.name} of the data set refers to parts of itself (*name); use another.")
-            if depth > MAX_DEPTH or (isinstance(event, yaml.ScalarEvent) and _LONG_NUMBER.fullmatch(event.value)):
-                said = f"more than {MAX_DEPTH} levels, or a number of 1,000 digits"
-                raise DataError(f"The card {card.name} of the data set has {said}; use another.")
+            if isinstance(event, yaml.CollectionEndEvent):
+                parts.pop()
+                parts[-1] = parts[-1][0], None
+            elif isinstance(event, yaml.CollectionStartEvent):
+                parts.append((isinstance(event, yaml.MappingStartEvent), None))
+            elif isinstance(event, yaml.ScalarEvent):
+                is_key = is_map and key is None
+                is_class = parts[-2][1] == "names" if is_key else key == "num_classes"
+                if _LONG_NUMBER.fullmatch(event.value) or (is_class and _MANY.fullmatch(event.value)):
+                    raise DataError(f"The card {card.name} of the data set has too large a number; use another.")
+                parts[-1] = is_map, event.value if is_key else None
+            if len(parts) > MAX_DEPTH:
+                raise DataError(f"The card {card.name} of the data set has more than {MAX_DEPTH} levels; use another.")
     except yaml.YAMLError as error:
         raise DataError(f"The card {card.name} of the data set cannot be read ({first_line(error)}).") from error
 

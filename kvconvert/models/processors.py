@@ -16,6 +16,7 @@ import os
 import resource
 import signal
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -112,7 +113,6 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
                 raise TypeError(f"a {type(tokenizer).__name__} is none")
             _check_template(tokenizer)
             tokenizer("a")  # some settings are looked at only here
-            return tokenizer
     except Exception as error:  # any value of its files may be none that its reader expects; parsers raise Exception
         reason = f"{type(error).__name__}: {first_line(error)}"
         if not (directory / "tokenizer.json").is_file():  # transformers then lists what it tried, line by line
@@ -120,13 +120,25 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
         raise CheckpointError(
             f"{directory} has no tokenizer that transformers can load ({reason}); fetch the model's tokenizer again."
         ) from error
+    made = getattr(tokenizer, "backend_tokenizer", None)
+    if made is not None and not (directory / "tokenizer.json").is_file():
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".json") as file:
+            file.write(made.to_str())
+            file.flush()
+            _try_tokenizer(directory, Path(file.name))
+    return tokenizer
 
 
 def check_tokenizer(directory: Path) -> None:
     """Refuse (CheckpointError) a tokenizer.json by which short texts take seconds, gigabytes, or many tokens."""
     path = directory / "tokenizer.json"
-    if path.is_file() and (reason := shared_renderer().try_tokenizer(path.resolve())):
-        raise CheckpointError(f"{path} is not applied to any text ({reason}); use another copy of the tokenizer.")
+    if path.is_file():
+        _try_tokenizer(path, path.resolve())
+
+
+def _try_tokenizer(named: Path, path: Path) -> None:
+    if reason := shared_renderer().try_tokenizer(path):
+        raise CheckpointError(f"{named} is not applied to any text ({reason}); use another copy of the tokenizer.")
 
 
 def _check_template(owner: ProcessorMixin | PreTrainedTokenizerBase) -> None:

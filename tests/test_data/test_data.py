@@ -299,7 +299,10 @@ class Repository:
     [
         ("---\na: &a [x, x]\nb: [*a, *a]\n---\n# Title\n", "refers to parts of itself"),
         ("---\na: 1\n---x: 2\nb: &b [x, x]\nc: [*b, *b]\n---\n", "refers to parts of itself"),
-        ("---\na: 1" + ":1" * 500 + "\n---\n", "or a number of 1,000 digits"),
+        ("---\na: 1" + ":1" * 500 + "\n---\n", "too large a number"),
+        ("---\na: {class_label: {names: {'0': a, '9999999': b}}}\n---\n", "too large a number"),
+        ("---\na: [{x: 1, num_classes: 0xfffffff}]\n---\n", "too large a number"),
+        ("---\nnum_bytes: 99999999\na: {names: {'0': a, '1': 99999999}, num_classes: 12345}\n---\n", None),
         ("---\na: " + "[" * 200 + "\n---\n", "more than 100 levels"),
         ("---\na: [\n---\n", "cannot be read"),
         ("---\na: b\n---\n" + "x" * 2**22, "a card of more than 4 MiB"),
