@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import resource
 import signal
 import sys
@@ -37,7 +38,15 @@ from transformers import (
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.utils import is_torchvision_available, is_vision_available
 
-from kvconvert.errors import CheckpointError, MissingError, UnsupportedModelError, UsageError, first_line
+from kvconvert.errors import (
+    CheckpointError,
+    MissingError,
+    UnsupportedModelError,
+    UsageError,
+    first_line,
+    unreadable,
+)
+from kvconvert.io.json_text import MAX_JSON, read_json
 from kvconvert.models.configuration import placeholder_ids
 from kvconvert.models.prompts import MARK, Conversations, added_around, without_marks
 from kvconvert.models.templates import panics_as_errors, shared_renderer
@@ -134,6 +143,35 @@ def check_tokenizer(directory: Path) -> None:
     path = directory / "tokenizer.json"
     if path.is_file():
         _try_tokenizer(path, path.resolve())
+    for path in directory.glob("*tekken*.json"):
+        _check_tekken(path)
+    for path in (*directory.glob("*.model"), *directory.glob("*.tiktoken")):
+        if path.is_file() and path.stat().st_size < MAX_JSON and _LONG_LINE.search(path.read_bytes()):
+            raise CheckpointError(_TOO_LONG.format(path))
+
+
+# Bytes of a token as base64, which transformers cuts in two at each place; special tokens of which it makes names.
+_MOST_BASE64, _MOST_SPECIAL = 2**12, 2**16
+_LONG_LINE = re.compile(rb"^[A-Za-z0-9+/=]{%d}" % _MOST_BASE64, re.MULTILINE)
+_TOO_LONG = "{} has a token of more than " + f"{_MOST_BASE64} letters; fetch the model's tokenizer again."
+
+
+def _check_tekken(path: Path) -> None:
+    """Refuse (CheckpointError) a vocabulary of Mistral's that takes much more time or memory than its size to read."""
+    try:
+        stated = read_json(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(unreadable(path, error)) from error
+    config, vocabulary = (stated.get(key) if isinstance(stated, dict) else None for key in ("config", "vocab"))
+    special = config.get("default_num_special_tokens") if isinstance(config, dict) else None
+    if isinstance(special, int) and special > _MOST_SPECIAL:
+        raise CheckpointError(
+            f"{path} states {special} special tokens, more than {_MOST_SPECIAL}; fetch the model's tokenizer again."
+        )
+    entries = vocabulary if isinstance(vocabulary, list) else []
+    tokens = [entry.get("token_bytes") for entry in entries if isinstance(entry, dict)]
+    if any(len(token) > _MOST_BASE64 for token in tokens if isinstance(token, str)):
+        raise CheckpointError(_TOO_LONG.format(path))
 
 
 def _try_tokenizer(named: Path, path: Path) -> None:

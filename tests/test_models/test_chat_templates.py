@@ -190,6 +190,28 @@ def test_a_tokenizer_that_takes_too_much_is_refused_before_it_reads_any_text(tmp
     assert "\n" not in str(told.value)
 
 
+def tekken(pattern="a", special=2, token="YQ=="):
+    config = {"pattern": pattern, "default_num_special_tokens": special}
+    special_tokens = [{"rank": 0, "token_str": "<s>"}]
+    return json.dumps({"config": config, "vocab": [{"token_bytes": token}], "special_tokens": special_tokens})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("tekken.json", tekken(special=10**9), "special tokens"),
+        ("tekken.json", tekken(token="YQ==" * 2000), "a token of more than"),
+        ("tekken.json", tekken(pattern="(a+)+$"), "is not applied to any text"),
+        ("tokenizer.model", "YQ== 0\n" + "YWFh" * 2000 + " 1\n", "a token of more than"),
+    ],
+)
+def test_other_files_of_a_tokenizer_take_no_more_than_their_size(tmp_path, name, content, reason):
+    (tmp_path / name).write_text(content)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
+    with pytest.raises(CheckpointError, match=reason):
+        load_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize("merge", [["a", "b"], "a b", ["a", "é"], ["a", "xé"]], ids=str)
 def test_merges_that_end_the_process_where_they_are_read_are_refused(tmp_path, merge):
     vocabulary = {"a": 0, "b": 1, "é": 2, "xé": 3, "ab": 4, "aé": 5}
