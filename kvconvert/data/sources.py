@@ -53,7 +53,8 @@ class JsonRows:
                 with self.open(file, "rb") as stream:
                     yield from _rows(file, stream, self.field)
             except OSError as error:
-                raise DataError(f"Data file {file} cannot be read ({error.strerror or first_line(error)}); check the file.") from error
+                reason = error.strerror or first_line(error)
+                raise DataError(f"Data file {file} cannot be read ({reason}); check the file.") from error
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ def _lines(file: Path | str, stream: BinaryIO) -> Iterator[bytes]:
             rest = bytearray(line)
         if len(rest) > MOST_AT_ONCE:
             raise _unreadable(file, f"a line has more than {MOST_AT_ONCE} bytes")
-    yield bytes(rest)
+    if rest:
+        yield bytes(rest)
 
 
 def _rows(file: Path | str, stream: BinaryIO, field: str | None) -> Iterator[dict[str, Any]]:

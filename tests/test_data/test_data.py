@@ -245,7 +245,7 @@ def test_hub_rows_are_read_here_with_the_named_column(hub_files, kind):
 
 
 def test_each_line_of_a_text_file_of_the_hub_is_a_row(hub_files):
-    (hub_files / "train.txt").write_bytes("\ufeffone\r\n\ntwo é".encode())
+    (hub_files / "train.txt").write_bytes("\ufeffone\r\n\ntwo é\n".encode())
     assert SourceTable.open("owner/name", None).first(9) == [{"text": "one"}, {"text": ""}, {"text": "two é"}]
     (hub_files / "train.txt").write_bytes(b"one\n\xff")
     with pytest.raises(DataError, match="line 2 is not UTF-8"):

@@ -42,9 +42,10 @@ REFUSED = (
     "sqlite3.",
     "syslog.",
 )
-# What may be imported: of other packages many have code of their own that writes files or reaches a network and tells no
+# What may be imported: many other packages have code of their own that writes files or reaches a network and tells no
 # hook. So do a few modules of the standard library, and in another interpreter there is no hook.
-PACKAGES = {"numpy", "sympy", "mpmath", *sys.stdlib_module_names} - {"readline", "_gdbm", "_dbm", "nis", "_interpreters"}
+SILENT = {"readline", "_gdbm", "_dbm", "nis", "_interpreters"}
+PACKAGES = {"numpy", "sympy", "mpmath", *sys.stdlib_module_names} - SILENT
 # Of the modules below, what does the same and tells no hook.
 UNTOLD = {"posix": ("mkfifo", "mknod", "pidfd_open"), "_posixsubprocess": ("fork_exec",), "_posixshmem": ("shm_open",)}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
