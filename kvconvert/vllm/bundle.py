@@ -26,7 +26,6 @@ from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.cache import layer_format
 from kvconvert.cache.plan_tensors import with_plan
 from kvconvert.errors import BundleError, HubError, first_line, listed
-from kvconvert.io.tensorheader import mismatch
 from kvconvert.kernels.page_formats import LayerFormat
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import UNQUANTIZED, KVScheme
@@ -80,12 +79,9 @@ class ServedBundle:
         try:
             found = list(stated) if stated else [_in_own_words(text, index) for index in range(layers)]
         except (ArithmeticError, TypeError) as error:
-            raise BundleError(
-                f"config.json does not tell which of its layers attend ({first_line(error)}); fetch or export the "
-                "bundle again."
-            ) from error
+            raise _no_attention(first_line(error)) from error
         if len(found) != layers or not all(isinstance(kind, str) and kind.isidentifier() for kind in found):
-            raise mismatch("config.json", "the types of layers", f"words for {layers}", f"{found!r:.80}")
+            raise _no_attention(f"its types of layers are no words for {layers}")
         return found
 
     @property
@@ -93,7 +89,7 @@ class ServedBundle:
         """What config.json says of the language model."""
         found = self.bundle.config.get("text_config") or self.bundle.config
         if not isinstance(found, dict):
-            raise mismatch("config.json", "text_config", "an object", f"{found!r:.80}")
+            raise _no_attention("text_config is no object")
         return found
 
     @cached_property
@@ -237,8 +233,12 @@ class ServedBundle:
             if not head_dim and _is_count(queries) and _is_count(hidden):
                 head_dim = hidden // queries
             if not (_is_count(heads) and _is_count(head_dim)):
-                raise mismatch("config.json", "the shape of attention", "numbers of heads and channels", "others")
+                raise _no_attention("its numbers of heads and channels are none")
         return heads, head_dim
+
+
+def _no_attention(reason: str) -> BundleError:
+    return BundleError(f"config.json does not tell how its layers attend ({reason}); fetch or export the bundle again.")
 
 
 def _is_count(value: object) -> bool:
