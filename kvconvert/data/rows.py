@@ -50,7 +50,8 @@ class CsvRows:
                 with self.open(file, "rb") as stream, io.TextIOWrapper(stream, "utf-8-sig", newline="") as text:
                     yield from _rows(file, csv.reader(_lines(text), strict=True, delimiter=self.delimiter))
             except OSError as error:
-                raise DataError(f"Data file {file} cannot be read ({error.strerror}); check the file.") from error
+                reason = error.strerror or first_line(error)
+                raise DataError(f"Data file {file} cannot be read ({reason}); check the file.") from error
 
 
 def _lines(stream: TextIO) -> Iterator[str]:

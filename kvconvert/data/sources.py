@@ -25,7 +25,7 @@ from typing import Annotated, Any, BinaryIO
 from kvconvert.data.rows import MOST_AT_ONCE, CsvRows, ParquetRows
 from kvconvert.errors import DataError, HubError, KvconvertError, UsageError, first_line, listed, printable
 from kvconvert.io.hub import ask_hub, missing_below
-from kvconvert.io.json_text import parse_json
+from kvconvert.io.json_text import MAX_DEPTH, parse_json
 
 _MARK = b"\xef\xbb\xbf"  # with which some programs begin UTF-8
 
@@ -53,7 +53,8 @@ class JsonRows:
                 with self.open(file, "rb") as stream:
                     yield from _rows(file, stream, self.field)
             except OSError as error:
-                raise DataError(f"Data file {file} cannot be read ({error.strerror}); check the file.") from error
+                reason = error.strerror or first_line(error)
+                raise DataError(f"Data file {file} cannot be read ({reason}); check the file.") from error
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ def _lines(file: Path | str, stream: BinaryIO) -> Iterator[bytes]:
             rest = bytearray(line)
         if len(rest) > MOST_AT_ONCE:
             raise _unreadable(file, f"a line has more than {MOST_AT_ONCE} bytes")
-    yield bytes(rest)
+    if rest:
+        yield bytes(rest)
 
 
 def _rows(file: Path | str, stream: BinaryIO, field: str | None) -> Iterator[dict[str, Any]]:
@@ -580,17 +582,40 @@ def _checked_commit(name: str) -> str | None:
 
 _CARDS = ["README.md", ".huggingface.yaml", "dataset_infos.json"]
 _MOST_OF_CARD = 2**22
+_LONG_NUMBER, _MANY = re.compile(r"[\s\d_:+.-]{1000,}"), re.compile(r"\s*[-+]?\d[\s\w:]{6,}")  # of YAML, to any base
 
 
 def check_card(card: Path) -> None:
-    """Refuse (DataError) YAML in which entries stand for others, of which a few lines make terabytes of a message."""
+    """Refuse (DataError) YAML in which entries stand for others, of which a few lines make terabytes of a message, or
+    that takes quadratic time: nested by the thousand, or with thousands of digits of a number to base 60 (1:59:59); or
+    with millions of classes, of which `datasets` makes a list.
+    """
     import yaml
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
-    text = card.read_text(encoding="utf-8", errors="replace")
-    header = text.partition("---")[2].partition("\n---")[0] if card.suffix == ".md" else text
+    header = card.read_bytes().decode(errors="replace")  # with its ends of lines, as the Hub's own client reads it
+    if card.suffix == ".md":
+        found = REGEX_YAML_BLOCK.search(header)
+        header = found[2] if found else ""
+    parts: list[tuple[bool, str | None]] = [(False, None)]  # those that are open: maps, and the key whose value comes
     try:
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(header, yaml.SafeLoader)):
-            raise DataError(f"The card {card.name} of the data set refers to parts of itself (*name); use another.")
+        for event in yaml.parse(header, yaml.SafeLoader):
+            is_map, key = parts[-1]
+            if isinstance(event, yaml.AliasEvent):
+                raise DataError(f"The card {card.name} of the data set refers to parts of itself (*name); use another.")
+            if isinstance(event, yaml.CollectionEndEvent):
+                parts.pop()
+                parts[-1] = parts[-1][0], None
+            elif isinstance(event, yaml.CollectionStartEvent):
+                parts.append((isinstance(event, yaml.MappingStartEvent), None))
+            elif isinstance(event, yaml.ScalarEvent):
+                is_key = is_map and key is None
+                is_class = parts[-2][1] == "names" if is_key else key == "num_classes"
+                if _LONG_NUMBER.fullmatch(event.value) or (is_class and _MANY.fullmatch(event.value)):
+                    raise DataError(f"The card {card.name} of the data set has too large a number; use another.")
+                parts[-1] = is_map, event.value if is_key else None
+            if len(parts) > MAX_DEPTH:
+                raise DataError(f"The card {card.name} of the data set has more than {MAX_DEPTH} levels; use another.")
     except yaml.YAMLError as error:
         raise DataError(f"The card {card.name} of the data set cannot be read ({first_line(error)}).") from error
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.errors import MissingError, UsageError
+from kvconvert.errors import MissingError, UsageError, first_line
 from kvconvert.fidelity.evaluate import decoder_of
 from kvconvert.fidelity.scoring import Decoder, batches, feed, read_prompt
 from kvconvert.io.progress import loading_bars, progress_bar
@@ -129,7 +129,7 @@ def harness(
     try:  # before a model is loaded; the harness finds the data here again
         manager.load(list(tasks))
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split()).rstrip(".")
+        reason = first_line(" ".join(str(error).split()))
         raise UsageError(
             f"lm-evaluation-harness cannot load the data of {', '.join(tasks)} ({reason}); connect to the Hub, or name "
             "tasks whose data are on this machine."

@@ -28,7 +28,7 @@ from kvconvert.fidelity.retrieval import NAMES, RetrievalResult
 from kvconvert.fidelity.scoring import Decoder, bootstrap_mean, feed, read_prompt
 from kvconvert.io.progress import progress_bar
 from kvconvert.kernels.pages import PAGE_SIZE
-from kvconvert.models.prompts import Conversations
+from kvconvert.models.prompts import Conversations, token_ids
 
 ASKED = 6  # answers of a prompt
 ROOM = 208  # tokens of question and answers
@@ -298,7 +298,7 @@ class Writer:
         return places[0] >= 0 and places == sorted(places)
 
     def _encode(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return token_ids(self.tokenizer, text)
 
     def _token_at(self, text: str, ids: list[int], place: int) -> int:
         """Index of the token that a character of the text begins, or lies in."""

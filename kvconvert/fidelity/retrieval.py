@@ -30,7 +30,7 @@ from kvconvert.errors import UsageError
 from kvconvert.fidelity.scoring import Decoder, batches, bootstrap_mean, generate_greedily
 from kvconvert.io.progress import progress_bar
 from kvconvert.kernels.pages import PAGE_SIZE
-from kvconvert.models.prompts import Conversations
+from kvconvert.models.prompts import Conversations, token_ids
 
 NAMES = """
     Alice Boris Clara Daniel Emma Felix Grace Henry Irene Jacob Karen Louis Maria Nathan Olive Peter Quinn Rosa Simon
@@ -146,7 +146,7 @@ class DrillBook:
 
     def encode(self, text: str) -> list[int]:
         """Token ids without special tokens."""
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return token_ids(self.tokenizer, text)
 
     def code(self, context: int, depth: float) -> Drill:
         """Prose of `context` tokens in which two codes are stated; the one at `depth` is asked for."""
@@ -302,7 +302,7 @@ class NumberBook:
 
     def encode(self, text: str) -> list[int]:
         """Token ids without special tokens."""
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return token_ids(self.tokenizer, text)
 
     @property
     def room(self) -> int:

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import resource
 import signal
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -36,7 +38,15 @@ from transformers import (
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.utils import is_torchvision_available, is_vision_available
 
-from kvconvert.errors import CheckpointError, MissingError, UnsupportedModelError, UsageError, first_line
+from kvconvert.errors import (
+    CheckpointError,
+    MissingError,
+    UnsupportedModelError,
+    UsageError,
+    first_line,
+    unreadable,
+)
+from kvconvert.io.json_text import MAX_JSON, read_json
 from kvconvert.models.configuration import placeholder_ids
 from kvconvert.models.prompts import MARK, Conversations, added_around, without_marks
 from kvconvert.models.templates import panics_as_errors, shared_renderer
@@ -74,9 +84,9 @@ def load_processor(directory: Path) -> ProcessorMixin:
         _check_template(processor)
         _check_template(processor.tokenizer)
     except Exception as error:  # as for tokenizers
-        reason = " ".join(str(error).split()).rstrip(".")
+        reason = first_line(" ".join(str(error).split()))
         if isinstance(error, ImportError):
-            missing = "torchvision" if "torchvision" in reason.lower() else None
+            missing = "torchvision" if "torchvision" in str(error).lower() else None
             remedy = "needs torchvision; run pip install torchvision" if missing else f"needs more packages: {reason}"
             raise MissingError(f"The processor of {directory} {remedy}.") from error
         raise CheckpointError(f"{directory} has no processor that transformers can load ({reason}).") from error
@@ -112,7 +122,6 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
                 raise TypeError(f"a {type(tokenizer).__name__} is none")
             _check_template(tokenizer)
             tokenizer("a")  # some settings are looked at only here
-            return tokenizer
     except Exception as error:  # any value of its files may be none that its reader expects; parsers raise Exception
         reason = f"{type(error).__name__}: {first_line(error)}"
         if not (directory / "tokenizer.json").is_file():  # transformers then lists what it tried, line by line
@@ -120,13 +129,54 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
         raise CheckpointError(
             f"{directory} has no tokenizer that transformers can load ({reason}); fetch the model's tokenizer again."
         ) from error
+    made = getattr(tokenizer, "backend_tokenizer", None)
+    if made is not None and not (directory / "tokenizer.json").is_file():
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".json") as file:
+            file.write(made.to_str())
+            file.flush()
+            _try_tokenizer(directory, Path(file.name))
+    return tokenizer
 
 
 def check_tokenizer(directory: Path) -> None:
     """Refuse (CheckpointError) a tokenizer.json by which short texts take seconds, gigabytes, or many tokens."""
     path = directory / "tokenizer.json"
-    if path.is_file() and (reason := shared_renderer().try_tokenizer(path.resolve())):
-        raise CheckpointError(f"{path} is not applied to any text ({reason}); use another copy of the tokenizer.")
+    if path.is_file():
+        _try_tokenizer(path, path.resolve())
+    for path in directory.glob("*tekken*.json"):
+        _check_tekken(path)
+    for path in (*directory.glob("*.model"), *directory.glob("*.tiktoken")):
+        if path.is_file() and path.stat().st_size < MAX_JSON and _LONG_LINE.search(path.read_bytes()):
+            raise CheckpointError(_TOO_LONG.format(path))
+
+
+# Bytes of a token as base64, which transformers cuts in two at each place; special tokens of which it makes names.
+_MOST_BASE64, _MOST_SPECIAL = 2**12, 2**16
+_LONG_LINE = re.compile(rb"^[A-Za-z0-9+/=]{%d}" % _MOST_BASE64, re.MULTILINE)
+_TOO_LONG = "{} has a token of more than " + f"{_MOST_BASE64} letters; fetch the model's tokenizer again."
+
+
+def _check_tekken(path: Path) -> None:
+    """Refuse (CheckpointError) a vocabulary of Mistral's that takes much more time or memory than its size to read."""
+    try:
+        stated = read_json(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(unreadable(path, error)) from error
+    config, vocabulary = (stated.get(key) if isinstance(stated, dict) else None for key in ("config", "vocab"))
+    special = config.get("default_num_special_tokens") if isinstance(config, dict) else None
+    if isinstance(special, int) and special > _MOST_SPECIAL:
+        raise CheckpointError(
+            f"{path} states {special} special tokens, more than {_MOST_SPECIAL}; fetch the model's tokenizer again."
+        )
+    entries = vocabulary if isinstance(vocabulary, list) else []
+    tokens = [entry.get("token_bytes") for entry in entries if isinstance(entry, dict)]
+    if any(len(token) > _MOST_BASE64 for token in tokens if isinstance(token, str)):
+        raise CheckpointError(_TOO_LONG.format(path))
+
+
+def _try_tokenizer(named: Path, path: Path) -> None:
+    if reason := shared_renderer().try_tokenizer(path):
+        raise CheckpointError(f"{named} is not applied to any text ({reason}); use another copy of the tokenizer.")
 
 
 def _check_template(owner: ProcessorMixin | PreTrainedTokenizerBase) -> None:
@@ -244,7 +294,7 @@ class ImagePrompts:
                 add_special_tokens=not begun,
             )
         except Exception as error:  # any setting of a processor may be none that an image can be processed by
-            reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+            reason = first_line(" ".join(str(error).split()) or type(error).__name__)
             raise UsageError(f"The model's processor refuses the text with {len(images)} images ({reason}).") from error
         # PaliGemma's processor makes labels for training as well.
         made = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and name != "labels"}

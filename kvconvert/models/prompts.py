@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from kvconvert.errors import KvconvertError, UsageError, first_line
-from kvconvert.models.templates import TemplateLimitError, TemplateRenderer, refused, shared_renderer
+from kvconvert.models.templates import TemplateLimitError, TemplateRenderer, panics_as_errors, refused, shared_renderer
 
 # Stands within special tokens that are spelled in messages, until they were tokenized as text. Unicode reserves this
 # character for what never leaves a program.
@@ -47,7 +47,8 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
         UsageError: the tokenizer cannot write the text.
     """
     try:
-        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        with panics_as_errors():
+            return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     except KvconvertError:
         raise
     except Exception as error:  # vocabularies may lack what a text needs, which tokenizers say by Exception itself

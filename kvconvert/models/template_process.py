@@ -31,6 +31,7 @@ WORKER, TEMPLATES, TABLES = b"w", b"t", b"p"
 # Characters of each text with which a tokenizer is tried, how many texts, and tokens or characters that may become of
 # each character.
 _PROBE, _PROBES, _GROWTH = 1024, 200, 64
+_REPEATS = re.compile(r"[*+?{(]")  # in a regular expression, what can make it slow
 # Rows of a table that are decoded at a time, bytes that its file says they have, and bytes that are sent together; each
 # value, and each row or object, counts as that many besides its own bytes, because empty ones take memory, too.
 _FEWEST_ROWS, _MOST_ROWS, _STATED, _TOGETHER, _VALUE, _ROW = 16, 1024, 2**18, 2**20, 64, 256
@@ -115,6 +116,8 @@ def _try_tokenizer(path: str) -> str:
 
     try:
         stated = json.loads(Path(path).read_bytes())
+        if reason := _decoded_unbounded(stated):
+            return reason
         if stated["model"].get("type", "BPE") == "BPE":  # whose vocabulary is large and whose merges take linear time
             if _cuts_merges(stated["model"]):
                 return "its merges lack the prefix that they are said to have"
@@ -131,6 +134,31 @@ def _try_tokenizer(path: str) -> str:
         if tokenizer.decoder is not None and len(tokenizer.decoder.decode([text])) > _GROWTH * _PROBE:
             return f"a token of {len(text)} characters becomes more than {_GROWTH * _PROBE}"
     return ""
+
+
+def _decoded_unbounded(stated: dict[str, Any]) -> str:
+    """Why tokens must not be decoded, or nothing: that is done for each one as it comes, in the process of the server.
+
+    tokenizers panics where a decoder cuts more off the end of a token than it has, and texts that a pattern is slow
+    with are made of any tokens, one after another.
+    """
+    for step in _objects(stated.get("decoder")):
+        if isinstance(stop := step.get("stop"), int) and stop > 0:
+            return "its decoder cuts letters off the ends of tokens, which ends the process where a token has fewer"
+        if _REPEATS.search(str(step.get("Regex", ""))):
+            return "its decoder has a regular expression that repeats a part, which no limit of time holds for"
+    vocabulary = stated["model"].get("vocab") or ()
+    names = vocabulary if isinstance(vocabulary, dict) else [entry[0] for entry in vocabulary]
+    added = [token["content"] for token in stated.get("added_tokens") or ()]
+    longest = max(map(len, (*names, *added)), default=0)
+    return f"a token has {longest} characters, more than {_GROWTH * _PROBE}" if longest > _GROWTH * _PROBE else ""
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        yield value
+    for entry in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _objects(entry)
 
 
 def _cuts_merges(model: dict[str, Any]) -> bool:

@@ -25,7 +25,7 @@ from kvconvert.bundle.locate import fetch_config, fetch_repository
 from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.cache import layer_format
 from kvconvert.cache.plan_tensors import with_plan
-from kvconvert.errors import BundleError, HubError, listed
+from kvconvert.errors import BundleError, HubError, first_line, listed
 from kvconvert.kernels.page_formats import LayerFormat
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import UNQUANTIZED, KVScheme
@@ -74,12 +74,24 @@ class ServedBundle:
     @cached_property
     def layer_types(self) -> list[str]:
         """The type of each decoder layer."""
-        config = self.bundle.config
-        text = config.get("text_config", config)
+        text, layers = self._text, len(self.bundle.manifest.schemes())
         stated = text.get("layer_types") or text.get("layers_block_type")
-        count = len(self.bundle.manifest.schemes())
-        # Types of layers that draft may follow.
-        return list(stated)[:count] if stated else [_in_own_words(text, index) for index in range(count)]
+        try:
+            # Types of layers that draft may follow.
+            found = list(stated)[:layers] if stated else [_in_own_words(text, index) for index in range(layers)]
+        except (ArithmeticError, TypeError) as error:
+            raise _no_attention(first_line(error)) from error
+        if len(found) != layers or not all(isinstance(kind, str) and kind.isidentifier() for kind in found):
+            raise _no_attention(f"its types of layers are no words for {layers}")
+        return found
+
+    @property
+    def _text(self) -> Mapping[str, Any]:
+        """What config.json says of the language model."""
+        found = self.bundle.config.get("text_config") or self.bundle.config
+        if not isinstance(found, dict):
+            raise _no_attention("text_config is no object")
+        return found
 
     @cached_property
     def attending(self) -> list[int]:
@@ -142,9 +154,7 @@ class ServedBundle:
             reason = scheme_refusal(scheme) or self._division_refusal(index, ranks)
             if reason is not None:
                 return f"Layer {index} of this bundle {reason}"
-        config = self.bundle.config
-        text = config.get("text_config", config)
-        if text.get("kv_lora_rank"):
+        if self._text.get("kv_lora_rank"):
             return (
                 "This model has latent attention (MLA), and the plugin serves keys and values per head; use "
                 "`kvconvert serve`."
@@ -213,11 +223,22 @@ class ServedBundle:
         planned = self.bundle.manifest.layers[index]
         heads, head_dim = planned.num_key_value_heads, planned.head_dim
         if heads is None or head_dim is None:
-            config = self.bundle.config
-            text = config.get("text_config", config)
-            heads = text.get("num_key_value_heads", text["num_attention_heads"])
-            head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+            text = self._text
+            queries, hidden = text.get("num_attention_heads"), text.get("hidden_size")
+            heads, head_dim = text.get("num_key_value_heads", queries), text.get("head_dim")
+            if not head_dim and _is_count(queries) and _is_count(hidden):
+                head_dim = hidden // queries
+            if not (_is_count(heads) and _is_count(head_dim)):
+                raise _no_attention("its numbers of heads and channels are none")
         return heads, head_dim
+
+
+def _no_attention(reason: str) -> BundleError:
+    return BundleError(f"config.json does not tell how its layers attend ({reason}); fetch or export the bundle again.")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value > 0
 
 
 def _in_own_words(text: Mapping[str, Any], index: int) -> str:
@@ -353,7 +374,8 @@ def _generation_config(directory: Path) -> str:
     tokenizer = directory / "tokenizer.json"
     contents = read_settings(tokenizer) if tokenizer.exists() else None
     added = contents.get("added_tokens") if isinstance(contents, dict) else None
-    special = {token.get("id") for token in added if isinstance(token, dict)} if isinstance(added, list) else None
+    ids = [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else None
+    special = None if ids is None else {id for id in ids if isinstance(id, int)}
     values, warning = read_generation(stated, stop_tokens(stated, configured, special=special)).for_vllm()
     if warning:
         logger.warning("%s", warning)

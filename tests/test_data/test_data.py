@@ -245,7 +245,7 @@ def test_hub_rows_are_read_here_with_the_named_column(hub_files, kind):
 
 
 def test_each_line_of_a_text_file_of_the_hub_is_a_row(hub_files):
-    (hub_files / "train.txt").write_bytes("\ufeffone\r\n\ntwo é".encode())
+    (hub_files / "train.txt").write_bytes("\ufeffone\r\n\ntwo é\n".encode())
     assert SourceTable.open("owner/name", None).first(9) == [{"text": "one"}, {"text": ""}, {"text": "two é"}]
     (hub_files / "train.txt").write_bytes(b"one\n\xff")
     with pytest.raises(DataError, match="line 2 is not UTF-8"):
@@ -298,9 +298,15 @@ class Repository:
     ("text", "reason"),
     [
         ("---\na: &a [x, x]\nb: [*a, *a]\n---\n# Title\n", "refers to parts of itself"),
+        ("---\na: 1\n---x: 2\nb: &b [x, x]\nc: [*b, *b]\n---\n", "refers to parts of itself"),
+        ("---\na: 1" + ":1" * 500 + "\n---\n", "too large a number"),
+        ("---\na: {class_label: {names: {'0': a, '9999999': b}}}\n---\n", "too large a number"),
+        ("---\na: [{x: 1, num_classes: 0xfffffff}]\n---\n", "too large a number"),
+        ("---\nnum_bytes: 99999999\na: {names: {'0': a, '1': 99999999}, num_classes: 12345}\n---\n", None),
+        ("---\na: " + "[" * 200 + "\n---\n", "more than 100 levels"),
         ("---\na: [\n---\n", "cannot be read"),
         ("---\na: b\n---\n" + "x" * 2**22, "a card of more than 4 MiB"),
-        ("# Title\n\n--- and *this* ---\n", None),
+        ("# Title\n\n---\n\n* and *this*\n\n---\n", None),
         ("---\nlicense: mit\n---\n*a* and &b\n", None),
     ],
 )

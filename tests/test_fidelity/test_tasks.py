@@ -74,6 +74,12 @@ def test_programs_reach_neither_network_nor_files_nor_processes_nor_much_memory(
         assert ends_well(caught)
 
 
+@pytest.mark.parametrize("module", ["pyarrow", "tokenizers", "readline", "_xxsubinterpreters", "_interpreters"])
+def test_programs_import_nothing_that_no_hook_is_told_of(module):
+    assert ends_well("import statistics, asyncio, shelve, sysconfig, numpy\nsysconfig.get_config_vars()")
+    assert ends_well(f"try:\n    import {module}\nexcept ImportError:\n    refused = True\nassert refused")
+
+
 def test_what_a_program_writes_takes_no_memory(monkeypatch):
     seen = []
     run = subprocess.run

@@ -170,6 +170,11 @@ HUNGRY = {
     "cubic": {"pre_tokenizer": split("x*x*x*[yz]")},
     "decoder": {"decoder": {"type": "Replace", "pattern": {"String": "e"}, "content": "e" * 99}},
     "decoder's expression": {"decoder": {"type": "Replace", "pattern": {"Regex": "(e+)+$"}, "content": "e"}},
+    "decoder's expression of letters that nobody tries": {
+        "decoder": {"type": "Replace", "pattern": {"Regex": r"([\x{4e01}]+)+$"}, "content": "e"}
+    },
+    "decoder that cuts more than a token has": {"decoder": {"type": "Strip", "content": "e", "start": 1, "stop": 1}},
+    "long token": {"added_tokens": [{"id": 0, "content": "e" * 2**17}]},
     "padding": {
         "padding": {"strategy": {"Fixed": 10**7}, "direction": "Right", "pad_to_multiple_of": None}
         | {"pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
@@ -183,6 +188,28 @@ def test_a_tokenizer_that_takes_too_much_is_refused_before_it_reads_any_text(tmp
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is not applied to any text \(.*\); use") as told:
         load_tokenizer(stated(tmp_path, **HUNGRY[kind]))
     assert "\n" not in str(told.value)
+
+
+def tekken(pattern="a", special=2, token="YQ=="):
+    config = {"pattern": pattern, "default_num_special_tokens": special}
+    special_tokens = [{"rank": 0, "token_str": "<s>"}]
+    return json.dumps({"config": config, "vocab": [{"token_bytes": token}], "special_tokens": special_tokens})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("tekken.json", tekken(special=10**9), "special tokens"),
+        ("tekken.json", tekken(token="YQ==" * 2000), "a token of more than"),
+        ("tekken.json", tekken(pattern="(a+)+$"), "is not applied to any text"),
+        ("tokenizer.model", "YQ== 0\n" + "YWFh" * 2000 + " 1\n", "a token of more than"),
+    ],
+)
+def test_other_files_of_a_tokenizer_take_no_more_than_their_size(tmp_path, name, content, reason):
+    (tmp_path / name).write_text(content)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
+    with pytest.raises(CheckpointError, match=reason):
+        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("merge", [["a", "b"], "a b", ["a", "é"], ["a", "xé"]], ids=str)

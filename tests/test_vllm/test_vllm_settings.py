@@ -486,3 +486,27 @@ def test_a_module_tells_its_layer_or_is_refused():
         with pytest.raises(BundleError) as error:
             layer_index(name)
         refused(str(error.value), name)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"text_config": 5},
+        {"layer_types": [["full_attention"]]},
+        {"layer_types": ["full_attention"] * 2},
+        {"layers_block_type": {"mamba": 1}, "layer_types": 7},
+        {"attn_layer_indices": 1},
+        {"attn_layer_period": 0},
+    ],
+    ids=str,
+)
+def test_a_config_that_tells_no_layers_is_refused(config):
+    with pytest.raises(BundleError, match=r"^config\.json .*bundle again\.$"):
+        served(KIVI, **config).layer_types  # noqa: B018
+
+
+def test_a_config_that_tells_no_heads_is_refused():
+    found = served(KIVI, layer_types=["full_attention"], num_attention_heads="4", hidden_size=256)
+    found.bundle.manifest.layers[0].head_dim = None
+    with pytest.raises(BundleError, match="numbers of heads and channels"):
+        found.layouts(torch.bfloat16)

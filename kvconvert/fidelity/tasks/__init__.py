@@ -32,7 +32,7 @@ from kvconvert.methods import KVScheme
 from kvconvert.models.configuration import layer_types_of, pages_unsupported
 from kvconvert.models.devices import choose_device, compute_dtype
 from kvconvert.models.processors import tokenizer_of
-from kvconvert.models.prompts import Conversations, encode_text
+from kvconvert.models.prompts import Conversations, encode_text, token_ids
 from kvconvert.models.source import open_source
 from kvconvert.runtime import load
 from kvconvert.runtime.engine import Engine, Sampling
@@ -278,7 +278,7 @@ def prompts_of(
     conversations = Conversations(tokenizer)
 
     def encode(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return token_ids(tokenizer, text)
 
     def prompt(problem: Problem) -> list[int]:
         before = ""
