@@ -36,7 +36,7 @@ from transformers import (
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.utils import is_torchvision_available, is_vision_available
 
-from kvconvert.errors import CheckpointError, MissingError, UnsupportedModelError, UsageError, first_line
+from kvconvert.errors import CheckpointError, MissingError, UnsupportedModelError, UsageError, first_line, unreadable
 from kvconvert.models.configuration import placeholder_ids
 from kvconvert.models.prompts import MARK, Conversations, added_around, without_marks
 from kvconvert.models.templates import panics_as_errors, shared_renderer
@@ -123,7 +123,16 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 
 def check_tokenizer(directory: Path) -> None:
-    """Refuse (CheckpointError) a tokenizer.json by which short texts take seconds, gigabytes, or many tokens."""
+    """Refuse (CheckpointError) a tokenizer.json by which short texts take seconds, gigabytes, or many tokens.
+
+    Files of the tokenizer that may not be read are refused by name: transformers calls them damaged or absent.
+    """
+    for file in sorted(directory.glob("*token*")):
+        try:
+            if file.is_file():
+                file.open("rb").close()
+        except OSError as error:
+            raise CheckpointError(unreadable(file, error)) from error
     path = directory / "tokenizer.json"
     if path.is_file() and (reason := shared_renderer().try_tokenizer(path.resolve())):
         raise CheckpointError(f"{path} is not applied to any text ({reason}); use another copy of the tokenizer.")
