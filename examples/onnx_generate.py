@@ -7,17 +7,19 @@ The cache is what the graph says it is: float32, or int8 codes, or int4 codes tw
 """
 
 import argparse
+import importlib.util
 import json
 from pathlib import Path
 
 import numpy as np
-import onnxruntime
 
 DTYPES = {"tensor(float)": np.float32, "tensor(int8)": np.int8, "tensor(uint8)": np.uint8}
 
 
 def generate(directory, ids, count, stop=(), threads=0):
     """Yield up to `count` greedy tokens that follow the token ids, the logits [vocabulary] of each beside it."""
+    import onnxruntime
+
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     session = onnxruntime.InferenceSession(Path(directory) / "model.onnx", options, providers=["CPUExecutionProvider"])
@@ -39,13 +41,16 @@ def generate(directory, ids, count, stop=(), threads=0):
 
 def main():
     """Print a continuation."""
-    from tokenizers import Tokenizer
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, metavar="DIRECTORY", help="directory of an ONNX export")
     parser.add_argument("prompt", metavar="TEXT", help="text to continue")
     parser.add_argument("--tokens", type=int, default=40, metavar="N", help="at most; 40 by default")
     args = parser.parse_args()
+    for package in ("onnxruntime", "tokenizers"):
+        if importlib.util.find_spec(package) is None:
+            parser.error(f"{package} is not installed; run pip install {package}")
+    from tokenizers import Tokenizer
+
     try:
         end = json.loads((args.directory / "genai_config.json").read_text())["model"].get("eos_token_id", [])
     except OSError as error:

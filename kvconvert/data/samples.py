@@ -271,6 +271,12 @@ def sample_shape(
     return MOST_SAMPLES if samples is None else samples, length
 
 
+def check_amount(model: SourceModel, source: Sources, samples: int, length: int, seed: int) -> None:
+    """Refuse text that has fewer samples, as `load_samples` does; images are counted only there."""
+    if not _takes_images(model, source):
+        load_mixture(source, load_tokenizer(model.directory), samples, length, seed)
+
+
 def _takes_images(model: SourceModel, source: Sources) -> bool:
     """Whether a model's samples have images: those of its source, or drawings."""
     multimodal = supports_images(model.config) and has_processor(model.directory)

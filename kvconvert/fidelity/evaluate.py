@@ -17,7 +17,7 @@ from typing import Annotated
 
 import torch
 import transformers
-from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvconvert.arguments import NAMED, BundlePlace, Count, ModelPlace, checked
 from kvconvert.bundle.locate import locate
@@ -58,17 +58,18 @@ from kvconvert.fidelity.scoring import (
     Scores,
     Work,
     compare,
+    compress_prompts,
     estimate_seconds,
     first_page,
-    treats_whole_prompts,
     words,
 )
 from kvconvert.io.progress import loading_bars
 from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.methods import KVScheme
 from kvconvert.methods.auto import stated_context
 from kvconvert.models.configuration import context_length, read_config, supports_images
 from kvconvert.models.devices import Device, Dtype, choose_device, compute_dtype
-from kvconvert.models.processors import tokenizer_of
+from kvconvert.models.processors import load_tokenizer, tokenizer_of
 from kvconvert.models.source import SourceModel, open_source
 from kvconvert.runtime import load
 from kvconvert.version import __version__
@@ -148,6 +149,15 @@ def evaluate(
     say("Verifying the bundle.")
     opened = open_bundle(directory)
     manifest = opened.manifest
+    shape = _segment_shape(checkpoint, context, manifest.schemes())
+    samples = load_token_samples(
+        EVALUATION if data is None else str(data),
+        load_tokenizer(directory),
+        -(-tokens // shape.scored),
+        shape.length,
+        seed,
+        asked=("tokens", "context"),
+    )
     info = checkpoint.info(progress)
     recorded = manifest.source
     is_recorded = (info.config_sha256, info.weights_sha256) == (recorded.config_sha256, recorded.weights_sha256)
@@ -166,15 +176,6 @@ def evaluate(
             raise UsageError(TEXT_ALONE)
         parts.remove("images")
     decoder = decoder_of(model)
-    shape = _segment_shape(checkpoint, context, decoder.new_cache())
-    samples = load_token_samples(
-        EVALUATION if data is None else str(data),
-        tokenizer,
-        -(-tokens // shape.scored),
-        shape.length,
-        seed,
-        asked=("tokens", "context"),
-    )
     ids = samples.ids[:, : shape.prefill + min(tokens, shape.scored) + 1]
     noise = None
     if computed_in != torch.float32 and "kl" in parts:
@@ -382,15 +383,15 @@ def _check_context(checkpoint: SourceModel, context: int | None) -> None:
         )
 
 
-def _segment_shape(checkpoint: SourceModel, context: int | None, cache: Cache) -> _Shape:
+def _segment_shape(checkpoint: SourceModel, context: int | None, schemes: Sequence[KVScheme | None]) -> _Shape:
     """A cache that compresses whole prompts reads half the segment first, others what `first_page` says.
 
     Short segments are halved, unless a page fits and leaves half a page to score.
     """
-    wanted, whole_prompts = context or CONTEXT, treats_whole_prompts(cache)
+    wanted, whole_prompts = context or CONTEXT, compress_prompts(schemes)
     length = min(wanted + 1 if whole_prompts else wanted, _positions(checkpoint) or wanted)
     most = length // 2 if whole_prompts else max(length // 2, length - PAGE_SIZE // 2)
-    prefill = min(wanted // 2 if whole_prompts else first_page(cache), most)
+    prefill = min(wanted // 2 if whole_prompts else first_page(schemes), most)
     return _Shape(length, prefill, length - prefill - 1)
 
 

@@ -294,16 +294,20 @@ def seal(decoder: Decoder, cache: Cache, ids: torch.Tensor) -> None:
 
 def treats_whole_prompts(cache: Cache) -> bool:
     """Whether the cache compresses a prompt as a whole instead of page by page."""
-    return isinstance(cache, KVCache) and any(s is not None and s.compresses_prompts() for s in cache.schemes)
+    return isinstance(cache, KVCache) and compress_prompts(cache.schemes)
 
 
-def first_page(cache: Cache) -> int:
+def compress_prompts(schemes: Sequence[KVScheme | None]) -> bool:
+    """The same of layers' schemes."""
+    return any(scheme is not None and scheme.compresses_prompts() for scheme in schemes)
+
+
+def first_page(schemes: Sequence[KVScheme | None]) -> int:
     """Tokens to read before chunks of a page, so that a chunk begins where decoding would quantize a page.
 
     A page and the newest tokens that stay in full precision besides; where sides or layers keep different numbers of
     them, the most, modulo the page size.
     """
-    schemes = cache.schemes if isinstance(cache, KVCache) else ()
     sides = [side for scheme in schemes if scheme is not None for side in scheme.sides if side.quantized]
     return PAGE_SIZE + max((side.recent_tokens % PAGE_SIZE for side in sides), default=0)
 

@@ -38,14 +38,7 @@ from transformers import (
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.utils import is_torchvision_available, is_vision_available
 
-from kvconvert.errors import (
-    CheckpointError,
-    MissingError,
-    UnsupportedModelError,
-    UsageError,
-    first_line,
-    unreadable,
-)
+from kvconvert.errors import CheckpointError, MissingError, UnsupportedModelError, UsageError, first_line, unreadable
 from kvconvert.io.json_text import MAX_JSON, read_json
 from kvconvert.models.configuration import placeholder_ids
 from kvconvert.models.prompts import MARK, Conversations, added_around, without_marks
@@ -139,7 +132,16 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 
 def check_tokenizer(directory: Path) -> None:
-    """Refuse (CheckpointError) a tokenizer.json by which short texts take seconds, gigabytes, or many tokens."""
+    """Refuse (CheckpointError) a tokenizer.json by which short texts take seconds, gigabytes, or many tokens.
+
+    Files of the tokenizer that may not be read are refused by name: transformers calls them damaged or absent.
+    """
+    for file in sorted(directory.glob("*token*")):
+        try:
+            if file.is_file():
+                file.open("rb").close()
+        except OSError as error:
+            raise CheckpointError(unreadable(file, error)) from error
     path = directory / "tokenizer.json"
     if path.is_file():
         _try_tokenizer(path, path.resolve())

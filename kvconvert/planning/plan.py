@@ -26,7 +26,7 @@ from kvconvert.convert.checks import check_purpose, check_recipe
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.passes import layer_jobs
 from kvconvert.convert.pipeline import kept_tensors, make_runner, with_fitted_weights
-from kvconvert.data.samples import sample_shape
+from kvconvert.data.samples import check_amount, sample_shape
 from kvconvert.data.sources import Data, check_sources
 from kvconvert.errors import UsageError
 from kvconvert.io.process import anonymous_bytes
@@ -271,6 +271,7 @@ def plan(
     context = stated_context(positions) if context is None else context
     _check_positions(positions, length, context)
     own = anonymous_bytes() or 0
+    check_amount(source, data, samples, length, seed)
     kept = kept_bytes(runner, kept_tensors(runner, recipe.weights))
     jobs = layer_jobs(runner, recipe)
     task = None if recipe.auto is None else search_task(runner.config, jobs, recipe, target)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.generation import GenerationConfig, GenerationMode
 
 from kvconvert.arguments import checked
@@ -177,6 +177,8 @@ class BundleModel:
     ) -> Any:
         """The prompt's forward passes; where it is read in chunks, only here is it known which is the last."""
         cache = model_kwargs.get(CACHE)
+        if not generation_config.is_assistant:
+            _check_prompt(input_ids, generation_config, model_kwargs)
         if isinstance(cache, KVCache) and (generation_config.prefill_chunk_size is not None or cache.reconstructs):
             cache.begin_prompt()
         output = super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
@@ -208,6 +210,20 @@ class BundleModel:
 
     generate_batch = init_continuous_batching
     continuous_batching_context_manager = init_continuous_batching
+
+
+def _check_prompt(ids: torch.Tensor, settings: GenerationConfig, arguments: Mapping[str, Any]) -> None:
+    """Refuse (UsageError) a prompt without a token that is new to its cache: transformers reads some of it again."""
+    cache, embeds, mask = (arguments.get(name) for name in (CACHE, "inputs_embeds", "attention_mask"))
+    tokens = ids.shape[1] if embeds is None else embeds.shape[1]
+    columns = getattr(settings, "_mask_length", -1) if mask is None else mask.shape[1]
+    if not tokens:
+        raise UsageError("`input_ids` has no tokens; give at least one.")
+    if isinstance(cache, KVCache) and (embeds is not None or columns == tokens) and cache.get_seq_length() >= tokens:
+        raise UsageError(
+            f"The cache holds {cache.get_seq_length()} tokens and the prompt has {tokens}; give the cache's whole text "
+            "and what follows it, or a new cache for another text."
+        )
 
 
 def _raised_by_generation(error: Exception) -> bool:
@@ -299,6 +315,8 @@ def _with_one_cache(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     if len(given) > 1:
         raise CacheError(f"{type(model).__name__} was given two caches, past_key_values and cache; pass one of them.")
     named = {name: value for name, value in arguments.items() if name not in CACHE_NAMES}
+    if given and not isinstance(given[0], Cache):
+        raise UsageError(f"The cache is of type {type(given[0]).__name__}; give `model.new_kv_cache()`, or none.")
     if given:
         named[CACHE] = given[0]
     return named

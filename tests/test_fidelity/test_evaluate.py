@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from kvconvert import Recipe, calibrate, evaluate, export
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.errors import BundleError, UsageError
+from kvconvert.errors import BundleError, DataError, UsageError
 from kvconvert.fidelity.report import table
 
 
@@ -199,3 +199,11 @@ def test_a_bundle_that_changes_between_verification_and_loading_is_not_measured(
     change_after_verification(monkeypatch, sys.modules["kvconvert.fidelity.evaluate"], bundle / "model.safetensors")
     with pytest.raises(BundleError, match="changed after it was verified"):
         evaluate(bundle, against=str(source), tokens=10, progress=False)
+
+
+def test_too_little_text_is_refused_before_anything_is_loaded(report, source, tmp_path, monkeypatch):
+    module = sys.modules["kvconvert.fidelity.evaluate"]
+    monkeypatch.setattr(module, "load", lambda *args, **kwargs: pytest.fail("the bundle was loaded"))
+    (tmp_path / "short.txt").write_text("Once upon a time")
+    with pytest.raises(DataError, match=r"short.txt holds .* give more text, or a smaller `context`"):
+        evaluate(report[0], str(source), data=tmp_path / "short.txt", progress=False)

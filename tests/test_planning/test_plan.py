@@ -27,7 +27,7 @@ from kvconvert.convert.export import export
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.data.samples import MOST_SAMPLES, load_samples, text_shape
-from kvconvert.errors import UsageError
+from kvconvert.errors import DataError, UsageError
 from kvconvert.io.process import anonymous_bytes
 from kvconvert.kernels.linear.awq_format import quantize_weight
 from kvconvert.methods import KVCalibration, KVScheme
@@ -320,6 +320,17 @@ def test_every_figure_says_what_it_rests_on(tmp_path):
     assert "at least" in shown
     assert "not measured" in shown
     assert "leave no room" in shown
+
+
+def test_text_that_calibrate_would_refuse_is_refused(tmp_path):
+    model, wanted = save_checkpoint(tmp_path / "model"), {"samples": 10**6, "seq_len": 32}
+    for given in ({}, {"data": save_text(tmp_path)}):
+        said = [pytest.raises(DataError, match="give more text, or a smaller `samples` or `seq_len`") for _ in range(2)]
+        with said[0] as planned:
+            plan(model, recipe="kv-only", probe=False, **given, **wanted)
+        with said[1] as calibrated:
+            calibrate(model, tmp_path / "work", recipe="kv-only", progress=False, **given, **wanted)
+        assert str(planned.value) == str(calibrated.value)
 
 
 def test_a_model_that_reads_images_is_planned_with_the_samples_that_calibrate_takes():

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 
 from kvconvert import KVCache, calibrate, export, load
 from kvconvert.cli import cli
-from kvconvert.errors import CacheError
+from kvconvert.errors import CacheError, UsageError
 from kvconvert.fidelity.scoring import feed
 from kvconvert.models import CACHE, CACHE_NAMES
 
@@ -55,6 +55,29 @@ def test_a_cache_has_both_names(bundle):
     for call in (model, model.generate):
         with pytest.raises(CacheError, match="was given two caches, past_key_values and cache; pass one"):
             call(ids, **two)
+
+
+def test_a_prompt_continues_what_its_cache_holds(bundle):
+    model, _ = load(bundle)
+    ids, cache = random_ids(1, 20), model.new_kv_cache()
+    turn = model.generate(ids, max_new_tokens=3, cache=cache, **GREEDY)
+    for other in (ids[:, :5], ids, turn[:, :-1]):  # 22 tokens are held
+        with pytest.raises(UsageError, match=rf"holds 22 tokens and the prompt has {other.shape[1]}; give the cache's"):
+            model.generate(other, max_new_tokens=2, cache=cache, **GREEDY)
+    # The new tokens alone, with a mask of all, are what the whole text is.
+    twin = model.new_kv_cache()
+    model.generate(ids, max_new_tokens=3, cache=twin, **GREEDY)
+    alone = model.generate(turn[:, -1:], attention_mask=torch.ones_like(turn), max_new_tokens=2, cache=twin, **GREEDY)
+    assert torch.equal(alone[:, 1:], model.generate(turn, max_new_tokens=2, cache=cache, **GREEDY)[:, 23:])
+
+
+def test_what_is_no_prompt_or_no_cache_is_refused(bundle):
+    model, _ = load(bundle)
+    with pytest.raises(UsageError, match="`input_ids` has no tokens"):
+        model.generate(torch.zeros(1, 0, dtype=torch.int64), max_new_tokens=2, **GREEDY)
+    for call in (model, model.generate):
+        with pytest.raises(UsageError, match=r"cache is of type str; give `model.new_kv_cache\(\)`"):
+            call(random_ids(1, 4), cache="default")
 
 
 def test_files_that_turn_the_cache_off_are_overruled(bundle, caplog):

@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.convert.work_files import check_place
-from kvconvert.errors import BundleError, KvconvertError, UsageError
+from kvconvert.errors import BundleError, CheckpointError, KvconvertError, UsageError
 from kvconvert.io.records import MAX_LAYERS
 from kvconvert.models import configuration
 from kvconvert.models.configuration import make_config
+from kvconvert.models.processors import load_tokenizer
 from kvconvert.runtime import KVCache, load
 from kvconvert.runtime.hf.bundle_quantizer import check_fits
 
@@ -183,6 +184,17 @@ def test_what_is_no_tokenizer_or_writes_no_token_is_refused(bundle, change):
     reseal(bundle)
     with pytest.raises(KvconvertError, match=r"has no tokenizer that transformers can load \([^\n]*$"):
         load(bundle, verify="headers")
+
+
+def test_a_file_of_the_tokenizer_that_may_not_be_read_is_named(bundle, monkeypatch):
+    def refuse(file, *args, opened=Path.open, **kwargs):
+        if file.name == "tokenizer_config.json":
+            raise PermissionError(13, "Permission denied")
+        return opened(file, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(CheckpointError, match=r"tokenizer_config.json cannot be read \(Permission denied\); check the"):
+        load_tokenizer(bundle)
 
 
 def test_plain_from_pretrained_verifies_before_it_builds_the_model(bundle, monkeypatch):

@@ -493,7 +493,7 @@ def test_a_module_tells_its_layer_or_is_refused():
     [
         {"text_config": 5},
         {"layer_types": [["full_attention"]]},
-        {"layer_types": ["full_attention"] * 2},
+        {"layer_types": ["full attention"]},
         {"layers_block_type": {"mamba": 1}, "layer_types": 7},
         {"attn_layer_indices": 1},
         {"attn_layer_period": 0},
