@@ -23,7 +23,15 @@ from kvconvert.fidelity.retrieval import (
     has_plain_template,
     retrieval_right,
 )
-from kvconvert.fidelity.scoring import Decoder, compare, feed, first_page, read_prompt, treats_whole_prompts
+from kvconvert.fidelity.scoring import (
+    Decoder,
+    compare,
+    feed,
+    first_page,
+    read_prompt,
+    schemes_of,
+    treats_whole_prompts,
+)
 from kvconvert.kernels.launches import Launch, record_specializations
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import SEARCHED_FIELDS, KVScheme
@@ -46,7 +54,7 @@ def launches_of(decoder: Decoder, rows: Sequence[int]) -> list[Launch]:
     with record_specializations() as launches:
         for count in rows:
             cache = decoder.new_cache()
-            for tokens in (first_page(cache), *PASSES):
+            for tokens in (first_page(schemes_of(cache)), *PASSES):
                 feed(decoder, cache, torch.zeros(count, tokens, dtype=torch.int64), logits_to_keep=1)
     return list(launches)
 
@@ -54,7 +62,7 @@ def launches_of(decoder: Decoder, rows: Sequence[int]) -> list[Launch]:
 def text_figures(source: Decoder, decoder: Decoder, texts: Mapping[str, torch.Tensor], batch: int) -> dict[str, Any]:
     """KL and likelihood of each text [segments, length], read page by page, per segment."""
     names, rows = list(texts), torch.cat(list(texts.values()))
-    prefill = first_page(decoder.new_cache())
+    prefill = first_page(schemes_of(decoder.new_cache()))
     found = compare(source, {"case": decoder}, rows, prefill, batch=batch, progress=True)["case"]
     counts, skipped = [len(texts[name]) for name in names], max(0, FIRST_SCORED - prefill)
     parts = {

@@ -294,7 +294,12 @@ def seal(decoder: Decoder, cache: Cache, ids: torch.Tensor) -> None:
 
 def treats_whole_prompts(cache: Cache) -> bool:
     """Whether the cache compresses a prompt as a whole instead of page by page."""
-    return isinstance(cache, KVCache) and compress_prompts(cache.schemes)
+    return compress_prompts(schemes_of(cache))
+
+
+def schemes_of(cache: Cache) -> Sequence[KVScheme | None]:
+    """Of the layers; none of a cache of transformers' own."""
+    return cache.schemes if isinstance(cache, KVCache) else ()
 
 
 def compress_prompts(schemes: Sequence[KVScheme | None]) -> bool:

@@ -41,7 +41,7 @@ def both(name, schemes, length=3 * PAGE + 37):
     model.set_attn_implementation("kvconvert")
     decoder = Decoder(model, lambda: KVCache(model.config, schemes))
     # Chunks end where pages are quantized, so that no token reads a page later than it would when decoding.
-    first = first_page(decoder.new_cache())
+    first = first_page(decoder.new_cache().schemes)
     through = compare(Decoder.plain(model), {"cache": decoder}, ids, prefill=first, chunk=PAGE)["cache"]
     model.set_attn_implementation(SIMULATED_ATTENTION)
     simulated = SimulatedModel(model, model.model.layers)

@@ -380,7 +380,7 @@ def test_biases_and_penalties_change_what_is_said(tiny):
     assert tokens(logit_bias={str(first): -100})[0] != plain[0]
     assert len(set(tokens(logit_bias={"40": 3}, repetition_penalty=50.0))) == 5
     assert tokens(repetition_penalty=1.0, min_p=0) == plain
-    assert "generation settings sequence_bias cannot be applied" in tokens(logit_bias={"4096": 1})
+    assert "the model's ids are 0 to 4095" in tokens(logit_bias={"4096": 1})
 
 
 def schema(**properties):
