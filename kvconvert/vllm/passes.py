@@ -164,8 +164,9 @@ class PassPlanner:
         if self._tables is not None:
             rows = range(common.num_reqs) if not plan.prompts else [request.row for request in plan.decodes]
             known = {request.row: request for request in plan.decodes}
-            steps = [(known[row].tokens, known[row].recent) if row in known else (0, True) for row in rows]
-            self._tables.write(common.block_table_tensor, rows, *zip(*steps, strict=True))
+            tokens = [known[row].tokens if row in known else 0 for row in rows]
+            recent = [row not in known or known[row].recent for row in rows]
+            self._tables.write(common.block_table_tensor, rows, tokens, recent)
 
     def _quantized_blocks(self) -> torch.Tensor | None:
         """Where requests share pages, which blocks hold quantized ones: uint8 [blocks]."""
