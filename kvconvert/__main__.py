@@ -2,13 +2,13 @@
 
 import signal
 
-from kvconvert.io.process import end_before_the_beginning
+from kvconvert.io.process import exit_interrupted
 
 
 def main() -> None:
     """Entry point."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # and not ignored
-        signal.signal(signal.SIGINT, end_before_the_beginning)
+        signal.signal(signal.SIGINT, exit_interrupted)
     from kvconvert.cli import main as command_line
 
     command_line()

@@ -30,7 +30,7 @@ from kvconvert.commands.recipes import recipes
 from kvconvert.commands.serve import serve
 from kvconvert.commands.warm import warm
 from kvconvert.errors import KvconvertError, UsageError, printable
-from kvconvert.io.process import INTERRUPTED, end_before_the_beginning, ended_at_once
+from kvconvert.io.process import INTERRUPTED, ended_at_once, exit_interrupted
 from kvconvert.version import __version__
 
 # What other programs call what is here.
@@ -266,7 +266,7 @@ def _terminate(signum: int, frame: object) -> None:
 def _interrupt(signum: int, frame: FrameType | None) -> None:
     """Ctrl-C: KeyboardInterrupt, but not within the import of torch, which aborts on it."""
     if getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False):
-        end_before_the_beginning(signum, frame)
+        exit_interrupted(signum, frame)
     signal.default_int_handler(signum, frame)
 
 
@@ -275,7 +275,7 @@ def main() -> None:
     # It would read the entry points of every installed package, longer than it takes to refuse a recipe.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     signal.signal(signal.SIGTERM, _terminate)
-    if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, end_before_the_beginning):  # and not ignored
+    if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, exit_interrupted):  # and not ignored
         signal.signal(signal.SIGINT, _interrupt)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by whoever started this

@@ -529,7 +529,7 @@ def _own_files_alone(name: str) -> Iterator[None]:
     machine, addresses, and other data sets.
 
     Args:
-        name: of the data set.
+        name: id of the data set on the Hub.
     """
     from datasets import data_files
 
@@ -617,7 +617,7 @@ def check_card(card: Path) -> None:
             if len(parts) > MAX_DEPTH:
                 raise DataError(f"The card {card.name} of the data set has more than {MAX_DEPTH} levels; use another.")
     except yaml.YAMLError as error:
-        raise DataError(f"The card {card.name} of the data set cannot be read ({first_line(error)}).") from error
+        raise DataError(f"The card {card.name} of the data set cannot be read ({first_line(error)}); use another.") from error
 
 
 def _known(names: Iterable[str], wanted: str | None) -> list[str]:

@@ -69,7 +69,7 @@ def anonymous_bytes(pid: int | str = "self") -> int | None:
 INTERRUPTED = 128 + signal.SIGINT
 
 
-def end_before_the_beginning(signum: int, frame: FrameType | None) -> NoReturn:
+def exit_interrupted(signum: int, frame: FrameType | None) -> NoReturn:
     """Ctrl-C while modules are imported, some of which abort on KeyboardInterrupt; nothing is left then."""
     os.write(2, b"Error: Interrupted before anything was begun; run the same command again.\n")
     os._exit(INTERRUPTED)

@@ -125,7 +125,7 @@ class BlockLayout:
         return -(-tokens // PAGE_SIZE) + self.blocks_ahead if tokens else 0
 
     def quantized(self, tokens: int, recent: bool = True) -> tuple[int, int]:
-        """Pages of keys and of values that are read as they are quantized once so many tokens are stored.
+        """Number of key pages and value pages that are read quantized when `tokens` tokens are stored.
 
         Args:
             tokens: stored.
@@ -141,7 +141,7 @@ class BlockLayout:
         return keys, values
 
     def completes(self, tokens: int) -> bool:
-        """Whether with the last of so many stored tokens a page comes to be read as it is quantized, on either side."""
+        """Whether the last of `tokens` stored tokens makes a key or value page be read quantized."""
         return tokens > 0 and self.quantized(tokens) != self.quantized(tokens - 1)
 
     def places(self, positions: torch.Tensor) -> Places:

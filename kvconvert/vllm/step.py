@@ -87,7 +87,7 @@ class PendingTokens(NamedTuple):
     """Where the tokens of pending pages and sink tokens are, in layers with one layout of blocks: blocks and slots.
 
     Attributes:
-        tokens: of the pages, int64 [128 N] each.
+        tokens: the blocks and slots of the pages' tokens, int64 [128 N] each.
         sinks: of sink tokens that go where they stay, and where that is; None for none.
     """
 
@@ -341,7 +341,7 @@ class DecodeTables:
             block_table: int32 [requests, entries] on the device.
             rows: of the block table, one for each request with one new token; without any there is nothing to do.
             tokens: of each once the step is over; 0 for rows that take no part.
-            recent: of each, see `Request`; all if not given.
+            recent: `Request.recent` for each row; True for all by default.
         """
         layout, count = self.layout, len(rows)
         if not count:

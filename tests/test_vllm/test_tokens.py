@@ -241,8 +241,8 @@ def goes_on_by_its_newest_token(
     return found
 
 
-# What joins the embedding of a token with the hidden state before it: the one alone, and both at random. Of 200 tokens
-# so many drafts are accepted at least and at most.
+# What joins the embedding of a token with the hidden state before it: the one alone, and both at random. Beside each
+# the minimum and maximum number of drafts accepted in 200 tokens.
 DRAFT_SIZE = 128
 JOINED = {
     "the newest token": (torch.eye(DRAFT_SIZE, 2 * DRAFT_SIZE), 50, 150),

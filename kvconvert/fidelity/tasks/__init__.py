@@ -271,7 +271,7 @@ def prompts_of(
         every: all its problems, among which those of the context are chosen.
         problems: those that are asked.
         tokenizer: the model's.
-        tokens: of the context before each, at most.
+        tokens: maximum number of context tokens before each problem.
         seed: the seed of that choice.
     """
     templated = has_plain_template(tokenizer)
