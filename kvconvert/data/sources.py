@@ -617,7 +617,8 @@ def check_card(card: Path) -> None:
             if len(parts) > MAX_DEPTH:
                 raise DataError(f"The card {card.name} of the data set has more than {MAX_DEPTH} levels; use another.")
     except yaml.YAMLError as error:
-        raise DataError(f"The card {card.name} of the data set cannot be read ({first_line(error)}); use another.") from error
+        reason = first_line(error)
+        raise DataError(f"The card {card.name} of the data set cannot be read ({reason}); use another.") from error
 
 
 def _known(names: Iterable[str], wanted: str | None) -> list[str]:

@@ -496,6 +496,7 @@ def test_a_module_tells_its_layer_or_is_refused():
         {"layer_types": ["full attention"]},
         {"layers_block_type": {"mamba": 1}, "layer_types": 7},
         {"attn_layer_indices": 1},
+        {"sparse_attention_config": {"sparse_attention_freq": {"x": 1}}},
         {"attn_layer_period": 0},
     ],
     ids=str,
