@@ -5,22 +5,21 @@
 Needs vLLM in the same environment. Takes random weights of an 8B Llama's shape (AWQ in groups of 128 and `oscar-g128`
 for bundles) and a cache of --memory GiB for each. Contenders: bf16, awq-fp8, bundle (graphs for decoding and prompts),
 bundle-piecewise (for what is not attention), bundle-eager; and, if asked for, bundle-own-prompts (without
-FlashAttention 3), bundle-mixed (layers of different widths, of as many bytes together), bundle-ngram (with drafts of
-n-grams), bundle-2-gpus, bundle-per-head, the same with one GPU, and hybrid, the shape of a 9B Qwen3.5 in bf16. Each is
-started once, with --together all of them at the same time before any is measured. Cases: `ROWSxTOKENS` gives
-milliseconds until the last row's first token and per further token, medians of five runs where they are short,
-`fullx8192` the same of as many rows as the cache holds, `mixed` seconds for the requests of traffic.py, for the passes
-that read prompts (until the last first token), and the number of passes after these, and `mixed-4` the same with 4 GiB
-of the cache. `kernels:CASE` and `functions:CASE` list what takes the time in a case on one GPU, in milliseconds, under
-a profiler. A tenth of the mixed requests and a prompt of 9,000 tokens come before all, and before the mixed load steps
-of 160 rows, 159, and so on; nothing comes before `first-mixed`, where it is the first case. `NAME/CASE` is a case of
-one contender alone. Every figure is written at once; a case that fails, or has no time left,
-says so, and the next one runs. --seconds is the time of each contender, its start included. With --tiny a small model
-serves lengths divided by 8 on a CPU, which does everything and measures nothing.
+FlashAttention 3), bundle-mixed (layers of different widths, of as many bytes together, or with those of the bundle
+that --widths-of names), bundle-ngram (with drafts of n-grams), bundle-2-gpus, bundle-per-head, the same with one GPU,
+and hybrid, the shape of a 9B Qwen3.5 in bf16. Each is started once, with --together all of them at the same time before
+any is measured. Cases: `ROWSxTOKENS` gives milliseconds until the last row's first token and per further token, medians
+of five runs where they are short, `fullx8192` the same of as many rows as the cache holds, `mixed` seconds for the
+requests of traffic.py, for the passes that read prompts (until the last first token), and the number of passes after
+these, and `mixed-4` the same with 4 GiB of the cache. `kernels:CASE` and `functions:CASE` list what takes the time in a
+case on one GPU, in milliseconds, under a profiler. A tenth of the mixed requests and a prompt of 9,000 tokens come
+before all, and before the mixed load steps of 160 rows, 159, and so on; nothing comes before `first-mixed`, where it is
+the first case. `NAME/CASE` is a case of one contender alone. Every figure is written at once; a case that fails, or has
+no time left, says so, and the next one runs. --seconds is the time of each contender, its start included. With --tiny a
+small model serves lengths divided by 8 on a CPU, which does everything and measures nothing.
 
-vllm_answers.py compares answers with the runtime's. Compiled code
-stays in ~/.cache/vllm/torch_compile_cache (VLLM_CACHE_ROOT) and ~/.triton/cache: a second start on the same machine is
-faster.
+vllm_answers.py compares answers with the runtime's. Compiled code stays in ~/.cache/vllm/torch_compile_cache
+(VLLM_CACHE_ROOT) and ~/.triton/cache: a second start on the same machine is faster.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ def linears(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
     return named | {f"mlp.{name}": sizes for name, sizes in mlp.items()}
 
 
-def write_model(folder: Path, contender: str, shape: dict[str, Any]) -> Path:
+def write_model(folder: Path, contender: str, shape: dict[str, Any], widths: list[dict[str, Any]]) -> Path:
     """A directory from which vLLM takes shapes: a plain model, an AWQ checkpoint, or a bundle, all without weights."""
     config = LLAMA_8B | shape
     if contender == "hybrid":
@@ -120,13 +119,13 @@ def write_model(folder: Path, contender: str, shape: dict[str, Any]) -> Path:
         }  # fmt: skip
     if contender.startswith("bundle"):
         norm = "per_head" if contender.endswith(("gpus", "head")) else "joint"
-        write_bundle(folder, config, norm, MIXED if contender.endswith("mixed") else [{}])
+        write_bundle(folder, config, norm, (widths or MIXED) if contender.endswith("mixed") else [{}])
     else:
         (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
-def write_bundle(folder: Path, config: dict[str, Any], token_norm: str, widths: list[dict[str, int]]) -> None:
+def write_bundle(folder: Path, config: dict[str, Any], token_norm: str, widths: list[dict[str, Any]]) -> None:
     """A bundle's description: config.json, manifest and an empty KV plan; layers have these widths in turn."""
     from kvconvert.bundle.locate import MANIFEST_NAME, PLAN_NAME
     from kvconvert.bundle.manifest import (
@@ -189,6 +188,21 @@ def write_bundle(folder: Path, config: dict[str, Any], token_norm: str, widths: 
     (folder / MANIFEST_NAME).write_bytes(manifest.to_bytes())
 
 
+def widths_of(bundle: Path) -> list[dict[str, Any]]:
+    """What decides on the bytes of each layer's cache in a bundle, and how its kernels read them."""
+    from kvconvert.bundle.locate import MANIFEST_NAME
+
+    each = "bits", "group_size", "scale_bits", "recent_tokens"
+    names = [
+        "rotate_keys",
+        "token_norm",
+        "boost_fraction",
+        *(f"{side}_{name}" for side in ("key", "value") for name in each),
+    ]
+    layers = json.loads((bundle / MANIFEST_NAME).read_text())["layers"]
+    return [{name: layer["kv"][name] for name in names} for layer in layers]
+
+
 def engine_options(contender: str, memory: float, scale: int) -> dict[str, Any]:
     """Arguments of vLLM's `EngineArgs` besides the model; lengths divided by `scale`, `memory` GiB of cache."""
     return {
@@ -214,6 +228,7 @@ class Contender:
         mixed: prompts and numbers of tokens to answer.
         tiny: whether the model is, and lengths are divided by 8.
         options: the keyword arguments of vLLM's `EngineArgs`, besides those of `engine_options`.
+        widths: of the layers of bundle-mixed, in turn; none for those of `MIXED`.
     """
 
     def __init__(
@@ -224,12 +239,13 @@ class Contender:
         mixed: list[tuple[list[int], int]],
         tiny: bool,
         options: dict[str, Any],
+        widths: list[dict[str, Any]],
     ):
         self.name, self.memory, self.mixed, self.scale = name, memory, mixed, 8 if tiny else 1
         self.options = options
         self.shape = TINY if tiny else {}
         self._folder = tempfile.TemporaryDirectory()
-        self.model = write_model(Path(self._folder.name), name, self.shape)
+        self.model = write_model(Path(self._folder.name), name, self.shape, widths)
         self.end = time.perf_counter() + seconds
         self.vllm: VLLM | None = None
         self.has_sampled = False
@@ -355,8 +371,10 @@ def main() -> None:
     parser.add_argument("--together", action="store_true", help="start all contenders before any is measured")
     parser.add_argument("--seconds", type=float, default=240, help="of each contender (default: 240)")
     parser.add_argument("--options", type=json.loads, default={}, help="of vLLM's EngineArgs, as JSON")
+    parser.add_argument("--widths-of", type=Path, metavar="BUNDLE", help="for the layers of bundle-mixed, in turn")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    widths = widths_of(given.widths_of) if given.widths_of else []
     # Processes of vLLM's end with this one.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     report: dict[str, Any] = {}
@@ -364,7 +382,7 @@ def main() -> None:
     contenders = []
 
     def contender_of(name: str) -> Contender:
-        contenders.append(Contender(name, given.memory, given.seconds, mixed, given.tiny, given.options))
+        contenders.append(Contender(name, given.memory, given.seconds, mixed, given.tiny, given.options, widths))
         return contenders[-1]
 
     ready: dict[str, Contender] = {}

@@ -249,15 +249,18 @@ def plan_step(
         starts: where each request's tokens begin among those of the pass, and their number at the end.
         lengths: tokens of each request once the pass is over.
         block_table, quantized_blocks: as in `StepPlan`.
-        prompts: which requests' tokens are of prompts, and no drafts; None for all.
+        prompts: which requests' tokens are of prompts, and no drafts, rows without tokens aside; None for all.
     """
     requests = []
     for row, (first, end, tokens) in enumerate(zip(starts, starts[1:], lengths, strict=False)):
         stored, length = tokens - end + first, end - first
+        if not length:
+            # A recorded pass has such rows after those of its requests, of which `prompts` says nothing.
+            continue
         is_prompt = prompts is None or prompts[row]
         if not layout.drafts or not 1 < length <= 1 + layout.drafts or is_prompt:
             recent = quantized_blocks is None or not is_prompt
-            requests += [Request(row, first, stored, length, recent=recent)] if length else []
+            requests.append(Request(row, first, stored, length, recent=recent))
             continue
         begin = stored
         for after in range(stored + 1, tokens + 1):

@@ -211,15 +211,18 @@ class BundleAwqWeights(AutoAWQConfig):
 _packed: dict[int, tuple[PackedWeight, FewRowsLinearMethod, torch.nn.Module]] = {}
 
 
-def _awq_linear(x: Tensor, lanes: Tensor, outputs: int) -> Tensor:
+def _awq_linear(x: Tensor, lanes: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
     weight, method, layer = _packed[lanes.data_ptr()]
     rows = x.reshape(-1, x.shape[-1])
     if len(rows) > FEW_ROWS:
-        return method.kernel.apply_weights(layer, x)
-    return packed_product(rows, weight).view(*x.shape[:-1], outputs)
+        return method.kernel.apply_weights(layer, x, bias)
+    y = packed_product(rows, weight)
+    # vLLM's kernel has the other one in an order of its own.
+    y = y if bias is None else y + layer.few_rows_bias
+    return y.view(*x.shape[:-1], outputs)
 
 
-def _awq_linear_shape(x: Tensor, lanes: Tensor, outputs: int) -> Tensor:
+def _awq_linear_shape(x: Tensor, lanes: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], outputs)
 
 
@@ -271,6 +274,7 @@ class FewRowsLinearMethod(AutoAWQMarlinLinearMethod):
         if self.has_room and reason is None:
             weight = pack_weight(stored)
             layer.few_rows, layer.few_rows_outputs = Parameter(weight.lanes, requires_grad=False), weight.outputs
+            layer.few_rows_bias = None if getattr(layer, "bias", None) is None else layer.bias.data.clone()
             _packed[layer.few_rows.data_ptr()] = weight, self, layer
         super().process_weights_after_loading(layer)
 
@@ -278,5 +282,4 @@ class FewRowsLinearMethod(AutoAWQMarlinLinearMethod):
         """[..., in] to [..., out]."""
         if layer.few_rows is None:
             return super().apply(layer, x, bias)
-        y = torch.ops.vllm.kvconvert_awq_linear(x, layer.few_rows, layer.few_rows_outputs)
-        return y if bias is None else y + bias
+        return torch.ops.vllm.kvconvert_awq_linear(x, layer.few_rows, bias, layer.few_rows_outputs)

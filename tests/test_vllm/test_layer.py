@@ -350,6 +350,15 @@ def test_drafts_are_divided_where_they_complete_a_page():
     assert not plan.decodes
 
 
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_rows_that_a_recorded_pass_is_padded_with_take_no_part(drafts):
+    layout = Layer(SCHEMES["kivi"], kernels=False, drafts=drafts).layout
+    table = torch.zeros(4, 40, dtype=torch.int32)
+    plan = plan_step(layout, [0, 1, 2, 2, 2], [5, 300, 0, 0], table, prompts=[False, False])
+    assert [(r.row, r.first, r.stored, r.length) for r in plan.decodes] == [(0, 0, 4, 1), (1, 1, 299, 1)]
+    assert not plan.prompts
+
+
 @pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=FULL)])
 @pytest.mark.parametrize("more", [{"softcap": 2.0}, {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])}], ids=list)
 def test_logits_are_capped_and_joined_by_those_of_sinks(more, kernels):

@@ -362,8 +362,17 @@ def test_layers_with_windows_are_left_to_vllm(tmp_path):
     assert found == [tokens[:160] for tokens in in_runtime(bundle, asked)]
 
 
+# Parameters ask which of several processes they are of.
+ONE_RANK = """
+from vllm.model_executor import parameter
+parameter.get_tensor_model_parallel_rank, parameter.get_tensor_model_parallel_world_size = lambda: 0, lambda: 1
+"""
+
+
 def test_our_kernels_join_those_of_awq_on_gpus_alone_and_only_unasked():
-    script = """
+    script = (
+        ONE_RANK
+        + """
 import torch
 from kvconvert.vllm import weights
 known = {"quant_method": "awq", "version": "gemm", "kvconvert": {}}
@@ -380,6 +389,7 @@ layer = torch.nn.Module()
 method.create_weights(layer, 64, [64], 64, 64, torch.bfloat16, weight_loader=print)
 print("SAID", layer.scales.dtype, method.dtype)
 """
+    )
     ended = subprocess.run([PYTHON, "-c", script], capture_output=True, text=True, timeout=300)
     said = [line.removeprefix("SAID ") for line in ended.stdout.splitlines() if line.startswith("SAID")]
     neither, other = "[None, None]", "['kvconvert', None]"
@@ -387,6 +397,42 @@ print("SAID", layer.scales.dtype, method.dtype)
     # Loaded as they are stored, of which vLLM would warn otherwise.
     scales = "torch.float16 torch.bfloat16"
     assert said == [neither, neither, other, neither, on_gpus, neither, other, neither, scales], ended.stderr
+
+
+def test_a_bias_that_vllms_kernel_keeps_in_its_own_order_is_added_in_the_models():
+    script = (
+        ONE_RANK
+        + """
+import torch
+from types import SimpleNamespace
+from kvconvert.kernels.device import interpreted
+from kvconvert.vllm import weights
+
+# Weights of zeros, and a kernel that keeps a bias backwards.
+def take(method, layer):
+    layer.bias.data = layer.bias.data.flip(0)
+    method.kernel = SimpleNamespace(apply_weights=lambda layer, x, bias: x.new_zeros(len(x), 64) + bias.flip(0))
+
+weights.AutoAWQMarlinLinearMethod.process_weights_after_loading = take
+known = {"quant_method": "awq", "version": "gemm", "kvconvert": {}, "bits": 4, "group_size": 32, "zero_point": True}
+method = weights.FewRowsLinearMethod(weights.BundleAwqWeights.from_config(known), True)
+layer = torch.nn.Module()
+method.create_weights(layer, 64, [64], 64, 64, torch.bfloat16, weight_loader=print)
+for part in layer.parameters():
+    part.data.zero_()
+bias = torch.arange(64, dtype=torch.bfloat16)
+layer.bias = torch.nn.Parameter(bias.clone())
+with interpreted(), torch.no_grad():
+    method.process_weights_after_loading(layer)
+    for rows in (1, 17):
+        x = torch.ones(rows, 64, dtype=torch.bfloat16)
+        y, without = method.apply(layer, x, layer.bias), method.apply(layer, x[:1])
+        print("SAID", layer.few_rows is not None, torch.equal(y, bias.expand(rows, -1)), without.any().item())
+"""
+    )
+    ended = subprocess.run([PYTHON, "-c", script], capture_output=True, text=True, timeout=300)
+    said = [line.removeprefix("SAID ") for line in ended.stdout.splitlines() if line.startswith("SAID")]
+    assert said == ["True True False"] * 2, ended.stderr
 
 
 def test_kernels_of_all_bundles_are_compiled_into_one_folder():
