@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,6 +26,8 @@ from kvconvert.serve.replies import Reply
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+# Events of an answer that is sent whole, after which they are taken before its end.
+_MANY_EVENTS = 64
 
 
 class Generation:
@@ -35,20 +38,20 @@ class Generation:
     Attributes:
         requests: in the order of the choices.
         replies: what divides their texts.
+        whole: whether their events are wanted at their end alone, for which the event loop is woken seldom.
+        cancelled: whether what has not ended is wanted no more.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.requests: list[Request] = []
         self.replies: list[Reply] = []
+        self.whole = self.cancelled = False
         self._constraints: list[Constraint | None] = []
         self._engine, self._loop = engine, asyncio.get_running_loop()
-        self._events: asyncio.Queue[tuple[int, Event, float] | None] = asyncio.Queue()  # None: cancelled
-        self._over = self._loop.create_future()
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether what has not ended is wanted no more."""
-        return self._over.done()
+        self._events: deque[tuple[int, Event, float]] = deque()
+        self._news = asyncio.Event()
+        self._told = False  # whether the event loop knows, or will, of all in `_events`
+        self._end_work: Callable[[], None] | None = None
 
     async def unless_over(self, work: Coroutine[Any, Any, T], gone: asyncio.Task[None] | None = None) -> T:
         """The result of some work, which is cancelled if these choices are, or if the client is gone.
@@ -57,17 +60,35 @@ class Generation:
             ClientDisconnect: the client is gone.
             Refusal: the choices were cancelled.
         """
-        task = asyncio.ensure_future(work)
+        task, working, ended = asyncio.current_task(), True, False
+        assert task is not None
+        others = task.cancelling()  # by whom it was cancelled before
+
+        def end(gone: asyncio.Task[None] | None = None) -> None:
+            nonlocal ended
+            if working and not ended:
+                ended = task.cancel()
+
+        if gone is not None:
+            gone.add_done_callback(end)
+        self._end_work = end
         try:
-            ends = [task, self._over] if gone is None else [task, self._over, gone]
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not self.cancelled and not (gone and gone.done()):
+                result = await work
+        except asyncio.CancelledError:
+            if not ended or task.uncancel() > others:
+                raise
         finally:
-            task.cancel()
-        left = gone is not None and gone.done()
-        if not left and not self.cancelled:
-            return task.result()
-        await asyncio.gather(task, return_exceptions=True)
-        raise ClientDisconnect if left else _ending()
+            working = False
+            work.close()
+            self._end_work = None
+            if gone is not None:
+                gone.remove_done_callback(end)
+        if gone is not None and gone.done():
+            raise ClientDisconnect
+        if self.cancelled:
+            raise _ending()
+        return result
 
     def add(self, prompt: list[int], reply: Reply, constraint: Constraint | None = None, **options: Any) -> None:
         """Queue one more choice, whose text `reply` divides; other arguments and errors are those of `Engine.add`."""
@@ -80,9 +101,10 @@ class Generation:
 
     def cancel(self) -> None:
         """End what has not ended."""
-        if not self.cancelled:
-            self._over.set_result(None)
-            self._events.put_nowait(None)
+        self.cancelled = True
+        self._news.set()
+        if self._end_work is not None:
+            self._end_work()
         for request in list(self.requests):
             request.cancel()
 
@@ -92,13 +114,15 @@ class Generation:
         """
         left = len(self.requests)
         while left:
-            news = [await self._events.get()]
-            while not self._events.empty():
-                news.append(self._events.get_nowait())
-            came = [event for event in news if event is not None]
-            if len(came) < len(news):  # the engine says so when its pass is over, which is not waited for
+            await self._news.wait()
+            self._news.clear()
+            self._told = False
+            if self.cancelled:  # the engine says so when its pass is over, which is not waited for
                 raise _ending()
-            left -= sum(event.finish_reason is not None for _, event, _ in came)
+            came = []
+            while self._events:
+                came.append(self._events.popleft())
+                left -= came[-1][1].finish_reason is not None
             yield came
 
     def failure(self, place: int) -> str | None:
@@ -121,8 +145,12 @@ class Generation:
         }
 
     def _report(self, place: int, event: Event) -> None:
-        with contextlib.suppress(RuntimeError):  # a pass may end after the event loop
-            self._loop.call_soon_threadsafe(self._events.put_nowait, (place, event, time.perf_counter()))
+        self._events.append((place, event, time.perf_counter()))
+        waits = self.whole and event.finish_reason is None and len(self._events) < _MANY_EVENTS
+        if not waits and not self._told:
+            self._told = True
+            with contextlib.suppress(RuntimeError):  # a pass may end after the event loop
+                self._loop.call_soon_threadsafe(self._news.set)
 
 
 class Answer:
@@ -202,7 +230,7 @@ class Answer:
         """
         newest: dict[int, float] = {}
         async for came in self._generation.events():
-            steps: dict[int, Step] = {}
+            brought: dict[int, list[Event]] = {}
             for place, event, when in came:
                 if event.tokens:
                     if place in newest:
@@ -214,18 +242,18 @@ class Answer:
                     raise Refusal(500, "The model failed while it served this request.", code="model_failed")
                 if event.finish_reason == "cancelled":
                     raise _ending()
-                step = steps.setdefault(place, Step())
-                step += self._step(place, event)
-            yield steps
+                brought.setdefault(place, []).append(event)
+            yield {place: self._step(place, events) for place, events in brought.items()}
 
-    def _step(self, place: int, event: Event) -> Step:
-        reply, reason = self._generation.replies[place], event.finish_reason
+    def _step(self, place: int, events: list[Event]) -> Step:
+        reply, reason = self._generation.replies[place], events[-1].finish_reason
         if reason is not None and (failure := self._generation.failure(place)) is not None:
             message = f"The answer's form takes too much to hold it to ({failure.rstrip('.')}); simplify its schema."
             raise Refusal(400, message, param="response_format", code="grammar_too_complex")
-        piece = reply.feed(event.text, last=reason is not None)
+        piece = reply.feed("".join(event.text for event in events), last=reason is not None)
         ended: str | None = "tool_calls" if reason == "stop" and reply.called else reason
-        return Step(piece, ended, list(zip(event.tokens, event.logprobs, strict=False)))
+        told = [each for event in events if event.logprobs for each in zip(event.tokens, event.logprobs, strict=True)]
+        return Step(piece, ended, told)
 
     async def _whole(self) -> Response:
         choices = [Step() for _ in self._generation.requests]
@@ -248,7 +276,7 @@ class Answer:
             if opening := form.opening(count):
                 await send(_part(*opening))
             async for steps in self._steps():
-                if known := form.events({place: step for place, step in steps.items() if step}, self._usage()):
+                if known := form.events({place: step for place, step in steps.items() if step}, self._usage):
                     await send(_part(*known))
             await send(_part(*form.closing(self._usage())))
         except Refusal as refusal:

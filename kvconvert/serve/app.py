@@ -365,6 +365,7 @@ class Service:
         for prompt in prompts:
             self._check_length(asked, prompt)
         salt = body.client if self._salted else b""
+        generation.whole = not asked.stream
         constraint = None
         if isinstance(asked, Chat):
             constraint = self._constraint(asked, format, str(prompts[0]), salt)

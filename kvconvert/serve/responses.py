@@ -6,6 +6,7 @@ import json
 import re
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 from pydantic import ValidationError
@@ -212,7 +213,7 @@ class ResponsesForm(Form):
             self._tell("response.in_progress", response=response),
         ]
 
-    def events(self, steps: dict[int, Step], usage: dict[str, Any] | None = None) -> list[str]:
+    def events(self, steps: dict[int, Step], usage: Callable[[], dict[str, Any]] | None = None) -> list[str]:
         """The events of what the choice was brought."""
         made = []
         for step in steps.values():

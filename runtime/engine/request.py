@@ -291,9 +291,9 @@ def new_request(
     ids = tuple(prompt)
     if not ids:
         raise UsageError("`prompt` has no tokens; give at least one.")
-    wrong = next((id for id in ids if not 0 <= id < steps.vocabulary), None)
-    if wrong is not None:
-        raise UsageError(f"`prompt` has the token {wrong!r}; the model's ids are 0 to {steps.vocabulary - 1}.")
+    for id in (min(ids), max(ids)):
+        if not 0 <= id < steps.vocabulary:
+            raise UsageError(f"`prompt` has the token {id}; the model's ids are 0 to {steps.vocabulary - 1}.")
     if max_new_tokens is None:
         room = steps.room(len(ids))
         max_new_tokens = usual_new_tokens if room is None else max(1, min(usual_new_tokens, room))
