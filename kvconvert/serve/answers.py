@@ -49,7 +49,7 @@ class Generation:
         self._constraints: list[Constraint | None] = []
         self._engine, self._loop = engine, asyncio.get_running_loop()
         self._events: deque[tuple[int, Event, float]] = deque()
-        self._news = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
         self._told = False  # whether the event loop knows, or will, of all in `_events`
         self._end_work: Callable[[], None] | None = None
 
@@ -102,28 +102,31 @@ class Generation:
     def cancel(self) -> None:
         """End what has not ended."""
         self.cancelled = True
-        self._news.set()
+        self._wake()
         if self._end_work is not None:
             self._end_work()
         for request in list(self.requests):
             request.cancel()
 
-    async def events(self) -> AsyncIterator[list[tuple[int, Event, float]]]:
+    async def events(self) -> list[tuple[int, Event, float]]:
         """Events of all choices since the last ones, each with its choice's place and when it came, by
         `time.perf_counter` (Refusal: they were cancelled).
         """
-        left = len(self.requests)
-        while left:
-            await self._news.wait()
-            self._news.clear()
+        self._told = False
+        while not (self._events or self.cancelled):
+            self._waiter = self._loop.create_future()
+            await self._waiter
             self._told = False
-            if self.cancelled:  # the engine says so when its pass is over, which is not waited for
-                raise _ending()
-            came = []
-            while self._events:
-                came.append(self._events.popleft())
-                left -= came[-1][1].finish_reason is not None
-            yield came
+        if self.cancelled:  # the engine says so when its pass is over, which is not waited for
+            raise _ending()
+        came = []
+        while self._events:
+            came.append(self._events.popleft())
+        return came
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def failure(self, place: int) -> str | None:
         """Why the grammar of a choice was given up."""
@@ -150,7 +153,7 @@ class Generation:
         if not waits and not self._told:
             self._told = True
             with contextlib.suppress(RuntimeError):  # a pass may end after the event loop
-                self._loop.call_soon_threadsafe(self._news.set)
+                self._loop.call_soon_threadsafe(self._wake)
 
 
 class Answer:
@@ -179,6 +182,9 @@ class Answer:
         self._generation, self._form, self._prompts, self._begun = generation, form, prompts, begun
         self._client_seconds, self._metrics, self._user = client_seconds, metrics, user
         self._gone = False
+        self._left = len(generation.requests)  # choices that go on
+        self._loop = asyncio.get_running_loop()
+        self._sending: float | None = None  # since when, by the event loop's clock
 
     async def write(
         self, scope: Scope, receive: Receive, send: Send, gone: asyncio.Task[None], *, stream: bool
@@ -192,16 +198,19 @@ class Answer:
         gone.add_done_callback(self._client_gone)
         send = partial(self._send, send)
         try:
-            if stream:
-                await self._stream(send)
-            else:
-                await (await self._whole())(scope, receive, send)
+            async with asyncio.timeout(None) as self._patience:
+                self._look()
+                if stream:
+                    await self._stream(send)
+                else:
+                    await (await self._whole())(scope, receive, send)
         except TimeoutError:
             self._leave("did not take the answer")
         except Refusal:
             if not self._gone:
                 raise
         finally:
+            self._next_look.cancel()
             gone.remove_done_callback(self._client_gone)
             self._generation.cancel()
             self._metrics.whole.add(time.perf_counter() - self._begun)
@@ -221,17 +230,28 @@ class Answer:
         self._generation.cancel()
 
     async def _send(self, send: Send, message: Message) -> None:
-        async with asyncio.timeout(self._client_seconds):
-            await send(message)
+        self._sending = self._loop.time()
+        await send(message)
+        self._sending = None
+
+    def _look(self) -> None:
+        """End the answer if the client takes too long for a piece; a timer for each piece would cost more."""
+        now = self._loop.time()
+        end = (self._sending or now) + self._client_seconds
+        if end > now:
+            self._next_look = self._loop.call_at(end, self._look)
+        else:
+            self._patience.reschedule(now)
 
     async def _steps(self) -> AsyncIterator[dict[int, Step]]:
         """What came of the choices that went on; several steps at once if the client or the event loop is slower than
         the engine (Refusal: a choice ended without an answer).
         """
         newest: dict[int, float] = {}
-        async for came in self._generation.events():
+        while self._left:
             brought: dict[int, list[Event]] = {}
-            for place, event, when in came:
+            for place, event, when in await self._generation.events():
+                self._left -= event.finish_reason is not None
                 if event.tokens:
                     if place in newest:
                         self._metrics.between_tokens.add(when - newest[place])
@@ -271,17 +291,18 @@ class Answer:
         headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **self._headers()}
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
-        form, count = self._form, len(self._generation.requests)
+        form, known = self._form, list[str]()
         try:
-            if opening := form.opening(count):
-                await send(_part(*opening))
+            if opening := form.opening(self._left):
+                await send(_part(opening))
             async for steps in self._steps():
-                if known := form.events({place: step for place, step in steps.items() if step}, self._usage):
-                    await send(_part(*known))
-            await send(_part(*form.closing(self._usage())))
+                known = form.events({place: step for place, step in steps.items() if step}, self._usage)
+                if known and self._left:
+                    await send(_part(known))
+            last = [*known, *form.closing(self._usage())]
         except Refusal as refusal:
-            await send(_part(form.failed(refusal)))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            last = [form.failed(refusal)]
+        await send(_part(last, more=False))
 
     def _usage(self) -> dict[str, Any]:
         return self._generation.usage(self._prompts)
@@ -304,5 +325,5 @@ def _ending() -> Refusal:
     return Refusal(503, "The server is shutting down; send the request again.", code="shutting_down")
 
 
-def _part(*events: str) -> Message:
-    return {"type": "http.response.body", "body": "".join(events).encode(), "more_body": True}
+def _part(events: list[str], more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": "".join(events).encode(), "more_body": more}

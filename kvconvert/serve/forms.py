@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +15,15 @@ from kvconvert.models.token_bytes import TokenTexts
 from kvconvert.runtime.engine.sampling import TokenLogprobs
 from kvconvert.serve.refusal import Refusal
 from kvconvert.serve.replies import Piece
+
+
+# Of ids alone, which are no secrets: the system's would let all other threads go first.
+_DICE = random.Random()
+
+
+def new_id(kind: str) -> str:
+    """An id that no other answer has."""
+    return f"{kind}{_DICE.getrandbits(128):032x}"
 
 
 @dataclass
@@ -67,7 +76,7 @@ class Form:
         self.chat, self._texts, self._likeliest = chat, texts, likeliest
         self._usage, self._usage_so_far = usage, usage_so_far
         self._lengths: Counter[int] = Counter()  # characters of each choice's tokens
-        self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.id = new_id("chatcmpl-" if chat else "cmpl-")
         self._model, self._created = model, int(time.time())
 
     @property
