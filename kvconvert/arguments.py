@@ -93,7 +93,7 @@ def _is_whole(value: Any) -> bool:
 
 def _are_whole(values: Collection[Any]) -> bool:
     """The same of all entries of a list, of which a prompt has thousands."""
-    return not values or (set(map(type, values)) == {int} and -_MOST <= min(values) and max(values) < _MOST)
+    return not values or (set(map(type, values)) == {int} and min(values) >= -_MOST and max(values) < _MOST)
 
 
 # True is no number; nor are NaN, infinity, and what has more than 64 bits.

@@ -30,10 +30,35 @@ T = TypeVar("T")
 _MANY_EVENTS = 64
 
 
+class Bell:
+    """Wakes those who wait in an event loop for what a step of the engine brought, all of them at once."""
+
+    def __init__(self) -> None:
+        self._due: deque[Callable[[], None]] = deque()
+
+    def add(self, wake: Callable[[], None]) -> None:
+        """Let something be called when the bell rings next; from any thread."""
+        self._due.append(wake)
+
+    def ring(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Call what is due in the event loop; from any thread."""
+        if self._due:
+            with contextlib.suppress(RuntimeError):  # a pass may end after the event loop
+                loop.call_soon_threadsafe(self._call)
+
+    def _call(self) -> None:
+        while self._due:
+            self._due.popleft()()
+
+
 class Generation:
     """The choices of one HTTP request, each a request of the engine.
 
     `add` is called by one thread at a time; the rest is for the event loop in which the object was made.
+
+    Args:
+        engine: which steps.
+        bell: which rings after each step.
 
     Attributes:
         requests: in the order of the choices.
@@ -42,12 +67,12 @@ class Generation:
         cancelled: whether what has not ended is wanted no more.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, bell: Bell) -> None:
         self.requests: list[Request] = []
         self.replies: list[Reply] = []
         self.whole = self.cancelled = False
         self._constraints: list[Constraint | None] = []
-        self._engine, self._loop = engine, asyncio.get_running_loop()
+        self._engine, self._bell, self._loop = engine, bell, asyncio.get_running_loop()
         self._events: deque[tuple[int, Event, float]] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._told = False  # whether the event loop knows, or will, of all in `_events`
@@ -152,8 +177,7 @@ class Generation:
         waits = self.whole and event.finish_reason is None and len(self._events) < _MANY_EVENTS
         if not waits and not self._told:
             self._told = True
-            with contextlib.suppress(RuntimeError):  # a pass may end after the event loop
-                self._loop.call_soon_threadsafe(self._wake)
+            self._bell.add(self._wake)
 
 
 class Answer:

@@ -16,7 +16,6 @@ from kvconvert.runtime.engine.sampling import TokenLogprobs
 from kvconvert.serve.refusal import Refusal
 from kvconvert.serve.replies import Piece
 
-
 # Of ids alone, which are no secrets: the system's would let all other threads go first.
 _DICE = random.Random()
 

@@ -21,7 +21,7 @@ from kvconvert.errors import UsageError
 from kvconvert.runtime.engine.sampling import TokenLogprobs
 from kvconvert.serve import connections, listen
 from kvconvert.serve.access import Hosts, origin_of
-from kvconvert.serve.answers import Generation
+from kvconvert.serve.answers import Bell, Generation
 from kvconvert.serve.forms import Form, Step
 from kvconvert.serve.places import Bodies, Places, network
 from kvconvert.serve.readers import LARGE, Readers
@@ -129,7 +129,7 @@ def test_one_client_cannot_have_all_places():
 
 def test_choices_that_were_cancelled_have_no_answer_even_if_their_work_is_done():
     async def run(end):
-        generation = Generation(None)
+        generation = Generation(None, Bell())
         gone = asyncio.ensure_future(asyncio.sleep(0 if end == "gone" else 60))
         work = asyncio.ensure_future(asyncio.sleep(0, "done"))
         await asyncio.sleep(0.01)
