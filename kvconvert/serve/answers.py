@@ -175,7 +175,7 @@ class Generation:
     def _report(self, place: int, event: Event) -> None:
         self._events.append((place, event, time.perf_counter()))
         waits = self.whole and event.finish_reason is None and len(self._events) < _MANY_EVENTS
-        if not waits and not self._told:
+        if not (waits or self._told or self.cancelled):
             self._told = True
             self._bell.add(self._wake)
 
