@@ -49,6 +49,8 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
     What is imported for type checkers alone is left to the function itself.
     """
     signature, known = inspect.signature(function), inspect.unwrap(function).__globals__
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [name for name, parameter in signature.parameters.items() if parameter.kind in by_place]
 
     @functools.cache
     def rules() -> dict[str, Rule]:  # at the first call, for classes name themselves
@@ -61,10 +63,8 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            given = signature.bind(*args, **kwargs).arguments
-        except TypeError:  # Python's own message names the function
-            return function(*args, **kwargs)
+        # Binding them would take longer than many calls; what does not belong to a parameter is Python's to refuse.
+        given = dict(zip(names, args, strict=False)) | kwargs
         for name, (fits, wanted) in rules().items():
             if name in given and not fits(value := given[name]):
                 if isinstance(value, int) and abs(value) >= _MOST:
@@ -91,6 +91,11 @@ def _is_whole(value: Any) -> bool:
     return type(value) is int and -_MOST <= value < _MOST
 
 
+def _are_whole(values: Collection[Any]) -> bool:
+    """The same of all entries of a list, of which a prompt has thousands."""
+    return not values or (set(map(type, values)) == {int} and min(values) >= -_MOST and max(values) < _MOST)
+
+
 # True is no number; nor are NaN, infinity, and what has more than 64 bits.
 _TYPES: dict[Any, Rule] = {
     Any: (lambda value: True, "anything"),
@@ -112,19 +117,22 @@ def _rule(annotation: Any) -> Rule:
         return lambda value: isinstance(value, str) and value in parts, listed(map(repr, parts), "or")
     if kind is Annotated:
         return _noted(_rule(parts[0]), parts[1:])
-    rules = [_rule(part) for part in parts if part is not ...]
+    rules = [_rule(part) for part in parts if part not in (..., NoneType)]
     if kind in (Union, UnionType):
-        words = dict.fromkeys(words for part, (_, words) in zip(parts, rules, strict=True) if part is not NoneType)
-        return lambda value: any(fits(value) for fits, _ in rules), listed(words, "or")
+        first, *others = (fits for fits, _ in rules)
+        possible = (lambda value: any(fits(value) for fits in (first, *others))) if others else first
+        words = listed(dict.fromkeys(words for _, words in rules), "or")
+        return (lambda value: value is None or possible(value)) if NoneType in parts else possible, words
     if issubclass(kind, Mapping):
         (names, name), (entries, entry) = rules
         return (
             lambda value: isinstance(value, kind) and all(map(names, value)) and all(map(entries, value.values()))
         ), f"a dict from {name} to {entry}"
     if issubclass(kind, Collection) and rules:
-        [(entries, entry)] = rules
+        [(fits, entry)] = rules
+        all_fit = _are_whole if fits is _is_whole else lambda value: all(map(fits, value))
         return (
-            lambda value: isinstance(value, kind) and not isinstance(value, str | bytes) and all(map(entries, value))
+            lambda value: isinstance(value, kind) and not isinstance(value, str | bytes) and all_fit(value)
         ), f"a list, each entry {entry}"
     article = "an" if kind.__name__[0] in "AEIOU" else "a"
     return lambda value: isinstance(value, kind), f"{article} {kind.__name__}"

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,6 +26,29 @@ from kvconvert.serve.replies import Reply
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+# Events of an answer that is sent whole, after which they are taken before its end.
+_MANY_EVENTS = 64
+
+
+class Bell:
+    """Wakes those who wait in an event loop for what a step of the engine brought, all of them at once."""
+
+    def __init__(self) -> None:
+        self._due: deque[Callable[[], None]] = deque()
+
+    def add(self, wake: Callable[[], None]) -> None:
+        """Let something be called when the bell rings next; from any thread."""
+        self._due.append(wake)
+
+    def ring(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Call what is due in the event loop; from any thread."""
+        if self._due:
+            with contextlib.suppress(RuntimeError):  # a pass may end after the event loop
+                loop.call_soon_threadsafe(self._call)
+
+    def _call(self) -> None:
+        while self._due:
+            self._due.popleft()()
 
 
 class Generation:
@@ -32,23 +56,27 @@ class Generation:
 
     `add` is called by one thread at a time; the rest is for the event loop in which the object was made.
 
+    Args:
+        engine: which steps.
+        bell: which rings after each step.
+
     Attributes:
         requests: in the order of the choices.
         replies: what divides their texts.
+        whole: whether their events are wanted at their end alone, for which the event loop is woken seldom.
+        cancelled: whether what has not ended is wanted no more.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, bell: Bell) -> None:
         self.requests: list[Request] = []
         self.replies: list[Reply] = []
+        self.whole = self.cancelled = False
         self._constraints: list[Constraint | None] = []
-        self._engine, self._loop = engine, asyncio.get_running_loop()
-        self._events: asyncio.Queue[tuple[int, Event, float] | None] = asyncio.Queue()  # None: cancelled
-        self._over = self._loop.create_future()
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether what has not ended is wanted no more."""
-        return self._over.done()
+        self._engine, self._bell, self._loop = engine, bell, asyncio.get_running_loop()
+        self._events: deque[tuple[int, Event, float]] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._told = False  # whether the event loop knows, or will, of all in `_events`
+        self._end_work: Callable[[], None] | None = None
 
     async def unless_over(self, work: Coroutine[Any, Any, T], gone: asyncio.Task[None] | None = None) -> T:
         """The result of some work, which is cancelled if these choices are, or if the client is gone.
@@ -57,17 +85,35 @@ class Generation:
             ClientDisconnect: the client is gone.
             Refusal: the choices were cancelled.
         """
-        task = asyncio.ensure_future(work)
+        task, working, ended = asyncio.current_task(), True, False
+        assert task is not None
+        others = task.cancelling()  # by whom it was cancelled before
+
+        def end(gone: asyncio.Task[None] | None = None) -> None:
+            nonlocal ended
+            if working and not ended:
+                ended = task.cancel()
+
+        if gone is not None:
+            gone.add_done_callback(end)
+        self._end_work = end
         try:
-            ends = [task, self._over] if gone is None else [task, self._over, gone]
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not self.cancelled and not (gone and gone.done()):
+                result = await work
+        except asyncio.CancelledError:
+            if not ended or task.uncancel() > others:
+                raise
         finally:
-            task.cancel()
-        left = gone is not None and gone.done()
-        if not left and not self.cancelled:
-            return task.result()
-        await asyncio.gather(task, return_exceptions=True)
-        raise ClientDisconnect if left else _ending()
+            working = False
+            work.close()
+            self._end_work = None
+            if gone is not None:
+                gone.remove_done_callback(end)
+        if gone is not None and gone.done():
+            raise ClientDisconnect
+        if self.cancelled:
+            raise _ending()
+        return result
 
     def add(self, prompt: list[int], reply: Reply, constraint: Constraint | None = None, **options: Any) -> None:
         """Queue one more choice, whose text `reply` divides; other arguments and errors are those of `Engine.add`."""
@@ -80,26 +126,32 @@ class Generation:
 
     def cancel(self) -> None:
         """End what has not ended."""
-        if not self.cancelled:
-            self._over.set_result(None)
-            self._events.put_nowait(None)
+        self.cancelled = True
+        self._wake()
+        if self._end_work is not None:
+            self._end_work()
         for request in list(self.requests):
             request.cancel()
 
-    async def events(self) -> AsyncIterator[list[tuple[int, Event, float]]]:
+    async def events(self) -> list[tuple[int, Event, float]]:
         """Events of all choices since the last ones, each with its choice's place and when it came, by
         `time.perf_counter` (Refusal: they were cancelled).
         """
-        left = len(self.requests)
-        while left:
-            news = [await self._events.get()]
-            while not self._events.empty():
-                news.append(self._events.get_nowait())
-            came = [event for event in news if event is not None]
-            if len(came) < len(news):  # the engine says so when its pass is over, which is not waited for
-                raise _ending()
-            left -= sum(event.finish_reason is not None for _, event, _ in came)
-            yield came
+        self._told = False
+        while not (self._events or self.cancelled):
+            self._waiter = self._loop.create_future()
+            await self._waiter
+            self._told = False
+        if self.cancelled:  # the engine says so when its pass is over, which is not waited for
+            raise _ending()
+        came = []
+        while self._events:
+            came.append(self._events.popleft())
+        return came
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def failure(self, place: int) -> str | None:
         """Why the grammar of a choice was given up."""
@@ -121,8 +173,11 @@ class Generation:
         }
 
     def _report(self, place: int, event: Event) -> None:
-        with contextlib.suppress(RuntimeError):  # a pass may end after the event loop
-            self._loop.call_soon_threadsafe(self._events.put_nowait, (place, event, time.perf_counter()))
+        self._events.append((place, event, time.perf_counter()))
+        waits = self.whole and event.finish_reason is None and len(self._events) < _MANY_EVENTS
+        if not (waits or self._told or self.cancelled):
+            self._told = True
+            self._bell.add(self._wake)
 
 
 class Answer:
@@ -151,6 +206,9 @@ class Answer:
         self._generation, self._form, self._prompts, self._begun = generation, form, prompts, begun
         self._client_seconds, self._metrics, self._user = client_seconds, metrics, user
         self._gone = False
+        self._left = len(generation.requests)  # choices that go on
+        self._loop = asyncio.get_running_loop()
+        self._sending: float | None = None  # since when, by the event loop's clock
 
     async def write(
         self, scope: Scope, receive: Receive, send: Send, gone: asyncio.Task[None], *, stream: bool
@@ -164,16 +222,19 @@ class Answer:
         gone.add_done_callback(self._client_gone)
         send = partial(self._send, send)
         try:
-            if stream:
-                await self._stream(send)
-            else:
-                await (await self._whole())(scope, receive, send)
+            async with asyncio.timeout(None) as self._patience:
+                self._look()
+                if stream:
+                    await self._stream(send)
+                else:
+                    await (await self._whole())(scope, receive, send)
         except TimeoutError:
             self._leave("did not take the answer")
         except Refusal:
             if not self._gone:
                 raise
         finally:
+            self._next_look.cancel()
             gone.remove_done_callback(self._client_gone)
             self._generation.cancel()
             self._metrics.whole.add(time.perf_counter() - self._begun)
@@ -193,17 +254,28 @@ class Answer:
         self._generation.cancel()
 
     async def _send(self, send: Send, message: Message) -> None:
-        async with asyncio.timeout(self._client_seconds):
-            await send(message)
+        self._sending = self._loop.time()
+        await send(message)
+        self._sending = None
+
+    def _look(self) -> None:
+        """End the answer if the client takes too long for a piece; a timer for each piece would cost more."""
+        now = self._loop.time()
+        end = (self._sending or now) + self._client_seconds
+        if end > now:
+            self._next_look = self._loop.call_at(end, self._look)
+        else:
+            self._patience.reschedule(now)
 
     async def _steps(self) -> AsyncIterator[dict[int, Step]]:
         """What came of the choices that went on; several steps at once if the client or the event loop is slower than
         the engine (Refusal: a choice ended without an answer).
         """
         newest: dict[int, float] = {}
-        async for came in self._generation.events():
-            steps: dict[int, Step] = {}
-            for place, event, when in came:
+        while self._left:
+            brought: dict[int, list[Event]] = {}
+            for place, event, when in await self._generation.events():
+                self._left -= event.finish_reason is not None
                 if event.tokens:
                     if place in newest:
                         self._metrics.between_tokens.add(when - newest[place])
@@ -214,18 +286,18 @@ class Answer:
                     raise Refusal(500, "The model failed while it served this request.", code="model_failed")
                 if event.finish_reason == "cancelled":
                     raise _ending()
-                step = steps.setdefault(place, Step())
-                step += self._step(place, event)
-            yield steps
+                brought.setdefault(place, []).append(event)
+            yield {place: self._step(place, events) for place, events in brought.items()}
 
-    def _step(self, place: int, event: Event) -> Step:
-        reply, reason = self._generation.replies[place], event.finish_reason
+    def _step(self, place: int, events: list[Event]) -> Step:
+        reply, reason = self._generation.replies[place], events[-1].finish_reason
         if reason is not None and (failure := self._generation.failure(place)) is not None:
             message = f"The answer's form takes too much to hold it to ({failure.rstrip('.')}); simplify its schema."
             raise Refusal(400, message, param="response_format", code="grammar_too_complex")
-        piece = reply.feed(event.text, last=reason is not None)
+        piece = reply.feed("".join(event.text for event in events), last=reason is not None)
         ended: str | None = "tool_calls" if reason == "stop" and reply.called else reason
-        return Step(piece, ended, list(zip(event.tokens, event.logprobs, strict=False)))
+        told = [each for event in events if event.logprobs for each in zip(event.tokens, event.logprobs, strict=True)]
+        return Step(piece, ended, told)
 
     async def _whole(self) -> Response:
         choices = [Step() for _ in self._generation.requests]
@@ -243,17 +315,18 @@ class Answer:
         headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **self._headers()}
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
-        form, count = self._form, len(self._generation.requests)
+        form, known = self._form, list[str]()
         try:
-            if opening := form.opening(count):
-                await send(_part(*opening))
+            if opening := form.opening(self._left):
+                await send(_part(opening))
             async for steps in self._steps():
-                if known := form.events({place: step for place, step in steps.items() if step}, self._usage()):
-                    await send(_part(*known))
-            await send(_part(*form.closing(self._usage())))
+                known = form.events({place: step for place, step in steps.items() if step}, self._usage)
+                if known and self._left:
+                    await send(_part(known))
+            last = [*known, *form.closing(self._usage())]
         except Refusal as refusal:
-            await send(_part(form.failed(refusal)))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            last = [form.failed(refusal)]
+        await send(_part(last, more=False))
 
     def _usage(self) -> dict[str, Any]:
         return self._generation.usage(self._prompts)
@@ -276,5 +349,5 @@ def _ending() -> Refusal:
     return Refusal(503, "The server is shutting down; send the request again.", code="shutting_down")
 
 
-def _part(*events: str) -> Message:
-    return {"type": "http.response.body", "body": "".join(events).encode(), "more_body": True}
+def _part(events: list[str], more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": "".join(events).encode(), "more_body": more}

@@ -36,7 +36,7 @@ from kvconvert.models.token_bytes import TokenTexts, token_bytes
 from kvconvert.runtime import Engine
 from kvconvert.runtime.engine.processors import recommended
 from kvconvert.serve.access import Access, Hosts, in_origin_form
-from kvconvert.serve.answers import Answer, Generation
+from kvconvert.serve.answers import Answer, Bell, Generation
 from kvconvert.serve.forms import Form
 from kvconvert.serve.grammars import Constraint, Grammars
 from kvconvert.serve.images import read_images
@@ -97,6 +97,7 @@ class Service:
         app: for an ASGI server.
         draining: set to refuse new requests while running ones finish.
         metrics: what was counted.
+        bell: rings after each step of the engine.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class Service:
         self._created = int(time.time())
         self._salted = bool(keys) and not share_prefixes
         self._running: set[Generation] = set()
+        self.bell = Bell()
         self._readers, self._template_readers = Readers("kvconvert-reader"), Readers("kvconvert-template")
         self._slow_readers = Readers("kvconvert-slow")
         self._stepper: threading.Thread | None = None
@@ -181,7 +183,10 @@ class Service:
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         over = threading.Event()
         self._renderer.start()
-        self._stepper = threading.Thread(target=self.engine.run, args=[over], name="kvconvert-engine", daemon=True)
+        ring = partial(self.bell.ring, asyncio.get_running_loop())
+        self._stepper = threading.Thread(
+            target=self.engine.run, args=[over, ring], name="kvconvert-engine", daemon=True
+        )
         self._stepper.start()
         try:
             yield
@@ -365,6 +370,7 @@ class Service:
         for prompt in prompts:
             self._check_length(asked, prompt)
         salt = body.client if self._salted else b""
+        generation.whole = not asked.stream
         constraint = None
         if isinstance(asked, Chat):
             constraint = self._constraint(asked, format, str(prompts[0]), salt)
@@ -500,7 +506,7 @@ class _Generate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun, service, client = time.perf_counter(), self._service, scope["kvconvert.client"]
-        generation = Generation(service.engine)
+        generation = Generation(service.engine, service.bell)
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.suppress(ClientDisconnect))
             stack.enter_context(service.admitted(generation, client))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 import time
-import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -15,6 +15,14 @@ from kvconvert.models.token_bytes import TokenTexts
 from kvconvert.runtime.engine.sampling import TokenLogprobs
 from kvconvert.serve.refusal import Refusal
 from kvconvert.serve.replies import Piece
+
+# Of ids alone, which are no secrets: the system's would let all other threads go first.
+_DICE = random.Random()
+
+
+def new_id(kind: str) -> str:
+    """An id that no other answer has."""
+    return f"{kind}{_DICE.getrandbits(128):032x}"
 
 
 @dataclass
@@ -67,7 +75,7 @@ class Form:
         self.chat, self._texts, self._likeliest = chat, texts, likeliest
         self._usage, self._usage_so_far = usage, usage_so_far
         self._lengths: Counter[int] = Counter()  # characters of each choice's tokens
-        self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.id = new_id("chatcmpl-" if chat else "cmpl-")
         self._model, self._created = model, int(time.time())
 
     @property
@@ -100,8 +108,8 @@ class Form:
         said = {"delta": {"role": "assistant", "content": ""}}
         return [self._event(self._piece(place, said, None)) for place in range(count)] if self.chat else []
 
-    def events(self, steps: dict[int, Step], usage: dict[str, Any] | None = None) -> list[str]:
-        """The events of what some choices were brought, and the usage so far."""
+    def events(self, steps: dict[int, Step], usage: Callable[[], dict[str, Any]]) -> list[str]:
+        """The events of what some choices were brought; `usage` tells it so far."""
         made = []
         for place, step in steps.items():
             step.offset = self._lengths[place]
@@ -109,9 +117,8 @@ class Form:
             piece = step.piece
             fields = {"reasoning_content": piece.reasoning, "content": piece.content, "tool_calls": piece.calls}
             delta = {name: value for name, value in fields.items() if value}
-            made.append(
-                self._event(self._piece(place, {"delta": delta} if self.chat else {"text": piece.content}, step), usage)
-            )
+            said = {"delta": delta} if self.chat else {"text": piece.content}
+            made.append(self._event(self._piece(place, said, step), usage() if self._usage_so_far else None))
         return made
 
     def closing(self, usage: dict[str, Any]) -> list[str]:
@@ -125,7 +132,7 @@ class Form:
 
     def _event(self, piece: dict[str, Any], usage: dict[str, Any] | None = None) -> str:
         # Where usage is asked for at the end alone, every other piece has an empty one.
-        return event(piece | ({"usage": usage if self._usage_so_far else None} if self._usage else {}))
+        return event(piece | {"usage": usage} if self._usage else piece)
 
     def _piece(self, place: int, said: dict[str, Any], step: Step | None) -> dict[str, Any]:
         logprobs = None if step is None else self._logprobs(step)
@@ -162,9 +169,12 @@ class Form:
         return {"id": self.id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
 
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
+
+
 def event(piece: Mapping[str, Any], name: str | None = None) -> str:
     """A piece as a server-sent event."""
-    data = f"data: {json.dumps(piece, separators=(',', ':'))}\n\n"
+    data = f"data: {_ENCODER.encode(piece)}\n\n"
     return data if name is None else f"event: {name}\n{data}"
 
 

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from kvconvert.serve.refusal import Refusal
@@ -20,6 +21,7 @@ SMALL_BODY = 2**16
 _GIVES_WAY = 1.0
 
 
+@lru_cache(4096)
 def network(address: str) -> str:
     """By what clients without keys are told apart: their address, and of IPv6 the half that a network has."""
     try:

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -30,10 +31,10 @@ class Readers:
     """
 
     def __init__(self, name: str) -> None:
-        lock = threading.Lock()
-        # By whether jobs are large: those of each client in order, and what tells their thread of new ones.
+        self._lock = threading.Lock()
+        # By whether jobs are large: those of each client in order, and what their thread waits for, once for each.
         self._waiting: tuple[dict[Hashable, deque[Job]], dict[Hashable, deque[Job]]] = ({}, {})
-        self._changed = (threading.Condition(lock), threading.Condition(lock))
+        self._calls: tuple[SimpleQueue[None], SimpleQueue[None]] = (SimpleQueue(), SimpleQueue())
         self._closed = False
         self._used: dict[Hashable, float] = {}
         self._now = 0.0  # what the client had used whose job began last: those that come later have used no less
@@ -53,20 +54,19 @@ class Readers:
         """Call a function that reads `size` bytes for a client and return its result; cancelling drops the call."""
         future: Future[T] = Future()
         large = size > LARGE
-        with self._changed[large]:
+        with self._lock:
             if len(self._used) >= _NAMED:
                 self._used = {name: used for name, used in self._used.items() if used > self._now}
             self._used[client] = max(self._now, self._used.get(client, 0.0))
             self._waiting[large].setdefault(client, deque()).append((future, function))
-            self._changed[large].notify()
+        self._calls[large].put(None)
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
         """Begin nothing more."""
-        for changed in self._changed:
-            with changed:
-                self._closed = True
-                changed.notify()
+        self._closed = True
+        for calls in self._calls:
+            calls.put(None)
 
     def _work(self, large: int) -> None:
         while (job := self._next(large)) is not None:
@@ -78,21 +78,21 @@ class Readers:
                 future.set_exception(error)
             finally:
                 del future, function, job
-            with self._changed[large]:
+            with self._lock:
                 self._used[client] = self._used.get(client, self._now) + time.monotonic() - begun
 
     def _next(self, large: int) -> tuple[Hashable, Job] | None:
         """The client that has used least, and its first job that is still wanted; None when the readers are closed."""
         waiting = self._waiting[large]
-        with self._changed[large]:
-            while not self._closed:
-                while waiting:
-                    client = min(waiting, key=lambda client: self._used.get(client, self._now))
-                    job = waiting[client].popleft()
-                    if not waiting[client]:
-                        del waiting[client]
-                    if job[0].set_running_or_notify_cancel():
-                        self._now = max(self._now, self._used.get(client, 0.0))
-                        return client, job
-                self._changed[large].wait()
-            return None
+        while True:
+            self._calls[large].get()
+            if self._closed:
+                return None
+            with self._lock:
+                client = min(waiting, key=lambda client: self._used.get(client, self._now))
+                job = waiting[client].popleft()
+                if not waiting[client]:
+                    del waiting[client]
+                if job[0].set_running_or_notify_cancel():
+                    self._now = max(self._now, self._used.get(client, 0.0))
+                    return client, job

@@ -78,6 +78,8 @@ class Reply:
 
     def feed(self, text: str, last: bool = False) -> Piece:
         """Add text; what is certain now, and with the last text everything."""
+        if self._calls is None and self._reasoning is None:
+            return Piece(self._visible(text))
         self._text += text
         piece = Piece()
         for part in self._parts(last):

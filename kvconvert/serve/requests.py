@@ -7,12 +7,12 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, PlainValidator, ValidationError, model_validator
 
 from kvconvert.bundle.generation import LARGEST_PENALTY
 from kvconvert.errors import KvconvertError
@@ -138,7 +138,7 @@ def fields_of(body: bytes | bytearray, most: int) -> dict[str, Any]:
         message = f"The body has {count} values; this server takes at most {most}."
         raise Refusal(413, message, code="body_too_long")
     try:
-        fields = json.loads(body.decode(), parse_constant=_no_number, parse_float=_finite)
+        fields = _DECODER.decode(body.decode())
         if _SURROGATE.search(body):
             json.dumps(fields, ensure_ascii=False).encode()
     except UnicodeError as error:
@@ -165,6 +165,9 @@ def _finite(digits: str) -> float:
     return number
 
 
+_DECODER = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite)
+
+
 def _few(value: Any, most: int = 16) -> Any:
     """Refuse an object of more fields, before pydantic makes an error of each of them."""
     if isinstance(value, dict) and len(value) > most:
@@ -180,7 +183,7 @@ def _prompts(value: Any) -> Any:
     """One prompt, text or token ids, as a list of prompts."""
 
     def is_ids(ids: Any) -> bool:
-        return isinstance(ids, list) and all(type(id) is int for id in ids)
+        return isinstance(ids, list) and {*map(type, ids)} <= {int}
 
     prompts = [value] if isinstance(value, str) or (value and is_ids(value)) else value
     if not (isinstance(prompts, list) and prompts and all(isinstance(p, str) or is_ids(p) for p in prompts)):
@@ -431,7 +434,7 @@ class _Asked(BaseModel, extra="allow", strict=True):
             biases = [[[_token(token, vocabulary)], float(bias)] for token, bias in self.logit_bias.items()]
             settings["sequence_bias"] = [*settings.get("sequence_bias", []), *biases]
         seed = None if self.seed is None else (self.seed + choice + 2**63) % 2**64 - 2**63
-        return replace(defaults, **given, seed=seed, settings=settings)
+        return Sampling(**given, seed=seed, settings=settings)
 
     @property
     def likeliest(self) -> int | None:
@@ -510,7 +513,7 @@ class Completion(_Asked):
     """POST /v1/completions: text or token ids to continue."""
 
     prompt_field: ClassVar[str] = "prompt"
-    prompt: Annotated[list[str | list[int]], Field(fail_fast=True), BeforeValidator(_prompts)]
+    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
     logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELIEST)] | None = None
 
     @property

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import re
 import time
-import uuid
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 from pydantic import ValidationError
 
 from kvconvert.errors import KvconvertError
 from kvconvert.models.token_bytes import TokenTexts
-from kvconvert.serve.forms import Form, Step, event
+from kvconvert.serve.forms import Form, Step, event, new_id
 from kvconvert.serve.refusal import Refusal
 from kvconvert.serve.replies import Piece
 from kvconvert.serve.requests import MOST_MESSAGES, Chat
@@ -181,7 +181,7 @@ class ResponsesForm(Form):
 
     def __init__(self, asked: ResponsesChat, model: str, texts: TokenTexts) -> None:
         super().__init__(True, model, texts)
-        self.id = f"resp_{uuid.uuid4().hex}"
+        self.id = new_id("resp_")
         self._began = int(time.time())
         choice = asked.tool_choice or "auto"
         self._told = {
@@ -212,7 +212,7 @@ class ResponsesForm(Form):
             self._tell("response.in_progress", response=response),
         ]
 
-    def events(self, steps: dict[int, Step], usage: dict[str, Any] | None = None) -> list[str]:
+    def events(self, steps: dict[int, Step], usage: Callable[[], dict[str, Any]] | None = None) -> list[str]:
         """The events of what the choice was brought."""
         made = []
         for step in steps.values():
@@ -253,7 +253,7 @@ class ResponsesForm(Form):
         name = "output_text" if kind == "message" else "reasoning_text"
         made = []
         if self._open != kind:
-            item: dict[str, Any] = {"type": kind, "id": f"{kind[:3]}_{uuid.uuid4().hex}", "status": "in_progress"}
+            item: dict[str, Any] = {"type": kind, "id": new_id(f"{kind[:3]}_"), "status": "in_progress"}
             item |= {"role": "assistant", "content": []} if kind == "message" else {"summary": [], "content": []}
             made += self._add(item)
             self._open = kind
@@ -269,7 +269,7 @@ class ResponsesForm(Form):
         return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1, "content_index": 0}
 
     def _call(self, id: str, function: dict[str, str]) -> list[str]:
-        item = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": id, "name": function["name"]}
+        item = {"type": "function_call", "id": new_id("fc_"), "call_id": id, "name": function["name"]}
         made = self._add(item | {"arguments": "", "status": "in_progress"})
         self._output[-1] = item | {"arguments": function["arguments"], "status": "completed"}
         place = {"item_id": item["id"], "output_index": len(self._output) - 1}

@@ -238,11 +238,12 @@ class Engine:
             self._free_cancelled()
 
     @checked
-    def run(self, until: threading.Event | None = None) -> None:
+    def run(self, until: threading.Event | None = None, after_step: Callable[[], None] | None = None) -> None:
         """Step until all requests are finished; with `until`, serve until that event is set.
 
         Serving means waiting for further requests, and going on after a step that failed: the failure is logged, and
-        the requests concerned have ended with "error". Without `until` it is raised.
+        the requests concerned have ended with "error". Without `until` it is raised. `after_step` is called after each
+        step, when all its events were reported.
         """
         while True:
             with self._work:
@@ -256,6 +257,9 @@ class Engine:
                 if until is None:
                     raise
                 logger.exception(FAILED)
+            finally:
+                if after_step is not None:
+                    after_step()
 
     @checked
     def stream(self, request: Request) -> Iterator[Event]:

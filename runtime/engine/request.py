@@ -48,31 +48,32 @@ class TextStream:
         self._tokenizer, self._stop, self._skips = tokenizer, tuple(stop), not special_tokens
         self._ids = list(prompt[-CONTEXT_TOKENS:])
         self._begin, self._read = 0, len(self._ids)  # decoded again for context, and already shown
+        self._shown = self._decode(self._ids)  # the text of these
         self._held = ""
 
     def push(self, token: int) -> tuple[str, bool]:
         """Add a token; the text that is certain now, and whether a stop string was found."""
         self._ids.append(token)
-        piece = self._undecoded()
+        text = self._decode(self._ids[self._begin :])
+        piece = text[len(self._shown) :]
         undecided = len(self._ids) - self._read
         if not piece and undecided > MOST_UNDECIDED:
             self._ids.pop()  # such tokens may go on without an end, and all of them are decoded with each one
         if not piece or (piece.endswith(INCOMPLETE) and undecided <= MOST_UNDECIDED):
             return "", False
-        self._begin, self._read = self._read, len(self._ids)
+        if self._read - self._begin >= CONTEXT_TOKENS:  # not with each token, for then all are decoded twice
+            self._begin = self._read
+            text = self._decode(self._ids[self._begin :])
+        self._read, self._shown = len(self._ids), text
         return self._certain(piece)
 
     def finish(self) -> str:
         """What was held back, when no token follows."""
-        piece, stopped = self._certain(self._undecoded())
+        piece, stopped = self._certain(self._decode(self._ids[self._begin :])[len(self._shown) :])
         self._begin = self._read = len(self._ids)
+        self._shown = ""
         rest, self._held = self._held, ""
         return piece if stopped else piece + rest
-
-    def _undecoded(self) -> str:
-        """Text of the tokens that were not shown yet."""
-        shown = self._decode(self._ids[self._begin : self._read])
-        return self._decode(self._ids[self._begin :])[len(shown) :]
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skips)
@@ -291,9 +292,9 @@ def new_request(
     ids = tuple(prompt)
     if not ids:
         raise UsageError("`prompt` has no tokens; give at least one.")
-    wrong = next((id for id in ids if not 0 <= id < steps.vocabulary), None)
-    if wrong is not None:
-        raise UsageError(f"`prompt` has the token {wrong!r}; the model's ids are 0 to {steps.vocabulary - 1}.")
+    for id in (min(ids), max(ids)):
+        if not 0 <= id < steps.vocabulary:
+            raise UsageError(f"`prompt` has the token {id}; the model's ids are 0 to {steps.vocabulary - 1}.")
     if max_new_tokens is None:
         room = steps.room(len(ids))
         max_new_tokens = usual_new_tokens if room is None else max(1, min(usual_new_tokens, room))

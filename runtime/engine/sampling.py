@@ -42,7 +42,7 @@ class Sampling:
             raise UsageError(f"`temperature` is {self.temperature}; give 0 (greedy) or a positive number.")
         if not 0 < self.top_p <= 1:
             raise UsageError(f"`top_p` is {self.top_p}; give a number above 0 and at most 1 (all tokens).")
-        if unknown := set(self.settings) - {*PROCESSED}:
+        if unknown := [name for name in self.settings if name not in PROCESSED]:
             name = min(unknown)
             raise UsageError(f"`settings` has {name}, which cannot be applied; {did_you_mean(name, PROCESSED)}")
 

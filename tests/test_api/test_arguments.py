@@ -113,6 +113,12 @@ def test_an_empty_path_is_refused_and_not_taken_for_the_current_directory(call):
         function(**given | {wrong: ""})
 
 
+@pytest.mark.parametrize("wrong", [True, 1.0, "1", None, 2**63, -(2**63) - 1])
+def test_a_list_of_numbers_has_whole_numbers_alone(wrong):
+    with pytest.raises(UsageError, match=r"^`prompt` is .*; give the ids of its tokens\.$"):
+        Engine.add(None, [1, wrong])
+
+
 @pytest.mark.parametrize("call", VALUES)
 def test_the_sentence_says_what_was_given_and_what_to_give(call):
     run, said = VALUES[call]

@@ -18,14 +18,16 @@ from serving import Letters, request, serving, wait_for
 from starlette.requests import ClientDisconnect
 
 from kvconvert.errors import UsageError
+from kvconvert.runtime.engine import Event
 from kvconvert.runtime.engine.sampling import TokenLogprobs
 from kvconvert.serve import connections, listen
 from kvconvert.serve.access import Hosts, origin_of
-from kvconvert.serve.answers import Generation
+from kvconvert.serve.answers import Bell, Generation
 from kvconvert.serve.forms import Form, Step
 from kvconvert.serve.places import Bodies, Places, network
 from kvconvert.serve.readers import LARGE, Readers
 from kvconvert.serve.refusal import Refusal
+from kvconvert.serve.replies import Reply
 from kvconvert.serve.requests import Chat, Completion, Limits, Tool, entries, fields_of
 from kvconvert.serve.responses import ResponsesChat
 
@@ -129,7 +131,7 @@ def test_one_client_cannot_have_all_places():
 
 def test_choices_that_were_cancelled_have_no_answer_even_if_their_work_is_done():
     async def run(end):
-        generation = Generation(None)
+        generation = Generation(None, Bell())
         gone = asyncio.ensure_future(asyncio.sleep(0 if end == "gone" else 60))
         work = asyncio.ensure_future(asyncio.sleep(0, "done"))
         await asyncio.sleep(0.01)
@@ -145,6 +147,52 @@ def test_choices_that_were_cancelled_have_no_answer_even_if_their_work_is_done()
         asyncio.run(run("gone"))
     with pytest.raises(Refusal, match="shutting down"):
         asyncio.run(run("cancelled"))
+
+
+def test_a_step_wakes_the_event_loop_once_and_for_a_whole_answer_at_its_end():
+    calls, listeners, woken = [], [], []
+    loop = types.SimpleNamespace(call_soon_threadsafe=calls.append)
+    engine = types.SimpleNamespace(
+        add=lambda prompt, on_event, **options: listeners.append(on_event) or types.SimpleNamespace(cancel=list)
+    )
+
+    def tokens(place, count, reason=None):
+        for number in range(count):
+            listeners[place](Event(None, (1,), "a", reason if number == count - 1 else None))
+        bell.ring(loop)
+
+    async def take(place):
+        woken.append((place, len(await generations[place].events())))
+
+    async def run():
+        generations.extend(Generation(engine, bell) for _ in range(3))
+        generations[2].whole = True
+        for generation in generations:
+            generation.add([1], Reply())
+        tasks = [asyncio.ensure_future(take(place)) for place in range(3)]
+        await asyncio.sleep(0)
+        for place in range(3):
+            listeners[place](Event(None, (1,), "a", None))
+        bell.ring(loop)
+        assert len(calls) == 1
+        calls.pop()()
+        await asyncio.wait(tasks[:2])
+        assert woken == [(0, 1), (1, 1)]
+        tokens(2, 5)
+        assert not calls
+        tokens(2, 1, "length")
+        calls.pop()()
+        await tasks[2]
+        assert woken[2] == (2, 7)
+        tokens(2, 70)
+        assert len(calls) == 1
+
+    bell, generations = Bell(), []
+    asyncio.run(run())
+    closed = asyncio.new_event_loop()
+    closed.close()
+    bell.add(list)
+    bell.ring(closed)
 
 
 def test_addresses_of_one_network_are_one_client():

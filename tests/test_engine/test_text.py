@@ -94,3 +94,18 @@ def test_tokens_that_give_no_text_are_not_decoded_again_and_again(tokenizer, kin
     assert shown[0] == " word"
     assert "".join(shown).endswith(" word")
     assert "".join(shown).count("word") == 2
+
+
+def test_a_token_is_decoded_about_once(tokenizer):
+    decoded = []
+
+    class Counting:
+        def decode(self, ids, skip_special_tokens):
+            decoded.append(len(ids))
+            return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    ids = tokenizer(" once upon a time" * 50).input_ids
+    shown = pieces(TextStream(Counting(), tokenizer("Once").input_ids), ids)
+    assert "".join(shown) == " once upon a time" * 50
+    assert len(decoded) < 1.3 * len(ids)
+    assert max(decoded) < 20
