@@ -30,7 +30,8 @@ from kvconvert.commands.recipes import recipes
 from kvconvert.commands.serve import serve
 from kvconvert.commands.warm import warm
 from kvconvert.errors import KvconvertError, UsageError, printable
-from kvconvert.io.process import INTERRUPTED, ended_at_once, exit_interrupted
+from kvconvert.io.interrupts import INTERRUPTED, exit_interrupted
+from kvconvert.io.process import ended_at_once
 from kvconvert.version import __version__
 
 # What other programs call what is here.
