@@ -186,7 +186,7 @@ def pages_unsupported(config: PretrainedConfig, layer_type: str, scheme: KVSchem
         return OTHER_CACHES[text.model_type]
     if _gives_attention(text, {"position_bias"}):
         return "a position bias is added to its attention scores; its cache is left to transformers"
-    if not _uses_attention_interface(text):
+    if has_pages(layer_type) and not _uses_attention_interface(text):
         return (
             f"{text.model_type} computes attention by itself instead of through transformers' attention interface; its "
             "cache is left to transformers"
