@@ -251,6 +251,17 @@ def _uses_attention_interface(config: PretrainedConfig) -> bool:
     return modeling is None or hasattr(modeling, "ALL_ATTENTION_FUNCTIONS")
 
 
+def not_generating(config: PretrainedConfig) -> str | None:
+    """The class that config.json states for a model's weights, where it is one of transformers' and generates no text:
+    BertForMaskedLM, LlamaForSequenceClassification.
+    """
+    for name in getattr(config, "architectures", None) or ():
+        stated = getattr(_modeling(config), name, None)
+        if isinstance(stated, type) and hasattr(stated, "can_generate") and not stated.can_generate():
+            return str(name)
+    return None
+
+
 def _defines(config: PretrainedConfig, method: str) -> bool:
     """Whether a class beside a model of transformers has a method."""
     return any(isinstance(part, type) and hasattr(part, method) for part in vars(_modeling(config) or object).values())
