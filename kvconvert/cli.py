@@ -187,7 +187,7 @@ class _Commands(click.Group):
         The invoked command's options come first, for its `work` may be another's -o.
         """
         if invoked == "convert":  # which names its working directory itself
-            message = message.replace("`work`", "BUNDLE-work")
+            message = message.replace("choose another `work`", "choose another BUNDLE").replace("`work`", "BUNDLE-work")
         for command in sorted(self.commands.values(), key=lambda command: command.name != invoked):
             for parameter in command.params:
                 argument = isinstance(parameter, click.Argument)
