@@ -119,7 +119,7 @@ MORE = ["bamba", "jamba", "granitemoehybrid", "qwen3_next"]
 def test_planned_states_are_those_that_a_sequence_has(name, tmp_path):
     entry = (ARCHITECTURES | FAMILIES)[name]
     preset = KVScheme.preset("latent-4bit" if name == "kimi_linear" else "kivi")
-    entry.write(tmp_path / "model")
+    entry.write(tmp_path / "model", vocab_size=4096)  # those of the tokenizer
     for state_bits in (12, 16):
         scheme = replace(preset, state_bits=state_bits)
         method = Recipe(weights=WeightsRecipe(method="none"), kv=scheme)
