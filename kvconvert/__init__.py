@@ -5,15 +5,14 @@ Everything that a program needs is imported from here (docs/runtime.md):
     from kvconvert import bench, calibrate, export, evaluate, load, Recipe, KVScheme, KVCache
 
 Importing this package is cheap: each of these names brings in its module, and with it torch and transformers, only when
-it is first used.
+it is first used. The command line comes through here before it can provide for Ctrl-C, so nothing else is imported.
 """
 
-import importlib
 import os
-from typing import TYPE_CHECKING, Any
 
-from kvconvert.errors import KvconvertError
 from kvconvert.version import __version__
+
+TYPE_CHECKING = False
 
 # Read when torch loads. Waiting threads that spin make small models ten times slower on a machine with other work.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -22,6 +21,7 @@ if TYPE_CHECKING:  # what editors and type checkers read; `_HOMES` says the same
     from kvconvert.benchmark.bench import bench
     from kvconvert.convert.export import export
     from kvconvert.convert.pipeline import calibrate
+    from kvconvert.errors import KvconvertError
     from kvconvert.fidelity.evaluate import evaluate
     from kvconvert.methods import KVScheme
     from kvconvert.recipes.recipe import Recipe
@@ -43,6 +43,7 @@ __all__ = [
 _HOMES = {
     "KVCache": "kvconvert.runtime",
     "KVScheme": "kvconvert.methods",
+    "KvconvertError": "kvconvert.errors",
     "Recipe": "kvconvert.recipes.recipe",
     "bench": "kvconvert.benchmark.bench",
     "calibrate": "kvconvert.convert.pipeline",
@@ -52,10 +53,13 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    importlib.import_module("kvconvert.models")  # refuses an unsupported transformers
+    import importlib
+
+    if name != "KvconvertError":  # which `except` names while another error is on its way
+        importlib.import_module("kvconvert.models")  # refuses an unsupported transformers
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 

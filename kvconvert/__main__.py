@@ -1,8 +1,11 @@
 """`python -m kvconvert`, and the installed script: Ctrl-C is provided for before the command line is imported."""
 
-import signal
+from kvconvert.io.interrupts import INTERRUPTED, exit_interrupted
 
-from kvconvert.io.process import exit_interrupted
+try:
+    import signal
+except KeyboardInterrupt:
+    exit_interrupted(INTERRUPTED - 128, None)
 
 
 def main() -> None:

@@ -30,7 +30,8 @@ from kvconvert.commands.recipes import recipes
 from kvconvert.commands.serve import serve
 from kvconvert.commands.warm import warm
 from kvconvert.errors import KvconvertError, UsageError, printable
-from kvconvert.io.process import INTERRUPTED, ended_at_once, exit_interrupted
+from kvconvert.io.interrupts import INTERRUPTED, exit_interrupted
+from kvconvert.io.process import ended_at_once
 from kvconvert.version import __version__
 
 # What other programs call what is here.
@@ -186,7 +187,7 @@ class _Commands(click.Group):
         The invoked command's options come first, for its `work` may be another's -o.
         """
         if invoked == "convert":  # which names its working directory itself
-            message = message.replace("`work`", "BUNDLE-work")
+            message = message.replace("choose another `work`", "choose another BUNDLE").replace("`work`", "BUNDLE-work")
         for command in sorted(self.commands.values(), key=lambda command: command.name != invoked):
             for parameter in command.params:
                 argument = isinstance(parameter, click.Argument)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging
 
 from kvconvert.data.images import read_image
 from kvconvert.errors import KvconvertError, UsageError, first_line
@@ -330,7 +331,7 @@ class Console:
         config.update(max_new_tokens=count, pad_token_id=padding, return_dict_in_generate=True)
         seen = any(x.is_floating_point() for x in inputs.values())
         try:
-            with _interrupting(printer) if interruptible else nullcontext():
+            with _without_warnings(), _interrupting(printer) if interruptible else nullcontext():
                 result = self.model.generate(
                     ids,
                     **inputs | {"attention_mask": torch.ones_like(ids)},
@@ -349,6 +350,17 @@ class Console:
                 f"The model refuses what its processor made of images ({first_line(error)}); fetch the bundle again."
             ) from error
         return result.sequences.cpu(), result[CACHE], printer.text
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Keep transformers' warnings out of text that is printed token by token."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 @contextmanager

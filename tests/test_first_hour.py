@@ -383,6 +383,19 @@ def test_in_a_conversation_ctrl_c_ends_the_answer_reset_forgets_and_bye_leaves(m
     assert again == first
 
 
+def test_warnings_of_transformers_do_not_come_between_the_tokens(monkeypatch):
+    from transformers.utils import logging
+
+    from kvconvert import console
+
+    warned, logger = [], logging.get_logger("transformers.models.mamba2")
+    monkeypatch.setattr(console.Printer, "put", lambda printer, value: warned.append(logger.isEnabledFor(30)))
+    console.Console(GOLDEN, 2, "cpu").complete("Hello")
+    assert warned
+    assert not any(warned)
+    assert logger.isEnabledFor(30)
+
+
 def test_closed_streams_are_no_failure():
     command = f"{sys.executable} -m kvconvert recipes default <&- >&- 2>&-"
     assert subprocess.run(["sh", "-c", command], check=False).returncode == 0

@@ -306,7 +306,9 @@ def search_task(config: PretrainedConfig, jobs: Sequence[LayerJob], recipe: Reci
     positions = context_length(config)
     context = stated_context(positions) if auto.context is None else auto.context
     if positions is not None and context > positions:
-        raise UsageError(f"`context` is {context}, more than the {positions} positions this model has.")
+        raise UsageError(
+            f"`context` is {context}, more than the {positions} positions this model has; choose a shorter one."
+        )
     default = GPU_DEFAULT_TOKENS if device.type == "cuda" else DEFAULT_TOKENS
     tokens = default if auto.tokens is None else auto.tokens
     length = min(context, TEXT_LENGTH, tokens)
@@ -399,6 +401,7 @@ class _Measuring:
 
     def read(self, samples: Tensor) -> None:
         """Run the model as it is on the texts."""
+        self.run.say(f"Running the source on {self.run.text.ids.numel():,} tokens.")
         self.clip_text = self.run.model.read(samples, samples.shape[1])
         self.text = self.run.model.read(with_repeats(self.run.text.ids), PAGE_SIZE)
 

@@ -13,6 +13,7 @@ from kvconvert.models.configuration import (
     is_latent,
     layer_config,
     layer_types_of,
+    not_generating,
     pages_unsupported,
     placeholder_ids,
     stored_shape,
@@ -22,7 +23,14 @@ from kvconvert.recipes.recipe import Recipe
 
 
 def check_purpose(config: PretrainedConfig, recipe: Recipe) -> None:
-    """Refuse a recipe that would change nothing: it keeps the weights, and the model can have no cache of ours."""
+    """Refuse a model that generates no text, and a recipe that would change nothing.
+
+    That is one which keeps the weights of a model that can have no cache of ours.
+    """
+    if (stated := not_generating(config)) is not None:
+        raise UnsupportedModelError(
+            f"config.json states the architecture {stated}, which generates no text; choose a model that does."
+        )
     text = config.get_text_config(decoder=True)
     unsupported_reasons = [
         pages_unsupported(text, kind, recipe.scheme(index)) for index, kind in enumerate(layer_types_of(text)[0])

@@ -68,7 +68,7 @@ from kvconvert.data.sources import Data, Sources
 from kvconvert.data.text import TokenData, with_random_tokens
 from kvconvert.errors import UnsupportedModelError, UsageError
 from kvconvert.io.process import release_free_memory
-from kvconvert.io.progress import progress_bar
+from kvconvert.io.progress import loading_bars, progress_bar
 from kvconvert.io.records import DataInfo
 from kvconvert.io.tensorfile import Mapped
 from kvconvert.methods.awq import auto_group_sizes
@@ -405,7 +405,8 @@ class Searches:
         runner, source = self.runner, self.runner.source
         apart = (tokens.info.samples, tokens.info.length)
         text = load_held_out_mixture(data, load_tokenizer(source.directory), rows, length, self.seed, apart)
-        model = source.load(_dtype(runner), attn_implementation=SIMULATED_ATTENTION)
+        with loading_bars(self.progress):
+            model = source.load(_dtype(runner), attn_implementation=SIMULATED_ATTENTION)
         model = model.eval().requires_grad_(False).to(runner.device)
         layers = () if runner.architecture is None else model.get_submodule(runner.architecture.layers)
         return SearchRun(SimulatedModel(model, layers), text, self.directory, self.say, self.progress)

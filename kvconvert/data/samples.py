@@ -272,9 +272,18 @@ def sample_shape(
 
 
 def check_amount(model: SourceModel, source: Sources, samples: int, length: int, seed: int) -> None:
-    """Refuse text that has fewer samples, as `load_samples` does; images are counted only there."""
+    """Refuse text that has fewer samples or other tokens, as `load_samples` does; images are read only there."""
     if not _takes_images(model, source):
-        load_mixture(source, load_tokenizer(model.directory), samples, length, seed)
+        _check_tokens(model, load_mixture(source, load_tokenizer(model.directory), samples, length, seed))
+
+
+def _check_tokens(model: SourceModel, data: TokenData) -> None:
+    known, highest = model.config.get_text_config().vocab_size, int(data.ids.max())
+    if highest >= known:
+        raise DataError(
+            f"The tokenizer of {model.directory} gives the token {highest}, and the model's ids are 0 to {known - 1}; "
+            "fetch the tokenizer that belongs to the model."
+        )
 
 
 def _takes_images(model: SourceModel, source: Sources) -> bool:
@@ -328,11 +337,7 @@ def load_samples(
         tokenizer = load_tokenizer(model.directory)
         data = load_mixture(source, tokenizer, samples, length, seed)
         data = replace(data, warnings=tuple(unlike_the_model(source, data, tokenizer)))
-    if int(data.ids.max()) >= config.vocab_size:
-        raise DataError(
-            f"The tokenizer of {model.directory} gives token {int(data.ids.max())}, beyond the model's "
-            f"{config.vocab_size}; they do not belong together."
-        )
+    _check_tokens(model, data)
     if positions and data.ids.shape[1] > positions:
         raise UsageError(
             f"One image and some text take {data.ids.shape[1]} tokens, more than the {positions} positions this model "

@@ -12,12 +12,10 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # M_... of malloc.h
@@ -64,15 +62,6 @@ def anonymous_bytes(pid: int | str = "self") -> int | None:
     except OSError:
         return None
     return next((1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon")), None)
-
-
-INTERRUPTED = 128 + signal.SIGINT
-
-
-def exit_interrupted(signum: int, frame: FrameType | None) -> NoReturn:
-    """Ctrl-C while modules are imported, some of which abort on KeyboardInterrupt; nothing is left then."""
-    os.write(2, b"Error: Interrupted before anything was begun; run the same command again.\n")
-    os._exit(INTERRUPTED)
 
 
 def end_process(code: int) -> NoReturn:

@@ -77,10 +77,10 @@ def progress_bar(
 
 @contextmanager
 def loading_bars(shown: bool) -> Iterator[None]:
-    """transformers' own bars of loading, off while this lasts unless `shown`."""
+    """transformers' own bars of loading, off while this lasts unless `shown` and stderr is a terminal."""
     from transformers.utils import logging
 
-    hidden = not shown and logging.is_progress_bar_enabled()
+    hidden = not (shown and sys.stderr.isatty()) and logging.is_progress_bar_enabled()
     if hidden:
         logging.disable_progress_bar()
     try:

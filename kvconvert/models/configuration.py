@@ -186,7 +186,7 @@ def pages_unsupported(config: PretrainedConfig, layer_type: str, scheme: KVSchem
         return OTHER_CACHES[text.model_type]
     if _gives_attention(text, {"position_bias"}):
         return "a position bias is added to its attention scores; its cache is left to transformers"
-    if not _uses_attention_interface(text):
+    if has_pages(layer_type) and not _uses_attention_interface(text):
         return (
             f"{text.model_type} computes attention by itself instead of through transformers' attention interface; its "
             "cache is left to transformers"
@@ -249,6 +249,17 @@ def _uses_attention_interface(config: PretrainedConfig) -> bool:
     """Whether a model of transformers uses the attention interface; models from elsewhere are assumed to."""
     modeling = _modeling(config)
     return modeling is None or hasattr(modeling, "ALL_ATTENTION_FUNCTIONS")
+
+
+def not_generating(config: PretrainedConfig) -> str | None:
+    """The class that config.json states for a model's weights, where it is one of transformers' and generates no text:
+    BertForMaskedLM, LlamaForSequenceClassification.
+    """
+    for name in getattr(config, "architectures", None) or ():
+        stated = getattr(_modeling(config), name, None)
+        if isinstance(stated, type) and hasattr(stated, "can_generate") and not stated.can_generate():
+            return str(name)
+    return None
 
 
 def _defines(config: PretrainedConfig, method: str) -> bool:

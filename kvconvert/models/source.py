@@ -403,6 +403,11 @@ def _load_config(directory: Path) -> PretrainedConfig:
         contents = read_json(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(unreadable(path, error)) from error
+    if isinstance(contents, dict) and contents.get("is_encoder_decoder") is True:
+        raise UnsupportedModelError(
+            "config.json says that is_encoder_decoder is True, and kvconvert converts models that only decode; choose "
+            "another model."
+        )
     try:
         return make_config(directory, contents, wrong_count)
     except CheckpointError:

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from kvconvert.auto import Option, allocate
 from kvconvert.bundle.manifest import Allocation, LayerPlan, Manifest
-from kvconvert.cache import LayerCache, lengths
+from kvconvert.cache import LayerCache, ModelCache, lengths
 from kvconvert.calibration.attention_sample import RECORDING_ATTENTION, attention_observed
 from kvconvert.calibration.oscar import KeyStatistics
 from kvconvert.data.sources import EVALUATION
@@ -269,6 +269,15 @@ def _windows(config: PretrainedConfig, layers: int) -> list[int | None]:
     return windows
 
 
+def _cache(manifest: Manifest, config: PretrainedConfig, schemes: Sequence[KVScheme | None]) -> ModelCache:
+    _windows(config, len(manifest.layers))  # refuses a configuration of another number of layers
+    try:
+        shapes = [None if layer.kv is None else layer.shape().sizes for layer in manifest.layers]
+        return model_cache(config, schemes, shapes=shapes)
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        raise NotDrawnError("config.json does not give the sizes of keys and values.") from error
+
+
 @dataclass(frozen=True)
 class MemoryCurve:
     """Bytes of one sequence's keys and values after a prompt.
@@ -290,13 +299,8 @@ class MemoryCurve:
 
 def memory(manifest: Manifest, config: PretrainedConfig, contexts: Sequence[int] = CONTEXTS) -> MemoryCurve:
     """Sizes by the layout of pages and spans: sink tokens, full-precision windows and sliding windows included."""
-    _windows(config, len(manifest.layers))  # refuses a configuration of another number of layers
     schemes = spread_ratios(manifest.schemes())
-    try:
-        shapes = [None if layer.kv is None else layer.shape().sizes for layer in manifest.layers]
-        cache = model_cache(config, schemes, shapes=shapes)
-    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
-        raise NotDrawnError("config.json does not give the sizes of keys and values.") from error
+    cache = _cache(manifest, config, schemes)
     for layer, scheme in zip(cache.layers, schemes, strict=True):
         if scheme is not None and scheme.only_tokens():
             raise NotDrawnError(f"only {scheme.only_tokens()} tokens are compressed, and prompts differ in these.")
@@ -362,19 +366,24 @@ def budgets(manifest: Manifest) -> Budgets | None:
 
 @dataclass(frozen=True)
 class Widths:
-    """Widths of codes of keys and of values by layer; 16 is full precision."""
+    """Widths of codes of keys and of values, of the layers that have any; 16 is full precision."""
 
     layers: tuple[int, ...]
     keys: tuple[int, ...]
     values: tuple[int, ...]
 
 
-def layer_widths(manifest: Manifest) -> Widths | None:
-    """None where all layers are alike, which a sentence says better."""
-    schemes = [(16, 16) if s is None else (s.keys.bits, s.values.bits) for s in manifest.schemes()]
-    if len(set(schemes)) < 2 or len(schemes) > MOST_LAYERS:
+def layer_widths(manifest: Manifest, config: PretrainedConfig) -> Widths | None:
+    """None where all layers with keys and values are alike, which a sentence says better."""
+    schemes = spread_ratios(manifest.schemes())
+    widths = {
+        index: (16, 16) if scheme is None else (scheme.keys.bits, scheme.values.bits)
+        for index, (scheme, layer) in enumerate(zip(schemes, _cache(manifest, config, schemes).layers, strict=True))
+        if layer.values_per_token
+    }
+    if len(set(widths.values())) < 2 or len(schemes) > MOST_LAYERS:
         return None
-    return Widths(tuple(range(len(schemes))), *zip(*schemes, strict=True))
+    return Widths(tuple(widths), *zip(*widths.values(), strict=True))
 
 
 @dataclass(frozen=True)

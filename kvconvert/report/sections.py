@@ -349,7 +349,7 @@ def _sensitivity(c: Contents) -> None:
 
 def _plan(c: Contents) -> None:
     manifest = c.bundle.manifest
-    found = data.layer_widths(manifest)
+    found = data.layer_widths(manifest, c.config)
     rows = [(layers, ", ".join(clauses)) for layers, clauses in c.description.layers]
     alt = "" if found is None else f"Bits of keys and of values in each of {len(found.layers)} layers."
     figure = None if found is None else figures.draw_widths(found)

@@ -462,12 +462,12 @@ class _Asked(BaseModel, extra="allow", strict=True):
         wanted, field = self.wanted()
         if wanted is None:
             return min(self.unstated(limits), room)
+        if wanted > room and room <= limits.new_tokens:
+            message = f"{field} is {wanted}, but after a prompt of {prompt_tokens} tokens there is room for {room}."
+            raise Refusal(400, message, param=field, code="context_length_exceeded")
         if wanted > limits.new_tokens:
             message = f"{field} is {wanted}; this server generates at most {limits.new_tokens} tokens."
             raise Refusal(400, message, param=field)
-        if wanted > room:
-            message = f"{field} is {wanted}, but after a prompt of {prompt_tokens} tokens there is room for {room}."
-            raise Refusal(400, message, param=field, code="context_length_exceeded")
         return wanted
 
     prompt_field: ClassVar[str]

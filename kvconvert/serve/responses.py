@@ -23,6 +23,7 @@ _SAME = (
     *("repetition_penalty", "chat_template_kwargs", "stream_options", "store", "metadata", "service_tier", "reasoning"),
     *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier"),
 )
+_OF_KEPT = ("background", "conversation", "previous_response_id", "prompt")
 # What asks nothing of other fields.
 _IDLE: dict[str, tuple[Any, ...]] = {
     "background": (False,),
@@ -152,7 +153,8 @@ class ResponsesChat(Chat):
         fields |= {f"text.{name}": value for name, value in text.items()}
         for name, value in fields.items():
             if value not in (None, {}, *_IDLE.get(name, ())):
-                message = f"{name} is not served by kvconvert, which keeps no responses; leave it out."
+                why = ", which keeps no responses" if name in _OF_KEPT else ""
+                message = f"{name} is not served by kvconvert{why}; leave it out."
                 raise _OwnRefusal(400, message, param=name, code="unsupported_parameter")
         return cls.model_validate(chat)
 

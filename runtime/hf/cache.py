@@ -62,7 +62,7 @@ class KVCache(Cache):
 
     Args:
         config: the model's config.
-        scheme: a preset's name, one scheme for all layers, or one per layer (None leaves a layer unquantized).
+        scheme: a `KVScheme` or a preset's name, for all layers, or one per layer (None leaves a layer unquantized).
         plan: calibrated tensors by their names in a bundle's KV plan, `layers.{i}.{what}`.
         kv_memory: bytes for pages, over all layers, taken at once and never exceeded; None grows as needed.
             Full-precision tokens (sink tokens, residual windows, the prompt being processed) come on top.
@@ -95,7 +95,8 @@ class KVCache(Cache):
         self,
         config: Annotated[PretrainedConfig, "`model.config`, or AutoConfig.from_pretrained of a checkpoint"],
         scheme: Annotated[
-            KVScheme | str | Sequence_[KVScheme | None], "a KVScheme, a preset's name, or one scheme for each layer"
+            KVScheme | str | Sequence_[KVScheme | str | None],
+            "a KVScheme, a preset's name, or a list with one of them or None for each layer",
         ],
         *,
         plan: Mapping[str, torch.Tensor] | None = None,

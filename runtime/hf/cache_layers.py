@@ -149,16 +149,18 @@ def _check_reconstruction(
 
 
 def _per_layer(
-    scheme: KVScheme | str | Sequence[KVScheme | None], count: int, folded: frozenset[int]
+    scheme: KVScheme | str | Sequence[KVScheme | str | None], count: int, folded: frozenset[int]
 ) -> tuple[KVScheme | None, ...]:
-    if isinstance(scheme, str):
-        preset = KVScheme.preset(scheme)
-        return tuple(preset if i in folded else preset.with_online_rotation() for i in range(count))
-    schemes = (scheme,) * count if isinstance(scheme, KVScheme) else tuple(scheme)
-    if len(schemes) != count:
+    given = (scheme,) * count if isinstance(scheme, KVScheme | str) else tuple(scheme)
+    if len(given) != count:
         raise RecipeError(
-            f"{len(schemes)} KV schemes were given for a model of {count} layers; give one, or one per layer."
+            f"{len(given)} KV schemes were given for a model of {count} layers; give one, or one per layer."
         )
+    presets = {name: KVScheme.preset(name) for name in given if isinstance(name, str)}
+    schemes = tuple(
+        own if not isinstance(own, str) else presets[own] if i in folded else presets[own].with_online_rotation()
+        for i, own in enumerate(given)
+    )
     for index, layer_scheme in enumerate(schemes):
         if layer_scheme is not None and layer_scheme.folds_values and index not in folded:
             raise RecipeError(

@@ -20,6 +20,16 @@ def test_every_public_name_is_there_and_listed():
     assert {*NAMES, "KvconvertError", "__version__"} == set(kvconvert.__all__) == set(dir(kvconvert))
 
 
+def test_ctrl_c_is_provided_for_before_anything_is_imported_that_takes_long():
+    # Until then it is a traceback. Python itself has imported os; `signal` may be interrupted.
+    code = (
+        "import sys; old = {*sys.modules}; import kvconvert.io.interrupts\n"
+        "print(*sorted({*sys.modules} - old - {'__future__'}))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert found == ["kvconvert", "kvconvert.io", "kvconvert.io.interrupts", "kvconvert.version"]
+
+
 def test_a_name_that_does_not_exist_is_an_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'convert_everything'"):
         _ = kvconvert.convert_everything

@@ -9,7 +9,7 @@ from calibrations import AWQ, KV_ONLY, run
 from safetensors.torch import load_file, save_file
 from tiny.checkpoints import save_checkpoint
 from tiny.models import ARCHITECTURES
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Mamba2Config
 
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.errors import (
@@ -23,6 +23,7 @@ from kvconvert.errors import (
 )
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, quantize_weight
 from kvconvert.methods import KVScheme
+from kvconvert.models.configuration import without_weights
 from kvconvert.models.source import float_dtype, open_source
 from kvconvert.recipes.recipe import Recipe, WeightsRecipe
 
@@ -138,6 +139,11 @@ def test_a_cache_that_the_model_would_never_fill_is_not_promised(tmp_path, text)
     model = ARCHITECTURES["bloom"].write(tmp_path / "bloom")
     with pytest.raises(UnsupportedModelError, match=r"nothing to convert.*bloom computes attention by itself"):
         run(model, tmp_path / "work", text, KV_ONLY)
+
+
+def test_a_model_without_attention_is_told_that_it_has_no_keys_and_values():
+    told = without_weights(Mamba2Config(num_hidden_layers=1))
+    assert told == "nor can its cache be converted, for a linear_attention layer has no keys and values"
 
 
 def test_layers_without_a_cache_of_their_own_have_no_scheme_and_the_record_says_why(tmp_path, text):

@@ -16,6 +16,7 @@ from test_serve_tools import Scripted, Templated
 from kvconvert import load
 from kvconvert.serve.access import Hosts
 from kvconvert.serve.page import BundleFacts
+from kvconvert.serve.requests import Limits
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +96,11 @@ def shown(browser, condition):
 def test_a_browser_holds_a_conversation_by_keyboard(bundle, tmp_path, width, scheme):
     model = Scripted(max_positions=10_000)
     model.says = "<think>I count.</think>" + "Some words. " * 30
-    facts = BundleFacts.of(str(bundle), load(bundle)[0].config)
-    with serving(model, Templated(), of_service={"facts": facts}) as here, chromium(tmp_path / "profile") as browser:
+    facts, limits = BundleFacts.of(str(bundle), load(bundle)[0].config), Limits(new_tokens=500)
+    with (
+        serving(model, Templated(), limits=limits, of_service={"facts": facts}) as here,
+        chromium(tmp_path / "profile") as browser,
+    ):
         address = f"http://127.0.0.1:{here.port}/"
         browser.open(address, width, scheme)
         shown(browser, "document.getElementById('facts').children.length > 4")
@@ -141,9 +145,14 @@ def test_a_browser_holds_a_conversation_by_keyboard(bundle, tmp_path, width, sch
         assert browser.evaluate(turns) == []
         assert browser.evaluate(cache) == "No tokens yet."
         wait_for(lambda: here.service.metrics.gone == 2)
+        # An answer that is cut says so.
+        model.says = "x" * 600
+        browser.call("Input.insertText", text="Long")
+        browser.press("Enter")
+        shown(browser, f"({turns}).at(-1) == 'Ended at 500 tokens, the most that an answer may have.'")
         # All of it is in the history, also after loading the page again.
         browser.open(address, width, scheme)
-        shown(browser, "document.getElementById('history').options.length == 2")
+        shown(browser, "document.getElementById('history').options.length == 3")
         assert browser.evaluate("document.scrollingElement.scrollWidth") <= width
         dark = browser.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
         assert dark == (scheme == "dark")

@@ -59,6 +59,7 @@ COMPLETIONS = [
     ({"prompt": [1000]}, 400, None, "token 1000"),
     ({"prompt": [1] * 501}, 400, "context_length_exceeded", "501 tokens, which is too long.*at most 500"),
     ({"prompt": [1] * 500, "max_tokens": 141}, 400, "context_length_exceeded", "room for 140"),
+    ({"prompt": [1] * 500, "max_tokens": 999}, 400, "context_length_exceeded", "room for 140"),  # not "at most 200"
     ({"prompt": "x", "max_tokens": 201}, 400, None, "max_tokens is 201; this server generates at most 200"),
     ({"prompt": "x", "max_tokens": 0}, 400, "invalid_value", "max_tokens: .*greater than or equal to 1"),
     ({"prompt": "x", "max_tokens": 3.5}, 400, "invalid_value", "max_tokens: .*valid integer"),

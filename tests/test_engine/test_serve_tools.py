@@ -219,6 +219,7 @@ def test_the_responses_interface_is_the_same_in_other_words(model, client, strea
             {"input": "x", "previous_response_id": "r"},
             "which keeps no responses",
         ),
+        ({"input": "x", "truncation": "auto"}, "truncation is not served by kvconvert; leave it out."),
         ({"input": "x", "include": ["message.output_text.logprobs"]}, "include is not served"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
@@ -233,7 +234,7 @@ def test_the_responses_interface_is_the_same_in_other_words(model, client, strea
             },
             "input.0.tool_calls: give a list",
         ),
-        ({"input": "x", "max_output_tokens": 10**8}, "max_output_tokens is 100000000; this server"),
+        ({"input": "x", "max_output_tokens": 10**8}, "max_output_tokens is 100000000, but after a prompt of 1"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens: Input should be"),
         ({"input": "x", "text": {"format": {"type": "json_object"}}}, "text.format is not served: the model's"),
         ({"input": [{"role": "user"}]}, "input.content: Field required"),
@@ -252,7 +253,7 @@ def test_a_response_that_cannot_be_served_is_a_sentence(here, body, said):
     [
         ({"instructions": 5}, "instructions: give text."),
         ({"stream_options": {"continuous_usage_stats": True}}, "continuous_usage_stats is not served here"),
-        ({"messages": TURNS}, "messages is not served by kvconvert, which keeps no responses; leave it out."),
+        ({"messages": TURNS}, "messages is not served by kvconvert; leave it out."),
         ({"max_completion_tokens": 5}, "max_completion_tokens is not served by kvconvert"),
         ({"response_format": {"type": "text"}}, "response_format is not served by kvconvert"),
         ({"input": [{"type": "x"}]}, "'x' is not served; give messages, calls of functions, and outputs."),

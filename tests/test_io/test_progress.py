@@ -6,9 +6,10 @@ import sys
 import types
 
 import pytest
+from transformers.utils import logging
 
 from kvconvert.io import progress
-from kvconvert.io.progress import WITHOUT_RATE, progress_bar
+from kvconvert.io.progress import WITHOUT_RATE, loading_bars, progress_bar
 
 
 class Terminal(io.StringIO):
@@ -72,3 +73,16 @@ def test_what_is_not_to_be_shown_prints_nothing(kind, replaced):
     stderr = replaced(kind)
     assert list(progress_bar([1], desc="layers", unit="layer", shown=False)) == [1]
     assert stderr.getvalue() == ""
+
+
+@ANYWHERE
+@pytest.mark.parametrize("shown", [True, False])
+def test_transformers_bars_are_shown_on_a_terminal_alone(kind, replaced, shown):
+    bars = logging.is_progress_bar_enabled()
+    logging.enable_progress_bar()
+    stderr = replaced(kind)
+    with loading_bars(shown):
+        assert logging.is_progress_bar_enabled() == (shown and stderr.isatty())
+    assert logging.is_progress_bar_enabled()
+    if not bars:
+        logging.disable_progress_bar()

@@ -10,10 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny.checkpoints import save_checkpoint
 
+from kvconvert.convert.checks import check_purpose
 from kvconvert.convert.layer_runner import LayerRunner
-from kvconvert.errors import CheckpointError, NumericError, UnsupportedModelError, unreadable
+from kvconvert.errors import CheckpointError, KvconvertError, NumericError, UnsupportedModelError, unreadable
 from kvconvert.models.source import open_source
 from kvconvert.models.weight_files import INDEX_FILE
+from kvconvert.recipes.recipe import Recipe
 
 WEIGHTS = "model.safetensors"
 
@@ -271,8 +273,23 @@ def test_what_no_bundle_may_say_no_source_says_either(model, field, value):
     """Else a bundle would be made that nothing reads."""
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {field: value}))
-    with pytest.raises(CheckpointError, match=r"config\.json says that (is_encoder_decoder|the language model's part)"):
+    with pytest.raises(KvconvertError, match=r"config\.json says that (is_encoder_decoder|the language model's part)"):
         open_source(str(model))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"is_encoder_decoder": True}, "is_encoder_decoder is True, and kvconvert converts models that only decode"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "ForSequenceClassification, which generates no text"),
+        ({"architectures": ["LlamaModel"]}, "LlamaModel, which generates no text; choose a model that does"),
+    ],
+)
+def test_a_model_that_is_no_decoder_of_text_is_called_that_and_not_damaged(model, changes, said):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(UnsupportedModelError, match=said):
+        check_purpose(open_source(str(model)).config, Recipe.load("weights-only"))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import sys
 import time
 import weakref
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -118,7 +119,7 @@ MORE = ["bamba", "jamba", "granitemoehybrid", "qwen3_next"]
 def test_planned_states_are_those_that_a_sequence_has(name, tmp_path):
     entry = (ARCHITECTURES | FAMILIES)[name]
     preset = KVScheme.preset("latent-4bit" if name == "kimi_linear" else "kivi")
-    entry.write(tmp_path / "model")
+    entry.write(tmp_path / "model", vocab_size=4096)  # those of the tokenizer
     for state_bits in (12, 16):
         scheme = replace(preset, state_bits=state_bits)
         method = Recipe(weights=WeightsRecipe(method="none"), kv=scheme)
@@ -331,6 +332,15 @@ def test_text_that_calibrate_would_refuse_is_refused(tmp_path):
         with said[1] as calibrated:
             calibrate(model, tmp_path / "work", recipe="kv-only", progress=False, **given, **wanted)
         assert str(planned.value) == str(calibrated.value)
+
+
+def test_tokens_that_calibrate_would_refuse_are_refused(tmp_path):
+    model, said = save_checkpoint(tmp_path / "model", vocab_size=64), []
+    for run in (partial(plan, model), partial(calibrate, model, tmp_path / "work", progress=False)):
+        with pytest.raises(DataError, match=r"gives the token \d+, and the model's ids are 0 to 63; fetch") as refused:
+            run(recipe="kv-only", data=save_text(tmp_path), samples=2, seq_len=32)
+        said.append(str(refused.value))
+    assert said[0] == said[1]
 
 
 def test_a_model_that_reads_images_is_planned_with_the_samples_that_calibrate_takes():

@@ -14,7 +14,16 @@ from kvconvert.io.records import DataInfo
 from kvconvert.methods import KVScheme, spread_ratios
 from kvconvert.methods.auto import KEY_CANDIDATES, VALUE_CANDIDATES
 from kvconvert.models.configuration import model_cache
-from kvconvert.report.data import NotDrawnError, budgets, frontier, memory, module_sizes, sensitivity, tau_surfaces
+from kvconvert.report.data import (
+    NotDrawnError,
+    budgets,
+    frontier,
+    layer_widths,
+    memory,
+    module_sizes,
+    sensitivity,
+    tau_surfaces,
+)
 
 HEADS, CHANNELS, CONTEXT = 2, 16, 1000
 NAMES = ("K2g128s8", "K4g128", "K16", "V2g128s8", "V16")
@@ -183,6 +192,16 @@ def test_memory_is_what_a_cache_holds_after_a_prompt(preset):
     assert size.exact_bytes(tokens) == cache.stats().bytes_used
     assert found.bundle == (round(size.bytes(tokens)),)
     assert found.plain == (2 * layers * own.num_key_value_heads * channels * tokens * 2,)
+
+
+def test_a_layer_without_keys_and_values_has_no_widths_of_them():
+    from transformers import BambaConfig
+
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": HEADS, "head_dim": CHANNELS}
+    own, kivi = BambaConfig(**sizes, num_hidden_layers=3, attn_layer_indices=[1, 2]), KVScheme.preset("kivi")
+    assert layer_widths(manifest_with([None, kivi, kivi]), own) is None  # all alike
+    found = layer_widths(manifest_with([None, kivi, None]), own)
+    assert (found.layers, found.keys, found.values) == ((1, 2), (kivi.keys.bits, 16), (kivi.values.bits, 16))
 
 
 def test_memory_of_layers_that_keep_their_own_cache_and_of_sliding_windows():

@@ -17,6 +17,7 @@ from kvconvert.bundle.reader import open_bundle
 from kvconvert.convert.work_files import check_place
 from kvconvert.errors import BundleError, CheckpointError, KvconvertError, UsageError
 from kvconvert.io.records import MAX_LAYERS
+from kvconvert.methods import KVScheme
 from kvconvert.models import configuration
 from kvconvert.models.configuration import make_config
 from kvconvert.models.processors import load_tokenizer
@@ -226,12 +227,17 @@ def test_attention_weights_are_refused(model):
     assert model(ids, output_attentions=False).logits.shape == (1, 3, 256)
 
 
-@pytest.mark.parametrize("scheme", [None, 2, {"key_bits": 2}, ["oscar"] * 4, [2] * 4])
+@pytest.mark.parametrize("scheme", [None, 2, {"key_bits": 2}, b"oscar", [2] * 4])
 def test_a_cache_of_no_scheme_is_refused(model, scheme):
-    with pytest.raises(
-        UsageError, match=r"`scheme` is .*; give a KVScheme, a preset's name, or one scheme for each layer"
-    ):
+    with pytest.raises(UsageError, match=r"`scheme` is .*; give a KVScheme, a preset's name, or a list with one of"):
         KVCache(model.config, scheme)
+
+
+def test_a_cache_takes_schemes_and_names_of_presets_alike_for_each_layer(model):
+    count = model.config.num_hidden_layers
+    named, kivi = KVCache(model.config, "oscar").schemes, KVScheme.preset("kivi")
+    assert KVCache(model.config, ["oscar"] * count).schemes == named
+    assert KVCache(model.config, ["oscar", None, kivi] + [None] * (count - 3)).schemes[:3] == (named[0], None, kivi)
 
 
 @pytest.mark.parametrize("config", ["model", None, {"num_hidden_layers": 2}])
