@@ -53,7 +53,7 @@ def test_tokens_are_those_of_the_reference(device, dtype, sigma, vocabulary):
     agree(device, logits, columns(LIMITS))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.full)])
 def test_of_equal_logits_the_first_are_allowed(device, dtype):
     # A few values, zeros of both signs among them, so that thresholds are shared by thousands across all parts.
     logits = (draw((len(LIMITS), 2 * PART + 77), 1.0, dtype) * 1.5).round()
@@ -75,13 +75,16 @@ def test_rows_may_lie_apart(device):
     agree(device, logits[:, 1], columns(LIMITS))
 
 
-@pytest.mark.parametrize(("top_p", "count"), [(0.15, 2), (0.45, 5), (0.85, 9), (0.95, 10)])
-def test_the_token_that_crosses_top_p_is_the_last(device, top_p, count):
-    logits = torch.full((80, 20), -50.0)
-    logits[:, 4:14] = 1.0  # each with a tenth
-    given = columns([(1.0, 0, top_p)] * 80)
-    drawn = sample(logits.to(device), *(column.to(device) for column in given))
-    assert set(drawn.tolist()) == set(range(4, 4 + count))
+def test_the_token_that_crosses_top_p_is_the_last(device):
+    logits = torch.full((20,), -50.0)
+    logits[4:14] = 1.0  # each with a tenth
+    for top_p, count in ((0.15, 2), (0.45, 5), (0.85, 9), (0.95, 10)):
+        given = columns([(1.0, 0, top_p)] * 80)
+        drawn = sample_reference(logits.expand(80, -1), *given, restrict=True).tolist()
+        assert set(drawn) == set(range(4, 4 + count))
+        # The first that draw the last of the tokens, and the first that draw another.
+        told = [drawn.index(3 + count), drawn.index(4)]
+        agree(device, logits.repeat(2, 1), [column[told] for column in given])
 
 
 def test_without_restrictions_one_pass_finds_the_best_and_one_draws(device):
