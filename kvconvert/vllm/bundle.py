@@ -159,13 +159,6 @@ class ServedBundle:
                 "This model has latent attention (MLA), and the plugin serves keys and values per head; use "
                 "`kvconvert serve`."
             )
-        for index in self.attending:
-            layer = self.bundle.manifest.layers[index]
-            if layer.value_head_dim is not None:
-                return (
-                    f"Layer {index} of this bundle has keys of {layer.head_dim} and values of {layer.value_head_dim} "
-                    "channels, and the plugin serves keys and values of one size; use `kvconvert serve`."
-                )
         others = sorted(set(self.layer_types) - {*OURS, *STATES, *WINDOWS, *WITHOUT_CACHE})
         if others:
             kinds = listed(others)
@@ -215,22 +208,24 @@ class ServedBundle:
         return None
 
     def _format(self, index: int, ranks: int) -> LayerFormat:
-        heads, head_dim = self._shape(index)
-        return layer_format(self.schemes[index], heads=heads // ranks, key_dim=head_dim)
+        heads, key_dim, value_dim = self._shape(index)
+        return layer_format(self.schemes[index], heads=heads // ranks, key_dim=key_dim, value_dim=value_dim)
 
-    def _shape(self, index: int) -> tuple[int, int]:
-        """KV heads of a layer and channels of each."""
+    def _shape(self, index: int) -> tuple[int, int, int]:
+        """KV heads of a layer, and channels of each head's keys and values."""
         planned = self.bundle.manifest.layers[index]
-        heads, head_dim = planned.num_key_value_heads, planned.head_dim
-        if heads is None or head_dim is None:
+        heads, key_dim, value_dim = planned.num_key_value_heads, planned.head_dim, planned.value_head_dim
+        if heads is None or key_dim is None:
             text = self._text
             queries, hidden = text.get("num_attention_heads"), text.get("hidden_size")
-            heads, head_dim = text.get("num_key_value_heads", queries), text.get("head_dim")
-            if not head_dim and _is_count(queries) and _is_count(hidden):
-                head_dim = hidden // queries
-            if not (_is_count(heads) and _is_count(head_dim)):
-                raise _no_attention("its numbers of heads and channels are none")
-        return heads, head_dim
+            heads, key_dim = text.get("num_key_value_heads", queries), text.get("head_dim")
+            if not key_dim and _is_count(queries) and _is_count(hidden):
+                key_dim = hidden // queries
+            value_dim = text.get("v_head_dim")
+        value_dim = value_dim or key_dim
+        if not all(_is_count(size) for size in (heads, key_dim, value_dim)):
+            raise _no_attention("its numbers of heads and channels are none")
+        return heads, key_dim, value_dim
 
 
 def _no_attention(reason: str) -> BundleError:
@@ -246,6 +241,10 @@ def _in_own_words(text: Mapping[str, Any], index: int) -> str:
     family = text.get("model_type")
     if family == "falcon_h1":
         return "hybrid"
+    # Of MiMo-V2, which states the size of chunks, too.
+    windows = text.get("hybrid_layer_pattern")
+    if windows:
+        return "sliding_attention" if windows[index] else "full_attention"
     if text.get("attention_chunk_size"):
         return "chunked_attention"
     sparse = (text.get("sparse_attention_config") or {}).get("sparse_attention_freq")

@@ -25,7 +25,8 @@ def planned(case: dict[str, Any]) -> dict[str, Any]:
     from kvconvert.vllm.backend import LowBitBackend
     from kvconvert.vllm.bundle import ServedBundle
 
-    layers = [SimpleNamespace(num_key_value_heads=one["heads"], head_dim=one["head_dim"]) for one in case["layers"]]
+    sizes = ({"num_key_value_heads": one["heads"], "head_dim": one["head_dim"]} for one in case["layers"])
+    layers = [SimpleNamespace(value_head_dim=None, **one) for one in sizes]
     schemes = [None if one["scheme"] is None else KVScheme(**one["scheme"]) for one in case["layers"]]
     manifest = SimpleNamespace(schemes=lambda: schemes, layers=layers, modules=[])
     config = {"layer_types": [one["type"] for one in case["layers"]]}

@@ -452,7 +452,7 @@ def said(refuse):
     except BundleError as error:
         print("SAID", error)
 
-layers = [SimpleNamespace(num_key_value_heads=1, head_dim=64)]
+layers = [SimpleNamespace(num_key_value_heads=1, head_dim=64, value_head_dim=None)]
 manifest = SimpleNamespace(schemes=lambda: [KVScheme.preset("kivi")], layers=layers, modules=[])
 attention = LowBitAttention.__new__(LowBitAttention)
 found = SimpleNamespace(manifest=manifest, plan={}, config={})

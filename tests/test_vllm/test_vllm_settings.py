@@ -309,6 +309,17 @@ def test_schemes_that_blocks_cannot_hold_are_refused(scheme, said):
     refused(served(KIVI, scheme).refusal(torch.bfloat16), "Layer 1", said)
 
 
+def test_values_may_have_other_sizes_than_keys():
+    found = served(KIVI, None, v_head_dim=32, num_key_value_heads=2, head_dim=64)
+    found.bundle.manifest.layers[0].value_head_dim = 32
+    found.bundle.manifest.layers[1] = SimpleNamespace(num_key_value_heads=None, head_dim=None, value_head_dim=None)
+    assert found.refusal(torch.bfloat16) is None
+    for index, layout in found.layouts(torch.bfloat16).items():
+        format, _ = found.layer(index, torch.device("cpu"), torch.bfloat16)
+        assert (format.keys.head_dim, format.values.head_dim) == (64, 32)
+        assert layout.token_bytes == 2 * (64 + 32) * 2
+
+
 def test_layers_of_any_widths_windows_and_sink_tokens_are_served():
     wide, windowed = KVScheme(key_bits=8, value_bits=8, sink_tokens=4), replace(KIVI, sink_tokens=8)
     found = served(None, KIVI, wide, replace(windowed, value_recent_tokens=128))
@@ -341,7 +352,6 @@ SENT_ON = {
     "latents and an indexer": ("glm_moe_dsa", ["latent-4bit"]),
     "sparse attention": ("minimax_m3_vl_text", ["kivi"]),
     "chunks": ("llama4_text", ["kivi"]),
-    "values of another size": ("mimo_v2_flash", ["kivi"]),
     "several widths beside states": ("falcon_h1", ["kivi", EIGHT]),
 }
 
@@ -411,6 +421,11 @@ def test_layers_that_attend_to_all_tokens_are_ours(config, windows, states, atte
             "minimax_m3_vl_text",
             {"sparse_attention_config": {"sparse_attention_freq": [0, 1, 1, 1]}},
             ["full_attention"] + ["minimax_m3_sparse"] * 3,
+        ),
+        (
+            "mimo_v2_flash",
+            {"hybrid_layer_pattern": [0, 1, 1, 1], "attention_chunk_size": 128},
+            ["full_attention"] + ["sliding_attention"] * 3,
         ),
         ("qwen3_next", {}, ["linear_attention"] * 3 + ["full_attention"]),
         ("qwen3_next", {"full_attention_interval": 2}, ["linear_attention", "full_attention"] * 2),
