@@ -44,6 +44,7 @@ OF_HEADS = {
 OURS = ("full_attention", "attention", "hybrid")
 STATES = ("linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding")
 WINDOWS = ("sliding_attention", "hybrid_sliding")
+LATENT = "latent_attention"
 WITHOUT_CACHE = ("mlp", "moe", "sparse", "dense")
 # The period with which layers of these types attend to all tokens, where config.json does not say it.
 WINDOW_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
@@ -83,6 +84,9 @@ class ServedBundle:
             raise _no_attention(first_line(error)) from error
         if len(found) != layers or not all(isinstance(kind, str) and kind.isidentifier() for kind in found):
             raise _no_attention(f"its types of layers are no words for {layers}")
+        if text.get("kv_lora_rank"):
+            # Latents of all heads (MLA), for which vLLM has models, backends, and pages of its own.
+            found = [LATENT if kind in OURS else kind for kind in found]
         return found
 
     @property
@@ -154,12 +158,7 @@ class ServedBundle:
             reason = scheme_refusal(scheme) or self._division_refusal(index, ranks)
             if reason is not None:
                 return f"Layer {index} of this bundle {reason}"
-        if self._text.get("kv_lora_rank"):
-            return (
-                "This model has latent attention (MLA), and the plugin serves keys and values per head; use "
-                "`kvconvert serve`."
-            )
-        others = sorted(set(self.layer_types) - {*OURS, *STATES, *WINDOWS, *WITHOUT_CACHE})
+        others = sorted(set(self.layer_types) - {*OURS, *STATES, *WINDOWS, LATENT, *WITHOUT_CACHE})
         if others:
             kinds = listed(others)
             return f"This model has layers of type {kinds}, which the plugin does not serve; use `kvconvert serve`."
