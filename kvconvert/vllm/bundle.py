@@ -40,11 +40,12 @@ OF_HEADS = {
     *(f"static_{side}_{part}" for side in ("key", "value") for part in ("scale", "zero_point")),
 }
 # Types of decoder layers, in transformers' words: those whose attention is to all tokens before, which is ours;
-# those that vLLM keeps a state of; and those that vLLM attends to its own way, over a cache of its own.
+# those that vLLM keeps a state of; and those that vLLM attends to its own way, over a cache of its own, with a window or
+# over latents of all heads (MLA).
 OURS = ("full_attention", "attention", "hybrid")
 STATES = ("linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding")
 WINDOWS = ("sliding_attention", "hybrid_sliding")
-LATENT = "latent_attention"
+LATENTS = "latent_attention"
 WITHOUT_CACHE = ("mlp", "moe", "sparse", "dense")
 # The period with which layers of these types attend to all tokens, where config.json does not say it.
 WINDOW_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
@@ -85,8 +86,7 @@ class ServedBundle:
         if len(found) != layers or not all(isinstance(kind, str) and kind.isidentifier() for kind in found):
             raise _no_attention(f"its types of layers are no words for {layers}")
         if text.get("kv_lora_rank"):
-            # Latents of all heads (MLA), for which vLLM has models, backends, and pages of its own.
-            found = [LATENT if kind in OURS else kind for kind in found]
+            found = [LATENTS if kind in OURS else kind for kind in found]
         return found
 
     @property
@@ -158,7 +158,7 @@ class ServedBundle:
             reason = scheme_refusal(scheme) or self._division_refusal(index, ranks)
             if reason is not None:
                 return f"Layer {index} of this bundle {reason}"
-        others = sorted(set(self.layer_types) - {*OURS, *STATES, *WINDOWS, LATENT, *WITHOUT_CACHE})
+        others = sorted(set(self.layer_types) - {*OURS, *STATES, *WINDOWS, LATENTS, *WITHOUT_CACHE})
         if others:
             kinds = listed(others)
             return f"This model has layers of type {kinds}, which the plugin does not serve; use `kvconvert serve`."
@@ -330,11 +330,13 @@ def choose_settings(arguments: Any, version: str) -> ServedBundle | None:
     if getattr(arguments, "generation_config", "auto") == "auto":
         arguments.generation_config = _generation_config(path)
     if served.unused_schemes:
-        kinds = listed(sorted({served.layer_types[index] for index in served.unused_schemes}))
+        kinds, dtype = {served.layer_types[index] for index in served.unused_schemes}, arguments.kv_cache_dtype
         logger.warning(
-            "vLLM keeps the cache of %d layers of type %s itself, in the model's dtype: their schemes are not used.",
+            "vLLM keeps the cache of %d layers of type %s itself, in %s: their schemes are not used, and it takes more "
+            "memory than the bundle says; `kvconvert serve` uses them.",
             len(served.unused_schemes),
-            kinds,
+            listed(sorted(kinds)),
+            "the model's dtype" if dtype == "auto" else dtype,
         )
     if not served.has_cache:
         return served

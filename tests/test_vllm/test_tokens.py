@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_vllm.generate import MARKER
 from tiny.llama import RECIPE, save_llama
-from tiny.models import ARCHITECTURES, write_tokenizer
+from tiny.models import ARCHITECTURES, randomise, write_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvconvert import calibrate, export, load
@@ -360,6 +360,49 @@ def test_layers_with_windows_are_left_to_vllm(tmp_path):
     bundle, asked = gemma2_bundle(tmp_path, exact), prompts(3, 130, 300)
     found, _ = in_vllm(bundle, [asked], 160)
     assert found == [tokens[:160] for tokens in in_runtime(bundle, asked)]
+
+
+def random_bundle(folder: Path, model_type: str, recipe: str, **config: Any) -> Path:
+    """A random model of a type, of two layers as `SIZES` says and by these fields of its config.json, as a bundle."""
+    sizes = SIZES | {"vocab_size": 4096, "num_hidden_layers": 2, "max_position_embeddings": 2048}
+    special = {"pad_token_id": None, "eos_token_id": 0, "tie_word_embeddings": False}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes | special | config))
+    randomise(model.requires_grad_(False))
+    model.save_pretrained(folder / "model")
+    write_tokenizer(folder / "model")
+    return converted(folder, recipe)
+
+
+@pytest.mark.parametrize("scheme", ["kivi", "rotated"])
+def test_values_of_other_sizes_than_keys_are_served(scheme, tmp_path):
+    """MiMo-V2, whose layers with sliding windows vLLM attends to on GPUs alone."""
+    types = {"layer_types": ["full_attention"] * 2, "mlp_layer_types": ["dense"] * 2}
+    # In words of its authors, which vLLM reads.
+    types |= {"hybrid_layer_pattern": [0, 0], "moe_layer_freq": [0, 0], "layernorm_epsilon": 1e-5}
+    types |= {"rope_theta": 5e6, "partial_rotary_factor": 0.5}
+    ropes = {kind: {"rope_type": "default"} for kind in ("full_attention", "sliding_attention")}
+    for rope in ropes.values():
+        rope |= {name: types[name] for name in ("rope_theta", "partial_rotary_factor")}
+    recipe = RECIPE.format(method="none", kv="kivi") + SCHEMES[scheme]
+    sizes = {"head_dim": 64, "v_head_dim": 32, "rope_parameters": ropes}
+    bundle, asked = random_bundle(tmp_path, "mimo_v2_flash", recipe, **sizes, **types), prompts(3, 130, 300)
+    found, _ = in_vllm(bundle, [asked])
+    assert found == in_runtime(bundle, asked)
+
+
+def test_latents_are_left_to_vllm(tmp_path):
+    """DeepSeek V3 with its sizes of latents, which vLLM wants on CPUs; its weights are the bundle's."""
+    latents = {"kv_lora_rank": 512, "q_lora_rank": 32, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32}
+    latents |= {"v_head_dim": 32, "num_key_value_heads": 4, "first_k_dense_replace": 2}
+    recipe = RECIPE.format(method="rtn", kv="latent-4bit").replace("group_size", "bits = 8\ngroup_size")
+    bundle, asked = random_bundle(tmp_path, "deepseek_v3", recipe, **latents), prompts(3, 100)
+    # vLLM's own operator for rotary positions errs here on CPUs, also with the source.
+    found, _ = in_vllm(bundle, [asked], 20, compilation_config={"custom_ops": ["none"]})
+    model, _ = load(bundle, dtype=torch.float32)
+    for prompt, tokens in zip(asked, found, strict=True):
+        logits = model(torch.tensor([prompt + tokens]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(1).tolist() == tokens
 
 
 def test_our_kernels_join_those_of_awq_on_gpus_alone_and_only_unasked():

@@ -332,15 +332,9 @@ def test_layers_of_any_widths_windows_and_sink_tokens_are_served():
     assert layouts[0].sink_tokens == KIVI.sink_tokens
 
 
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ({"text_config": {"layer_types": ["chunked_attention", "full_attention"]}}, "chunked_attention"),
-        ({"kv_lora_rank": 512}, "latent attention"),
-    ],
-)
-def test_layers_of_other_types_are_refused(config, said):
-    refused(served(KIVI, KIVI, **config).refusal(torch.bfloat16), said)
+def test_layers_of_other_types_are_refused():
+    types = {"layer_types": ["chunked_attention", "full_attention"]}
+    refused(served(KIVI, KIVI, text_config=types).refusal(torch.bfloat16), "chunked_attention")
 
 
 EIGHT = KVScheme(key_bits=8, value_bits=8, sink_tokens=4)
@@ -348,8 +342,6 @@ SENT_ON = {
     "eviction": ("llama", ["minikv"]),
     "spans": ("llama", ["calibquant-1bit"]),
     "images alone": ("qwen2_5_vl", [replace(SPANS, modality="visual").with_online_rotation()]),
-    "latents": ("deepseek_v3", ["latent-4bit"]),
-    "latents and an indexer": ("glm_moe_dsa", ["latent-4bit"]),
     "sparse attention": ("minimax_m3_vl_text", ["kivi"]),
     "chunks": ("llama4_text", ["kivi"]),
     "several widths beside states": ("falcon_h1", ["kivi", EIGHT]),
@@ -493,6 +485,22 @@ def test_settings_beside_windows_and_states(tmp_path, monkeypatch, caplog):
     with pytest.raises(BundleError) as error:
         refuse_config(served(KIVI, KIVI, layer_types=windows), alike)
     refused(str(error.value), "--disable-hybrid-kv-cache-manager")
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+def test_latents_are_left_to_vllm_which_is_said(dtype, tmp_path, monkeypatch, caplog):
+    write_tiny_bundle(tmp_path)
+    scheme = KVScheme.preset("latent-4bit")
+    found = served(None, scheme, kv_lora_rank=512, layer_types=["linear_attention", "full_attention"])
+    assert (found.attending, found.unused_schemes, found.has_cache) == ([], [1], False)
+    monkeypatch.setattr("kvconvert.vllm.bundle.served_bundle", lambda directory: found)
+    given = arguments(tmp_path, kv_cache_dtype=dtype)
+    assert choose_settings(given, KNOWN) is found
+    assert (given.attention_backend, given.block_size, given.kv_cache_dtype) == (None, None, dtype)
+    refuse_config(found, engine(device_config=SimpleNamespace(device_type="cpu")))
+    assert "1 layers of type latent_attention itself" in caplog.text
+    assert f"in {'the model' if dtype == 'auto' else dtype}" in caplog.text
+    assert "more memory" in caplog.text
 
 
 def test_a_module_tells_its_layer_or_is_refused():
