@@ -40,8 +40,8 @@ OF_HEADS = {
     *(f"static_{side}_{part}" for side in ("key", "value") for part in ("scale", "zero_point")),
 }
 # Types of decoder layers, in transformers' words: those whose attention is to all tokens before, which is ours;
-# those that vLLM keeps a state of; and those that vLLM attends to its own way, over a cache of its own, with a window or
-# over latents of all heads (MLA).
+# those that vLLM keeps a state of; and those that vLLM attends to its own way, over a cache of its own, with a window
+# or over latents of all heads (MLA).
 OURS = ("full_attention", "attention", "hybrid")
 STATES = ("linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding")
 WINDOWS = ("sliding_attention", "hybrid_sliding")
