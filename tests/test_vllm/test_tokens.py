@@ -184,7 +184,7 @@ def test_a_prefix_that_is_found_gives_what_reading_it_gives(case, tmp_path):
     settings = {"max_num_batched_tokens": 128, "max_num_seqs": 1, "enable_chunked_prefill": True}
     settings |= {"enable_prefix_caching": True}
     if case == "beside windows":
-        bundle = gemma2_bundle(tmp_path, SCHEMES["windows"])
+        bundle = windowed_bundle(tmp_path, "gemma2", SCHEMES["windows"])
     else:
         bundle = bundle_of(tmp_path, SCHEMES["wide" if case == "EAGLE" else case], head_dim=32)
     if case == "EAGLE":
@@ -346,18 +346,31 @@ def test_adapters_of_unchanged_weights_are_served_as_if_they_were_added(tmp_path
     assert in_runtime(bundle, asked) != expected
 
 
-def gemma2_bundle(folder: Path, settings: str) -> Path:
-    """A random Gemma 2 with a layer of each type, also with soft caps, as a bundle; `settings` as for `bundle_of`."""
-    tiny = ARCHITECTURES["gemma2"]
-    sizes = {"head_dim": 32, "query_pre_attn_scalar": 32}
-    replace(tiny, settings=tiny.settings | sizes).write(folder / "model")
+# Random models with a layer of each type, and what vLLM wants of their sizes besides.
+WITH_WINDOWS: dict[str, dict[str, Any]] = {
+    "gemma2": {"query_pre_attn_scalar": 32},  # and soft caps
+    "gemma4_text": {},
+    "gpt_oss": {
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 2.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "truncate": False, "original_max_position_embeddings": 512,
+        }
+    },
+}  # fmt: skip
+
+
+def windowed_bundle(folder: Path, model_type: str, settings: str) -> Path:
+    """A model of `WITH_WINDOWS` as a bundle; `settings` as for `bundle_of`."""
+    tiny = ARCHITECTURES[model_type]
+    replace(tiny, settings=tiny.settings | {"head_dim": 32} | WITH_WINDOWS[model_type]).write(folder / "model")
     return converted(folder, RECIPE.format(method="none", kv="kivi") + settings)
 
 
-def test_layers_with_windows_are_left_to_vllm(tmp_path):
+@pytest.mark.parametrize("model_type", WITH_WINDOWS)
+def test_layers_with_windows_are_left_to_vllm(model_type, tmp_path):
     """In full precision where a bundle's scheme would not be used."""
     exact = "[[kv.layers]]\nindex = [0]\nkey_bits = 16\nvalue_bits = 16\n"
-    bundle, asked = gemma2_bundle(tmp_path, exact), prompts(3, 130, 300)
+    bundle, asked = windowed_bundle(tmp_path, model_type, exact), prompts(3, 130, 300)
     found, _ = in_vllm(bundle, [asked], 160)
     assert found == [tokens[:160] for tokens in in_runtime(bundle, asked)]
 
@@ -374,8 +387,7 @@ def random_bundle(folder: Path, model_type: str, recipe: str, **config: Any) -> 
     return converted(folder, recipe)
 
 
-@pytest.mark.parametrize("scheme", ["kivi", "rotated"])
-def test_values_of_other_sizes_than_keys_are_served(scheme, tmp_path):
+def test_values_of_other_sizes_than_keys_are_served(tmp_path):
     """MiMo-V2, whose layers with sliding windows vLLM attends to on GPUs alone."""
     types = {"layer_types": ["full_attention"] * 2, "mlp_layer_types": ["dense"] * 2}
     # In words of its authors, which vLLM reads.
@@ -384,7 +396,7 @@ def test_values_of_other_sizes_than_keys_are_served(scheme, tmp_path):
     ropes = {kind: {"rope_type": "default"} for kind in ("full_attention", "sliding_attention")}
     for rope in ropes.values():
         rope |= {name: types[name] for name in ("rope_theta", "partial_rotary_factor")}
-    recipe = RECIPE.format(method="none", kv="kivi") + SCHEMES[scheme]
+    recipe = RECIPE.format(method="none", kv="kivi")
     sizes = {"head_dim": 64, "v_head_dim": 32, "rope_parameters": ropes}
     bundle, asked = random_bundle(tmp_path, "mimo_v2_flash", recipe, **sizes, **types), prompts(3, 130, 300)
     found, _ = in_vllm(bundle, [asked])
