@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_vllm.generate import MARKER
 from tiny.llama import RECIPE, save_llama
-from tiny.models import ARCHITECTURES, randomise, write_tokenizer
+from tiny.models import ARCHITECTURES, write_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvconvert import calibrate, export, load
@@ -48,16 +48,17 @@ def converted(folder: Path, recipe: str) -> Path:
 
 def in_vllm(
     bundle: Path, batches: list[list[list[int]]], new_tokens: int = NEW, *, kernels: bool = False,
-    forgets: bool = False, adapter: Path | None = None, **arguments: Any,
+    forgets: bool = False, adapter: Path | None = None, records: Path | None = None, **arguments: Any,
 ) -> Any:  # fmt: skip
     """Tokens of all prompts, batch after batch, and what `generate` counts; or what vLLM says when it fails.
 
     With `kernels` Triton's interpreter stands in for a GPU; with `forgets` no batch finds prefixes of those before;
-    `adapter` is one of LoRA's.
+    `adapter` is one of LoRA's; `records` is a file for what layers are given and give.
     """
     arguments = {"enforce_eager": True, "dtype": "float32", "max_model_len": 1024, "max_num_seqs": 4} | arguments
     request = {"model": str(bundle), "batches": batches, "new_tokens": new_tokens, "arguments": arguments}
     request |= {"kernels": kernels, "forgets": forgets, "adapter": adapter and str(adapter)}
+    request["records"] = records and str(records)
     script = Path(__file__).with_name("generate.py")
     ended = subprocess.run(
         [PYTHON, str(script)], input=json.dumps(request), capture_output=True, text=True, timeout=600
@@ -184,7 +185,7 @@ def test_a_prefix_that_is_found_gives_what_reading_it_gives(case, tmp_path):
     settings = {"max_num_batched_tokens": 128, "max_num_seqs": 1, "enable_chunked_prefill": True}
     settings |= {"enable_prefix_caching": True}
     if case == "beside windows":
-        bundle = windowed_bundle(tmp_path, "gemma2", SCHEMES["windows"])
+        bundle = gemma2_bundle(tmp_path, SCHEMES["windows"])
     else:
         bundle = bundle_of(tmp_path, SCHEMES["wide" if case == "EAGLE" else case], head_dim=32)
     if case == "EAGLE":
@@ -346,75 +347,20 @@ def test_adapters_of_unchanged_weights_are_served_as_if_they_were_added(tmp_path
     assert in_runtime(bundle, asked) != expected
 
 
-# Random models with a layer of each type, and what vLLM wants of their sizes besides.
-WITH_WINDOWS: dict[str, dict[str, Any]] = {
-    "gemma2": {"query_pre_attn_scalar": 32},  # and soft caps
-    "gemma4_text": {},
-    "gpt_oss": {
-        "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 2.0, "beta_fast": 32.0, "beta_slow": 1.0,
-            "truncate": False, "original_max_position_embeddings": 512,
-        }
-    },
-}  # fmt: skip
-
-
-def windowed_bundle(folder: Path, model_type: str, settings: str) -> Path:
-    """A model of `WITH_WINDOWS` as a bundle; `settings` as for `bundle_of`."""
-    tiny = ARCHITECTURES[model_type]
-    replace(tiny, settings=tiny.settings | {"head_dim": 32} | WITH_WINDOWS[model_type]).write(folder / "model")
+def gemma2_bundle(folder: Path, settings: str) -> Path:
+    """A random Gemma 2 with a layer of each type, also with soft caps, as a bundle; `settings` as for `bundle_of`."""
+    tiny = ARCHITECTURES["gemma2"]
+    sizes = {"head_dim": 32, "query_pre_attn_scalar": 32}
+    replace(tiny, settings=tiny.settings | sizes).write(folder / "model")
     return converted(folder, RECIPE.format(method="none", kv="kivi") + settings)
 
 
-@pytest.mark.parametrize("model_type", WITH_WINDOWS)
-def test_layers_with_windows_are_left_to_vllm(model_type, tmp_path):
+def test_layers_with_windows_are_left_to_vllm(tmp_path):
     """In full precision where a bundle's scheme would not be used."""
     exact = "[[kv.layers]]\nindex = [0]\nkey_bits = 16\nvalue_bits = 16\n"
-    bundle, asked = windowed_bundle(tmp_path, model_type, exact), prompts(3, 130, 300)
+    bundle, asked = gemma2_bundle(tmp_path, exact), prompts(3, 130, 300)
     found, _ = in_vllm(bundle, [asked], 160)
     assert found == [tokens[:160] for tokens in in_runtime(bundle, asked)]
-
-
-def random_bundle(folder: Path, model_type: str, recipe: str, **config: Any) -> Path:
-    """A random model of a type, of two layers as `SIZES` says and by these fields of its config.json, as a bundle."""
-    sizes = SIZES | {"vocab_size": 4096, "num_hidden_layers": 2, "max_position_embeddings": 2048}
-    special = {"pad_token_id": None, "eos_token_id": 0, "tie_word_embeddings": False}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes | special | config))
-    randomise(model.requires_grad_(False))
-    model.save_pretrained(folder / "model")
-    write_tokenizer(folder / "model")
-    return converted(folder, recipe)
-
-
-def test_values_of_other_sizes_than_keys_are_served(tmp_path):
-    """MiMo-V2, whose layers with sliding windows vLLM attends to on GPUs alone."""
-    types = {"layer_types": ["full_attention"] * 2, "mlp_layer_types": ["dense"] * 2}
-    # In words of its authors, which vLLM reads.
-    types |= {"hybrid_layer_pattern": [0, 0], "moe_layer_freq": [0, 0], "layernorm_epsilon": 1e-5}
-    types |= {"rope_theta": 5e6, "partial_rotary_factor": 0.5}
-    ropes = {kind: {"rope_type": "default"} for kind in ("full_attention", "sliding_attention")}
-    for rope in ropes.values():
-        rope |= {name: types[name] for name in ("rope_theta", "partial_rotary_factor")}
-    recipe = RECIPE.format(method="none", kv="kivi")
-    sizes = {"head_dim": 64, "v_head_dim": 32, "rope_parameters": ropes}
-    bundle, asked = random_bundle(tmp_path, "mimo_v2_flash", recipe, **sizes, **types), prompts(3, 130, 300)
-    found, _ = in_vllm(bundle, [asked])
-    assert found == in_runtime(bundle, asked)
-
-
-def test_latents_are_left_to_vllm(tmp_path):
-    """DeepSeek V3 with its sizes of latents, which vLLM wants on CPUs; its weights are the bundle's."""
-    latents = {"kv_lora_rank": 512, "q_lora_rank": 32, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32}
-    latents |= {"v_head_dim": 32, "num_key_value_heads": 4, "first_k_dense_replace": 2}
-    recipe = RECIPE.format(method="rtn", kv="latent-4bit").replace("group_size", "bits = 8\ngroup_size")
-    bundle, asked = random_bundle(tmp_path, "deepseek_v3", recipe, **latents), prompts(3, 100)
-    # vLLM's own operator for rotary positions errs here on CPUs, also with the source.
-    found, _ = in_vllm(bundle, [asked], 20, compilation_config={"custom_ops": ["none"]})
-    model, _ = load(bundle, dtype=torch.float32)
-    for prompt, tokens in zip(asked, found, strict=True):
-        logits = model(torch.tensor([prompt + tokens]), use_cache=False).logits[0, len(prompt) - 1 : -1]
-        assert logits.argmax(1).tolist() == tokens
 
 
 def test_our_kernels_join_those_of_awq_on_gpus_alone_and_only_unasked():
