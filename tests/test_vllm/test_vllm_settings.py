@@ -11,16 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+from published.families import FAMILIES as PUBLISHED
+from published.families import REFUSED
+from published.models import published
 from tiny.bundle import edit_json, reseal, write_tiny_bundle
 from tiny.every_type import tiny_config
 from tiny.families import FAMILIES
 from tiny.hub import Repository, standing_in
 from tiny.models import ARCHITECTURES, GREEDY, random_ids, randomise
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from kvconvert.errors import BundleError
 from kvconvert.methods import KVScheme
-from kvconvert.models.configuration import layer_config, layer_types_of, model_class, stored_shape
+from kvconvert.models.configuration import has_pages, layer_config, layer_types_of, model_class, stored_shape
 from kvconvert.runtime import Engine
 from kvconvert.runtime.hf.generation import adopt
 from kvconvert.vllm.bundle import VERSIONS, ServedBundle, choose_settings, layer_index, refuse_config
@@ -348,6 +351,40 @@ SENT_ON = {
 }
 
 
+def planned(text: PretrainedConfig, schemes: list[KVScheme | None], config: dict[str, Any]) -> ServedBundle:
+    """A bundle of a language model, with a scheme for each layer, as far as the plugin looks at it."""
+    layers = []
+    for index, scheme in enumerate(schemes):
+        heads, keys, values = (None,) * 3 if scheme is None else stored_shape(layer_config(text, index))
+        found = {"num_key_value_heads": heads, "head_dim": keys, "value_head_dim": None if values == keys else values}
+        layers.append(SimpleNamespace(**found))
+    manifest = SimpleNamespace(schemes=lambda: schemes, layers=layers, modules=[])
+    return ServedBundle(SimpleNamespace(manifest=manifest, config=config, plan={}))
+
+
+# Families whose cache vLLM keeps; those that are not converted aside.
+LATENTS = ("Kimi K2", "GLM-4.7-Flash", "Mistral Small 4, Large 3", "DeepSeek V3.2", "GLM-5", "Kimi Linear")
+
+
+@pytest.mark.parametrize("family", [family for family in PUBLISHED if family not in REFUSED])
+def test_families_as_they_are_published(family, tmp_path):
+    for number, name in enumerate(PUBLISHED[family]):
+        model = published(name)
+        model.write_configuration(tmp_path / str(number))
+        text = AutoConfig.from_pretrained(tmp_path / str(number)).get_text_config(decoder=True)
+        scheme = KVScheme.preset("latent-4bit" if family in LATENTS else "kivi")
+        schemes = [scheme if has_pages(kind) else None for kind in layer_types_of(text)[0]]
+        found = planned(text, schemes, model.config)
+        if family in LATENTS:
+            assert found.unused_schemes
+            assert not found.has_cache
+        elif family == "MiniMax M3":
+            refused(found.refusal(torch.bfloat16), "minimax_m3_sparse")
+        else:
+            assert found.has_cache
+            assert found.refusal(torch.bfloat16) is None
+
+
 @pytest.mark.parametrize("case", SENT_ON)
 def test_whoever_is_sent_to_kvconvert_serve_is_served(case):
     name, stated = SENT_ON[case]
@@ -363,13 +400,7 @@ def test_whoever_is_sent_to_kvconvert_serve_is_served(case):
     presets = [KVScheme.preset(each).with_online_rotation() if isinstance(each, str) else each for each in stated]
     schemes = (presets * config.num_hidden_layers)[: config.num_hidden_layers]
     adopt(model, schemes, {})
-    shapes = [stored_shape(layer_config(config, index)) for index in range(len(schemes))]
-    layers = [
-        SimpleNamespace(num_key_value_heads=heads, head_dim=keys, value_head_dim=None if values == keys else values)
-        for heads, keys, values in shapes
-    ]
-    manifest = SimpleNamespace(schemes=lambda: schemes, layers=layers, modules=[])
-    plugin = ServedBundle(SimpleNamespace(manifest=manifest, config=model.config.to_dict(), plan={}))
+    plugin = planned(config, schemes, model.config.to_dict())
     refused(plugin.refusal(torch.bfloat16), "use `kvconvert serve`")
     ids = [random_ids(1, length, seed=length) for length in (140, 5, 140)]
     server = Engine(model, max_batch=2, prompt_chunk=4096)
