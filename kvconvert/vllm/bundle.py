@@ -40,10 +40,12 @@ OF_HEADS = {
     *(f"static_{side}_{part}" for side in ("key", "value") for part in ("scale", "zero_point")),
 }
 # Types of decoder layers, in transformers' words: those whose attention is to all tokens before, which is ours;
-# those that vLLM keeps a state of; and those that vLLM attends to its own way, over a cache of its own.
+# those that vLLM keeps a state of; and those that vLLM attends to its own way, over a cache of its own, with a window
+# or over latents of all heads (MLA).
 OURS = ("full_attention", "attention", "hybrid")
 STATES = ("linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding")
 WINDOWS = ("sliding_attention", "hybrid_sliding")
+LATENTS = "latent_attention"
 WITHOUT_CACHE = ("mlp", "moe", "sparse", "dense")
 # The period with which layers of these types attend to all tokens, where config.json does not say it.
 WINDOW_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
@@ -83,6 +85,8 @@ class ServedBundle:
             raise _no_attention(first_line(error)) from error
         if len(found) != layers or not all(isinstance(kind, str) and kind.isidentifier() for kind in found):
             raise _no_attention(f"its types of layers are no words for {layers}")
+        if text.get("kv_lora_rank"):
+            found = [LATENTS if kind in OURS else kind for kind in found]
         return found
 
     @property
@@ -154,19 +158,7 @@ class ServedBundle:
             reason = scheme_refusal(scheme) or self._division_refusal(index, ranks)
             if reason is not None:
                 return f"Layer {index} of this bundle {reason}"
-        if self._text.get("kv_lora_rank"):
-            return (
-                "This model has latent attention (MLA), and the plugin serves keys and values per head; use "
-                "`kvconvert serve`."
-            )
-        for index in self.attending:
-            layer = self.bundle.manifest.layers[index]
-            if layer.value_head_dim is not None:
-                return (
-                    f"Layer {index} of this bundle has keys of {layer.head_dim} and values of {layer.value_head_dim} "
-                    "channels, and the plugin serves keys and values of one size; use `kvconvert serve`."
-                )
-        others = sorted(set(self.layer_types) - {*OURS, *STATES, *WINDOWS, *WITHOUT_CACHE})
+        others = sorted(set(self.layer_types) - {*OURS, *STATES, *WINDOWS, LATENTS, *WITHOUT_CACHE})
         if others:
             kinds = listed(others)
             return f"This model has layers of type {kinds}, which the plugin does not serve; use `kvconvert serve`."
@@ -215,22 +207,24 @@ class ServedBundle:
         return None
 
     def _format(self, index: int, ranks: int) -> LayerFormat:
-        heads, head_dim = self._shape(index)
-        return layer_format(self.schemes[index], heads=heads // ranks, key_dim=head_dim)
+        heads, key_dim, value_dim = self._shape(index)
+        return layer_format(self.schemes[index], heads=heads // ranks, key_dim=key_dim, value_dim=value_dim)
 
-    def _shape(self, index: int) -> tuple[int, int]:
-        """KV heads of a layer and channels of each."""
+    def _shape(self, index: int) -> tuple[int, int, int]:
+        """KV heads of a layer, and channels of each head's keys and values."""
         planned = self.bundle.manifest.layers[index]
-        heads, head_dim = planned.num_key_value_heads, planned.head_dim
-        if heads is None or head_dim is None:
+        heads, key_dim, value_dim = planned.num_key_value_heads, planned.head_dim, planned.value_head_dim
+        if heads is None or key_dim is None:
             text = self._text
             queries, hidden = text.get("num_attention_heads"), text.get("hidden_size")
-            heads, head_dim = text.get("num_key_value_heads", queries), text.get("head_dim")
-            if not head_dim and _is_count(queries) and _is_count(hidden):
-                head_dim = hidden // queries
-            if not (_is_count(heads) and _is_count(head_dim)):
-                raise _no_attention("its numbers of heads and channels are none")
-        return heads, head_dim
+            heads, key_dim = text.get("num_key_value_heads", queries), text.get("head_dim")
+            if not key_dim and _is_count(queries) and _is_count(hidden):
+                key_dim = hidden // queries
+            value_dim = text.get("v_head_dim")
+        value_dim = value_dim or key_dim
+        if not all(_is_count(size) for size in (heads, key_dim, value_dim)):
+            raise _no_attention("its numbers of heads and channels are none")
+        return heads, key_dim, value_dim
 
 
 def _no_attention(reason: str) -> BundleError:
@@ -246,6 +240,10 @@ def _in_own_words(text: Mapping[str, Any], index: int) -> str:
     family = text.get("model_type")
     if family == "falcon_h1":
         return "hybrid"
+    # Of MiMo-V2, which states the size of chunks, too.
+    windows = text.get("hybrid_layer_pattern")
+    if windows:
+        return "sliding_attention" if windows[index] else "full_attention"
     if text.get("attention_chunk_size"):
         return "chunked_attention"
     sparse = (text.get("sparse_attention_config") or {}).get("sparse_attention_freq")
@@ -332,11 +330,13 @@ def choose_settings(arguments: Any, version: str) -> ServedBundle | None:
     if getattr(arguments, "generation_config", "auto") == "auto":
         arguments.generation_config = _generation_config(path)
     if served.unused_schemes:
-        kinds = listed(sorted({served.layer_types[index] for index in served.unused_schemes}))
+        kinds, dtype = {served.layer_types[index] for index in served.unused_schemes}, arguments.kv_cache_dtype
         logger.warning(
-            "vLLM keeps the cache of %d layers of type %s itself, in the model's dtype: their schemes are not used.",
+            "vLLM keeps the cache of %d layers of type %s itself, in %s: their schemes are not used, and it takes more "
+            "memory than the bundle says; `kvconvert serve` uses them.",
             len(served.unused_schemes),
-            kinds,
+            listed(sorted(kinds)),
+            "the model's dtype" if dtype == "auto" else dtype,
         )
     if not served.has_cache:
         return served

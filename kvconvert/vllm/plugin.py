@@ -7,7 +7,7 @@ from functools import wraps
 from typing import Any
 
 import vllm
-from vllm.config import replace
+from vllm.config import get_current_vllm_config, replace
 from vllm.engine.arg_utils import EngineArgs
 
 from kvconvert.vllm.bundle import OWN_BACKEND, choose_settings, is_known, refuse_config, refused
@@ -34,6 +34,7 @@ def _register_backend() -> None:
 
     register_backend(AttentionBackendEnum.CUSTOM, _BACKEND)
     Attention.get_kv_cache_spec = _naming_the_layer(Attention.get_kv_cache_spec)
+    Attention.__init__ = _whatever_the_model_names(Attention.__init__, AttentionBackendEnum.CUSTOM)
     create = SpecDecodeBaseProposer._create_draft_vllm_config
     SpecDecodeBaseProposer._create_draft_vllm_config = _drafting_with_its_own(create)
     if current_platform.is_cpu():
@@ -95,6 +96,24 @@ def _honoring(get_attn_backend_cls: Any, custom: Any) -> Any:
         return get_attn_backend_cls(selected_backend, *args, **kwargs)
 
     return staticmethod(wrapped)
+
+
+def _whatever_the_model_names(init: Any, custom: Any) -> Any:
+    """Models whose values have other sizes than their keys name vLLM's backend for these, also in layers that are ours.
+
+    Layers with sliding windows keep it.
+    """
+
+    @wraps(init)
+    def wrapped(layer: Any, *args: Any, attn_backend: Any = None, **kwargs: Any) -> None:
+        if attn_backend is not None and attn_backend.get_name().endswith("_DIFFKV"):
+            config = get_current_vllm_config().attention_config
+            chosen = config.backend_per_kind.get("full_attention", config.backend)
+            if chosen == custom and kwargs.get("per_layer_sliding_window") is None:
+                attn_backend = custom.get_class()
+        init(layer, *args, attn_backend=attn_backend, **kwargs)
+
+    return wrapped
 
 
 def _drafting_with_its_own(create_draft_vllm_config: Any) -> Any:

@@ -8,8 +8,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
+
+import torch
 
 from kvconvert.kernels.device import interpreted
 
@@ -42,13 +45,38 @@ def generate(request: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
     return found, told | {"packed": len(weights._packed)}
 
 
+@contextmanager
+def recording(file: str) -> Iterator[None]:
+    """Save what each of our layers is given and gives, pass after pass: its number, queries, keys, values, output, and
+    the first three fields of its scoring.
+    """
+    from kvconvert.vllm.backend import LowBitAttention
+    from kvconvert.vllm.bundle import layer_index
+
+    forward, found = LowBitAttention.forward, []
+
+    def noting(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
+        given = [x.clone() for x in (query, key, value)]
+        forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+        if attn_metadata is not None:
+            count = attn_metadata.num_actual_tokens
+            tensors = [x[:count] for x in (*given, output.clone())]
+            found.append((layer_index(layer.layer_name), *tensors, tuple(self.scoring[:3])))
+        return output
+
+    LowBitAttention.forward = noting
+    yield
+    torch.save(found, file)
+
+
 if __name__ == "__main__":
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     # Two ranks may share processors.
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     try:
         asked = json.load(sys.stdin)
-        with interpreted() if asked["kernels"] else nullcontext():
+        file = asked.get("records")
+        with interpreted() if asked["kernels"] else nullcontext(), recording(file) if file else nullcontext():
             print(MARKER + json.dumps(generate(asked)), flush=True)
     except Exception as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

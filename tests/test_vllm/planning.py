@@ -25,7 +25,8 @@ def planned(case: dict[str, Any]) -> dict[str, Any]:
     from kvconvert.vllm.backend import LowBitBackend
     from kvconvert.vllm.bundle import ServedBundle
 
-    layers = [SimpleNamespace(num_key_value_heads=one["heads"], head_dim=one["head_dim"]) for one in case["layers"]]
+    names = {"num_key_value_heads": "heads", "head_dim": "head_dim", "value_head_dim": "value_dim"}
+    layers = [SimpleNamespace(**{name: one[own] for name, own in names.items()}) for one in case["layers"]]
     schemes = [None if one["scheme"] is None else KVScheme(**one["scheme"]) for one in case["layers"]]
     manifest = SimpleNamespace(schemes=lambda: schemes, layers=layers, modules=[])
     config = {"layer_types": [one["type"] for one in case["layers"]]}
@@ -48,7 +49,7 @@ def planned(case: dict[str, Any]) -> dict[str, Any]:
     specs = {}
     for index, (one, layer) in enumerate(zip(case["layers"], layers, strict=True)):
         sizes = {"num_kv_heads": layer.num_key_value_heads, "head_size": layer.head_dim, "dtype": torch.bfloat16}
-        sizes["block_size"] = config.cache_config.block_size
+        sizes |= {"head_size_v": layer.value_head_dim, "block_size": config.cache_config.block_size}
         name = f"model.layers.{index}.self_attn.attn"
         if one["type"] == "full_attention":
             specs[name] = LowBitBackend.spec(name, FullAttentionSpec(**sizes))

@@ -56,9 +56,10 @@ class Layer:
         beside: Layer | None = None,
         layout: BlockLayout | None = None,
         shares: bool = False,
+        value_dim: int = DIM,
     ):
-        cache = layer_format(scheme, heads=HEADS, key_dim=DIM)
-        self.device, self.dtype = torch.device(device), dtype
+        cache = layer_format(scheme, heads=HEADS, key_dim=DIM, value_dim=value_dim)
+        self.device, self.dtype, self.value_dim = torch.device(device), dtype, value_dim
         self.format = with_plan(cache, scheme, PLAN, torch.device("cpu"))
         self.layout, self.scoring, self.beside = layout or BlockLayout.of(cache, dtype, drafts), scoring, beside
         self.rotations, self.kernels = cache.rotations, kernels
@@ -78,7 +79,7 @@ class Layer:
             self.table, self.tables, self.packing = beside.table, beside.tables, beside.packing
         if beside is not None and kernels:
             self.tables.include([self.blocks])
-        self.keys, self.values = ([torch.zeros(HEADS, 0, DIM) for _ in range(REQUESTS)] for _ in range(2))
+        self.keys, self.values = ([torch.zeros(HEADS, 0, dim) for _ in range(REQUESTS)] for dim in (DIM, value_dim))
         self.pages: dict[tuple[str, int, int], torch.Tensor] = {}
 
     def run(self, lengths: list[int], accepted: list[int] | None = None, answers: bool = False) -> float:
@@ -89,7 +90,7 @@ class Layer:
         """
         starts = [sum(lengths[:row]) for row in range(REQUESTS + 1)]
         queries = torch.randn(starts[-1], HEADS * GROUP, DIM).to(self.dtype)
-        keys, values = torch.randn(2, starts[-1], HEADS, DIM).to(self.dtype)
+        keys, values = (torch.randn(starts[-1], HEADS, dim).to(self.dtype) for dim in (DIM, self.value_dim))
         totals = [stored.shape[1] + new for stored, new in zip(self.keys, lengths, strict=True)]
         if self.beside is None:
             of_prompts = [accepted is None and not answers] * REQUESTS
@@ -134,9 +135,9 @@ class Layer:
         self.pages = {key: page for key, page in self.pages.items() if key[1] != row or key[2] < pages[key[0]]}
 
     def attend(self, plan: StepPlan, *tokens: torch.Tensor) -> torch.Tensor:
-        """The attention of queries, keys and values [n, heads, D] in one pass."""
+        """The attention of queries, keys [n, heads, D] and values [n, heads, E] in one pass."""
         queries, keys, values = (x.to(self.device) for x in tokens)
-        output = torch.full_like(queries, float("nan"))
+        output = queries.new_full((*queries.shape[:2], self.value_dim), float("nan"))
         step = LayerStep(self.blocks, plan, self.scoring, self.prompts, self.tables)
         step.run(queries, keys, values, output)
         return output
@@ -164,7 +165,7 @@ class Layer:
         return attention_reference(queries, *every, visible, *self.scoring[:3]).output.float()
 
     def _page(self, side: str, row: int, number: int) -> torch.Tensor:
-        """A complete page of a request's keys or values [HEADS, 128, DIM] as it is stored, computed once."""
+        """A complete page of a request's keys or values [HEADS, 128, channels] as it is stored, computed once."""
         if (side, row, number) not in self.pages:
             part, hidden = slice(128 * number, 128 * number + 128), 0 if number else self.layout.sink_tokens
             f = self.format
@@ -295,6 +296,15 @@ def test_a_pass_attends_to_what_is_stored_as_it_is_stored(name):
 
 
 FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=FULL)])
+@pytest.mark.parametrize("name", ["kivi", "oscar", "value window"])
+def test_values_may_have_fewer_channels_than_keys(name, kernels):
+    torch.manual_seed(0)
+    layer = Layer(SCHEMES[name], kernels=kernels, value_dim=16)
+    for lengths in [[127, 0, 0], [1, 40, 0], [130, 3, 129], [1, 1, 1]] if kernels else PASSES + STEPS:
+        assert layer.run(lengths) < (1e-3 if kernels else 2e-6), lengths
 
 
 @pytest.mark.parametrize(

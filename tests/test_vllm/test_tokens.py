@@ -48,16 +48,17 @@ def converted(folder: Path, recipe: str) -> Path:
 
 def in_vllm(
     bundle: Path, batches: list[list[list[int]]], new_tokens: int = NEW, *, kernels: bool = False,
-    forgets: bool = False, adapter: Path | None = None, **arguments: Any,
+    forgets: bool = False, adapter: Path | None = None, records: Path | None = None, **arguments: Any,
 ) -> Any:  # fmt: skip
     """Tokens of all prompts, batch after batch, and what `generate` counts; or what vLLM says when it fails.
 
     With `kernels` Triton's interpreter stands in for a GPU; with `forgets` no batch finds prefixes of those before;
-    `adapter` is one of LoRA's.
+    `adapter` is one of LoRA's; `records` is a file for what layers are given and give.
     """
     arguments = {"enforce_eager": True, "dtype": "float32", "max_model_len": 1024, "max_num_seqs": 4} | arguments
     request = {"model": str(bundle), "batches": batches, "new_tokens": new_tokens, "arguments": arguments}
     request |= {"kernels": kernels, "forgets": forgets, "adapter": adapter and str(adapter)}
+    request["records"] = records and str(records)
     script = Path(__file__).with_name("generate.py")
     ended = subprocess.run(
         [PYTHON, str(script)], input=json.dumps(request), capture_output=True, text=True, timeout=600
@@ -498,7 +499,7 @@ def said(refuse):
     except BundleError as error:
         print("SAID", error)
 
-layers = [SimpleNamespace(num_key_value_heads=1, head_dim=64)]
+layers = [SimpleNamespace(num_key_value_heads=1, head_dim=64, value_head_dim=None)]
 manifest = SimpleNamespace(schemes=lambda: [KVScheme.preset("kivi")], layers=layers, modules=[])
 attention = LowBitAttention.__new__(LowBitAttention)
 found = SimpleNamespace(manifest=manifest, plan={}, config={})

@@ -11,16 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+from published.families import FAMILIES as PUBLISHED
+from published.families import REFUSED
+from published.models import published
 from tiny.bundle import edit_json, reseal, write_tiny_bundle
 from tiny.every_type import tiny_config
 from tiny.families import FAMILIES
 from tiny.hub import Repository, standing_in
 from tiny.models import ARCHITECTURES, GREEDY, random_ids, randomise
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from kvconvert.errors import BundleError
 from kvconvert.methods import KVScheme
-from kvconvert.models.configuration import layer_config, layer_types_of, model_class, stored_shape
+from kvconvert.models.configuration import has_pages, layer_config, layer_types_of, model_class, stored_shape
 from kvconvert.runtime import Engine
 from kvconvert.runtime.hf.generation import adopt
 from kvconvert.vllm.bundle import VERSIONS, ServedBundle, choose_settings, layer_index, refuse_config
@@ -309,6 +312,17 @@ def test_schemes_that_blocks_cannot_hold_are_refused(scheme, said):
     refused(served(KIVI, scheme).refusal(torch.bfloat16), "Layer 1", said)
 
 
+def test_values_may_have_other_sizes_than_keys():
+    found = served(KIVI, None, v_head_dim=32, num_key_value_heads=2, head_dim=64)
+    found.bundle.manifest.layers[0].value_head_dim = 32
+    found.bundle.manifest.layers[1] = SimpleNamespace(num_key_value_heads=None, head_dim=None, value_head_dim=None)
+    assert found.refusal(torch.bfloat16) is None
+    for index, layout in found.layouts(torch.bfloat16).items():
+        format, _ = found.layer(index, torch.device("cpu"), torch.bfloat16)
+        assert (format.keys.head_dim, format.values.head_dim) == (64, 32)
+        assert layout.token_bytes == 2 * (64 + 32) * 2
+
+
 def test_layers_of_any_widths_windows_and_sink_tokens_are_served():
     wide, windowed = KVScheme(key_bits=8, value_bits=8, sink_tokens=4), replace(KIVI, sink_tokens=8)
     found = served(None, KIVI, wide, replace(windowed, value_recent_tokens=128))
@@ -321,15 +335,9 @@ def test_layers_of_any_widths_windows_and_sink_tokens_are_served():
     assert layouts[0].sink_tokens == KIVI.sink_tokens
 
 
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ({"text_config": {"layer_types": ["chunked_attention", "full_attention"]}}, "chunked_attention"),
-        ({"kv_lora_rank": 512}, "latent attention"),
-    ],
-)
-def test_layers_of_other_types_are_refused(config, said):
-    refused(served(KIVI, KIVI, **config).refusal(torch.bfloat16), said)
+def test_layers_of_other_types_are_refused():
+    types = {"layer_types": ["chunked_attention", "full_attention"]}
+    refused(served(KIVI, KIVI, text_config=types).refusal(torch.bfloat16), "chunked_attention")
 
 
 EIGHT = KVScheme(key_bits=8, value_bits=8, sink_tokens=4)
@@ -337,13 +345,44 @@ SENT_ON = {
     "eviction": ("llama", ["minikv"]),
     "spans": ("llama", ["calibquant-1bit"]),
     "images alone": ("qwen2_5_vl", [replace(SPANS, modality="visual").with_online_rotation()]),
-    "latents": ("deepseek_v3", ["latent-4bit"]),
-    "latents and an indexer": ("glm_moe_dsa", ["latent-4bit"]),
     "sparse attention": ("minimax_m3_vl_text", ["kivi"]),
     "chunks": ("llama4_text", ["kivi"]),
-    "values of another size": ("mimo_v2_flash", ["kivi"]),
     "several widths beside states": ("falcon_h1", ["kivi", EIGHT]),
 }
+
+
+def planned(text: PretrainedConfig, schemes: list[KVScheme | None], config: dict[str, Any]) -> ServedBundle:
+    """A bundle of a language model, with a scheme for each layer, as far as the plugin looks at it."""
+    layers = []
+    for index, scheme in enumerate(schemes):
+        heads, keys, values = (None,) * 3 if scheme is None else stored_shape(layer_config(text, index))
+        found = {"num_key_value_heads": heads, "head_dim": keys, "value_head_dim": None if values == keys else values}
+        layers.append(SimpleNamespace(**found))
+    manifest = SimpleNamespace(schemes=lambda: schemes, layers=layers, modules=[])
+    return ServedBundle(SimpleNamespace(manifest=manifest, config=config, plan={}))
+
+
+# Families whose cache vLLM keeps; those that are not converted aside.
+LATENTS = ("Kimi K2", "GLM-4.7-Flash", "Mistral Small 4, Large 3", "DeepSeek V3.2", "GLM-5", "Kimi Linear")
+
+
+@pytest.mark.parametrize("family", [family for family in PUBLISHED if family not in REFUSED])
+def test_families_as_they_are_published(family, tmp_path):
+    for number, name in enumerate(PUBLISHED[family]):
+        model = published(name)
+        model.write_configuration(tmp_path / str(number))
+        text = AutoConfig.from_pretrained(tmp_path / str(number)).get_text_config(decoder=True)
+        scheme = KVScheme.preset("latent-4bit" if family in LATENTS else "kivi")
+        schemes = [scheme if has_pages(kind) else None for kind in layer_types_of(text)[0]]
+        found = planned(text, schemes, model.config)
+        if family in LATENTS:
+            assert found.unused_schemes
+            assert not found.has_cache
+        elif family == "MiniMax M3":
+            refused(found.refusal(torch.bfloat16), "minimax_m3_sparse")
+        else:
+            assert found.has_cache
+            assert found.refusal(torch.bfloat16) is None
 
 
 @pytest.mark.parametrize("case", SENT_ON)
@@ -361,13 +400,7 @@ def test_whoever_is_sent_to_kvconvert_serve_is_served(case):
     presets = [KVScheme.preset(each).with_online_rotation() if isinstance(each, str) else each for each in stated]
     schemes = (presets * config.num_hidden_layers)[: config.num_hidden_layers]
     adopt(model, schemes, {})
-    shapes = [stored_shape(layer_config(config, index)) for index in range(len(schemes))]
-    layers = [
-        SimpleNamespace(num_key_value_heads=heads, head_dim=keys, value_head_dim=None if values == keys else values)
-        for heads, keys, values in shapes
-    ]
-    manifest = SimpleNamespace(schemes=lambda: schemes, layers=layers, modules=[])
-    plugin = ServedBundle(SimpleNamespace(manifest=manifest, config=model.config.to_dict(), plan={}))
+    plugin = planned(config, schemes, model.config.to_dict())
     refused(plugin.refusal(torch.bfloat16), "use `kvconvert serve`")
     ids = [random_ids(1, length, seed=length) for length in (140, 5, 140)]
     server = Engine(model, max_batch=2, prompt_chunk=4096)
@@ -411,6 +444,11 @@ def test_layers_that_attend_to_all_tokens_are_ours(config, windows, states, atte
             "minimax_m3_vl_text",
             {"sparse_attention_config": {"sparse_attention_freq": [0, 1, 1, 1]}},
             ["full_attention"] + ["minimax_m3_sparse"] * 3,
+        ),
+        (
+            "mimo_v2_flash",
+            {"hybrid_layer_pattern": [0, 1, 1, 1], "attention_chunk_size": 128},
+            ["full_attention"] + ["sliding_attention"] * 3,
         ),
         ("qwen3_next", {}, ["linear_attention"] * 3 + ["full_attention"]),
         ("qwen3_next", {"full_attention_interval": 2}, ["linear_attention", "full_attention"] * 2),
@@ -478,6 +516,22 @@ def test_settings_beside_windows_and_states(tmp_path, monkeypatch, caplog):
     with pytest.raises(BundleError) as error:
         refuse_config(served(KIVI, KIVI, layer_types=windows), alike)
     refused(str(error.value), "--disable-hybrid-kv-cache-manager")
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+def test_latents_are_left_to_vllm_which_is_said(dtype, tmp_path, monkeypatch, caplog):
+    write_tiny_bundle(tmp_path)
+    scheme = KVScheme.preset("latent-4bit")
+    found = served(None, scheme, kv_lora_rank=512, layer_types=["linear_attention", "full_attention"])
+    assert (found.attending, found.unused_schemes, found.has_cache) == ([], [1], False)
+    monkeypatch.setattr("kvconvert.vllm.bundle.served_bundle", lambda directory: found)
+    given = arguments(tmp_path, kv_cache_dtype=dtype)
+    assert choose_settings(given, KNOWN) is found
+    assert (given.attention_backend, given.block_size, given.kv_cache_dtype) == (None, None, dtype)
+    refuse_config(found, engine(device_config=SimpleNamespace(device_type="cpu")))
+    assert "1 layers of type latent_attention itself" in caplog.text
+    assert f"in {'the model' if dtype == 'auto' else dtype}" in caplog.text
+    assert "more memory" in caplog.text
 
 
 def test_a_module_tells_its_layer_or_is_refused():
