@@ -11,6 +11,7 @@ code knows. One that makes gigabytes of a small picture is refused.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import re
@@ -176,9 +177,22 @@ def _check_tekken(path: Path) -> None:
         raise CheckpointError(_TOO_LONG.format(path))
 
 
+# Digests of files that were tried, and not refused.
+_tried: set[bytes] = set()
+
+
+def _digest(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
+
+
 def _try_tokenizer(named: Path, path: Path) -> None:
+    if (digest := _digest(path)) in _tried:
+        return
     if reason := shared_renderer().try_tokenizer(path):
         raise CheckpointError(f"{named} is not applied to any text ({reason}); use another copy of the tokenizer.")
+    if _digest(path) == digest:
+        _tried.add(digest)
 
 
 def _check_template(owner: ProcessorMixin | PreTrainedTokenizerBase) -> None:
