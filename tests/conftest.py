@@ -12,11 +12,14 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 TESTS = Path(__file__).resolve().parent
 BASELINES = TESTS / "baselines"
+# Characters of a text.
+LONG_TEXT = 50_000
 # The scripts are tested too, and they are not installed. Last, so that none hides a package.
 sys.path += [str(TESTS.parent / folder) for folder in ("benchmarks", "examples")]
 
@@ -91,6 +94,27 @@ def no_wait_for_the_disk() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def long_texts_are_tokenized_once() -> Iterator[None]:
+    """Keep the ids of long texts: hundreds of conversions of tiny models read those that ship, half a second each."""
+    from kvconvert.data import text
+
+    encode, known = text._encode, {}
+
+    def remembered(written: str, tokenizer: Any) -> list[int]:
+        made = getattr(tokenizer, "backend_tokenizer", None)
+        if len(written) < LONG_TEXT or made is None:
+            return encode(written, tokenizer)
+        key = hash(written), hash(made.to_str()), type(tokenizer)
+        if key not in known:
+            known[key] = encode(written, tokenizer)
+        return list(known[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text, "_encode", remembered)
         yield
 
 
