@@ -7,7 +7,7 @@ from functools import wraps
 from typing import Any
 
 import vllm
-from vllm.config import get_current_vllm_config, replace
+from vllm.config import SpeculativeConfig, get_current_vllm_config, replace
 from vllm.engine.arg_utils import EngineArgs
 
 from kvconvert.vllm.bundle import OWN_BACKEND, choose_settings, is_known, refuse_config, refused
@@ -35,8 +35,9 @@ def _register_backend() -> None:
     register_backend(AttentionBackendEnum.CUSTOM, _BACKEND)
     Attention.get_kv_cache_spec = _naming_the_layer(Attention.get_kv_cache_spec)
     Attention.__init__ = _whatever_the_model_names(Attention.__init__, AttentionBackendEnum.CUSTOM)
-    create = SpecDecodeBaseProposer._create_draft_vllm_config
-    SpecDecodeBaseProposer._create_draft_vllm_config = _drafting_with_its_own(create)
+    makers = (SpecDecodeBaseProposer, "_create_draft_vllm_config"), (SpeculativeConfig, "apply_draft_overrides")
+    for owner, name in makers:
+        setattr(owner, name, _drafting_with_its_own(getattr(owner, name), AttentionBackendEnum.CUSTOM))
     if current_platform.is_cpu():
         # vLLM takes its own backend on a CPU whatever is asked for.
         platform = type(current_platform)
@@ -116,14 +117,24 @@ def _whatever_the_model_names(init: Any, custom: Any) -> Any:
     return wrapped
 
 
-def _drafting_with_its_own(create_draft_vllm_config: Any) -> Any:
-    """Layers that draft have vLLM's own backend, which it takes for all but those of `_attend_beside_others`."""
+def _drafting_with_its_own(make_config: Any, custom: Any) -> Any:
+    """Layers that draft have vLLM's own backend, unless the settings of the drafts name one.
 
-    @wraps(create_draft_vllm_config)
-    def wrapped(proposer: Any) -> Any:
-        config = create_draft_vllm_config(proposer)
-        own = replace(config.attention_config, backend_per_kind={})
-        return replace(config, attention_config=own)
+    vLLM's first model runner takes its own for all but those of `_attend_beside_others`, its second what the model has.
+
+    Args:
+        make_config: a method of a proposer or of the drafts' settings, whose result is the config of those layers.
+        custom: the backend of this plugin.
+    """
+
+    @wraps(make_config)
+    def wrapped(drafts: Any, *args: Any) -> Any:
+        config = make_config(drafts, *args)
+        attention = config.attention_config
+        if custom not in (attention.backend, attention.backend_per_kind.get("full_attention")):
+            return config
+        given = getattr(drafts, "speculative_config", drafts).attention_backend
+        return replace(config, attention_config=replace(attention, backend=given, backend_per_kind={}))
 
     return wrapped
 

@@ -436,6 +436,37 @@ with interpreted(), torch.no_grad():
     assert said == ["True True False"] * 2, ended.stderr
 
 
+def test_layers_that_draft_do_not_inherit_our_backend_in_either_model_runner():
+    script = """
+from dataclasses import dataclass
+from types import SimpleNamespace
+from vllm.config import AttentionConfig, SpeculativeConfig
+from vllm.v1.attention.backends.registry import AttentionBackendEnum as Backend
+from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+from kvconvert.vllm import plugin
+
+@dataclass
+class Config:
+    attention_config: AttentionConfig
+
+plugin.register()
+kinds = {"backend_per_kind": {"full_attention": Backend.CUSTOM}}
+for own in ({"backend": Backend.CUSTOM}, kinds, {"backend": Backend.TRITON_ATTN}):
+    for asked in (None, Backend.FLASH_ATTN):
+        base = Config(AttentionConfig(**own))
+        drafts = SimpleNamespace(attention_backend=asked, moe_backend=None, kv_cache_dtype=None)
+        proposer = SimpleNamespace(speculative_config=drafts, vllm_config=base)
+        first = SpecDecodeBaseProposer._create_draft_vllm_config(proposer)
+        second = SpeculativeConfig.apply_draft_overrides(drafts, base)
+        for made in (first.attention_config, second.attention_config):
+            print("SAID", made.backend and made.backend.name, len(made.backend_per_kind))
+"""
+    ended = subprocess.run([PYTHON, "-c", script], capture_output=True, text=True, timeout=300)
+    said = [line.removeprefix("SAID ") for line in ended.stdout.splitlines() if line.startswith("SAID")]
+    ours = ["None 0"] * 2 + ["FLASH_ATTN 0"] * 2
+    assert said == [*ours, *ours, "None 0", "TRITON_ATTN 0", "FLASH_ATTN 0", "FLASH_ATTN 0"], ended.stderr
+
+
 def test_kernels_of_all_bundles_are_compiled_into_one_folder():
     script = """
 import os
