@@ -297,12 +297,15 @@ def _replaying(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _with_cache(model: Any, args: tuple, kwargs: dict, position: int) -> tuple[tuple, dict] | None:
     """Pass a forward pass its cache by the name that this transformers has for it; where it would create one in full
-    precision, the bundle's.
+    precision, the bundle's. One that was made for another model is refused (CacheError).
     """
     kwargs = _with_one_cache(model, kwargs)
     use_cache = kwargs.get("use_cache")
     if use_cache is None:
         use_cache = _caches(model)
+    given = args[position] if len(args) > position else kwargs.get(CACHE)
+    if isinstance(given, KVCache):
+        given.like.check_reader(model.config)
     absent = len(args) <= position and CACHE not in kwargs
     if absent and use_cache and not (model.training and torch.is_grad_enabled()):
         kwargs[CACHE] = model.new_kv_cache()
