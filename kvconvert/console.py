@@ -32,6 +32,7 @@ from kvconvert.runtime.engine.processors import check_settings
 from kvconvert.runtime.engine.request import TextStream
 from kvconvert.runtime.hf.generation import BundleModel
 from kvconvert.runtime.hf.generation_config import generation_settings
+from kvconvert.tables import counted
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -312,7 +313,8 @@ class Console:
         if self.positions is not None:
             if length >= self.positions:
                 raise UsageError(
-                    f"The text has {length} tokens, but this model has {self.positions} positions; give a shorter one."
+                    f"The text has {counted(length, 'token')}, but this model has {self.positions} "
+                    "positions; give a shorter one."
                 )
             count = min(count, self.positions - length)
         device, dtype = self.model.device, self.model.dtype

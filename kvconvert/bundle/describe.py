@@ -256,7 +256,8 @@ def _cache_line(manifest: Manifest, size: KVSize | None) -> str:
     only = " and ".join(size.only_tokens)
     rest = f"; holds for {only} tokens, others stay in full precision" if only else ""
     return (
-        f"{planned} of {len(manifest.layers)} layers; {size.bits_per_value:.2f} bits per value at {size.context:,} "
+        f"{planned} of {counted(len(manifest.layers), 'layer')}; {size.bits_per_value:.2f} bits per value "
+        f"at {size.context:,} "
         f"tokens, {size.bytes_per_token:,.1f} bytes per token ({size.plain_bytes_per_token:,.0f} in 16 bits){rest}"
     )
 

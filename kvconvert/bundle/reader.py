@@ -36,6 +36,7 @@ from kvconvert.io.records import TensorInfo
 from kvconvert.io.tensorheader import mismatch
 from kvconvert.methods import spread_ratios
 from kvconvert.methods.awq import AWQ_BITS, BITS
+from kvconvert.tables import counted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -226,7 +227,7 @@ def open_bundle(
         quantized = [module for module in manifest.modules if module.method != "kept"]
         checks.append(f"coverage: {len(quantized)} modules quantized, {len(manifest.modules) - len(quantized)} kept")
         check_layers(manifest, config)
-        checks.append(f"KV plan: {len(manifest.layers)} layers")
+        checks.append(f"KV plan: {counted(len(manifest.layers), 'layer')}")
         for name, scales in read_arrays(weight_files, [f"{module.prefix}.scales" for module in quantized]):
             check_scales(weight_files[name].name, name, scales)
         checks.append(f"scales: {len(quantized)} tensors, finite and above zero")
@@ -252,7 +253,7 @@ def _described(files: BundleFiles, manifest: Manifest, checks: list[str]) -> Bun
     check_modules(manifest)
     config = check_config(directory, manifest, ["config.json"])
     check_layers(manifest, config)
-    checks.append(f"KV plan: {len(manifest.layers)} layers; weights were not looked at")
+    checks.append(f"KV plan: {counted(len(manifest.layers), 'layer')}; weights were not looked at")
     plan = read_plan(directory, manifest)
     files.check_unchanged()
     return Bundle(directory, manifest, config, plan, {}, tuple(checks), files)

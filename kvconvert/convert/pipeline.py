@@ -77,6 +77,7 @@ from kvconvert.models.devices import Device, choose_device
 from kvconvert.models.processors import load_tokenizer
 from kvconvert.models.source import SourceModel, float_dtype, open_source
 from kvconvert.recipes.recipe import Budget, Recipe, RecipeNamed, WeightsRecipe
+from kvconvert.tables import counted
 from kvconvert.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -184,7 +185,7 @@ def calibrate(
             directory.share_samples(*shares[ranks.rank])
             if ranks.of_first(directory.state.complete):
                 layers = directory.state.num_layers
-                _say(f"{directory.path} is already complete ({layers} layers); nothing to do.", progress)
+                _say(f"{directory.path} is already complete ({counted(layers, 'layer')}); nothing to do.", progress)
             else:
                 if measured is not None:
                     directory.adopt_measurements(measured)
@@ -219,7 +220,7 @@ def _calibrate_layers(
                 searches.say(f"Layer {index} in {directory.path} is damaged and is computed again.")
             todo = directory.uncommitted()
             if len(todo) < count:
-                searches.say(f"Going on with {len(todo)} of {count} layers in {directory.path}.")
+                searches.say(f"Going on with {len(todo)} of {counted(count, 'layer')} in {directory.path}.")
             if ranks.size > 1:  # whose other ranks have to be told
                 source.check_finite(directory.state.kept_tensors)
     todo = ranks.of_first(todo)

@@ -14,6 +14,7 @@ from pydantic.dataclasses import dataclass
 
 from kvconvert.errors import RecipeError
 from kvconvert.methods.part import PRESET_SINKS, STRICT, LayerShape, Part, one_of, option, stated
+from kvconvert.tables import counted
 
 BITS = (1, 2, 3, 4, 8, 16)
 GROUP_SIZES = (16, 32, 64, 128)
@@ -105,10 +106,10 @@ class Kivi(Part):
                 f"{self.value_bits}-bit values in groups of {shape.value_group_size} channels",
             ]
         if self.sink_tokens:
-            said.append(f"first {self.sink_tokens} tokens in full precision")
+            said.append(f"first {counted(self.sink_tokens, 'token')} in full precision")
         for side, recent in (("keys", self.key_recent_tokens), ("values", self.value_recent_tokens)):
             if recent:
-                said.append(f"{side} of the last {recent} tokens in full precision")
+                said.append(f"{side} of the last {counted(recent, 'token')} in full precision")
         return said
 
     @classmethod

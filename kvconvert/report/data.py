@@ -30,6 +30,7 @@ from kvconvert.methods.minikv import spread_ratios
 from kvconvert.models.configuration import context_length, model_cache, sliding_windows
 from kvconvert.models.processors import load_tokenizer
 from kvconvert.models.source import float_dtype, open_source
+from kvconvert.tables import counted
 
 TOKENS = 512
 
@@ -83,7 +84,8 @@ def sample_keys(model: str, manifest: Manifest, tokens: int = TOKENS) -> KeySamp
     depth = config.num_hidden_layers
     if depth != len(manifest.layers):
         raise UsageError(
-            f"`model` has {depth} layers and the bundle {len(manifest.layers)}; give the model that it was made of."
+            f"`model` has {counted(depth, 'layer')} and the bundle {len(manifest.layers)}; give the model "
+            "that it was made of."
         )
     text = load_token_samples(EVALUATION, load_tokenizer(source.directory), 1, tokens, 0)
     loaded = source.load(float_dtype(source), attn_implementation=RECORDING_ATTENTION).eval()

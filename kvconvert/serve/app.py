@@ -48,6 +48,7 @@ from kvconvert.serve.refusal import Refusal, refusal_of
 from kvconvert.serve.replies import Reply
 from kvconvert.serve.requests import Chat, Completion, Limits, fields_of
 from kvconvert.serve.responses import ResponsesChat
+from kvconvert.tables import counted
 
 logger = logging.getLogger(__name__)
 
@@ -477,7 +478,7 @@ class Service:
         if isinstance(prompt, str):
             least = self._token_bytes.least_tokens(prompt.replace(MARK, "")) if self._token_bytes else 0
         if longest is not None and least > longest:
-            length = f"{least} tokens" if isinstance(prompt, list) else f"at least {least} tokens"
+            length = counted(least, "token") if isinstance(prompt, list) else f"at least {counted(least, 'token')}"
             raise asked.too_long(length, self.limits)
 
     def _ids(

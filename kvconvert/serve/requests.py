@@ -21,6 +21,7 @@ from kvconvert.runtime import Sampling
 from kvconvert.runtime.engine.request import MOST_LIKELIEST
 from kvconvert.serve.forms import Form
 from kvconvert.serve.refusal import Refusal, refusal_of
+from kvconvert.tables import counted
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,10 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "continue_final_message": (False,),
     "echo": (False,),
+    "effort": (),
     "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
+    "generate_summary": ("auto",),
     "functions": (),
     "include_obfuscation": (False,),
     "include_stop_str_in_output": (False,),
@@ -88,6 +91,7 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
+    "summary": ("auto",),
     "typical_p": (1,),
     "use_beam_search": (False,),
     "verbosity": (),
@@ -405,7 +409,10 @@ class _Asked(BaseModel, extra="allow", strict=True):
 
     def check(self, limits: Limits, prompts: int) -> None:
         """Refuse what is not served and what is beyond the limits (Refusal)."""
-        _refuse_others(self.model_extra or {}, known=type(self).model_fields)
+        extra = self.model_extra or {}
+        reasoning = extra.pop("reasoning", None)
+        _refuse_others(reasoning if isinstance(reasoning, dict) else {"effort": reasoning}, "reasoning.")
+        _refuse_others(extra, known=type(self).model_fields)
         if self.stream_options is not None:
             _refuse_others(self.stream_options.model_extra or {}, "stream_options.")
         if self.include_usage and not self.stream:
@@ -457,16 +464,19 @@ class _Asked(BaseModel, extra="allow", strict=True):
         """
         longest = limits.prompt_tokens
         if (longest is not None and prompt_tokens > longest) or (room is not None and room < 1):
-            raise self.too_long(f"{prompt_tokens} tokens", limits)
+            raise self.too_long(counted(prompt_tokens, "token"), limits)
         room = limits.new_tokens if room is None else room
         wanted, field = self.wanted()
         if wanted is None:
             return min(self.unstated(limits), room)
         if wanted > room and room <= limits.new_tokens:
-            message = f"{field} is {wanted}, but after a prompt of {prompt_tokens} tokens there is room for {room}."
+            message = (
+                f"{field} is {wanted}, but after a prompt of {counted(prompt_tokens, 'token')} there is room "
+                f"for {room}."
+            )
             raise Refusal(400, message, param=field, code="context_length_exceeded")
         if wanted > limits.new_tokens:
-            message = f"{field} is {wanted}; this server generates at most {limits.new_tokens} tokens."
+            message = f"{field} is {wanted}; this server generates at most {counted(limits.new_tokens, 'token')}."
             raise Refusal(400, message, param=field)
         return wanted
 
@@ -496,7 +506,8 @@ class _Asked(BaseModel, extra="allow", strict=True):
     def too_long(self, length: str, limits: Limits) -> Refusal:
         """The refusal of a prompt of some length, which says what is served."""
         message = (
-            f"The prompt has {length}, which is too long; this server takes at most {limits.prompt_tokens} tokens."
+            f"The prompt has {length}, which is too long; this server takes at most "
+            f"{counted(limits.prompt_tokens, 'token')}."
         )
         return Refusal(400, message, param=self.prompt_field, code="context_length_exceeded")
 

@@ -25,6 +25,7 @@ from kvconvert.models.configuration import (
     pages_unsupported,
     placeholder_ids,
 )
+from kvconvert.tables import counted
 
 
 @dataclass(frozen=True)
@@ -107,13 +108,8 @@ class CacheLayers:
         """
         if any(config is known for known in self.configs):
             return
-        own, other = self.configs[0], config.get_text_config(decoder=True)
-        if reason := _difference(_layers_of(own), _layers_of(config)):
-            made_for = own.get_text_config(decoder=True).model_type
-            raise CacheError(
-                f"The cache was made for another model, of type {made_for}, than this one of type {other.model_type} "
-                f"({reason}); make it with this model's config."
-            )
+        if reason := _difference(_layers_of(self.configs[0]), _layers_of(config)):
+            raise CacheError(f"The cache was made for another model ({reason}); make it with this model's config.")
         self.configs.append(config)
 
     def page_bytes(self, config: PretrainedConfig, kv_memory: int) -> int:
@@ -146,7 +142,7 @@ def _layers_of(config: PretrainedConfig) -> list[dict[str, Any]]:
 def _difference(cache: Sequence[Mapping[str, Any]], model: Sequence[Mapping[str, Any]]) -> str | None:
     """The first difference between the layers of a cache and of a model; None where there is none."""
     if len(cache) != len(model):
-        return f"{len(cache)} layers in the cache, {len(model)} in the model"
+        return f"{counted(len(cache), 'layer')} in the cache, {len(model)} in the model"
     for index, (one, other) in enumerate(zip(cache, model, strict=True)):
         for name in one:
             if one[name] != other[name]:
@@ -201,7 +197,8 @@ def _per_layer(
     given = (scheme,) * count if isinstance(scheme, KVScheme | str) else tuple(scheme)
     if len(given) != count:
         raise RecipeError(
-            f"{len(given)} KV schemes were given for a model of {count} layers; give one, or one per layer."
+            f"A model of {counted(count, 'layer')} was given {counted(len(given), 'KV scheme')}; give one, or one per "
+            "layer."
         )
     presets = {name: KVScheme.preset(name) for name in given if isinstance(name, str)}
     schemes = tuple(

@@ -32,6 +32,7 @@ from kvconvert.runtime.hf.prompts import PackedPrompts
 from kvconvert.runtime.hf.reconstruct import seal_prompt
 from kvconvert.runtime.hf.rehearsal import rehearse
 from kvconvert.runtime.hf.states import read_by_sequence, state_bits
+from kvconvert.tables import counted
 
 # Generated tokens whose steps are recorded before a prompt is read.
 PREPARED_TOKENS = 2048
@@ -178,7 +179,7 @@ class BundleModel:
         """The prompt's forward passes; where it is read in chunks, only here is it known which is the last."""
         cache = model_kwargs.get(CACHE)
         if not generation_config.is_assistant:
-            _check_prompt(input_ids, generation_config, model_kwargs)
+            _check_prompt(self, input_ids, generation_config, model_kwargs)
         if isinstance(cache, KVCache) and (generation_config.prefill_chunk_size is not None or cache.reconstructs):
             cache.begin_prompt()
         output = super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
@@ -212,16 +213,30 @@ class BundleModel:
     continuous_batching_context_manager = init_continuous_batching
 
 
-def _check_prompt(ids: torch.Tensor, settings: GenerationConfig, arguments: Mapping[str, Any]) -> None:
-    """Refuse (UsageError) a prompt without a token that is new to its cache: transformers reads some of it again."""
+def _check_prompt(
+    model: PreTrainedModel, ids: torch.Tensor, settings: GenerationConfig, arguments: Mapping[str, Any]
+) -> None:
+    """Refuse (UsageError) a prompt without a token that is new to its cache, of which transformers reads some again, or
+    with an id that is no token's: on a GPU such a one ends the process.
+
+    Ids of models that read more than text may stand for what is no token.
+    """
     cache, embeds, mask = (arguments.get(name) for name in (CACHE, "inputs_embeds", "attention_mask"))
     tokens = ids.shape[1] if embeds is None else embeds.shape[1]
     columns = getattr(settings, "_mask_length", -1) if mask is None else mask.shape[1]
     if not tokens:
         raise UsageError("`input_ids` has no tokens; give at least one.")
+    if embeds is None and ids.numel() and model.config is model.config.get_text_config():
+        vocabulary, (least, most) = model.get_input_embeddings().num_embeddings, torch.stack(ids.aminmax()).tolist()
+        if least < 0 or most >= vocabulary:
+            raise UsageError(
+                f"`input_ids` has the token id {least if least < 0 else most}, and the model has the ids 0 to "
+                f"{vocabulary - 1}; encode the prompt with the model's own tokenizer."
+            )
     if isinstance(cache, KVCache) and (embeds is not None or columns == tokens) and cache.get_seq_length() >= tokens:
         raise UsageError(
-            f"The cache holds {cache.get_seq_length()} tokens and the prompt has {tokens}; give the cache's whole text "
+            f"The cache holds {counted(cache.get_seq_length(), 'token')} and the prompt has {tokens}; give "
+            "the cache's whole text "
             "and what follows it, or a new cache for another text."
         )
 

@@ -25,7 +25,7 @@ def test_keys_that_reach_another_attention_are_an_error_that_says_what_to_call()
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("num_hidden_layers", 1, "1 layers in the cache, 4 in the model"),
+        ("num_hidden_layers", 1, "1 layer in the cache, 4 in the model"),
         ("num_key_value_heads", 1, "KV heads of layer 0: 1 in the cache, 2 in the model"),
         ("head_dim", 32, "key channels of layer 0: 32 in the cache"),
     ],
