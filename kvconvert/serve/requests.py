@@ -223,7 +223,10 @@ def _part(part: Any) -> dict[str, str]:
         raise ValueError("the model's own processor says how finely an image is read; leave detail out")
     _refuse_others({name: image[name] for name in image if name not in ("url", "detail")}, "a part's image_url.")
     if not _DATA_URL.match(image["url"]):
-        raise ValueError("the server fetches no image; send it as data:image/png;base64,... (or jpeg, webp)")
+        remedy = "send it as data:image/png;base64,... (or jpeg, webp)"
+        if image["url"][:5].lower() == "data:":
+            raise ValueError(f"an image as {image['url'].partition(',')[0]:.60} is not served; {remedy}")
+        raise ValueError(f"the server fetches no image; {remedy}")
     return {"type": "image", "url": image["url"]}
 
 
