@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from kvconvert.data.images import read_image
-from kvconvert.errors import KvconvertError, UsageError, first_line
+from kvconvert.errors import KvconvertError, UsageError, counted, first_line
 from kvconvert.models import CACHE
 from kvconvert.models.chat import ChatPrompts
 from kvconvert.models.configuration import context_length, supports_images
@@ -32,7 +32,6 @@ from kvconvert.runtime.engine.processors import check_settings
 from kvconvert.runtime.engine.request import TextStream
 from kvconvert.runtime.hf.generation import BundleModel
 from kvconvert.runtime.hf.generation_config import generation_settings
-from kvconvert.tables import counted
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -12,11 +12,11 @@ from typing import Any
 from kvconvert.bundle.figures import figure, number, text
 from kvconvert.bundle.manifest import Allocation, LayerPlan, Manifest, ModuleCoverage, WeightAllocation
 from kvconvert.cache import LayerCache, ModelCache
-from kvconvert.errors import printable
+from kvconvert.errors import counted, printable
 from kvconvert.io.records import DataInfo, Record
 from kvconvert.methods import spread_ratios
 from kvconvert.methods.auto import stated_context
-from kvconvert.tables import counted, text_table
+from kvconvert.tables import text_table
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,11 @@ from kvconvert.bundle.files import (
 )
 from kvconvert.bundle.locate import MANIFEST_NAME, PLAN_NAME, manifest_path
 from kvconvert.bundle.manifest import FORMAT_VERSION, Manifest, quantization_config, unseal
-from kvconvert.errors import BundleError, RecipeError, listed, printable
+from kvconvert.errors import BundleError, RecipeError, counted, listed, printable
 from kvconvert.io.records import TensorInfo
 from kvconvert.io.tensorheader import mismatch
 from kvconvert.methods import spread_ratios
 from kvconvert.methods.awq import AWQ_BITS, BITS
-from kvconvert.tables import counted
 
 if TYPE_CHECKING:
     import numpy as np

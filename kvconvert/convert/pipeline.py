@@ -66,7 +66,7 @@ from kvconvert.convert.workdir import WorkDir, WorkState
 from kvconvert.data.samples import load_held_out_mixture, load_mixture, load_samples
 from kvconvert.data.sources import Data, Sources
 from kvconvert.data.text import TokenData, with_random_tokens
-from kvconvert.errors import UnsupportedModelError, UsageError
+from kvconvert.errors import UnsupportedModelError, UsageError, counted
 from kvconvert.io.process import release_free_memory
 from kvconvert.io.progress import loading_bars, progress_bar
 from kvconvert.io.records import DataInfo
@@ -77,7 +77,6 @@ from kvconvert.models.devices import Device, choose_device
 from kvconvert.models.processors import load_tokenizer
 from kvconvert.models.source import SourceModel, float_dtype, open_source
 from kvconvert.recipes.recipe import Budget, Recipe, RecipeNamed, WeightsRecipe
-from kvconvert.tables import counted
 from kvconvert.version import __version__
 
 logger = logging.getLogger(__name__)

@@ -50,13 +50,12 @@ from kvconvert.data.sources import (
     weighted_sources,
 )
 from kvconvert.data.text import TokenData, load_held_out_samples, load_token_samples, token_data
-from kvconvert.errors import CheckpointError, DataError, UsageError, listed
+from kvconvert.errors import CheckpointError, DataError, UsageError, counted, listed
 from kvconvert.io.records import DataInfo, shortened
 from kvconvert.io.tensorfile import Mapped
 from kvconvert.models.configuration import context_length, supports_images
 from kvconvert.models.processors import ImagePrompts, has_processor, load_processor, load_tokenizer
 from kvconvert.models.source import SourceModel
-from kvconvert.tables import counted
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin

@@ -39,10 +39,9 @@ from kvconvert.data.sources import (
     refuse_spelled_conversations,
     source_name,
 )
-from kvconvert.errors import DataError, UsageError, first_line
+from kvconvert.errors import DataError, UsageError, counted, first_line
 from kvconvert.io.records import DataInfo, shortened
 from kvconvert.models.prompts import Conversations, added_around, token_ids
-from kvconvert.tables import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

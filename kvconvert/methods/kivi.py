@@ -12,9 +12,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass
 
-from kvconvert.errors import RecipeError
+from kvconvert.errors import RecipeError, counted
 from kvconvert.methods.part import PRESET_SINKS, STRICT, LayerShape, Part, one_of, option, stated
-from kvconvert.tables import counted
 
 BITS = (1, 2, 3, 4, 8, 16)
 GROUP_SIZES = (16, 32, 64, 128)

@@ -22,7 +22,7 @@ from kvconvert.calibration.attention_sample import RECORDING_ATTENTION, attentio
 from kvconvert.calibration.oscar import KeyStatistics
 from kvconvert.data.sources import EVALUATION
 from kvconvert.data.text import load_token_samples
-from kvconvert.errors import RecipeError, UsageError
+from kvconvert.errors import RecipeError, UsageError, counted
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme
 from kvconvert.methods.auto import stores_keys
@@ -30,7 +30,6 @@ from kvconvert.methods.minikv import spread_ratios
 from kvconvert.models.configuration import context_length, model_cache, sliding_windows
 from kvconvert.models.processors import load_tokenizer
 from kvconvert.models.source import float_dtype, open_source
-from kvconvert.tables import counted
 
 TOKENS = 512
 

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from kvconvert.errors import KvconvertError, listed
+from kvconvert.errors import KvconvertError, counted, listed
 from kvconvert.models.chat import ChatPrompts
 from kvconvert.models.processors import tokenizer_of
 from kvconvert.models.prompts import MARK, encode_text
@@ -48,7 +48,6 @@ from kvconvert.serve.refusal import Refusal, refusal_of
 from kvconvert.serve.replies import Reply
 from kvconvert.serve.requests import Chat, Completion, Limits, fields_of
 from kvconvert.serve.responses import ResponsesChat
-from kvconvert.tables import counted
 
 logger = logging.getLogger(__name__)
 

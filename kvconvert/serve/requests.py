@@ -15,13 +15,12 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, Field, PlainValidator, ValidationError, model_validator
 
 from kvconvert.bundle.generation import LARGEST_PENALTY
-from kvconvert.errors import KvconvertError
+from kvconvert.errors import KvconvertError, counted
 from kvconvert.models.token_bytes import TokenTexts
 from kvconvert.runtime import Sampling
 from kvconvert.runtime.engine.request import MOST_LIKELIEST
 from kvconvert.serve.forms import Form
 from kvconvert.serve.refusal import Refusal, refusal_of
-from kvconvert.tables import counted
 
 
 @dataclass(frozen=True)
@@ -509,8 +508,7 @@ class _Asked(BaseModel, extra="allow", strict=True):
     def too_long(self, length: str, limits: Limits) -> Refusal:
         """The refusal of a prompt of some length, which says what is served."""
         message = (
-            f"The prompt has {length}, which is too long; this server takes at most "
-            f"{counted(limits.prompt_tokens, 'token')}."
+            f"The prompt has {length}, which is too long; this server takes at most {limits.prompt_tokens} tokens."
         )
         return Refusal(400, message, param=self.prompt_field, code="context_length_exceeded")
 

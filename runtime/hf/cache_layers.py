@@ -14,7 +14,7 @@ import torch
 from transformers import PretrainedConfig
 
 from kvconvert.cache import ModelCache
-from kvconvert.errors import CacheError, RecipeError, UnsupportedModelError, UsageError
+from kvconvert.errors import CacheError, RecipeError, UnsupportedModelError, UsageError, counted
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme, check_layers, spread_ratios
 from kvconvert.models.configuration import (
@@ -25,7 +25,6 @@ from kvconvert.models.configuration import (
     pages_unsupported,
     placeholder_ids,
 )
-from kvconvert.tables import counted
 
 
 @dataclass(frozen=True)

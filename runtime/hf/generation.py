@@ -17,7 +17,7 @@ from transformers.generation import GenerationConfig, GenerationMode
 
 from kvconvert.arguments import checked
 from kvconvert.bundle.generation import PROCESSED
-from kvconvert.errors import CacheError, KvconvertError, UnsupportedModelError, UsageError, first_line
+from kvconvert.errors import CacheError, KvconvertError, UnsupportedModelError, UsageError, counted, first_line
 from kvconvert.kernels.launches import make_ready, record_specializations
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme
@@ -32,7 +32,6 @@ from kvconvert.runtime.hf.prompts import PackedPrompts
 from kvconvert.runtime.hf.reconstruct import seal_prompt
 from kvconvert.runtime.hf.rehearsal import rehearse
 from kvconvert.runtime.hf.states import read_by_sequence, state_bits
-from kvconvert.tables import counted
 
 # Generated tokens whose steps are recorded before a prompt is read.
 PREPARED_TOKENS = 2048

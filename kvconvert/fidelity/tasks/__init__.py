@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.errors import UsageError
+from kvconvert.errors import UsageError, counted
 from kvconvert.fidelity import source_of
 from kvconvert.fidelity.evaluate import versions
 from kvconvert.fidelity.retrieval import has_plain_template
@@ -38,7 +38,7 @@ from kvconvert.runtime import load
 from kvconvert.runtime.engine import Engine, Sampling
 from kvconvert.runtime.engine.processors import recommended
 from kvconvert.runtime.hf.generation import adopt
-from kvconvert.tables import counted, text_table
+from kvconvert.tables import text_table
 
 __all__ = ["TASKS", "TaskReport", "prompts_of", "solve"]
 
