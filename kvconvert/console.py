@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from kvconvert.data.images import read_image
-from kvconvert.errors import KvconvertError, UsageError, first_line
+from kvconvert.errors import KvconvertError, UsageError, counted, first_line
 from kvconvert.models import CACHE
 from kvconvert.models.chat import ChatPrompts
 from kvconvert.models.configuration import context_length, supports_images
@@ -312,7 +312,8 @@ class Console:
         if self.positions is not None:
             if length >= self.positions:
                 raise UsageError(
-                    f"The text has {length} tokens, but this model has {self.positions} positions; give a shorter one."
+                    f"The text has {counted(length, 'token')}, but this model has {self.positions} "
+                    "positions; give a shorter one."
                 )
             count = min(count, self.positions - length)
         device, dtype = self.model.device, self.model.dtype

@@ -33,6 +33,11 @@ def first_line(error: BaseException | str) -> str:
     return printable(line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]}...")
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun in the plural, but for one."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def listed(names: Iterable[str], word: str = "and") -> str:
     """Names in a sentence, `word` before the last."""
     *others, last = names

@@ -5,11 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 
-def counted(number: int, noun: str) -> str:
-    """A number with its noun in the plural, but for one."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns padded to their widest cell."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]

@@ -12,11 +12,11 @@ from typing import Any
 from kvconvert.bundle.figures import figure, number, text
 from kvconvert.bundle.manifest import Allocation, LayerPlan, Manifest, ModuleCoverage, WeightAllocation
 from kvconvert.cache import LayerCache, ModelCache
-from kvconvert.errors import printable
+from kvconvert.errors import counted, printable
 from kvconvert.io.records import DataInfo, Record
 from kvconvert.methods import spread_ratios
 from kvconvert.methods.auto import stated_context
-from kvconvert.tables import counted, text_table
+from kvconvert.tables import text_table
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,8 @@ def _cache_line(manifest: Manifest, size: KVSize | None) -> str:
     only = " and ".join(size.only_tokens)
     rest = f"; holds for {only} tokens, others stay in full precision" if only else ""
     return (
-        f"{planned} of {len(manifest.layers)} layers; {size.bits_per_value:.2f} bits per value at {size.context:,} "
+        f"{planned} of {counted(len(manifest.layers), 'layer')}; {size.bits_per_value:.2f} bits per value "
+        f"at {size.context:,} "
         f"tokens, {size.bytes_per_token:,.1f} bytes per token ({size.plain_bytes_per_token:,.0f} in 16 bits){rest}"
     )
 

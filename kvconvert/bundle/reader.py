@@ -31,7 +31,7 @@ from kvconvert.bundle.files import (
 )
 from kvconvert.bundle.locate import MANIFEST_NAME, PLAN_NAME, manifest_path
 from kvconvert.bundle.manifest import FORMAT_VERSION, Manifest, quantization_config, unseal
-from kvconvert.errors import BundleError, RecipeError, listed, printable
+from kvconvert.errors import BundleError, RecipeError, counted, listed, printable
 from kvconvert.io.records import TensorInfo
 from kvconvert.io.tensorheader import mismatch
 from kvconvert.methods import spread_ratios
@@ -226,7 +226,7 @@ def open_bundle(
         quantized = [module for module in manifest.modules if module.method != "kept"]
         checks.append(f"coverage: {len(quantized)} modules quantized, {len(manifest.modules) - len(quantized)} kept")
         check_layers(manifest, config)
-        checks.append(f"KV plan: {len(manifest.layers)} layers")
+        checks.append(f"KV plan: {counted(len(manifest.layers), 'layer')}")
         for name, scales in read_arrays(weight_files, [f"{module.prefix}.scales" for module in quantized]):
             check_scales(weight_files[name].name, name, scales)
         checks.append(f"scales: {len(quantized)} tensors, finite and above zero")
@@ -252,7 +252,7 @@ def _described(files: BundleFiles, manifest: Manifest, checks: list[str]) -> Bun
     check_modules(manifest)
     config = check_config(directory, manifest, ["config.json"])
     check_layers(manifest, config)
-    checks.append(f"KV plan: {len(manifest.layers)} layers; weights were not looked at")
+    checks.append(f"KV plan: {counted(len(manifest.layers), 'layer')}; weights were not looked at")
     plan = read_plan(directory, manifest)
     files.check_unchanged()
     return Bundle(directory, manifest, config, plan, {}, tuple(checks), files)

@@ -110,7 +110,9 @@ def exported(bundle: Path) -> str:
 
 
 def _export_onnx(source: str, output: Path, kv_cache: Literal["plan", "float"] | None, **options: Any) -> None:
-    from kvconvert.bundle.locate import GENAI_NAME
+    from kvconvert.bundle.locate import GENAI_NAME, ONNX_EXPORT, check_output
+
+    check_output(output, options["force"], ONNX_EXPORT)
     from kvconvert.onnx.export import export_onnx
 
     export_onnx(source, output, kv_cache=kv_cache or "plan", **options)

@@ -66,7 +66,7 @@ from kvconvert.convert.workdir import WorkDir, WorkState
 from kvconvert.data.samples import load_held_out_mixture, load_mixture, load_samples
 from kvconvert.data.sources import Data, Sources
 from kvconvert.data.text import TokenData, with_random_tokens
-from kvconvert.errors import UnsupportedModelError, UsageError
+from kvconvert.errors import UnsupportedModelError, UsageError, counted
 from kvconvert.io.process import release_free_memory
 from kvconvert.io.progress import loading_bars, progress_bar
 from kvconvert.io.records import DataInfo
@@ -184,7 +184,7 @@ def calibrate(
             directory.share_samples(*shares[ranks.rank])
             if ranks.of_first(directory.state.complete):
                 layers = directory.state.num_layers
-                _say(f"{directory.path} is already complete ({layers} layers); nothing to do.", progress)
+                _say(f"{directory.path} is already complete ({counted(layers, 'layer')}); nothing to do.", progress)
             else:
                 if measured is not None:
                     directory.adopt_measurements(measured)
@@ -219,7 +219,7 @@ def _calibrate_layers(
                 searches.say(f"Layer {index} in {directory.path} is damaged and is computed again.")
             todo = directory.uncommitted()
             if len(todo) < count:
-                searches.say(f"Going on with {len(todo)} of {count} layers in {directory.path}.")
+                searches.say(f"Going on with {len(todo)} of {counted(count, 'layer')} in {directory.path}.")
             if ranks.size > 1:  # whose other ranks have to be told
                 source.check_finite(directory.state.kept_tensors)
     todo = ranks.of_first(todo)

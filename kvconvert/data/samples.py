@@ -50,7 +50,7 @@ from kvconvert.data.sources import (
     weighted_sources,
 )
 from kvconvert.data.text import TokenData, load_held_out_samples, load_token_samples, token_data
-from kvconvert.errors import CheckpointError, DataError, UsageError, listed
+from kvconvert.errors import CheckpointError, DataError, UsageError, counted, listed
 from kvconvert.io.records import DataInfo, shortened
 from kvconvert.io.tensorfile import Mapped
 from kvconvert.models.configuration import context_length, supports_images
@@ -168,7 +168,8 @@ class _Packer:
             tokens, last = self._extent(document)
             if last > length - _SLACK and not chosen:
                 raise DataError(
-                    f"{document.place}: its images and what precedes them take {last} tokens, more than the {length} "
+                    f"{document.place}: its images and what precedes them take {counted(last, 'token')}, "
+                    f"more than the {length} "
                     f"of a sample; give a `seq_len` of {-(-(last + _TEXT_SHARE) // 256) * 256} or more, or smaller "
                     "images."
                 )
@@ -220,7 +221,8 @@ class _Packer:
             if not self._used:
                 raise DataError(f"Data source {self.source} holds no image with text; give some.")
             raise DataError(
-                f"Data source {self.source} holds {self._used} documents, which make {made} samples, but {wanted} are "
+                f"Data source {self.source} holds {counted(self._used, 'document')}, which make "
+                f"{counted(made, 'sample')}, but {wanted} are "
                 "requested; give more images, or request fewer or shorter samples."
             )
         self._used += 1

@@ -39,7 +39,7 @@ from kvconvert.data.sources import (
     refuse_spelled_conversations,
     source_name,
 )
-from kvconvert.errors import DataError, UsageError, first_line
+from kvconvert.errors import DataError, UsageError, counted, first_line
 from kvconvert.io.records import DataInfo, shortened
 from kvconvert.models.prompts import Conversations, added_around, token_ids
 
@@ -102,18 +102,20 @@ def load_token_samples(
     """
     if samples < 1 or length < 2:
         raise UsageError(
-            f"{samples} samples of {length} tokens cannot be cut; request at least 1 sample of at least 2 tokens."
+            f"{counted(samples, 'sample')} of {counted(length, 'token')} cannot be cut; request at least 1 "
+            "sample of at least 2 tokens."
         )
     prefix, window = _prefix(tokenizer, length)
     name = source_name(source)
     ids, whole = _token_ids(source, tokenizer, seed, samples * window)
     available = len(ids) // window
     if available < samples:
-        found = f"Data source {name} holds {len(ids)} tokens"
+        found = f"Data source {name} holds {counted(len(ids), 'token')}"
         if available == 0:
             raise DataError(f"{found}, but one sample needs {window}; give more text, or a smaller `{asked[1]}`.")
         raise DataError(
-            f"{found}, which make {available} samples of {length}, but {samples} samples ({samples * window} tokens) "
+            f"{found}, which make {counted(available, 'sample')} of {length}, but "
+            f"{counted(samples, 'sample')} ({counted(samples * window, 'token')}) "
             f"are requested; give more text, or a smaller `{asked[0]}` or `{asked[1]}`."
         )
     rows = [prefix + ids[i * window : (i + 1) * window] for i in _windows(available, samples, seed, whole)]
@@ -184,7 +186,8 @@ def load_held_out_samples(
         ids, starts = rest, list(range(0, len(rest) - window + 1, window))
     if not starts:
         raise DataError(
-            f"Data source {name} leaves {len(rest)} tokens outside of the {apart_from[0]} calibration samples, and "
+            f"Data source {name} leaves {counted(len(rest), 'token')} outside of the {apart_from[0]} "
+            "calibration samples, and "
             f"{window} are needed; give more text, or calibrate on fewer samples."
         )
     count = min(samples, len(starts))
@@ -197,7 +200,8 @@ def _prefix(tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[list[int],
     prefix, _ = added_around(tokenizer)
     if len(prefix) >= length:
         raise UsageError(
-            f"The tokenizer puts {len(prefix)} tokens before a text, which leaves nothing of {length} for the text; "
+            f"The tokenizer puts {counted(len(prefix), 'token')} before a text, which leaves nothing of "
+            f"{length} for the text; "
             "give a larger sequence length."
         )
     return prefix, length - len(prefix)
@@ -236,7 +240,8 @@ def spaced_samples(source: str, tokenizer: PreTrainedTokenizerBase, samples: int
     ids = _join((_encode(read_text(file), tokenizer) for file in local_files(source) or ()), tokenizer, None)
     if len(ids) < samples * window:
         raise DataError(
-            f"{source} holds {len(ids)} tokens, fewer than {samples} samples of {length}; request fewer or shorter "
+            f"{source} holds {counted(len(ids), 'token')}, fewer than {counted(samples, 'sample')} of "
+            f"{length}; request fewer or shorter "
             "ones."
         )
     step = len(ids) // samples

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass
 
-from kvconvert.errors import RecipeError
+from kvconvert.errors import RecipeError, counted
 from kvconvert.methods.part import PRESET_SINKS, STRICT, LayerShape, Part, one_of, option, stated
 
 BITS = (1, 2, 3, 4, 8, 16)
@@ -105,10 +105,10 @@ class Kivi(Part):
                 f"{self.value_bits}-bit values in groups of {shape.value_group_size} channels",
             ]
         if self.sink_tokens:
-            said.append(f"first {self.sink_tokens} tokens in full precision")
+            said.append(f"first {counted(self.sink_tokens, 'token')} in full precision")
         for side, recent in (("keys", self.key_recent_tokens), ("values", self.value_recent_tokens)):
             if recent:
-                said.append(f"{side} of the last {recent} tokens in full precision")
+                said.append(f"{side} of the last {counted(recent, 'token')} in full precision")
         return said
 
     @classmethod

@@ -39,7 +39,15 @@ from transformers import (
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.utils import is_torchvision_available, is_vision_available
 
-from kvconvert.errors import CheckpointError, MissingError, UnsupportedModelError, UsageError, first_line, unreadable
+from kvconvert.errors import (
+    CheckpointError,
+    MissingError,
+    UnsupportedModelError,
+    UsageError,
+    first_line,
+    printable,
+    unreadable,
+)
 from kvconvert.io.json_text import MAX_JSON, read_json
 from kvconvert.models.configuration import placeholder_ids
 from kvconvert.models.prompts import MARK, Conversations, added_around, without_marks
@@ -135,8 +143,14 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 def check_tokenizer(directory: Path) -> None:
     """Refuse (CheckpointError) a tokenizer.json by which short texts take seconds, gigabytes, or many tokens.
 
-    Files of the tokenizer that may not be read are refused by name: transformers calls them damaged or absent.
+    Files of the tokenizer that may not be read are refused by name: transformers calls them damaged or absent. So is a
+    path that only Python finds, which writes it in the locale's encoding, where others do it in UTF-8.
     """
+    if not str(directory).isascii() and (encoding := sys.getfilesystemencoding()) != "utf-8":
+        raise CheckpointError(
+            f"{printable(str(directory))} is not found by all libraries where the locale's encoding is {encoding}; set "
+            "PYTHONUTF8=1, or give the directory a name in ASCII."
+        )
     for file in sorted(directory.glob("*token*")):
         try:
             if file.is_file():

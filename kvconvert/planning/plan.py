@@ -28,7 +28,7 @@ from kvconvert.convert.passes import layer_jobs
 from kvconvert.convert.pipeline import kept_tensors, make_runner, with_fitted_weights
 from kvconvert.data.samples import check_amount, sample_shape
 from kvconvert.data.sources import Data, check_sources
-from kvconvert.errors import UsageError
+from kvconvert.errors import UsageError, counted
 from kvconvert.io.process import anonymous_bytes
 from kvconvert.io.records import TensorInfo
 from kvconvert.io.tensorheader import nbytes
@@ -46,7 +46,7 @@ from kvconvert.models.structure import LayerStructure
 from kvconvert.planning.probe import LayerProbe, run_probe
 from kvconvert.recipes.recipe import Recipe, RecipeNamed
 from kvconvert.runtime.hf.states import bytes_of_states, state_bits
-from kvconvert.tables import counted, text_table
+from kvconvert.tables import text_table
 
 
 @dataclass(frozen=True)

@@ -488,7 +488,7 @@ class Recipe(RecipeTable):
         if name.endswith(".toml") or "/" in name or "\\" in name:
             path = Path(name)
             try:
-                with path.open(encoding="utf-8") as stream:
+                with path.open(encoding="utf-8-sig") as stream:
                     text = stream.read(_MOST_TEXT + 1)
             except FileNotFoundError as error:
                 raise MissingError(

@@ -124,6 +124,10 @@ def _read_fidelity(path: Path) -> dict[str, Any]:
 def _target(bundle: Path, output: str | Path | None) -> Path:
     resolved = bundle.resolve()
     target = resolved.with_name(f"{resolved.name}-report") if output is None else Path(output)
+    if target.suffix.lower() in (".html", ".htm") and not target.is_dir():
+        raise UsageError(
+            f"`output` is {target}, and a report is a directory of {PAGE_NAME} and figures; give a directory's name."
+        )
     check_outside(target / PAGE_NAME)
     disk.check_writable(target, "output")
     return target

@@ -22,7 +22,7 @@ from kvconvert.calibration.attention_sample import RECORDING_ATTENTION, attentio
 from kvconvert.calibration.oscar import KeyStatistics
 from kvconvert.data.sources import EVALUATION
 from kvconvert.data.text import load_token_samples
-from kvconvert.errors import RecipeError, UsageError
+from kvconvert.errors import RecipeError, UsageError, counted
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme
 from kvconvert.methods.auto import stores_keys
@@ -83,7 +83,8 @@ def sample_keys(model: str, manifest: Manifest, tokens: int = TOKENS) -> KeySamp
     depth = config.num_hidden_layers
     if depth != len(manifest.layers):
         raise UsageError(
-            f"`model` has {depth} layers and the bundle {len(manifest.layers)}; give the model that it was made of."
+            f"`model` has {counted(depth, 'layer')} and the bundle {len(manifest.layers)}; give the model "
+            "that it was made of."
         )
     text = load_token_samples(EVALUATION, load_tokenizer(source.directory), 1, tokens, 0)
     loaded = source.load(float_dtype(source), attn_implementation=RECORDING_ATTENTION).eval()

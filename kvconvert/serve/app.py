@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from kvconvert.errors import KvconvertError, listed
+from kvconvert.errors import KvconvertError, counted, listed
 from kvconvert.models.chat import ChatPrompts
 from kvconvert.models.processors import tokenizer_of
 from kvconvert.models.prompts import MARK, encode_text
@@ -477,7 +477,7 @@ class Service:
         if isinstance(prompt, str):
             least = self._token_bytes.least_tokens(prompt.replace(MARK, "")) if self._token_bytes else 0
         if longest is not None and least > longest:
-            length = f"{least} tokens" if isinstance(prompt, list) else f"at least {least} tokens"
+            length = counted(least, "token") if isinstance(prompt, list) else f"at least {counted(least, 'token')}"
             raise asked.too_long(length, self.limits)
 
     def _ids(

@@ -223,8 +223,8 @@ class Grammars:
             raise Refusal(400, takes_long, param=param, code="invalid_value") from error
         matcher = self._matchers(self._tokens, grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
-            reason = first_line(matcher.get_error())
-            raise Refusal(400, f"{param} cannot be served: {reason}.", param=param, code="unsupported_parameter")
+            message = f"{param} cannot be served: {_reason(matcher.get_error())}; change its JSON schema."
+            raise Refusal(400, message, param=param, code="unsupported_parameter")
         with self._lock:
             self._kept[kept] = matcher
             if len(self._kept) > _MOST_KEPT:
@@ -289,6 +289,15 @@ class Grammars:
         if end not in self._added:
             thinks = f"thinks[suffix={json.dumps(end)}]: /(.|\\n)*/"
         return ["before: thinks /\\s*/" if begun else f"before: ({self.literal(begin)} thinks /\\s*/)?", thinks]
+
+
+def _reason(said: str) -> str:
+    """Why there is no matcher, without its place in a grammar that no client knows; of a regular expression's error,
+    which shows the expression between, the first and the last line.
+    """
+    said = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", said).partition("\n   1 | ")[0].strip()
+    first, *rest = said.splitlines() or ["it is refused"]
+    return first_line(" ".join([first, *(line.removeprefix("error: ") for line in rest[-1:])]))
 
 
 def _json(schema: Any, param: str, lenient: bool = False) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, Field, PlainValidator, ValidationError, model_validator
 
 from kvconvert.bundle.generation import LARGEST_PENALTY
-from kvconvert.errors import KvconvertError
+from kvconvert.errors import KvconvertError, counted
 from kvconvert.models.token_bytes import TokenTexts
 from kvconvert.runtime import Sampling
 from kvconvert.runtime.engine.request import MOST_LIKELIEST
@@ -73,8 +73,10 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "continue_final_message": (False,),
     "echo": (False,),
+    "effort": (),
     "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
+    "generate_summary": ("auto",),
     "functions": (),
     "include_obfuscation": (False,),
     "include_stop_str_in_output": (False,),
@@ -88,6 +90,7 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
+    "summary": ("auto",),
     "typical_p": (1,),
     "use_beam_search": (False,),
     "verbosity": (),
@@ -219,7 +222,10 @@ def _part(part: Any) -> dict[str, str]:
         raise ValueError("the model's own processor says how finely an image is read; leave detail out")
     _refuse_others({name: image[name] for name in image if name not in ("url", "detail")}, "a part's image_url.")
     if not _DATA_URL.match(image["url"]):
-        raise ValueError("the server fetches no image; send it as data:image/png;base64,... (or jpeg, webp)")
+        remedy = "send it as data:image/png;base64,... (or jpeg, webp)"
+        if image["url"][:5].lower() == "data:":
+            raise ValueError(f"an image as {image['url'].partition(',')[0]:.60} is not served; {remedy}")
+        raise ValueError(f"the server fetches no image; {remedy}")
     return {"type": "image", "url": image["url"]}
 
 
@@ -405,7 +411,10 @@ class _Asked(BaseModel, extra="allow", strict=True):
 
     def check(self, limits: Limits, prompts: int) -> None:
         """Refuse what is not served and what is beyond the limits (Refusal)."""
-        _refuse_others(self.model_extra or {}, known=type(self).model_fields)
+        extra = self.model_extra or {}
+        reasoning = extra.pop("reasoning", None)
+        _refuse_others(reasoning if isinstance(reasoning, dict) else {"effort": reasoning}, "reasoning.")
+        _refuse_others(extra, known=type(self).model_fields)
         if self.stream_options is not None:
             _refuse_others(self.stream_options.model_extra or {}, "stream_options.")
         if self.include_usage and not self.stream:
@@ -457,16 +466,19 @@ class _Asked(BaseModel, extra="allow", strict=True):
         """
         longest = limits.prompt_tokens
         if (longest is not None and prompt_tokens > longest) or (room is not None and room < 1):
-            raise self.too_long(f"{prompt_tokens} tokens", limits)
+            raise self.too_long(counted(prompt_tokens, "token"), limits)
         room = limits.new_tokens if room is None else room
         wanted, field = self.wanted()
         if wanted is None:
             return min(self.unstated(limits), room)
         if wanted > room and room <= limits.new_tokens:
-            message = f"{field} is {wanted}, but after a prompt of {prompt_tokens} tokens there is room for {room}."
+            message = (
+                f"{field} is {wanted}, but after a prompt of {counted(prompt_tokens, 'token')} there is room "
+                f"for {room}."
+            )
             raise Refusal(400, message, param=field, code="context_length_exceeded")
         if wanted > limits.new_tokens:
-            message = f"{field} is {wanted}; this server generates at most {limits.new_tokens} tokens."
+            message = f"{field} is {wanted}; this server generates at most {counted(limits.new_tokens, 'token')}."
             raise Refusal(400, message, param=field)
         return wanted
 

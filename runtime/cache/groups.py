@@ -55,6 +55,7 @@ class LayerGroup(Generic[Store]):
         stores: the layers, in the model's order.
         indices: their numbers in the model.
         registry: of the tables that kernels follow (`runtime/cache/steps.py`); tables: those in use.
+        made_for: what knows the model that the layers are of, for whoever brings tokens (`runtime/hf/cache_layers.py`).
         policy: how prompts are compressed.
         key_numbers, value_numbers: which pages are in use on each side.
         shares_pages: whether another group has pages under these numbers, too.
@@ -87,6 +88,7 @@ class LayerGroup(Generic[Store]):
         self.scheme, self.sliding_window, self.keep_for_sharing = scheme, sliding_window, keep_for_sharing
         self.page_size = scheme.page_size
         self.registry: Any = None
+        self.made_for: Any = None
         self.policy = prompt_policy(scheme)
         self.rehearsal: ForwardPass | None = None
         self.repetition: tuple[int, int] | None = None

@@ -80,7 +80,7 @@ def attention_function(
         [B, T, Hq, E] and no weights.
 
     Raises:
-        CacheError: the model replaced the key or mask handle, or uses dropout.
+        CacheError: the model replaced the key or mask handle, uses dropout, or is not the one that the cache is for.
         UnsupportedModelError: the model adds a position bias.
     """
     scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
@@ -103,6 +103,8 @@ def attention_function(
             f"The attention mask that reached {where} is not kvconvert's: pass a 2-D attention_mask of ones and zeros "
             "(this cache does not support 4-D masks)."
         )
+    if isinstance(store, LayerStore):
+        store.group.made_for.check_reader(module.config)
     if dropout:
         raise CacheError(f"Attention dropout is on in {where}; call model.eval() before generating.")
     is_packed = isinstance(store, PackedLayer)

@@ -124,6 +124,7 @@ class KVCache(Cache):
             if key not in groups:
                 numbers = None if twin is None else (twin.group.key_numbers, twin.group.value_numbers)
                 groups[key] = LayerGroup(layer_scheme, window, like.shares_keys, numbers)
+                groups[key].made_for = like
             store = LayerStore(
                 layer_scheme,
                 index,

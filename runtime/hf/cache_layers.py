@@ -7,14 +7,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 
 from kvconvert.cache import ModelCache
-from kvconvert.errors import RecipeError, UnsupportedModelError, UsageError
+from kvconvert.errors import CacheError, RecipeError, UnsupportedModelError, UsageError, counted
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme, check_layers, spread_ratios
 from kvconvert.models.configuration import (
@@ -42,6 +42,7 @@ class CacheLayers:
         placeholders: ids of the tokens of each modality that a scheme compresses.
         state_bits: width of recurrent states; 12 only for models whose modules `read_by_sequence` has changed,
             for some of transformers' write into the states that a cache gives them.
+        configs: of models that these layers are known to fit.
     """
 
     types: tuple[str, ...]
@@ -54,6 +55,7 @@ class CacheLayers:
     rotary_switch: int | None
     placeholders: dict[str, tuple[int, ...]]
     state_bits: int = 16
+    configs: list[PretrainedConfig] = field(default_factory=list, compare=False)
 
     @classmethod
     def of(cls, config: PretrainedConfig, scheme: KVScheme | str | Sequence[KVScheme | None]) -> CacheLayers:
@@ -94,7 +96,20 @@ class CacheLayers:
             bool(getattr(text_config, "num_kv_shared_layers", 0)) or "dummy" in types,
             rotary_switch(config),
             {modality: placeholder_ids(config, modality) for modality in sorted(modalities)},
+            configs=[config],
         )
+
+    def check_reader(self, config: PretrainedConfig) -> None:
+        """Refuse (CacheError) a model whose layers are of other number, types, windows, or sizes.
+
+        Args:
+            config: of the model that brings tokens, or of its decoder.
+        """
+        if any(config is known for known in self.configs):
+            return
+        if reason := _difference(_layers_of(self.configs[0]), _layers_of(config)):
+            raise CacheError(f"The cache was made for another model ({reason}); make it with this model's config.")
+        self.configs.append(config)
 
     def page_bytes(self, config: PretrainedConfig, kv_memory: int) -> int:
         """Bytes for pages of each layer, of `kv_memory` for all; UsageError if these do not hold a page."""
@@ -105,6 +120,33 @@ class CacheLayers:
             )
         _check_memory(kv_memory, model_cache(config, self.schemes), self.paged)
         return kv_memory // self.paged
+
+
+def _layers_of(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """What keys and values of each layer are like, in a person's words."""
+    types, _ = layer_types_of(config)
+    return [
+        {
+            "type": kind,
+            "KV heads": layer.heads,
+            "key channels": layer.key_dim,
+            "value channels": layer.value_dim,
+            "sliding window": layer.sliding_window,
+            "indexer channels": layer.index_dim,
+        }
+        for kind, layer in zip(types, model_cache(config, (None,) * len(types)).layers, strict=True)
+    ]
+
+
+def _difference(cache: Sequence[Mapping[str, Any]], model: Sequence[Mapping[str, Any]]) -> str | None:
+    """The first difference between the layers of a cache and of a model; None where there is none."""
+    if len(cache) != len(model):
+        return f"{counted(len(cache), 'layer')} in the cache, {len(model)} in the model"
+    for index, (one, other) in enumerate(zip(cache, model, strict=True)):
+        for name in one:
+            if one[name] != other[name]:
+                return f"{name} of layer {index}: {one[name]} in the cache, {other[name]} in the model"
+    return None
 
 
 def _folded_layers(config: PretrainedConfig) -> frozenset[int]:
@@ -154,7 +196,8 @@ def _per_layer(
     given = (scheme,) * count if isinstance(scheme, KVScheme | str) else tuple(scheme)
     if len(given) != count:
         raise RecipeError(
-            f"{len(given)} KV schemes were given for a model of {count} layers; give one, or one per layer."
+            f"A model of {counted(count, 'layer')} was given {counted(len(given), 'KV scheme')}; give one, or one per "
+            "layer."
         )
     presets = {name: KVScheme.preset(name) for name in given if isinstance(name, str)}
     schemes = tuple(

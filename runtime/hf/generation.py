@@ -17,7 +17,7 @@ from transformers.generation import GenerationConfig, GenerationMode
 
 from kvconvert.arguments import checked
 from kvconvert.bundle.generation import PROCESSED
-from kvconvert.errors import CacheError, KvconvertError, UnsupportedModelError, UsageError, first_line
+from kvconvert.errors import CacheError, KvconvertError, UnsupportedModelError, UsageError, counted, first_line
 from kvconvert.kernels.launches import make_ready, record_specializations
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme
@@ -178,7 +178,7 @@ class BundleModel:
         """The prompt's forward passes; where it is read in chunks, only here is it known which is the last."""
         cache = model_kwargs.get(CACHE)
         if not generation_config.is_assistant:
-            _check_prompt(input_ids, generation_config, model_kwargs)
+            _check_prompt(self, input_ids, generation_config, model_kwargs)
         if isinstance(cache, KVCache) and (generation_config.prefill_chunk_size is not None or cache.reconstructs):
             cache.begin_prompt()
         output = super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
@@ -212,16 +212,30 @@ class BundleModel:
     continuous_batching_context_manager = init_continuous_batching
 
 
-def _check_prompt(ids: torch.Tensor, settings: GenerationConfig, arguments: Mapping[str, Any]) -> None:
-    """Refuse (UsageError) a prompt without a token that is new to its cache: transformers reads some of it again."""
+def _check_prompt(
+    model: PreTrainedModel, ids: torch.Tensor, settings: GenerationConfig, arguments: Mapping[str, Any]
+) -> None:
+    """Refuse (UsageError) a prompt without a token that is new to its cache, of which transformers reads some again, or
+    with an id that is no token's: on a GPU such a one ends the process.
+
+    Ids of models that read more than text may stand for what is no token.
+    """
     cache, embeds, mask = (arguments.get(name) for name in (CACHE, "inputs_embeds", "attention_mask"))
     tokens = ids.shape[1] if embeds is None else embeds.shape[1]
     columns = getattr(settings, "_mask_length", -1) if mask is None else mask.shape[1]
     if not tokens:
         raise UsageError("`input_ids` has no tokens; give at least one.")
+    if embeds is None and ids.numel() and model.config is model.config.get_text_config():
+        vocabulary, (least, most) = model.get_input_embeddings().num_embeddings, torch.stack(ids.aminmax()).tolist()
+        if least < 0 or most >= vocabulary:
+            raise UsageError(
+                f"`input_ids` has the token id {least if least < 0 else most}, and the model has the ids 0 to "
+                f"{vocabulary - 1}; encode the prompt with the model's own tokenizer."
+            )
     if isinstance(cache, KVCache) and (embeds is not None or columns == tokens) and cache.get_seq_length() >= tokens:
         raise UsageError(
-            f"The cache holds {cache.get_seq_length()} tokens and the prompt has {tokens}; give the cache's whole text "
+            f"The cache holds {counted(cache.get_seq_length(), 'token')} and the prompt has {tokens}; give "
+            "the cache's whole text "
             "and what follows it, or a new cache for another text."
         )
 
@@ -297,12 +311,15 @@ def _replaying(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _with_cache(model: Any, args: tuple, kwargs: dict, position: int) -> tuple[tuple, dict] | None:
     """Pass a forward pass its cache by the name that this transformers has for it; where it would create one in full
-    precision, the bundle's.
+    precision, the bundle's. One that was made for another model is refused (CacheError).
     """
     kwargs = _with_one_cache(model, kwargs)
     use_cache = kwargs.get("use_cache")
     if use_cache is None:
         use_cache = _caches(model)
+    given = args[position] if len(args) > position else kwargs.get(CACHE)
+    if isinstance(given, KVCache):
+        given.like.check_reader(model.config)
     absent = len(args) <= position and CACHE not in kwargs
     if absent and use_cache and not (model.training and torch.is_grad_enabled()):
         kwargs[CACHE] = model.new_kv_cache()

@@ -242,6 +242,11 @@ def test_a_number_without_end_or_that_is_none_is_refused(tmp_path, table, name, 
         load(tmp_path, f"[{table}]\n{base}{name} = {value}\n")
 
 
+def test_a_recipe_file_may_begin_with_the_mark_of_utf_8(tmp_path):
+    (tmp_path / "mine.toml").write_text('[kv]\npreset = "kivi"\n', encoding="utf-8-sig")
+    assert Recipe.load(tmp_path / "mine.toml").kv == Recipe.load("kivi").kv
+
+
 def test_a_recipe_file_in_another_encoding_is_refused_as_that(tmp_path):
     (tmp_path / "mine.toml").write_bytes("# größer\n".encode("latin-1"))
     with pytest.raises(RecipeError, match=r"mine\.toml is not text in UTF-8; save it as that"):

@@ -141,7 +141,7 @@ REFUSED = [
     (part("https://example.com/a.png"), "the server fetches no image; send it as data:image/png;base64"),
     (part("http://127.0.0.1/a.png"), "the server fetches no image"),
     (part("file:///etc/passwd"), "the server fetches no image"),
-    (part("data:image/svg+xml;base64,AAAA"), "the server fetches no image"),
+    (part("data:image/svg+xml;base64,AAAA"), "an image as data:image/svg+xml;base64 is not served; send it as"),
     ({"type": "image_url", "image_url": "x"}, "no object with a url"),
     ({"type": "image_url"}, "no object with a url"),
     (part(PIXEL, detail="low"), "leave detail out"),

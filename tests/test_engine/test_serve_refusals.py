@@ -119,6 +119,7 @@ CHATS = [
     ({"messages": [USER | {"content": [{"type": "x" * 500}]}]}, 400, "invalid_value", "the type 'x{59} is not served"),
     ({"messages": [USER], "prompt": "x"}, 400, "unknown_parameter", "prompt is no field"),
     ({"messages": [USER], "response_format": {"type": "json_object"}}, 400, "unsupported_parameter", "response_format"),
+    ({"messages": [USER], "reasoning": {"effort": "low"}}, 400, "unsupported_parameter", "reasoning.effort is not"),
     ({"messages": [USER], "max_tokens": 3, "max_completion_tokens": 3}, 400, None, "max_tokens is the older name"),
     ({"messages": [USER], "max_completion_tokens": 201}, 400, None, "max_completion_tokens is 201"),
     ({"messages": [{"role": "user", "content": "x" * 600}]}, 400, "context_length_exceeded", "603 tokens"),

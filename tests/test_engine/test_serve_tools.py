@@ -252,6 +252,7 @@ def test_a_response_that_cannot_be_served_is_a_sentence(here, body, said):
     ("body", "said"),
     [
         ({"instructions": 5}, "instructions: give text."),
+        ({"reasoning": {"effort": "low"}}, "reasoning.effort is not served by kvconvert; leave it out."),
         ({"stream_options": {"continuous_usage_stats": True}}, "continuous_usage_stats is not served here"),
         ({"messages": TURNS}, "messages is not served by kvconvert; leave it out."),
         ({"max_completion_tokens": 5}, "max_completion_tokens is not served by kvconvert"),
@@ -450,8 +451,8 @@ def test_schemas_of_all_tools_together_are_bounded(tiny):
     [
         ({"$ref": "http://127.0.0.1/x"}, "retriever does not fetch"),
         ({"$ref": "file:///etc/passwd"}, "retriever does not fetch"),
-        ({"type": "string", "pattern": "("}, "regex parse error"),
-        ({"type": "thing"}, "Invalid type"),
+        ({"type": "string", "pattern": "("}, "served: regex parse error: unclosed group; change its JSON schema."),
+        ({"type": "thing"}, "response_format cannot be served: Invalid type: thing; change its JSON schema."),
         ({"allOf": [{"type": "integer", "multipleOf": n} for n in (97, 89, 83)]}, "too much time or memory"),
         ({"type": "integer", "multipleOf": 10**6 + 3}, "too much time or memory"),
         ({"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(3000)}}, "32768 bytes at most"),

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import shutil
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from threading import local
@@ -210,6 +211,12 @@ def test_other_files_of_a_tokenizer_take_no_more_than_their_size(tmp_path, name,
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
     with pytest.raises(CheckpointError, match=reason):
         load_tokenizer(tmp_path)
+
+
+def test_a_path_that_only_python_finds_is_called_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
+    with pytest.raises(CheckpointError, match=r"ü is not found by all libraries .* is ascii; set PYTHONUTF8=1"):
+        load_tokenizer(tmp_path / "ü")
 
 
 @pytest.mark.parametrize("merge", [["a", "b"], "a b", ["a", "é"], ["a", "xé"]], ids=str)

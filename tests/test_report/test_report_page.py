@@ -212,6 +212,9 @@ def test_what_is_refused(tmp_path, monkeypatch):
     write_tiny_bundle(bundle)
     with pytest.raises(UsageError, match="stays as it was sealed"):
         write_report(bundle, bundle / "figures")
+    with pytest.raises(UsageError, match=r"x\.html, and a report is a directory of"):
+        write_report(bundle, tmp_path / "x.html")
+    assert not (tmp_path / "x.html").exists()
     other = tmp_path / "eval.json"
     for content in (json.dumps(REPORT), "[]", "{"):
         other.write_text(content)

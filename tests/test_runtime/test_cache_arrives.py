@@ -1,5 +1,6 @@
 """No answer without the bundle's cache: whatever model, files, or host do, it is used, or there is an error."""
 
+import copy
 import json
 from types import SimpleNamespace
 
@@ -75,9 +76,20 @@ def test_what_is_no_prompt_or_no_cache_is_refused(bundle):
     model, _ = load(bundle)
     with pytest.raises(UsageError, match="`input_ids` has no tokens"):
         model.generate(torch.zeros(1, 0, dtype=torch.int64), max_new_tokens=2, **GREEDY)
+    for wrong in (-1, model.config.vocab_size):
+        with pytest.raises(UsageError, match=rf"the token id {wrong}, and the model has the ids 0 to \d+; encode"):
+            model.generate(torch.tensor([[3, wrong]]), max_new_tokens=2, **GREEDY)
+    other = copy.deepcopy(model.config)
+    other.num_hidden_layers += 1
+    strange = KVCache(other, "kivi")
     for call in (model, model.generate):
         with pytest.raises(UsageError, match=r"cache is of type str; give `model.new_kv_cache\(\)`"):
             call(random_ids(1, 4), cache="default")
+        with pytest.raises(CacheError, match=r"made for another model \(\d layers in the cache, \d in the model\)"):
+            call(random_ids(1, 4), **{CACHE: strange})
+    with pytest.raises(CacheError, match="made for another model"):
+        model(random_ids(1, 4), None, None, strange)
+    assert strange.get_seq_length() == 0
 
 
 def test_files_that_turn_the_cache_off_are_overruled(bundle, caplog):

@@ -1,5 +1,7 @@
 """What travels through a model as a handle, and what models may not do with it."""
 
+import copy
+
 import pytest
 import torch
 from tiny.models import random_ids, tiny_model
@@ -18,6 +20,22 @@ def test_keys_that_reach_another_attention_are_an_error_that_says_what_to_call()
     model.set_attn_implementation("eager")
     with pytest.raises(CacheError, match=r'set_attn_implementation\("kvconvert"\)'):
         model(random_ids(1, 5), past_key_values=KVCache(model.config, UNQUANTIZED))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("num_hidden_layers", 1, "1 layer in the cache, 4 in the model"),
+        ("num_key_value_heads", 1, "KV heads of layer 0: 1 in the cache, 2 in the model"),
+        ("head_dim", 32, "key channels of layer 0: 32 in the cache"),
+    ],
+)
+def test_a_cache_of_another_model_is_refused(field, value, said):
+    model = tiny_model("llama", "kvconvert")
+    other = copy.deepcopy(model.config)
+    setattr(other, field, value)
+    with pytest.raises(CacheError, match=f"made for another model.*{said}"):
+        model(random_ids(1, 5), past_key_values=KVCache(other, UNQUANTIZED))
 
 
 def test_a_mask_that_differs_for_stored_positions_is_an_error():

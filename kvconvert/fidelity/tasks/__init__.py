@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.errors import UsageError
+from kvconvert.errors import UsageError, counted
 from kvconvert.fidelity import source_of
 from kvconvert.fidelity.evaluate import versions
 from kvconvert.fidelity.retrieval import has_plain_template
@@ -38,7 +38,7 @@ from kvconvert.runtime import load
 from kvconvert.runtime.engine import Engine, Sampling
 from kvconvert.runtime.engine.processors import recommended
 from kvconvert.runtime.hf.generation import adopt
-from kvconvert.tables import counted, text_table
+from kvconvert.tables import text_table
 
 __all__ = ["TASKS", "TaskReport", "prompts_of", "solve"]
 
@@ -147,7 +147,7 @@ class TaskReport:
                     f"{found.identical:.1%} of answers are identical",
                 ),
             ]
-        before = f"{self.context:,} tokens before each" if self.context else "nothing before them"
+        before = f"{counted(self.context, 'token')} before each" if self.context else "nothing before them"
         asked = counted(self.problems, "problem")
         said = f"{asked}, {before}, computed in {self.compute_dtype} on {self.device} against {self.against}"
         return "\n".join([text_table(("", "source", "bundle", ""), rows), "", said])
@@ -325,7 +325,8 @@ def _answers(
     room = engine.room(longest)
     if room is not None and room < new_tokens:
         raise UsageError(
-            f"A prompt of {longest} tokens leaves {max(0, room)} of the {new_tokens} that an answer may have; choose a "
+            f"A prompt of {counted(longest, 'token')} leaves {max(0, room)} of the {new_tokens} that an "
+            "answer may have; choose a "
             "smaller `context`."
         )
     total = len(prompts) * len(samplings)
