@@ -38,6 +38,10 @@ SCALES = ("F16", "BF16", "F32")
 WIDTHS = (4, 8)
 
 
+def _is_width(stated: Any) -> bool:
+    return type(stated) is int and stated in WIDTHS
+
+
 class Awq(SourceFormat):
     """AWQ with zero points.
 
@@ -119,7 +123,7 @@ class Gptq(SourceFormat):
         """From `bits`, `group_size` and `checkpoint_format`."""
         layout = quantization.get("checkpoint_format", quantization.get("format", "gptq"))
         bits, size = quantization.get("bits"), quantization.get("group_size")
-        if layout not in ("gptq", "gptq_v2") or bits not in WIDTHS or type(size) is not int or size < 1:
+        if layout not in ("gptq", "gptq_v2") or not _is_width(bits) or type(size) is not int or size < 1:
             raise CheckpointError(
                 f"{directory} holds GPTQ weights of checkpoint_format {layout} with {bits} bits in groups of {size}; "
                 "gptq and gptq_v2 with 4 or 8 bits in groups of a fixed size are read, so convert the model that they "
@@ -298,7 +302,7 @@ def _fault(quantization: Mapping[str, Any], groups: list[dict[str, Any]]) -> str
         weights = group["weights"]
         if group.get("input_activations") or group.get("output_activations"):
             return "quantized activations"
-        if weights.get("type", "int") != "int" or weights.get("num_bits") not in WIDTHS:
+        if weights.get("type", "int") != "int" or not _is_width(weights.get("num_bits")):
             return f"{weights.get('type')} numbers of {weights.get('num_bits')} bits"
         size = weights.get("group_size")
         if weights.get("strategy") != "group" or type(size) is not int or size < 1:
