@@ -8,9 +8,9 @@ import re
 import shutil
 import zipfile
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
-import numpy as np
 import pytest
 import torch
 from PIL import Image
