@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kvconvert.data.drawings import Drawing, draw
 from kvconvert.data.sources import (
     ANSWER_COLUMNS,
@@ -145,7 +147,8 @@ def read_image(value: Any, folder: Path | None, place: str) -> Image:
         value = io.BytesIO(value)
     try:
         image = value if isinstance(value, pillow.Image) else _opened(value, place)
-        return ImageOps.exif_transpose(image).convert("RGB")  # as it is shown: cameras store how they were held
+        image = ImageOps.exif_transpose(image)  # as it is shown: cameras store how they were held
+        return _in_eight_bits(image, place).convert("RGB")
     except DataError:
         raise
     except pillow.UnidentifiedImageError as error:  # whose own message has the object's address
@@ -155,6 +158,15 @@ def read_image(value: Any, folder: Path | None, place: str) -> Image:
         raise DataError(
             f"{place} is not an image that can be read ({first_line(error)}); replace or remove it."
         ) from error
+
+
+def _in_eight_bits(image: Image, place: str) -> Image:
+    """An image with shades of 8 bits, as all but those have that Pillow would cut at 255, which leaves them white."""
+    from PIL import Image as pillow
+
+    if image.mode in ("I", "F"):
+        raise DataError(f"{place} has shades of 32 bits, of which none is known to be white; store it with 8 or 16.")
+    return pillow.fromarray((np.asarray(image) >> 8).astype(np.uint8)) if image.mode.startswith("I;16") else image
 
 
 def _stated(value: Any) -> Any:

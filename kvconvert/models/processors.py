@@ -328,6 +328,10 @@ class ImagePrompts:
             raise UsageError(f"The model's processor refuses the text with {len(images)} images ({reason}).") from error
         # PaliGemma's processor makes labels for training as well.
         made = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and name != "labels"}
+        if not all(bool(x.isfinite().all()) for x in made.values() if x.is_floating_point()):
+            raise UsageError(
+                f"The model's processor makes NaN or infinity of the {len(images)} images; use another copy of it."
+            )
         ids = made["input_ids"]
         if after and ids[0, -len(after) :].tolist() == after:  # what follows continues the text
             made = {name: x[:, : -len(after)] if x.shape == ids.shape else x for name, x in made.items()}

@@ -107,6 +107,9 @@ class Connection(H11Protocol):
             super().send_400_response(msg)
         except h11.LocalProtocolError:
             self.transport.abort()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True  # what answers the request would write after this
+            self.cycle.message_event.set()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection for the answer to a whole request; whether this is so."""

@@ -81,7 +81,7 @@ class ServedBundle:
         try:
             # Types of layers that draft may follow.
             found = list(stated)[:layers] if stated else [_in_own_words(text, index) for index in range(layers)]
-        except (ArithmeticError, LookupError, TypeError) as error:
+        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
             raise _no_attention(first_line(error)) from error
         if len(found) != layers or not all(isinstance(kind, str) and kind.isidentifier() for kind in found):
             raise _no_attention(f"its types of layers are no words for {layers}")

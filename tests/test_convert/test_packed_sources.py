@@ -188,6 +188,7 @@ def no_scales(tensors):
         ("gptq", reverse_order, {"desc_act": True}, r"q_proj with act-order \(desc_act\)"),
         ("gptq", None, {"checkpoint_format": "marlin"}, "checkpoint_format marlin"),
         ("gptq", None, {"bits": 3}, "3 bits"),
+        ("gptq", None, {"bits": 4.0}, "4.0 bits"),
         ("gptq", None, {"group_size": -1}, "groups of -1"),
         ("compressed-tensors", act_order, {}, r"act-order \(weight_g_idx\)"),
         ("compressed-tensors", None, {"format": "int-quantized"}, "format int-quantized"),

@@ -8,6 +8,7 @@ import re
 import shutil
 import zipfile
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -274,6 +275,17 @@ def test_an_image_may_be_a_path_bytes_or_in_any_mode(pictures, tmp_path):
         assert read_image(value, pictures, "here").tobytes() == expected
     Image.new("LA", (4, 4), (7, 0)).save(tmp_path / "grey.png")
     assert read_image("grey.png", tmp_path, "here").getpixel((0, 0)) == (7, 7, 7)
+
+
+def test_shades_of_sixteen_bits_are_not_cut_and_those_of_unknown_range_are_refused(tmp_path):
+    shades = np.array([[0, 255, 256], [32768, 65280, 65535]], np.uint16)
+    Image.fromarray(shades).save(tmp_path / "deep.png")
+    found = np.asarray(read_image("deep.png", tmp_path, "here"))
+    assert found[..., 0].tolist() == [[0, 0, 1], [128, 255, 255]]
+    assert (found == found[..., :1]).all()
+    Image.fromarray(shades.astype(np.float32)).save(tmp_path / "deep.tif")
+    with pytest.raises(DataError, match="shades of 32 bits"):
+        read_image("deep.tif", tmp_path, "here")
 
 
 def test_images_in_archives_and_data_urls_are_read_or_refused(pictures, tmp_path):

@@ -39,6 +39,18 @@ def slow():
     free()
 
 
+@pytest.mark.parametrize("host", ["localhost", "elsewhere"])  # of which one is answered before its body
+def test_a_body_that_is_no_http_is_told_so_once_and_leaves_no_line_in_the_log(caplog, host):
+    head = request(b"", length=9).replace(b"localhost", host.encode())
+    with serving(FakeModel(), Letters()) as here, socket.create_connection(("127.0.0.1", here.port)) as client:
+        client.sendall(head.replace(b"Content-Length: 9", b"Transfer-Encoding: chunked") + b"no size\r\n")
+        answer = b"".join(iter(lambda: client.recv(2**16), b""))
+        here.idle()
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert answer.count(b"HTTP/1.1") == 1
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("state", ["running", "waiting"])
 def test_a_client_that_goes_away_cancels_its_request(slow, stream, state):

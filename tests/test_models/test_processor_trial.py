@@ -5,11 +5,13 @@ import os
 import signal
 
 import pytest
+from PIL import Image
 from tiny.processors import write_vision_model
+from transformers import AutoConfig
 
-from kvconvert.errors import CheckpointError
+from kvconvert.errors import CheckpointError, UsageError
 from kvconvert.models import processors
-from kvconvert.models.processors import load_processor
+from kvconvert.models.processors import ImagePrompts, load_processor
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +49,16 @@ def test_processors_as_they_are_pass_and_errors_of_their_own_are_left_to_their_u
     path.write_text(json.dumps(json.loads(before) | {"image_mean": [0.5] * 4}))
     load_processor(models["llava"])
     path.write_text(before)
+
+
+def test_numbers_of_a_picture_that_are_none_are_refused(models):
+    path = models["llava"] / "preprocessor_config.json"
+    before = path.read_text()
+    path.write_text(json.dumps(json.loads(before) | {"image_std": [0.5, 0.0, 0.5]}))
+    prompts = ImagePrompts(load_processor(models["llava"]), AutoConfig.from_pretrained(models["llava"]))
+    path.write_text(before)
+    with pytest.raises(UsageError, match="NaN or infinity of the 1 images"):
+        prompts.encode(prompts.image, [Image.new("RGB", (64, 48))])
 
 
 def test_what_takes_too_long_or_ends_the_process_is_told_apart(monkeypatch):

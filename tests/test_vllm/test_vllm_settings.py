@@ -552,6 +552,7 @@ def test_a_module_tells_its_layer_or_is_refused():
         {"attn_layer_indices": 1},
         {"sparse_attention_config": {"sparse_attention_freq": {"x": 1}}},
         {"attn_layer_period": 0},
+        {"sparse_attention_config": 1},
     ],
     ids=str,
 )

@@ -38,6 +38,10 @@ SCALES = ("F16", "BF16", "F32")
 WIDTHS = (4, 8)
 
 
+def _is_width(stated: Any) -> bool:
+    return type(stated) is int and stated in WIDTHS
+
+
 class Awq(SourceFormat):
     """AWQ with zero points.
 
@@ -63,9 +67,9 @@ class Awq(SourceFormat):
         size = quantization.get("group_size", quantization.get("q_group_size", 128))
         if version != "gemm" or bits != 4 or zeros is not True or type(size) is not int:
             raise CheckpointError(
-                f"{directory} holds AWQ weights of version {version} with {bits} bits in groups of {size} and "
-                f"zero_point {zeros}; those of version gemm with 4 bits and zero points are read, so convert the model "
-                "that they were made from."
+                f"{directory} holds AWQ weights of version {version:.80} with {bits!s:.80} bits in groups of "
+                f"{size!s:.80} and zero_point {zeros!s:.80}; those of version gemm with 4 bits and zero points are "
+                "read, so convert the model that they were made from."
             )
         return cls(size)
 
@@ -119,11 +123,11 @@ class Gptq(SourceFormat):
         """From `bits`, `group_size` and `checkpoint_format`."""
         layout = quantization.get("checkpoint_format", quantization.get("format", "gptq"))
         bits, size = quantization.get("bits"), quantization.get("group_size")
-        if layout not in ("gptq", "gptq_v2") or bits not in WIDTHS or type(size) is not int or size < 1:
+        if layout not in ("gptq", "gptq_v2") or not _is_width(bits) or type(size) is not int or size < 1:
             raise CheckpointError(
-                f"{directory} holds GPTQ weights of checkpoint_format {layout} with {bits} bits in groups of {size}; "
-                "gptq and gptq_v2 with 4 or 8 bits in groups of a fixed size are read, so convert the model that they "
-                "were made from."
+                f"{directory} holds GPTQ weights of checkpoint_format {layout!s:.80} with {bits!s:.80} bits in groups "
+                f"of {size!s:.80}; gptq and gptq_v2 with 4 or 8 bits in groups of a fixed size are read, so convert "
+                "the model that they were made from."
             )
         return cls(bits, size, layout == "gptq")
 
@@ -286,23 +290,23 @@ def _fault(quantization: Mapping[str, Any], groups: list[dict[str, Any]]) -> str
     """The setting of a configuration that cannot be read, or None."""
     form = quantization.get("format")
     if form != "pack-quantized":
-        return f"format {form}"
+        return f"format {form!s:.80}"
     if not groups or not all(isinstance(group.get("weights"), dict) for group in groups):
         return "no weights in their config_groups"
     if quantization.get("transform_config"):
         return "rotations at run time (transform_config)"
     sparsity = (quantization.get("sparsity_config") or {}).get("format", "dense")
     if sparsity != "dense":
-        return f"sparsity ({sparsity})"
+        return f"sparsity ({sparsity!s:.80})"
     for group in groups:
         weights = group["weights"]
         if group.get("input_activations") or group.get("output_activations"):
             return "quantized activations"
-        if weights.get("type", "int") != "int" or weights.get("num_bits") not in WIDTHS:
-            return f"{weights.get('type')} numbers of {weights.get('num_bits')} bits"
+        if weights.get("type", "int") != "int" or not _is_width(weights.get("num_bits")):
+            return f"{weights.get('type')!s:.80} numbers of {weights.get('num_bits')!s:.80} bits"
         size = weights.get("group_size")
         if weights.get("strategy") != "group" or type(size) is not int or size < 1:
-            return f"strategy {weights.get('strategy')} of group_size {size}"
+            return f"strategy {weights.get('strategy')!s:.80} of group_size {size!s:.80}"
         for key in ("group_size", "symmetric"):
             if weights.get(key) != groups[0]["weights"].get(key):
                 return f"groups that differ in {key}"
