@@ -179,7 +179,7 @@ class LayerTokens(PassTokens):
 
     def visible(self, row: int, query_positions: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """See `PassTokens`; H is the number of KV heads where an indexer chose tokens for each."""
-        first = 0 if self.store.group.real is not None else _first(self.store.sequences[row])
+        first = 0 if self.store.group.real is not None else self.store.sequences[row].first
         queries, tokens = query_positions - first, positions.to(query_positions.device) - first
         if self.in_chunks:  # the batch of a packed pass has one row
             seen = super().visible(0, queries, tokens)
@@ -192,14 +192,11 @@ class LayerTokens(PassTokens):
 
 def layer_tokens(chunk: PassTokens, store: Any, choice: Choice | None) -> PassTokens:
     """A pass as a layer sees it: `chunk` where each query attends to what the mask says, and all of it was chosen."""
-    if choice is not None and choice.is_all_of(store.logical - min(map(_first, store.sequences), default=0)):
+    first = min((sequence.first for sequence in store.sequences), default=0)
+    if choice is not None and choice.is_all_of(store.logical - first):
         choice = None
     in_chunks = store.in_chunks and chunk.real is None and store.group.real is None
     return chunk if choice is None and not in_chunks else LayerTokens(chunk, store, choice, in_chunks)
-
-
-def _first(sequence: Sequence) -> int:
-    return sequence.position(0) if len(sequence) else 0
 
 
 @dataclass(frozen=True)

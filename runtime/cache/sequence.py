@@ -215,6 +215,14 @@ class Sequence:
             return self.kept_before - self.kept + index
         return self.positions.position(index - self.kept)
 
+    @property
+    def first(self) -> int:
+        """The position of the first token that was ever stored; 0 before there is one."""
+        if self.kept or self.evicted:
+            return self.kept_before - self.kept - self.evicted
+        stored = (self.positions, *(span.positions for span in self.spans))
+        return min((tokens.position(0) for tokens in stored if len(tokens)), default=0)
+
     def shift(self, by: int) -> Sequence:
         """The same tokens at positions that are all `by` further."""
         spans = tuple(SpanTokens(span.tokens, span.positions.shift(by)) for span in self.spans)
