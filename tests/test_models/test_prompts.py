@@ -303,8 +303,10 @@ def test_contents_have_the_form_that_the_template_takes(template, content, expec
 @pytest.mark.parametrize("filter", ["", " | tojson"])
 def test_objects_are_written_as_json_whatever_the_template_does(filter, tokenizer):
     tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role == 'tool' %}{{ m.content" + filter + " }}{% endif %}"
-        "{% for c in m.tool_calls %}{{ c.function.name }}({{ c.function.arguments" + filter + " }}){% endfor %}{% endfor %}"
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ m.content"
+        + filter
+        + " }}{% endif %}{% for c in m.tool_calls"
+        " %}{{ c.function.name }}({{ c.function.arguments" + filter + " }}){% endfor %}{% endfor %}"
     )
     call = {"type": "function", "function": {"name": "look", "arguments": {"at": "it's"}}}
     said = [{"role": "user", "content": "Look."}, {"role": "assistant", "tool_calls": [call]}]
