@@ -477,9 +477,10 @@ def _read_state(path: Path) -> WorkState:
     try:
         values = read_json(file)
         if isinstance(values, dict) and values.get("format") != WORK_FORMAT:
+            found = printable(str(values.get("format"))[:40])
             raise UsageError(
-                f"{path} was written by another version of kvconvert (working format "
-                f"{printable(str(values.get('format'))[:40])}, this is {WORK_FORMAT}); calibrate again with `restart=True`."
+                f"{path} was written by another version of kvconvert (working format {found}, this is {WORK_FORMAT}); "
+                "calibrate again with `restart=True`."
             )
         return WorkState.model_validate(read_sealed(file))
     except (OSError, ValueError) as error:

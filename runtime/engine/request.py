@@ -280,7 +280,8 @@ def new_request(
 ) -> Request:
     """A request after every check of `Engine.add`'s arguments; its id is given later.
 
-    `generation` says how many new tokens there are where `max_new_tokens` does not; `most_tokens` are those of a pass, which a prompt with images has to fit in.
+    `generation` says how many new tokens there are where `max_new_tokens` does not; `most_tokens` are those of a pass,
+    which a prompt with images has to fit in.
 
     Raises:
         UsageError: it can never be served.
