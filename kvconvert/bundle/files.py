@@ -16,6 +16,7 @@ import re
 import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -197,6 +198,14 @@ class BundleFiles:
         self._stamps[name] = _stamp(path.stat())
         _check_length(path)
         return path.read_bytes()
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Have the files read again within the block; see `check_unchanged`, also of what fails there."""
+        try:
+            yield
+        finally:
+            self.check_unchanged()
 
     def check_unchanged(self) -> None:
         """Refuse (BundleError) a bundle that is not what was verified: a file or a folder of it changed since.

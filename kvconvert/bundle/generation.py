@@ -84,6 +84,11 @@ class GenerationSettings:
         """Tokens that end a text."""
         return frozenset(_listed(self.values.get("eos_token_id", [])))
 
+    def new_tokens(self, prompt_tokens: int) -> int | None:
+        """Tokens that a text may get after a prompt, by max_new_tokens or else max_length; None where neither says."""
+        longest = self.values.get("max_length")
+        return self.values.get("max_new_tokens", None if longest is None else longest - prompt_tokens)
+
     def without(self, names: Collection[str]) -> GenerationSettings:
         """The same, with fields left out that a program does not apply."""
         values = {name: value for name, value in self.values.items() if name not in names}
@@ -97,7 +102,9 @@ class GenerationSettings:
         """
         draws = self.values.get("do_sample")
         others = {name for name in PROCESSED if name not in _VLLM} | {"num_beams", "num_return_sequences"}
-        others |= {"guidance_scale", "max_time", "token_healing", "stop_strings"}
+        others |= {"guidance_scale", "max_length", "max_time", "token_healing", "stop_strings"}
+        if "max_new_tokens" in self.values:  # which goes before it
+            others.discard("max_length")
         kept = self.without(others)
         values = {name: value for name, value in kept.values.items() if draws or name not in DRAWING}
         if draws is False:

@@ -46,7 +46,7 @@ from kvconvert.convert.work_files import (
     sealed_json,
     work_lock,
 )
-from kvconvert.errors import CheckpointError, MissingError, UsageError, first_line, unreadable
+from kvconvert.errors import CheckpointError, MissingError, UsageError, first_line, printable, unreadable
 from kvconvert.io import disk
 from kvconvert.io.checksums import known_sha256, remember
 from kvconvert.io.json_text import read_json
@@ -477,9 +477,10 @@ def _read_state(path: Path) -> WorkState:
     try:
         values = read_json(file)
         if isinstance(values, dict) and values.get("format") != WORK_FORMAT:
+            found = printable(str(values.get("format"))[:40])
             raise UsageError(
-                f"{path} was written by another version of kvconvert (working format {values.get('format')}, this is "
-                f"{WORK_FORMAT}); calibrate again with `restart=True`."
+                f"{path} was written by another version of kvconvert (working format {found}, this is {WORK_FORMAT}); "
+                "calibrate again with `restart=True`."
             )
         return WorkState.model_validate(read_sealed(file))
     except (OSError, ValueError) as error:

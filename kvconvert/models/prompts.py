@@ -27,6 +27,10 @@ from kvconvert.models.templates import TemplateLimitError, TemplateRenderer, pan
 # character for what never leaves a program.
 MARK = "\ufdd0"
 _PROBE = "kvconvert-probe"
+# An object where text is usual, and a message that calls a function with one.
+_OBJECT = {_PROBE: _PROBE}
+_FUNCTION = {"id": _PROBE, "type": "function", "function": {"name": _PROBE, "arguments": _OBJECT}}
+_CALL = {"role": "assistant", "content": "", "tool_calls": [_FUNCTION]}
 # What stands for any text, and how many conversations without their texts are kept.
 _OTHER, _OUTLINES = "a", 256
 
@@ -94,6 +98,7 @@ class Conversations:
         self._tokenizer, self._parse_special, self._renderer = tokenizer, parse_special, renderer or shared_renderer()
         self._owner = tokenizer if processor is None else processor
         self._accepted: dict[str, tuple[bool, bool]] = {}
+        self._python: dict[str, bool] = {}
         self._outlines: dict[bytes, _Outline] = {}
         self._controls: dict[tuple[str, frozenset[str]], re.Pattern[str]] = {}
 
@@ -212,6 +217,10 @@ class Conversations:
         content = fitted.get("content")
         if _is_text(content):
             content = [content]
+        elif isinstance(content, Mapping) and self._writes_python({"role": message.get("role"), "content": _OBJECT}):
+            fitted["content"] = json.dumps(content, ensure_ascii=False)
+        if any(isinstance(part, Mapping) for part in _arguments(fitted)) and self._writes_python(_CALL):
+            fitted["tool_calls"] = _with_arguments_as_text(fitted["tool_calls"])
         if not isinstance(content, str | list):
             return fitted
         takes_text, takes_parts = self._accepts()
@@ -250,6 +259,20 @@ class Conversations:
             return False
         # Not as Python or JSON writes a list.
         return _PROBE in text and not re.search(rf"""["']text["']: *["']{_PROBE}""", text)
+
+    def _writes_python(self, message: Mapping[str, Any]) -> bool:
+        """Whether the template writes the object in a message as Python does, as one that takes JSON text."""
+        key = json.dumps([self.template, message], default=str)
+        if key not in self._python:
+            before = [] if message["role"] in ("system", "user") else [{"role": "user", "content": _PROBE}]
+            try:
+                text = self._render([*before, dict(message)], False, {})
+            except TemplateLimitError:
+                raise
+            except UsageError:  # it has a sentence of its own on what it was given
+                text = ""
+            self._python[key] = repr(_OBJECT) in text
+        return self._python[key]
 
     @cached_property
     def _tokens(self) -> set[str]:
@@ -369,6 +392,25 @@ def without_marks(tokenizer: PreTrainedTokenizerBase, text: str, inputs: dict[st
     ids = inputs["input_ids"]
     kept = torch.tensor(unmarked(tokenizer, text, ids[0].tolist()))
     return {name: value[:, kept] if value.shape == ids.shape else value for name, value in inputs.items()}
+
+
+def _arguments(message: Mapping[str, Any]) -> list[Any]:
+    """The arguments of a message's calls."""
+    calls = message.get("tool_calls")
+    functions = [call.get("function") for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
+    return [function.get("arguments") for function in functions if isinstance(function, Mapping)]
+
+
+def _with_arguments_as_text(calls: Sequence[Any]) -> list[Any]:
+    """Calls whose arguments are JSON text."""
+    made = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping) and isinstance(function.get("arguments"), Mapping):
+            text = json.dumps(function["arguments"], ensure_ascii=False)
+            call = {**call, "function": {**function, "arguments": text}}
+        made.append(call)
+    return made
 
 
 def _is_text(part: Any) -> bool:

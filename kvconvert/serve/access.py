@@ -18,6 +18,7 @@ from kvconvert.serve.places import network
 from kvconvert.serve.refusal import Refusal
 
 ANY = "*"
+_HOST = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::[0-9]*)?")
 _ABSOLUTE = re.compile(rb"https?://([^/]+)(/?.*)", re.IGNORECASE)
 
 
@@ -87,11 +88,12 @@ class Hosts:
 
 
 def _name(host: str) -> str:
-    """The name or address in a Host, which may have a port."""
+    """The name or address in a Host, which may have a port; empty where it is none."""
     name = host.strip().lower()
     if name.count(":") > 1 and not name.startswith("["):  # an IPv6 address as people write it
         return name
-    return name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0].rstrip(".")
+    found = _HOST.fullmatch(name)
+    return (found[1] or found[2] or "").rstrip(".") if found else ""
 
 
 def origin_of(stated: str) -> str:

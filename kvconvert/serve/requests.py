@@ -269,17 +269,17 @@ class Tool(BaseModel, extra="allow", strict=True):
 
 
 class Called(BaseModel, extra="allow", strict=True):
-    """A function that was called, with its arguments as JSON text."""
+    """A function that was called, with its arguments as JSON text, or null for none."""
 
     name: Annotated[str, Field(max_length=256)]
-    arguments: str
+    arguments: Annotated[str, BeforeValidator(lambda given: "{}" if given is None else given)]
 
 
 class ToolCall(BaseModel, extra="allow", strict=True):
     """A call that an assistant made earlier."""
 
     id: Annotated[str, Field(max_length=256)] | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = "function"
     function: Called
 
 
@@ -344,12 +344,13 @@ def _object(arguments: str) -> Any:
 
 
 class _Closed(BaseModel, extra="forbid", strict=True):
-    """An object of known fields alone."""
+    """An object of known fields alone; null stands for one that is left out."""
 
     @model_validator(mode="before")
     @classmethod
     def _of_few(cls, value: Any) -> Any:
-        return _few(value)
+        few = _few(value)
+        return {n: stated for n, stated in few.items() if stated is not None} if isinstance(few, dict) else few
 
 
 class NamedFunction(_Closed):

@@ -15,7 +15,7 @@ from kvconvert.models.token_bytes import TokenTexts
 from kvconvert.serve.forms import Form, Step, event, new_id
 from kvconvert.serve.refusal import Refusal
 from kvconvert.serve.replies import Piece
-from kvconvert.serve.requests import MOST_MESSAGES, Chat
+from kvconvert.serve.requests import IGNORED, MOST_MESSAGES, Chat
 
 # Fields that mean the same in a chat.
 _SAME = (
@@ -27,7 +27,7 @@ _OF_KEPT = ("background", "conversation", "previous_response_id", "prompt")
 # What asks nothing of other fields.
 _IDLE: dict[str, tuple[Any, ...]] = {
     "background": (False,),
-    "include": ([], ["reasoning.encrypted_content"]),
+    "include": (["reasoning.encrypted_content"],),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
@@ -84,7 +84,7 @@ def _messages(given: Any) -> list[Any]:
         where = f"input.{place}"
         if not isinstance(item, dict):
             raise _refused(where, "give an object")
-        kind = item.get("type", "message")
+        kind = item.get("type") or "message"
         if kind == "message":
             kept = {name: value for name, value in item.items() if name not in ("type", "id", "status", "phase")}
             messages.append(kept | {"content": _content(item.get("content"), where)})
@@ -152,7 +152,7 @@ class ResponsesChat(Chat):
         chat["response_format"] = form
         fields |= {f"text.{name}": value for name, value in text.items()}
         for name, value in fields.items():
-            if value not in (None, {}, *_IDLE.get(name, ())):
+            if name not in IGNORED and value not in (None, {}, [], *_IDLE.get(name, ())):
                 why = ", which keeps no responses" if name in _OF_KEPT else ""
                 message = f"{name} is not served by kvconvert{why}; leave it out."
                 raise _OwnRefusal(400, message, param=name, code="unsupported_parameter")

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 # Fields of generation_config.json that `generate` knows and requests of a batch do not.
 _NOT_APPLIED = ("num_beams", "num_return_sequences", "guidance_scale", "max_time", "token_healing")
-NEW_TOKENS = 256  # of a request, where nothing else is said
 FAILED = "A step of the engine failed; its requests have ended and the others go on."
 
 
@@ -191,7 +190,7 @@ class Engine:
                 self._tokenizer,
                 prompt,
                 max_new_tokens,
-                self.generation.values.get("max_new_tokens", NEW_TOKENS),
+                self.generation,
                 sampling,
                 stop_token_ids,
                 stop,

@@ -17,9 +17,12 @@ from kvconvert.runtime.engine.sampling import Sampling, TokenLogprobs
 if TYPE_CHECKING:
     from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
+    from kvconvert.bundle.generation import GenerationSettings
+
 
 # Tokens of the prompt that are decoded along with the first generated ones, so that spaces between words are right.
 CONTEXT_TOKENS = 5
+NEW_TOKENS = 256  # of a request, where nothing else is said
 INCOMPLETE = "\ufffd"  # what a decoder shows for bytes of a character whose rest has not come yet
 MOST_LIKELIEST = 20  # tokens whose probabilities come with each one, as in OpenAI's interface
 MOST_UNDECIDED = 16  # tokens; a character has four bytes at most
@@ -264,7 +267,7 @@ def new_request(
     tokenizer: PreTrainedTokenizerBase | None,
     prompt: Sequence[int] | Tensor,
     max_new_tokens: int | None,
-    usual_new_tokens: int,
+    generation: GenerationSettings,
     sampling: Sampling,
     stop_token_ids: Collection[int],
     stop: Sequence[str],
@@ -277,7 +280,8 @@ def new_request(
 ) -> Request:
     """A request after every check of `Engine.add`'s arguments; its id is given later.
 
-    `most_tokens` are those of a pass, which a prompt with images has to fit in.
+    `generation` says how many new tokens there are where `max_new_tokens` does not; `most_tokens` are those of a pass,
+    which a prompt with images has to fit in.
 
     Raises:
         UsageError: it can never be served.
@@ -296,8 +300,15 @@ def new_request(
         if not 0 <= id < steps.vocabulary:
             raise UsageError(f"`prompt` has the token {id}; the model's ids are 0 to {steps.vocabulary - 1}.")
     if max_new_tokens is None:
-        room = steps.room(len(ids))
-        max_new_tokens = usual_new_tokens if room is None else max(1, min(usual_new_tokens, room))
+        room, usual = steps.room(len(ids)), generation.new_tokens(len(ids))
+        if usual is None:
+            usual = NEW_TOKENS
+        elif usual < 1:
+            raise UsageError(
+                f"The model's generation_config.json allows no new token after a prompt of {len(ids)} tokens "
+                "(max_new_tokens or max_length); give `max_new_tokens`."
+            )
+        max_new_tokens = usual if room is None else max(1, min(usual, room))
     if steps.max_positions is not None and len(ids) + max_new_tokens > steps.max_positions:
         raise UsageError(
             f"A prompt of {len(ids)} tokens with up to {max_new_tokens} new ones does not fit the "

@@ -73,26 +73,26 @@ def load(
         choose_device(f"cuda:{place}" if isinstance(place, int) else place, "device_map")
     # All of it is verified before transformers reads any of it, and the model built without weights before weights are.
     verified = open_bundle(directory, verify=verify)
-    check_fits(verified)
-    config = read_config(verified.directory, verified.config)
-    processes = supports_images(config) and has_processor(directory)
-    processor = load_processor(directory) if processes else load_tokenizer(directory)
-    # New tokens follow the last column.
-    tokenizer_of(processor).padding_side = "left"
-    file = directory / GENERATION_CONFIG
-    stated = read_settings(file) if file.exists() else None
-    generation = read_generation_config(stated, config, tokenizer_of(processor))
-    config.quantization_config = BundleConfig(verified.config["quantization_config"], verify, verified)
-    model, found = model_class(config).from_pretrained(
-        directory,
-        config=config,
-        dtype=dtype or _default_dtype(config, device_map),
-        device_map=device_map,
-        generation_config=generation,
-        output_loading_info=True,
-    )
-    _require_complete(bundle, found["missing_keys"])
-    verified.files.check_unchanged()  # since then, transformers has opened the files again
+    with verified.files.unchanged():  # which transformers opens again
+        check_fits(verified)
+        config = read_config(verified.directory, verified.config)
+        processes = supports_images(config) and has_processor(directory)
+        processor = load_processor(directory) if processes else load_tokenizer(directory)
+        # New tokens follow the last column.
+        tokenizer_of(processor).padding_side = "left"
+        file = directory / GENERATION_CONFIG
+        stated = read_settings(file) if file.exists() else None
+        generation = read_generation_config(stated, config, tokenizer_of(processor))
+        config.quantization_config = BundleConfig(verified.config["quantization_config"], verify, verified)
+        model, found = model_class(config).from_pretrained(
+            directory,
+            config=config,
+            dtype=dtype or _default_dtype(config, device_map),
+            device_map=device_map,
+            generation_config=generation,
+            output_loading_info=True,
+        )
+        _require_complete(bundle, found["missing_keys"])
     return model, processor
 
 

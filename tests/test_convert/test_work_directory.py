@@ -133,12 +133,15 @@ def test_a_damaged_state_and_one_of_another_version_are_refused(tmp_path, model,
     state = read_sealed(work / "state.json")
     for content, said in (
         (sealed_json(state | {"format": 999}), "written by another version of kvconvert"),
+        (sealed_json(state | {"format": "\x1b[2J" + "9" * 99_999}), "written by another version of kvconvert"),
         ((work / "state.json").read_text().replace('"seed": 0', '"seed": 1'), "does not fit its checksum"),
     ):
         (work / "state.json").write_text(content)
         for command in (lambda: run(model, work, text, **SHORT), lambda: export(work, tmp_path / "b", progress=False)):
-            with pytest.raises(UsageError, match=f"{said}.*`restart=True`"):
+            with pytest.raises(UsageError, match=f"{said}.*`restart=True`") as told:
                 command()
+            assert str(told.value).isprintable()
+            assert len(str(told.value)) < 600
 
 
 def test_places_that_cannot_be_written_to_are_refused_before_the_model_is_opened(tmp_path, text, work, monkeypatch):

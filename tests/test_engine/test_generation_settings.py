@@ -101,6 +101,24 @@ def test_a_request_is_answered_as_generate_answers(fields, stating, plain):
     assert found != plain
 
 
+@pytest.mark.parametrize(
+    ("fields", "room"),
+    [({"max_length": 14}, 4), ({"max_new_tokens": 3, "max_length": 99}, 3), ({"max_length": 10}, 0)],
+    ids=str,
+)
+def test_the_file_says_how_long_a_text_becomes_where_nobody_else_does(fields, room, stating, caplog):
+    model, tokenizer = load(stating(**fields, eos_token_id=None), dtype=torch.float32)
+    engine, prompt = Engine(model, tokenizer), PROMPT[:10]
+    if not room:
+        with pytest.raises(UsageError, match="allows no new token after a prompt of 10 tokens"):
+            engine.add(prompt)
+        return
+    assert engine.add(prompt).max_new_tokens == room
+    assert model.generate(torch.tensor([prompt])).shape[1] == 10 + room
+    for_vllm = read_generation(fields).for_vllm()[1] or ""
+    assert ("max_length = 14" in for_vllm) == ("max_new_tokens" not in fields)
+
+
 def test_settings_of_one_request_leave_the_others_alone(bundle, plain):
     model, tokenizer = load(bundle, dtype=torch.float32)
     engine = Engine(model, tokenizer, max_batch=3)

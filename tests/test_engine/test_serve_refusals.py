@@ -14,6 +14,7 @@ from serving import Letters, request, serving, wait_for
 from kvconvert.errors import UsageError
 from kvconvert.serve.listen import bind
 from kvconvert.serve.requests import Chat, Limits
+from kvconvert.serve.responses import ResponsesChat
 
 LIMITS = Limits(
     body_bytes=3000,
@@ -179,6 +180,22 @@ def test_fields_that_change_nothing_are_dropped():
     chat.check(Limits(), 1)
     assert "cache_control" not in repr(chat)
     assert "metadata" not in repr(chat)
+    response = ResponsesChat.of({"input": "x", "request_id": "7", "cache_salt": "s", "unknown": []} | idle)
+    assert response == ResponsesChat.of({"input": "x"})
+
+
+def test_null_stands_for_a_field_that_is_left_out_at_any_depth():
+    call = {"type": None, "id": None, "function": {"name": "f", "arguments": None}}
+    turn = {"role": "assistant", "content": None, "tool_calls": [call]}
+    form = {"type": "json_schema", "json_schema": {"schema": {}, "strict": None, "other": None}, "other": None}
+    choice = {"type": "function", "function": {"name": "f", "other": None}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": None}}]
+    chat = Chat.of({"messages": [turn], "tools": tools, "tool_choice": choice})
+    chat.check(Limits(), 1)
+    assert chat.messages[0].turn(False)["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
+    assert Chat.of({"messages": [turn], "response_format": form}).answer_schema == {}
+    item = {"type": None, "role": "user", "content": "x", "status": None}
+    assert ResponsesChat.of({"input": [item]}).messages[0].content == "x"
 
 
 @pytest.mark.parametrize(

@@ -279,6 +279,7 @@ def test_the_longest_special_token_is_found_first():
         ("{{ messages[0].content }}", ["One", None, "two"], "One\ntwo"),
         ("{{ messages[0].content }}", {"text": "One"}, "One"),
         ("{{ messages[0].content | tojson }}", {"degrees": 3}, '{"degrees": 3}'),
+        ("{{ messages[0].content | trim }}", {"degrees": None, "is": "3 °C"}, '{"is": "3 °C"}'),
         ("{{ messages[0].content | tojson }}", [{"type": "text", "text": "One"}], '"One"'),
         ("{{ messages[0]['content'] + '!' }}", [{"type": "input_text", "text": "One", "image": None}], "One!"),
         ("{% for p in messages[0].content %}[{{ p.text }}]{% endfor %}", "One", "[One]"),
@@ -297,6 +298,21 @@ def test_contents_have_the_form_that_the_template_takes(template, content, expec
         assert Conversations(tokenizer).text([message, message], False) == content
     else:
         assert Conversations(tokenizer).text([message], False) == expected
+
+
+@pytest.mark.parametrize("filter", ["", " | tojson"])
+def test_objects_are_written_as_json_whatever_the_template_does(filter, tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ m.content"
+        + filter
+        + " }}{% endif %}{% for c in m.tool_calls"
+        " %}{{ c.function.name }}({{ c.function.arguments" + filter + " }}){% endfor %}{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "it's"}}}
+    said = [{"role": "user", "content": "Look."}, {"role": "assistant", "tool_calls": [call]}]
+    text = Conversations(tokenizer).text([*said, {"role": "tool", "content": {"seen": [True]}}], False)
+    assert text == 'look({"at": "it\'s"}){"seen": [true]}'
+    assert call["function"]["arguments"] == {"at": "it's"}
 
 
 @pytest.mark.parametrize("template", ["{{ '\\ud800' }}", "{{ raise_exception('no ' * 9999) }}"])

@@ -265,14 +265,22 @@ def test_three_hundred_mutated_configs_are_loaded_or_refused(bundle):
             load(bundle, verify="headers")
 
 
-@pytest.mark.parametrize("name", ["tokenizer_config.json", "model.safetensors", "added_tokens.json"])
-def test_a_file_that_changes_between_verification_and_loading_is_noticed(bundle, monkeypatch, name):
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("tokenizer_config.json", lambda path: path.write_bytes(path.read_bytes())),
+        ("added_tokens.json", lambda path: path.write_bytes(b"{}")),
+        ("model.safetensors", lambda path: path.write_bytes(path.read_bytes())),
+        ("model.safetensors", lambda path: path.write_bytes(b"")),
+        ("model.safetensors", lambda path: path.unlink()),
+    ],
+)
+def test_a_file_that_changes_between_verification_and_loading_is_noticed(bundle, monkeypatch, name, change):
     from kvconvert.runtime.hf import load as loading
 
     def verified_then_changed(*arguments, **options):
         opened = open_bundle(*arguments, **options)
-        path = bundle / name
-        path.write_bytes(path.read_bytes() if path.exists() else b"{}")
+        change(bundle / name)
         return opened
 
     monkeypatch.setattr(loading, "open_bundle", verified_then_changed)
