@@ -63,7 +63,7 @@ TINY = {
     "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512,
 }  # fmt: skip
 # Widths of layers as `auto` mixes them, of as many bits together as one scheme of 2.
-MIXED: list[dict[str, int]] = [
+MIXED: list[dict[str, Any]] = [
     {"key_bits": 3}, {"value_bits": 1}, {}, {"key_bits": 1}, {"value_bits": 3}, {"key_bits": 3, "value_bits": 1}
 ]  # fmt: skip
 # A hybrid of linear attention and, in every fourth layer, attention to all tokens, of 9 billion parameters.
@@ -107,7 +107,7 @@ def linears(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
     return named | {f"mlp.{name}": sizes for name, sizes in mlp.items()}
 
 
-def write_model(folder: Path, contender: str, shape: dict[str, Any], widths: list[dict[str, Any]]) -> Path:
+def write_model(folder: Path, contender: str, shape: dict[str, Any], widths: list[dict[str, Any]] = MIXED) -> Path:
     """A directory from which vLLM takes shapes: a plain model, an AWQ checkpoint, or a bundle, all without weights."""
     config = LLAMA_8B | shape
     if contender == "hybrid":
@@ -119,7 +119,7 @@ def write_model(folder: Path, contender: str, shape: dict[str, Any], widths: lis
         }  # fmt: skip
     if contender.startswith("bundle"):
         norm = "per_head" if contender.endswith(("gpus", "head")) else "joint"
-        write_bundle(folder, config, norm, (widths or MIXED) if contender.endswith("mixed") else [{}])
+        write_bundle(folder, config, norm, widths if contender.endswith("mixed") else [{}])
     else:
         (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -228,7 +228,7 @@ class Contender:
         mixed: prompts and numbers of tokens to answer.
         tiny: whether the model is, and lengths are divided by 8.
         options: the keyword arguments of vLLM's `EngineArgs`, besides those of `engine_options`.
-        widths: of the layers of bundle-mixed, in turn; none for those of `MIXED`.
+        widths: of the layers of bundle-mixed, in turn.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class Contender:
         mixed: list[tuple[list[int], int]],
         tiny: bool,
         options: dict[str, Any],
-        widths: list[dict[str, Any]],
+        widths: list[dict[str, Any]] = MIXED,
     ):
         self.name, self.memory, self.mixed, self.scale = name, memory, mixed, 8 if tiny else 1
         self.options = options
@@ -374,7 +374,7 @@ def main() -> None:
     parser.add_argument("--widths-of", type=Path, metavar="BUNDLE", help="for the layers of bundle-mixed, in turn")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    widths = widths_of(given.widths_of) if given.widths_of else []
+    widths = widths_of(given.widths_of) if given.widths_of else MIXED
     # Processes of vLLM's end with this one.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     report: dict[str, Any] = {}

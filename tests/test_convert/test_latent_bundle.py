@@ -51,10 +51,10 @@ def test_a_bundle_generates_what_its_model_does_with_the_scheme(bundle):
     assert stats.bytes_used < stats.values * 4 / 3  # of float32
 
 
-def test_vllm_sends_latents_to_an_engine_which_serves_them(bundle):
-    refusal = ServedBundle(open_bundle(bundle)).refusal(torch.bfloat16)
-    assert refusal.startswith("This model has latent attention (MLA)")
-    assert refusal.endswith("use `kvconvert serve`.")
+def test_an_engine_serves_latents_whose_schemes_vllm_does_not_use(bundle):
+    served = ServedBundle(open_bundle(bundle))
+    assert served.refusal(torch.bfloat16) is None
+    assert len(served.unused_schemes) == len(served.layer_types)
     model, tokenizer = load(bundle, device_map="cpu")
     engine = Engine(model, tokenizer)
     request = engine.add(random_ids(1, 20), max_new_tokens=3, stop_token_ids=[])

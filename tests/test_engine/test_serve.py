@@ -183,7 +183,7 @@ def test_errors_are_those_of_the_package(client):
             model=NAME, messages=TURNS, tools=[{"type": "function", "function": {"name": "x"}}]
         )
     parts = [{"type": "image_url", "image_url": {"url": "data:,"}}]
-    with pytest.raises(openai.BadRequestError, match="server fetches no image"):
+    with pytest.raises(openai.BadRequestError, match="an image as data: is not served"):
         client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": parts}])
 
 
