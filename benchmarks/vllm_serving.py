@@ -228,7 +228,7 @@ class Contender:
         mixed: prompts and numbers of tokens to answer.
         tiny: whether the model is, and lengths are divided by 8.
         options: the keyword arguments of vLLM's `EngineArgs`, besides those of `engine_options`.
-        widths: of the layers of bundle-mixed, in turn.
+        widths: fields of the schemes of bundle-mixed's layers, used in turn.
     """
 
     def __init__(

@@ -64,7 +64,7 @@ class Generation:
         requests: in the order of the choices.
         replies: what divides their texts.
         whole: whether their events are wanted at their end alone, for which the event loop is woken seldom.
-        cancelled: whether what has not ended is wanted no more.
+        cancelled: whether the choices that have not finished were cancelled.
     """
 
     def __init__(self, engine: Engine, bell: Bell) -> None:

@@ -118,9 +118,10 @@ def _whatever_the_model_names(init: Any, custom: Any) -> Any:
 
 
 def _drafting_with_its_own(make_config: Any, custom: Any) -> Any:
-    """Layers that draft have vLLM's own backend, unless the settings of the drafts name one.
+    """Give draft layers vLLM's own attention backend, unless the speculative config names one.
 
-    vLLM's first model runner takes its own for all but those of `_attend_beside_others`, its second what the model has.
+    vLLM's V1 model runner keeps the target's `backend_per_kind` for them, its V2 model runner the target's whole
+    attention config.
 
     Args:
         make_config: a method of a proposer or of the drafts' settings, whose result is the config of those layers.

@@ -145,7 +145,7 @@ class StepPlan:
         return self.block_table[request.row, places.entries].long(), places.slots
 
     def quantized(self, request: Request) -> tuple[int, int]:
-        """Pages of keys and of values that a request's tokens see as they are quantized."""
+        """Number of key pages and of value pages that a request's tokens read in quantized form."""
         return self.layout.quantized(request.stored, request.recent)
 
     @cached_property
@@ -241,8 +241,8 @@ def plan_step(
 
     Drafts that complete a page are divided there: later ones see it quantized, as they would without drafts.
 
-    Where requests share pages, what a prompt's chunk sees must not depend on whether what is before it was found or
-    read: complete pages as they are quantized, though recent.
+    Where requests share pages, what a prompt's chunk attends to must not depend on whether the tokens before it were
+    found in the cache or computed: it reads all complete pages in quantized form, recent ones too.
 
     Args:
         layout: as in `StepPlan`.
@@ -255,7 +255,7 @@ def plan_step(
     for row, (first, end, tokens) in enumerate(zip(starts, starts[1:], lengths, strict=False)):
         stored, length = tokens - end + first, end - first
         if not length:
-            # A recorded pass has such rows after those of its requests, of which `prompts` says nothing.
+            # CUDA graphs pad a batch with rows of no tokens, for which `prompts` has no entry.
             continue
         is_prompt = prompts is None or prompts[row]
         if not layout.drafts or not 1 < length <= 1 + layout.drafts or is_prompt:

@@ -191,7 +191,7 @@ class LayerTokens(PassTokens):
 
 
 def layer_tokens(chunk: PassTokens, store: Any, choice: Choice | None) -> PassTokens:
-    """A pass as a layer sees it: `chunk` where each query attends to what the mask says, and all of it was chosen."""
+    """The pass for one layer: `chunk` itself if its mask alone decides which tokens each query attends to."""
     first = min((sequence.first for sequence in store.sequences), default=0)
     if choice is not None and choice.is_all_of(store.logical - first):
         choice = None

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvconvert.arguments import Natural, checked_fields
 from kvconvert.bundle.generation import PROCESSED
 from kvconvert.errors import UsageError, did_you_mean
-from kvconvert.kernels.sampling import sample as sample
+from kvconvert.kernels.sampling import sample as sample  # kept importable from here
 
 
 @checked_fields

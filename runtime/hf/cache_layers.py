@@ -103,7 +103,7 @@ class CacheLayers:
         """Refuse (CacheError) a model whose layers are of other number, types, windows, or sizes.
 
         Args:
-            config: of the model that brings tokens, or of its decoder.
+            config: the configuration of the model that uses the cache, or of its text decoder.
         """
         if any(config is known for known in self.configs):
             return
@@ -123,7 +123,7 @@ class CacheLayers:
 
 
 def _layers_of(config: PretrainedConfig) -> list[dict[str, Any]]:
-    """What keys and values of each layer are like, in a person's words."""
+    """The type and sizes of each layer's keys and values, by the names that messages use."""
     types, _ = layer_types_of(config)
     return [
         {

@@ -52,7 +52,7 @@ def bundle_of(folder: Path, family: str, config: dict[str, Any], recipe: str) ->
 
 
 def as_stored(tokens: torch.Tensor, pages: int, format: Any, is_key: bool) -> torch.Tensor:
-    """Tokens [H, T, channels] of which so many pages are read as they are quantized; sink tokens are not."""
+    """Keys or values [H, T, channels] whose first pages are replaced by their quantized form, except sink tokens."""
     stored, sinks, (f, tensors) = tokens.clone(), format.sink_tokens, format.side(is_key)
     for page in range(pages):
         part = slice(128 * page, 128 * page + 128)
