@@ -9,7 +9,7 @@ from aot_variants.variant import DTYPES, Variant
 from kvconvert.kernels.blocks import BlockGeometry
 from kvconvert.kernels.blocks.triton import copy_constants, copy_tokens_kernel, locate_constants, locate_kernel
 
-TABLES = dict.fromkeys(("rows", "places", "targets", "key_pages", "value_pages", "records"), "*i64")
+TABLES = dict.fromkeys(("rows", "geometries", "found", "places", "records"), "*i64")
 
 
 def variants(capability: int) -> Iterator[Variant]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvconvert.kernels.blocks.tables import ROW, BlockGeometry, DecodePlaces
+from kvconvert.kernels.blocks.tables import ROW, BlockGeometry, DecodePlaces, geometry_table
 from kvconvert.kernels.launches import deferred
 
 if TYPE_CHECKING:

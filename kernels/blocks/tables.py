@@ -34,7 +34,7 @@ class BlockGeometry:
 
 @dataclass(frozen=True)
 class DecodePlaces:
-    """What `locate` writes.
+    """What `locate` writes for layers with the same geometry, parts of one int64 tensor.
 
     Attributes:
         places: [B, capacity] the full-precision tokens of each sequence in the order in which decode kernels read them:
@@ -47,3 +47,22 @@ class DecodePlaces:
     targets: torch.Tensor
     key_pages: torch.Tensor
     value_pages: torch.Tensor
+
+    @classmethod
+    def empty(cls, rows: int, capacity: int, pages: int, device: torch.device) -> DecodePlaces:
+        """Zeros for this number of sequences, full-precision tokens of each, and entries of the pages' tables."""
+        sizes = rows * capacity, rows * 4, pages, pages
+        places, targets, *sides = torch.zeros(sum(sizes), dtype=torch.int64, device=device).split(sizes)
+        return cls(places.view(rows, capacity), targets.view(rows, 4), *sides)
+
+
+def geometry_table(geometries: dict[BlockGeometry, DecodePlaces]) -> torch.Tensor:
+    """What `locate` is told of each geometry, int64 [G, 4]: tokens of a block, units of a block and of a page's keys,
+    and how far its tensors are from those of the first geometry, in elements.
+    """
+    first, *_ = (found.places for found in geometries.values())
+    rows = [
+        (g.tokens_per_block, g.block_units, g.key_units, (found.places.data_ptr() - first.data_ptr()) // first.itemsize)
+        for g, found in geometries.items()
+    ]
+    return torch.tensor(rows, device=first.device)

@@ -20,23 +20,19 @@ PAGES = 256
 TOKENS = 16
 
 
-@kernel(do_not_specialize=["row_stride", "entries"])
+@kernel(do_not_specialize=["row_stride", "entries", "lines"])
 def locate_kernel(
     block_table,
     rows,
-    places,
-    targets,
-    key_pages,
-    value_pages,
+    geometries,
+    found,
     row_stride,
     entries,
+    lines,
     FIRST_PAGE: tl.constexpr,
     STRIDE: tl.constexpr,
-    PER_BLOCK: tl.constexpr,
     SINKS: tl.constexpr,
-    BLOCK_UNITS: tl.constexpr,
     TOKEN_UNITS: tl.constexpr,
-    KEY_UNITS: tl.constexpr,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
@@ -45,8 +41,12 @@ def locate_kernel(
     CAPACITY_TILE: tl.constexpr,
     PAGES: tl.constexpr,
 ):
-    """One sequence: its full-precision tokens, or PAGES of its pages."""
+    """One sequence in blocks of one geometry: its full-precision tokens, or PAGES of its pages."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    geometry = geometries + tl.program_id(2) * 4
+    per_block, block_units = tl.load(geometry), tl.load(geometry + 1)
+    places = found + tl.load(geometry + 3)
+    targets = places + tl.num_programs(0).to(tl.int64) * CAPACITY
     about = rows + row * ROW
     tokens, both, half = tl.load(about), tl.load(about + 1), tl.load(about + 2)
     table = block_table + tl.load(about + 5) * row_stride
@@ -59,15 +59,15 @@ def locate_kernel(
         position = tl.maximum(tl.minimum(both * PAGE + place - sinks, last), 0)
         is_sink = place < sinks
         within = tl.where(is_sink, place, position % PAGE)
-        ahead = FIRST_PAGE + position // PAGE + STRIDE * (within // PER_BLOCK + 1)
+        ahead = FIRST_PAGE + position // PAGE + STRIDE * (within // per_block + 1)
         # A rehearsed length may need more entries than there are.
-        entry = tl.minimum(tl.where(is_sink, place // PER_BLOCK, ahead), entries - 1)
+        entry = tl.minimum(tl.where(is_sink, place // per_block, ahead), entries - 1)
         block = tl.load(table + entry, mask=place < CAPACITY, other=0).to(tl.int64)
-        unit = block * BLOCK_UNITS + within % PER_BLOCK * TOKEN_UNITS
+        unit = block * block_units + within % per_block * TOKEN_UNITS
         tl.store(places + row * CAPACITY + place, unit * exists, mask=place < CAPACITY)
-        entry = FIRST_PAGE + last // PAGE + STRIDE * (last % PAGE // PER_BLOCK + 1)
+        entry = FIRST_PAGE + last // PAGE + STRIDE * (last % PAGE // per_block + 1)
         block = tl.load(table + tl.minimum(entry, entries - 1)).to(tl.int64)
-        target = (block * BLOCK_UNITS + last % PAGE % PER_BLOCK * TOKEN_UNITS) * UNIT * exists
+        target = (block * block_units + last % PAGE % per_block * TOKEN_UNITS) * UNIT * exists
         tl.store(targets + row * 4, target)
         tl.store(targets + row * 4 + 1, SIZE)
         tl.store(targets + row * 4 + 2, target + HEADS * SIZE)
@@ -75,10 +75,10 @@ def locate_kernel(
     else:
         number = (part - 1) * PAGES + tl.arange(0, PAGES)
         there = number < tl.minimum(tl.load(about + 3), entries - FIRST_PAGE)
-        page = tl.load(table + FIRST_PAGE + number, mask=there, other=0).to(tl.int64) * BLOCK_UNITS
-        line = tl.load(about + 4) + number
-        tl.store(key_pages + line, page, mask=there)
-        tl.store(value_pages + line, page + KEY_UNITS, mask=there)
+        page = tl.load(table + FIRST_PAGE + number, mask=there, other=0).to(tl.int64) * block_units
+        line = targets + tl.num_programs(0) * 4 + tl.load(about + 4) + number
+        tl.store(line, page, mask=there)
+        tl.store(line + lines, page + tl.load(geometry + 2), mask=there)
 
 
 def locate(
@@ -86,25 +86,27 @@ def locate(
     rows: torch.Tensor,
     most_pages: int,
     geometry: BlockGeometry,
+    geometries: torch.Tensor,
     head_sizes: tuple[int, int, int],
     dtype: torch.dtype,
     found: DecodePlaces,
 ) -> None:
-    """Write where everything lies that sequences with one new token read and write.
+    """Write where everything lies that sequences with one new token read and write, in blocks of several sizes.
 
     Args:
         block_table: int32 [rows, entries].
         rows: int64 [B, 6] of each sequence: its tokens, the new one included, 0 for none; pages quantized on both
             sides; half-quantized ones; all of these; where they begin in the tables; its row of the block table.
         most_pages: pages that a sequence has at most.
-        geometry: how blocks are divided.
+        geometry: how blocks are divided, but for their sizes.
+        geometries: int64 [G, 4], see `geometry_table`.
         head_sizes: KV heads, and channels of their keys and values.
         dtype: the dtype of full-precision tokens.
-        found: int64 tensors for as many sequences, see there; what a sequence without tokens gets is block 0.
+        found: those of the first geometry for B sequences; what a sequence without tokens gets is block 0.
     """
-    locate_kernel[(len(rows), 1 + triton.cdiv(most_pages, PAGES))](
-        block_table, rows, found.places, found.targets, found.key_pages, found.value_pages, block_table.stride(0),
-        block_table.shape[1], **locate_constants(geometry, head_sizes, dtype, found.places.shape[1]), num_warps=4,
+    locate_kernel[(len(rows), 1 + triton.cdiv(most_pages, PAGES), len(geometries))](
+        block_table, rows, geometries, found.places, block_table.stride(0), block_table.shape[1],
+        len(found.key_pages), **locate_constants(geometry, head_sizes, dtype, found.places.shape[1]), num_warps=4,
     )  # fmt: skip
 
 
@@ -117,11 +119,8 @@ def locate_constants(
     return {
         "FIRST_PAGE": geometry.first_page,
         "STRIDE": geometry.stride,
-        "PER_BLOCK": geometry.tokens_per_block,
         "SINKS": geometry.sink_tokens,
-        "BLOCK_UNITS": geometry.block_units,
         "TOKEN_UNITS": geometry.token_units,
-        "KEY_UNITS": geometry.key_units,
         "HEADS": heads,
         "SIZE": size,
         "VALUE_SIZE": value_size,

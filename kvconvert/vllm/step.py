@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvconvert.kernels.blocks import ROW, BlockGeometry, DecodePlaces, locate
+from kvconvert.kernels.blocks import ROW, BlockGeometry, DecodePlaces, geometry_table, locate
 from kvconvert.kernels.decode.plan import (
     Item,
     PageTables,
@@ -328,12 +328,10 @@ class DecodeTables:
         """Describe these layers' blocks, too, from the next step on."""
         for blocks in layers:
             if blocks.geometry not in self._found:
-                self._found[blocks.geometry] = self._empty_places(self._pages)
-
-    def _empty_places(self, pages: int) -> DecodePlaces:
-        # The last entry of the pages' tables is loaded in advance and never followed.
-        shapes = (self.rows, self.capacity), (self.rows, 4), (pages + 1,), (pages + 1,)
-        return DecodePlaces(*(torch.zeros(shape, dtype=torch.int64, device=self.device) for shape in shapes))
+                # The last entry of the pages' tables is loaded in advance and never followed.
+                sizes = self.rows, self.capacity, self._pages + 1
+                self._found[blocks.geometry] = DecodePlaces.empty(*sizes, self.device)
+        self._geometries = geometry_table(self._found)
 
     def write(
         self, block_table: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], recent: Sequence[bool] = ()
@@ -376,8 +374,9 @@ class DecodeTables:
         first[0] = np.where(lengths, 0, -1)
         _fill(self._flat, flat)
         most = int(pages.max())
-        for geometry, found in self._found.items():
-            locate(block_table, self._on_device.about, most, geometry, self.head_sizes, self.dtype, found)
+        geometry, found = next(iter(self._found.items()))
+        about, kind = self._on_device.about, (self.head_sizes, self.dtype)
+        locate(block_table, about, most, geometry, self._geometries, *kind, found)
         # Work is divided anew where a request comes, goes, or has another page.
         divided = np.stack([starts, both, half, np.where(lengths, self.capacity, 0)])[:, :count]
         if not np.array_equal(divided, self._divided):

@@ -269,11 +269,12 @@ class FewRowsLinearMethod(AutoAWQMarlinLinearMethod):
         layer.scales.data = layer.scales.data.to(self.dtype)
         # The same numbers in both.
         stored = AwqWeight(layer.qweight.data, layer.qzeros.data, layer.scales.data.half())
-        layer.few_rows = None
+        # No parameter: some of vLLM's kernels replace all that a layer has.
+        layer.register_buffer("few_rows", None, persistent=False)
         reason = unsupported(stored.scales.device, self.dtype, len(stored.qweight) // len(stored.scales))
         if self.has_room and reason is None:
             weight = pack_weight(stored)
-            layer.few_rows, layer.few_rows_outputs = Parameter(weight.lanes, requires_grad=False), weight.outputs
+            layer.few_rows, layer.few_rows_outputs = weight.lanes, weight.outputs
             layer.few_rows_bias = None if getattr(layer, "bias", None) is None else layer.bias.data.clone()
             _packed[layer.few_rows.data_ptr()] = weight, self, layer
         super().process_weights_after_loading(layer)

@@ -28,7 +28,9 @@ def generate(request: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
 
     from kvconvert.vllm import weights
 
-    llm = LLM(request["model"], disable_log_stats=False, **request["arguments"])
+    # Several may share a GPU.
+    memory = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 28} if torch.cuda.is_available() else {}
+    llm = LLM(request["model"], disable_log_stats=False, **memory | request["arguments"])
     adapter = LoRARequest("adapter", 1, request["adapter"]) if request.get("adapter") else None
     sampling = SamplingParams(temperature=0, max_tokens=request["new_tokens"], ignore_eos=True)
     found = []
