@@ -40,7 +40,7 @@ def steps(model, cache, first, count):
     return torch.stack(found)
 
 
-def check(model, new_cache, file, tokens=300, count=140):
+def check(model, new_cache, file, tokens=350, count=80):
     ids = random_ids(1, tokens)
     kept = new_cache()
     first = read(model, kept, ids).argmax(-1, keepdim=True)
@@ -50,7 +50,9 @@ def check(model, new_cache, file, tokens=300, count=140):
     assert loaded.get_seq_length() == tokens + 3
     assert loaded.stats().bytes_used == kept.stats().bytes_used
     # Enough for another page, and then a second turn of several tokens.
+    pages = loaded.stats().pages
     assert torch.equal(steps(model, loaded, first, count), steps(model, kept, first, count))
+    assert loaded.stats().pages > pages
     turn = random_ids(1, 40, seed=7)
     assert torch.equal(read(model, loaded, turn), read(model, kept, turn))
     return loaded
