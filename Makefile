@@ -1,5 +1,6 @@
 # make quickstart   convert the reference model and show the result
-# make test         run the test suite (what CI runs)
+# make test         run README's lines and the test suite
+# make suite        run the test suite alone
 # make dist         build the source distribution and the wheel in build/dist, and check what a package index would show
 # make test-readme  run README's commands and Python lines with that wheel and the newest packages that pip finds (part of
 #                   make test)
@@ -27,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(CURDIR)/build/pycache
 endif
 
-.PHONY: quickstart dist test test-readme readme-torch test-lowest test-full test-vllm baselines quickstart-page docs site real-model lint types clean
+.PHONY: quickstart dist test suite test-readme readme-torch test-lowest test-full test-vllm baselines quickstart-page docs site real-model lint types clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/python examples/quickstart.py
@@ -38,8 +39,10 @@ quickstart-page: $(VENV)/ready
 # Where there is no GPU, Triton's interpreter stands in for one; it has to be chosen before Triton is imported.
 INTERPRET = TRITON_INTERPRET=$$($(BIN)/python -c "import torch; print(int(not torch.cuda.is_available()))")
 
+test: test-readme suite
+
 # Files in the order of their names: pytest-xdist would put those with few tests last, which are the longest.
-test: $(VENV)/ready test-readme
+suite: $(VENV)/ready
 	$(INTERPRET) OMP_NUM_THREADS=1 $(BIN)/pytest -m "not full" -n 2 --dist loadfile --no-loadscope-reorder
 
 # The wheel is built from the source distribution, outside of this folder.
@@ -54,7 +57,7 @@ README_LINES = tests/test_documents_run.py -k "lines_of_a_page and README.md"
 
 test-readme: dist readme-torch
 	build/readme/bin/pip install --quiet --no-compile build/dist/*.whl pytest
-	OMP_NUM_THREADS=2 build/readme/bin/pytest -m "" $(README_LINES)
+	OMP_NUM_THREADS=1 build/readme/bin/pytest -m "" $(README_LINES)
 
 readme-torch:
 	rm -rf build/readme

@@ -63,13 +63,3 @@ def test_a_process_is_measured_and_its_failure_told():
         processes.run([sys.executable, "-c", "raise OSError('no such thing')"])
     with pytest.raises(SystemExit, match="took longer than 0 s"):
         processes.run([sys.executable, "-c", "import time; time.sleep(30)"], timeout=0.1)
-
-
-def case(seconds, kl, **more):
-    rounds = [
-        {"wall_s": wall, "processor_s": 2 * wall, "peak_anonymous_bytes": peak, **more}
-        for wall, peak in zip(seconds, (2e9, 1e9, 1e9), strict=True)
-    ]
-    mean = sum(kl) / len(kl)
-    quality = {"kl": {"mean": mean, "low": mean, "high": mean}, "perplexity": 20.0, "kl_by_segment": kl}
-    return {"rounds": rounds, "quality": quality}

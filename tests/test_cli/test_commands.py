@@ -1,3 +1,4 @@
+import functools
 import inspect
 import json
 import os
@@ -417,8 +418,11 @@ def test_a_missed_limit_is_exit_code_3_and_writes_nothing(limited_work, tmp_path
     assert os.listdir(tmp_path) == ["work"]
 
 
-def test_force_writes_a_bundle_that_misses_its_limit_with_what_was_measured(limited_work, tmp_path):
+def test_force_writes_a_bundle_that_misses_its_limit_with_what_was_measured(limited_work, tmp_path, monkeypatch):
+    from kvconvert.fidelity.evaluate import evaluate
+
     bundle = tmp_path / "bundle"
+    monkeypatch.setattr("kvconvert.fidelity.evaluate.evaluate", functools.partial(evaluate, tokens=64, full=False))
     assert kvconvert("export", limited_work, "-o", bundle, "--force").exit_code == 0
     assert "max_kl is 1e-09" in kvconvert("inspect", bundle).stdout
     assert "misses the fidelity limits of its own recipe" in (bundle / "README.md").read_text()

@@ -66,7 +66,7 @@ def changed_config(model, options):
     ],
     ids=["weights", "config", "seed", "samples", "recipe"],
 )
-def test_a_changed_input_refuses_to_resume_and_restart_obeys(tmp_path, model, text, finished, change, said):
+def test_a_changed_input_refuses_to_resume(tmp_path, model, text, finished, change, said):
     shutil.copytree(finished.path, tmp_path / "work")
     changed = shutil.copytree(model, tmp_path / "model")
     before = contents(tmp_path / "work")
@@ -76,10 +76,14 @@ def test_a_changed_input_refuses_to_resume_and_restart_obeys(tmp_path, model, te
         run(changed, tmp_path / "work", text, **options)
     assert "\n" not in str(caught.value)
     assert contents(tmp_path / "work") == before
-    run(changed, tmp_path / "work", text, restart=True, **options)
-    run(changed, tmp_path / "fresh", text, **options)
-    redone, fresh = contents(tmp_path / "work"), contents(tmp_path / "fresh")
-    assert redone == fresh
+
+
+def test_restart_begins_anew_with_another_input(tmp_path, model, text, finished):
+    shutil.copytree(finished.path, tmp_path / "work")
+    options = {"recipe": KV_ONLY, "seed": 1, "samples": 2}
+    run(model, tmp_path / "work", text, restart=True, **options)
+    run(model, tmp_path / "fresh", text, **options)
+    assert contents(tmp_path / "work") == contents(tmp_path / "fresh")
 
 
 def test_the_same_model_in_another_place_resumes(tmp_path, model, text, finished):

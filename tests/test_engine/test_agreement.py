@@ -89,7 +89,7 @@ def written(directory, new, scheme):
 
 @pytest.mark.parametrize("scheme", ["oscar", "minikv"])
 def test_engine_generate_and_a_loop_agree_on_the_reference_model(scheme):
-    written(REFERENCE, 24, scheme)
+    written(REFERENCE, 12, scheme)
 
 
 @pytest.mark.full

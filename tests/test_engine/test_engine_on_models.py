@@ -43,10 +43,11 @@ def some_requests(count, vocabulary, longest=300):
 def test_requests_in_company_give_what_generate_gives_alone(scheme):
     model = bundle_model(scheme)
     engine = Engine(model, max_batch=3, prompt_chunk=4096)
-    prompts = [random_ids(1, length, seed=length) for length in (5, 127, 128, 131, 300)]
+    # The second and the fourth complete a page while they decode.
+    prompts = [random_ids(1, length, seed=length) for length in (5, 127, 128, 240, 300)]
     requests = []
     for number, ids in enumerate(prompts):
-        requests.append(engine.add(ids, max_new_tokens=(12, 140)[number % 2], stop_token_ids=[]))
+        requests.append(engine.add(ids, max_new_tokens=(12, 40)[number % 2], stop_token_ids=[]))
         engine.step()
     engine.run()
     for ids, request in zip(prompts, requests, strict=True):

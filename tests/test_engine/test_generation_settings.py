@@ -191,15 +191,15 @@ def test_extreme_temperatures_draw_the_likeliest_or_any_beside_settings(settings
         {"do_sample": True, "top_k": 1, "top_p": 1.5},
         {"do_sample": False, "top_k": -1, "temperature": 0.6},
         {"temperature": 0.0, "top_k": 0, "top_p": 1},
-        {"repetition_penalty": 1, "no_repeat_ngram_size": 0.0, "bad_words_ids": [], "sequence_bias": {}},
-        {"pad_token_id": -1, "eos_token_id": -1, "bos_token_id": None},
-        {"suppress_tokens": [], "stop_strings": [""], "forced_eos_token_id": []},
-        {"max_length": 20, "max_new_tokens": 4096, "transformers_version": "4.40.0", "_from_model_config": True},
-        {"output_attentions": True, "return_dict_in_generate": True, "output_scores": True},
-        {"prefill_chunk_size": 0, "prompt_lookup_num_tokens": 0},
-        {"cache_implementation": "hybrid", "compile_config": {"mode": "default"}},
+        {"repetition_penalty": 1, "no_repeat_ngram_size": 0.0, "bad_words_ids": [], "sequence_bias": {}}
+        | {"suppress_tokens": [], "stop_strings": [""], "forced_eos_token_id": []}
+        | {"pad_token_id": -1, "eos_token_id": -1, "bos_token_id": None},
+        {"max_length": 20, "max_new_tokens": 4096, "transformers_version": "4.40.0", "_from_model_config": True}
+        | {"output_attentions": True, "return_dict_in_generate": True, "output_scores": True}
+        | {"prefill_chunk_size": 0, "prompt_lookup_num_tokens": 0}
+        | {"cache_implementation": "hybrid", "compile_config": {"mode": "default"}},
     ],
-    ids=str,
+    ids=lambda fields: "-".join(fields),
 )
 def test_what_says_greedy_or_nothing_gives_the_plain_answer(fields, stating, plain, caplog, capsys):
     console = Console(stating(**fields), NEW, "cpu", dtype="float32")

@@ -15,7 +15,7 @@ from kvconvert.runtime import Engine
 from kvconvert.runtime.hf.generation import adopt
 
 REFERENCE = Path(__file__).resolve().parents[2] / "examples" / "reference-lm"
-CHUNK, NEW, ROWS = 128, 40, 6
+CHUNK, NEW, ROWS = 128, 20, 6
 LAYERS = 2
 # Bytes for 20 pages of each layer.
 MEMORY = 360_000

@@ -1,5 +1,7 @@
 """Passes whose prompts' states lie in places of fixed addresses give what others give."""
 
+import functools
+
 import pytest
 import torch
 from tiny.families import FAMILIES
@@ -16,7 +18,9 @@ from kvconvert.runtime.hf.prompt_places import PromptPlaces
 PADDED = 192
 
 
+@functools.cache
 def hybrid(device):
+    """Its passes are tried once, which takes a third of the time of these tests."""
     model = (ARCHITECTURES | FAMILIES)["qwen3_5_text"].build(head_dim=64).to(device, torch.float16)
     adopt(model, [KVScheme.preset("kivi")] * model.config.num_hidden_layers, {})
     return model

@@ -3,10 +3,11 @@
 import json
 
 import pytest
-from facts import LIMITS, cache_facts, identity, refused_weights
+from facts import LIMITS, cache_facts, identity
 from kv_cells import RECIPES
 from record import RESULTS
 from tiny.models import ARCHITECTURES
+from tiny.structures import REFUSED_WEIGHTS
 
 ANEW = "record it anew: python tests/test_matrix/record.py"
 
@@ -27,7 +28,8 @@ def test_what_was_recorded_is_still_so(results, name):
     entry, recorded = ARCHITECTURES[name], results["models"][name]
     assert identity(entry).items() <= recorded.items(), ANEW
     assert cache_facts(entry).items() <= recorded["cache"].items(), ANEW
-    refusal = refused_weights(entry)
-    assert recorded["weights"] == refusal if refusal else "quantized" in recorded["weights"], ANEW
+    # That these are refused and others found is tested with weights, and in tests/test_models/test_discovery.py.
+    refused = name in REFUSED_WEIGHTS
+    assert recorded["weights"] == {"refused": REFUSED_WEIGHTS[name]} if refused else "quantized" in recorded["weights"]
     for figures in (recorded["weights"], *recorded["cache"].get("recipes", {}).values()):
         assert all(figures[kind] is None or figures[kind] < LIMITS[kind] for kind in LIMITS if kind in figures)

@@ -10,7 +10,7 @@ from tiny.structures import architecture_of
 from torch import nn
 from transformers import GPT2Config, LlamaConfig
 
-from kvconvert.convert.discovery import discover
+from kvconvert.convert.discovery import Architecture, discover
 from kvconvert.convert.discovery.finder import projection
 from kvconvert.convert.layer_runner import build_without_weights
 from kvconvert.errors import UnsupportedModelError
@@ -86,11 +86,27 @@ def test_what_is_found_is_what_was_written_down_by_hand(name):
             differing |= {field for field in BETTER.get(name, ()) if actual.pop(field) != expected.pop(field)}
             assert actual == expected
     assert differing == {*BETTER.get(name, ())}
+    every_matrix_is_named(model, architecture)
+
+
+def every_matrix_is_named(model: nn.Module, architecture: Architecture) -> None:
+    """Every Linear is quantized or kept for a reason."""
+    for layer, structure in zip(model.get_submodule(architecture.layers), architecture.structures, strict=True):
+        matrices = {
+            path
+            for path, module in layer.named_modules()
+            if isinstance(module, nn.Linear | nn.Conv1d) or getattr(getattr(module, "weight", None), "ndim", 0) > 1
+        }
+        assert matrices <= {*structure.named}
+        assert all(isinstance(layer.get_submodule(path), nn.Linear) for path in structure.linears)
 
 
 @pytest.mark.parametrize("name", ["jamba", "falcon_h1"])
 def test_architectures_that_nobody_wrote_down_are_found_too(name):
-    structures = architecture_of(ARCHITECTURES[name].config()).structures
+    model = build_without_weights(ARCHITECTURES[name].config())
+    architecture = discover(model)
+    structures = architecture.structures
+    every_matrix_is_named(model, architecture)
     assert all(any(group.unsupported_reason is None for group in structure.norm_groups) for structure in structures)
     assert any(structure.value is not None for structure in structures)
 

@@ -63,8 +63,8 @@ class Simulated(DynamicLayer):
 
 @pytest.mark.parametrize("name", LATENT_MODELS)
 def test_unquantized_latents_give_what_transformers_gives(name):
-    inputs = ARCHITECTURES[name].inputs(2, 150, padding=21)
-    options = {"max_new_tokens": 120, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+    inputs = ARCHITECTURES[name].inputs(2, 240, padding=21)
+    options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
     model = model_of(name, "eager")
     expected = model.generate(**inputs, **options, output_logits=True)
     model.set_attn_implementation("kvconvert")

@@ -40,7 +40,7 @@ def steps(model, cache, first, count):
     return torch.stack(found)
 
 
-def check(model, new_cache, file, tokens=300, count=140):
+def check(model, new_cache, file, tokens=350, count=80):
     ids = random_ids(1, tokens)
     kept = new_cache()
     first = read(model, kept, ids).argmax(-1, keepdim=True)
@@ -50,7 +50,9 @@ def check(model, new_cache, file, tokens=300, count=140):
     assert loaded.get_seq_length() == tokens + 3
     assert loaded.stats().bytes_used == kept.stats().bytes_used
     # Enough for another page, and then a second turn of several tokens.
+    pages = loaded.stats().pages
     assert torch.equal(steps(model, loaded, first, count), steps(model, kept, first, count))
+    assert loaded.stats().pages > pages
     turn = random_ids(1, 40, seed=7)
     assert torch.equal(read(model, loaded, turn), read(model, kept, turn))
     return loaded
@@ -65,7 +67,7 @@ def test_a_loaded_session_goes_on_bit_for_bit(llama, tmp_path, scheme):
 def test_sliding_windows_are_saved_with_what_has_left_them(tmp_path, name):
     model = ARCHITECTURES[name].build("kvconvert")
     scheme = KVScheme(sink_tokens=3, key_recent_tokens=20)
-    check(model, lambda: KVCache(model.config, scheme), tmp_path / "session.safetensors", tokens=420, count=20)
+    check(model, lambda: KVCache(model.config, scheme), tmp_path / "session.safetensors", tokens=505, count=40)
 
 
 def test_a_session_shorter_than_a_page_and_one_in_bfloat16(llama, tmp_path):

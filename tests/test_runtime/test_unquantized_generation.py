@@ -25,7 +25,7 @@ ARCHITECTURES = {
 WAYS = ["greedy", "left_padding", "beams", "chunked_prefill", "second_turn", "prompt_lookup", "return_sequences"]
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module")
 def model(request):
     return tiny_model(
         request.param, gain=2.0 if request.param.startswith("gemma") else 4.0, **ARCHITECTURES[request.param]
@@ -68,6 +68,7 @@ def generate(model, way: str, make_cache):
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", ARCHITECTURES, indirect=True)
 def test_every_way_of_generating_equals_eager_attention(model, way):
     model.set_attn_implementation("eager")
     expected = generate(model, way, lambda: DynamicCache(config=model.config))

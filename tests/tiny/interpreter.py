@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -16,7 +16,8 @@ import pytest
 def quick_interpreter() -> Iterator[None]:
     """Interpret launches in about half the time.
 
-    - triton.language is patched when a launch begins, not again in every function that its kernel calls.
+    - triton.language stays patched between launches, and what replaces one of its functions is made once.
+    - Two blocks of one shape are not compared to be given one shape.
     - Sums and products of integers are not computed a second time in 64 bits: the interpreter compares them with what
       32 bits hold and, without its debug option, does nothing with the answer.
     - The table of NumPy's types is made once.
@@ -32,35 +33,36 @@ def quick_interpreter() -> Iterator[None]:
         yield
         return
     patch_lang, numpy_type = interpreter._patch_lang, functools.cache(interpreter._get_np_dtype)
-    launch: list[interpreter._LangPatchScope] = []
-    patched = set()
+    semantic, broadcast = interpreter.interpreter_semantic, interpreter.TritonSemantic.broadcast_impl_value
+    patched: dict[object, interpreter._LangPatchScope] = {}
 
     @functools.cache
-    def builtins_of(package: object) -> list[tuple[str, object]]:
-        return [(name, member) for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
+    def interpreted(member: Callable[..., object]) -> Callable[..., object]:
+        function = inspect.unwrap(member)
+
+        def call(*args: object, **kwargs: object) -> object:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        return call
+
+    @functools.cache
+    def builtins_of(package: object) -> list[tuple[str, Callable[..., object]]]:
+        members = inspect.getmembers(package)
+        return [(name, interpreted(member)) for name, member in members if tl.core.is_builtin(member)]
 
     def patch_builtins(package: object, builder: object, scope: interpreter._LangPatchScope) -> None:
-        for name, member in builtins_of(package):
-            interpreter._patch_attr(package, name, member, builder, scope)
+        for name, call in builtins_of(package):
+            scope.set_attr(package, name, call)
 
-    def patch_once(function: object) -> interpreter._LangPatchScope | None:
-        if launch and function in patched:
-            return None
-        scope = patch_lang(function)
-        patched.add(function)
-        if launch:  # A function that the kernel calls: what it needs stays until the launch ends.
-            launch[0]._changes += scope._changes
-            return None
-        launch.append(scope)
-        restore = scope.restore
+    def patch_once(function: object) -> interpreter._LangPatchScope:
+        if function not in patched:
+            patched[function] = patch_lang(function)
+        return interpreter._LangPatchScope()
 
-        def end() -> None:
-            launch.clear()
-            patched.clear()
-            restore()
-
-        scope.restore = end
-        return scope
+    def broadcast_others(self: object, lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+        left, right = (side.type.shape if side.type.is_block() else None for side in (lhs, rhs))
+        return (lhs, rhs) if left is right else broadcast(self, lhs, rhs)
 
     def numpy_type_of(kind: tl.dtype) -> object:
         return numpy_type(tl.uint64 if kind.scalar.is_ptr() else kind.scalar)
@@ -91,8 +93,11 @@ def quick_interpreter() -> Iterator[None]:
         patch.setattr(interpreter, "_patch_lang", patch_once)
         patch.setattr(interpreter, "_patch_builtin", patch_builtins)
         patch.setattr(interpreter, "_get_np_dtype", numpy_type_of)
+        patch.setattr(interpreter.TritonSemantic, "broadcast_impl_value", broadcast_others)
         patch.setattr(tl.block_type, "__init__", new_block_type)
         patch.setattr(tl.block_type, "name", property(lambda self: f"<{self.shape}, {self.element_ty}>"), raising=False)
         patch.setattr(tl.tensor, "__init__", new_tensor)
         patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
         yield
+        for scope in reversed(patched.values()):
+            scope.restore()
