@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -14,7 +12,7 @@ from kvconvert.bundle.files import read_settings
 from kvconvert.bundle.generation import NAME as GENERATION_CONFIG
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.errors import BundleError, UsageError
+from kvconvert.errors import UsageError
 from kvconvert.models.configuration import model_class, read_config, supports_images
 from kvconvert.models.devices import choose_device
 from kvconvert.models.processors import has_processor, load_processor, load_tokenizer, tokenizer_of
