@@ -421,7 +421,8 @@ def check_values(value: object, refuse: Refusal, path: str = "") -> None:
             raise refuse("config.json", where, "true or false", repr(entry)[:80])
         if where in _CAUSAL and entry is not None and not entry:
             raise refuse("config.json", where, "true, for tokens to be generated one after another", repr(entry)[:80])
-        for number in entry if isinstance(entry, list) else [entry]:
+        # Of other lists a 0 may say of a layer that it has none, such as a RoPE.
+        for number in entry if isinstance(entry, list) and where.endswith("_factor") else [entry]:
             if isinstance(number, int | float) and not isinstance(number, bool):
                 _check_number(number, where, refuse)
         check_values(entry, refuse, where)
@@ -433,16 +434,17 @@ def _check_number(number: float, where: str, refuse: Refusal) -> None:
         raise refuse("config.json", where, "a number", number)
     if where.endswith(("norm_eps", "norm_epsilon")) and not 0 <= number <= 1:
         raise refuse("config.json", where, "a number from 0 to 1", number)
-    is_scale = where.endswith(("softcapping", "query_pre_attn_scalar"))
-    is_scale = is_scale or ("rope" in where and where.endswith(("theta", "factor", "base_freq")))
+    of_rope = "rope" in where
+    is_scale = where.rpartition(".")[2] in _DIVISORS or (of_rope and where.endswith(("theta", "factor", "base_freq")))
     if is_scale and not 1 / _MOST_SCALE < number < _MOST_SCALE:
         raise refuse("config.json", where, f"a number above {1 / _MOST_SCALE:g} and below {_MOST_SCALE:g}", number)
-    if "rope" in where and not abs(number) < _MOST_SCALE:
+    if of_rope and not abs(number) < _MOST_SCALE:
         raise refuse("config.json", where, f"a number below {_MOST_SCALE:g}", number)
 
 
 _SWITCHES = ("output_attentions", "output_hidden_states", "output_router_logits", "return_dict")
 _CAUSAL = ("is_causal", "text_config.is_causal")
+_DIVISORS = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")
 _MOST_SCALE = 1e18
 
 
