@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, cast
 
+from pydantic import ValidationError
 from torch import Tensor
 
 from kvconvert.arguments import NAMED, Count, checked
@@ -38,7 +39,7 @@ from kvconvert.bundle.writer import (
     write_weights,
 )
 from kvconvert.convert.workdir import WorkDir
-from kvconvert.errors import BundleError, CheckpointError, FidelityError, UsageError, unreadable
+from kvconvert.errors import BundleError, CheckpointError, FidelityError, UsageError, printable, unreadable
 from kvconvert.io.checksums import known_sha256
 from kvconvert.io.disk import check_writable, make_directory
 from kvconvert.io.hub import is_hub_id
@@ -177,11 +178,18 @@ def _export(
     location = store.state.directory if os.path.exists(store.state.directory) else store.state.model
     source = open_source(location, was_fetched=store.state.source.revision is not None)
     recipe = Recipe.from_dict(store.state.recipe)
-    contents = _Contents.gather(store, source)
-    _check_source(source, store.state.source, contents.copied)
+    try:
+        contents = _Contents.gather(store, source)
+        _check_source(source, store.state.source, contents.copied)
+        manifest = _manifest(store, recipe, contents, stated)
+    except ValidationError as error:  # whoever wrote the directory may have written anything
+        first = error.errors()[0]
+        found = f"{printable('.'.join(map(str, first['loc'])))[:200]}: {first['msg']}"
+        raise UsageError(
+            f"{store.path} holds what no bundle can ({found}); calibrate it anew with `restart=True`."
+        ) from error
     with replacing(output, force) as directory:
         files = _write_files(directory, store, source, contents, max_shard_bytes, progress)
-        manifest = _manifest(store, recipe, contents, stated)
         config = _settings(source.directory / "config.json")
         for dropped in ("quantization_config", "compression_config"):  # weights are stored in another form from here on
             config.pop(dropped, None)

@@ -410,26 +410,41 @@ def make_config(directory: Path, contents: Mapping[str, Any], refuse: Refusal = 
 def check_values(value: object, refuse: Refusal, path: str = "") -> None:
     """Refuse values by which a model computes no numbers, or which transformers reads as something else.
 
-    A RoPE of base 0, or a norm that adds less than nothing, makes no error and no sense.
+    A RoPE of base 0, a soft cap of 0, or a norm that adds less than nothing, makes no error and no sense.
     """
     if isinstance(value, list):
         for entry in value:
             check_values(entry, refuse, path)
     for key, entry in value.items() if isinstance(value, Mapping) else ():
         where = f"{path}.{key}" if path else str(key)
-        number = isinstance(entry, int | float) and not isinstance(entry, bool)
         if key in _SWITCHES and not isinstance(entry, bool | None):
             raise refuse("config.json", where, "true or false", repr(entry)[:80])
-        if number and entry != entry:
-            raise refuse("config.json", where, "a number", entry)
-        if number and str(key).endswith(("norm_eps", "norm_epsilon")) and not 0 <= entry <= 1:
-            raise refuse("config.json", where, "a number from 0 to 1", entry)
-        if number and "rope" in where and str(key).endswith(("theta", "factor")) and not 0 < entry < _MOST_SCALE:
-            raise refuse("config.json", where, f"a number above 0 and below {_MOST_SCALE:g}", entry)
+        if where in _CAUSAL and entry is not None and not entry:
+            raise refuse("config.json", where, "true, for tokens to be generated one after another", repr(entry)[:80])
+        # Of other lists a 0 may say of a layer that it has none, such as a RoPE.
+        for number in entry if isinstance(entry, list) and where.endswith("_factor") else [entry]:
+            if isinstance(number, int | float) and not isinstance(number, bool):
+                _check_number(number, where, refuse)
         check_values(entry, refuse, where)
 
 
+def _check_number(number: float, where: str, refuse: Refusal) -> None:
+    """Refuse a number that a model cannot compute with, by the path of its entry in config.json."""
+    if number != number:
+        raise refuse("config.json", where, "a number", number)
+    if where.endswith(("norm_eps", "norm_epsilon")) and not 0 <= number <= 1:
+        raise refuse("config.json", where, "a number from 0 to 1", number)
+    of_rope = "rope" in where
+    is_scale = where.rpartition(".")[2] in _DIVISORS or (of_rope and where.endswith(("theta", "factor", "base_freq")))
+    if is_scale and not 1 / _MOST_SCALE < number < _MOST_SCALE:
+        raise refuse("config.json", where, f"a number above {1 / _MOST_SCALE:g} and below {_MOST_SCALE:g}", number)
+    if of_rope and not abs(number) < _MOST_SCALE:
+        raise refuse("config.json", where, f"a number below {_MOST_SCALE:g}", number)
+
+
 _SWITCHES = ("output_attentions", "output_hidden_states", "output_router_logits", "return_dict")
+_CAUSAL = ("is_causal", "text_config.is_causal")
+_DIVISORS = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")
 _MOST_SCALE = 1e18
 
 

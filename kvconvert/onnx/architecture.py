@@ -137,8 +137,8 @@ class DecoderShape:
         for kind in set(layer_types) - {"full_attention", "sliding_attention"}:
             raise _unsupported(f"it has {kind} layers")
         _check_rope(config, layer_types)
-        if config.max_position_embeddings > MOST_POSITIONS:
-            raise _unsupported(f"it has {config.max_position_embeddings} positions, more than {MOST_POSITIONS}")
+        if not 1 <= config.max_position_embeddings <= MOST_POSITIONS:
+            raise _unsupported(f"it has {config.max_position_embeddings} positions, not 1 to {MOST_POSITIONS}")
         return cls(
             config=config,
             model_type=config.model_type,

@@ -119,8 +119,8 @@ def _bundle(source: Path, output: Path, force: bool, device: Device | None, prog
 
 def _plan(bundle: Bundle, kv_cache: str) -> tuple[DecoderShape, StaticCache | None]:
     """The graph to be built, after all refusals."""
-    check_fits(bundle)
     decoder = DecoderShape.of(read_config(bundle.directory, bundle.config))
+    check_fits(bundle, complete=True)
     quantized = kv_cache == "plan" and has_plan(bundle)
     return decoder, static_cache(bundle, decoder.attention_softcap) if quantized else None
 

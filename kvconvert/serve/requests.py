@@ -338,9 +338,11 @@ class Message(BaseModel, extra="allow", strict=True):
 def _object(arguments: str) -> Any:
     """Arguments of a call as an object; as they are where they are no JSON, which small models write."""
     try:
-        return json.loads(arguments or "{}", parse_constant=_no_number)
+        value = _DECODER.decode(arguments or "{}")
+        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no character
     except (ValueError, RecursionError):
         return arguments
+    return {} if value is None else value
 
 
 class _Closed(BaseModel, extra="forbid", strict=True):
@@ -539,6 +541,11 @@ class Completion(_Asked):
         return min(16, limits.new_tokens)
 
 
+# What the server, the tokenizer, or transformers itself gives a chat template.
+_NO_VARIABLES = {
+    *("add_generation_prompt", "chat_template", "continue_final_message", "conversations", "documents", "messages"),
+    *("return_assistant_tokens_mask", "self", "tools", "bos_token", "eos_token", "pad_token", "unk_token"),
+}
 _Variables = Annotated[dict[str, str | int | float | bool], BeforeValidator(partial(_few, most=MOST_VARIABLES))]
 
 
@@ -602,6 +609,8 @@ class Chat(_Asked):
             if values > MOST_ARGUMENTS:
                 message = f"The arguments of calls have {values} values; this server takes at most {MOST_ARGUMENTS}."
                 raise Refusal(413, message, param=self.prompt_field, code="body_too_long")
+        variables = self.chat_template_kwargs or {}
+        _refuse_others({name: variables[name] for name in variables if name in _NO_VARIABLES}, "chat_template_kwargs.")
         self._check_tools()
         asked = self.response_format
         if asked is not None and (asked.type == "json_schema") != (asked.json_schema is not None):

@@ -9,6 +9,7 @@ become a `BundleConfig`, whose quantizer is registered under our own name; all o
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -352,8 +353,20 @@ def register() -> None:
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING["awq"] = AwqDispatch
 
 
-def check_fits(bundle: Bundle) -> int:
+def require_complete(bundle: str | Path, absent: Iterable[str]) -> None:
+    """Refuse (BundleError) a model with parameters that no tensor of the bundle stands for."""
+    names = sorted(absent)
+    if names:
+        more = f" and {len(names) - 1} more tensors" if names[1:] else ""
+        raise BundleError(f"The bundle {bundle} lacks {names[0]}{more}, which the model needs; export it again.")
+
+
+def check_fits(bundle: Bundle, complete: bool = False) -> int:
     """Build the bundle's model without weights and compare every module with its tensors.
+
+    Args:
+        bundle: an open bundle.
+        complete: also refuse parameters that the bundle lacks; of models whose tensors have the names of parameters.
 
     Returns:
         how many tensors were compared.
@@ -371,5 +384,9 @@ def check_fits(bundle: Bundle) -> int:
     except Exception as error:  # models are built by code of many authors
         raise no_model(error) from error
     compared = compare_shapes(bundle, model)
+    if complete:
+        packed = {f"{module.name}.weight" for module in bundle.manifest.modules if module.method != "kept"}
+        parameters = {name for name, _ in model.named_parameters()}  # of tied ones the first alone
+        require_complete(bundle.directory, parameters - packed - bundle.manifest.tensors.keys())
     place_packed_linears(model, bundle)  # refuses what the manifest calls quantized and the model does not have
     return compared

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -14,11 +12,11 @@ from kvconvert.bundle.files import read_settings
 from kvconvert.bundle.generation import NAME as GENERATION_CONFIG
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.errors import BundleError, UsageError
+from kvconvert.errors import UsageError
 from kvconvert.models.configuration import model_class, read_config, supports_images
 from kvconvert.models.devices import choose_device
 from kvconvert.models.processors import has_processor, load_processor, load_tokenizer, tokenizer_of
-from kvconvert.runtime.hf.bundle_quantizer import WHOLE, BundleConfig, Verify, check_fits
+from kvconvert.runtime.hf.bundle_quantizer import WHOLE, BundleConfig, Verify, check_fits, require_complete
 from kvconvert.runtime.hf.generation_config import read_generation_config
 
 Place = str | int | torch.device
@@ -92,7 +90,7 @@ def load(
             generation_config=generation,
             output_loading_info=True,
         )
-        _require_complete(bundle, found["missing_keys"])
+        require_complete(bundle, found["missing_keys"])
     return model, processor
 
 
@@ -100,11 +98,3 @@ def _default_dtype(config: PretrainedConfig, device_map: Any) -> torch.dtype | L
     """The bundle's own dtype, unless it is float16 and the model goes to a CPU."""
     on_cpu = device_map is None or str(device_map) == "cpu" or (device_map == "auto" and not torch.cuda.is_available())
     return torch.float32 if on_cpu and getattr(config, "dtype", None) == torch.float16 else "auto"
-
-
-def _require_complete(bundle: str | Path, absent: Iterable[str]) -> None:
-    """Refuse a model with parameters that transformers had to initialise at random."""
-    names = sorted(absent)
-    if names:
-        more = f" and {len(names) - 1} more tensors" if names[1:] else ""
-        raise BundleError(f"The bundle {bundle} lacks {names[0]}{more}, which the model needs; export it again.")

@@ -222,6 +222,8 @@ def test_no_link_in_a_working_directory_is_followed_to_a_file_elsewhere(work, mo
         {"directory": "x" * 5000, "model": "/nope"},
         {"versions": {"a": {"b": 1}}},
         {"transforms": [[[]]]},
+        {"versions": {"transformers": "x" * 3000}},
+        {"transforms": ["x" * 3000]},
         {"recipe": json.loads("[" * 300 + "]" * 300)},
     ],
     ids=lambda change: next(iter(change)),

@@ -19,6 +19,7 @@ from kvconvert.serve.forms import Step
 from kvconvert.serve.grammars import MOST_WAITING
 from kvconvert.serve.refusal import Refusal
 from kvconvert.serve.replies import Piece
+from kvconvert.serve.requests import Message
 from kvconvert.serve.responses import ResponsesChat, ResponsesForm
 
 TEMPLATE = (
@@ -132,13 +133,38 @@ def test_reasoning_is_no_content(here, model, stream, thinks):
     assert "".join(delta.get("content", "") for delta in deltas) == "Four."
 
 
-@pytest.mark.parametrize(("name", "status"), [("answer", 200), ("messages", 400)])
-def test_a_variable_of_the_template_may_have_any_name(here, model, name, status):
+@pytest.mark.parametrize("variable", [{"answer": False}, {"add_generation_prompt": True}])
+def test_a_variable_of_the_template_may_have_any_name(here, model, variable):
     model.says = "Four."
-    body = {"messages": TURNS, "temperature": 0, "chat_template_kwargs": {name: False}}
-    answered, _, told = here.ask("/v1/chat/completions", body)
-    assert answered == status, told
-    assert status != 200 or told["choices"][0]["message"]["content"] == "Four."
+    body = {"messages": TURNS, "temperature": 0, "chat_template_kwargs": variable}
+    status, _, told = here.ask("/v1/chat/completions", body)
+    assert status == 200, told
+    assert told["choices"][0]["message"]["content"] == "Four."
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [
+        *[{"messages": False}, {"tools": "x"}, {"self": 1}, {"chat_template": "{{ 1 }}"}, {"eos_token": "x"}],
+        *[{"add_generation_prompt": False}, {"continue_final_message": True}],
+    ],
+    ids=str,
+)
+def test_what_a_template_gets_from_others_is_no_variable(here, variable):
+    body = {"messages": TURNS, "temperature": 0, "chat_template_kwargs": variable}
+    status, _, told = here.ask("/v1/chat/completions", body)
+    assert (status, told["error"]["param"]) == (400, f"chat_template_kwargs.{next(iter(variable))}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [("null", "{}"), ('{"a": "\\ud800"}', None), ('{"a": 1e999}', None), ('{"a": "\\ud83d\\ude00"}', '{"a": "😀"}')],
+)
+def test_arguments_that_no_template_can_write_are_text(arguments, written):
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    turn = Message.model_validate(call).turn(arguments_as_text=False)
+    found = turn["tool_calls"][0]["function"]["arguments"]
+    assert found == (arguments if written is None else json.loads(written))
 
 
 def test_how_likely_each_token_was_is_told_in_both_forms(model, client):

@@ -136,6 +136,7 @@ CONFIGS = [
     *({"rope_parameters": 7}, {"rms_norm_eps": "x"}, {"vocab_size": None}, {"eos_token_id": 1.5}, {"id2label": 5}),
     *({"head_dim": 8}, {"hidden_size": 96}, {"num_key_value_heads": 0}, {"num_attention_heads": 3}),
     *({"intermediate_size": 8}, {"max_position_embeddings": 2**23}, {"hidden_act": "none"}, {"vocab_size": 7}),
+    *({"max_position_embeddings": -1}, {"max_position_embeddings": 0}, {"is_causal": False}, {"mlp_bias": True}),
 ]
 
 
@@ -148,6 +149,21 @@ def test_a_sealed_configuration_that_makes_no_model_of_these_tensors_is_one_sent
         export_onnx(directory, tmp_path / "onnx")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "onnx").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "missing"),
+    [
+        ("llama", {"attention_bias": True}, r"model.layers.0.self_attn.k_proj.bias and 7 more tensors"),
+        ("gemma2", {"tie_word_embeddings": False}, "lm_head.weight"),
+    ],
+)
+def test_a_configuration_that_asks_for_tensors_that_the_bundle_lacks_is_refused(tmp_path, name, settings, missing):
+    converted_tiny(name, tmp_path / "bundle")
+    edit_json(tmp_path / "bundle" / "config.json", **settings)
+    reseal(tmp_path / "bundle")
+    with pytest.raises(BundleError, match=f"lacks {missing}, which the model needs"):
+        export_onnx(tmp_path / "bundle", tmp_path / "onnx", kv_cache="float")
 
 
 def test_what_a_rope_says_of_one_type_of_layers_means_nothing_where_all_have_one(bundle, tmp_path):
