@@ -59,7 +59,7 @@ From a model to a bundle in five steps, where MODEL is a directory or a Hub id:
   kvconvert push BUNDLE USER/NAME         share it on the Hub
 
 kvconvert --help lists all commands, and kvconvert recipes what a bundle may be."""
-_LAYERS_ARE_KEPT = "go on from the last finished layer"
+_LAYERS_ARE_KEPT = "go on from the last finished layer, if there is one"
 # What the same command does after an interruption, where it does not repeat everything.
 _RESUMED = {
     "calibrate": _LAYERS_ARE_KEPT,
