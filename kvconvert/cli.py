@@ -43,6 +43,7 @@ _ELSEWHERE = {
     "run": "kvconvert generate answers a prompt, and kvconvert serve clients.",
     "chat": "kvconvert generate BUNDLE --chat is a conversation.",
     **dict.fromkeys(("show", "info"), "kvconvert inspect says what a bundle holds."),
+    "card": "kvconvert export writes a bundle's card, README.md in it, and kvconvert eval --write its figures.",
     **dict.fromkeys(("benchmark", "perf"), "kvconvert bench measures speed, and kvconvert eval what is lost."),
     "upload": "kvconvert push shares a bundle on the Hub.",
     "download": "kvconvert pull fetches a bundle from the Hub.",

@@ -190,9 +190,11 @@ def test_what_only_tells_something_does_not_wait_for_torch(folder, command):
 MISTAKES = """
 plan nowhere
 plan MODEL --recipe defalt
+plan BUNDLE
 convert nowhere OUT
 convert MODEL OUT --data nowhere.txt
 convert MODEL BUNDLE
+convert BUNDLE OUT
 calibrate MODEL -o BUNDLE
 export nowhere -o OUT
 export nowhere -o OUT --format onnx
@@ -205,6 +207,7 @@ eval BUNDLE --against MODEL --data nowhere.txt
 bench MODEL
 generate MODEL TEXT
 serve MODEL
+serve BUNDLE --dtype int8
 warm MODEL
 inspect MODEL
 report MODEL
