@@ -42,10 +42,10 @@ def plan(model: str, recipe: str, data: tuple[str, ...], no_probe: bool, as_json
 
     check_model(model)
     check_sources(list(data) or None)
-    from kvconvert.recipes.recipe import Budget, Recipe, check_said_once
+    from kvconvert.recipes.recipe import Recipe, check_said_once
 
     stated = ("kv_bits", "kv_bytes_per_token", "auto_tokens", "weight_bits")
-    changes, budget = changes_of(options), Budget(**{name: options.pop(name) for name in stated})
+    changes, budget = changes_of(options), {name: options.pop(name) for name in stated}
     check_said_once(changes, budget)
     loaded = Recipe.load(recipe, changes).with_budget(**budget)
     import json
