@@ -43,6 +43,7 @@ _ELSEWHERE = {
     "run": "kvconvert generate answers a prompt, and kvconvert serve clients.",
     "chat": "kvconvert generate BUNDLE --chat is a conversation.",
     **dict.fromkeys(("show", "info"), "kvconvert inspect says what a bundle holds."),
+    "card": "kvconvert export writes a bundle's card, README.md in it, and kvconvert eval --write its figures.",
     **dict.fromkeys(("benchmark", "perf"), "kvconvert bench measures speed, and kvconvert eval what is lost."),
     "upload": "kvconvert push shares a bundle on the Hub.",
     "download": "kvconvert pull fetches a bundle from the Hub.",
@@ -59,7 +60,7 @@ From a model to a bundle in five steps, where MODEL is a directory or a Hub id:
   kvconvert push BUNDLE USER/NAME         share it on the Hub
 
 kvconvert --help lists all commands, and kvconvert recipes what a bundle may be."""
-_LAYERS_ARE_KEPT = "go on from the last finished layer"
+_LAYERS_ARE_KEPT = "go on from the last finished layer, if there is one"
 # What the same command does after an interruption, where it does not repeat everything.
 _RESUMED = {
     "calibrate": _LAYERS_ARE_KEPT,

@@ -160,7 +160,9 @@ def fetch(
     info = ask_hub(repository, lambda: api.model_info(repository, revision=revision), revision=revision)
     commit, names = str(info.sha), {entry.rfilename for entry in info.siblings or ()}
     if MANIFEST_NAME not in names:
-        raise HubError(f"{repository} on the Hub is not a kvconvert bundle: it has no {MANIFEST_NAME}.")
+        raise HubError(
+            f"{repository} on the Hub is not a kvconvert bundle: it has no {MANIFEST_NAME}; give another id."
+        )
     if target is None:
         directory = Path(ask_hub(repository, lambda: _snapshot(repository, revision), revision=revision))
         open_bundle(directory)

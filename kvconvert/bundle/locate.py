@@ -14,11 +14,10 @@ from typing import Any
 
 from kvconvert.arguments import BundlePlace, checked
 from kvconvert.errors import BundleError, HubError, UsageError, did_you_mean
-from kvconvert.io.disk import STATE_NAME
+from kvconvert.io.disk import MANIFEST_NAME, STATE_NAME
 from kvconvert.io.hub import ask_hub, is_hub_id, missing_below
 from kvconvert.io.json_text import read_json
 
-MANIFEST_NAME = "kvconvert.json"
 GENAI_NAME = "genai_config.json"
 # What `export` writes.
 BUNDLE, ONNX_EXPORT, CHECKPOINT = "a bundle", "an export for ONNX Runtime", "a compressed-tensors checkpoint"

@@ -114,9 +114,9 @@ def evaluate(
         click.echo(json.dumps(solved.to_dict(), indent=2) if as_json else solved.table())
         return
     if tasks is not None:
-        quiet()
         from kvconvert.fidelity.harness import harness
 
+        quiet()
         found = harness(bundle, [name.strip() for name in tasks.split(",") if name.strip()], limit=limit, **options)
         click.echo(json.dumps(found.to_dict(), indent=2) if as_json else found.table())
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 from typing import Any, Literal
@@ -110,9 +111,16 @@ def exported(bundle: Path) -> str:
 
 
 def _export_onnx(source: str, output: Path, kv_cache: Literal["plan", "float"] | None, **options: Any) -> None:
-    from kvconvert.bundle.locate import GENAI_NAME, ONNX_EXPORT, check_output
+    from kvconvert.bundle.locate import GENAI_NAME, MANIFEST_NAME, ONNX_EXPORT, check_output
+    from kvconvert.convert.work_files import check_begun
+    from kvconvert.io.hub import is_hub_id
+    from kvconvert.onnx import check_installed
 
+    # A wrong source or output is refused before torch is imported, which takes seconds.
+    if not os.path.isfile(os.path.join(source, MANIFEST_NAME)) and (os.path.exists(source) or not is_hub_id(source)):
+        check_begun(Path(source))
     check_output(output, options["force"], ONNX_EXPORT)
+    check_installed()
     from kvconvert.onnx.export import export_onnx
 
     export_onnx(source, output, kv_cache=kv_cache or "plan", **options)

@@ -7,11 +7,13 @@ from typing import Any
 import click
 
 from kvconvert.commands import AnyWhole, ByteSize, Number, count_option, device_option
+from kvconvert.commands.recipes import changes_of, recipe_changes
 
 
 @click.command()
 @click.argument("model")
 @click.option("--recipe", metavar="PRESET|FILE.toml", default="default", show_default=True, help="What to do.")
+@recipe_changes
 @click.option("--gpu-memory", metavar="SIZE", type=ByteSize(), help="Memory of the GPU that will serve, such as 24GB.")
 @count_option("--context", help="Tokens of a sequence; 4,096 by default, or fewer.")
 @count_option("--batch", default=1, show_default=True, help="Sequences served.")
@@ -19,6 +21,9 @@ from kvconvert.commands import AnyWhole, ByteSize, Number, count_option, device_
 @count_option("--seq-len", least=2, metavar="L", help="Tokens in each; as many as calibrate takes by default.")
 @click.option("--data", metavar="SOURCE[=WEIGHT]", multiple=True, help="Calibration data, as calibrate takes it.")
 @device_option("cpu or cuda, where layers are computed; a GPU by default if there is one.")
+@click.option(
+    "--weight-bits", metavar="B", type=Number(), help="Average stored bits per weight, as calibrate takes it."
+)
 @click.option("--kv-bits", metavar="B", type=Number(), help="Recipe auto: bits per value of the cache.")
 @click.option(
     "--kv-bytes-per-token", metavar="N", type=Number(), help="Recipe auto: the same budget in bytes per token."
@@ -37,10 +42,12 @@ def plan(model: str, recipe: str, data: tuple[str, ...], no_probe: bool, as_json
 
     check_model(model)
     check_sources(list(data) or None)
-    from kvconvert.recipes.recipe import Recipe
+    from kvconvert.recipes.recipe import Recipe, check_said_once
 
-    budget = {name: options.pop(name) for name in ("kv_bits", "kv_bytes_per_token", "auto_tokens")}
-    loaded = Recipe.load(recipe).with_budget(**budget)
+    stated = ("kv_bits", "kv_bytes_per_token", "auto_tokens", "weight_bits")
+    changes, budget = changes_of(options), {name: options.pop(name) for name in stated}
+    check_said_once(changes, budget)
+    loaded = Recipe.load(recipe, changes).with_budget(**budget)
     import json
     from dataclasses import asdict
 

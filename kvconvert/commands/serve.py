@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from kvconvert.commands import ByteSize, Place, Whole, check_device, quiet
+from kvconvert.commands import ByteSize, Place, Whole, check_device, dtype_option, quiet
 from kvconvert.errors import KvconvertError, MissingError, UsageError, unreadable
 from kvconvert.io.process import end_process
 
@@ -54,7 +54,7 @@ class _Seconds(click.FloatRange):
     help="Port; 0 takes a free one.",
 )
 @click.option("--device", callback=check_device, metavar="D", help="cpu or cuda; a GPU by default if there is one.")
-@click.option("--dtype", metavar="T", help="float32, bfloat16 or float16; by default what the bundle loads in.")
+@dtype_option("what the bundle loads in")
 @click.option("--served-model-name", "name", metavar="NAME", help="Name of the model; by default BUNDLE's own.")
 @click.option(
     "--kv-memory", metavar="SIZE", type=_SIZE, help="Memory for the cache's pages and states, as 8GB; else it grows."

@@ -13,12 +13,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvconvert.errors import MissingError, UsageError, first_line
+
+try:  # before torch, whose import takes seconds
+    from lm_eval import evaluator, simple_evaluate
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ImportError as error:
+    raise MissingError(
+        f"Tasks of lm-evaluation-harness need the package lm-eval ({error}); run pip install '.[harness]' in a clone "
+        "of kvconvert."
+    ) from error
+
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.errors import MissingError, UsageError, first_line
 from kvconvert.fidelity.evaluate import decoder_of
 from kvconvert.fidelity.scoring import Decoder, batches, feed, read_prompt
 from kvconvert.io.progress import loading_bars, progress_bar
@@ -30,18 +43,6 @@ from kvconvert.models.prompts import Conversations, encode_text, token_ids
 from kvconvert.models.source import open_source
 from kvconvert.runtime import load
 from kvconvert.tables import text_table
-
-try:
-    from lm_eval import evaluator, simple_evaluate
-    from lm_eval.api.instance import Instance
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.tasks import TaskManager
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-except ImportError as error:
-    raise MissingError(
-        f"Tasks of lm-evaluation-harness need the package lm-eval ({error}); run pip install '.[harness]' in a clone "
-        "of kvconvert."
-    ) from error
 
 # It names the commit of whatever directory it runs in, and git complains where there is none.
 evaluator.get_git_commit_hash = lambda: None

@@ -21,6 +21,7 @@ from kvconvert.errors import MissingError, UsageError
 TEMPORARY = ".partial"
 _HASHED_ASIDE = 2**22  # bytes
 STATE_NAME = "state.json"  # what tells a working directory of `calibrate` from others
+MANIFEST_NAME = "kvconvert.json"  # and a bundle
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 

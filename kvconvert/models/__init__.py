@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvconvert.arguments import ModelPlace, checked
 from kvconvert.errors import CheckpointError, HubError, MissingError
-from kvconvert.io.disk import STATE_NAME
+from kvconvert.io.disk import MANIFEST_NAME, STATE_NAME
 from kvconvert.io.hub import ask_hub, check_content, is_hub_id, missing_below
 
 # The versions of transformers that kvconvert was tried with, of which pyproject.toml has the first and the last. Others
@@ -80,6 +80,8 @@ def _check_directory(directory: Path) -> None:
         raise CheckpointError(
             f"The model directory {directory} is empty; give one with config.json and safetensors files."
         )
+    if (directory / MANIFEST_NAME).is_file():
+        raise CheckpointError(f"{directory} is a kvconvert bundle, not a model; give the model that it was made from.")
     if (directory / "adapter_config.json").exists():
         raise CheckpointError(
             f"{directory} is an unmerged LoRA adapter (adapter_config.json), which would not survive the changes to "

@@ -3,4 +3,18 @@
     from kvconvert.onnx.export import export_onnx
 
 Needs the package onnx (`pip install ".[onnx]"`). docs/bundle.md describes the result and what is served.
+
+Nothing here imports torch, which takes seconds: `kvconvert export` refuses a missing package before that.
 """
+
+import importlib.util
+
+from kvconvert.errors import MissingError
+
+
+def check_installed() -> None:
+    """Refuse (MissingError) to export without the package onnx."""
+    if importlib.util.find_spec("onnx") is None:
+        raise MissingError(
+            "The export to ONNX needs the package onnx; run `pip install '.[onnx]'` in a clone of kvconvert."
+        )

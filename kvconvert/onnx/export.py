@@ -20,11 +20,11 @@ from kvconvert.bundle.locate import GENAI_NAME, MANIFEST_NAME, ONNX_EXPORT, chec
 from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.bundle.writer import replacing, write_json
 from kvconvert.convert.export import COPIED_FILES, LICENSE_FILES, copy_files, export
-from kvconvert.errors import MissingError
 from kvconvert.io.hub import is_hub_id
 from kvconvert.models.configuration import read_config
 from kvconvert.models.devices import Device, choose_device
 from kvconvert.models.processors import load_tokenizer
+from kvconvert.onnx import check_installed
 from kvconvert.onnx.architecture import DecoderShape, StaticCache, has_plan, static_cache
 from kvconvert.runtime.hf.bundle_quantizer import check_fits
 from kvconvert.runtime.hf.generation_config import generation_settings
@@ -69,14 +69,9 @@ def export_onnx(
         KvconvertError: the disk is full or cannot be written. Nothing is left behind after any error.
     """
     choose_device(device)
-    try:
-        from kvconvert.onnx.decoder import DecoderGraph, Graph, Weights
-    except ModuleNotFoundError as error:
-        if error.name != "onnx":
-            raise
-        raise MissingError(
-            "The export to ONNX needs the package onnx; run `pip install '.[onnx]'` in a clone of kvconvert."
-        ) from error
+    check_installed()
+    from kvconvert.onnx.decoder import DecoderGraph, Graph, Weights
+
     target = Path(output)
     check_output(target, force, kind=ONNX_EXPORT)
     with _bundle(_source(source), target, force, device, progress) as bundle:

@@ -19,6 +19,7 @@ from torch import nn
 
 from kvconvert.arguments import Count, ModelPlace, SampleLength, checked
 from kvconvert.auto.search import search_task
+from kvconvert.auto.weight_widths import budget_of, weight_units
 from kvconvert.cache import LayerCache, ModelCache
 from kvconvert.calibration.activations import input_points
 from kvconvert.calibration.protocol import LayerJob
@@ -93,8 +94,11 @@ class LayerSizes:
             if key.startswith(copied):
                 continue
             if weights.quantizes and part == "weight" and module in linears:
-                bits = weights.bits_of(f"{name}.{module}", index)
-                size = packed_bytes(*linears[module], bits, weights.group_size)
+                if weights.average_bits is None:
+                    bits = weights.bits_of(f"{name}.{module}", index)
+                    size = packed_bytes(*linears[module], bits, weights.group_size)
+                else:  # which a search spends
+                    size = int(weights.average_bits * tensor.numel() / 8)
                 mapped_stored += size if key.startswith(mapped) else 0
             else:
                 size = tensor.numel() * _itemsize(runner, f"{name}.{key}")
@@ -200,6 +204,7 @@ class Plan:
         search_seconds: the part of them that the search for the cache's layout may take; None without it or a probe.
         searched: passes of the whole model in that search, at most; 0 where the recipe states the layout.
         search_tokens: tokens in each of them.
+        searches_weights: whether the widths of weights are searched, too, which is not in `seconds`.
     """
 
     model: str
@@ -217,6 +222,7 @@ class Plan:
     search_seconds: float | None
     searched: int
     search_tokens: int
+    searches_weights: bool = False
 
 
 @checked
@@ -275,6 +281,8 @@ def plan(
     kept = kept_bytes(runner, kept_tensors(runner, recipe.weights))
     jobs = layer_jobs(runner, recipe)
     task = None if recipe.auto is None else search_task(runner.config, jobs, recipe, target)
+    if recipe.weights.average_bits is not None:
+        budget_of(weight_units(runner.model, jobs), recipe.weights.average_bits)  # refuses what cannot be spent
     layers = _layers(runner, recipe)
     largest = max(range(len(layers)), key=lambda index: layers[index].parameters, default=None)
     probed: LayerProbe | None = None
@@ -322,6 +330,7 @@ def plan(
         search_seconds=None if probed is None else probed.search_seconds,
         searched=0 if task is None else sum(len(layer.candidates) for layer in task.layers) + task.repairs + 1,
         search_tokens=0 if task is None else task.text_rows * task.text_length,
+        searches_weights=recipe.weights.average_bits is not None,
     )
 
 
@@ -522,6 +531,8 @@ def plan_text(plan: Plan) -> str:
         rows.append(
             ("time", duration(plan.seconds), "calibrate and export, while as much else runs as during the probe")
         )
+        if plan.searches_weights:
+            rows.append(("search of weights' widths", "not measured", "comes on top of that time"))
     if plan.searched:
         passes = f"up to {plan.searched:,} passes of the model over {plan.search_tokens:,} tokens each"
         if plan.search_seconds is None:

@@ -266,7 +266,7 @@ def test_every_error_of_the_client_is_one_sentence(hub, golden, command, monkeyp
     assert missing in refusal(1, *arguments)
     hub.repositories[NAME] = Repository()
     hub.repositories[NAME].commit("main", {"config.json": b"{}", "model.safetensors": b"much"})
-    assert "is not a kvconvert bundle" in refusal(1, *arguments)
+    assert "is not a kvconvert bundle: it has no kvconvert.json; give another id." in refusal(1, *arguments)
     assert "model.safetensors" not in hub.fetched()
     publish(hub, golden, gated=True)
     assert f"gated: accept its conditions at {hub.endpoint}/{NAME}" in refusal(1, *arguments)

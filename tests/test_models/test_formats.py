@@ -240,6 +240,14 @@ def test_a_gguf_file_gives_its_tokenizer(tmp_path):
     assert source.config.eos_token_id == 0
 
 
+def test_a_gguf_file_is_the_same_source_by_a_relative_path(tmp_path, monkeypatch):
+    file, *_ = write_gguf(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    sources = [open_source(name) for name in (str(file), file.name)]
+    first, second = [(source.directory / "config.json").read_text() for source in sources]
+    assert first == second
+
+
 def test_special_tokens_beyond_ascii_keep_their_ids(tmp_path):
     special = [
         "<\uff5cbegin\u2581of\u2581sentence\uff5c>",

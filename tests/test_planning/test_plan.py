@@ -250,6 +250,22 @@ def test_the_command_shows_a_table_or_json(tmp_path):
     assert "time" not in shown
 
 
+def test_a_recipe_is_changed_for_a_plan_as_for_a_calibration(tmp_path):
+    model = str(save_checkpoint(tmp_path / "model"))
+
+    def planned(*arguments):
+        told = CliRunner().invoke(cli, ["plan", model, "--no-probe", "--json", *arguments], catch_exceptions=False)
+        return json.loads(told.stdout)
+
+    plain, wide = planned(), planned("--weights", "none", "--key-bits", "8", "--set", "kv.value_bits=8")
+    assert plain["disk"]["bundle"] < wide["disk"]["bundle"]
+    assert plain["cache"]["bytes_per_token"] < wide["cache"]["bytes_per_token"]
+    narrow, wide = planned("--weight-bits", "3.5"), planned("--weight-bits", "6")
+    assert narrow["disk"]["bundle"] < plain["disk"]["bundle"] < wide["disk"]["bundle"]
+    refused = CliRunner().invoke(cli, ["plan", model, "--no-probe", "--weight-bits", "1"])
+    assert "--weight-bits is 1, and with scales" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -236,6 +236,7 @@ def _config(file: Path, directory: Path, dtype: torch.dtype) -> PretrainedConfig
         config = make_config(directory, contents, _refusal)
     else:
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+        config.name_or_path = ""  # it would say where the file is, and by which path it was named
         check_values(config.to_dict(), _refusal)
     if not isinstance(getattr(config, "dtype", None), torch.dtype):
         config.dtype = dtype
