@@ -25,6 +25,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -109,19 +111,24 @@ def quality(model: Path, bundle: Path, text: Path, segments: int, dtype: str) ->
         whole = torch.tensor([prompt], device=device)
         with torch.no_grad():
             exact, ours = (
-                torch.cat([reader.score(part) for part in whole.split(PAGE_SIZE, 1)], 1)[0].cpu()
+                torch.cat([reader.score(part) for part in whole.split(PAGE_SIZE, 1)], 1)[0, PAGE_SIZE:-1]
                 for reader in (Reader(decoder, "decoder") for decoder in decoders)
             )
-        for at in range(PAGE_SIZE, length - 1):
-            likeliest = torch.tensor([int(token) for token in said[at]])
-            theirs = torch.tensor([*said[at].values()])
-            three = [_with_rest(x) for x in (exact[at][likeliest], ours[at][likeliest], theirs)]
-            rows.append([_kl(three[0], three[1]), _kl(three[0], three[2]), _kl(exact[at], ours[at])])
-    figures = torch.tensor(rows, dtype=torch.float64)
+        # Without the prompt's own token where that is less likely.
+        listed = [sorted(at.items(), key=lambda entry: -entry[1])[:LIKELIEST] for at in said[PAGE_SIZE:]]
+        likeliest = torch.tensor([[int(token) for token, _ in at] for at in listed], device=device)
+        theirs = torch.tensor([[logprob for _, logprob in at] for at in listed], device=device)
+        three = [_with_rest(x) for x in (exact.gather(1, likeliest), ours.gather(1, likeliest), theirs)]
+        rows.append(torch.stack([_kl(three[0], three[1]), _kl(three[0], three[2]), _kl(exact, ours)], 1).double())
+    figures = torch.cat(rows).cpu()
     apart = figures[:, 1] - figures[:, 0]
     names = "runtime", "vllm", "runtime_all"
     kl = {name: round(float(mean), 5) for name, mean in zip(names, figures.mean(0), strict=True)}
-    return {"kl": kl, "tokens": len(rows), "vllm_less_runtime_se": round(float(apart.std() / len(rows) ** 0.5), 5)}
+    return {
+        "kl": kl,
+        "tokens": len(figures),
+        "vllm_less_runtime_se": round(float(apart.std() / len(figures) ** 0.5), 5),
+    }
 
 
 def numbers(bundle: Path, text: Path, dtype: str) -> dict[str, Any]:
@@ -171,7 +178,9 @@ def prefix(bundle: Path, text: Path, dtype: str) -> dict[str, Any]:
         for (read, before, _), (found, after, cached) in zip(told["read"], told["found"], strict=True):
             rows.append((cached, next((i for i in range(ANSWER) if read[i] != found[i]), ANSWER)))
             common = sorted(before.keys() & after.keys())
-            kl.append(_kl(*(_with_rest(torch.tensor([said[token] for token in common])) for said in (before, after))))
+            kl.append(
+                float(_kl(*(_with_rest(torch.tensor([said[token] for token in common])) for said in (before, after))))
+            )
         cached, equal = zip(*rows, strict=True)
         report[name] = {"found_tokens": sum(cached), "equal": equal, "of": ANSWER, "kl": sum(kl) / len(kl)}
         print(name, report[name], flush=True)
@@ -185,28 +194,28 @@ def tasks(task: str, model: Path, bundle: Path, data: Path | None, limit: int | 
     from kvconvert.fidelity.tasks import TASKS, prompts_of, solve
 
     file = str(data) if task == "gsm8k" else None
-    report = solve(bundle, task, model, data=file, limit=limit, dtype=dtype)
-    asked, ours = TASKS[task], report.answers["bundle"]
-    every = asked.problems(file)
-    named = {problem.name: problem for problem in every}
-    problems = [named[answer.problem] for answer in ours]
-    prompts, stops = prompts_of(asked, every, problems, AutoTokenizer.from_pretrained(bundle), 0, report.seed)
-    sampling = {"temperature": 0, "max_tokens": asked.answer_tokens, "stop": list(stops)}
-    told = served(bundle, dtype, prompts, sampling)
-    right = {
-        "source": [answer.right for answer in report.answers["source"]],
-        "runtime": [answer.right for answer in ours],
-        "vllm": asked.check(problems, told, progress=False),
-    }
+    with serving(bundle, dtype) as server:
+        # While vLLM starts.
+        report = solve(bundle, task, model, data=file, limit=limit, dtype=dtype)
+        asked, ours = TASKS[task], report.answers["bundle"]
+        right = {"source": [answer.right for answer in report.answers["source"]]}
+        right["runtime"] = [answer.right for answer in ours]
+        print({name: sum(found) / len(found) for name, found in right.items()}, flush=True)
+        every = asked.problems(file)
+        named = {problem.name: problem for problem in every}
+        problems = [named[answer.problem] for answer in ours]
+        prompts, stops = prompts_of(asked, every, problems, AutoTokenizer.from_pretrained(bundle), 0, report.seed)
+        sampling = {"temperature": 0, "max_tokens": asked.answer_tokens, "stop": list(stops)}
+        told = asyncio.run(served(*server, prompts, sampling))
+    right["vllm"] = asked.check(problems, told, progress=False)
     same = sum(answer.text == text for answer, text in zip(ours, told, strict=True))
     shares = {name: round(sum(found) / len(problems), 4) for name, found in right.items()}
     return shares | {"problems": len(problems), "same_answers": same, "right": right}
 
 
-def served(bundle: Path, dtype: str, prompts: list[list[int]], sampling: dict[str, Any]) -> list[str]:
-    """Answers of `vllm serve BUNDLE` to all these prompts at once, for the openai client."""
-    from openai import APIConnectionError, AsyncOpenAI
-
+@contextmanager
+def serving(bundle: Path, dtype: str) -> Iterator[tuple[subprocess.Popen, int]]:
+    """A process of `vllm serve BUNDLE` and its port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -214,38 +223,43 @@ def served(bundle: Path, dtype: str, prompts: list[list[int]], sampling: dict[st
     settings = LIMITS | {"dtype": dtype, "max_num_seqs": 128}
     options = [text for name, value in settings.items() for text in ("--" + name.replace("_", "-"), str(value))]
     command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(bundle), "--port", str(port), *options]
-
-    async def ask() -> list[str]:
-        async with AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=600) as client:
-            while True:
-                try:
-                    name = (await client.models.list()).data[0].id
-                    break
-                except APIConnectionError:
-                    if server.poll() is not None:
-                        sys.exit(f"vllm serve ended with status {server.returncode}.")
-                    await asyncio.sleep(1)
-            asked = [client.completions.create(model=name, prompt=ids, **sampling) for ids in prompts]
-            return [answer.choices[0].text for answer in await asyncio.gather(*asked)]
-
     with tempfile.TemporaryDirectory() as folder:
         server = subprocess.Popen(command, env=with_plugins(Path(folder)), stdout=sys.stderr, start_new_session=True)
         try:
-            return asyncio.run(ask())
+            yield server, port
         finally:
             if server.poll() is None:
                 os.killpg(server.pid, signal.SIGKILL)
                 server.wait()
 
 
+async def served(server: subprocess.Popen, port: int, prompts: list[list[int]], sampling: dict[str, Any]) -> list[str]:
+    """Answers to all these prompts at once, for the openai client."""
+    from openai import APIConnectionError, AsyncOpenAI
+
+    async with AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=600) as client:
+        while True:
+            try:
+                name = (await client.models.list()).data[0].id
+                break
+            except APIConnectionError:
+                if server.poll() is not None:
+                    sys.exit(f"vllm serve ended with status {server.returncode}.")
+                await asyncio.sleep(1)
+        asked = [client.completions.create(model=name, prompt=ids, **sampling) for ids in prompts]
+        return [answer.choices[0].text for answer in await asyncio.gather(*asked)]
+
+
 def _with_rest(logprobs: Any) -> Any:
-    """Logarithms of probabilities, and that of all that is left."""
-    rest = (1 - logprobs.exp().sum()).clamp(min=1e-9).log()
-    return logprobs.new_tensor([*logprobs.tolist(), rest])
+    """Logarithms of probabilities [..., n], and that of all that is left."""
+    import torch
+
+    rest = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=1e-9).log()
+    return torch.cat([logprobs, rest], -1)
 
 
-def _kl(p: Any, q: Any) -> float:
-    return float((p.exp() * (p - q)).sum())
+def _kl(p: Any, q: Any) -> Any:
+    return (p.exp() * (p - q)).sum(-1)
 
 
 def main() -> None:

@@ -73,6 +73,8 @@ def recording(file: str) -> Iterator[None]:
 
 if __name__ == "__main__":
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    # FlashInfer need not be there.
+    os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     # Two ranks may share processors.
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     try:

@@ -409,9 +409,12 @@ from types import SimpleNamespace
 from kvconvert.kernels.device import interpreted
 from kvconvert.vllm import weights
 
-# Weights of zeros, and a kernel that keeps a bias backwards.
+# Weights of zeros, and a kernel that keeps a bias backwards and all else in parameters of its own.
 def take(method, layer):
-    layer.bias.data = layer.bias.data.flip(0)
+    bias = layer.bias.data.flip(0)
+    for name, _ in list(layer.named_parameters()):
+        delattr(layer, name)
+    layer.bias = torch.nn.Parameter(bias)
     method.kernel = SimpleNamespace(apply_weights=lambda layer, x, bias: x.new_zeros(len(x), 64) + bias.flip(0))
 
 weights.AutoAWQMarlinLinearMethod.process_weights_after_loading = take
