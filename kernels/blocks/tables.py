@@ -17,6 +17,7 @@ class BlockGeometry:
     Attributes:
         first_page: entry of a sequence's page 0 in its row of the block table.
         stride: distance between the entries of a page's tokens while it is in full precision.
+        recent: tokens of one page more that are, too.
         tokens_per_block: full-precision tokens that a block holds.
         sink_tokens: sink tokens of a sequence, which have blocks of their own.
         block_units, token_units: the size of a block and of a token.
@@ -25,6 +26,7 @@ class BlockGeometry:
 
     first_page: int
     stride: int
+    recent: int
     tokens_per_block: int
     sink_tokens: int
     block_units: int

@@ -20,6 +20,14 @@ PAGES = 256
 TOKENS = 16
 
 
+@triton.jit
+def entries_ahead(within, per_block, STRIDE: tl.constexpr, RECENT: tl.constexpr):
+    """How far ahead of a page's entry that of its token `within` is."""
+    chunk, early = within // per_block, tl.cdiv(RECENT, per_block)
+    first = STRIDE * (tl.cdiv(PAGE, per_block) - early + 1) + (STRIDE + 1) * chunk
+    return tl.where(chunk < early, first, STRIDE * (chunk - early + 1))
+
+
 @kernel(do_not_specialize=["row_stride", "entries", "lines"])
 def locate_kernel(
     block_table,
@@ -31,6 +39,7 @@ def locate_kernel(
     lines,
     FIRST_PAGE: tl.constexpr,
     STRIDE: tl.constexpr,
+    RECENT: tl.constexpr,
     SINKS: tl.constexpr,
     TOKEN_UNITS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -59,13 +68,13 @@ def locate_kernel(
         position = tl.maximum(tl.minimum(both * PAGE + place - sinks, last), 0)
         is_sink = place < sinks
         within = tl.where(is_sink, place, position % PAGE)
-        ahead = FIRST_PAGE + position // PAGE + STRIDE * (within // per_block + 1)
+        ahead = FIRST_PAGE + position // PAGE + entries_ahead(within, per_block, STRIDE, RECENT)
         # A rehearsed length may need more entries than there are.
         entry = tl.minimum(tl.where(is_sink, place // per_block, ahead), entries - 1)
         block = tl.load(table + entry, mask=place < CAPACITY, other=0).to(tl.int64)
         unit = block * block_units + within % per_block * TOKEN_UNITS
         tl.store(places + row * CAPACITY + place, unit * exists, mask=place < CAPACITY)
-        entry = FIRST_PAGE + last // PAGE + STRIDE * (last % PAGE // per_block + 1)
+        entry = FIRST_PAGE + last // PAGE + entries_ahead(last % PAGE, per_block, STRIDE, RECENT)
         block = tl.load(table + tl.minimum(entry, entries - 1)).to(tl.int64)
         target = (block * block_units + last % PAGE % per_block * TOKEN_UNITS) * UNIT * exists
         tl.store(targets + row * 4, target)
@@ -119,6 +128,7 @@ def locate_constants(
     return {
         "FIRST_PAGE": geometry.first_page,
         "STRIDE": geometry.stride,
+        "RECENT": geometry.recent,
         "SINKS": geometry.sink_tokens,
         "TOKEN_UNITS": geometry.token_units,
         "HEADS": heads,

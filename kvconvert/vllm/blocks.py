@@ -8,12 +8,14 @@ request's row of the block table is the same for all layers, whatever the sizes 
     [sink tokens | page 0 | page 1 | ... | the page being filled | blocks ahead]
 
 Page j has entry `first_page + j` of the row, where it is quantized as soon as it is complete. While any of its tokens
-is recent they are in entries that later pages will take, too, every `stride`-th from there on:
+is recent they are in entries that later pages will take, divided into chunks of as many tokens as a block holds:
 
-    chunk c of page j  ->  entry  first_page + j + stride * (c + 1)        stride = 1 + ceil((window + drafts) / 128)
+    chunk c of page j  ->  entry  first_page + j + stride * (c - early + 1)                            c >= early
+                           entry  first_page + j + stride * (chunks - early + 1) + (stride + 1) * c    c < early
 
-As many consecutive pages as `stride` are in full precision at a time, on one side at least, and these entries differ
-for all of them, and from the entries of all of them. So tokens never move, and a page's blocks ahead are free again
+With r recent tokens and drafts, the tokens of stride = 1 + floor(r / 128) pages are in full precision at a time, on one
+side at least, and beside these the first `early` chunks of one page more, which hold the rest of r. The entries differ
+for all of them, and from those of all complete pages. So tokens never move, and a page's blocks ahead are free again
 when none of its tokens is recent. With drafts, the tokens that may be taken back stay in full precision as if they were
 in a window. A token is one record: its keys of all heads, then its values.
 
@@ -102,7 +104,8 @@ class BlockLayout:
     def beside(self, layouts: Sequence[BlockLayout]) -> BlockLayout:
         """This layout with the rows that it shares with others, itself among them."""
         first = max(-(-layout.sink_tokens // layout.tokens_per_block) for layout in layouts)
-        ahead = max(layout.stride * layout.chunks for layout in layouts)
+        last = torch.arange(PAGE_SIZE)
+        ahead = max(int(layout.places(last).entries.max()) - layout.first_page for layout in layouts)
         return replace(self, first_page=first, blocks_ahead=first + ahead)
 
     @property
@@ -116,9 +119,19 @@ class BlockLayout:
         return -(-PAGE_SIZE // self.tokens_per_block)
 
     @property
+    def recent_tokens(self) -> int:
+        """Newest tokens that stay in full precision besides the page being filled."""
+        return max(self.key_window, self.value_window) + self.drafts
+
+    @property
     def stride(self) -> int:
         """Distance between a page's blocks ahead: as many pages are in full precision at a time."""
-        return 1 + -(-(max(self.key_window, self.value_window) + self.drafts) // PAGE_SIZE)
+        return 1 + self.recent_tokens // PAGE_SIZE
+
+    @property
+    def early_chunks(self) -> int:
+        """First chunks of a page that are in full precision beside as many whole pages."""
+        return -(-(self.recent_tokens % PAGE_SIZE) // self.tokens_per_block)
 
     def blocks_for(self, tokens: int) -> int:
         """Entries of a request with so many tokens, the one being computed included."""
@@ -147,8 +160,10 @@ class BlockLayout:
     def places(self, positions: torch.Tensor) -> Places:
         """Where tokens at these positions, int64 [n], lie while their pages are in full precision."""
         pages, within = positions // PAGE_SIZE, positions % PAGE_SIZE
-        entries = self.first_page + pages + self.stride * (within // self.tokens_per_block + 1)
-        return Places(entries, within % self.tokens_per_block)
+        chunk, early, stride = within // self.tokens_per_block, self.early_chunks, self.stride
+        first = stride * (self.chunks - early + 1) + (stride + 1) * chunk
+        ahead = torch.where(chunk < early, first, stride * (chunk - early + 1))
+        return Places(self.first_page + pages + ahead, within % self.tokens_per_block)
 
     def sinks(self, positions: torch.Tensor) -> Places:
         """Where sink tokens at these positions, int64 [n], lie."""
@@ -216,8 +231,9 @@ class LayerBlocks:
     def geometry(self) -> BlockGeometry:
         """The blocks as `kernels/blocks` knows them."""
         layout = self.layout
-        fields = layout.first_page, layout.stride, layout.tokens_per_block, layout.sink_tokens, self.block_units
-        return BlockGeometry(*fields, layout.token_bytes // 16, layout.key_bytes // 16)
+        recent = layout.recent_tokens % PAGE_SIZE
+        fields = layout.first_page, layout.stride, recent, layout.tokens_per_block, layout.sink_tokens
+        return BlockGeometry(*fields, self.block_units, layout.token_bytes // 16, layout.key_bytes // 16)
 
     def tokens_of(self, words: torch.Tensor) -> torch.Tensor:
         """Full-precision tokens, a view [..., tokens of a block, numbers of a token] of such words as the layer's."""

@@ -20,7 +20,7 @@ def layout(**fields: int) -> BlockLayout:
     return BlockLayout.of(cache(**fields), torch.bfloat16)
 
 
-WINDOWS = [(0, 0), (0, 128), (130, 0), (20, 300), (256, 256)]
+WINDOWS = [(0, 0), (16, 16), (0, 128), (130, 0), (20, 300), (256, 256), (127, 383)]
 
 
 @pytest.mark.each_value
@@ -51,6 +51,12 @@ def test_a_token_stays_where_it_is_until_its_page_is_quantized_and_a_page_does_n
     assert found.blocks_for(1) == found.first_page + 1 + found.chunks
     assert found.blocks_for(PAGE_SIZE) + 1 == found.blocks_for(PAGE_SIZE + 1)
     assert found.blocks_for(0) == 0
+
+
+def test_a_few_recent_tokens_take_a_few_more_blocks():
+    few = layout(key_recent_tokens=16, value_recent_tokens=16)
+    assert few.blocks_ahead == layout().blocks_ahead + few.early_chunks - 1
+    assert few.early_chunks * few.tokens_per_block >= 16 > (few.early_chunks - 1) * few.tokens_per_block
 
 
 def test_a_block_holds_as_many_tokens_as_fit():

@@ -98,9 +98,9 @@ def test_other_layers_share_blocks_in_few_groups(plans):
         assert len(others) <= 10
 
 
-def test_drafts_take_as_many_more_blocks_ahead_as_tokens_may_be_taken_back(plans):
-    assert 1 < plans["drafts"]["ahead"] / plans["alike"]["ahead"] <= 2
-    assert plans["drafts"]["row"] - plans["alike"]["row"] == plans["drafts"]["ahead"] - plans["alike"]["ahead"]
+def test_drafts_that_fit_one_block_take_no_more_blocks_ahead(plans):
+    assert plans["drafts"]["ahead"] == plans["alike"]["ahead"]
+    assert plans["drafts"]["row"] == plans["alike"]["row"]
 
 
 def test_our_layers_see_blocks_of_one_page_whatever_vllms_blocks_are(plans):
