@@ -227,13 +227,18 @@ class LowBitAttention(AttentionImpl[LowBitMetadata]):
         LowBitBackend.drafts_by_model = drafts is not None and drafts.method in MODEL_DRAFTS
         self.rank = get_tensor_model_parallel_rank()
         self._sinks, self.scoring = sinks, Scoring(scale, logits_soft_cap or None)
+        self._memory: torch.Tensor | None = None
         self._blocks: LayerBlocks | None = None
 
     def blocks(self, layer: Any) -> LayerBlocks | None:
         """The layer's blocks; None before vLLM has allocated them."""
         memory = layer.kv_cache
+        # Every pass asks for those of all layers.
+        if memory is self._memory:
+            return self._blocks
         if not memory.numel():
             return None
+        self._memory = memory
         known = self._blocks is not None and self._blocks.words.data_ptr() == memory.data_ptr()
         if not known or len(self._blocks.words) != len(memory):
             self._blocks = LayerBlocks(*self._cache(layer, memory.device), layer.dtype, memory)

@@ -154,8 +154,7 @@ class StepPlan:
         # The second part of a request begins where the first has completed a page, and quantized it.
         parts = zip((None, *self.requests), self.requests, strict=False)
         begins = [request.stored if before is None or not before.continues else 0 for before, request in parts]
-        stored = np.array(begins, np.int64)
-        found = np.flatnonzero((stored > 0) & (stored % PAGE_SIZE == 0)).tolist()
+        found = [index for index, stored in enumerate(begins) if stored and stored % PAGE_SIZE == 0]
         return self._pending([(self.requests[index].row, begins[index] // PAGE_SIZE - 1) for index in found])
 
     def _pending(self, pages: list[tuple[int, int]]) -> PendingBlocks | None:
@@ -319,7 +318,9 @@ class DecodeTables:
         self._found: dict[BlockGeometry, DecodePlaces] = {}
         self._pages = pages
         self.include(layers)
-        # Of each request of a step its first page, pages quantized on both sides and on one, and room for the others.
+        # Of each request of a step the quantized pages of both sides, and whether it takes part.
+        self._known = np.zeros((3, 0), np.int64)
+        # Of each its first page, pages quantized on both sides and on one, and room for the others.
         self._divided = np.zeros((4, 0), np.int64)
         self._work: dict[int, WorkPlan] = {}
         self._flat_work: dict[int, torch.Tensor] = {}
@@ -344,45 +345,57 @@ class DecodeTables:
             tokens: of each once the step is over; 0 for rows that take no part.
             recent: `Request.recent` for each row; True for all by default.
         """
-        layout, count = self.layout, len(rows)
+        count = len(rows)
         if not count:
             return
         lengths = np.zeros(self.rows, np.int64)
         lengths[:count] = tokens
         sees = np.ones(self.rows, bool)
         sees[: len(recent)] = recent
-        keys, values = layout.quantized_pages(lengths - 1, sees)
-        both, pages = np.minimum(keys, values), np.maximum(keys, values)
-        starts = np.cumsum(pages) - pages
-        if pages.sum() > self._pages:
+        keys, values = self.layout.quantized_pages(lengths - 1, sees)
+        if np.maximum(keys, values).sum() > self._pages:
             # vLLM rehearses lengths that no cache holds, with one block for all; nothing reads what comes of it.
             self.write(block_table, rows, [0] * count)
             return
+        known = np.stack([keys, values, lengths > 0])[:, :count]
+        if not np.array_equal(known, self._known):
+            # A request comes, goes, or has another page.
+            self._known = known
+            self._flat_host, self._about, self._windows = self._describe(keys, values, lengths > 0, count)
+        self._about[0], self._about[5, :count] = lengths, rows
+        # With the sink tokens, which are among the others before there is a page.
+        self._windows[7] = np.maximum(self._windows[4] + lengths - self._about[3] * PAGE_SIZE, 0)
+        _fill(self._flat, self._flat_host)
+        geometry, found = next(iter(self._found.items()))
+        about, kind = self._on_device.about, (self.head_sizes, self.dtype)
+        locate(block_table, about, int(self._about[3].max()), geometry, self._geometries, *kind, found)
+
+    def _describe(
+        self, keys: np.ndarray, values: np.ndarray, exists: np.ndarray, count: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What the host says of a step, but for what changes with every token, and its first two parts, transposed.
+
+        Args:
+            keys, values: quantized pages of each row.
+            exists: which rows take part.
+            count: rows up to the last one that does.
+        """
+        both, pages = np.minimum(keys, values), np.maximum(keys, values)
+        starts = np.cumsum(pages) - pages
         half, (heads, dim, value_dim) = pages - both, self.head_sizes
-        # Before there is a page, sink tokens lie with the others.
-        sinks = np.minimum(pages * PAGE_SIZE, layout.sink_tokens)
         flat = np.zeros(len(self._flat), np.int64)
         parts = np.split(flat, np.cumsum([self.rows * size for size in SIZES[:-1]]))
         about, windows, key_rows, first = (part.reshape(self.rows, -1).T for part in parts)
-        about[:5] = lengths, both, half, pages, starts
-        about[5, :count] = rows
+        about[1:5] = both, half, pages, starts
         # Of a token's record, in units of 8 numbers: keys of all heads, then values.
         windows[1:4] = np.array([[dim // 8], [heads * dim // 8], [value_dim // 8]])
-        windows[4:7] = sinks, half * PAGE_SIZE, half * PAGE_SIZE
-        windows[7] = np.maximum(sinks + lengths - pages * PAGE_SIZE, 0)
+        windows[4:7] = np.minimum(pages * PAGE_SIZE, self.layout.sink_tokens), half * PAGE_SIZE, half * PAGE_SIZE
         key_rows[:2] = starts, keys
-        first[0] = np.where(lengths, 0, -1)
-        _fill(self._flat, flat)
-        most = int(pages.max())
-        geometry, found = next(iter(self._found.items()))
-        about, kind = self._on_device.about, (self.head_sizes, self.dtype)
-        locate(block_table, about, most, geometry, self._geometries, *kind, found)
-        # Work is divided anew where a request comes, goes, or has another page.
-        divided = np.stack([starts, both, half, np.where(lengths, self.capacity, 0)])[:, :count]
-        if not np.array_equal(divided, self._divided):
-            self._divided = divided
-            for programs in self._work:
-                self._write_work(programs)
+        first[0] = np.where(exists, 0, -1)
+        self._divided = np.stack([starts, both, half, np.where(exists, self.capacity, 0)])[:, :count]
+        for programs in self._work:
+            self._write_work(programs)
+        return flat, about, windows
 
     def targets(self, blocks: LayerBlocks, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Where a layer's new keys and values of the first rows go, as `rotate_and_append` takes it."""
