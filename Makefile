@@ -1,5 +1,5 @@
 # make quickstart   convert the reference model and show the result
-# make test         run README's lines and the test suite
+# make test         run the test suite and README's lines (what CI runs, beside lint and types)
 # make suite        run the test suite alone
 # make dist         build the source distribution and the wheel in build/dist, and check what a package index would show
 # make test-readme  run README's commands and Python lines with that wheel and the newest packages that pip finds (part of
@@ -39,7 +39,7 @@ quickstart-page: $(VENV)/ready
 # Where there is no GPU, Triton's interpreter stands in for one; it has to be chosen before Triton is imported.
 INTERPRET = TRITON_INTERPRET=$$($(BIN)/python -c "import torch; print(int(not torch.cuda.is_available()))")
 
-test: test-readme suite
+test: suite test-readme
 
 # Files in the order of their names: pytest-xdist would put those with few tests last, which are the longest.
 suite: $(VENV)/ready
