@@ -1,4 +1,4 @@
-"""`kvconvert eval --task`: problems whose answers can be checked, solved by a source and its bundle.
+"""Problems of a task, solved by a source and its bundle.
 
 `problems` reads them and says how they are asked and checked. Both models answer in an Engine, the source with a cache
 of 16 bits. Answers are generated freely, token by token, greedily and, with `seeds`, at the sampling that the model's

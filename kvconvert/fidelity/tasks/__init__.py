@@ -1,0 +1,1 @@
+"""`kvconvert eval --task`: problems whose answers can be checked."""
