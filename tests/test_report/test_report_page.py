@@ -268,8 +268,8 @@ def test_a_browser_has_nothing_to_complain_of(hostile, tmp_path):
         for width, scheme in ((390, "light"), (390, "dark"), (1200, "light")):
             browser.open(page, width, scheme)
             assert browser.evaluate("document.scrollingElement.scrollWidth") <= width
-            bundle = "document.querySelector('section[aria-labelledby=fidelity] tr td:nth-child(3)')"
-            assert browser.evaluate(f"{bundle}.getBoundingClientRect().right") <= width
+            note = "document.querySelector('section[aria-labelledby=fidelity] tr td:last-child')"
+            assert browser.evaluate(f"{note}.getBoundingClientRect().right") <= width
             assert browser.evaluate("document.querySelectorAll('svg').length") == len(hostile[1])
             ink = "getComputedStyle(document.querySelector('svg text')).fill"
             colours[scheme] = browser.evaluate(ink), browser.evaluate("getComputedStyle(document.body).backgroundColor")
