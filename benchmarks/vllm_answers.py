@@ -191,7 +191,7 @@ def tasks(task: str, model: Path, bundle: Path, data: Path | None, limit: int | 
     """Share of a task's problems that each solves, and how many answers of vLLM's are those of the runtime."""
     from transformers import AutoTokenizer
 
-    from kvconvert.fidelity.tasks import TASKS, prompts_of, solve
+    from kvconvert.fidelity.tasks.solving import TASKS, prompts_of, solve
 
     file = str(data) if task == "gsm8k" else None
     with serving(bundle, dtype) as server:

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kvconvert.errors import KvconvertError, UsageError
+from kvconvert.errors import FROM_THE_LAST_LAYER, KvconvertError, UsageError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -219,13 +219,13 @@ class ProcessRanks(Ranks):
         if not ended:
             return (
                 f"{self} stops: another rank ended on another machine or did not answer for "
-                f"{TIMEOUT.total_seconds() / 60:g} minutes; start the same command again to go on from the last "
-                "finished layer."
+                f"{TIMEOUT.total_seconds() / 60:g} minutes; start the same command again to go on "
+                f"{FROM_THE_LAST_LAYER}."
             )
         which = f"rank {ended[0]}" if len(ended) == 1 else f"ranks {', '.join(map(str, ended))}"
         return (
             f"{self} stops: the process of {which} has ended, for the reason that it or torchrun's report gives; start "
-            "the same command again to go on from the last finished layer."
+            f"the same command again to go on {FROM_THE_LAST_LAYER}."
         )
 
     def _wait_for_ended(self) -> list[int]:

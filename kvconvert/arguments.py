@@ -23,18 +23,24 @@ T = TypeVar("T")
 Rule = tuple[Callable[[Any], bool], str]  # whether a value is possible, and what to give
 
 
-class _NotEmpty:
-    """Any path but empty text, as of a shell's unset variable, which would be the current directory."""
+class _Where:
+    """The values for which `holds` is true."""
+
+    def __init__(self, holds: Callable[[Any], bool]) -> None:
+        self._holds = holds
 
     def __contains__(self, value: object) -> bool:
-        return value != ""
+        return self._holds(value)
 
 
-NAMED = _NotEmpty()
+# Empty text, as of a shell's unset variable, would be the current directory.
+NAMED = _Where(lambda value: value != "")
 
 _MOST = 2**63  # of whole numbers, in either direction
 Count = Annotated[int, range(1, _MOST)]
 Natural = Annotated[int, range(_MOST)]
+Temperature = Annotated[float, _Where(lambda value: value >= 0), "0 (greedy) or a positive number"]
+TopP = Annotated[float, _Where(lambda value: 0 < value <= 1), "a number above 0 and at most 1 (all tokens)"]
 SampleLength = Annotated[int, range(2, _MOST)]
 BundlePlace = Annotated[str | Path, NAMED, "a bundle's directory, or its id on the Hub"]
 ModelPlace = Annotated[str | Path, NAMED, "its directory, or its id on the Hub"]

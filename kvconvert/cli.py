@@ -29,7 +29,7 @@ from kvconvert.commands.plan import plan
 from kvconvert.commands.recipes import recipes
 from kvconvert.commands.serve import serve
 from kvconvert.commands.warm import warm
-from kvconvert.errors import KvconvertError, UsageError, printable
+from kvconvert.errors import FROM_THE_LAST_LAYER, KvconvertError, UsageError, printable
 from kvconvert.io.interrupts import INTERRUPTED, exit_interrupted
 from kvconvert.io.process import ended_at_once
 from kvconvert.version import __version__
@@ -60,11 +60,9 @@ From a model to a bundle in five steps, where MODEL is a directory or a Hub id:
   kvconvert push BUNDLE USER/NAME         share it on the Hub
 
 kvconvert --help lists all commands, and kvconvert recipes what a bundle may be."""
-_LAYERS_ARE_KEPT = "go on from the last finished layer, if there is one"
 # What the same command does after an interruption, where it does not repeat everything.
 _RESUMED = {
-    "calibrate": _LAYERS_ARE_KEPT,
-    "convert": _LAYERS_ARE_KEPT,
+    **dict.fromkeys(("calibrate", "convert"), f"go on {FROM_THE_LAST_LAYER}"),
     "pull": "go on with the files that are missing",
 }
 _LONGEST_MESSAGE = 2000

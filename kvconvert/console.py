@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
+from kvconvert.choice import Choice
 from kvconvert.data.images import read_image
 from kvconvert.errors import KvconvertError, UsageError, counted, first_line
 from kvconvert.models import CACHE
@@ -27,7 +27,7 @@ from kvconvert.models.devices import choose_device, compute_dtype
 from kvconvert.models.processors import tokenizer_of
 from kvconvert.models.prompts import encode_text
 from kvconvert.models.templates import shared_renderer
-from kvconvert.runtime import Sampling, load
+from kvconvert.runtime import load
 from kvconvert.runtime.engine.processors import check_settings
 from kvconvert.runtime.engine.request import TextStream
 from kvconvert.runtime.hf.generation import BundleModel
@@ -39,51 +39,6 @@ if TYPE_CHECKING:
 # Fields of generation_config.json that tokens printed as they come cannot follow.
 _NOT_APPLIED = ("num_beams", "num_return_sequences", "guidance_scale", "token_healing")
 IMAGE_COMMAND, RESET, BYE, HELP = "/image", "/reset", "/bye", "/help"
-
-
-@dataclass(frozen=True)
-class Choice:
-    """How tokens are chosen. What is None is as in the model's generation_config.json; that is greedy where the file
-    says nothing of sampling.
-
-    Attributes:
-        temperature: divides the logits; 0 always takes the most likely token.
-        top_p: only the most likely tokens whose probabilities sum up to it may be drawn.
-        top_k: the number of most likely tokens to draw from; 0 allows all.
-        seed: of the random numbers.
-        stop: texts before which an answer ends.
-    """
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
-        given = {name: value for name, value in given.items() if value is not None}
-        Sampling(**given)  # refuses what is out of range
-        if self.temperature == 0 and (len(given) > 1 or self.seed is not None):
-            raise UsageError(
-                "A temperature of 0 takes the most likely token and draws none; leave `top_p`, `top_k` and "
-                "`seed` out, or raise the temperature."
-            )
-        if "" in self.stop:
-            raise UsageError("`stop` is empty text, which is found everywhere; give the text that ends an answer.")
-
-    def config(self, own: GenerationConfig) -> GenerationConfig:
-        """The model's own generation config, changed by what is given (UsageError: a seed without sampling)."""
-        config = copy.deepcopy(own)
-        if self.temperature == 0:
-            config.update(do_sample=False, temperature=None, top_p=None, top_k=None)
-        else:
-            given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
-            given = {name: value for name, value in given.items() if value is not None}
-            config.update(**given, **({"do_sample": True} if given else {}))
-        if self.seed is not None and not config.do_sample:
-            raise UsageError("Nothing is drawn here, so `seed` changes nothing; give a `temperature` above 0 as well.")
-        return config
 
 
 class Printer(BaseStreamer):

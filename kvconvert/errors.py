@@ -33,6 +33,9 @@ def first_line(error: BaseException | str) -> str:
     return printable(line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]}...")
 
 
+FROM_THE_LAST_LAYER = "from the last finished layer, if there is one"  # where the same command goes on
+
+
 def counted(number: int, noun: str) -> str:
     """A number with its noun in the plural, but for one."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

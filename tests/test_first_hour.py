@@ -122,6 +122,21 @@ WRONG = [
     (["warm", "BUNDLE", "--jobs", "many"], 2, "'many' is not a valid whole number."),
     (["generate", "BUNDLE", "x", "--seed", "one"], 2, "'one' is not a valid whole number."),
     (["generate", "BUNDLE", "x", "--top-p", "x"], 2, "'x' is not a valid number."),
+    (["generate", "BUNDLE", "x", "--temperature", "-1"], 2, "--temperature is -1.0; give 0 (greedy) or a positive"),
+    (["generate", "BUNDLE", "x", "--top-p", "2"], 2, "--top-p is 2.0; give a number above 0 and at most 1"),
+    (["generate", "BUNDLE", "x", "--top-k", "-2"], 2, "--top-k is -2; give a whole number of at least 0"),
+    (["generate", "BUNDLE", "x", "--stop", ""], 2, "--stop is empty text"),
+    (["generate", "BUNDLE", "x", "--temperature", "0", "--seed", "1"], 2, "leave --top-p, --top-k and --seed out"),
+    (["generate", "BUNDLE", "x", "--image", "gone.png"], 1, "--image: there is no image gone.png"),
+    (["eval", "BUNDLE", "--task", "gsm8k"], 2, "give --data, JSON lines with question and answer"),
+    (["eval", "BUNDLE", "--task", "gsm8k", "--data", "gone.jsonl"], 1, "cannot be read (No such file or directory)"),
+    (["eval", "BUNDLE", "--data", "MODEL/bad.jsonl"], 1, "cannot be read (Expecting ',' delimiter"),
+    (["eval", "BUNDLE", "--data", "MODEL/bad.txt"], 1, "is not UTF-8 text"),
+    (
+        ["calibrate", "MODEL", "-o", "WORK", "--recipe", "default", "--auto-from", "BEGUN"],
+        2,
+        "--auto-from means nothing",
+    ),
     (["plan", "MODEL", "--kv-bytes-per-token", "x"], 2, "'x' is not a valid number."),
     (["serve", "BUNDLE", "--grace", "x"], 2, "'x' is not a valid number."),
     (["-version"], 2, "No such option '-version'. Did you mean '--version'?"),
@@ -225,6 +240,8 @@ def answers(tmp_path_factory):
         (folder / str(number) / "FULL" / "new-work" / "mine").mkdir(parents=True)
         for name in ("MODEL", "BARE"):
             (folder / str(number) / name / "config.json").write_text("{}")
+        (folder / str(number) / "MODEL" / "bad.jsonl").write_text('{"text": 1\n')
+        (folder / str(number) / "MODEL" / "bad.txt").write_bytes(b"\xff")
         (folder / str(number) / "MODEL" / "model.safetensors").touch()
         shutil.copytree(GOLDEN, folder / str(number) / "BUNDLE")
     offline = {name: value for name, value in os.environ.items() if "TOKEN" not in name}

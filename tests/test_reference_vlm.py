@@ -1,5 +1,6 @@
 """The reference vision-language model answers, and its training learns what it says."""
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import train_reference_vlm as training
 from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaForConditionalGeneration
 
 from kvconvert.data.drawings import draw
+from kvconvert.models.processors import ImagePrompts
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "examples" / "reference-vlm"
@@ -19,6 +21,13 @@ def reference():
     """The model and its processor, loaded as users load them."""
     model = AutoModelForImageTextToText.from_pretrained(MODEL, dtype=torch.float32).eval()
     return model, AutoProcessor.from_pretrained(MODEL)
+
+
+def test_a_text_that_is_longer_than_a_sample_is_no_reason_to_warn(reference, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    model, processor = reference
+    assert ImagePrompts(processor, model.config).encode("a " * 3000, [])["input_ids"].shape[1] > 3000
+    assert not caplog.records
 
 
 def test_it_answers_questions_about_drawings_that_it_never_saw(reference):

@@ -172,7 +172,7 @@ def _cases(
             raise UsageError(f"`{name}` is empty; give numbers of tokens or sequences, or leave it out.")
     if max(contexts) + new_tokens > positions:
         raise UsageError(
-            f"A prompt of {max(contexts)} tokens and {new_tokens} new ones do not fit the model's {positions} "
+            f"A prompt of {max(contexts):,} tokens and {new_tokens:,} new ones do not fit the model's {positions:,} "
             "positions; lower `contexts` or `new_tokens`."
         )
     cases = {(batch, context) for batch in batches for context in contexts}

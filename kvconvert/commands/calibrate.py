@@ -104,7 +104,7 @@ def convert(model: str, bundle: Path, force: bool, **options: Any) -> None:
 
 
 def _run(model: str, work: Path, *, recipe: str, data: tuple[str, ...], **options: Any) -> None:
-    from kvconvert.convert.work_files import check_place
+    from kvconvert.convert.work_files import check_measured, check_place
     from kvconvert.data.sources import check_sources
     from kvconvert.models import check_model
 
@@ -118,6 +118,8 @@ def _run(model: str, work: Path, *, recipe: str, data: tuple[str, ...], **option
     changes, budget = changes_of(options), {name: options.pop(name) for name in Budget.__annotations__}
     check_said_once(changes, budget)
     loaded = Recipe.load(recipe, changes).with_budget(**budget)
+    if options["auto_from"] is not None:
+        check_measured(options["auto_from"], loaded)
     from kvconvert.io.checksums import begin
     from kvconvert.io.process import return_large_blocks
 

@@ -92,7 +92,11 @@ def evaluate(
     from kvconvert.bundle.locate import check_place
 
     check_place(bundle)
-    if options.get("data") is not None and task is None:
+    if task is not None:
+        from kvconvert.fidelity.tasks.problems import TASKS
+
+        TASKS[task].problems(options["data"])
+    elif options.get("data") is not None:
         from kvconvert.data.sources import check_sources
 
         check_sources(options["data"])
@@ -107,7 +111,7 @@ def evaluate(
         source_of(open_bundle(bundle, verify="plan").manifest, None)
     if task is not None:
         quiet()
-        from kvconvert.fidelity.tasks import solve
+        from kvconvert.fidelity.tasks.solving import solve
 
         before = options.pop("context") or 0
         solved = solve(bundle, task, limit=limit, seeds=seeds or 0, context=before, **options)

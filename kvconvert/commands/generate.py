@@ -70,17 +70,22 @@ def generate(
     ]
     for each, where in checked:
         _require_text(each or "", where)
+    from kvconvert.choice import Choice
+
+    choice = Choice(**{field.name: options.pop(field.name) for field in fields(Choice)})
     from kvconvert.bundle.locate import check_place
+    from kvconvert.data.images import read_image
 
     check_place(bundle)
+    for image in images:
+        read_image(image, None, "`images`")
     if given in ([], ["-"]) and not chat:
         given = [_whole_input()]
     if sys.stderr.isatty():
         print(f"Loading {bundle} ...", file=sys.stderr, flush=True)
     quiet()
-    from kvconvert.console import Choice, Console
+    from kvconvert.console import Console
 
-    choice = Choice(**{field.name: options.pop(field.name) for field in fields(Choice)})
     console = Console(bundle, choice=choice, **options)
     if given:
         console.complete(given[0], images, raw)

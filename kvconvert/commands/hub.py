@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 
@@ -29,7 +30,11 @@ def push(bundle: str, repository: str, private: bool, revision: str | None) -> N
     from kvconvert.hub import push as run
 
     commit = run(bundle, repository, private=private, revision=revision)
-    click.echo(f"Pushed {bundle} to {repository}, commit {commit}; next: kvconvert generate {repository} TEXT")
+    # An id without a revision stands for the main branch.
+    then = f"generate {repository} TEXT"
+    if revision not in (None, "main"):
+        then = f"pull {repository} --revision {shlex.quote(revision)} -o DIR"
+    click.echo(f"Pushed {bundle} to {repository}, commit {commit}; next: kvconvert {then}")
 
 
 @click.command()

@@ -61,7 +61,7 @@ from kvconvert.convert.layer_calibration import (
 )
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.passes import layer_jobs, resolve_layers
-from kvconvert.convert.work_files import check_place
+from kvconvert.convert.work_files import check_measured, check_place
 from kvconvert.convert.workdir import WorkDir, WorkState
 from kvconvert.data.samples import load_held_out_mixture, load_mixture, load_samples
 from kvconvert.data.sources import Data, Sources
@@ -137,10 +137,8 @@ def calibrate(
                     f"The recipe {recipe.name} searches in one process, and torchrun started {ranks.size}; calibrate "
                     "with it without torchrun."
                 )
-            if auto_from is not None and recipe.auto is None:
-                raise UsageError(
-                    f"`auto_from` means nothing for the recipe {recipe.name}, which searches nothing; leave it out."
-                )
+            if auto_from is not None:
+                check_measured(auto_from, recipe)
             if ranks.is_first:
                 check_place(work)
             progress = progress and ranks.is_first

@@ -15,13 +15,16 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvconvert.bundle.locate import MANIFEST_NAME, check_outside
-from kvconvert.errors import KvconvertError, MissingError, UsageError, printable
+from kvconvert.errors import FROM_THE_LAST_LAYER, KvconvertError, MissingError, UsageError, printable
 from kvconvert.io import disk
 from kvconvert.io.disk import STATE_NAME
 from kvconvert.io.json_text import read_json
+
+if TYPE_CHECKING:
+    from kvconvert.recipes.recipe import Recipe
 
 LOCK_NAME = "lock"
 _FILES = (LOCK_NAME, STATE_NAME)
@@ -124,6 +127,15 @@ def check_begun(path: Path) -> None:
     check_entries(path)
 
 
+def check_measured(path: str | Path, recipe: Recipe) -> None:
+    """Refuse a working directory whose measurements a recipe has no use for, and what is none (UsageError)."""
+    if recipe.auto is None:
+        raise UsageError(
+            f"`auto_from` means nothing for the recipe {recipe.name}, which searches nothing; leave it out."
+        )
+    check_begun(Path(path))
+
+
 _CHECKSUM = "checksum"
 
 
@@ -150,7 +162,7 @@ def _checksum(values: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-GO_ON = "calibrate again with the same arguments once that is mended, which goes on from the last finished layer"
+GO_ON = f"calibrate again with the same arguments once that is mended, which goes on {FROM_THE_LAST_LAYER}"
 REPEAT = "nothing was left behind; repeat this once that is mended"
 
 

@@ -289,7 +289,7 @@ def _shipped(source: str) -> Path:
 
 
 def check_sources(data: Sources) -> None:
-    """Refuse what can be neither a local file or directory nor the id of a data set (DataError, UsageError).
+    """Refuse a file that cannot be read, and what is no path and no id of a data set (DataError, UsageError).
 
     Commands ask this before they import torch.
     """
@@ -297,8 +297,13 @@ def check_sources(data: Sources) -> None:
         path = named_column(source.source)[0]
         if _exists(path) and not os.path.isfile(path):
             continue
-        if local_files(source.source) is None:
+        files = local_files(source.source)
+        if files is None:
             HubSource.parse(source.source)
+        elif is_plain_text(files):
+            read_text(files[0])
+        else:
+            SourceTable.open(source.source, files)
 
 
 def _files(path: Path) -> list[Path] | None:
@@ -680,7 +685,9 @@ def text_column_of(columns: list[str], wanted: str | None, place: str) -> str:
         raise DataError(f"Data source {place} holds no rows; give a source with text.")
     if wanted is not None:
         if wanted not in columns:
-            raise DataError(f"Data source {place} has no column {wanted!r}; its columns are {shown_columns(columns)}.")
+            raise DataError(
+                f"Data source {place} has no column {wanted!r}; name one of its columns, {shown_columns(columns)}."
+            )
         return wanted
     for name in (MESSAGES, *TEXT_COLUMNS):
         if name in columns:

@@ -322,6 +322,7 @@ class ImagePrompts:
                 images=[list(images)] if images else None,
                 return_tensors="pt",
                 add_special_tokens=not begun,
+                verbose=False,  # of a text that will be cut
             )
         except Exception as error:  # any setting of a processor may be none that an image can be processed by
             reason = first_line(" ".join(str(error).split()) or type(error).__name__)

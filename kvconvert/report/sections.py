@@ -217,8 +217,8 @@ footer{margin-top:1.4rem;color:var(--soft);font-size:.82rem}
 code{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
 @media (max-width:52rem){main{grid-template-columns:minmax(0,1fr)}body{padding:1.2rem .75rem 2rem}
 .card{padding:.9rem .9rem 1rem}}
-@media (max-width:34rem){tbody th,td:not(.n):not(:last-child){white-space:normal}
-tbody th{overflow-wrap:anywhere;min-width:6.5rem}th,td{padding-right:.55rem}td:last-child:not(.n){min-width:7.5rem}}
+@media (max-width:34rem){tbody th,td:not(:last-child){white-space:normal}
+tbody th{overflow-wrap:anywhere;min-width:5rem}th,td{padding-right:.55rem}td:last-child:not(.n){min-width:6.5rem}}
 @media print{body{background:none;padding:0}.card{break-inside:avoid}}
 """
 

@@ -305,7 +305,7 @@ class Service:
         if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refusal(415, "The body has to be JSON; send `Content-Type: application/json`.")
         most, stated = self.limits.body_bytes, int(http.headers.get("content-length", 0))
-        too_long = Refusal(413, f"The body may have {most} bytes at most.", code="body_too_long")
+        too_long = Refusal(413, f"The body may have {most:,} bytes at most.", code="body_too_long")
         if stated > most:
             raise too_long
         self.bodies.grow(held, stated)

@@ -193,7 +193,9 @@ class Grammars:
         choices += [rule.partition(":")[0] for rule in rules if rule.startswith("call_")]
         grammar = "\n".join([_HEAD, f"start: before ({' | '.join(choices)})", *rules, *self._before(reasoning)])
         if len(grammar) > MOST_GRAMMAR_BYTES:
-            message = f"{param}: all JSON schemas may have {MOST_GRAMMAR_BYTES} bytes at most, and have {len(grammar)}."
+            message = (
+                f"{param}: all JSON schemas may have {MOST_GRAMMAR_BYTES:,} bytes at most, and have {len(grammar):,}."
+            )
             raise Refusal(400, message, param=param, code="invalid_value")
         # Without the ids of calls, which are new each time.
         key = hashlib.sha256(salt + "\n".join([*schemas, param]).encode()).digest()
@@ -305,6 +307,6 @@ def _json(schema: Any, param: str, lenient: bool = False) -> str:
         raise Refusal(400, f"{param}: a JSON schema should be an object.", param=param, code="invalid_value")
     text = json.dumps(schema | {"x-guidance": _OPTIONS | {"lenient": lenient}})
     if len(text) > MOST_SCHEMA_BYTES:
-        message = f"{param}: a JSON schema may have {MOST_SCHEMA_BYTES} bytes at most, and one has {len(text)}."
+        message = f"{param}: a JSON schema may have {MOST_SCHEMA_BYTES:,} bytes at most, and one has {len(text):,}."
         raise Refusal(400, message, param=param, code="invalid_value")
     return text

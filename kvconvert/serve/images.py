@@ -36,7 +36,7 @@ def read_images(urls: Sequence[str], most_pixels: int, param: str) -> list[Image
             said = f"one side is more than {LONGEST_SIDES} times the other; crop it"
             raise _refused(f"Image {place} has {image.width} x {image.height} pixels, of which {said}.", param)
     if (pixels := sum(image.width * image.height for image in opened)) > most_pixels:
-        message = f"The images have {pixels} pixels; this server takes at most {most_pixels} in a conversation."
+        message = f"The images have {pixels:,} pixels; this server takes at most {most_pixels:,} in a conversation."
         raise _refused(message, param)
     try:
         return [read_image(image, None, f"image {place}") for place, image in enumerate(opened, 1)]

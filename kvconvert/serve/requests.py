@@ -138,7 +138,7 @@ def fields_of(body: bytes | bytearray, most: int) -> dict[str, Any]:
         Refusal: it is no JSON object, or has too many values.
     """
     if len(body) > most and (count := entries(body)) > most:
-        message = f"The body has {count} values; this server takes at most {most}."
+        message = f"The body has {count:,} values; this server takes at most {most:,}."
         raise Refusal(413, message, code="body_too_long")
     try:
         fields = _DECODER.decode(body.decode())
@@ -456,7 +456,9 @@ class _Asked(BaseModel, extra="allow", strict=True):
     def check_logprobs(self, tokens: int, choices: int) -> None:
         """Refuse more probabilities than an answer may have (Refusal)."""
         if self.likeliest is not None and (count := tokens * choices * (1 + self.likeliest)) > MOST_LOGPROBS:
-            message = f"An answer may have {MOST_LOGPROBS} logprobs and this one could have {count}; lower max_tokens."
+            message = (
+                f"An answer may have {MOST_LOGPROBS:,} logprobs and this one could have {count:,}; lower max_tokens."
+            )
             raise Refusal(400, message, param="logprobs")
 
     def new_tokens(self, limits: Limits, prompt_tokens: int, room: int | None) -> int:
@@ -476,12 +478,12 @@ class _Asked(BaseModel, extra="allow", strict=True):
             return min(self.unstated(limits), room)
         if wanted > room and room <= limits.new_tokens:
             message = (
-                f"{field} is {wanted}, but after a prompt of {counted(prompt_tokens, 'token')} there is room "
-                f"for {room}."
+                f"{field} is {wanted:,}, but after a prompt of {counted(prompt_tokens, 'token')} there is room "
+                f"for {room:,}."
             )
             raise Refusal(400, message, param=field, code="context_length_exceeded")
         if wanted > limits.new_tokens:
-            message = f"{field} is {wanted}; this server generates at most {counted(limits.new_tokens, 'token')}."
+            message = f"{field} is {wanted:,}; this server generates at most {counted(limits.new_tokens, 'token')}."
             raise Refusal(400, message, param=field)
         return wanted
 
@@ -511,7 +513,7 @@ class _Asked(BaseModel, extra="allow", strict=True):
     def too_long(self, length: str, limits: Limits) -> Refusal:
         """The refusal of a prompt of some length, which says what is served."""
         message = (
-            f"The prompt has {length}, which is too long; this server takes at most {limits.prompt_tokens} tokens."
+            f"The prompt has {length}, which is too long; this server takes at most {limits.prompt_tokens:,} tokens."
         )
         return Refusal(400, message, param=self.prompt_field, code="context_length_exceeded")
 
@@ -607,7 +609,9 @@ class Chat(_Asked):
         if sum(map(len, arguments)) > MOST_ARGUMENTS:
             values = sum(entries(text.encode()) for text in arguments)
             if values > MOST_ARGUMENTS:
-                message = f"The arguments of calls have {values} values; this server takes at most {MOST_ARGUMENTS}."
+                message = (
+                    f"The arguments of calls have {values:,} values; this server takes at most {MOST_ARGUMENTS:,}."
+                )
                 raise Refusal(413, message, param=self.prompt_field, code="body_too_long")
         variables = self.chat_template_kwargs or {}
         _refuse_others({name: variables[name] for name in variables if name in _NO_VARIABLES}, "chat_template_kwargs.")
@@ -631,7 +635,7 @@ class Chat(_Asked):
             _refuse_others(tool.model_extra or {}, f"tools.{place}.")
             _refuse_others(tool.function.model_extra or {}, f"tools.{place}.function.")
         if (size := len(json.dumps([tool.model_dump() for tool in self.tools or []]))) > MOST_TOOLS_BYTES:
-            message = f"All tools may have {MOST_TOOLS_BYTES} bytes at most as JSON, and have {size}."
+            message = f"All tools may have {MOST_TOOLS_BYTES:,} bytes at most as JSON, and have {size:,}."
             raise Refusal(400, message, param="tools", code="invalid_value")
         names = [tool.function.name for tool in self.tools or []]
         wanted = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None

@@ -305,14 +305,14 @@ def new_request(
             usual = NEW_TOKENS
         elif usual < 1:
             raise UsageError(
-                f"The model's generation_config.json allows no new token after a prompt of {len(ids)} tokens "
+                f"The model's generation_config.json allows no new token after a prompt of {len(ids):,} tokens "
                 "(max_new_tokens or max_length); give `max_new_tokens`."
             )
         max_new_tokens = usual if room is None else max(1, min(usual, room))
     if steps.max_positions is not None and len(ids) + max_new_tokens > steps.max_positions:
         raise UsageError(
-            f"A prompt of {len(ids)} tokens with up to {max_new_tokens} new ones does not fit the "
-            f"{steps.max_positions} positions that an Engine serves of this model; shorten the prompt or lower "
+            f"A prompt of {len(ids):,} tokens with up to {max_new_tokens:,} new ones does not fit the "
+            f"{steps.max_positions:,} positions that an Engine serves of this model; shorten the prompt or lower "
             "`max_new_tokens`."
         )
     if stop and tokenizer is None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvconvert.arguments import Natural, checked_fields
+from kvconvert.arguments import Natural, Temperature, TopP, checked_fields
 from kvconvert.bundle.generation import PROCESSED
 from kvconvert.errors import UsageError, did_you_mean
 from kvconvert.kernels.sampling import sample as sample  # kept importable from here
@@ -32,17 +32,13 @@ class Sampling:
         UsageError: a value outside its range, or an unknown setting.
     """
 
-    temperature: float = 0.0
+    temperature: Temperature = 0.0
     top_k: Natural = 0
-    top_p: float = 1.0
+    top_p: TopP = 1.0
     seed: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise UsageError(f"`temperature` is {self.temperature}; give 0 (greedy) or a positive number.")
-        if not 0 < self.top_p <= 1:
-            raise UsageError(f"`top_p` is {self.top_p}; give a number above 0 and at most 1 (all tokens).")
         if unknown := [name for name in self.settings if name not in PROCESSED]:
             name = min(unknown)
             raise UsageError(f"`settings` has {name}, which cannot be applied; {did_you_mean(name, PROCESSED)}")

@@ -57,9 +57,9 @@ class Scheduler:
         """
         if self.pages is not None and request.pages > self.pages:
             raise UsageError(
-                f"A prompt of {len(request.prompt)} tokens with up to {request.max_new_tokens} new ones needs "
-                f"{request.pages} pages of the cache and there are {self.pages}; ask for less, or give the engine more "
-                "`kv_memory`."
+                f"A prompt of {len(request.prompt):,} tokens with up to {request.max_new_tokens:,} new ones needs "
+                f"{request.pages:,} pages of the cache and there are {self.pages:,}; ask for less, or give the engine "
+                "more `kv_memory`."
             )
         self.waiting.append(request)
         self.admit()

@@ -95,7 +95,7 @@ VALUES = {
         lambda: KVCache(CONFIG, "kivi", plan={3: 3}),
         "`plan` is {3: 3}; give a dict from text to a",
     ),
-    "Sampling(temperature='hot')": (lambda: Sampling(temperature="hot"), "`temperature` is 'hot'; give a number"),
+    "Sampling(temperature='hot')": (lambda: Sampling(temperature="hot"), "`temperature` is 'hot'; give 0 .greedy."),
     "Sampling(top_k=-1)": (lambda: Sampling(top_k=-1), "`top_k` is -1; give a whole number of at least 0"),
     "Sampling(settings=3)": (lambda: Sampling(settings=3), "`settings` is 3; give a dict"),
     "DrillCounts(probes=0)": (lambda: DrillCounts(probes=0), "`probes` is 0; give a whole number of at least 1"),

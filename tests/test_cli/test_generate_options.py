@@ -4,7 +4,8 @@ import pytest
 import torch
 from tiny.commands import kvconvert
 
-from kvconvert.console import Choice, Console
+from kvconvert.choice import Choice
+from kvconvert.console import Console
 from kvconvert.errors import UsageError
 
 TEMPLATE = (

@@ -240,7 +240,7 @@ def test_hub_rows_are_read_here_with_the_named_column(hub_files, kind):
     assert table.folder is None
     with pytest.raises(DataError, match="there is no split 'train'; there are test"):
         SourceTable.open("owner/name:part", None)
-    with pytest.raises(DataError, match="no column 'plot'; its columns are text and story"):
+    with pytest.raises(DataError, match="no column 'plot'; name one of its columns, text and story"):
         _ = SourceTable.open("owner/name:part:test:plot", None).text_column
 
 
@@ -390,7 +390,7 @@ def test_a_column_of_a_local_file_is_named_after_two_colons(tmp_path, kind):
     assert all(word == "</s>" or int(word[1:]) < 500 for word in spoken(tokenizer, named.ids.flatten()))
     assert (plain.info.source, named.info.source) == (f"rows.{kind}", f"rows.{kind}::answer")
     assert torch.equal(load_token_samples(f"{tmp_path}::answer", tokenizer, 2, 16, 0).ids, named.ids)
-    with pytest.raises(DataError, match="no column 'question'; its columns are answer and text"):
+    with pytest.raises(DataError, match="no column 'question'; name one of its columns, answer and text"):
         load_token_samples(f"{file}::question", tokenizer, 2, 16, 0)
 
 

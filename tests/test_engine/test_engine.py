@@ -247,7 +247,7 @@ def test_what_can_never_be_served_is_refused_with_one_sentence():
         ({"prompt": []}, "no tokens"),
         ({"prompt": torch.zeros(2, 3, dtype=torch.long)}, "one sequence"),
         ({"prompt": [1, VOCABULARY]}, f"token {VOCABULARY}"),
-        ({"prompt": [1] * 1500, "max_new_tokens": 501}, "2000 positions"),
+        ({"prompt": [1] * 1500, "max_new_tokens": 501}, "2,000 positions"),
         ({"prompt": [1] * 500, "max_new_tokens": 13}, "needs 5 pages of the cache and there are 4"),
         ({"prompt": [1], "stop": ["x"]}, "`tokenizer`"),
         ({"prompt": torch.tensor([1.5])}, "`prompt` has the dtype torch.float32"),

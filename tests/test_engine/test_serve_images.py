@@ -176,8 +176,8 @@ def bomb(width, height):
     ("urls", "said"),
     [
         ([bomb(30_000, 30_000)], "too many pixels"),
-        ([bomb(300, 201)], "have 60300 pixels; this server takes at most 60000"),
-        ([bomb(300, 100)] * 3, "have 90000 pixels"),
+        ([bomb(300, 201)], "have 60,300 pixels; this server takes at most 60,000"),
+        ([bomb(300, 100)] * 3, "have 90,000 pixels"),
         ([bomb(LONGEST_SIDES * 10 + 1, 10)], "more than 50 times the other"),
         ([bomb(1, 1)] * 4, "has 4 images; this server takes at most 3"),
         ([bomb(20, 20)], "Image 1 is not an image that can be read"),

@@ -238,7 +238,7 @@ def test_bodies_that_do_not_arrive_give_way():
 def test_values_of_a_body_are_counted_before_they_are_made(field, value):
     body = b'{"%s":[%s]}' % (field.encode(), b",".join([value] * 500_000))
     assert entries(body) >= 500_000
-    with pytest.raises(Refusal, match="values; this server takes at most 65536") as told:
+    with pytest.raises(Refusal, match="values; this server takes at most 65,536") as told:
         fields_of(body, 65_536)
     assert told.value.status == 413
 
@@ -273,7 +273,7 @@ def test_an_object_of_many_fields_makes_few_errors(fields):
 def test_values_in_the_arguments_of_calls_are_counted_before_they_are_made(value):
     calls = [{"function": {"name": "f", "arguments": f"[{','.join([value] * 9_000)}]"}} for _ in range(8)]
     asked = Chat.of({"messages": [{"role": "assistant", "tool_calls": calls}]})
-    with pytest.raises(Refusal, match=r"have \d+ values; this server takes at most 65536") as told:
+    with pytest.raises(Refusal, match=r"have [\d,]+ values; this server takes at most 65,536") as told:
         asked.check(Limits(), 1)
     assert (told.value.status, told.value.param) == (413, "messages")
     call = {"function": {"name": "f", "arguments": json.dumps({"text": "[{,:" * 20_000})}}

@@ -102,7 +102,7 @@ COMPLETIONS = [
     ({"prompt": "x", "whatever": 1}, 400, "unknown_parameter", "whatever is no field"),
     ({"prompt": "x", "model": "other"}, 404, "model_not_found", "no model 'other'"),
     ({"prompt": "x", "user": "u" * 257}, 400, "invalid_value", "user: .*256"),
-    (b'"' + b"x" * 3000 + b'"', 413, "body_too_long", "3000 bytes at most"),
+    (b'"' + b"x" * 3000 + b'"', 413, "body_too_long", "3,000 bytes at most"),
 ]
 USER = {"role": "user", "content": "x"}
 CHATS = [

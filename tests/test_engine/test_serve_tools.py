@@ -260,7 +260,7 @@ def test_the_responses_interface_is_the_same_in_other_words(model, client, strea
             },
             "input.0.tool_calls: give a list",
         ),
-        ({"input": "x", "max_output_tokens": 10**8}, "max_output_tokens is 100000000, but after a prompt of 1"),
+        ({"input": "x", "max_output_tokens": 10**8}, "max_output_tokens is 100,000,000, but after a prompt of 1"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens: Input should be"),
         ({"input": "x", "text": {"format": {"type": "json_object"}}}, "text.format is not served: the model's"),
         ({"input": [{"role": "user"}]}, "input.content: Field required"),
@@ -312,7 +312,7 @@ REFUSED = [
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
     ({"tools": TOOLS * 2}, "two functions have one name"),
     ({"tools": [{"type": "function", "function": {"name": f"f{n}"}} for n in range(129)]}, "at most 128"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "description": "x" * 2**18}}]}, "262144 bytes at most"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "description": "x" * 2**18}}]}, "262,144 bytes at most"),
     ({"tool_choice": "required"}, "there are no tools"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "there is no tool 'x'"),
     ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "leave one of them out"),
@@ -324,7 +324,7 @@ REFUSED = [
     ({"max_token": 3}, "max_token is no field of this request; did you mean max_tokens?"),
     ({"top_logprobs": 3}, "top_logprobs needs logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "less than or equal to 20"),
-    ({"logprobs": True, "top_logprobs": 20, "n": 16, "max_tokens": 4000}, "could have 1344000; lower max_tokens"),
+    ({"logprobs": True, "top_logprobs": 20, "n": 16, "max_tokens": 4000}, "could have 1,344,000; lower max_tokens"),
     ({"logit_bias": {"x": 1}}, "'x' is no token id"),
     ({"logit_bias": {"5": 101}}, "less than or equal to 100"),
     ({"logit_bias": {str(n): 1 for n in range(1025)}}, "at most 1024"),
@@ -468,7 +468,7 @@ def test_an_answer_in_a_form_may_call_tools_before(tiny):
 def test_schemas_of_all_tools_together_are_bounded(tiny):
     large = schema(**{f"p{n}": {"type": "string"} for n in range(300)})
     format = CallFormat("json", "<call>", "</call>", f'<call>{{"name": "{PROBE_NAME}", "arguments": ', "}</call>")
-    with pytest.raises(Refusal, match="all JSON schemas may have 131072 bytes at most"):
+    with pytest.raises(Refusal, match="all JSON schemas may have 131,072 bytes at most"):
         tiny.service._grammars.of(None, format, {f"f{n}": large for n in range(20)}, None, "tool_choice")
 
 
@@ -481,7 +481,7 @@ def test_schemas_of_all_tools_together_are_bounded(tiny):
         ({"type": "thing"}, "response_format cannot be served: Invalid type: thing; change its JSON schema."),
         ({"allOf": [{"type": "integer", "multipleOf": n} for n in (97, 89, 83)]}, "too much time or memory"),
         ({"type": "integer", "multipleOf": 10**6 + 3}, "too much time or memory"),
-        ({"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(3000)}}, "32768 bytes at most"),
+        ({"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(3000)}}, "32,768 bytes at most"),
         ({"anyOf": [{"type": "object", "properties": {str(n): {} for n in range(20)}} for _ in range(70)]}, None),
         ({"type": "array", "minItems": 10**6, "items": {"type": "array", "minItems": 10**6}}, None),
         ({"type": "string", "pattern": "^((a{1,1000}){1,1000}){1,1000}$"}, None),

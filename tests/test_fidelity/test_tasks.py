@@ -16,9 +16,9 @@ from tiny.llama import write_recipe, write_tiny_llama
 from kvconvert import Recipe, calibrate, export
 from kvconvert.cli import cli
 from kvconvert.errors import BundleError, DataError, UsageError
-from kvconvert.fidelity.tasks import _samplings, solve
 from kvconvert.fidelity.tasks import problems as problems_of
 from kvconvert.fidelity.tasks.problems import TASKS, ends_well, number, program, text_before
+from kvconvert.fidelity.tasks.solving import _samplings, solve
 
 ROW = {
     "prompt": 'import math\n\n\ndef helper(x):\n    return x\n\n\ndef add(a: int, b: int) -> int:\n    """a + b"""\n',

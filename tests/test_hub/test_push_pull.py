@@ -63,7 +63,8 @@ def test_push_then_pull_gives_the_same_bytes(hub, golden, tmp_path):
 def test_a_branch_is_made_and_pulled_by_its_name(hub, golden, tmp_path):
     publish(hub, golden)
     (golden / "README.md").write_text("other\n")
-    assert kvconvert("push", golden, NAME, "--revision", "second").exit_code == 0
+    result = kvconvert("push", golden, NAME, "--revision", "second")
+    assert result.stdout.endswith(f"next: kvconvert pull {NAME} --revision second -o DIR\n")
     assert hub.repositories[NAME].files("second")["README.md"] == b"other\n"
     assert hub.repositories[NAME].files()["README.md"] != b"other\n"
     assert kvconvert("pull", NAME, "-o", tmp_path / "copy", "--revision", "second").exit_code == 0

@@ -259,6 +259,13 @@ def test_keys_are_those_that_attention_computes_on(tmp_path):
         sample_keys(str(source), manifest.model_copy(update={"layers": layers[:1]}), tokens=40)
 
 
+# Of a model of 5 million parameters.
+FIDELITY_ROWS = (
+    '<tr><th>KL, 99% and 99.9% of tokens below<td class="n">0<td class="n">0.05593, 0.1023<td>'
+    '<tr><th>weights, bytes<td class="n">11,540,992<td class="n">4,831,744<td>6.70 bits of attended tokens'
+)
+
+
 @pytest.mark.skipif(EXECUTABLE is None, reason="Chromium is not installed")
 def test_a_browser_has_nothing_to_complain_of(hostile, tmp_path):
     page = tmp_path / "report.html"
@@ -273,6 +280,10 @@ def test_a_browser_has_nothing_to_complain_of(hostile, tmp_path):
             assert browser.evaluate("document.querySelectorAll('svg').length") == len(hostile[1])
             ink = "getComputedStyle(document.querySelector('svg text')).fill"
             colours[scheme] = browser.evaluate(ink), browser.evaluate("getComputedStyle(document.body).backgroundColor")
+        browser.open(page, 420)
+        table = "document.querySelector('section[aria-labelledby=fidelity] .table')"
+        browser.evaluate(f"{table}.querySelector('tbody').innerHTML = {json.dumps(FIDELITY_ROWS)}")
+        assert browser.evaluate(f"{table}.scrollWidth - {table}.clientWidth") == 0
         assert colours["light"][0] != colours["dark"][0]
         assert colours["light"][1] != colours["dark"][1]
         assert browser.console == []
