@@ -39,7 +39,7 @@ _TOKENS = (
     *("begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
 )
 # What these values mean is also what happens without them.
-_NEUTRAL: dict[str, Any] = {
+NEUTRAL: dict[str, Any] = {
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "typical_p", "guidance_scale"), 1.0),
     **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff"), 0.0),
     **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
@@ -134,7 +134,7 @@ def read_generation(stated: Mapping[str, Any], stops: Iterable[int] = ()) -> Gen
         if value is None or name in _WITHOUT_EFFECT:
             continue
         checked = _checked(name, value) if name in _KEPT else value
-        if checked is None or checked == _NEUTRAL.get(name) or (isinstance(checked, list | dict) and not checked):
+        if checked is None or checked == NEUTRAL.get(name) or (isinstance(checked, list | dict) and not checked):
             continue
         if name in _KEPT:
             values[name] = checked

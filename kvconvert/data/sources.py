@@ -325,6 +325,8 @@ def _files(path: Path) -> list[Path] | None:
                 "that does."
             )
         return _of_one_kind(path, files)
+    if os.path.exists(path):
+        raise DataError(f"Data source {path} is neither a file nor a directory; write what it gives to a file.")
     return None
 
 

@@ -38,9 +38,19 @@ from kvconvert.runtime.hf.packed_experts import SeparateExperts, merges_experts,
 
 
 class SavedAsBundle:
-    """Mixed into the class of every model that was loaded from a bundle."""
+    """Mixed into the class of every model that is loaded from a bundle."""
 
     bundle_directory: Path
+
+    def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
+        """Refuse (BundleError) what transformers warns of: parameters without a tensor, and tensors without a place."""
+        super()._adjust_missing_and_unexpected_keys(loading_info)
+        require_complete(self.bundle_directory, loading_info.missing_keys)
+        if names := sorted(loading_info.unexpected_keys):
+            raise BundleError(
+                f"The bundle {self.bundle_directory} holds {_first(names)}, which the {type(self).__name__} that "
+                "config.json describes does not have; fetch or export the bundle again."
+            )
 
     def save_pretrained(self, save_directory: str | Path, is_main_process: bool = True, **options: Any) -> None:
         """Copy the verified bundle that this model was loaded from, tokenizer and KV plan included.
@@ -94,7 +104,7 @@ class SavedAsBundle:
 
 
 def save_as_bundle(model: PreTrainedModel, directory: Path) -> None:
-    """Let a model that was loaded from the bundle in `directory` be saved as that bundle."""
+    """Let a model be loaded from the bundle in `directory` as a whole, and be saved as that bundle."""
     base = type(model)
     model.bundle_directory = directory
     model.__class__ = type(
@@ -241,13 +251,13 @@ class BundleQuantizer(HfQuantizer):
         # The model was built from a copy of the config, made before the plan was known.
         model.config.quantization_config = self.quantization_config
         place_packed_linears(model, bundle)
+        save_as_bundle(model, self.directory)
         _check_device_map(model, kwargs.get("device_map"))
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         self.files.check_unchanged()
         place_dense_linears(model)
         fuse_on_gpus(model)
-        save_as_bundle(model, self.directory)
         adopt(model, self.schemes, self.plan)
         model.kv_seal = self.seal
         return model
@@ -355,10 +365,12 @@ def register() -> None:
 
 def require_complete(bundle: str | Path, absent: Iterable[str]) -> None:
     """Refuse (BundleError) a model with parameters that no tensor of the bundle stands for."""
-    names = sorted(absent)
-    if names:
-        more = f" and {len(names) - 1} more tensors" if names[1:] else ""
-        raise BundleError(f"The bundle {bundle} lacks {names[0]}{more}, which the model needs; export it again.")
+    if names := sorted(absent):
+        raise BundleError(f"The bundle {bundle} lacks {_first(names)}, which the model needs; export it again.")
+
+
+def _first(names: list[str]) -> str:
+    return f"{names[0]} and {len(names) - 1} more tensors" if names[1:] else names[0]
 
 
 def check_fits(bundle: Bundle, complete: bool = False) -> int:

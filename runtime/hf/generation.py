@@ -16,7 +16,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.generation import GenerationConfig, GenerationMode
 
 from kvconvert.arguments import checked
-from kvconvert.bundle.generation import PROCESSED
+from kvconvert.bundle.generation import NEUTRAL, PROCESSED
 from kvconvert.errors import CacheError, KvconvertError, UnsupportedModelError, UsageError, counted, first_line
 from kvconvert.kernels.launches import make_ready, record_specializations
 from kvconvert.kernels.pages import PAGE_SIZE
@@ -84,7 +84,8 @@ class BundleModel:
         from kvconvert.runtime.engine.sampling import Sampling
 
         config, rest = super()._prepare_generation_config(*args, **kwargs)
-        given = {name: value for name in PROCESSED if (value := getattr(config, name, None)) is not None}
+        values = {name: getattr(config, name, None) for name in PROCESSED}
+        given = {name: value for name, value in values.items() if value not in (None, NEUTRAL.get(name))}
         ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
         stops = [end for end in ends if isinstance(end, int)]
         logits_processors(self, Sampling(float(bool(config.do_sample)), settings=given), [0], 1, stops)

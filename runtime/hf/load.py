@@ -16,7 +16,7 @@ from kvconvert.errors import UsageError
 from kvconvert.models.configuration import model_class, read_config, supports_images
 from kvconvert.models.devices import choose_device
 from kvconvert.models.processors import has_processor, load_processor, load_tokenizer, tokenizer_of
-from kvconvert.runtime.hf.bundle_quantizer import WHOLE, BundleConfig, Verify, check_fits, require_complete
+from kvconvert.runtime.hf.bundle_quantizer import WHOLE, BundleConfig, Verify, check_fits
 from kvconvert.runtime.hf.generation_config import read_generation_config
 
 Place = str | int | torch.device
@@ -82,15 +82,13 @@ def load(
         stated = read_settings(file) if file.exists() else None
         generation = read_generation_config(stated, config, tokenizer_of(processor))
         config.quantization_config = BundleConfig(verified.config["quantization_config"], verify, verified)
-        model, found = model_class(config).from_pretrained(
+        model = model_class(config).from_pretrained(
             directory,
             config=config,
             dtype=dtype or _default_dtype(config, device_map),
             device_map=device_map,
             generation_config=generation,
-            output_loading_info=True,
         )
-        require_complete(bundle, found["missing_keys"])
     return model, processor
 
 

@@ -159,6 +159,7 @@ def test_bad_sources_are_one_sentence_each(tmp_path):
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
     write_jsonl(tmp_path / "columns.jsonl", [{"question": "w1", "label": 3}])
     write_jsonl(tmp_path / "numbers.jsonl", [{"text": 3}])
+    os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "none").mkdir()
     (tmp_path / "mixed").mkdir()
     (tmp_path / "mixed" / "a.txt").write_text("w1")
@@ -176,6 +177,7 @@ def test_bad_sources_are_one_sentence_each(tmp_path):
         "mixed": "mixes .jsonl and .txt files",
         "missing.txt": "does not exist",
         "latin.txt:text": "only Hub data sets take that",
+        "pipe.txt": "is neither a file nor a directory; write what it gives to a file",
     }
     for name, message in expected.items():
         with pytest.raises(DataError, match=message) as caught:

@@ -297,7 +297,10 @@ def test_a_value_that_nothing_can_apply_is_refused_in_a_sentence(text, stating):
 
 
 def test_settings_that_nobody_knows_or_can_apply_are_refused(bundle):
-    engine = Engine(*load(bundle))
+    model, tokenizer = load(bundle)
+    engine = Engine(model, tokenizer)
+    with pytest.raises(UsageError, match="settings bad_words_ids cannot be applied"):
+        model.generate(torch.tensor([PROMPT]), bad_words_ids=[[-3]])
     with pytest.raises(UsageError, match="did you mean repetition_penalty"):
         Sampling(settings={"repetition_penality": 1.1})
     with pytest.raises(UsageError, match="bad_words_ids cannot be applied"):

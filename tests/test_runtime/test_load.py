@@ -11,6 +11,7 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import constants
+from tiny.bundle import edit_json, reseal
 from tiny.models import GREEDY, random_ids
 from transformers import (
     AutoConfig,
@@ -428,12 +429,17 @@ def test_a_bundle_cannot_weaken_its_own_verification(bundle, tmp_path):
         AutoModelForCausalLM.from_pretrained(copy)
 
 
-def test_a_model_that_would_be_initialised_at_random_in_part_is_refused(unquantized_weights, tmp_path):
-    shutil.copytree(unquantized_weights, tmp_path / "bundle")
-    config = tmp_path / "bundle" / "config.json"
-    config.write_text(config.read_text().replace('"mlp_bias": false', '"mlp_bias": true '))
+@pytest.mark.parametrize("loads", [load, AutoModelForCausalLM.from_pretrained])
+def test_a_model_that_lacks_tensors_or_leaves_some_over_is_refused(unquantized_weights, tmp_path, loads):
+    copy = shutil.copytree(unquantized_weights, tmp_path / "bundle")
+    edit_json(copy / "config.json", mlp_bias=True)
+    reseal(copy)
     with pytest.raises(BundleError, match=r"lacks model\.layers\.0\.mlp\.down_proj\.bias and 5 more"):
-        load(tmp_path / "bundle", verify="headers")
+        loads(copy)
+    edit_json(copy / "config.json", mlp_bias=False, model_type="olmo", architectures=["OlmoForCausalLM"])
+    reseal(copy)
+    with pytest.raises(BundleError, match=r"holds model\.layers\.0\.input_layernorm\.weight and 4 more .* OlmoFor"):
+        loads(copy)
 
 
 def test_from_pretrained_verifies_too(bundle, tmp_path):
