@@ -43,14 +43,12 @@ class SavedAsBundle:
     bundle_directory: Path
 
     def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
-        """Refuse (BundleError) what transformers warns of: parameters without a tensor, and tensors without a place."""
+        """Refuse (BundleError) parameters without a tensor, which transformers makes up at random with a warning.
+
+        Tensors without a place are left to its warning, for checkpoints may hold layers that models do not load (MTP).
+        """
         super()._adjust_missing_and_unexpected_keys(loading_info)
         require_complete(self.bundle_directory, loading_info.missing_keys)
-        if names := sorted(loading_info.unexpected_keys):
-            raise BundleError(
-                f"The bundle {self.bundle_directory} holds {_first(names)}, which the {type(self).__name__} that "
-                "config.json describes does not have; fetch or export the bundle again."
-            )
 
     def save_pretrained(self, save_directory: str | Path, is_main_process: bool = True, **options: Any) -> None:
         """Copy the verified bundle that this model was loaded from, tokenizer and KV plan included.
@@ -366,11 +364,8 @@ def register() -> None:
 def require_complete(bundle: str | Path, absent: Iterable[str]) -> None:
     """Refuse (BundleError) a model with parameters that no tensor of the bundle stands for."""
     if names := sorted(absent):
-        raise BundleError(f"The bundle {bundle} lacks {_first(names)}, which the model needs; export it again.")
-
-
-def _first(names: list[str]) -> str:
-    return f"{names[0]} and {len(names) - 1} more tensors" if names[1:] else names[0]
+        more = f" and {len(names) - 1} more tensors" if names[1:] else ""
+        raise BundleError(f"The bundle {bundle} lacks {names[0]}{more}, which the model needs; export it again.")
 
 
 def check_fits(bundle: Bundle, complete: bool = False) -> int:

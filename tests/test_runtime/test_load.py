@@ -430,15 +430,11 @@ def test_a_bundle_cannot_weaken_its_own_verification(bundle, tmp_path):
 
 
 @pytest.mark.parametrize("loads", [load, AutoModelForCausalLM.from_pretrained])
-def test_a_model_that_lacks_tensors_or_leaves_some_over_is_refused(unquantized_weights, tmp_path, loads):
+def test_a_model_that_lacks_tensors_is_refused(unquantized_weights, tmp_path, loads):
     copy = shutil.copytree(unquantized_weights, tmp_path / "bundle")
     edit_json(copy / "config.json", mlp_bias=True)
     reseal(copy)
     with pytest.raises(BundleError, match=r"lacks model\.layers\.0\.mlp\.down_proj\.bias and 5 more"):
-        loads(copy)
-    edit_json(copy / "config.json", mlp_bias=False, model_type="olmo", architectures=["OlmoForCausalLM"])
-    reseal(copy)
-    with pytest.raises(BundleError, match=r"holds model\.layers\.0\.input_layernorm\.weight and 4 more .* OlmoFor"):
         loads(copy)
 
 
