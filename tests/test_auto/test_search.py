@@ -18,6 +18,7 @@ from kvconvert.auto.model import SimulatedModel
 from kvconvert.bundle.describe import manifest_text
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.cli import cli
+from kvconvert.convert import pipeline
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.passes import layer_jobs
 from kvconvert.convert.workdir import WorkDir
@@ -254,7 +255,7 @@ def test_an_architecture_without_calibration_is_measured_as_it_will_round(tmp_pa
         return divergence(self, text, caches)
 
     monkeypatch.setattr(SimulatedModel, "divergence", seen)
-    monkeypatch.setattr(LayerRunner, "structure", lambda self, index: None)
+    monkeypatch.setattr(pipeline, "make_runner", lambda source, _, device: LayerRunner(source, device, discovers=False))
     model = ARCHITECTURES["falcon_h1"].write(tmp_path / "model")
     auto = AutoSearch(context=264, tokens=264, repairs=0)
     work = run(str(model), tmp_path / "work", text, recipe=RECIPE.model_copy(update={"auto": auto}), kv_bits=12.0)
