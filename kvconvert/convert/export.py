@@ -257,7 +257,7 @@ class _Contents:
         if missing := next((name for name in copied if name not in source.tensors), None):
             raise CheckpointError(
                 f"{store.path} says that {missing!r:.200} is copied from {source.location}, which has no such tensor; "
-                "calibrate again."
+                "calibrate again with `restart=True`."
             )
         infos.update({name: source.tensors[name] for name in copied})
         owners = {name.rpartition(".")[0] for name in infos}
@@ -274,7 +274,8 @@ def _with_shape(module: ModuleCoverage, infos: dict[str, TensorInfo], owners: se
         scales, codes = infos.get(f"{module.prefix}.scales"), infos.get(f"{module.prefix}.qweight")
         if scales is None or codes is None:
             raise BundleError(
-                f"{module.name} is recorded as {module.method}, but has no packed weights; calibrate again."
+                f"{module.name} is recorded as {module.method}, but has no packed weights; calibrate again with "
+                "`restart=True`."
             )
         return module.model_copy(update={"in_features": codes.shape[0], "out_features": scales.shape[1]})
     if module.prefix not in owners:

@@ -566,7 +566,7 @@ class Recipe(RecipeTable):
     def from_dict(cls, values: dict[str, Any]) -> Recipe:
         """Rebuild a recipe from `to_dict()`, as a working directory or a manifest records it."""
         _check_size(values, "recorded")
-        auto = values.get("auto")
+        auto, again = values.get("auto"), "calibrate again with `restart=True`."
         try:
             return cls._checked(
                 cls(
@@ -588,9 +588,9 @@ class Recipe(RecipeTable):
                 "recorded",
             )
         except KeyError as error:
-            raise RecipeError(f"The recorded recipe lacks its part {error}; calibrate again.") from error
+            raise RecipeError(f"The recorded recipe lacks its part {error}; {again}") from error
         except (TypeError, AttributeError, ValidationError) as error:
-            raise RecipeError(f"The recorded recipe is damaged ({first_line(error)}); calibrate again.") from error
+            raise RecipeError(f"The recorded recipe is damaged ({first_line(error)}); {again}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """The whole recipe as plain values, for the working directory and the manifest."""

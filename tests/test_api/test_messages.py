@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from kvconvert import calibrate, export
+from kvconvert import Recipe, calibrate, export
 from kvconvert.cli import cli
-from kvconvert.errors import UsageError
+from kvconvert.errors import RecipeError, UsageError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -70,6 +70,8 @@ def test_an_option_of_another_command_is_shown_too(folder):
     (damaged / "state.json").write_text("no JSON")
     result = CliRunner().invoke(cli, ["export", str(damaged), "-o", str(folder / "new")])
     assert result.stderr.strip().endswith("; calibrate again with --restart.")
+    with pytest.raises(RecipeError, match="lacks its part 'name'; calibrate again with `restart=True`"):
+        Recipe.from_dict({"a": {"b": []}})
 
 
 @pytest.mark.parametrize("room", ["kvconvert", "calibration", "kernels", "runtime"])
