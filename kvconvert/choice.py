@@ -23,7 +23,7 @@ class Choice:
         temperature: divides the logits; 0 always takes the most likely token.
         top_p: only the most likely tokens whose probabilities sum up to it may be drawn.
         top_k: the number of most likely tokens to draw from; 0 allows all.
-        seed: of the random numbers.
+        seed: the seed of the random numbers.
         stop: texts before which an answer ends.
     """
 

@@ -36,7 +36,7 @@ class BlockGeometry:
 
 @dataclass(frozen=True)
 class DecodePlaces:
-    """What `locate` writes for layers with the same geometry, parts of one int64 tensor.
+    """The tables that `locate` writes for layers with the same geometry, parts of one int64 tensor.
 
     Attributes:
         places: [B, capacity] the full-precision tokens of each sequence in the order in which decode kernels read them:
@@ -59,8 +59,8 @@ class DecodePlaces:
 
 
 def geometry_table(geometries: dict[BlockGeometry, DecodePlaces]) -> torch.Tensor:
-    """What `locate` is told of each geometry, int64 [G, 4]: tokens of a block, units of a block and of a page's keys,
-    and how far its tensors are from those of the first geometry, in elements.
+    """The geometries as `locate` reads them, int64 [G, 4]: tokens of a block, units of a block and of a page's keys,
+    and the distance of each geometry's tensors from those of the first, in elements.
     """
     first, *_ = (found.places for found in geometries.values())
     rows = [

@@ -373,7 +373,7 @@ class DecodeTables:
     def _describe(
         self, keys: np.ndarray, values: np.ndarray, exists: np.ndarray, count: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What the host says of a step, but for what changes with every token, and its first two parts, transposed.
+        """A step's `_Rows` on the host without what changes with every token, and its first two parts, transposed.
 
         Args:
             keys, values: quantized pages of each row.
