@@ -15,18 +15,16 @@ class BlockGeometry:
     """How blocks are divided; sizes are in units of 16 bytes.
 
     Attributes:
-        first_page: entry of a sequence's page 0 in its row of the block table.
-        stride: distance between the entries of a page's tokens while it is in full precision.
-        recent: tokens of one page more that are, too.
+        sink_blocks, token_blocks: entries of a sequence's row of the block table that hold its sink tokens, and those
+            after them that hold its other full-precision tokens; its pages follow.
         tokens_per_block: full-precision tokens that a block holds.
-        sink_tokens: sink tokens of a sequence, which have blocks of their own.
-        block_units, token_units: the size of a block and of a token.
+        sink_tokens: sink tokens of a sequence.
+        block_units, token_units: from one block to the next, and from one token of a block to the next.
         key_units: the size of a page's keys, behind which its values lie.
     """
 
-    first_page: int
-    stride: int
-    recent: int
+    sink_blocks: int
+    token_blocks: int
     tokens_per_block: int
     sink_tokens: int
     block_units: int

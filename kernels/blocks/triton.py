@@ -20,14 +20,6 @@ PAGES = 256
 TOKENS = 16
 
 
-@triton.jit
-def entries_ahead(within, per_block, STRIDE: tl.constexpr, RECENT: tl.constexpr):
-    """How far ahead of a page's entry that of its token `within` is."""
-    chunk, early = within // per_block, tl.cdiv(RECENT, per_block)
-    first = STRIDE * (tl.cdiv(PAGE, per_block) - early + 1) + (STRIDE + 1) * chunk
-    return tl.where(chunk < early, first, STRIDE * (chunk - early + 1))
-
-
 @kernel(do_not_specialize=["row_stride", "entries", "lines"])
 def locate_kernel(
     block_table,
@@ -37,9 +29,8 @@ def locate_kernel(
     row_stride,
     entries,
     lines,
-    FIRST_PAGE: tl.constexpr,
-    STRIDE: tl.constexpr,
-    RECENT: tl.constexpr,
+    SINK_BLOCKS: tl.constexpr,
+    TOKEN_BLOCKS: tl.constexpr,
     SINKS: tl.constexpr,
     TOKEN_UNITS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -67,24 +58,23 @@ def locate_kernel(
         place = tl.arange(0, CAPACITY_TILE)
         position = tl.maximum(tl.minimum(both * PAGE + place - sinks, last), 0)
         is_sink = place < sinks
-        within = tl.where(is_sink, place, position % PAGE)
-        ahead = FIRST_PAGE + position // PAGE + entries_ahead(within, per_block, STRIDE, RECENT)
-        # A rehearsed length may need more entries than there are.
-        entry = tl.minimum(tl.where(is_sink, place // per_block, ahead), entries - 1)
+        slot = tl.where(is_sink, place, position % (TOKEN_BLOCKS * per_block))
+        entry = tl.where(is_sink, 0, SINK_BLOCKS) + slot // per_block
         block = tl.load(table + entry, mask=place < CAPACITY, other=0).to(tl.int64)
-        unit = block * block_units + within % per_block * TOKEN_UNITS
+        unit = block * block_units + slot % per_block * TOKEN_UNITS
         tl.store(places + row * CAPACITY + place, unit * exists, mask=place < CAPACITY)
-        entry = FIRST_PAGE + last // PAGE + entries_ahead(last % PAGE, per_block, STRIDE, RECENT)
-        block = tl.load(table + tl.minimum(entry, entries - 1)).to(tl.int64)
-        target = (block * block_units + last % PAGE % per_block * TOKEN_UNITS) * UNIT * exists
+        slot = last % (TOKEN_BLOCKS * per_block)
+        block = tl.load(table + SINK_BLOCKS + slot // per_block).to(tl.int64)
+        target = (block * block_units + slot % per_block * TOKEN_UNITS) * UNIT * exists
         tl.store(targets + row * 4, target)
         tl.store(targets + row * 4 + 1, SIZE)
         tl.store(targets + row * 4 + 2, target + HEADS * SIZE)
         tl.store(targets + row * 4 + 3, VALUE_SIZE)
     else:
         number = (part - 1) * PAGES + tl.arange(0, PAGES)
-        there = number < tl.minimum(tl.load(about + 3), entries - FIRST_PAGE)
-        page = tl.load(table + FIRST_PAGE + number, mask=there, other=0).to(tl.int64) * block_units
+        # A rehearsed length may need more entries than there are.
+        there = number < tl.minimum(tl.load(about + 3), entries - (SINK_BLOCKS + TOKEN_BLOCKS))
+        page = tl.load(table + SINK_BLOCKS + TOKEN_BLOCKS + number, mask=there, other=0).to(tl.int64) * block_units
         line = targets + tl.num_programs(0) * 4 + tl.load(about + 4) + number
         tl.store(line, page, mask=there)
         tl.store(line + lines, page + tl.load(geometry + 2), mask=there)
@@ -126,9 +116,8 @@ def locate_constants(
     """Compile-time arguments of `locate_kernel`."""
     heads, size, value_size = head_sizes
     return {
-        "FIRST_PAGE": geometry.first_page,
-        "STRIDE": geometry.stride,
-        "RECENT": geometry.recent,
+        "SINK_BLOCKS": geometry.sink_blocks,
+        "TOKEN_BLOCKS": geometry.token_blocks,
         "SINKS": geometry.sink_tokens,
         "TOKEN_UNITS": geometry.token_units,
         "HEADS": heads,

@@ -159,8 +159,7 @@ class LayerStep:
             where, new = tables.targets(blocks, len(queries)), [x.unsqueeze(2) for x in (queries, keys, values)]
             if unsupported_append(dtype, *new, format.rotations) is not None:
                 new = [x.contiguous() for x in new]
-            words = blocks.words.view(dtype)
-            queries = rotate_and_append(*new, words, *where, format.rotations).squeeze(2)
+            queries = rotate_and_append(*new, blocks.tokens, *where, format.rotations).squeeze(2)
         else:
             queries, keys, values = self._turned(queries, keys, values)
             for number, request in enumerate(plan.decodes):

@@ -39,7 +39,7 @@ from kvconvert.vllm.attention import LayerStep, quantize_pending
 from kvconvert.vllm.blocks import BlockLayout, LayerBatch, LayerBlocks, alike
 from kvconvert.vllm.bundle import MODEL_DRAFTS, ServedBundle, layer_index, served_bundle
 from kvconvert.vllm.passes import LowBitMetadata, PassPlanner
-from kvconvert.vllm.rehearsal import STAND_INS
+from kvconvert.vllm.rehearsal import STAND_INS, stand_ins
 
 
 class LowBitBackend(AttentionBackend):
@@ -87,12 +87,19 @@ class LowBitBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...] | None:
-        """Beside layers of another backend, whose pages have other sizes, all layers' pages of a block side by side, if
-        that backend can read them so; vLLM's for CPUs cannot.
+        """All layers' blocks with one number side by side where their slots are shared; beside layers of another
+        backend, whose pages have other sizes, too, if that backend can read them so. vLLM's for CPUs cannot.
         """
-        if cls.served is None or not (cls.served.has_windows or cls.drafts_by_model):
+        if cls.served is None:
             return None
-        return KVCacheLayout.BLNHC, KVCacheLayout.BLHNC, KVCacheLayout.LBHNC
+        side_by_side = KVCacheLayout.BLNHC, KVCacheLayout.BLHNC
+        if any(layout.is_shared for layout in cls._layouts(torch.bfloat16).values()):
+            return side_by_side
+        return (*side_by_side, KVCacheLayout.LBHNC) if cls.served.has_windows or cls.drafts_by_model else None
+
+    @classmethod
+    def _layouts(cls, dtype: torch.dtype) -> dict[int, BlockLayout]:
+        return cls.served.layouts(dtype, cls.ranks, cls.drafts, cls.drafts_by_model)
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
@@ -101,8 +108,7 @@ class LowBitBackend(AttentionBackend):
             return spec
         if spec.block_size > 1:
             raise _unserved("a layer", spec)
-        layouts = cls.served.layouts(spec.dtype, cls.ranks, cls.drafts).values()
-        most = max(-(-layout.block_bytes // PAGE_SIZE) for layout in layouts)
+        most = max(-(-layout.block_bytes // PAGE_SIZE) for layout in cls._layouts(spec.dtype).values())
         return replace(spec, num_head_slots=1, state_content_bytes=most)
 
     @classmethod
@@ -112,7 +118,7 @@ class LowBitBackend(AttentionBackend):
         Raises:
             BundleError: the layer does not attend to all tokens.
         """
-        layouts = {} if cls.served is None else cls.served.layouts(spec.dtype, cls.ranks, cls.drafts)
+        layouts = {} if cls.served is None else cls._layouts(spec.dtype)
         layout = layouts.get(layer_index(layer_name))
         if layout is None or not isinstance(spec, FullAttentionSpec):
             raise _unserved(layer_name, spec)
@@ -121,8 +127,8 @@ class LowBitBackend(AttentionBackend):
         # Beside states blocks have the size that vLLM has chosen, several pages.
         packed["block_size"] = spec.block_size if cls.served.has_states else PAGE_SIZE
         recent = max(max(each.key_window, each.value_window) for each in layouts.values())
-        ahead = {"pages_ahead": layout.blocks_ahead, "sink_pages": layout.first_page, "recent_tokens": recent}
-        return LowBitSpec(**same | packed | ahead)
+        first = {"sink_pages": layout.sink_blocks, "token_pages": layout.token_blocks, "recent_tokens": recent}
+        return LowBitSpec(**same | packed | first)
 
     @classmethod
     def begin_to_compile(cls, config: VllmConfig) -> None:
@@ -132,7 +138,9 @@ class LowBitBackend(AttentionBackend):
             return
         cls.has_begun = True
         layers = _layers_of(config)
-        blocks = [layer.impl.stand_in(layer, device) for layer in layers]
+        caches = [layer.impl.cache(layer, device) for layer in layers]
+        memory = stand_ins([layout for _, layout in caches], STAND_INS, device)
+        blocks = [LayerBlocks(*c, layer.dtype, m) for layer, c, m in zip(layers, caches, memory, strict=True)]
         PassPlanner.begin(config, blocks, [(layer.impl.num_heads, layer.impl.scoring) for layer in layers])
 
 
@@ -241,18 +249,14 @@ class LowBitAttention(AttentionImpl[LowBitMetadata]):
         self._memory = memory
         known = self._blocks is not None and self._blocks.words.data_ptr() == memory.data_ptr()
         if not known or len(self._blocks.words) != len(memory):
-            self._blocks = LayerBlocks(*self._cache(layer, memory.device), layer.dtype, memory)
+            self._blocks = LayerBlocks(*self.cache(layer, memory.device), layer.dtype, memory)
         return self._blocks
 
-    def stand_in(self, layer: Any, device: torch.device) -> LayerBlocks:
-        """Blocks like the layer's, before vLLM has allocated these."""
-        format, layout = self._cache(layer, device)
-        memory = torch.empty(STAND_INS, layout.block_bytes, dtype=torch.uint8, device=device)
-        return LayerBlocks(format, layout, layer.dtype, memory)
-
-    def _cache(self, layer: Any, device: torch.device) -> tuple[LayerFormat, BlockLayout]:
+    def cache(self, layer: Any, device: torch.device) -> tuple[LayerFormat, BlockLayout]:
+        """The layer's format, and the layout of its blocks."""
+        others = LowBitBackend.drafts, LowBitBackend.drafts_by_model
         index = layer_index(layer.layer_name)
-        found = self.served.layer(index, device, layer.dtype, self.rank, self.ranks, LowBitBackend.drafts)
+        found = self.served.layer(index, device, layer.dtype, self.rank, self.ranks, *others)
         if runs_triton(device):
             query = torch.empty(1, self.num_heads, 1, self.head_size, dtype=layer.dtype, device=device)
             reason = unsupported(query, found[0], layer.dtype)
@@ -288,27 +292,41 @@ class LowBitAttention(AttentionImpl[LowBitMetadata]):
         return output
 
 
-class BlocksAheadManager(FullAttentionManager):
-    """Gives each request the blocks that its full-precision tokens take besides those of its pages.
+class TokenBlocksManager(FullAttentionManager):
+    """Gives each request the blocks that its full-precision tokens take before those of its pages.
 
     A prefix that is found in the cache are whole pages, and the blocks of the sink tokens before them, which are known
-    by the hash of the first page. It ends before the recent tokens of the prompt, which are read again, so that the
-    answer has them in full precision. Pages are shared once a pass has quantized them, which is one pass after their
-    last token was scheduled.
+    by the hash of the first page; between them are blocks of the request's own. It ends before the recent tokens of the
+    prompt, which are read again, so that the answer has them in full precision. Pages are shared once a pass has
+    quantized them, which is one pass after their last token was scheduled.
     """
 
     supports_fine_grained_hash_lookup: ClassVar[bool] = False
 
-    def _with_blocks_ahead(self, num_tokens: int) -> int:
-        return num_tokens + self.kv_cache_spec.pages_ahead * PAGE_SIZE
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        # Requests whose pages were found, and that have no blocks for full-precision tokens yet.
+        self._without_tokens: set[str] = set()
+
+    def _with_first_pages(self, num_tokens: int) -> int:
+        return num_tokens + self.kv_cache_spec.first_page * PAGE_SIZE
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
-        """As vLLM's, for this number of tokens and the blocks ahead."""
-        return super().get_num_blocks_to_allocate(request_id, self._with_blocks_ahead(num_tokens), *args, **kwargs)
+        """As vLLM's, for this number of tokens and the blocks before the pages."""
+        return super().get_num_blocks_to_allocate(request_id, self._with_first_pages(num_tokens), *args, **kwargs)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list:
-        """As vLLM's, for this number of tokens and the blocks ahead."""
-        return super().allocate_new_blocks(request_id, self._with_blocks_ahead(num_tokens), num_tokens_main_model)
+        """As vLLM's, for this number of tokens and the blocks before the pages."""
+        own = []
+        if request_id in self._without_tokens:
+            self._without_tokens.remove(request_id)
+            first = self.kv_cache_spec.sink_pages
+            own = self.block_pool.get_new_blocks(self.kv_cache_spec.token_pages)
+            self.req_to_blocks[request_id][first:first] = own
+            if self._record_new_block_ids:
+                self.new_block_ids.extend(block.block_id for block in own)
+        more = super().allocate_new_blocks(request_id, self._with_first_pages(num_tokens), num_tokens_main_model)
+        return own + more
 
     @classmethod
     def find_longest_cache_hit(
@@ -335,6 +353,7 @@ class BlocksAheadManager(FullAttentionManager):
             hashes = _sink_hashes(get_block_hash(new_computed_blocks[0].block_hash), self.kv_cache_spec)
             own = [self.kv_cache_group_id]
             sinks = [block for each in hashes for block in self.block_pool.get_cached_block(each, own)]
+            self._without_tokens.add(request_id)
         super().add_local_computed_blocks(request_id, [*sinks, *new_computed_blocks], *args)
         self.num_cached_block[request_id] -= len(sinks)
 
@@ -353,7 +372,7 @@ class BlocksAheadManager(FullAttentionManager):
             return
         blocks = self.req_to_blocks[request.request_id]
         self.block_pool.cache_full_blocks(
-            request, blocks[spec.sink_pages :], cached, sealed, size, self.kv_cache_group_id
+            request, blocks[spec.first_page :], cached, sealed, size, self.kv_cache_group_id
         )
         if not cached:
             first = resolve_block_hashes(request.block_hashes, self.block_pool.hash_block_size, size)[0]
@@ -373,18 +392,23 @@ class LowBitSpec(FullAttentionSpec):
     """Blocks of quantized pages and of full-precision tokens, see `kvconvert/vllm/blocks.py`.
 
     Attributes:
-        pages_ahead: of each request, besides one for every 128 tokens.
-        sink_pages: of these, those of sink tokens, which are the first of its row.
+        sink_pages, token_pages: blocks of each request that hold its sink tokens, which are the first of its row, and
+            its other full-precision tokens, which are the next, besides one for every 128 tokens.
         recent_tokens: newest tokens that stay in full precision besides those of an incomplete page.
     """
 
-    pages_ahead: int
     sink_pages: int
+    token_pages: int
     recent_tokens: int
+
+    @property
+    def first_page(self) -> int:
+        """The entry of a request's first page in its row."""
+        return self.sink_pages + self.token_pages
 
     def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
         """Entries of a request's row in the block table."""
-        return super().max_num_blocks_per_req(vllm_config, max_len + self.pages_ahead * PAGE_SIZE)
+        return super().max_num_blocks_per_req(vllm_config, max_len + self.first_page * PAGE_SIZE)
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         """Bytes of the longest request."""
@@ -401,4 +425,4 @@ class LowBitSpec(FullAttentionSpec):
 
 # vLLM registers its own kinds when the first is asked for, but not once there is any.
 KVCacheSpecRegistry.check_kv_cache_spec_registry({})
-KVCacheSpecRegistry.register(LowBitSpec, BlocksAheadManager)
+KVCacheSpecRegistry.register(LowBitSpec, TokenBlocksManager)

@@ -5,28 +5,23 @@ A layer's block is as large as the records of one page of 128 tokens, keys' and 
 are still in full precision live in blocks, too, so that vLLM plans, shares and takes back all of the cache's memory. A
 request's row of the block table is the same for all layers, whatever the sizes of their blocks:
 
-    [sink tokens | page 0 | page 1 | ... | the page being filled | blocks ahead]
+    [sink tokens | full-precision tokens | page 0 | page 1 | ...]
 
-Page j has entry `first_page + j` of the row, where it is quantized as soon as it is complete. While any of its tokens
-is recent they are in entries that later pages will take, divided into chunks of as many tokens as a block holds:
+Page j has entry `first_page + j` of the row, where it is quantized as soon as it is complete. Token p is in slot p
+modulo the number of slots of the blocks before, which is at least the number of tokens that are in full precision at a
+time: those of a page, the recent ones, and drafts, which may be taken back. So tokens never move. A token is one
+record: its keys of all heads, then its values.
 
-    chunk c of page j  ->  entry  first_page + j + stride * (c - early + 1)                            c >= early
-                           entry  first_page + j + stride * (chunks - early + 1) + (stride + 1) * c    c < early
-
-With r recent tokens and drafts, the tokens of stride = 1 + floor(r / 128) pages are in full precision at a time, on one
-side at least, and beside these the first `early` chunks of one page more, which hold the rest of r. The entries differ
-for all of them, and from those of all complete pages. So tokens never move, and a page's blocks ahead are free again
-when none of its tokens is recent. With drafts, the tokens that may be taken back stay in full precision as if they were
-in a window. A token is one record: its keys of all heads, then its values.
-
-The layer with the smallest blocks needs the most of them for its full-precision tokens, and all layers have as many. So
-the smallest blocks may be a little larger than their pages (`block_layouts`).
+A block has as many slots as its bytes hold tokens. Where all layers' blocks with one number are side by side in memory,
+each layer has a part of every slot, and the slots of a block are what all layers' bytes hold together. Where each
+layer's blocks are apart, the layer with the smallest ones decides how many blocks the tokens of all take, so that those
+may be a little larger than their pages (`block_layouts`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -53,7 +48,7 @@ from kvconvert.kernels.quantizer import new_flag
 
 # Share of the cache that may be lost to blocks that are larger than their pages.
 MOST_PADDING = 0.03
-# Pages of the request for which blocks ahead and larger blocks are weighed against each other.
+# Pages of the request for which blocks of tokens and larger blocks are weighed against each other.
 TYPICAL_PAGES = 64
 
 
@@ -76,8 +71,11 @@ class BlockLayout:
         key_window, value_window: newest tokens whose keys, or values, stay in full precision besides the page being
             filled.
         drafts: newest tokens that may be taken back.
-        first_page: the entry of page 0, behind the sink tokens; the same in all layers.
-        blocks_ahead: entries that a request has besides those of its pages; the same in all layers.
+        space_bytes: bytes in which full-precision tokens lie: the layer's block, or the blocks of all layers that lie
+            side by side.
+        slot_bytes: of a token in all layers whose tokens lie there.
+        offset: where the layer's part of a slot begins.
+        sink_blocks, token_blocks: entries of sink tokens and of other full-precision tokens; the same in all layers.
     """
 
     key_bytes: int
@@ -87,9 +85,12 @@ class BlockLayout:
     sink_tokens: int
     key_window: int
     value_window: int
-    drafts: int = 0
-    first_page: int = 0
-    blocks_ahead: int = 0
+    drafts: int
+    space_bytes: int
+    slot_bytes: int
+    offset: int = field(default=0, compare=False)
+    sink_blocks: int = 0
+    token_blocks: int = 0
 
     @classmethod
     def of(cls, format: LayerFormat, dtype: torch.dtype, drafts: int = 0) -> BlockLayout:
@@ -97,26 +98,29 @@ class BlockLayout:
         keys, values = format.keys, format.values
         token = (keys.heads * keys.head_dim + values.heads * values.head_dim) * dtype.itemsize
         sides = page_bytes(keys, dtype.itemsize), page_bytes(values, dtype.itemsize)
-        windows = format.key_window, format.value_window
-        layout = cls(*sides, sum(sides), token, format.sink_tokens, *windows, drafts)
+        windows, size = (format.key_window, format.value_window), sum(sides)
+        layout = cls(*sides, size, token, format.sink_tokens, *windows, drafts, size, token)
         return layout.beside([layout])
+
+    def resized(self, block_bytes: int) -> BlockLayout:
+        """This layout with blocks of another size, apart from other layers'."""
+        return replace(self, block_bytes=block_bytes, space_bytes=block_bytes)
 
     def beside(self, layouts: Sequence[BlockLayout]) -> BlockLayout:
         """This layout with the rows that it shares with others, itself among them."""
-        first = max(-(-layout.sink_tokens // layout.tokens_per_block) for layout in layouts)
-        last = torch.arange(PAGE_SIZE)
-        ahead = max(int(layout.places(last).entries.max()) - layout.first_page for layout in layouts)
-        return replace(self, first_page=first, blocks_ahead=first + ahead)
+        sinks = max(-(-layout.sink_tokens // layout.tokens_per_block) for layout in layouts)
+        tokens = max(-(-(PAGE_SIZE + layout.recent_tokens) // layout.tokens_per_block) for layout in layouts)
+        return replace(self, sink_blocks=sinks, token_blocks=tokens)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether slots are those of several layers."""
+        return self.slot_bytes > self.token_bytes
 
     @property
     def tokens_per_block(self) -> int:
         """Full-precision tokens that a block holds."""
-        return min(PAGE_SIZE, self.block_bytes // self.token_bytes)
-
-    @property
-    def chunks(self) -> int:
-        """Blocks that a page takes in full precision."""
-        return -(-PAGE_SIZE // self.tokens_per_block)
+        return min(PAGE_SIZE, self.space_bytes // self.slot_bytes)
 
     @property
     def recent_tokens(self) -> int:
@@ -124,18 +128,13 @@ class BlockLayout:
         return max(self.key_window, self.value_window) + self.drafts
 
     @property
-    def stride(self) -> int:
-        """Distance between a page's blocks ahead: as many pages are in full precision at a time."""
-        return 1 + self.recent_tokens // PAGE_SIZE
-
-    @property
-    def early_chunks(self) -> int:
-        """First chunks of a page that are in full precision beside as many whole pages."""
-        return -(-(self.recent_tokens % PAGE_SIZE) // self.tokens_per_block)
+    def first_page(self) -> int:
+        """The entry of page 0."""
+        return self.sink_blocks + self.token_blocks
 
     def blocks_for(self, tokens: int) -> int:
         """Entries of a request with so many tokens, the one being computed included."""
-        return -(-tokens // PAGE_SIZE) + self.blocks_ahead if tokens else 0
+        return -(-tokens // PAGE_SIZE) + self.first_page if tokens else 0
 
     def quantized(self, tokens: int, recent: bool = True) -> tuple[int, int]:
         """Number of key pages and value pages that are read quantized when `tokens` tokens are stored.
@@ -159,42 +158,62 @@ class BlockLayout:
 
     def places(self, positions: torch.Tensor) -> Places:
         """Where tokens at these positions, int64 [n], lie while their pages are in full precision."""
-        pages, within = positions // PAGE_SIZE, positions % PAGE_SIZE
-        chunk, early, stride = within // self.tokens_per_block, self.early_chunks, self.stride
-        first = stride * (self.chunks - early + 1) + (stride + 1) * chunk
-        ahead = torch.where(chunk < early, first, stride * (chunk - early + 1))
-        return Places(self.first_page + pages + ahead, within % self.tokens_per_block)
+        block, slot = self._slots(positions % (self.token_blocks * self.tokens_per_block))
+        return Places(self.sink_blocks + block, slot)
 
     def sinks(self, positions: torch.Tensor) -> Places:
         """Where sink tokens at these positions, int64 [n], lie."""
-        return Places(positions // self.tokens_per_block, positions % self.tokens_per_block)
+        return self._slots(positions)
+
+    def _slots(self, numbers: torch.Tensor) -> Places:
+        return Places(numbers // self.tokens_per_block, numbers % self.tokens_per_block)
 
 
 def block_layouts(
-    formats: Sequence[LayerFormat], dtype: torch.dtype, equal: bool = False, drafts: int = 0
+    formats: Sequence[LayerFormat],
+    dtype: torch.dtype,
+    *,
+    side_by_side: bool = False,
+    equal: bool = False,
+    drafts: int = 0,
 ) -> list[BlockLayout]:
-    """The layouts of layers whose requests have the same rows: of all that pad little, those with the smallest cache.
+    """The layouts of layers whose requests have the same rows.
 
     Args:
         formats: those of the layers.
         dtype: of full-precision tokens.
+        side_by_side: let all layers' blocks with one number lie side by side in memory where their sizes differ. Else
+            they are apart, and of all layouts that pad little these are those with the smallest cache.
         equal: give all blocks one size, whole bytes for each token, however much is padded.
         drafts: newest tokens of a request that may be taken back.
     """
     exact = [BlockLayout.of(format, dtype, drafts) for format in formats]
+    pages = sum(layout.block_bytes for layout in exact)
     if equal:
         largest = max((layout.block_bytes for layout in exact), default=0)
-        own = [replace(layout, block_bytes=-(-largest // PAGE_SIZE) * PAGE_SIZE) for layout in exact]
-        return [layout.beside(own) for layout in own]
-    pages = sum(layout.block_bytes for layout in exact)
+        return _with_rows([layout.resized(-(-largest // PAGE_SIZE) * PAGE_SIZE) for layout in exact])
+    sizes = list(dict.fromkeys(layout.block_bytes for layout in exact))
+    if side_by_side and len(sizes) > 1:
+        slot = sum(layout.token_bytes for layout in exact)
+        own = [replace(layout, space_bytes=pages, slot_bytes=slot) for layout in exact]
+        # vLLM has layers with blocks of one size next to each other. In the same order among tokens, those that are
+        # equally far apart are so on both.
+        offset = 0
+        for number in sorted(range(len(own)), key=lambda number: sizes.index(own[number].block_bytes)):
+            own[number] = replace(own[number], offset=offset)
+            offset += own[number].token_bytes
+        return _with_rows(own)
     found: list[tuple[int, list[BlockLayout]]] = []
-    for smallest in sorted({layout.block_bytes for layout in exact}):
-        own = [replace(layout, block_bytes=max(smallest, layout.block_bytes)) for layout in exact]
-        own = [layout.beside(own) for layout in own]
+    for smallest in sorted(sizes):
+        own = _with_rows([layout.resized(max(smallest, layout.block_bytes)) for layout in exact])
         taken = sum(layout.block_bytes for layout in own)
         if taken <= (1 + MOST_PADDING) * pages:
-            found.append((taken * (TYPICAL_PAGES + own[0].blocks_ahead), own))
+            found.append((taken * (TYPICAL_PAGES + own[0].first_page), own))
     return min(found, key=lambda one: one[0], default=(0, []))[1]
+
+
+def _with_rows(layouts: list[BlockLayout]) -> list[BlockLayout]:
+    return [layout.beside(layouts) for layout in layouts]
 
 
 # Tokens in full precision that are gathered from all layers at once in order to be quantized.
@@ -208,11 +227,13 @@ class LayerBlocks:
         format: how the layer stores tokens, with the tensors of the KV plan.
         layout: how they are divided.
         dtype: of full-precision tokens.
-        memory: [blocks, ...] of any dtype, `layout.block_bytes` contiguous bytes of each block.
+        memory: [blocks, ...] of any dtype, `layout.block_bytes` contiguous bytes of each block. Where slots are those
+            of several layers, a view of an allocation that begins with block 0 of all these.
 
     Attributes:
         words: int16 [blocks, units].
         tokens: [blocks, tokens of a block, numbers of a token] in the tokens' dtype, keys [H, D] before values [H, E].
+            Kernels count the places of tokens from its first element.
         flag: what page kernels raise on numbers that cannot be stored.
     """
 
@@ -220,7 +241,13 @@ class LayerBlocks:
         self.format, self.layout, self.dtype = format, layout, dtype
         self.words = memory.flatten(1).view(torch.int16)
         self.flag = new_flag(memory.device)
-        self.tokens = self.tokens_of(self.words)
+        words, block = self.words.view(dtype), self.words.stride(0) * 2 // dtype.itemsize
+        start = words.storage_offset()
+        if layout.is_shared:
+            start += layout.offset // dtype.itemsize - start % block
+        numbers, slot = (size // dtype.itemsize for size in (layout.token_bytes, layout.slot_bytes))
+        shape = len(words), layout.tokens_per_block, numbers
+        self.tokens = words.as_strided(shape, (block, slot, 1), start)
 
     @cached_property
     def block_units(self) -> int:
@@ -231,14 +258,8 @@ class LayerBlocks:
     def geometry(self) -> BlockGeometry:
         """The blocks as `kernels/blocks` knows them."""
         layout = self.layout
-        recent = layout.recent_tokens % PAGE_SIZE
-        fields = layout.first_page, layout.stride, recent, layout.tokens_per_block, layout.sink_tokens
-        return BlockGeometry(*fields, self.block_units, layout.token_bytes // 16, layout.key_bytes // 16)
-
-    def tokens_of(self, words: torch.Tensor) -> torch.Tensor:
-        """Full-precision tokens, a view [..., tokens of a block, numbers of a token] of such words as the layer's."""
-        numbers, each = self.layout.token_bytes // self.dtype.itemsize, self.layout.tokens_per_block
-        return words.view(self.dtype)[..., : each * numbers].unflatten(-1, (each, numbers))
+        fields = layout.sink_blocks, layout.token_blocks, layout.tokens_per_block, layout.sink_tokens
+        return BlockGeometry(*fields, self.block_units, layout.slot_bytes // 16, layout.key_bytes // 16)
 
     def write(self, blocks: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store full-precision keys [n, H, D] and values [n, H, E] in these places, int64 [n] each."""
@@ -301,12 +322,14 @@ class LayerBatch:
 
     Attributes:
         words: int16 [layers, blocks, units].
+        tokens: [layers, blocks, tokens of a block, numbers of a token].
     """
 
     def __init__(self, layers: list[LayerBlocks]):
-        self.layers, first = layers, layers[0]
-        step = layers[1].words.storage_offset() - first.words.storage_offset() if len(layers) > 1 else 0
-        self.words = first.words.as_strided((len(layers), *first.words.shape), (step, *first.words.stride()))
+        self.layers = layers
+        self.words, self.tokens = (
+            _stacked([getattr(layer, name) for layer in layers[:2]], len(layers)) for name in ("words", "tokens")
+        )
 
     def quantize_stored(
         self, blocks: torch.Tensor, places: tuple[torch.Tensor, torch.Tensor], firsts: list[int]
@@ -318,14 +341,13 @@ class LayerBatch:
         for start in range(0, len(self.layers), at_once):
             part = LayerBatch(self.layers[start : start + at_once])
             # A copy, which may be changed.
-            keys, values = self.layers[0].tokens_of(part.words)[:, places[0], places[1]].split(split, -1)
+            keys, values = part.tokens[:, places[0], places[1]].split(split, -1)
             for tokens, side in ((keys, f.keys), (values, f.values)):
                 part.quantize(blocks, tokens.unflatten(-1, (side.heads, -1)).transpose(1, 2), firsts, side)
 
     def copy(self, origin: tuple[torch.Tensor, torch.Tensor], target: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Copy full-precision tokens from places to others, blocks and slots int64 [n] each."""
-        tokens = self.layers[0].tokens_of(self.words)
-        tokens[:, *target] = tokens[:, *origin]
+        self.tokens[:, *target] = self.tokens[:, *origin]
 
     def quantize(self, blocks: torch.Tensor, tokens: torch.Tensor, firsts: list[int], f: PageFormat) -> None:
         """Quantize pages.
@@ -361,6 +383,12 @@ class LayerBatch:
         return PageWrites(starts, np.full(shape, tokens.stride(1)), records, np.array(firsts), np.array(hidden))
 
 
+def _stacked(first: Sequence[torch.Tensor], count: int) -> torch.Tensor:
+    """`count` tensors that are equally far apart as one, of which these are the first two, or the only one."""
+    tensor, step = first[0], first[-1].storage_offset() - first[0].storage_offset()
+    return tensor.as_strided((count, *tensor.shape), (step, *tensor.stride()))
+
+
 def alike(layers: Sequence[LayerBlocks]) -> list[LayerBatch]:
     """All layers, divided into those that are alike and equally far apart in one allocation."""
     groups: dict[Hashable, list[LayerBlocks]] = {}
@@ -371,7 +399,8 @@ def alike(layers: Sequence[LayerBlocks]) -> list[LayerBatch]:
         groups.setdefault(key, []).append(layer)
     found = []
     for group in groups.values():
-        starts = [layer.words.storage_offset() for layer in group]
-        even = len({after - before for before, after in pairwise(starts)}) <= 1 and starts == sorted(starts)
+        starts = [(layer.words.storage_offset(), layer.tokens.storage_offset()) for layer in group]
+        steps = {(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(starts)}
+        even = len(steps) <= 1 and starts == sorted(starts)
         found += [LayerBatch(group)] if even else [LayerBatch([layer]) for layer in group]
     return found

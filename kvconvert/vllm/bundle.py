@@ -172,7 +172,14 @@ class ServedBundle:
         return None
 
     def layer(
-        self, index: int, device: torch.device, dtype: torch.dtype, rank: int = 0, ranks: int = 1, drafts: int = 0
+        self,
+        index: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        rank: int = 0,
+        ranks: int = 1,
+        drafts: int = 0,
+        apart: bool = False,
     ) -> tuple[LayerFormat, BlockLayout]:
         """The format of a decoder layer, with its part of the KV plan on a device, and the layout of its blocks.
 
@@ -180,19 +187,31 @@ class ServedBundle:
             index: of the layer.
             device, dtype: of its full-precision tokens.
             rank, ranks: whose heads it holds, of how many that the heads are divided among.
-            drafts: newest tokens of a request that may be taken back.
+            drafts, apart: as for `layouts`.
         """
         format = self._format(index, ranks)
         prefix, heads = f"layers.{index}.", format.keys.heads
         plan = {name.removeprefix(prefix): t for name, t in self.bundle.plan.items() if name.startswith(prefix)}
         own = {name: t[rank * heads : (rank + 1) * heads] if name in OF_HEADS else t for name, t in plan.items()}
         format = with_plan(format, self.schemes[index], own, device)
-        return format, self.layouts(dtype, ranks, drafts)[index]
+        return format, self.layouts(dtype, ranks, drafts, apart)[index]
 
-    def layouts(self, dtype: torch.dtype, ranks: int = 1, drafts: int = 0) -> dict[int, BlockLayout]:
-        """The layout of each layer's blocks, all found by the same rows of a block table."""
+    def layouts(
+        self, dtype: torch.dtype, ranks: int = 1, drafts: int = 0, apart: bool = False
+    ) -> dict[int, BlockLayout]:
+        """The layout of each layer's blocks, all found by the same rows of a block table.
+
+        Args:
+            dtype: of full-precision tokens.
+            ranks: that heads are divided among.
+            drafts: newest tokens of a request that may be taken back.
+            apart: whether vLLM keeps caches of its own besides, for layers that draft, so that it may have to keep each
+                layer's blocks apart.
+        """
         formats = tuple(self._format(index, ranks) for index in self.attending)
-        return dict(zip(self.attending, _layouts(formats, dtype, self.has_states, drafts), strict=True))
+        side_by_side = not apart and {*self.layer_types} <= {*OURS, *WITHOUT_CACHE} and not self.has_states
+        found = _layouts(formats, dtype, side_by_side, self.has_states, drafts)
+        return dict(zip(self.attending, found, strict=True))
 
     def _division_refusal(self, index: int, ranks: int) -> str | None:
         """Why a layer's heads cannot be divided among ranks, to follow the layer's name; None if they can."""
@@ -265,8 +284,10 @@ def _in_own_words(text: Mapping[str, Any], index: int) -> str:
 
 
 @lru_cache(maxsize=16)
-def _layouts(formats: tuple[LayerFormat, ...], dtype: torch.dtype, equal: bool, drafts: int) -> list[BlockLayout]:
-    return block_layouts(formats, dtype, equal, drafts)
+def _layouts(
+    formats: tuple[LayerFormat, ...], dtype: torch.dtype, side_by_side: bool, equal: bool, drafts: int
+) -> list[BlockLayout]:
+    return block_layouts(formats, dtype, side_by_side=side_by_side, equal=equal, drafts=drafts)
 
 
 def scheme_refusal(scheme: KVScheme) -> str | None:

@@ -213,7 +213,7 @@ class PackedPrompts:
             base=packing.memory,
             key_pages=PageAddresses(f.keys, blocks.words, records[0], scales[0], f.key_tensors.boosted),
             value_pages=PageAddresses(f.values, blocks.words, records[1], scales[1]),
-            copies=TokensInBlocks(blocks.words, records[4], places[0]),
+            copies=TokensInBlocks(blocks.tokens, records[4], places[0]),
             capacity=packing.tokens,
             **{name: device[name] for name in PLANNED},
         )
@@ -226,7 +226,7 @@ class PackedPrompts:
             # Behind them is what was never written.
             written = (side[:, : self._all].transpose(0, 1) for side in workspace)
             packing.flash(turned.transpose(0, 1), *written, *self._ends, *self._most, scoring.scaling, output)
-        copy_tokens(records[5], places[1], blocks.words, *workspace, to_blocks=True)
+        copy_tokens(records[5], places[1], blocks.tokens, *workspace, to_blocks=True)
         self._quantize(blocks, f.keys, packing.keys)
         self._quantize(blocks, f.values, packing.values)
 

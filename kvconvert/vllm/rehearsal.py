@@ -12,7 +12,7 @@ from kvconvert.kernels.device import compiles
 from kvconvert.kernels.launches import begin_to_compile, make_ready, record_specializations
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.vllm.attention import LayerStep, quantize_pending
-from kvconvert.vllm.blocks import LayerBlocks, alike
+from kvconvert.vllm.blocks import BlockLayout, LayerBlocks, alike
 from kvconvert.vllm.prompts import Packing, divide_prompts
 from kvconvert.vllm.step import DecodeTables, plan_step
 
@@ -65,6 +65,14 @@ def rehearse(
             tokens = [torch.zeros(count, *size, dtype=dtype, device=device) for size in sizes]
             output = tokens[0].new_empty(count, query_heads, f.values.head_dim)
             LayerStep(blocks, plan, scoring, parts, tables).run(*tokens, output)
+
+
+def stand_ins(layouts: Sequence[BlockLayout], count: int, device: torch.device) -> list[torch.Tensor]:
+    """Memory for `count` blocks of these layers, uint8 [count, bytes] each; side by side where slots are shared."""
+    if not any(layout.is_shared for layout in layouts):
+        return [torch.empty(count, layout.block_bytes, dtype=torch.uint8, device=device) for layout in layouts]
+    sizes = [layout.block_bytes for layout in layouts]
+    return list(torch.empty(count, sum(sizes), dtype=torch.uint8, device=device).split(sizes, 1))
 
 
 # Blocks of a layer that stand in for the cache's: more than the requests of a rehearsal have pages.

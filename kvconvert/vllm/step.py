@@ -427,7 +427,7 @@ class DecodeTables:
     def residual_windows(self, blocks: LayerBlocks, rows: int) -> ResidualWindows:
         """A layer's full-precision tokens of the first rows, in their blocks."""
         places = self._found[blocks.geometry].places
-        return ResidualWindows(blocks.words.view(self.dtype), self._on_device.windows[:rows], places[:rows])
+        return ResidualWindows(blocks.tokens, self._on_device.windows[:rows], places[:rows])
 
     def _empty_work(self, programs: int) -> WorkPlan:
         items, ends = most_items(self.rows, programs) * len(Item), self.rows + 1

@@ -70,14 +70,17 @@ def planned(case: dict[str, Any]) -> dict[str, Any]:
             ):
                 views[name] = list(view.shape)
     groups = [(group.kv_cache_spec, len(group.layer_names)) for group in known.kv_cache_groups]
-    exact, drafted = (served.layouts(torch.bfloat16, 1, drafts).values() for drafts in (0, LowBitBackend.drafts))
+    exact, drafted = (
+        served.layouts(torch.bfloat16, 1, drafts, LowBitBackend.drafts_by_model).values()
+        for drafts in (0, LowBitBackend.drafts)
+    )
     row = specs[f"model.layers.{served.attending[0]}.self_attn.attn"].max_num_blocks_per_req
     return {
         "groups": [{"spec": type(spec).__name__, "layers": count, "block": spec.block_size} for spec, count in groups],
         "blocks": found.num_blocks,
         "bytes_per_block": MEMORY // found.num_blocks,
         "pages": sum(layout.key_bytes + layout.value_bytes for layout in exact),
-        "ahead": max(layout.blocks_ahead for layout in drafted),
+        "first": max(layout.first_page for layout in drafted),
         "row": row(SimpleNamespace(parallel_config=config.parallel_config), 8192),
         "views": views,
     }

@@ -48,21 +48,20 @@ def test_no_token_lies_where_another_or_a_page_does(sinks, key_window, value_win
 def test_a_token_stays_where_it_is_until_its_page_is_quantized_and_a_page_does_not_move():
     found = layout(sink_tokens=4)
     assert found.places(torch.tensor([5])) == found.places(torch.tensor([5]))
-    assert found.blocks_for(1) == found.first_page + 1 + found.chunks
+    assert found.blocks_for(1) == found.first_page + 1
     assert found.blocks_for(PAGE_SIZE) + 1 == found.blocks_for(PAGE_SIZE + 1)
     assert found.blocks_for(0) == 0
 
 
 def test_a_few_recent_tokens_take_a_few_more_blocks():
-    few = layout(key_recent_tokens=16, value_recent_tokens=16)
-    assert few.blocks_ahead == layout().blocks_ahead + few.early_chunks - 1
-    assert few.early_chunks * few.tokens_per_block >= 16 > (few.early_chunks - 1) * few.tokens_per_block
+    few = layout(key_recent_tokens=20, value_recent_tokens=40)
+    assert few.token_blocks == -(-168 // few.tokens_per_block) == layout().token_blocks + 1
 
 
 def test_a_block_holds_as_many_tokens_as_fit():
     found = layout()
     assert found.tokens_per_block == found.block_bytes // found.token_bytes
-    assert found.chunks * found.tokens_per_block >= PAGE_SIZE > (found.chunks - 1) * found.tokens_per_block
+    assert found.token_blocks * found.tokens_per_block >= PAGE_SIZE > (found.token_blocks - 1) * found.tokens_per_block
 
 
 MIXTURES = {
@@ -75,23 +74,37 @@ MIXTURES = {
 
 @pytest.mark.parametrize("name", MIXTURES)
 @pytest.mark.parametrize("windows", [{}, {"sink_tokens": 60, "value_recent_tokens": 130}], ids=["", "windows"])
-def test_layers_of_different_widths_share_rows_and_lose_little_to_padding(name, windows):
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_layers_of_different_widths_share_rows_and_lose_little_to_padding(name, windows, side_by_side):
     caches = [cache(key_bits=key, value_bits=value, **windows) for key, value in MIXTURES[name]]
-    found = block_layouts(caches, torch.bfloat16)
-    assert len({(layout.first_page, layout.stride, layout.blocks_ahead) for layout in found}) == 1
+    found = block_layouts(caches, torch.bfloat16, side_by_side=side_by_side)
+    assert len({(layout.sink_blocks, layout.token_blocks) for layout in found}) == 1
     pages = sum(layout.key_bytes + layout.value_bytes for layout in found)
-    assert sum(layout.block_bytes for layout in found) <= 1.03 * pages
+    assert sum(layout.block_bytes for layout in found) <= (1 if side_by_side else 1.03) * pages
     for layout in found:
-        # Blocks of full-precision tokens end where the rows of the request do.
-        last = layout.places(torch.tensor([700])).entries.max()
-        assert last < layout.blocks_for(701)
-        assert -(-layout.sink_tokens // layout.tokens_per_block) <= layout.first_page
+        assert layout.token_blocks * layout.tokens_per_block >= PAGE_SIZE + layout.recent_tokens
+        assert layout.sink_blocks * layout.tokens_per_block >= layout.sink_tokens
+
+
+def test_tokens_of_layers_side_by_side_take_no_more_than_all_their_bytes():
+    caches = [cache(key_bits=k, value_bits=k) for k in (1, 2, 1, 3, 2, 8)]
+    found = block_layouts(caches, torch.bfloat16, side_by_side=True)
+    space = sum(layout.block_bytes for layout in found)
+    assert {layout.tokens_per_block for layout in found} == {space // sum(layout.token_bytes for layout in found)}
+    taken = sorted((layout.offset, layout.offset + layout.token_bytes) for layout in found)
+    assert [begin for begin, _ in taken] == [0, *(end for _, end in taken[:-1])]
+    # As vLLM has their blocks: those of one size next to each other.
+    sizes = [layout.block_bytes for layout in sorted(found, key=lambda layout: layout.offset)]
+    assert sizes == sorted(sizes)
+    apart = block_layouts(caches, torch.bfloat16)
+    assert found[0].token_blocks < apart[0].token_blocks
+    assert not any(layout.is_shared for layout in apart)
 
 
 def test_one_narrow_layer_does_not_take_more_blocks_for_the_tokens_of_all():
     narrow, *others = block_layouts([cache(key_bits=k, value_bits=k) for k in (1, *(2,) * 31)], torch.bfloat16)
     assert narrow.block_bytes == others[0].block_bytes > narrow.key_bytes + narrow.value_bytes
-    assert narrow.blocks_ahead == others[0].blocks_ahead == layout().blocks_ahead
+    assert narrow.token_blocks == others[0].token_blocks == layout().token_blocks
     # Where it would cost more, blocks are as large as pages.
     for found in block_layouts([cache(key_bits=k, value_bits=k) for k in (1, 1, 2, 2)], torch.bfloat16):
         assert found.block_bytes == found.key_bytes + found.value_bytes

@@ -55,6 +55,7 @@ class Layer:
         scoring: Scoring = PLAIN,
         beside: Layer | None = None,
         layout: BlockLayout | None = None,
+        memory: torch.Tensor | None = None,
         shares: bool = False,
         value_dim: int = DIM,
     ):
@@ -65,7 +66,8 @@ class Layer:
         self.rotations, self.kernels = cache.rotations, kernels
         each = self.layout.blocks_for(LONGEST)
         shape = (1 + each * REQUESTS, 1, 1, self.layout.block_bytes // 2)
-        memory = torch.full(shape, POISON, dtype=torch.int16, device=self.device)
+        if memory is None:
+            memory = torch.full(shape, POISON, dtype=torch.int16, device=self.device)
         format = with_plan(cache, scheme, PLAN, self.device)
         self.blocks = LayerBlocks(format, self.layout, dtype, memory)
         # Scattered, and never block 0, which vLLM leaves to no request.
@@ -272,16 +274,25 @@ def test_layers_in_one_allocation_are_quantized_together_as_each_alone(name):
 
 
 @pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_layers_with_blocks_of_different_sizes_follow_one_plan(kernels):
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_layers_with_blocks_of_different_sizes_follow_one_plan(kernels, side_by_side):
+    """A pass is computed layer after layer, so that none may write where another's tokens are still to be read."""
     torch.manual_seed(0)
     windows = {"sink_tokens": 4, "value_recent_tokens": 128}
     schemes = [KVScheme(key_bits=bits, value_bits=bits, **windows) for bits in (2, 8, 16)]
     caches = [layer_format(scheme, heads=HEADS, key_dim=DIM) for scheme in schemes]
-    layouts = block_layouts(caches, torch.float32)
-    assert len({layout.block_bytes for layout in layouts}) == len({layout.tokens_per_block for layout in layouts}) == 3
+    layouts = block_layouts(caches, torch.float32, side_by_side=side_by_side)
+    assert len({layout.block_bytes for layout in layouts}) == 3
+    assert len({layout.tokens_per_block for layout in layouts}) == (1 if side_by_side else 3)
+    memory: list[torch.Tensor | None] = [None] * 3
+    if side_by_side:
+        sizes = [layout.block_bytes // 2 for layout in layouts]
+        count = 1 + layouts[0].blocks_for(LONGEST) * REQUESTS
+        memory = list(torch.full((count, sum(sizes)), POISON, dtype=torch.int16).split(sizes, 1))
     layers: list[Layer] = []
-    for scheme, layout in zip(schemes, layouts, strict=True):
-        layers.append(Layer(scheme, kernels=kernels, layout=layout, beside=layers[0] if layers else None))
+    for scheme, layout, own in zip(schemes, layouts, memory, strict=True):
+        beside = layers[0] if layers else None
+        layers.append(Layer(scheme, kernels=kernels, layout=layout, memory=own, beside=beside))
     for lengths in PASSES[:5] if kernels else PASSES + STEPS:
         for layer in layers:
             assert layer.run(lengths) < (1e-3 if kernels else 2e-6), lengths
@@ -318,8 +329,9 @@ def test_a_prompt_goes_on_from_the_pages_of_another_and_its_answer_has_its_newes
         assert layer.run(lengths) < most
     assert layer.run([1, 0, 0], answers=True) < most
     # Of two pages, of which the second is recent in the answer of the first request.
-    shared = layer.layout.first_page + 2
-    layer.table[2, :shared] = layer.table[0, :shared]
+    sinks, first = layer.layout.sink_blocks, layer.layout.first_page
+    for shared in (slice(sinks), slice(first, first + 2)):
+        layer.table[2, shared] = layer.table[0, shared]
     layer.keys[2], layer.values[2] = layer.keys[0][:, :256], layer.values[0][:, :256]
     for lengths in [[0, 0, 60], [0, 30, 1], [0, 0, 80]]:
         assert layer.run(lengths) < most, lengths

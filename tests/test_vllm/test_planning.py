@@ -38,7 +38,7 @@ MIXED = (NARROW, NARROW, WIDE, NARROW | {"key_bits": 3}, None, NARROW | {"key_bi
 CASES: dict[str, dict[str, Any]] = {
     # Llama 3 8B with one scheme, and as `auto` leaves it.
     "alike": {"layers": layers(FULL * 32, NARROW), "layout": "LBNHC"},
-    "mixed": {"layers": layers(FULL * 32, *MIXED), "layout": "LBNHC"},
+    "mixed": {"layers": layers(FULL * 32, *MIXED), "layout": "BLNHC"},
     "drafts": {"layers": layers(FULL * 32, NARROW), "layout": "LBNHC", "drafts": 4},
     # Gemma 3 27B on a GPU, and on a CPU, whose backend cannot have pages of several sizes side by side.
     "windows": {"layers": layers(WINDOWS, NARROW, heads=16), "layout": "BLHNC"},
@@ -98,8 +98,8 @@ def test_other_layers_share_blocks_in_few_groups(plans):
         assert len(others) <= 10
 
 
-def test_drafts_that_fit_one_block_take_no_more_blocks_ahead(plans):
-    assert plans["drafts"]["ahead"] == plans["alike"]["ahead"]
+def test_drafts_that_fit_one_block_take_no_more_blocks(plans):
+    assert plans["drafts"]["first"] == plans["alike"]["first"]
     assert plans["drafts"]["row"] == plans["alike"]["row"]
 
 

@@ -198,7 +198,10 @@ def test_a_prefix_that_is_found_gives_what_reading_it_gives(case, tmp_path):
     read, none = in_vllm(bundle, asked, new, forgets=True, **settings)
     found, counted = in_vllm(bundle, asked, new, **settings)
     assert found == read
-    assert (none["hits"], counted["hits"]) == (0, sum(PREFIXES[case]))
+    # On GPUs vLLM 0.33 finds the block beside layers that draft, too.
+    most = PREFIXES["wide" if case == "EAGLE" else case]
+    assert not none["hits"]
+    assert sum(PREFIXES[case]) <= counted["hits"] <= sum(most)
 
 
 def test_two_ranks_give_the_tokens_of_one(tmp_path):

@@ -18,10 +18,9 @@ DTYPE = torch.bfloat16
 
 def launches(served, blocks):
     """The launches of a rehearsal over a cache of `blocks` blocks."""
-    layers = []
-    for index, layout in served.layouts(DTYPE).items():
-        memory = torch.zeros(blocks, layout.block_bytes, dtype=torch.uint8)
-        layers.append(LayerBlocks(*served.layer(index, CPU, DTYPE), DTYPE, memory))
+    memory = rehearsal.stand_ins(list(served.layouts(DTYPE).values()), blocks, CPU)
+    caches = [served.layer(index, CPU, DTYPE) for index in served.attending]
+    layers = [LayerBlocks(*cache, DTYPE, own) for cache, own in zip(caches, memory, strict=True)]
     with imagined(GPU((9, 0), 132)):
         tables = DecodeTables(layers, 32, blocks)
         tables.include(layers)

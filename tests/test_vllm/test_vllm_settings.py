@@ -330,7 +330,7 @@ def test_layers_of_any_widths_windows_and_sink_tokens_are_served():
     layouts = list(found.layouts(torch.bfloat16).values())
     assert found.layer(2, torch.device("cpu"), torch.bfloat16)[1] == layouts[2]
     assert len({layout.block_bytes for layout in layouts}) == 3
-    assert len({layout.blocks_ahead for layout in layouts}) == 1
+    assert len({layout.first_page for layout in layouts}) == 1
     # A layer without a scheme finds its tokens as that after it does.
     assert layouts[0].sink_tokens == KIVI.sink_tokens
 
