@@ -178,8 +178,6 @@ def test_what_inspections_leave_in_a_config_does_not_end_generation(bundle, chan
 
 
 TOKENIZERS = [
-    {"tokenizer_class": "AutoModelForCausalLM"},
-    {"tokenizer_class": "RagTokenizer"},
     {"tokenizer_class": "pipeline"},
     {"model_max_length": "x"},
     {"model_max_length": [1]},
@@ -328,7 +326,8 @@ def test_a_generation_config_of_other_types_is_one_sentence(bundle):
     ("file", "key", "name"),
     [
         ("tokenizer_config.json", "tokenizer_class", "RagRetriever"),
-        ("tokenizer_config.json", "tokenizer_class", "AutoModel"),
+        ("tokenizer_config.json", "tokenizer_class", "RagTokenizer"),
+        ("tokenizer_config.json", "tokenizer_class", "AutoModelForCausalLM"),
         ("processor_config.json", "processor_class", "RagRetriever"),
         ("preprocessor_config.json", "processor_class", "LlamaForCausalLM"),
     ],
