@@ -294,11 +294,16 @@ _FORBIDDEN = {
     "base_model_name_or_path",
     "checkpoint_path",
     "class_info_file",
+    # options of programs that processors and tokenizers start or link: such options name files to read and to write
+    "mecab_option",
+    "tesseract_config",
     # files that take the place of those that were verified
     "configuration_files",
     "fast_tokenizer_files",
     "gguf_file",
     "init_inputs",
+    "sudachi_config_path",
+    "sudachi_resource_dir",
     "transformers_weights",
     # quantizers with settings of their own; the one of config.json is compared with the manifest
     "compression_config",
@@ -307,6 +312,8 @@ _FORBIDDEN = {
 
 # Of a tokenizer; as text they are the path of a file.
 _ENTRIES = {"vocab", "merges"}
+# Entries whose texts are names of files, as those of `vocab_file` are, or parts of such names.
+_FILE_NAMES = re.compile(r".*_files?|font|ocr_lang")
 # Model names of timm that are addresses.
 _ADDRESS = re.compile(r"\s*(hf[-_]hub|local[-_]dir)\s*:", re.IGNORECASE)
 
@@ -355,7 +362,7 @@ def _allowed(key: str, value: Any) -> str | None:
         return "absent (bundles carry no code and name no other files)"
     if key in _ENTRIES and isinstance(value, str) and value:
         return "absent, or the entries themselves"
-    if key.endswith(("_file", "_files")) and any("/" in name or "\\" in name for name in _texts(value)):
+    if _FILE_NAMES.fullmatch(key) and any("/" in name or "\\" in name for name in _texts(value)):
         return "the name of a file in the bundle"
     if isinstance(value, str | list) and any(_ADDRESS.match(text) for text in _texts(value)):
         return "no address"

@@ -146,6 +146,8 @@ def read_generation(stated: Mapping[str, Any], stops: Iterable[int] = ()) -> Gen
     ends = list(dict.fromkeys([*_listed(values.pop("eos_token_id", [])), *stops]))
     if ends:
         values["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+    else:  # there is nothing that it could make likelier, and transformers fails
+        values.pop("exponential_decay_length_penalty", None)
     return GenerationSettings(values, tuple(left_out))
 
 

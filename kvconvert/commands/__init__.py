@@ -118,10 +118,11 @@ class ByteSize(click.ParamType):
             return value
         found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", value.strip())
         unit = "" if found is None else found[2].upper() or ("B" if self.bare else "")
-        if found is None or unit not in _UNITS or (size := round(float(found[1]) * _UNITS[unit])) < 1:
+        size = float(found[1]) * _UNITS.get(unit, 0) if found else 0.0
+        if not 0.5 < size < 2**63:
             what = "bytes, or a number with its unit" if self.bare else "a number with its unit"
             self.fail(f"{value!r} is not a size; write {what}, as in 24GB or 80GiB.", param, ctx)
-        return size
+        return round(size)
 
 
 def with_options(*options: Option) -> Option:

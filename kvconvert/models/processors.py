@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -38,6 +39,7 @@ from transformers import (
 )
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.utils import is_torchvision_available, is_vision_available
+from transformers.utils.import_utils import DummyObject
 
 from kvconvert.errors import (
     CheckpointError,
@@ -77,6 +79,8 @@ def load_processor(directory: Path) -> ProcessorMixin:
     if not is_vision_available():
         raise MissingError("Reading images needs Pillow; run pip install '.[images]' in a clone of kvconvert.")
     check_tokenizer(directory)
+    for key in _CLASSES:
+        _check_class(directory, key)
     try:
         with panics_as_errors():
             if is_torchvision_available():
@@ -117,6 +121,7 @@ def tokenizer_of(processor: ProcessorMixin | PreTrainedTokenizerBase) -> PreTrai
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model; CheckpointError where transformers cannot load one."""
     check_tokenizer(directory)
+    _check_class(directory, "tokenizer_class")
     try:
         with panics_as_errors():
             tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
@@ -165,6 +170,30 @@ def check_tokenizer(directory: Path) -> None:
     for path in (*directory.glob("*.model"), *directory.glob("*.tiktoken")):
         if path.is_file() and path.stat().st_size < MAX_JSON and _LONG_LINE.search(path.read_bytes()):
             raise CheckpointError(_TOO_LONG.format(path))
+
+
+# Settings that may name any class of transformers, whose `from_pretrained` is then called, what it has to be, and files
+# that state them, of which the first one counts.
+_CLASSES: dict[str, type] = {"tokenizer_class": PreTrainedTokenizerBase, "processor_class": ProcessorMixin}
+_STATING = (*PROCESSOR_FILES, "video_preprocessor_config.json", "tokenizer_config.json", "config.json")
+
+
+def _check_class(directory: Path, key: str) -> None:
+    """Refuse (CheckpointError) settings by which transformers would load something other than a tokenizer or a
+    processor: a model, or a retriever, which reads and fetches what its own settings name.
+    """
+    for path in (directory / name for name in _STATING if (directory / name).is_file()):
+        try:
+            stated = read_json(path)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(unreadable(path, error)) from error
+        name = stated.get(key) if isinstance(stated, dict) else None
+        if name is not None:
+            found = getattr(transformers, name, None) if isinstance(name, str) else None
+            # A stand-in for a class whose packages are missing, and what is no class, refuse by themselves.
+            if isinstance(found, type) and not (issubclass(found, _CLASSES[key]) or isinstance(found, DummyObject)):
+                raise CheckpointError(f"{path} says that {key} is {name}, which is none; fetch the file again.")
+            return
 
 
 # Bytes of a token as base64, which transformers cuts in two at each place; special tokens of which it makes names.

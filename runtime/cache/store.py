@@ -9,7 +9,7 @@ import torch
 
 from kvconvert.cache import layer_format
 from kvconvert.cache.plan_tensors import with_plan
-from kvconvert.errors import CacheError
+from kvconvert.errors import CacheError, UsageError, first_line
 from kvconvert.kernels.device import fall_back
 from kvconvert.kernels.latent import unsupported as latents_unsupported
 from kvconvert.kernels.page_formats import page_bytes
@@ -155,6 +155,7 @@ class LayerStore:
 
         Raises:
             RecipeError: the scheme does not fit the shape, or needs tensors that the KV plan lacks.
+            UsageError: there is no memory for all pages of a cache that has a limit.
         """
         batch, heads, _, key_dim = keys.shape
         value_dim = values.shape[-1]
@@ -172,18 +173,15 @@ class LayerStore:
         elif self.pages is not None and self.pages.is_allocated_storage:
             self.key_pages, self.value_pages = self.pages.key_pages, self.pages.value_pages
         else:
-            if self.page_bytes is not None:
-                formats = self.format.keys, self.format.values
-                both = sum(page_bytes(f, self.dtype.itemsize) for f in formats)
-                capacity = self.page_bytes // both
-                group.key_numbers.limit(capacity)
-                group.value_numbers.limit(capacity)
-            self.key_pages: PageStorage[PageTensors] = PageStorage(
-                self.format.keys, self.dtype, self.device, group.key_numbers
-            )
-            self.value_pages: PageStorage[PageTensors] = PageStorage(
-                self.format.values, self.dtype, self.device, group.value_numbers
-            )
+            try:
+                self._make_pages()
+            except (MemoryError, RuntimeError) as error:
+                if self.page_bytes is None:
+                    raise
+                raise UsageError(
+                    f"`kv_memory` cannot be allocated, of which a layer has {self.page_bytes:,} bytes "
+                    f"({first_line(error)}); give less, or leave it out to let the cache grow."
+                ) from error
             if self.pages is not None:
                 self.pages.key_pages, self.pages.value_pages = self.key_pages, self.value_pages
         self.growth = self.growth or (GPU_GROWTH if keys.is_cuda else CPU_GROWTH)
@@ -197,6 +195,24 @@ class LayerStore:
         self.sequences = (Sequence(),) * batch
         group.sequences = group.sequences or self.sequences
         self.rows = [self.empty_row() for _ in self.sequences]
+
+    def _make_pages(self) -> None:
+        """Storage of pages: all that there may be at once, or none yet where their number has no limit."""
+        group = self.group
+        if self.page_bytes is not None:
+            if self.device.type == "cpu":  # refused at once, before there are numbers of all pages
+                torch.empty(self.page_bytes, dtype=torch.uint8)
+            formats = self.format.keys, self.format.values
+            both = sum(page_bytes(f, self.dtype.itemsize) for f in formats)
+            capacity = self.page_bytes // both
+            group.key_numbers.limit(capacity)
+            group.value_numbers.limit(capacity)
+        self.key_pages: PageStorage[PageTensors] = PageStorage(
+            self.format.keys, self.dtype, self.device, group.key_numbers
+        )
+        self.value_pages: PageStorage[PageTensors] = PageStorage(
+            self.format.values, self.dtype, self.device, group.value_numbers
+        )
 
     def adopt(self, other: LayerStore, rows: int) -> None:
         """Prepare for `rows` sequences of the shape, dtype and device that another store of this layer holds."""

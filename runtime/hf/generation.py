@@ -242,11 +242,14 @@ def _check_prompt(
 
 
 def _raised_by_generation(error: Exception) -> bool:
-    """Whether transformers' code around the forward passes raised an error: about settings, not in a model."""
+    """Whether transformers' code around the forward passes raised an error: about settings, not in a model. Some of
+    them need a tokenizer, which may lack what they ask of it.
+    """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith("transformers.generation.")
+    raised_in = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
+    return raised_in.startswith(("transformers.generation.", "transformers.tokenization_"))
 
 
 _ADOPTED = {"use_cache": True, "return_dict": True, "output_attentions": False}

@@ -41,6 +41,12 @@ HOSTILE = [
     {"gguf_file": "model.gguf"},
     {"class_info_file": "classes.json"},
     {"checkpoint_path": "/etc/passwd"},
+    {"tesseract_config": "-c debug_file=/home/someone/.profile"},
+    {"ocr_lang": "../../etc/eng"},
+    {"font": "/etc/passwd"},
+    {"mecab_option": "-d /tmp/dictionary"},
+    {"sudachi_config_path": "/tmp/sudachi.json"},
+    {"sudachi_resource_dir": "/tmp"},
     {"compression_config": {"format": "dense"}},
 ]
 FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "processor_config.json")
@@ -57,7 +63,8 @@ def test_hostile_settings_are_found_at_any_depth_and_left_out_by_the_exporter(se
 def test_settings_that_ask_for_nothing_stay():
     harmless = {"attn_implementation": None, "use_kernels": False, "tokenizer_file": None, "vocab_file": "vocab.json"}
     harmless |= {"_attn_implementation": "sdpa", "experts_implementation": "eager", "time_step_limit": [0.0, 1.0]}
-    harmless |= {"vocab": {"a": 0}, "merges": [["a", "b"], "b c"]}
+    harmless |= {"vocab": {"a": 0}, "merges": [["a", "b"], "b c"], "font": "Roboto-Regular.ttf", "ocr_lang": "eng"}
+    harmless |= {"tesseract_config": "", "mecab_kwargs": {"mecab_dic": "unidic_lite"}}
     assert not [*unsafe_settings(harmless)]
     assert safe_settings(harmless) == harmless
 

@@ -233,6 +233,19 @@ def test_what_requests_do_not_apply_is_named(fields, word, stating, plain, caplo
     assert word in capsys.readouterr().err or "max_time" in fields
 
 
+def test_a_tokenizer_that_lacks_what_a_setting_needs_of_it_is_one_sentence(stating):
+    console = Console(stating(token_healing=True), NEW, "cpu", dtype="float32")
+    console.tokenizer.pad_token = None
+    with pytest.raises(UsageError, match=r"generate cannot use its settings \(Asking to pad"):
+        console.complete("some text", raw=True)
+
+
+def test_what_makes_the_end_likelier_means_nothing_where_no_token_ends_a_text():
+    stated = {"exponential_decay_length_penalty": [2, 1.5]}
+    assert read_generation(stated) == read_generation({})
+    assert read_generation(stated, [7]).values == {**stated, "eos_token_id": 7}
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -271,6 +271,7 @@ def test_a_recipe_is_changed_for_a_plan_as_for_a_calibration(tmp_path):
     [
         (["--gpu-memory", "much"], "is not a size"),
         (["--gpu-memory", "0GB"], "is not a size"),
+        (["--gpu-memory", f"{'9' * 400}GB"], "is not a size"),
         (["--gpu-memory", "24"], "is not a size"),
         (["--seq-len", "4096"], "--seq-len is 4096, more than the 128 positions"),
         (["--context", "4096"], "--context is 4096, more than the 128 positions"),

@@ -180,6 +180,12 @@ def test_memory_for_less_than_a_page_in_every_layer_is_refused_when_the_cache_is
     feed(KVCache(REFERENCE_SHAPE, "oscar-paper", kv_memory=least), 128)
 
 
+@pytest.mark.parametrize("memory", [2**50, 2**63 - 1])
+def test_more_memory_than_there_is_is_one_sentence(memory):
+    with pytest.raises(UsageError, match=r"`kv_memory` cannot be allocated, .*; give less"):
+        feed(KVCache(REFERENCE_SHAPE, "oscar-paper", kv_memory=memory), 128)
+
+
 @pytest.mark.parametrize(
     ("value", "what"), [(float("nan"), "Layer 1, KV head 1"), (float("inf"), "Layer 1, KV head 1"), (3e38, "Layer 1")]
 )

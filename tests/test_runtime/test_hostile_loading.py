@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from tiny.bundle import edit_json, reseal
 from transformers import AutoModelForCausalLM
 
@@ -20,7 +21,7 @@ from kvconvert.io.records import MAX_LAYERS
 from kvconvert.methods import KVScheme
 from kvconvert.models import configuration
 from kvconvert.models.configuration import make_config
-from kvconvert.models.processors import load_tokenizer
+from kvconvert.models.processors import load_processor, load_tokenizer
 from kvconvert.runtime import KVCache, load
 from kvconvert.runtime.hf.bundle_quantizer import check_fits
 
@@ -177,8 +178,6 @@ def test_what_inspections_leave_in_a_config_does_not_end_generation(bundle, chan
 
 
 TOKENIZERS = [
-    {"tokenizer_class": "AutoModelForCausalLM"},
-    {"tokenizer_class": "RagTokenizer"},
     {"tokenizer_class": "pipeline"},
     {"model_max_length": "x"},
     {"model_max_length": [1]},
@@ -321,3 +320,30 @@ def test_a_generation_config_of_other_types_is_one_sentence(bundle):
     reseal(bundle)
     with pytest.raises(BundleError, match=r"^[^\n]*generation_config\.json[^\n]*$"):
         load(bundle, verify="headers")
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "name"),
+    [
+        ("tokenizer_config.json", "tokenizer_class", "RagRetriever"),
+        ("tokenizer_config.json", "tokenizer_class", "RagTokenizer"),
+        ("tokenizer_config.json", "tokenizer_class", "AutoModelForCausalLM"),
+        ("processor_config.json", "processor_class", "RagRetriever"),
+        ("preprocessor_config.json", "processor_class", "LlamaForCausalLM"),
+    ],
+)
+def test_no_settings_make_something_else_of_a_tokenizer_or_a_processor(bundle, monkeypatch, file, key, name):
+    called = []
+    loaded = getattr(transformers, name)
+    monkeypatch.setattr(loaded, "from_pretrained", classmethod(lambda cls, *_, **__: called.append(cls)))
+    path = bundle / file
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | {key: name}))
+    with pytest.raises(CheckpointError, match=f"{file} says that {key} is {name}, which is none"):
+        (load_processor if "processor" in file else load_tokenizer)(bundle)
+    assert not called
+
+
+def test_a_class_that_transformers_passes_over_is_passed_over_here(bundle):
+    edit_json(bundle / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    edit_json(bundle / "config.json", tokenizer_class="AutoTokenizer")
+    load_tokenizer(bundle)
