@@ -56,8 +56,8 @@ def check_model(model: ModelPlace, was_fetched: bool = False) -> Path:
     """
     path = Path(model)
     if os.path.isdir(path):
-        _check_description(path)
-        _check_weights(path)
+        _check_description(path, model)
+        _check_weights(path, model)
         return path
     if os.path.exists(path) and path.suffix == _GGUF:
         return path
@@ -75,29 +75,27 @@ def check_model(model: ModelPlace, was_fetched: bool = False) -> Path:
             f"mean its model {model}, fetch it with `hf download {model} --local-dir DIR`."
         )
     snapshot = _snapshot(model, _DESCRIPTION)
-    _check_description(snapshot)
+    _check_description(snapshot, model)
     return snapshot
 
 
-def _check_description(directory: Path) -> None:
+def _check_description(directory: Path, model: str | Path) -> None:
     """Refuse what the files beside the weights tell of."""
     if not any(directory.iterdir()):
-        raise CheckpointError(
-            f"The model directory {directory} is empty; give one with config.json and safetensors files."
-        )
+        raise CheckpointError(f"The model directory {model} is empty; give one with config.json and safetensors files.")
     if (directory / MANIFEST_NAME).is_file() or _says_bundle(directory / "config.json"):
-        raise CheckpointError(f"{directory} is a kvconvert bundle, not a model; give the model that it was made from.")
+        raise CheckpointError(f"{model} is a kvconvert bundle, not a model; give the model that it was made from.")
     if (directory / "adapter_config.json").exists():
         raise CheckpointError(
-            f"{directory} is an unmerged LoRA adapter (adapter_config.json), which would not survive the changes to "
+            f"{model} is an unmerged LoRA adapter (adapter_config.json), which would not survive the changes to "
             "the weights; merge it into its base model first (PEFT's merge_and_unload) and convert that."
         )
     if not (directory / "config.json").is_file() and not any(directory.glob(f"*{_GGUF}")):
         if (directory / STATE_NAME).is_file():
             raise CheckpointError(
-                f"{directory} is a working directory of kvconvert calibrate, not a model; give the model that it is of."
+                f"{model} is a working directory of kvconvert calibrate, not a model; give the model that it is of."
             )
-        raise CheckpointError(f"{directory} has no config.json; give the directory of a transformers model.")
+        raise CheckpointError(f"{model} has no config.json; give the directory of a transformers model.")
 
 
 def _says_bundle(config: Path) -> bool:
@@ -108,16 +106,16 @@ def _says_bundle(config: Path) -> bool:
     return isinstance(quantization, dict) and "kvconvert" in quantization
 
 
-def _check_weights(directory: Path) -> None:
+def _check_weights(directory: Path, model: str | Path) -> None:
     weights = (".safetensors", _GGUF, *PICKLES, INDEX_FILE)
     if not any(file.name.endswith(weights) for file in directory.iterdir()):
-        raise without_weights(directory)
+        raise without_weights(model)
 
 
-def without_weights(directory: Path) -> CheckpointError:
+def without_weights(model: str | Path) -> CheckpointError:
     """The message for a checkpoint without readable weights."""
     return CheckpointError(
-        f"{directory} holds no weights ({SINGLE_FILE} or {INDEX_FILE} with its shards); fetch the model again."
+        f"{model} holds no weights ({SINGLE_FILE} or {INDEX_FILE} with its shards); fetch the model again."
     )
 
 
@@ -128,7 +126,7 @@ def locate_model(model: str, was_fetched: bool) -> tuple[Path, str, str | None]:
         return found, found.resolve().name, None
     # Of the same commit: the branch may have moved on.
     snapshot = _snapshot(model, [*_DESCRIPTION, *_WEIGHTS], found.name)
-    _check_weights(snapshot)
+    _check_weights(snapshot, model)
     return snapshot, model, snapshot.name
 
 

@@ -344,7 +344,7 @@ def test_a_bundle_is_refused_as_a_source_before_its_weights_are_fetched(hub, gol
     files = hub.repositories[NAME].files()
     hub.repositories[NAME].commit("main", {name: files[name] for name in files.keys() - {*removed}})
     monkeypatch.chdir(tmp_path)
-    assert "is a kvconvert bundle, not a model" in refusal(1, "convert", NAME, "copy")
+    assert f"{NAME} is a kvconvert bundle, not a model" in refusal(1, "convert", NAME, "copy")
     assert not any(name.endswith(".safetensors") for name in hub.fetched())
 
 
