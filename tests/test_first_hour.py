@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import click
@@ -341,6 +342,8 @@ def test_pulled_bundles_are_listed_and_removed(tmp_path, monkeypatch):
         assert kvconvert("push", bundle, "someone/golden").exit_code == 0
         assert kvconvert("pull", "someone/golden").exit_code == 0
         assert "someone/golden" in kvconvert("list").stdout
+        [listed] = json.loads(kvconvert("list", "--json").stdout)
+        assert datetime.fromisoformat(listed["modified"]).tzinfo == UTC
         refused = kvconvert("rm", "someone/goldne")
         assert refused.exit_code == 1
         assert "did you mean someone/golden?" in refused.stderr

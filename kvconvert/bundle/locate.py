@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +85,9 @@ def manifest_path(directory: Path) -> Path:
                 f"{directory} is a working directory of kvconvert calibrate, not a bundle; write its bundle with "
                 f"`kvconvert export`."
             )
-        raise BundleError(
-            f"{directory} is not a kvconvert bundle: it has no {MANIFEST_NAME}; make one with `kvconvert convert`."
-        )
+        kind = kind_of(directory)
+        found = f"it is {kind}, which other programs run" if kind in WRITTEN else f"it has no {MANIFEST_NAME}"
+        raise BundleError(f"{directory} is not a kvconvert bundle: {found}; make one with `kvconvert convert`.")
     return path
 
 
@@ -188,7 +189,7 @@ class Pulled:
         repository: its id.
         commits: that are there.
         size: bytes on the disk.
-        modified: when a file last changed, in words.
+        modified: when a file last changed, in UTC as ISO 8601 writes it.
     """
 
     repository: str
@@ -205,7 +206,7 @@ def pulled() -> list[Pulled]:
             repo.repo_id,
             tuple(sorted(revision.commit_hash for revision in repo.revisions)),
             repo.size_on_disk,
-            repo.last_modified_str,
+            datetime.fromtimestamp(repo.last_modified, UTC).isoformat(timespec="seconds"),
         )
         for repo in sorted(found, key=lambda repo: repo.repo_id)
     ]

@@ -289,7 +289,7 @@ def _shipped(source: str) -> Path:
 
 
 def check_sources(data: Sources) -> None:
-    """Refuse a file that cannot be read, and what is no path and no id of a data set (DataError, UsageError).
+    """Refuse a file that cannot be read, and what is no path and no data set of the Hub (DataError, UsageError).
 
     Commands ask this before they import torch.
     """
@@ -299,7 +299,9 @@ def check_sources(data: Sources) -> None:
             continue
         files = local_files(source.source)
         if files is None:
-            HubSource.parse(source.source)
+            hub = HubSource.parse(source.source)
+            with _readable(source.source, local=False):
+                _hub_rows(hub)
         elif is_plain_text(files):
             read_text(files[0])
         else:

@@ -14,12 +14,13 @@ from kvconvert.arguments import ModelPlace, checked
 from kvconvert.errors import CheckpointError, HubError, MissingError
 from kvconvert.io.disk import MANIFEST_NAME, STATE_NAME
 from kvconvert.io.hub import ask_hub, check_content, is_hub_id, missing_below
+from kvconvert.io.json_text import read_json
 
 # The versions of transformers that kvconvert was tried with, of which pyproject.toml has the first and the last. Others
 # may hand the cache over in another way, and then generate without it.
 TRIED = ("5.23", "5.24")
 
-_HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "README.md", "LICENSE*"]
+_DESCRIPTION, _WEIGHTS = ["*.json", "*.txt", "*.model", "*.jinja", "README.md", "LICENSE*"], ["*.safetensors"]
 _GGUF = ".gguf"
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -45,17 +46,21 @@ CACHE = CACHE_NAMES[not _transformers_version().startswith("5.23")]
 
 
 @checked
-def check_model(model: ModelPlace, was_fetched: bool = False) -> None:
-    """Refuse what is neither a directory of a model, a GGUF file, nor the id of a repository (CheckpointError).
+def check_model(model: ModelPlace, was_fetched: bool = False) -> Path:
+    """Refuse what is neither a directory of a model, a GGUF file, nor a model of the Hub (CheckpointError, HubError).
 
-    Commands ask this first: torch, which takes seconds, is not imported for it.
+    Commands ask this first: torch, which takes seconds, is not imported for it, and no weights are fetched.
+
+    Returns:
+        where the model is; of one of the Hub at least what describes it.
     """
     path = Path(model)
     if os.path.isdir(path):
-        _check_directory(path)
-        return
+        _check_description(path, model)
+        _check_weights(path, model)
+        return path
     if os.path.exists(path) and path.suffix == _GGUF:
-        return
+        return path
     if os.path.exists(path):
         raise CheckpointError(
             f"{model} is a file; give the directory that holds config.json and the weights, or a .gguf file."
@@ -69,63 +74,72 @@ def check_model(model: ModelPlace, was_fetched: bool = False) -> None:
             f"There is no model directory {model}, and as {owner} is a directory here, the Hub was not asked; if you "
             f"mean its model {model}, fetch it with `hf download {model} --local-dir DIR`."
         )
-    from huggingface_hub.constants import HF_HUB_OFFLINE
+    snapshot = _snapshot(model, _DESCRIPTION)
+    _check_description(snapshot, model)
+    return snapshot
 
-    if HF_HUB_OFFLINE:
-        _snapshot(model)
 
-
-def _check_directory(directory: Path) -> None:
+def _check_description(directory: Path, model: str | Path) -> None:
+    """Refuse what the files beside the weights tell of."""
     if not any(directory.iterdir()):
-        raise CheckpointError(
-            f"The model directory {directory} is empty; give one with config.json and safetensors files."
-        )
-    if (directory / MANIFEST_NAME).is_file():
-        raise CheckpointError(f"{directory} is a kvconvert bundle, not a model; give the model that it was made from.")
+        raise CheckpointError(f"The model directory {model} is empty; give one with config.json and safetensors files.")
+    if (directory / MANIFEST_NAME).is_file() or _says_bundle(directory / "config.json"):
+        raise CheckpointError(f"{model} is a kvconvert bundle, not a model; give the model that it was made from.")
     if (directory / "adapter_config.json").exists():
         raise CheckpointError(
-            f"{directory} is an unmerged LoRA adapter (adapter_config.json), which would not survive the changes to "
+            f"{model} is an unmerged LoRA adapter (adapter_config.json), which would not survive the changes to "
             "the weights; merge it into its base model first (PEFT's merge_and_unload) and convert that."
         )
     if not (directory / "config.json").is_file() and not any(directory.glob(f"*{_GGUF}")):
         if (directory / STATE_NAME).is_file():
             raise CheckpointError(
-                f"{directory} is a working directory of kvconvert calibrate, not a model; give the model that it is of."
+                f"{model} is a working directory of kvconvert calibrate, not a model; give the model that it is of."
             )
-        raise CheckpointError(f"{directory} has no config.json; give the directory of a transformers model.")
+        raise CheckpointError(f"{model} has no config.json; give the directory of a transformers model.")
+
+
+def _says_bundle(config: Path) -> bool:
+    try:
+        quantization = read_json(config)["quantization_config"]
+    except (OSError, ValueError, KeyError, TypeError):  # whoever reads more of it says what is wrong
+        return False
+    return isinstance(quantization, dict) and "kvconvert" in quantization
+
+
+def _check_weights(directory: Path, model: str | Path) -> None:
     weights = (".safetensors", _GGUF, *PICKLES, INDEX_FILE)
     if not any(file.name.endswith(weights) for file in directory.iterdir()):
-        raise without_weights(directory)
+        raise without_weights(model)
 
 
-def without_weights(directory: Path) -> CheckpointError:
+def without_weights(model: str | Path) -> CheckpointError:
     """The message for a checkpoint without readable weights."""
     return CheckpointError(
-        f"{directory} holds no weights ({SINGLE_FILE} or {INDEX_FILE} with its shards); fetch the model again."
+        f"{model} holds no weights ({SINGLE_FILE} or {INDEX_FILE} with its shards); fetch the model again."
     )
 
 
 def locate_model(model: str, was_fetched: bool) -> tuple[Path, str, str | None]:
     """Directory, id and revision."""
-    check_model(model, was_fetched)
-    path = Path(model)
-    if os.path.isdir(path):
-        return path, path.resolve().name, None
-    snapshot = _snapshot(model)
-    _check_directory(snapshot)
+    found = check_model(model, was_fetched)
+    if os.path.exists(model):
+        return found, found.resolve().name, None
+    # Of the same commit: the branch may have moved on.
+    snapshot = _snapshot(model, [*_DESCRIPTION, *_WEIGHTS], found.name)
+    _check_weights(snapshot, model)
     return snapshot, model, snapshot.name
 
 
-def _snapshot(model: str) -> Path:
-    """A model of the Hub in its cache, fetched if need be."""
+def _snapshot(model: str, files: list[str], commit: str | None = None) -> Path:
+    """A model of the Hub in its cache, of which these files are fetched if need be."""
     from huggingface_hub import snapshot_download
 
     ignored = ["original/*", "consolidated*", "*/*.safetensors"]
 
     def fetch() -> str:
-        return snapshot_download(model, allow_patterns=_HUB_FILES, ignore_patterns=ignored)
+        return snapshot_download(model, revision=commit, allow_patterns=files, ignore_patterns=ignored)
 
-    found = Path(ask_hub(model, fetch, or_path=True))
+    found = Path(ask_hub(model, fetch, revision=commit, or_path=True))
     if not found.is_dir():
         raise HubError(f"What answers in place of the Hub has no files of {model}; check HF_ENDPOINT and the network.")
     for file in found.rglob("*"):

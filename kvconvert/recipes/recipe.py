@@ -387,8 +387,12 @@ class Recipe(RecipeTable):
             try:
                 super().__init__(**fields)
             except ValidationError as error:
-                name, wrong = error.errors()[0]["loc"][0], error.errors()[0]["msg"]
-                raise RecipeError(f"A Recipe cannot have this `{name}`: {wrong}.") from error
+                first = error.errors()[0]
+                name = ".".join(map(str, first["loc"]))
+                wrong = f"cannot have this `{name}`: {first['msg']}."
+                if first["type"] == "extra_forbidden" and name in fields:
+                    wrong = f"has no field `{name}`; {did_you_mean(name, type(self).model_fields)}"
+                raise RecipeError(f"A Recipe {wrong}") from error
 
     @checked
     def with_budget(

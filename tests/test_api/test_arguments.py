@@ -171,6 +171,10 @@ def test_a_session_is_not_written_over_a_directory(tmp_path, monkeypatch):
 def test_a_recipe_of_other_fields_is_refused():
     with pytest.raises(RecipeError, match="A Recipe cannot have this `kv`: Input should be an instance of KVScheme"):
         Recipe(kv="kivi")
+    with pytest.raises(RecipeError, match=r"^A Recipe has no field `nme`; did you mean name\?$"):
+        Recipe(nme="mine")
+    with pytest.raises(RecipeError, match=r"A Recipe cannot have this `weights\.bit`"):
+        Recipe(weights={"bit": 3})
     with pytest.raises(RecipeError, match=r"has the key 'kv' in `changes`; write table\.key"):
         Recipe.load("default", {"kv": 3})
 

@@ -18,7 +18,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from kvconvert.data import rows, sources
-from kvconvert.data.sources import CALIBRATION, EVALUATION, HubSource, SourceTable, holds_conversations, local_files
+from kvconvert.data.sources import (
+    CALIBRATION,
+    EVALUATION,
+    HubSource,
+    SourceTable,
+    check_sources,
+    holds_conversations,
+    local_files,
+)
 from kvconvert.data.text import load_held_out_samples, load_token_samples, token_data, with_random_tokens
 from kvconvert.errors import DataError, UsageError
 
@@ -334,6 +342,8 @@ def test_without_network_a_hub_data_set_is_one_sentence_before_datasets_tries_ag
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(DataError, match="cannot be reached for owner/name"):
         load_token_samples("owner/name", word_tokenizer(), 2, 12, seed=0)
+    with pytest.raises(DataError, match="cannot be reached for owner/name"):  # before torch is imported, too
+        check_sources(["owner/name::test=2"])
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "jsonl.gz"])

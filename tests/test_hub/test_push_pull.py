@@ -338,6 +338,16 @@ def test_a_source_that_is_nowhere_names_both_places_in_one_sentence(hub, monkeyp
     assert len(hub.requests) == asked
 
 
+@pytest.mark.parametrize("removed", [(), ("kvconvert.json",)])
+def test_a_bundle_is_refused_as_a_source_before_its_weights_are_fetched(hub, golden, monkeypatch, tmp_path, removed):
+    publish(hub, golden)
+    files = hub.repositories[NAME].files()
+    hub.repositories[NAME].commit("main", {name: files[name] for name in files.keys() - {*removed}})
+    monkeypatch.chdir(tmp_path)
+    assert f"{NAME} is a kvconvert bundle, not a model" in refusal(1, "convert", NAME, "copy")
+    assert not any(name.endswith(".safetensors") for name in hub.fetched())
+
+
 def test_inspect_and_report_fetch_no_weights(hub, golden, tmp_path, monkeypatch):
     publish(hub, golden)
     monkeypatch.chdir(tmp_path)

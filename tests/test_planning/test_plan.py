@@ -29,6 +29,7 @@ from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.pipeline import calibrate
 from kvconvert.data.samples import MOST_SAMPLES, load_samples, text_shape
 from kvconvert.errors import DataError, UsageError
+from kvconvert.io import checksums
 from kvconvert.io.process import anonymous_bytes
 from kvconvert.kernels.linear.awq_format import quantize_weight
 from kvconvert.methods import KVCalibration, KVScheme
@@ -328,8 +329,10 @@ def test_memory_is_as_planned(tmp_path, method):
     assert (planned["source"], least["source"]) == ("probe", "headers")
     assert planned["calibrate"] == pytest.approx(calibrated, rel=0.1)
     assert exported < least["calibrate"] <= calibrated
+    # Whether a second thread hashes files before the first has finished is chance; each holds two blocks.
+    beside = 2 * checksums._BLOCK
     for memory in (planned, least):  # `plan` has imported what only calibrating needs, too
-        assert exported <= memory["export"] <= 1.2 * exported
+        assert exported - beside <= memory["export"] <= 1.2 * exported
 
 
 def test_every_figure_says_what_it_rests_on(tmp_path):

@@ -365,6 +365,9 @@ def test_what_is_no_bundle_is_said_to_be_none(tmp_path, source):
         load(source)
     with pytest.raises(BundleError, match="is not a kvconvert bundle"):
         load(tmp_path / "missing")
+    (tmp_path / "genai_config.json").write_text("{}")
+    with pytest.raises(BundleError, match="it is an export for ONNX Runtime, which other programs run"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["missing", "./missing/bundle", "../bundle", "/missing", "work/bundle/", "a/b/c"])

@@ -57,11 +57,6 @@ class Awq(SourceFormat):
     @classmethod
     def of(cls, directory: Path, quantization: Mapping[str, Any]) -> Awq:
         """From `version`, `bits`, `zero_point` and `group_size`, or the names that AutoAWQ gave them at first."""
-        if "kvconvert" in quantization:
-            # One without its manifest; others are refused sooner.
-            raise CheckpointError(
-                f"{directory} is a kvconvert bundle, not a model; give the model that it was made from."
-            )
         version = str(quantization.get("version", quantization.get("format", "gemm"))).lower()
         bits = quantization.get("bits", quantization.get("w_bit", 4))
         zeros = quantization.get("zero_point", not quantization.get("sym", False))
