@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from kvconvert.choice import Choice
 from kvconvert.data.images import read_image
-from kvconvert.errors import KvconvertError, UsageError, counted, first_line
+from kvconvert.errors import NO_SYSTEM, KvconvertError, UsageError, counted, first_line
 from kvconvert.models import CACHE
 from kvconvert.models.chat import ChatPrompts
 from kvconvert.models.configuration import context_length, supports_images
@@ -167,10 +167,7 @@ class Console:
         if self.system is None:
             return []
         if not self.prompts.templated:
-            raise UsageError(
-                "This model has no chat template, so it knows no system message; leave `system` out, and say it in the "
-                "prompt."
-            )
+            raise UsageError(NO_SYSTEM)
         return [self.prompts.message("system", self.system)]
 
     def chat(self, lines: Iterator[str], images: Iterable[Path] = ()) -> None:

@@ -33,6 +33,9 @@ def first_line(error: BaseException | str) -> str:
     return printable(line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]}...")
 
 
+NO_SYSTEM = (
+    "This model has no chat template, so it knows no system message; leave `system` out, and say it in the prompt."
+)
 FROM_THE_LAST_LAYER = "from the last finished layer, if there is one"  # where the same command goes on
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvconvert.arguments import BundlePlace, checked
-from kvconvert.errors import BundleError, HubError, UsageError, did_you_mean
+from kvconvert.errors import NO_SYSTEM, BundleError, HubError, UsageError, did_you_mean
 from kvconvert.io.disk import MANIFEST_NAME, STATE_NAME
 from kvconvert.io.hub import ask_hub, is_hub_id, missing_below
 from kvconvert.io.json_text import read_json
@@ -61,6 +61,16 @@ def locate(
 
 
 @checked
+def check_system(bundle: BundlePlace) -> None:
+    """Refuse a system message (UsageError) for a local bundle none of whose files states a chat template."""
+    directory = Path(bundle)
+    if not directory.is_dir() or any(directory.glob("*chat_template*")):
+        return
+    stating = directory / "tokenizer_config.json", directory / "processor_config.json"
+    if not any(b"chat_template" in file.read_bytes() for file in stating if file.is_file()):
+        raise UsageError(NO_SYSTEM)
+
+
 def check_place(bundle: BundlePlace) -> None:
     """Refuse what is neither a directory with a manifest nor the id of a repository (BundleError)."""
     if os.path.exists(bundle):

@@ -105,12 +105,13 @@ class ByteSize(click.ParamType):
 
     Args:
         bare: also without a unit, for bytes.
+        least: bytes below which a size is taken for one whose unit is missing.
     """
 
     name = "SIZE"
 
-    def __init__(self, bare: bool = False) -> None:
-        self.bare = bare
+    def __init__(self, bare: bool = False, least: int = 1) -> None:
+        self.bare, self.least = bare, least
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Bytes; what is not a size is a usage error."""
@@ -119,9 +120,11 @@ class ByteSize(click.ParamType):
         found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", value.strip())
         unit = "" if found is None else found[2].upper() or ("B" if self.bare else "")
         size = float(found[1]) * _UNITS.get(unit, 0) if found else 0.0
+        what = "bytes, or a number with its unit" if self.bare else "a number with its unit"
         if not 0.5 < size < 2**63:
-            what = "bytes, or a number with its unit" if self.bare else "a number with its unit"
             self.fail(f"{value!r} is not a size; write {what}, as in 24GB or 80GiB.", param, ctx)
+        if size < self.least:
+            self.fail(f"{value!r} is less than {self.least:,} bytes; write {what}, as in 24GB or 80GiB.", param, ctx)
         return round(size)
 
 

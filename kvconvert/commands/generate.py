@@ -73,10 +73,12 @@ def generate(
     from kvconvert.choice import Choice
 
     choice = Choice(**{field.name: options.pop(field.name) for field in fields(Choice)})
-    from kvconvert.bundle.locate import check_place
+    from kvconvert.bundle.locate import check_place, check_system
     from kvconvert.data.images import read_image
 
     check_place(bundle)
+    if options["system"] is not None and not raw:
+        check_system(bundle)
     for image in images:
         read_image(image, None, "`images`")
     if given in ([], ["-"]) and not chat:

@@ -19,7 +19,6 @@ from kvconvert.io.process import end_process
 
 KEY_VARIABLE = "KVCONVERT_API_KEY"
 _COUNT = Whole(min=1)
-_SIZE = ByteSize(bare=True)
 # Programs for products of 16 bits, one for each number of tokens, that torch and oneDNN keep on a CPU: 1,024 each by
 # default, which come to a gigabyte over thousands of prompts.
 _KEPT_PROGRAMS = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
@@ -57,7 +56,10 @@ class _Seconds(click.FloatRange):
 @dtype_option("what the bundle loads in")
 @click.option("--served-model-name", "name", metavar="NAME", help="Name of the model; by default BUNDLE's own.")
 @click.option(
-    "--kv-memory", metavar="SIZE", type=_SIZE, help="Memory for the cache's pages and states, as 8GB; else it grows."
+    "--kv-memory",
+    metavar="SIZE",
+    type=ByteSize(bare=True, least=100_000),
+    help="Memory for the cache's pages and states, as 8GB; else it grows.",
 )
 @click.option(
     "--max-batch",
@@ -117,7 +119,7 @@ class _Seconds(click.FloatRange):
 @click.option(
     "--max-body",
     metavar="SIZE",
-    type=_SIZE,
+    type=ByteSize(bare=True),
     help="Size of a request at most. [default: 4 MiB; 16 where the model reads images]",
 )
 @click.option(

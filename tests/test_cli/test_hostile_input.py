@@ -91,6 +91,20 @@ def test_an_argument_that_no_system_takes_is_a_sentence(arguments, monkeypatch, 
     assert refusal(arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["serve", str(GOLDEN), "--kv-memory", "4", "--port", "0"], "'4' is less than 100,000 bytes"),
+        (["generate", str(GOLDEN), "Hi", "--system", "x"], "no chat template"),
+    ],
+    ids=["kv-memory", "system"],
+)
+def test_what_can_be_known_before_a_bundle_is_loaded_is_said_before(arguments, said, monkeypatch):
+    monkeypatch.setattr("kvconvert.runtime.load", None)
+    monkeypatch.setattr("kvconvert.console.load", None)
+    assert said in refusal(arguments)
+
+
 @pytest.mark.parametrize("value", ["[" + "0, " * 50_000 + "]", '"' + "x" * 100_000 + '"'], ids=["list", "text"])
 def test_a_message_does_not_quote_all_of_a_long_value(tmp_path, value):
     (tmp_path / "recipe.toml").write_text(f"[kv]\nkey_bits = {value}\n")
