@@ -17,7 +17,13 @@ from kvconvert.errors import CheckpointError, UsageError
 from kvconvert.models.chat import ChatPrompts
 from kvconvert.models.processors import load_processor, load_tokenizer
 from kvconvert.models.prompts import MARK
-from kvconvert.models.templates import TemplateLimitError, TemplateRenderer, panics_as_errors, shared_renderer
+from kvconvert.models.templates import (
+    TemplateLimitError,
+    TemplateRenderer,
+    panics_as_errors,
+    quickly,
+    shared_renderer,
+)
 
 REFERENCE = Path(__file__).parents[2] / "examples" / "reference-lm"
 TURNS = [{"role": "system", "content": "Be \u2603 brief."}, {"role": "user", "content": "Why?\n"}]
@@ -63,6 +69,55 @@ def test_a_template_that_takes_too_much_is_a_sentence_and_the_next_one_is_render
         renderer.render(HOSTILE[kind], TURNS, {})
     assert "\n" not in str(told.value)
     assert renderer.render("{{ messages | length }}", TURNS, {}) == "2"
+
+
+# Each takes longer to compile than what others wait for: jinja computes what is constant, also where it is never used.
+SLOW_TO_COMPILE = {
+    "text": "{{ 'q' * 50000000 }}",
+    "length": "{{ messages }}" * 20_000,
+}
+
+
+@pytest.mark.parametrize("kind", SLOW_TO_COMPILE)
+def test_a_template_is_compiled_once_for_all_that_wait_for_others(kind):
+    slow = "{% if messages | length > 1 %}" + SLOW_TO_COMPILE[kind] + "{% endif %}{{ messages[0].content }}"
+    renderer = TemplateRenderer(seconds=20)
+    renderer.start(slow)
+    try:
+        with quickly():
+            assert renderer.render(slow, TURNS[:1], {}) == TURNS[0]["content"]
+            with pytest.raises(TemplateLimitError):
+                renderer.render(HOSTILE["loops"], TURNS, {})
+            assert renderer.render(slow, TURNS[:1], {}) == TURNS[0]["content"]
+            renderer._process.kill()
+            renderer._process.wait()
+            renderer._own = local()
+            assert renderer.render(slow, TURNS[:1], {}) == TURNS[0]["content"]
+    finally:
+        renderer.close()
+
+
+@pytest.mark.parametrize(
+    "template, reason",
+    [
+        ("{{ 'q' * 10**10 }}" + "{{ messages }}" * 200_000, "takes more than 0.5 seconds or 64 MiB of memory"),
+        ("{% if %}", "refuses the conversation"),
+    ],
+)
+def test_a_template_that_cannot_be_compiled_is_not_tried_for_each_conversation(template, reason):
+    renderer = TemplateRenderer(seconds=0.5, memory=2**26)
+    renderer.start(template)
+    try:
+        assert renderer.render("{{ messages | length }}", TURNS, {}) == "2"
+        process = renderer._process.pid
+        with renderer.connect() as unused:
+            renderer._own.connection = unused  # which is not asked
+            for _ in range(2):
+                with pytest.raises(UsageError, match=reason):
+                    renderer.render(template, TURNS, {})
+        assert renderer._process.pid == process
+    finally:
+        renderer.close()
 
 
 def test_what_cannot_be_sent_to_a_worker_leaves_it_as_it_was(renderer):
