@@ -37,6 +37,7 @@ from transformers import (
     ProcessorMixin,
 )
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+from transformers.models.auto.tokenization_auto import get_tokenizer_config, tokenizer_class_from_name
 from transformers.utils import is_torchvision_available, is_vision_available
 
 from kvconvert.errors import (
@@ -45,6 +46,7 @@ from kvconvert.errors import (
     UnsupportedModelError,
     UsageError,
     first_line,
+    listed,
     printable,
     unreadable,
 )
@@ -91,7 +93,9 @@ def load_processor(directory: Path) -> ProcessorMixin:
             missing = "torchvision" if "torchvision" in str(error).lower() else None
             remedy = "needs torchvision; run pip install torchvision" if missing else f"needs more packages: {reason}"
             raise MissingError(f"The processor of {directory} {remedy}.") from error
+        _check_vocabulary(directory, _named_tokenizer(directory))
         raise CheckpointError(f"{directory} has no processor that transformers can load ({reason}).") from error
+    _check_vocabulary(directory, type(processor.tokenizer))
     if (reason := why_refused(_encoders(processor, directory))) is not None:
         raise CheckpointError(
             f"The processor of {directory} is not applied to any picture ({reason}); use another copy of it."
@@ -126,11 +130,13 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
             tokenizer("a")  # some settings are looked at only here
     except Exception as error:  # any value of its files may be none that its reader expects; parsers raise Exception
         reason = f"{type(error).__name__}: {first_line(error)}"
+        _check_vocabulary(directory, _named_tokenizer(directory))
         if not (directory / "tokenizer.json").is_file():  # transformers then lists what it tried, line by line
             reason = "there is no tokenizer.json, and no older file that sentencepiece or tiktoken, installed, convert"
         raise CheckpointError(
             f"{directory} has no tokenizer that transformers can load ({reason}); fetch the model's tokenizer again."
         ) from error
+    _check_vocabulary(directory, type(tokenizer))
     made = getattr(tokenizer, "backend_tokenizer", None)
     if made is not None and not (directory / "tokenizer.json").is_file():
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".json") as file:
@@ -165,6 +171,37 @@ def check_tokenizer(directory: Path) -> None:
     for path in (*directory.glob("*.model"), *directory.glob("*.tiktoken")):
         if path.is_file() and path.stat().st_size < MAX_JSON and _LONG_LINE.search(path.read_bytes()):
             raise CheckpointError(_TOO_LONG.format(path))
+
+
+# Files from which transformers makes a tokenizer of any class.
+_ANY_CLASS = re.compile(r"tokenizer\.json|.*(tekken\.json|tokenizer\.model|tiktoken\.model).*|.*\.tiktoken", re.DOTALL)
+
+
+def _check_vocabulary(directory: Path, kind: type | None) -> None:
+    """Refuse (CheckpointError) a tokenizer without its vocabulary, of which many a class then makes one of a few tokens.
+
+    Args:
+        directory: of the model.
+        kind: the class of the tokenizer; None where it is not known.
+    """
+    files: dict[str, str] = getattr(kind, "vocab_files_names", {})
+    if kind is None or not files or any(_ANY_CLASS.fullmatch(name) for name in os.listdir(directory)):
+        return
+    needed = [name for use, name in files.items() if use.endswith(("vocab_file", "merges_file"))] or ["tokenizer.json"]
+    if missing := [name for name in needed if not (directory / name).is_file()]:
+        either = "" if missing == ["tokenizer.json"] else " and no tokenizer.json"
+        raise CheckpointError(
+            f"{directory} has no {listed(missing, 'or')}{either}, from which {kind.__name__} is made; fetch the model's "
+            "tokenizer again."
+        )
+
+
+def _named_tokenizer(directory: Path) -> type | None:
+    """The class that a tokenizer's settings name, where transformers has it."""
+    with suppress(OSError, ValueError, ImportError):
+        name = get_tokenizer_config(directory, local_files_only=True).get("tokenizer_class")
+        return tokenizer_class_from_name(name) if isinstance(name, str) else None
+    return None
 
 
 # Bytes of a token as base64, which transformers cuts in two at each place; special tokens of which it makes names.

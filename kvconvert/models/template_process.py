@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 LENGTH = 8
-# What is asked of the process that forks: a worker, for the socket that comes with it, or to be ready for templates, one
-# of which follows, or for tables.
+# What is asked of the process that forks: a worker, for the socket that comes with it, or to be ready for templates, of
+# which one follows, or for tables.
 WORKER, TEMPLATES, TABLES = b"w", b"t", b"p"
 # Characters of each text with which a tokenizer is tried, how many texts, and tokens or characters that may become of
 # each character.

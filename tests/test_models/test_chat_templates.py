@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer
-from transformers import AutoConfig
+from transformers import AutoConfig, GPT2Config
 
 from kvconvert.errors import CheckpointError, UsageError
 from kvconvert.models.chat import ChatPrompts
@@ -98,7 +98,7 @@ def test_a_template_is_compiled_once_for_all_that_wait_for_others(kind):
 
 
 @pytest.mark.parametrize(
-    "template, reason",
+    ("template", "reason"),
     [
         ("{{ 'q' * 10**10 }}" + "{{ messages }}" * 200_000, "takes more than 0.5 seconds or 64 MiB of memory"),
         ("{% if %}", "refuses the conversation"),
@@ -272,6 +272,45 @@ def test_a_path_that_only_python_finds_is_called_so(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
     with pytest.raises(CheckpointError, match=r"ü is not found by all libraries .* is ascii; set PYTHONUTF8=1"):
         load_tokenizer(tmp_path / "ü")
+
+
+@pytest.mark.parametrize(
+    ("kind", "there", "missing"),
+    [
+        ("GPT2Tokenizer", {}, "vocab.json or merges.txt and no tokenizer.json, from which GPT2Tokenizer is made"),
+        ("GPT2Tokenizer", {"vocab.json": '{"a": 0}'}, "merges.txt and no tokenizer.json"),
+        ("BertTokenizer", {}, "vocab.txt and no tokenizer.json"),
+        ("LlamaTokenizerFast", {}, "tokenizer.model and no tokenizer.json"),
+        ("GemmaTokenizer", {}, "tokenizer.json, from which GemmaTokenizer is made"),
+        ("T5Tokenizer", {}, "spiece.model and no tokenizer.json"),
+        ("CTRLTokenizer", {}, "vocab.json or merges.txt and no tokenizer.json"),
+        (None, {}, "vocab.json or merges.txt and no tokenizer.json, from which GPT2Tokenizer is made"),
+    ],
+)
+def test_a_tokenizer_without_its_vocabulary_is_refused_by_the_names_of_the_files(tmp_path, kind, there, missing):
+    GPT2Config().save_pretrained(tmp_path)
+    files = there if kind is None else there | {"tokenizer_config.json": json.dumps({"tokenizer_class": kind})}
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(CheckpointError) as told:
+        load_tokenizer(tmp_path)
+    assert str(told.value).startswith(f"{tmp_path} has no {missing}")
+
+
+def test_a_tokenizer_of_older_files_or_of_none_is_loaded(tmp_path):
+    GPT2Config().save_pretrained(tmp_path)
+    (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2}')
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    assert load_tokenizer(tmp_path)("ab")["input_ids"] == [2]
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    assert len(load_tokenizer(tmp_path)("ab", add_special_tokens=False)["input_ids"]) == 2
+
+
+def test_a_processor_whose_tokenizer_has_no_vocabulary_is_refused(tmp_path):
+    shutil.copytree(REFERENCE.with_name("reference-vlm"), tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.model and no tokenizer\.json, from which"):
+        load_processor(tmp_path / "model")
 
 
 @pytest.mark.parametrize("merge", [["a", "b"], "a b", ["a", "é"], ["a", "xé"]], ids=str)
