@@ -178,7 +178,7 @@ _ANY_CLASS = re.compile(r"tokenizer\.json|.*(tekken\.json|tokenizer\.model|tikto
 
 
 def _check_vocabulary(directory: Path, kind: type | None) -> None:
-    """Refuse (CheckpointError) a tokenizer without its vocabulary, of which many a class then makes one of a few tokens.
+    """Refuse (CheckpointError) a tokenizer without its vocabulary, where some classes make one of a few tokens.
 
     Args:
         directory: of the model.
@@ -191,8 +191,8 @@ def _check_vocabulary(directory: Path, kind: type | None) -> None:
     if missing := [name for name in needed if not (directory / name).is_file()]:
         either = "" if missing == ["tokenizer.json"] else " and no tokenizer.json"
         raise CheckpointError(
-            f"{directory} has no {listed(missing, 'or')}{either}, from which {kind.__name__} is made; fetch the model's "
-            "tokenizer again."
+            f"{directory} has no {listed(missing, 'or')}{either}, from which {kind.__name__} is made; fetch the "
+            "model's tokenizer again."
         )
 
 
