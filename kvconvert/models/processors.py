@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import os
 import re
 import resource
@@ -55,6 +56,8 @@ from kvconvert.models.configuration import placeholder_ids
 from kvconvert.models.prompts import MARK, Conversations, added_around, without_marks
 from kvconvert.models.templates import panics_as_errors, shared_renderer
 
+logger = logging.getLogger(__name__)
+
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _VIDEO = "video_processor"
 
@@ -96,6 +99,7 @@ def load_processor(directory: Path) -> ProcessorMixin:
         _check_vocabulary(directory, _named_tokenizer(directory))
         raise CheckpointError(f"{directory} has no processor that transformers can load ({reason}).") from error
     _check_vocabulary(directory, type(processor.tokenizer))
+    _keep_all_merges(processor.tokenizer, directory)
     if (reason := why_refused(_encoders(processor, directory))) is not None:
         raise CheckpointError(
             f"The processor of {directory} is not applied to any picture ({reason}); use another copy of it."
@@ -137,6 +141,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
             f"{directory} has no tokenizer that transformers can load ({reason}); fetch the model's tokenizer again."
         ) from error
     _check_vocabulary(directory, type(tokenizer))
+    _keep_all_merges(tokenizer, directory)
     made = getattr(tokenizer, "backend_tokenizer", None)
     if made is not None and not (directory / "tokenizer.json").is_file():
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".json") as file:
@@ -171,6 +176,20 @@ def check_tokenizer(directory: Path) -> None:
     for path in (*directory.glob("*.model"), *directory.glob("*.tiktoken")):
         if path.is_file() and path.stat().st_size < MAX_JSON and _LONG_LINE.search(path.read_bytes()):
             raise CheckpointError(_TOO_LONG.format(path))
+
+
+def _keep_all_merges(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Switch off what makes a tokenizer's ids differ from one time to the next: merges left out at random, for training
+    alone. Every tokenization here has to be repeatable, and fingerprints are made of it.
+    """
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    if dropout := getattr(model, "dropout", None):
+        logger.warning(
+            "The tokenizer of %s leaves out merges at random (dropout %g), as for training; all are applied here.",
+            printable(str(directory)),
+            dropout,
+        )
+        model.dropout = None
 
 
 # Files from which transformers makes a tokenizer of any class.

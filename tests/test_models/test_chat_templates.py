@@ -323,6 +323,24 @@ def test_merges_that_end_the_process_where_they_are_read_are_refused(tmp_path, m
         load_tokenizer(directory)
 
 
+def test_a_tokenizer_that_drops_merges_at_random_is_made_to_keep_them_and_says_so(tmp_path, caplog):
+    ids = load_tokenizer(REFERENCE)("several words of a sentence", add_special_tokens=False)["input_ids"]
+    shutil.copytree(REFERENCE, tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer.json"
+    stated = json.loads(path.read_text())
+    stated["model"]["dropout"] = 0.9
+    path.write_text(json.dumps(stated))
+    tokenizer = load_tokenizer(tmp_path / "model")
+    assert "dropout 0.9" in caplog.text
+    renderer = TemplateRenderer(tokenizer)
+    try:
+        for _ in range(5):
+            assert tokenizer("several words of a sentence", add_special_tokens=False)["input_ids"] == ids
+            assert renderer.encode("several words of a sentence", special=False) == ids
+    finally:
+        renderer.close()
+
+
 def test_a_panic_of_tokenizers_is_an_error(capfd):
     model = {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "a"]], "continuing_subword_prefix": "xxxx"}
     with pytest.raises(RuntimeError, match="out of range"), panics_as_errors():
