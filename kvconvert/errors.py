@@ -29,7 +29,11 @@ def did_you_mean(name: str, known: Iterable[str], elsewhere: Iterable[str] = ())
 
 def first_line(error: BaseException | str) -> str:
     """The message of another library's error, to stand within a sentence; such errors quote what files hold."""
-    line = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    text = str(error)
+    if callable(found := getattr(error, "errors", None)):  # pydantic's, whose first line names no field
+        first = found()[0]
+        text = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    line = (text.strip() or type(error).__name__).splitlines()[0].rstrip(".")
     return printable(line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]}...")
 
 

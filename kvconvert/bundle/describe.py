@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -159,9 +159,20 @@ def smaller(size: KVSize) -> str:
 
 def kv_cache(manifest: Manifest, windows: Sequence[int | None] = ()) -> ModelCache:
     """The cache of the planned layers; arguments are those of `kv_size`."""
+    return _cache_of([layer.index for layer in manifest.layers], manifest, windows)
+
+
+def allocated_cache(manifest: Manifest, windows: Sequence[int | None] = ()) -> ModelCache:
+    """The cache of the layers that a search chose schemes for."""
+    return _cache_of(
+        [] if manifest.allocation is None else [o.index for o in manifest.allocation.layers], manifest, windows
+    )
+
+
+def _cache_of(indices: Collection[int], manifest: Manifest, windows: Sequence[int | None]) -> ModelCache:
     layers: list[LayerCache] = []
     for layer, scheme in zip(manifest.layers, spread_ratios(manifest.schemes()), strict=True):
-        if scheme is not None:
+        if scheme is not None and layer.index in indices:
             shape, window = layer.shape(), windows[layer.index] if windows else None
             layers.append(LayerCache(*shape.sizes, scheme, window))
     return ModelCache(tuple(layers))

@@ -36,6 +36,33 @@ def text(report: Mapping[str, Any], name: str) -> str:
     return value if isinstance(value, str) else ""
 
 
+def missed_limits(limits: Mapping[str, float], report: Mapping[str, Any]) -> list[str]:
+    """One clause per limit that a fidelity report misses; a figure not measured, or NaN, misses its limit.
+
+    Args:
+        limits: those that are set, by the names of `kvconvert.recipes.recipe.Limits`.
+        report: the figures.
+    """
+    missed = []
+
+    def check(limit: str, words: str, found: float | None, at_most: bool = True) -> None:
+        bound = limits.get(limit)
+        if bound is None:
+            return
+        if found is None:
+            missed.append(f"{words} could not be measured, {limit} is {bound:g}")
+        elif not (found <= bound if at_most else found >= bound):
+            missed.append(f"{words} is {found:.4g}, {limit} is {bound:g}")
+
+    before, after = number(report, "perplexity.source"), number(report, "perplexity.bundle")
+    check("max_kl", "the mean KL divergence", number(report, "kl.mean"))
+    if figure(report, "images.kl") is not None:
+        check("max_kl", "the mean KL divergence on text about images", number(report, "images.kl"))
+    check("max_perplexity_increase", "the perplexity's increase", after / before - 1 if before and after else None)
+    check("min_retrieval", "retrieval", number(report, "retrieval.bundle"), at_most=False)
+    return missed
+
+
 def fidelity_rows(report: Mapping[str, Any]) -> list[Row]:
     """About twenty rows under `HEADER`: what was measured, source beside bundle."""
     rows: list[Row] = []

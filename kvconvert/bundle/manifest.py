@@ -44,7 +44,7 @@ FORMAT_VERSION = 1  # format 0 differs in this number alone
 # it does not know, and would then generate with its ordinary cache; an unknown version it refuses, and shows it.
 OWN_VERSION = "kvconvert: import kvconvert.runtime before from_pretrained"
 _UNSEALED = "0" * 64
-_EARLIER_NAMES = {"passkey": "retrieval", "recall_form": "retrieval_form", "min_passkey": "min_retrieval"}
+EARLIER_NAMES = {"passkey": "retrieval", "recall_form": "retrieval_form", "min_passkey": "min_retrieval"}
 MAX_CANDIDATES = 256
 _Bits = Annotated[int, Field(ge=1, le=16)]
 Heads = Annotated[int, Field(ge=1, le=2**16)]  # and channels of a head
@@ -180,7 +180,7 @@ class Fidelity(Record):
         """Figures of a bundle made before 1.0, by the names that they have now."""
         if not isinstance(stored, dict):
             return stored
-        return {_EARLIER_NAMES.get(name, name): value for name, value in stored.items()}
+        return {EARLIER_NAMES.get(name, name): value for name, value in stored.items()}
 
 
 class LayerAllocation(Record):

@@ -31,6 +31,7 @@ from kvconvert.bundle.files import (
 )
 from kvconvert.bundle.locate import MANIFEST_NAME, PLAN_NAME, manifest_path
 from kvconvert.bundle.manifest import FORMAT_VERSION, Manifest, quantization_config, unseal
+from kvconvert.bundle.statements import check_statements
 from kvconvert.errors import BundleError, RecipeError, counted, listed, printable
 from kvconvert.io.records import TensorInfo
 from kvconvert.io.tensorheader import mismatch
@@ -89,9 +90,6 @@ def check_modules(manifest: Manifest) -> None:
                 raise mismatch("The weights", f"tensor {name}", words(info), words(manifest.tensors[name]))
         if f"{module.prefix}.weight" in manifest.tensors:
             raise mismatch("The weights", f"tensor {module.prefix}.weight", "absent", "beside its quantized form")
-    common = manifest.widths()[0] if len(manifest.widths()) == 1 else None
-    if weights.bits != common:
-        raise mismatch(MANIFEST_NAME, "weights.bits", f"{common} (that of all modules)", weights.bits)
     for name, info in manifest.tensors.items():
         module_name, _, part = name.rpartition(".")
         if part in ("qweight", "qzeros", "scales") and stored.get(module_name, "kept") == "kept":
@@ -142,9 +140,6 @@ def check_layers(manifest: Manifest, config: dict[str, Any]) -> None:
             continue
         if not layer.head_dim or not layer.num_key_value_heads:
             raise mismatch(MANIFEST_NAME, f"layers[{number}]", "head_dim and num_key_value_heads", "none")
-        group = scheme.value_group_for(layer.value_head_dim or layer.head_dim)
-        if layer.value_group_size != group:
-            raise mismatch(MANIFEST_NAME, f"layers[{number}].value_group_size", group, layer.value_group_size)
 
 
 @dataclass(frozen=True)
@@ -190,8 +185,9 @@ def open_bundle(
     and, with "full", SHA-256 of every load-critical file; no loadable file beside them; safetensors headers; the index;
     every tensor's presence, type and shape against the manifest; coverage and packing of quantized modules; scales and
     KV-plan tensors finite, scales positive, and, with "full", all other floating-point tensors finite; agreement of
-    config.json; settings that would run code or fetch something absent. Whether the model that transformers builds fits
-    the tensors is checked where one is built (`runtime/hf/bundle_quantizer.py`).
+    config.json; what the manifest says that follows from tensors and schemes (`bundle/statements.py`); settings that
+    would run code or fetch something absent. Whether the model that transformers builds fits the tensors is checked
+    where one is built (`runtime/hf/bundle_quantizer.py`).
 
     Args:
         path: the bundle's directory.
@@ -226,6 +222,7 @@ def open_bundle(
         quantized = [module for module in manifest.modules if module.method != "kept"]
         checks.append(f"coverage: {len(quantized)} modules quantized, {len(manifest.modules) - len(quantized)} kept")
         check_layers(manifest, config)
+        check_statements(manifest)
         checks.append(f"KV plan: {counted(len(manifest.layers), 'layer')}")
         for name, scales in read_arrays(weight_files, [f"{module.prefix}.scales" for module in quantized]):
             check_scales(weight_files[name].name, name, scales)
@@ -252,6 +249,7 @@ def _described(files: BundleFiles, manifest: Manifest, checks: list[str]) -> Bun
     check_modules(manifest)
     config = check_config(directory, manifest, ["config.json"])
     check_layers(manifest, config)
+    check_statements(manifest)
     checks.append(f"KV plan: {counted(len(manifest.layers), 'layer')}; weights were not looked at")
     plan = read_plan(directory, manifest)
     files.check_unchanged()

@@ -17,7 +17,7 @@ from typing import Literal
 
 from kvconvert.errors import RecipeError
 from kvconvert.kernels.page_formats import PAGE_SIZE, LayerFormat, PageFormat, SpanFormat, TokenNorm, page_bytes
-from kvconvert.kernels.rotations import Rotations
+from kvconvert.kernels.rotations import Rotations, hadamard_kind
 from kvconvert.methods import Evict, KVScheme, Spans
 
 Side = Literal["key", "value"]
@@ -96,6 +96,16 @@ def layer_format(
         key_window=key.recent_tokens,
         value_window=value.recent_tokens,
     )
+
+
+def rotation_kinds(scheme: KVScheme, key_dim: int, value_dim: int) -> tuple[str | None, str | None]:
+    """How the matrices are built that rotate a layer's keys, and its values where these have another size.
+
+    Raises:
+        UsageError: no matrix rotates heads of this size.
+    """
+    keys = hadamard_kind(key_dim) if scheme.rotates else None
+    return keys, hadamard_kind(value_dim) if scheme.rotates and value_dim != key_dim else None
 
 
 NUMBER_BYTES = 2  # of a number in full precision, but for models of 32 bits

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import difflib
 import logging
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 from pydantic import ValidationError
 from torch import Tensor
@@ -23,12 +22,12 @@ from kvconvert.bundle.manifest import (
     Fidelity,
     Manifest,
     ModuleCoverage,
-    WeightsInfo,
     conventions,
     quantization_config,
     widths,
 )
 from kvconvert.bundle.reader import open_bundle
+from kvconvert.bundle.statements import weights_info
 from kvconvert.bundle.writer import (
     MAX_SHARD_BYTES,
     copy_file,
@@ -47,8 +46,6 @@ from kvconvert.io.json_text import read_json
 from kvconvert.io.progress import progress_bar
 from kvconvert.io.records import FileInfo, SourceInfo, TensorInfo
 from kvconvert.io.tensorfile import tensor_info, write_tensors
-from kvconvert.io.tensorheader import nbytes
-from kvconvert.methods.awq import StoredMethod
 from kvconvert.models.configuration import context_length, sliding_windows
 from kvconvert.models.devices import Device, choose_device
 from kvconvert.models.source import SourceModel, open_source
@@ -368,7 +365,7 @@ def _manifest(store: WorkDir, recipe: Recipe, contents: _Contents, source: Sourc
     state = store.state
     layers = [store.layer_record(index).plan() for index in range(state.num_layers)]
     quantizing = ["quantize_weights"] if recipe.weights.quantizes else []
-    weights = _weights_info(contents)
+    weights = weights_info(contents.modules, contents.infos)
     return Manifest(
         format_version=FORMAT_VERSION,
         kvconvert_version=__version__,
@@ -386,33 +383,6 @@ def _manifest(store: WorkDir, recipe: Recipe, contents: _Contents, source: Sourc
         allocation=None if recipe.auto is None else read_allocation(store),
         weight_allocation=None if recipe.weights.average_bits is None else read_weight_allocation(store),
         files={},
-    )
-
-
-def _weights_info(contents: _Contents) -> WeightsInfo:
-    quantized = {module.prefix: module for module in contents.modules if module.method != "kept"}
-    total = packed = parameters = 0
-    for name, info in contents.infos.items():
-        total += nbytes(info)
-        module, _, part = name.rpartition(".")
-        if module in quantized and part in ("qweight", "qzeros", "scales"):
-            packed += nbytes(info)
-        else:
-            parameters += math.prod(info.shape)
-    quantized_parameters = sum((module.in_features or 0) * (module.out_features or 0) for module in quantized.values())
-    parameters += quantized_parameters
-    # All of them agree, but for their widths: they are one recipe's or one source's.
-    first, stored = next(iter(quantized.values()), None), widths(contents.modules)
-    return WeightsInfo(
-        method="none" if first is None else cast(StoredMethod, first.method),
-        bits=stored[0] if len(stored) == 1 else None,
-        group_size=None if first is None else first.group_size,
-        bytes=total,
-        parameters=parameters,
-        bits_per_weight=8 * total / parameters,
-        quantized_bytes=packed,
-        quantized_parameters=quantized_parameters,
-        quantized_bits_per_weight=8 * packed / quantized_parameters if quantized_parameters else None,
     )
 
 

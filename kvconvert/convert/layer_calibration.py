@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kvconvert.bundle.manifest import ModuleCoverage
-from kvconvert.cache import layer_format
+from kvconvert.cache import layer_format, rotation_kinds
 from kvconvert.calibration.activations import count_routed, input_points
 from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork
 from kvconvert.calibration.ranks import ALONE, Ranks
@@ -25,7 +25,6 @@ from kvconvert.convert.workdir import LayerRecord, WorkDir
 from kvconvert.errors import NumericError
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, pack_bits, quantize_weight
 from kvconvert.kernels.quantizer import GroupRangeError
-from kvconvert.kernels.rotate import hadamard_kind
 from kvconvert.methods import KVScheme
 from kvconvert.methods.awq import WeightsRecipe
 from kvconvert.models.configuration import changing_rope
@@ -297,8 +296,7 @@ def resolved_fields(scheme: KVScheme | None, job: LayerJob) -> dict[str, Any]:
         "value_head_dim": job.value_dim if job.value_dim != job.key_dim else None,
         "num_key_value_heads": job.heads,
         "value_group_size": scheme.value_group_for(job.value_dim),
-        "rotation": hadamard_kind(job.key_dim) if scheme.rotates else None,
-        "value_rotation": hadamard_kind(job.value_dim) if scheme.rotates and job.value_dim != job.key_dim else None,
+        **dict(zip(("rotation", "value_rotation"), rotation_kinds(scheme, job.key_dim, job.value_dim), strict=True)),
     }
 
 

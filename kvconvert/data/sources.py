@@ -34,8 +34,9 @@ _MARK = b"\xef\xbb\xbf"  # with which some programs begin UTF-8
 class JsonRows:
     """Rows of files that hold an object in each line, a list of objects or of texts, or one object of columns.
 
-    Texts become rows with the column `text`. Iterating raises DataError, naming the file, and the line where rows are
-    lines.
+    Texts become rows with the column `text`. One object is a row of its own where its lists are not columns: of
+    different lengths, a conversation, or token ids. Iterating raises DataError, naming the file, and the line where
+    rows are lines.
 
     Attributes:
         files: paths or addresses.
@@ -101,10 +102,11 @@ def _rows(file: Path | str, stream: BinaryIO, field: str | None) -> Iterator[dic
     lines = enumerate(_lines(file, stream), 1)
     start, first = next(((number, text) for number, line in lines if (text := _text(line))), (0, b""))
     try:
-        whole = isinstance(parse_json(first), dict)
+        row = parse_json(first)
     except ValueError:
-        whole = False
-    if not whole or field is not None:
+        row = None
+    following = next((line for line in lines if _text(line[1])), None)
+    if not isinstance(row, dict) or field is not None or (following is None and _is_columns(row)):
         stream.seek(0)
         content = bytearray()
         while chunk := stream.read(2**20):
@@ -113,7 +115,7 @@ def _rows(file: Path | str, stream: BinaryIO, field: str | None) -> Iterator[dic
                 raise _unreadable(file, f"a JSON document has more than {MOST_AT_ONCE} bytes")
         yield from _document_rows(file, bytes(content).removeprefix(_MARK), field)
         return
-    for number, line in chain([(start, first)], lines):
+    for number, line in chain([(start, first)], [] if following is None else [following], lines):
         if text := _text(line):
             try:
                 row = parse_json(text)
@@ -137,17 +139,23 @@ def _document_rows(file: Path | str, content: bytes, field: str | None) -> Itera
         if not isinstance(found, dict) or field not in found:
             raise _unreadable(file, f"it has no field {printable(field)[:80]}")
         found = found[field]
-    if isinstance(found, dict):
-        columns = {name: column for name, column in found.items() if isinstance(column, list)}
-        if columns.keys() != found.keys() or len({len(column) for column in columns.values()}) > 1:
-            yield found
-            return
-        found = [dict(zip(columns, entries, strict=True)) for entries in zip(*columns.values(), strict=True)]
+    if isinstance(found, dict) and _is_columns(found):
+        found = [dict(zip(found, entries, strict=True)) for entries in zip(*found.values(), strict=True)]
     for index, entry in enumerate(found if isinstance(found, list) else [found]):
         row = {"text": entry} if isinstance(entry, str) else entry
         if not isinstance(row, dict):
             raise _unreadable(file, f"entry {index} is neither an object nor text")
         yield row
+
+
+def _is_columns(found: dict[str, Any]) -> bool:
+    """Whether an object is a table by its columns, and not a single row, whose lists are a conversation or numbers."""
+    columns = list(found.values())
+    if not all(isinstance(column, list) for column in columns) or len(set(map(len, columns))) > 1:
+        return False
+    entries = list(chain(*columns))
+    messages = any(isinstance(entry, dict) and not entry.keys().isdisjoint(("role", "from")) for entry in entries)
+    return not messages and any(isinstance(entry, str | list | dict) for entry in entries)
 
 
 def _unreadable(file: Path | str, reason: str) -> DataError:

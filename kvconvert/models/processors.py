@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import os
 import re
 import resource
@@ -38,6 +39,7 @@ from transformers import (
     ProcessorMixin,
 )
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+from transformers.models.auto.tokenization_auto import get_tokenizer_config, tokenizer_class_from_name
 from transformers.utils import is_torchvision_available, is_vision_available
 from transformers.utils.import_utils import DummyObject
 
@@ -47,6 +49,7 @@ from kvconvert.errors import (
     UnsupportedModelError,
     UsageError,
     first_line,
+    listed,
     printable,
     unreadable,
 )
@@ -54,6 +57,8 @@ from kvconvert.io.json_text import MAX_JSON, read_json
 from kvconvert.models.configuration import placeholder_ids
 from kvconvert.models.prompts import MARK, Conversations, added_around, without_marks
 from kvconvert.models.templates import panics_as_errors, shared_renderer
+
+logger = logging.getLogger(__name__)
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _VIDEO = "video_processor"
@@ -95,7 +100,10 @@ def load_processor(directory: Path) -> ProcessorMixin:
             missing = "torchvision" if "torchvision" in str(error).lower() else None
             remedy = "needs torchvision; run pip install torchvision" if missing else f"needs more packages: {reason}"
             raise MissingError(f"The processor of {directory} {remedy}.") from error
+        _check_vocabulary(directory, _named_tokenizer(directory))
         raise CheckpointError(f"{directory} has no processor that transformers can load ({reason}).") from error
+    _check_vocabulary(directory, type(processor.tokenizer))
+    _keep_all_merges(processor.tokenizer, directory)
     if (reason := why_refused(_encoders(processor, directory))) is not None:
         raise CheckpointError(
             f"The processor of {directory} is not applied to any picture ({reason}); use another copy of it."
@@ -131,11 +139,14 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
             tokenizer("a")  # some settings are looked at only here
     except Exception as error:  # any value of its files may be none that its reader expects; parsers raise Exception
         reason = f"{type(error).__name__}: {first_line(error)}"
+        _check_vocabulary(directory, _named_tokenizer(directory))
         if not (directory / "tokenizer.json").is_file():  # transformers then lists what it tried, line by line
             reason = "there is no tokenizer.json, and no older file that sentencepiece or tiktoken, installed, convert"
         raise CheckpointError(
             f"{directory} has no tokenizer that transformers can load ({reason}); fetch the model's tokenizer again."
         ) from error
+    _check_vocabulary(directory, type(tokenizer))
+    _keep_all_merges(tokenizer, directory)
     made = getattr(tokenizer, "backend_tokenizer", None)
     if made is not None and not (directory / "tokenizer.json").is_file():
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".json") as file:
@@ -194,6 +205,51 @@ def _check_class(directory: Path, key: str) -> None:
             if isinstance(found, type) and not (issubclass(found, _CLASSES[key]) or isinstance(found, DummyObject)):
                 raise CheckpointError(f"{path} says that {key} is {name}, which is none; fetch the file again.")
             return
+
+
+def _keep_all_merges(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Switch off what makes a tokenizer's ids differ from one time to the next: merges left out at random, for training
+    alone. Every tokenization here has to be repeatable, and fingerprints are made of it.
+    """
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    if dropout := getattr(model, "dropout", None):
+        logger.warning(
+            "The tokenizer of %s leaves out merges at random (dropout %g), as for training; all are applied here.",
+            printable(str(directory)),
+            dropout,
+        )
+        model.dropout = None
+
+
+# Files from which transformers makes a tokenizer of any class.
+_ANY_CLASS = re.compile(r"tokenizer\.json|.*(tekken\.json|tokenizer\.model|tiktoken\.model).*|.*\.tiktoken", re.DOTALL)
+
+
+def _check_vocabulary(directory: Path, kind: type | None) -> None:
+    """Refuse (CheckpointError) a tokenizer without its vocabulary, where some classes make one of a few tokens.
+
+    Args:
+        directory: of the model.
+        kind: the class of the tokenizer; None where it is not known.
+    """
+    files: dict[str, str] = getattr(kind, "vocab_files_names", {})
+    if kind is None or not files or any(_ANY_CLASS.fullmatch(name) for name in os.listdir(directory)):
+        return
+    needed = [name for use, name in files.items() if use.endswith(("vocab_file", "merges_file"))] or ["tokenizer.json"]
+    if missing := [name for name in needed if not (directory / name).is_file()]:
+        either = "" if missing == ["tokenizer.json"] else " and no tokenizer.json"
+        raise CheckpointError(
+            f"{directory} has no {listed(missing, 'or')}{either}, from which {kind.__name__} is made; fetch the "
+            "model's tokenizer again."
+        )
+
+
+def _named_tokenizer(directory: Path) -> type | None:
+    """The class that a tokenizer's settings name, where transformers has it."""
+    with suppress(OSError, ValueError, ImportError):
+        name = get_tokenizer_config(directory, local_files_only=True).get("tokenizer_class")
+        return tokenizer_class_from_name(name) if isinstance(name, str) else None
+    return None
 
 
 # Bytes of a token as base64, which transformers cuts in two at each place; special tokens of which it makes names.

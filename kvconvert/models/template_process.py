@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 LENGTH = 8
-# What is asked of the process that forks: a worker, for the socket that comes with it, or to be ready for templates or
-# tables.
+# What is asked of the process that forks: a worker, for the socket that comes with it, or to be ready for templates, of
+# which one follows, or for tables.
 WORKER, TEMPLATES, TABLES = b"w", b"t", b"p"
 # Characters of each text with which a tokenizer is tried, how many texts, and tokens or characters that may become of
 # each character.
@@ -69,11 +69,13 @@ def _read(connection: socket.socket, size: int) -> bytearray:
     return content
 
 
-def answer(asked: dict[str, Any], template: str, tokenizer: Any, table: Table) -> dict[str, Any]:
+def answer(asked: dict[str, Any], template: str, tokenizer: Any, table: Any) -> dict[str, Any]:
     """The result, or the reason why there is none."""
     try:
         if "messages" in asked:
             return {"text": _rendered(asked, template)}
+        if "compile" in asked:
+            return {"text": _compile(asked["compile"])}
         if "grammar" in asked:
             return {"text": _try_grammar(asked["grammar"], asked["limits"])}
         if "probe" in asked:
@@ -98,6 +100,14 @@ def _rendered(asked: dict[str, Any], template: str) -> str:
     if len(text) > most:
         raise ValueError(f"its text has more than {most} characters")
     return text
+
+
+def _compile(template: str) -> str:
+    """Have transformers keep a template compiled, for this process and all that it forks."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    _compile_jinja_template(template)
+    return ""
 
 
 def _try_grammar(grammar: str, limits: dict[str, int]) -> str:
@@ -334,6 +344,15 @@ def main(memory: int, tokenizer_file: int) -> None:
         wanted, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if wanted == TEMPLATES:
             from transformers.utils import chat_template_utils  # noqa: F401, so that no worker has to import it
+
+            send(control, {})
+            asked, before = receive(control), resource.getrlimit(resource.RLIMIT_AS)
+            _allow_memory(memory)
+            _allow(asked["seconds"])
+            found = answer(asked, "", None, None)
+            _allow(0)
+            resource.setrlimit(resource.RLIMIT_AS, before)
+            send(control, found)
         elif wanted == TABLES:
             import pyarrow.parquet  # noqa: F401, likewise
         elif not descriptors:

@@ -92,6 +92,11 @@ class TemplateRenderer:
         self._control: socket.socket | None = None
         self._starting, self._closed = threading.Lock(), False
         self._own = threading.local()
+        # The template that all workers have compiled, None before `start`; whether its process has yet to say that it
+        # is; and why one cannot be.
+        self._template: str | None = None
+        self._compiling = False
+        self._refusals: dict[str, UsageError] = {}
         _RENDERERS.add(self)
 
     def forget(self) -> None:
@@ -156,13 +161,13 @@ class TemplateRenderer:
         asked = {"grammar": grammar, "limits": dict(limits), "memory": GRAMMAR_BYTES}
         self._ask(asked, "grammar", seconds=GRAMMAR_SECONDS)
 
-    def start(self) -> None:
-        """Start what makes workers, and have it made ready for templates, without waiting for either."""
-        with self._starting:
+    def start(self, template: str = "") -> None:
+        """Start what makes workers, and have it compile a template for all of them, without waiting for either."""
+        with self._starting, contextlib.suppress(OSError, EOFError):  # it ended at once: said where a worker is wanted
             self._start()
-            with contextlib.suppress(OSError):  # it ended at once, which is said where a worker is wanted
-                if self._control is not None:
-                    self._control.sendall(template_process.TEMPLATES)
+            self._await_compiled()
+            self._template = template
+            self._compile()
 
     def _start(self) -> None:
         if self._closed or (self._process is not None and self._process.poll() is None):
@@ -185,17 +190,56 @@ class TemplateRenderer:
                 start_new_session=True,
                 pass_fds=passed,
             )
+        self._compiling = False
+        self._compile()
+
+    def _compile(self) -> None:
+        if self._control is not None and self._template is not None:
+            self._compiling = True
+            self._control.sendall(template_process.TEMPLATES)
+            template_process.send(self._control, {"compile": self._template, "seconds": self._seconds})
+
+    def _await_compiled(self) -> None:
+        """Wait until the process has compiled its template; where it cannot, there is another process without one."""
+        if not self._compiling or self._control is None or self._template is None:
+            return
+        self._compiling = False
+        self._control.settimeout(_START_SECONDS + 4 * self._seconds)
+        template_process.receive(self._control)
+        try:
+            reason = template_process.receive(self._control).get("error")
+        except (OSError, EOFError):
+            if self._closed:
+                raise
+            self._refusals[self._template] = self._too_much("chat template", self._seconds)
+            self._template = ""
+            self._end()  # whose connection may be closed before it is over
+            self._start()
+            self._await_compiled()
+        else:
+            if reason:
+                self._refusals[self._template] = refused(reason)
+
+    def _too_much(self, what: str, seconds: float) -> TemplateLimitError:
+        return TemplateLimitError(
+            f"The model's {what} takes more than {seconds:.3g} seconds or {self._memory >> 20} MiB of memory."
+        )
 
     def close(self) -> None:
         """End all processes, also while they work for other threads."""
+        self._closed = True
+        self._kill()  # for which a thread may wait that holds the lock
         with self._starting:
-            self._closed = True
             self._end()
 
-    def _end(self) -> None:
-        if self._process is not None:
+    def _kill(self) -> None:
+        if (process := self._process) is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def _end(self) -> None:
+        self._kill()
+        if self._process is not None:
             self._process.wait()
         if self._control is not None:
             self._control.close()
@@ -214,6 +258,8 @@ class TemplateRenderer:
             seconds = (QUICK_SECONDS if _is_quick.get() else self._seconds) + length * _SECONDS_OF_CHARACTER
         own = self._own
         connection = self._worker()
+        if template is not None and (refusal := self._refusals.get(template)) is not None:
+            raise type(refusal)(str(refusal))
         try:
             if template is not None and template != own.template:
                 asked["template"] = template
@@ -224,8 +270,7 @@ class TemplateRenderer:
         except (OSError, EOFError) as error:
             connection.close()
             own.connection = None
-            limits = f"{seconds:.3g} seconds or {self._memory >> 20} MiB of memory"
-            raise TemplateLimitError(f"The model's {what} takes more than {limits}.") from error
+            raise self._too_much(what, seconds) from error
 
     def _worker(self) -> socket.socket:
         """The connection to a worker that is ready."""
@@ -247,6 +292,7 @@ class TemplateRenderer:
         try:
             with there, self._starting:
                 self._start()
+                self._await_compiled()
                 if self._control is None:
                     raise EOFError
                 self._control.sendall(ready)

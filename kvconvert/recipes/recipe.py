@@ -54,7 +54,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict, TypeVar
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from kvconvert.arguments import checked
-from kvconvert.bundle.figures import figure
+from kvconvert.bundle.figures import missed_limits
 from kvconvert.errors import MissingError, RecipeError, UsageError, did_you_mean, first_line, unreadable
 from kvconvert.methods import (
     OPTIONS,
@@ -114,25 +114,7 @@ class Limits(RecipeTable):
 
     def missed(self, report: dict[str, Any]) -> list[str]:
         """One clause per limit that a fidelity report misses; a figure not measured, or NaN, misses its limit."""
-        missed = []
-
-        def check(limit: str, bound: float | None, words: str, found: float | None, at_most: bool) -> None:
-            if bound is None:
-                return
-            if found is None:
-                missed.append(f"{words} could not be measured, {limit} is {bound:g}")
-            elif not (found <= bound if at_most else found >= bound):
-                missed.append(f"{words} is {found:.4g}, {limit} is {bound:g}")
-
-        before, after = figure(report, "perplexity.source"), figure(report, "perplexity.bundle")
-        increase = None if before is None or after is None else after / before - 1
-        check("max_kl", self.max_kl, "the mean KL divergence", figure(report, "kl.mean"), True)
-        seen = figure(report, "images.kl")
-        if seen is not None:
-            check("max_kl", self.max_kl, "the mean KL divergence on text about images", seen, True)
-        check("max_perplexity_increase", self.max_perplexity_increase, "the perplexity's increase", increase, True)
-        check("min_retrieval", self.min_retrieval, "retrieval", figure(report, "retrieval.bundle"), False)
-        return missed
+        return missed_limits(self.as_set(), report)
 
 
 T = TypeVar("T", bound=BaseModel)

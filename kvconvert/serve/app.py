@@ -182,7 +182,10 @@ class Service:
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         over = threading.Event()
-        self._renderer.start()
+        template = ""
+        with contextlib.suppress(KvconvertError), self._chat() as chat:  # each chat is told why there is none
+            template = chat.template if chat.templated else ""
+        self._renderer.start(template)
         ring = partial(self.bell.ring, asyncio.get_running_loop())
         self._stepper = threading.Thread(
             target=self.engine.run, args=[over, ring], name="kvconvert-engine", daemon=True

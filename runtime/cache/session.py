@@ -27,7 +27,8 @@ from kvconvert.errors import CacheError, KvconvertError, printable
 from kvconvert.io.json_text import parse_json
 from kvconvert.io.tensorfile import replace_tensors
 from kvconvert.io.tensorheader import read_header
-from kvconvert.kernels.quantizer import all_finite
+from kvconvert.kernels.states import is_packed
+from kvconvert.kernels.states.reference import unpack_reference
 from kvconvert.runtime.cache.pool import PageNumbers, TokenBuffer
 from kvconvert.runtime.cache.sequence import Sequence, Side, TokenPositions
 from kvconvert.runtime.cache.store import Group, LayerRow, LayerStore
@@ -35,6 +36,8 @@ from kvconvert.runtime.cache.store import Group, LayerRow, LayerStore
 FORMAT = 1
 DESCRIPTION = "description"
 _SEAL = "0" * 64
+# What no number of a key, a value, or a state comes near, and whose products are still numbers in float32.
+_MOST = 2.0**32
 _STATE = re.compile(r"layers\.(\d{1,6})\.states\.(.+)", re.ASCII)
 
 
@@ -239,9 +242,16 @@ def _read(file: Path) -> tuple[_Description, dict[str, torch.Tensor]]:
     if changed:
         raise _refusal(file, f"{printable(min(changed))} is not what was saved")
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not all_finite(tensor if tensor.element_size() > 1 else tensor.float()):
-            raise _refusal(file, f"{printable(name)[:80]} holds NaN or infinity")
+        _check_numbers(file, name, tensor)
     return told, tensors
+
+
+def _check_numbers(file: Path, name: str, tensor: torch.Tensor) -> None:
+    """Refuse (CacheError) floating-point numbers that no model makes; packed states are looked at unpacked."""
+    numbers = unpack_reference(tensor) if _STATE.fullmatch(name) and is_packed(tensor) else tensor
+    numbers = numbers if numbers.element_size() > 1 else numbers.float()  # float8 has no smallest number
+    if numbers.is_floating_point() and numbers.numel() and not all(abs(x.item()) <= _MOST for x in numbers.aminmax()):
+        raise _refusal(file, f"{printable(name)[:80]} holds NaN, infinity, or numbers beyond {_MOST:g}")
 
 
 def _changed(name: str, tensors: dict[str, torch.Tensor], hashes: dict[str, str]) -> bool:

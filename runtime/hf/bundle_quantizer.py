@@ -25,12 +25,13 @@ from kvconvert.bundle.hub import upload
 from kvconvert.bundle.locate import MANIFEST_NAME, fetch_repository
 from kvconvert.bundle.manifest import LayerPlan
 from kvconvert.bundle.reader import Bundle, open_bundle
+from kvconvert.bundle.statements import check_cache_size
 from kvconvert.bundle.writer import copy_file, replacing
 from kvconvert.errors import BundleError, UsageError, did_you_mean
 from kvconvert.io.tensorheader import mismatch
 from kvconvert.kernels.linear import DenseLinear, QuantizedLinear
 from kvconvert.methods import KVScheme
-from kvconvert.models.configuration import bounded_modules, model_class, no_model, read_config
+from kvconvert.models.configuration import bounded_modules, model_class, no_model, read_config, sliding_windows
 from kvconvert.runtime.hf.attention import NAME
 from kvconvert.runtime.hf.fuse import fuse_on_gpus
 from kvconvert.runtime.hf.generation import adopt
@@ -391,6 +392,7 @@ def check_fits(bundle: Bundle, complete: bool = False) -> int:
     except Exception as error:  # models are built by code of many authors
         raise no_model(error) from error
     compared = compare_shapes(bundle, model)
+    check_cache_size(bundle.manifest, sliding_windows(config))
     if complete:
         packed = {f"{module.name}.weight" for module in bundle.manifest.modules if module.method != "kept"}
         parameters = {name for name, _ in model.named_parameters()}  # of tied ones the first alone

@@ -64,6 +64,51 @@ LOADED = (
     *("additional_chat_templates/x.jinja", "decoder_tokenizer/tokenizer.json", "Tokenizer_Config.JSON"),
 )
 
+DATA = {"source": "books", "samples": 1, "length": 8, "seed": 0, "images": 0, "sha256": "3" * 64}
+SEARCH = {"measured_kl": 0.25, "data": DATA, "dtype": "float32"}
+# What a manifest says besides where searches and a measurement were made, of the bundle in `tiny.bundle`.
+MEASURED: dict[str, Any] = {
+    "fidelity": {
+        "measured_on": "0" * 64,
+        "report": {
+            "kl": {"mean": 0.1, "p99": 1, "mean_interval": [0.1, 0.2]},
+            "perplexity": {"source": 3.0, "bundle": 3.1, "increase": 0.03},
+            "retrieval": {"source": 1, "bundle": 0.5, "by_length": {"100": [1, 0.5], "200": [1, 0.5]}},
+            "probes": {"copy": {"ability": "copies", "source": 1, "bundle": 0.9, "loss_interval": [0, 0.1]}},
+            "text": {"samples": {"source": "books"}, "scored_tokens": 100},
+            "kv": {"source_bytes_per_token": 10, "bytes_per_token": 3.5, "context": 4096, "bits_per_value": 2.5},
+            "verdict": "fit for much",
+            "device": "cpu",
+            "compute_dtype": "float32",
+        },
+        "limits": {"max_kl": 0.05},
+        "missed": ["the mean KL divergence is 0.1, max_kl is 0.05"],
+    },
+    "allocation": {
+        "context": 4096,
+        "budget_bytes_per_token": 100.0,
+        "bytes_per_token": 90.5,
+        "bits_per_value": 2.5,
+        "candidates": {"K2g128s8": {"key_bits": 2}, "V2g128s8": {"value_bits": 2}},
+        "layers": [
+            {"index": i, "keys": "K2g128s8", "values": "V2g128s8", "kl": {"K2g128s8": 0.1, "V2g128s8": 0}}
+            | {"clip_ratios": {"K2g128s8": 0.9}, "treatments": {"K2g128s8": {"rotate_keys": "hadamard"}}}
+            for i in range(2)
+        ],
+        "predicted_kl": 0.2,
+        "plans": 3,
+        **SEARCH,
+    },
+    "weight_allocation": {
+        "budget_bits_per_weight": 5.5,
+        "bits_per_weight": 5.25,
+        "units": [{"layer": 0, "linears": ["model.layers.0.q_proj"], "bits": 4, "kl": {"2": 1, "4": 0.1}}],
+        "predicted_kl": 0.1,
+        "allocations": 4,
+        **SEARCH,
+    },
+}
+
 
 def mutated(value: Any, rng: random.Random) -> Any:
     """A copy of a JSON value with one entry changed, removed, repeated, renamed or exchanged for another."""

@@ -18,47 +18,6 @@ from kvconvert.models.configuration import read_config, sliding_windows
 from kvconvert.report import render
 
 MOST_MEMORY = 300 * 2**20
-DATA = {"source": "books", "samples": 1, "length": 8, "seed": 0, "images": 0, "sha256": "3" * 64}
-SEARCH = {"predicted_kl": 0.5, "measured_kl": 0.25, "data": DATA, "dtype": "float32"}
-MEASURED = {
-    "fidelity": {
-        "measured_on": "0" * 64,
-        "report": {
-            "kl": {"mean": 0.1, "p99": 1, "mean_interval": [0.1, 0.2]},
-            "perplexity": {"source": 3.0, "bundle": 3.1, "increase": 0.03},
-            "retrieval": {"source": 1, "bundle": 0.5, "by_length": {"100": [1, 0.5], "200": [1, 0.5]}},
-            "probes": {"copy": {"ability": "copies", "source": 1, "bundle": 0.9, "loss_interval": [0, 0.1]}},
-            "text": {"samples": {"source": "books"}, "scored_tokens": 100},
-            "kv": {"source_bytes_per_token": 10, "bytes_per_token": 3.5, "context": 4096, "bits_per_value": 2.5},
-            "verdict": "fit for much",
-            "device": "cpu",
-            "compute_dtype": "float32",
-        },
-        "limits": {"kl": 0.5},
-        "missed": ["kl is more than it should be"],
-    },
-    "allocation": {
-        "context": 4096,
-        "budget_bytes_per_token": 100.0,
-        "bytes_per_token": 90.5,
-        "bits_per_value": 2.5,
-        "candidates": {"K2g128s8": {"key_bits": 2}, "V2g128s8": {"value_bits": 2}},
-        "layers": [
-            {"index": i, "keys": "K2g128s8", "values": "V2g128s8", "kl": {"K2g128s8": 0.1, "V2g128s8": 0}}
-            | {"clip_ratios": {"K2g128s8": 0.9}, "treatments": {"K2g128s8": {"rotate_keys": "hadamard"}}}
-            for i in range(2)
-        ],
-        "plans": 3,
-        **SEARCH,
-    },
-    "weight_allocation": {
-        "budget_bits_per_weight": 4.5,
-        "bits_per_weight": 4.25,
-        "units": [{"layer": 0, "linears": ["model.layers.0.q_proj"], "bits": 4, "kl": {"2": 1, "4": 0.1}}],
-        "allocations": 4,
-        **SEARCH,
-    },
-}
 
 
 def peak_bytes() -> int:
@@ -125,7 +84,7 @@ def check_accepted(fuzzer, bundle, number, done):
 @pytest.fixture
 def fuzzer(bundle):
     shown(open_bundle(bundle), drawn=True)  # imports take longer than a case may
-    made = fuzzing.Fuzzer(bundle, 1, MEASURED)
+    made = fuzzing.Fuzzer(bundle, 1, fuzzing.MEASURED)
     made.listing = sorted(os.listdir(bundle))
     return made
 

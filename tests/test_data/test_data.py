@@ -22,6 +22,7 @@ from kvconvert.data.sources import (
     CALIBRATION,
     EVALUATION,
     HubSource,
+    JsonRows,
     SourceTable,
     check_sources,
     holds_conversations,
@@ -467,8 +468,13 @@ def test_of_many_columns_those_that_are_read_are_kept_and_one_that_is_named(tmp_
 
 @pytest.mark.parametrize(
     "content",
-    ['["w1 w2", "w3 w4"]', '{"text": ["w1 w2", "w3 w4"],\n"n": [1, 2]}', '{\n"text":\n "w1 w2 w3 w4"}'],
-    ids=["texts", "columns", "object"],
+    [
+        '["w1 w2", "w3 w4"]',
+        '{"text": ["w1 w2", "w3 w4"],\n"n": [1, 2]}',
+        '{"text": ["w1 w2", "w3 w4"], "n": [1, 2]}\n\n',
+        '{\n"text":\n "w1 w2 w3 w4"}',
+    ],
+    ids=["texts", "columns", "columns in a line", "object"],
 )
 @pytest.mark.parametrize("start", ["", "\ufeff", "\n\n"])
 def test_json_in_each_of_its_forms_gives_rows(tmp_path, content, start):
@@ -476,6 +482,33 @@ def test_json_in_each_of_its_forms_gives_rows(tmp_path, content, start):
     assert "w1" in " ".join(
         spoken(word_tokenizer(), load_token_samples(str(tmp_path / "x.json"), word_tokenizer(), 1, 4, 0).ids[0])
     )
+
+
+SAY = {"role": "user", "content": "w1"}
+
+
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize(
+    ("content", "rows"),
+    [
+        ({"text": ["w1", "w2"], "n": [1, 2]}, [{"text": "w1", "n": 1}, {"text": "w2", "n": 2}]),
+        ({"messages": [[SAY], [SAY, SAY]]}, [{"messages": [SAY]}, {"messages": [SAY, SAY]}]),
+        ({"messages": [SAY, SAY]}, None),
+        ({"conversations": [{"from": "human", "value": "w1"}]}, None),
+        ({"text": ["w1", "w2"], "n": [1]}, None),
+        ({"input_ids": [1, 2]}, None),
+        ({"text": "w1", "n": [1]}, None),
+    ],
+)
+def test_one_object_is_columns_or_a_row_however_many_lines_it_takes(tmp_path, content, rows, spread):
+    (tmp_path / "x.json").write_text(json.dumps(content, indent=1 if spread else None))
+    assert [*JsonRows([tmp_path / "x.json"])] == (rows or [content])
+
+
+def test_an_object_of_lists_before_other_lines_is_a_row(tmp_path):
+    lines = [{"text": ["w1", "w2"]}, {"text": ["w3"]}]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert [*JsonRows([tmp_path / "x.jsonl"])] == lines
 
 
 @pytest.mark.parametrize("line", ["3", '"w1"', "[1]", "{", "\ufffe{"])

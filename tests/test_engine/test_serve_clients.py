@@ -242,7 +242,8 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% en
 
 def test_a_template_that_loops_holds_up_nobody_and_not_the_end():
     tokenizer = Letters()
-    tokenizer.chat_template = "{% if messages[0].content != 'loop' %}x{% else %}" + LOOPS + "{% endif %}"
+    slow = "{% if false %}{{ 'q' * 50000000 }}{% endif %}"  # to compile, in more than a chat may take beside others
+    tokenizer.chat_template = slow + "{% if messages[0].content != 'loop' %}x{% else %}" + LOOPS + "{% endif %}"
     chat = "/v1/chat/completions"
 
     def turns(content):

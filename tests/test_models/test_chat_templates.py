@@ -11,13 +11,19 @@ from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer
-from transformers import AutoConfig
+from transformers import AutoConfig, GPT2Config
 
 from kvconvert.errors import CheckpointError, UsageError
 from kvconvert.models.chat import ChatPrompts
 from kvconvert.models.processors import load_processor, load_tokenizer
 from kvconvert.models.prompts import MARK
-from kvconvert.models.templates import TemplateLimitError, TemplateRenderer, panics_as_errors, shared_renderer
+from kvconvert.models.templates import (
+    TemplateLimitError,
+    TemplateRenderer,
+    panics_as_errors,
+    quickly,
+    shared_renderer,
+)
 
 REFERENCE = Path(__file__).parents[2] / "examples" / "reference-lm"
 TURNS = [{"role": "system", "content": "Be \u2603 brief."}, {"role": "user", "content": "Why?\n"}]
@@ -63,6 +69,55 @@ def test_a_template_that_takes_too_much_is_a_sentence_and_the_next_one_is_render
         renderer.render(HOSTILE[kind], TURNS, {})
     assert "\n" not in str(told.value)
     assert renderer.render("{{ messages | length }}", TURNS, {}) == "2"
+
+
+# Each takes longer to compile than what others wait for: jinja computes what is constant, also where it is never used.
+SLOW_TO_COMPILE = {
+    "text": "{{ 'q' * 50000000 }}",
+    "length": "{{ messages }}" * 20_000,
+}
+
+
+@pytest.mark.parametrize("kind", SLOW_TO_COMPILE)
+def test_a_template_is_compiled_once_for_all_that_wait_for_others(kind):
+    slow = "{% if messages | length > 1 %}" + SLOW_TO_COMPILE[kind] + "{% endif %}{{ messages[0].content }}"
+    renderer = TemplateRenderer(seconds=20)
+    renderer.start(slow)
+    try:
+        with quickly():
+            assert renderer.render(slow, TURNS[:1], {}) == TURNS[0]["content"]
+            with pytest.raises(TemplateLimitError):
+                renderer.render(HOSTILE["loops"], TURNS, {})
+            assert renderer.render(slow, TURNS[:1], {}) == TURNS[0]["content"]
+            renderer._process.kill()
+            renderer._process.wait()
+            renderer._own = local()
+            assert renderer.render(slow, TURNS[:1], {}) == TURNS[0]["content"]
+    finally:
+        renderer.close()
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ 'q' * 10**10 }}" + "{{ messages }}" * 200_000, "takes more than 0.5 seconds or 64 MiB of memory"),
+        ("{% if %}", "refuses the conversation"),
+    ],
+)
+def test_a_template_that_cannot_be_compiled_is_not_tried_for_each_conversation(template, reason):
+    renderer = TemplateRenderer(seconds=0.5, memory=2**26)
+    renderer.start(template)
+    try:
+        assert renderer.render("{{ messages | length }}", TURNS, {}) == "2"
+        process = renderer._process.pid
+        with renderer.connect() as unused:
+            renderer._own.connection = unused  # which is not asked
+            for _ in range(2):
+                with pytest.raises(UsageError, match=reason):
+                    renderer.render(template, TURNS, {})
+        assert renderer._process.pid == process
+    finally:
+        renderer.close()
 
 
 def test_what_cannot_be_sent_to_a_worker_leaves_it_as_it_was(renderer):
@@ -219,6 +274,45 @@ def test_a_path_that_only_python_finds_is_called_so(tmp_path, monkeypatch):
         load_tokenizer(tmp_path / "ü")
 
 
+@pytest.mark.parametrize(
+    ("kind", "there", "missing"),
+    [
+        ("GPT2Tokenizer", {}, "vocab.json or merges.txt and no tokenizer.json, from which GPT2Tokenizer is made"),
+        ("GPT2Tokenizer", {"vocab.json": '{"a": 0}'}, "merges.txt and no tokenizer.json"),
+        ("BertTokenizer", {}, "vocab.txt and no tokenizer.json"),
+        ("LlamaTokenizerFast", {}, "tokenizer.model and no tokenizer.json"),
+        ("GemmaTokenizer", {}, "tokenizer.json, from which GemmaTokenizer is made"),
+        ("T5Tokenizer", {}, "spiece.model and no tokenizer.json"),
+        ("CTRLTokenizer", {}, "vocab.json or merges.txt and no tokenizer.json"),
+        (None, {}, "vocab.json or merges.txt and no tokenizer.json, from which GPT2Tokenizer is made"),
+    ],
+)
+def test_a_tokenizer_without_its_vocabulary_is_refused_by_the_names_of_the_files(tmp_path, kind, there, missing):
+    GPT2Config().save_pretrained(tmp_path)
+    files = there if kind is None else there | {"tokenizer_config.json": json.dumps({"tokenizer_class": kind})}
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(CheckpointError) as told:
+        load_tokenizer(tmp_path)
+    assert str(told.value).startswith(f"{tmp_path} has no {missing}")
+
+
+def test_a_tokenizer_of_older_files_or_of_none_is_loaded(tmp_path):
+    GPT2Config().save_pretrained(tmp_path)
+    (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2}')
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    assert load_tokenizer(tmp_path)("ab")["input_ids"] == [2]
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    assert len(load_tokenizer(tmp_path)("ab", add_special_tokens=False)["input_ids"]) == 2
+
+
+def test_a_processor_whose_tokenizer_has_no_vocabulary_is_refused(tmp_path):
+    shutil.copytree(REFERENCE.with_name("reference-vlm"), tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.model and no tokenizer\.json, from which"):
+        load_processor(tmp_path / "model")
+
+
 @pytest.mark.parametrize("merge", [["a", "b"], "a b", ["a", "é"], ["a", "xé"]], ids=str)
 def test_merges_that_end_the_process_where_they_are_read_are_refused(tmp_path, merge):
     vocabulary = {"a": 0, "b": 1, "é": 2, "xé": 3, "ab": 4, "aé": 5}
@@ -227,6 +321,24 @@ def test_merges_that_end_the_process_where_they_are_read_are_refused(tmp_path, m
     directory = stated(tmp_path, model=model, added_tokens=[], post_processor=None)
     with nullcontext() if fine else pytest.raises(CheckpointError, match="its merges lack the prefix"):
         load_tokenizer(directory)
+
+
+def test_a_tokenizer_that_drops_merges_at_random_is_made_to_keep_them_and_says_so(tmp_path, caplog):
+    ids = load_tokenizer(REFERENCE)("several words of a sentence", add_special_tokens=False)["input_ids"]
+    shutil.copytree(REFERENCE, tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer.json"
+    stated = json.loads(path.read_text())
+    stated["model"]["dropout"] = 0.9
+    path.write_text(json.dumps(stated))
+    tokenizer = load_tokenizer(tmp_path / "model")
+    assert "dropout 0.9" in caplog.text
+    renderer = TemplateRenderer(tokenizer)
+    try:
+        for _ in range(5):
+            assert tokenizer("several words of a sentence", add_special_tokens=False)["input_ids"] == ids
+            assert renderer.encode("several words of a sentence", special=False) == ids
+    finally:
+        renderer.close()
 
 
 def test_a_panic_of_tokenizers_is_an_error(capfd):

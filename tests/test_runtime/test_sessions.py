@@ -11,6 +11,7 @@ from tiny.models import ARCHITECTURES, random_ids, tiny_model
 from kvconvert import KVCache
 from kvconvert.errors import CacheError, UsageError
 from kvconvert.kernels.pages.records import pages_of
+from kvconvert.kernels.states import pack, unpack
 from kvconvert.methods import PRESETS, KVScheme
 from kvconvert.runtime.cache import session
 from kvconvert.runtime.hf.generation import adopt
@@ -217,7 +218,7 @@ def test_tensors_of_another_shape_or_type_are_refused_whatever_their_hash(llama,
     [
         *[("kitty", "channels", 16), ("kitty", "channels", 255), ("kitty", "scale", float("nan"))],
         *[("kivi", "offset", float("inf")), ("oscar-g128", "norm", float("nan"))],
-        *[("kivi", "keys", float("nan")), ("kivi", "values", float("-inf"))],
+        *[("kivi", "keys", float("nan")), ("kivi", "values", float("-inf")), ("kivi", "keys", -1e30)],
     ],
 )
 def test_numbers_that_no_session_holds_are_refused_whatever_their_hash(llama, tmp_path, scheme, field, value):
@@ -233,7 +234,7 @@ def test_numbers_that_no_session_holds_are_refused_whatever_their_hash(llama, tm
         numbers = getattr(pages_of(tensors["layers.0.key_pages"], page_format), field)
         numbers[(-1,) * numbers.dim()] = value
     reseal(tmp_path / "changed", tensors, fields | {"tensors": {n: session._sha256(t) for n, t in tensors.items()}})
-    with pytest.raises(CacheError, match=r"holds NaN or infinity|holds numbers that no page can hold"):
+    with pytest.raises(CacheError, match=r"holds NaN, infinity, or numbers beyond|holds numbers that no page can hold"):
         KVCache.load(tmp_path / "changed", cache)
     assert not cache.get_seq_length()
 
@@ -288,6 +289,24 @@ def test_states_of_another_shape_than_the_models_are_refused(adopted, tmp_path, 
     with pytest.raises(CacheError, match="cannot be loaded"):
         KVCache.load(tmp_path / "changed", model)
     assert KVCache.load(file, model).get_seq_length() == 30
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e30, -1e30])
+@pytest.mark.parametrize("name", ["conv.0", "recurrent.0"])
+def test_states_that_no_model_makes_are_refused_whatever_their_hash(adopted, tmp_path, name, value):
+    model, file = adopted["qwen3_next"]
+    tensors = load_file(file)
+    fields = json.loads(bytes(tensors.pop("description").numpy()))
+    state = tensors[f"layers.0.states.{name}"]
+    if name == "recurrent.0":  # packed
+        spoiled = unpack(state)
+        spoiled.view(-1)[3] = value
+        pack(spoiled, state)
+    else:
+        state.view(-1)[3] = value
+    reseal(tmp_path / "changed", tensors, fields | {"tensors": {n: session._sha256(t) for n, t in tensors.items()}})
+    with pytest.raises(CacheError, match=rf"{name} holds NaN, infinity, or numbers beyond"):
+        KVCache.load(tmp_path / "changed", model)
 
 
 @pytest.mark.parametrize("change", [lambda t: t[..., :8], lambda t: torch.cat([t, t]), lambda t: t[:1]])

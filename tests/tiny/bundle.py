@@ -19,17 +19,18 @@ from kvconvert.bundle.manifest import (
     LayerPlan,
     Manifest,
     ModuleCoverage,
-    WeightsInfo,
     quantization_config,
     sealed,
 )
 from kvconvert.bundle.reader import open_bundle
+from kvconvert.bundle.statements import weights_info
 from kvconvert.bundle.writer import write_json, write_manifest, write_weights
 from kvconvert.errors import BundleError
 from kvconvert.io.records import DataInfo, SourceInfo
 from kvconvert.io.tensorfile import tensor_info, write_tensors
 from kvconvert.methods import KVScheme
 
+SIZES = {"head_dim": 16, "num_key_value_heads": 2, "value_group_size": 16}
 HIDDEN, INTERMEDIATE, GROUP = 32, 64, 16
 SHAPES = {"q_proj": (HIDDEN, HIDDEN), "down_proj": (INTERMEDIATE, HIDDEN)}
 
@@ -81,22 +82,20 @@ def tiny_manifest(tensors: dict[str, Tensor], plan: dict[str, Tensor]) -> Manife
         ModuleCoverage(name="lm_head", method="kept", reason="shares the embedding's weight"),
     ]
     scheme = KVScheme.preset("oscar")
+    infos = {name: tensor_info(tensor) for name, tensor in tensors.items()}
     return Manifest(
         format_version=FORMAT_VERSION,
         kvconvert_version="0.1.0",
         versions={"torch": "2.13.0"},
         source=SourceInfo(id="somebody/tiny", config_sha256="0" * 64, weights_sha256={"model.safetensors": "1" * 64}),
-        recipe={"name": "default"},
+        recipe={"name": "default", "limits": {"max_kl": 0.05}},
         data=DataInfo(source="books-calib.txt", samples=1, length=8, seed=0, sha256="2" * 64),
         transforms=["fold_value_rotation", "quantize_weights"],
         conventions={"page_tokens": 128},
-        layers=[
-            LayerPlan(index=i, kv=scheme.to_dict(), head_dim=16, num_key_value_heads=2, value_group_size=16)
-            for i in range(2)
-        ],
+        layers=[LayerPlan(index=i, kv=scheme.to_dict(), rotation="sylvester(16)", **SIZES) for i in range(2)],
         modules=quantized + kept,
-        weights=WeightsInfo(method="awq", bits=4, group_size=GROUP, bytes=1, parameters=1, bits_per_weight=8.0),
-        tensors={name: tensor_info(tensor) for name, tensor in tensors.items()},
+        weights=weights_info(quantized + kept, infos),
+        tensors=infos,
         plan={name: tensor_info(tensor) for name, tensor in plan.items()},
         files={},
         informative=["README.md"],
