@@ -18,9 +18,9 @@ from kvconvert.bundle.manifest import (
     LayerPlan,
     Manifest,
     ModuleCoverage,
-    WeightsInfo,
     quantization_config,
 )
+from kvconvert.bundle.statements import weights_info
 from kvconvert.bundle.writer import write_json, write_manifest, write_weights
 from kvconvert.io.records import SourceInfo
 from kvconvert.io.tensorfile import tensor_info, write_tensors
@@ -146,7 +146,7 @@ def converted(
             parameter.copy_(parameter.bfloat16())
             tensors[tensor_name] = parameter.bfloat16()
     plan = static_plan(model, bits, ids)
-    _write(directory, model, tensors, modules, plan, bits, scheme or {}, group)
+    _write(directory, model, tensors, modules, plan, bits, scheme or {})
     return model, plan
 
 
@@ -158,12 +158,9 @@ def _write(
     plan: dict[str, Tensor],
     bits: int,
     scheme: dict[str, Any],
-    group: int,
 ) -> None:
     directory.mkdir(parents=True)
     config = model.config
-    found = {module.bits for module in modules if module.method != "kept"}
-    common = found.pop() if len(found) == 1 else None
     fields = {"key_bits": bits, "value_bits": bits, "static_scales": "calibrated"} | scheme
     heads, size = plan["layers.0.static_key_scale"].shape
     stored = KVScheme(**fields)
@@ -181,7 +178,7 @@ def _write(
         conventions={},
         layers=[LayerPlan(index=index, **layer) for index in range(config.num_hidden_layers)],
         modules=modules,
-        weights=WeightsInfo(method="rtn", bits=common, group_size=group, bytes=1, parameters=1, bits_per_weight=8.0),
+        weights=weights_info(modules, infos),
         tensors=infos,
         plan={name: tensor_info(tensor) for name, tensor in plan.items()},
         files={},
