@@ -127,7 +127,8 @@ def _layers(manifest: Manifest) -> Iterator[Statement]:
         if scheme is None:
             for name in ("head_dim", "value_head_dim", "num_key_value_heads"):
                 yield f"{where}.{name}", None, getattr(layer, name)
-            group, kinds = None, (None, None)
+            group = None
+            kinds: tuple[str | None, str | None] = None, None
         else:
             keys = keys or 0
             group = scheme.value_group_for(values or keys)
