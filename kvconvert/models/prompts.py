@@ -352,7 +352,7 @@ class Conversations:
             return change(value)
         if isinstance(value, Mapping):
             return {
-                name if str(name).isidentifier() and not self._special.search(str(name)) else change(str(name)): kind(field)
+                change(str(name)) if self._special.search(str(name)) or not str(name).isidentifier() else name: kind(field)
                 if kind is not None and name in _KINDS and isinstance(field, str)
                 else self._changed(field, change, kind)
                 for name, field in value.items()
