@@ -351,12 +351,13 @@ class Conversations:
         if isinstance(value, str):
             return change(value)
         if isinstance(value, Mapping):
-            return {
-                change(str(name)) if self._special.search(str(name)) or not str(name).isidentifier() else name: kind(field)
-                if kind is not None and name in _KINDS and isinstance(field, str)
-                else self._changed(field, change, kind)
-                for name, field in value.items()
-            }
+            changed = {}
+            for name, field in value.items():
+                if self._special.search(str(name)) or not str(name).isidentifier():
+                    name = change(str(name))
+                is_kind = name in _KINDS and isinstance(field, str)
+                changed[name] = kind(field) if kind and is_kind else self._changed(field, change, kind)
+            return changed
         return [self._changed(item, change, kind) for item in value] if isinstance(value, list) else value
 
 
