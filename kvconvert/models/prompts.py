@@ -291,8 +291,14 @@ class Conversations:
         return re.compile(r"[\W_]" if all(re.search(r"[\W_]", token) for token in self._tokens) else "(?s:.)")
 
     def _apart(self, text: str) -> str:
-        """A text with a mark on both sides of each sign, and of all of it."""
-        return re.sub(rf"{MARK}+", MARK, MARK + self._signs.sub(rf"{MARK}\g<0>{MARK}", text) + MARK)
+        """A text with a mark on both sides of each sign, and of all of it but the space around it, which a template may
+        cut off; it may ask whether there is any text at all, too.
+        """
+        said = text if any(map(str.isspace, self._tokens)) else text.strip()
+        if not said:
+            return text
+        apart = re.sub(rf"{MARK}+", MARK, MARK + self._signs.sub(rf"{MARK}\g<0>{MARK}", said) + MARK)
+        return text.replace(said, apart)
 
     @cached_property
     def _added(self) -> list[str]:
@@ -312,7 +318,7 @@ class Conversations:
         def spell(text: str) -> str:
             return control.sub(lambda found: found[0][0] + MARK + found[0][1:], text.replace(MARK, ""))
 
-        return _changed(said, spell)
+        return self._changed(said, spell)
 
     def _kind(self, text: str) -> str:
         """A text by which the template may tell one kind of thing from another, without special tokens: as it is where
@@ -333,8 +339,26 @@ class Conversations:
         another.
         """
         texts = {name: self._kind(value) for name, value in variables.items() if isinstance(value, str)}
-        others = _changed({name: value for name, value in variables.items() if name not in texts}, change, self._kind)
-        return [_changed(message, change, self._kind) for message in messages], answer, texts | others
+        others = {name: value for name, value in variables.items() if name not in texts}
+        others = self._changed(others, change, self._kind)
+        return [self._changed(message, change, self._kind) for message in messages], answer, texts | others
+
+    def _changed(self, value: Any, change: Callable[[str], str], kind: Callable[[str], str] | None = None) -> Any:
+        """A structure with every text in it changed, and names of fields where they are none of a message's own, which
+        are words without special tokens: a template may write the arguments of a call as JSON. Texts of `_KINDS` are
+        changed by `kind`, if given.
+        """
+        if isinstance(value, str):
+            return change(value)
+        if isinstance(value, Mapping):
+            changed = {}
+            for name, field in value.items():
+                if self._special.search(str(name)) or not str(name).isidentifier():
+                    name = change(str(name))
+                is_kind = name in _KINDS and isinstance(field, str)
+                changed[name] = kind(field) if kind and is_kind else self._changed(field, change, kind)
+            return changed
+        return [self._changed(item, change, kind) for item in value] if isinstance(value, list) else value
 
 
 def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
@@ -429,19 +453,3 @@ def _without_nulls(value: Any) -> Any:
 
 # Fields by whose texts a template tells one kind of thing from another.
 _KINDS = ("role", "type", "id", "tool_call_id")
-
-
-def _changed(value: Any, change: Callable[[str], str], kind: Callable[[str], str] | None = None) -> Any:
-    """A structure with every text in it changed, and names of fields where they are none of a message's own, which are
-    words: a template may write the arguments of a call as JSON. Texts of `_KINDS` are changed by `kind`, if given.
-    """
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {
-            name if str(name).isidentifier() else change(str(name)): kind(field)
-            if kind is not None and name in _KINDS and isinstance(field, str)
-            else _changed(field, change, kind)
-            for name, field in value.items()
-        }
-    return [_changed(item, change, kind) for item in value] if isinstance(value, list) else value

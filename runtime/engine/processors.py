@@ -9,11 +9,18 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
 
 from kvconvert.bundle.generation import DRAWING, PROCESSED
 from kvconvert.errors import UsageError, first_line
@@ -77,7 +84,9 @@ def logits_processors(
         settings.pop("exponential_decay_length_penalty", None)  # there is nothing that it could make likelier
     if not settings and constraint is None:
         return None
-    drawn = {} if sampling.greedy else {name: getattr(sampling, name) for name in DRAWING[:3]}
+    drawn: dict[str, Any] = {} if sampling.greedy else {name: getattr(sampling, name) for name in DRAWING[:3]}
+    if drawn:  # transformers takes no integer
+        drawn["temperature"] = float(sampling.temperature)
 
     def make(device: torch.device, constrained: bool = True) -> LogitsProcessorList:
         config = GenerationConfig(**settings, **drawn, do_sample=not sampling.greedy)
@@ -86,6 +95,10 @@ def logits_processors(
         ids = torch.tensor([prompt], device=device)
         made = model._get_logits_processor(config, len(prompt), ids, None, LogitsProcessorList(), str(device), {})
         made = [_Temperature(p) if isinstance(p, TemperatureLogitsWarper) else p for p in made]
+        for n, (first, second) in enumerate(pairwise(made)):
+            if isinstance(first, _Temperature) and isinstance(second, TopKLogitsWarper):
+                # The likeliest are chosen before logits are divided, which may make different ones equal.
+                made[n : n + 2] = second, first
         return LogitsProcessorList(made if constraint is None or not constrained else [constraint, *made])
 
     # Some values are looked at only when the processors are called, or many tokens later.

@@ -180,6 +180,26 @@ def test_extreme_temperatures_draw_the_likeliest_or_any_beside_settings(settings
         assert (probabilities > 0).sum() == 2 if "top_k" in restriction else (probabilities > 0).sum() > 2
 
 
+@pytest.mark.parametrize("settings", [{"repetition_penalty": 1.2}, {"min_p": 0.1}], ids=str)
+def test_beside_settings_the_likeliest_are_chosen_before_a_temperature_makes_them_equal(settings, bundle):
+    model, _ = load(bundle, dtype=torch.float32)
+    logits = torch.tensor([[1e-7, 3e-7, 2e-7, *[0.0] * (model.config.vocab_size - 3)]])
+    sampling = Sampling(temperature=3e38, top_k=2, settings=settings)
+    scores = logits_processors(model, sampling, [5], 1, [])(torch.device("cpu"))(torch.tensor([[5]]), logits)
+    assert scores[0].isfinite().nonzero().flatten().tolist() == [1, 2]
+
+
+def test_a_temperature_may_be_an_integer_beside_settings(bundle):
+    model, _ = load(bundle, dtype=torch.float32)
+    logits = torch.arange(model.config.vocab_size).float()[None]
+
+    def scores(temperature):
+        sampling = Sampling(temperature=temperature, settings={"repetition_penalty": 1.2})
+        return logits_processors(model, sampling, [5], 1, [])(torch.device("cpu"))(torch.tensor([[5]]), logits)
+
+    assert torch.equal(scores(2), scores(2.0))
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -149,6 +149,46 @@ def test_special_tokens_of_letters_alone_are_not_made_either():
     assert fresh.decode(ids) == "EOSTOKEN"
 
 
+@pytest.mark.parametrize(
+    ("said", "variables"),
+    [
+        ({"tool_calls": [{"function": {"arguments": {"EOSTOKEN": 1}}}]}, {}),
+        ({"tool_calls": [{"function": {"arguments": {"a": [{"b": {"an_EOSTOKEN": {"EOSTOKEN": 2}}}]}}}]}, {}),
+        ({}, {"tools": [{"function": {"parameters": {"properties": {"EOSTOKEN": {"type": "string"}}}}}]}),
+    ],
+)
+def test_a_special_token_that_is_a_word_is_text_where_it_names_a_field(said, variables):
+    fresh = AutoTokenizer.from_pretrained(REFERENCE)
+    fresh.add_special_tokens({"additional_special_tokens": ["EOSTOKEN"]})
+    fresh.chat_template = "{{ messages[0].tool_calls | tojson if messages[0].tool_calls }}{{ tools | tojson if tools }}"
+    chat, messages = Conversations(fresh), [{"role": "assistant", "content": "", **said}]
+    ids = chat.ids(chat.text(messages, False, variables))
+    assert fresh.convert_tokens_to_ids("EOSTOKEN") not in ids
+    assert fresh.decode(ids) == fresh.apply_chat_template(messages, tokenize=False, **variables)
+
+
+@pytest.mark.parametrize("thought", ["", " \n", "\n <|im_ Hm. \n"])
+def test_what_is_taken_apart_stays_empty_or_has_its_space_cut_off(thought, tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.thought %}[{{ m.thought | trim }}]{% endif %}{{ m.content | lower }}"
+        "{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "<|IM_END|>", "thought": thought}]
+    ids = Conversations(tokenizer).encode(messages, False)
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") not in ids
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
+
+
+def test_special_tokens_of_space_alone_are_not_made_either():
+    fresh = AutoTokenizer.from_pretrained(REFERENCE)
+    fresh.add_special_tokens({"additional_special_tokens": ["\n\n"]})
+    fresh.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    messages = [{"role": "user", "content": "a\n"}, {"role": "assistant", "content": "\nb"}]
+    ids = Conversations(fresh).encode(messages, False)
+    assert fresh.convert_tokens_to_ids("\n\n") not in ids
+    assert fresh.decode(ids) == "a\n\nb"
+
+
 def test_a_template_may_write_special_tokens_by_what_is_said(tokenizer):
     tokenizer.chat_template = (
         "{% for m in messages %}{% for line in m.content.split('\\n') %}<|im_start|>{{ line }}{% endfor %}{% endfor %}"
