@@ -16,6 +16,8 @@ REFERENCE = {
     "reference/kvconvert.md": ("kvconvert", "kvconvert/__init__.py"),
     "reference/runtime.md": ("kvconvert.runtime", "runtime/__init__.py"),
 }
+PICTURE = re.compile(r"<picture>.*?</picture>", re.DOTALL)
+OF_THE_SYSTEM = re.compile(r"<source [^>]*prefers-color-scheme[^>]*>\s*")
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 
 
@@ -30,6 +32,17 @@ def on_files(files: Any, config: Any) -> Any:
     kept += [File.generated(config, name, content=reference(*what)) for name, what in REFERENCE.items()]
     themes = [file for file in files if file.src_dir != config.docs_dir]
     return Files([*kept, *themes])
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """A page whose pictures are light or dark as the site is, which may be otherwise than the reader's system."""
+    return PICTURE.sub(_of_both_schemes, html)
+
+
+def _of_both_schemes(picture: re.Match[str]) -> str:
+    # The theme hides an image whose address ends in the name of the other scheme.
+    light = OF_THE_SYSTEM.sub("", picture[0]).replace("-light.svg", "-light.svg#only-light")
+    return light + light.replace("light", "dark")
 
 
 def linked_files(page: Path) -> set[Path]:

@@ -20,7 +20,9 @@ def main(bundle: str, pinned: str | None = None) -> list[str]:
     """Answer two prompts at once; returns the texts."""
     import torch  # here, so that --help does not wait for it
 
-    found = hashlib.sha256((Path(bundle) / "kvconvert.json").read_bytes()).hexdigest()
+    from kvconvert.bundle.locate import manifest_path
+
+    found = hashlib.sha256(manifest_path(Path(bundle)).read_bytes()).hexdigest()
     if pinned is not None and found != pinned:
         sys.exit(f"{bundle} is not the bundle that was deployed: its manifest has SHA-256 {found}.")
     # verify="full", the default, hashes every file before anything reads it.

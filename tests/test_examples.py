@@ -83,7 +83,7 @@ def test_production_answers_and_refuses_another_bundle_than_the_pinned_one(folde
     assert "bytes_used" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="is not the bundle that was deployed"):
         production.main(str(folder / "bundle"), "0" * 64)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(KvconvertError, match="not a kvconvert bundle"):
         production.main(str(folder / "nowhere"))
 
 

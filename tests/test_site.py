@@ -34,6 +34,17 @@ def test_every_page_is_in_the_navigation_once():
     assert sorted(nav) == sorted([*files, *site_docs.REFERENCE])
 
 
+def test_the_overviews_picture_is_of_the_sites_color_scheme_not_of_the_systems():
+    (picture,) = site_docs.PICTURE.findall((ROOT / "README.md").read_text("utf8"))
+    shown = site_docs.on_page_content(picture)
+    assert "prefers-color-scheme" in picture
+    assert "prefers-color-scheme" not in shown
+    for scheme in ("light", "dark"):
+        wide, narrow = f"docs/overview-{scheme}.svg", f"docs/overview-narrow-{scheme}.svg"
+        assert re.findall(rf'"(\S+)#only-{scheme}"', shown) == [narrow, wide]
+        assert re.search(rf'<img[^>]* src="{wide}#only-{scheme}">', shown)
+
+
 @pytest.mark.parametrize("package", [kvconvert, kvconvert.runtime], ids=lambda package: package.__name__)
 def test_the_reference_has_every_public_name_and_its_arguments(package):
     (file,) = (file for name, file in site_docs.REFERENCE.values() if name == package.__name__)

@@ -101,6 +101,8 @@ def _lines(file: Path | str, stream: BinaryIO) -> Iterator[bytes]:
 def _rows(file: Path | str, stream: BinaryIO, field: str | None) -> Iterator[dict[str, Any]]:
     lines = enumerate(_lines(file, stream), 1)
     start, first = next(((number, text) for number, line in lines if (text := _text(line))), (0, b""))
+    if not first:
+        raise DataError(f"Data file {file} is empty; give a file with rows.")
     try:
         row = parse_json(first)
     except ValueError:

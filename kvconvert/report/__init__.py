@@ -144,7 +144,9 @@ def _write(target: Path, html: str, images: dict[str, bytes]) -> None:
         for name in FILES - images.keys():  # of an earlier report
             disk.remove(target / name)
     except OSError as error:
-        raise MissingError(f"The report cannot be written ({error}); make room, or choose another `output`.") from error
+        raise MissingError(
+            f"The report cannot be written to {target} ({error.strerror}); make room, or choose another `output`."
+        ) from error
 
 
 def _tiles(found: Description, measured: dict[str, Any] | None) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from kvconvert.errors import CacheError
+from kvconvert.errors import CacheError, counted
 from kvconvert.methods import KVScheme
 from kvconvert.runtime.cache.forward_pass import (
     Compression,
@@ -397,7 +397,7 @@ class LayerGroup(Generic[Store]):
             CacheError: a row that would be left out holds a sequence.
         """
         if any(sequence.occupied for sequence in self.sequences[count:]):
-            raise CacheError(f"The cache cannot have {count} rows, because one beyond them holds a sequence.")
+            raise CacheError(f"The cache cannot have {counted(count, 'row')}, as one beyond them holds a sequence.")
         more = (FREE,) * (count - self.rows)
         for store in self.stores:
             if store.is_allocated:

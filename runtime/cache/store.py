@@ -9,7 +9,7 @@ import torch
 
 from kvconvert.cache import layer_format
 from kvconvert.cache.plan_tensors import with_plan
-from kvconvert.errors import CacheError, UsageError, first_line
+from kvconvert.errors import CacheError, UsageError, counted, first_line
 from kvconvert.kernels.device import fall_back
 from kvconvert.kernels.latent import unsupported as latents_unsupported
 from kvconvert.kernels.page_formats import page_bytes
@@ -265,8 +265,8 @@ class LayerStore:
         """
         if keys.shape[0] != len(self.sequences):
             raise CacheError(
-                f"The cache holds {len(self.sequences)} sequences and layer {self.index} was given {keys.shape[0]}; "
-                "use a new cache for another batch."
+                f"The cache holds {counted(len(self.sequences), 'sequence')} and layer {self.index} was given "
+                f"{keys.shape[0]}; use a new cache for another batch."
             )
         if self.group.rehearsal is not None:
             self.forward_pass, self.pending = self.group.rehearsal, (keys, values)

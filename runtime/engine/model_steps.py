@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvconvert.errors import CacheError, UnsupportedModelError, UsageError, first_line
+from kvconvert.errors import CacheError, UnsupportedModelError, UsageError, counted, first_line
 from kvconvert.kernels.device import upload
 from kvconvert.kernels.launches import make_ready, record_specializations
 from kvconvert.kernels.linear import keep_values
@@ -154,8 +154,8 @@ class ModelSteps:
         if kv_memory is not None and self.state_bytes:
             if kv_memory <= self.state_bytes:
                 raise UsageError(
-                    f"`kv_memory` = {kv_memory} bytes are not enough for the recurrent states of {rows} sequences, "
-                    f"which take {self.state_bytes}; give more, or a smaller `max_batch`."
+                    f"`kv_memory` = {kv_memory} bytes are not enough for the recurrent states of "
+                    f"{counted(rows, 'sequence')}, which take {self.state_bytes}; give more, or a smaller `max_batch`."
                 )
             kv_memory -= self.state_bytes
         self.cache = model.new_kv_cache(kv_memory=kv_memory)

@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvconvert.arguments import checked
-from kvconvert.errors import UsageError
+from kvconvert.errors import UsageError, counted
 from kvconvert.models import CACHE
 from kvconvert.models.configuration import context_length
 from kvconvert.runtime.cache.reconstruct import PART, share_budget
@@ -43,7 +43,7 @@ def score_prompt(model: PreTrainedModel, cache: KVCache, input_ids: torch.Tensor
     heads = first.stores[0].heads_apart
     if (batch * heads, length) != (first.rows, cache.get_seq_length()):
         raise UsageError(
-            f"`input_ids` are {batch} rows of {length} tokens, and the cache holds {first.rows // heads} of "
+            f"`input_ids` are {counted(batch, 'row')} of {length} tokens, and the cache holds {first.rows // heads} of "
             f"{cache.get_seq_length()}; pass all tokens that were read into it."
         )
     real = torch.ones(batch, length, dtype=torch.int64) if first.real is None else first.real[::heads].long().cpu()

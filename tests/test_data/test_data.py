@@ -162,6 +162,7 @@ def test_short_data_says_how_many_tokens_were_found_and_needed(tmp_path):
 def test_bad_sources_are_one_sentence_each(tmp_path):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "blank.txt").write_text(" \n")
+    (tmp_path / "blank.jsonl").write_text(" \n")
     (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
     (tmp_path / "table.xml").write_text("a,b")
     (tmp_path / "broken.jsonl").write_text('{"text": "w1"}\n{"tex')
@@ -176,6 +177,7 @@ def test_bad_sources_are_one_sentence_each(tmp_path):
     expected = {
         "empty.txt": "is empty",
         "blank.txt": "holds no text",
+        "blank.jsonl": "is empty; give a file with rows",
         "latin.txt": r"not UTF-8 text \(byte 3\)",
         "table.xml": "not of a known kind; convert it to .txt, .jsonl, .json, .csv or .parquet",
         "broken.jsonl": "cannot be read",

@@ -236,7 +236,7 @@ def test_a_row_with_a_sequence_is_not_left_out():
     steps.forward(none, none, False, [PromptChunk(4, prompt, [5, 6], 0, last=True)])
     steps.join(4, prompt)
     assert len(steps.forward(none, none, True, [])[0]) == 5
-    with pytest.raises(CacheError, match="cannot have 3 rows, because one beyond them holds a sequence"):
+    with pytest.raises(CacheError, match="cannot have 3 rows, as one beyond them holds a sequence"):
         steps.cache.resize_rows(3)
     steps.leave(4)
     assert len(steps.forward(none, none, True, [])[0]) == 2

@@ -18,7 +18,7 @@ from kvconvert.bundle.card import model_card
 from kvconvert.bundle.manifest import Fidelity
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.cli import cli
-from kvconvert.errors import UsageError
+from kvconvert.errors import MissingError, UsageError
 from kvconvert.report import render, write_report
 from kvconvert.report.data import KeySample, sample_keys
 
@@ -215,6 +215,9 @@ def test_what_is_refused(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"x\.html, and a report is a directory of"):
         write_report(bundle, tmp_path / "x.html")
     assert not (tmp_path / "x.html").exists()
+    (tmp_path / "figures" / "report.html").mkdir(parents=True)
+    with pytest.raises(MissingError, match=r"cannot be written to \S+/figures \(Is a directory\); make room"):
+        write_report(bundle, tmp_path / "figures")
     other = tmp_path / "eval.json"
     for content in (json.dumps(REPORT), "[]", "{"):
         other.write_text(content)

@@ -77,7 +77,7 @@ def test_four_dimensional_masks_and_other_batches_are_refused():
         )
     cache = KVCache(model.config, UNQUANTIZED)
     model(random_ids(1, 4), past_key_values=cache)
-    with pytest.raises(CacheError, match=r"holds 1 sequences.*given 2"):
+    with pytest.raises(CacheError, match=r"holds 1 sequence and layer 0 was given 2"):
         model(random_ids(2, 1), past_key_values=cache)
 
 

@@ -205,7 +205,7 @@ def test_a_prompt_that_was_read_once_is_not_sealed(llama):
         llama(random_ids(1, 300), past_key_values=cache)
         with pytest.raises(CacheError, match=r"call kvconvert\.runtime\.seal_prompt"):
             end(cache)
-    with pytest.raises(UsageError, match="1 rows of 200 tokens, and the cache holds 1 of 301"):
+    with pytest.raises(UsageError, match="1 row of 200 tokens, and the cache holds 1 of 301"):
         seal_prompt(llama, cache, random_ids(1, 200))
 
 
