@@ -89,10 +89,11 @@ def write_bundle(directory: Path, tiny: bool) -> None:
         LayerPlan,
         Manifest,
         ModuleCoverage,
-        WeightsInfo,
         quantization_config,
     )
+    from kvconvert.bundle.statements import weights_info
     from kvconvert.bundle.writer import copy_file, write_json, write_manifest, write_weights
+    from kvconvert.cache import rotation_kinds
     from kvconvert.io.records import DataInfo, SourceInfo, TensorInfo
     from kvconvert.io.tensorfile import write_tensors
     from kvconvert.methods import KVScheme
@@ -142,16 +143,17 @@ def write_bundle(directory: Path, tiny: bool) -> None:
     files = write_weights(directory, infos, tensor)
     (directory / PLAN_NAME).parent.mkdir()
     files[PLAN_NAME] = write_tensors(directory / PLAN_NAME, {}, tensor)
-    weights = WeightsInfo(method="awq", bits=4, group_size=GROUP_SIZE, bytes=1, parameters=1, bits_per_weight=8.0)
+    weights = weights_info(modules, infos)
     stated = config.to_dict() | {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
     stated["quantization_config"] = quantization_config(weights, modules)
     files["config.json"] = write_json(directory / "config.json", stated)
     reference = Path(__file__).resolve().parent.parent / "examples" / "reference-lm"
     for name in ("tokenizer.json", "tokenizer_config.json"):
         files[name] = copy_file(reference / name, directory / name)
-    scheme = KVScheme.preset("oscar-g128").with_online_rotation().to_dict()
-    layer = {"kv": scheme, "head_dim": config.head_dim, "num_key_value_heads": config.num_key_value_heads}
+    scheme = KVScheme.preset("oscar-g128").with_online_rotation()
+    layer = {"kv": scheme.to_dict(), "head_dim": config.head_dim, "num_key_value_heads": config.num_key_value_heads}
     layer["value_group_size"] = min(128, config.head_dim)
+    layer["rotation"], layer["value_rotation"] = rotation_kinds(scheme, config.head_dim, config.head_dim)
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         kvconvert_version="0",
@@ -159,7 +161,7 @@ def write_bundle(directory: Path, tiny: bool) -> None:
         source=SourceInfo(id="random", config_sha256="0" * 64, weights_sha256={"model.safetensors": "1" * 64}),
         recipe={"name": "random"},
         data=DataInfo(source="none", samples=1, length=8, seed=0, sha256="2" * 64),
-        transforms=[],
+        transforms=list(scheme.transforms()),
         conventions={"page_tokens": 128},
         layers=[LayerPlan(index=i, **layer) for i in range(config.num_hidden_layers)],
         modules=modules,

@@ -133,9 +133,10 @@ def write_bundle(folder: Path, config: dict[str, Any], token_norm: str, widths: 
         LayerPlan,
         Manifest,
         ModuleCoverage,
-        WeightsInfo,
         quantization_config,
     )
+    from kvconvert.bundle.statements import weights_info
+    from kvconvert.cache import rotation_kinds
     from kvconvert.io.records import FileInfo, SourceInfo, TensorInfo
     from kvconvert.io.tensorfile import replace_tensors
     from kvconvert.methods import KVScheme
@@ -155,7 +156,7 @@ def write_bundle(folder: Path, config: dict[str, Any], token_norm: str, widths: 
         kind = "linear" if name == "lm_head" else "embedding"
         modules.append(ModuleCoverage(name=name, kind=kind, method="kept", reason="outside the layers"))
         tensors[f"{name}.weight"] = TensorInfo(dtype="BF16", shape=[config["vocab_size"], config["hidden_size"]])
-    weights = WeightsInfo(method="rtn", bits=4, group_size=128, bytes=0, parameters=0, bits_per_weight=0.0)
+    weights = weights_info(modules, tensors)
     config["quantization_config"] = quantization_config(weights, modules)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / PLAN_NAME).parent.mkdir()
@@ -173,10 +174,16 @@ def write_bundle(folder: Path, config: dict[str, Any], token_norm: str, widths: 
         source=SourceInfo(id="random", config_sha256="0" * 64, weights_sha256={}),
         recipe={},
         data=None,
-        transforms=[],
+        transforms=list(dict.fromkeys(fold for scheme in schemes for fold in scheme.transforms())),
         conventions={},
         layers=[
-            LayerPlan(index=index, kv=scheme.to_dict(), value_group_size=scheme.value_group_for(head_dim), **shape)
+            LayerPlan(
+                index=index,
+                kv=scheme.to_dict(),
+                value_group_size=scheme.value_group_for(head_dim),
+                **dict(zip(("rotation", "value_rotation"), rotation_kinds(scheme, head_dim, head_dim), strict=True)),
+                **shape,
+            )
             for index, scheme in enumerate(schemes)
         ],
         modules=modules,

@@ -15,7 +15,7 @@ TABLES = dict.fromkeys(("rows", "geometries", "found", "places", "records"), "*i
 def variants(capability: int) -> Iterator[Variant]:
     """Every specialisation for 8 KV heads, pages of 2 bits, and windows of a page or none."""
     for (dtype, name), dim, window in product(DTYPES.items(), (64, 80, 128, 256), (0, 128)):
-        geometry = BlockGeometry(1, 1 + window // 128, 16, 19, 4, 38 * dim, dim * dtype.itemsize, 19 * dim)
+        geometry = BlockGeometry(1, -(-(128 + window) // 19), 19, 4, 38 * dim, dim * dtype.itemsize, 19 * dim)
         yield Variant.of(
             f"locate-{name}-{dim}-{window}",
             locate_kernel,
