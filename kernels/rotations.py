@@ -1,4 +1,4 @@
-"""What a cache rotates at run time, and the matrices by their names; no torch."""
+"""Rotations of a cache at run time, and the names of their matrices; no torch."""
 
 from __future__ import annotations
 

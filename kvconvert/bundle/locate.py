@@ -66,9 +66,14 @@ def check_system(bundle: BundlePlace) -> None:
     directory = Path(bundle)
     if not directory.is_dir() or any(directory.glob("*chat_template*")):
         return
-    stating = directory / "tokenizer_config.json", directory / "processor_config.json"
-    if not any(b"chat_template" in file.read_bytes() for file in stating if file.is_file()):
-        raise UsageError(NO_SYSTEM)
+    for file in (directory / "tokenizer_config.json", directory / "processor_config.json"):
+        try:
+            stated = read_json(file) if file.is_file() else {}
+        except (OSError, ValueError):  # loading the bundle says so
+            return
+        if not isinstance(stated, dict) or stated.get("chat_template") is not None:
+            return
+    raise UsageError(NO_SYSTEM)
 
 
 def check_place(bundle: BundlePlace) -> None:

@@ -1,4 +1,4 @@
-"""What a manifest says that follows from the bundle itself: computed again, so that no statement stands alone.
+"""Checks of those fields of a manifest that follow from the bundle itself: each is computed again and compared.
 
 The headers of the weight files say how large they are, schemes and head sizes how keys and values are rotated, the
 chosen candidates of a search what it predicts, a report which limits are missed. Where a bundle comes from, what it was
@@ -79,7 +79,7 @@ def check_cache_size(manifest: Manifest, windows: Sequence[int | None]) -> None:
     """Compare the size of the cache that a search states with that of the schemes.
 
     Args:
-        manifest: of a bundle that `check_statements` accepts.
+        manifest: one that `check_statements` has accepted.
         windows: the sliding window of each layer.
 
     Raises:

@@ -229,7 +229,7 @@ def _check_vocabulary(directory: Path, kind: type | None) -> None:
     """Refuse (CheckpointError) a tokenizer without its vocabulary, where some classes make one of a few tokens.
 
     Args:
-        directory: of the model.
+        directory: the model's directory.
         kind: the class of the tokenizer; None where it is not known.
     """
     files: dict[str, str] = getattr(kind, "vocab_files_names", {})

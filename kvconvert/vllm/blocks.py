@@ -73,7 +73,7 @@ class BlockLayout:
         drafts: newest tokens that may be taken back.
         space_bytes: bytes in which full-precision tokens lie: the layer's block, or the blocks of all layers that lie
             side by side.
-        slot_bytes: of a token in all layers whose tokens lie there.
+        slot_bytes: size of a slot, which holds the same token of every layer that shares that space.
         offset: where the layer's part of a slot begins.
         sink_blocks, token_blocks: entries of sink tokens and of other full-precision tokens; the same in all layers.
     """
