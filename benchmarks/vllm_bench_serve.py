@@ -96,8 +96,8 @@ def main() -> None:
     for name in chosen.only.split(","):
         with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as plugins:
             shape = TINY if chosen.tiny else {}
+            write_tokenizer(Path(folder), (LLAMA_8B | shape)["vocab_size"])
             model = write_model(Path(folder), name, shape)
-            write_tokenizer(model, (LLAMA_8B | shape)["vocab_size"])
             environment = with_plugins(Path(plugins))
             options = engine_options(name, chosen.memory, 8 if chosen.tiny else 1) | {"load_format": "dummy"}
             begin = time.perf_counter()
@@ -116,8 +116,9 @@ def main() -> None:
                     print(name, count, json.dumps(report[name][count]), flush=True)
                     save(chosen.json, report)
             finally:
-                os.killpg(server.pid, signal.SIGTERM)
-                server.wait()
+                if server.poll() is None:
+                    os.killpg(server.pid, signal.SIGTERM)
+                    server.wait()
 
 
 if __name__ == "__main__":
