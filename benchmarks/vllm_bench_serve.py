@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -31,7 +32,6 @@ from vllm_serving import LLAMA_8B, TINY, engine_options, write_model
 
 FIGURES = ("request_throughput", "output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms")
 VLLM = (os.environ.get("KVCONVERT_VLLM_PYTHON", sys.executable), "-m", "vllm.entrypoints.cli.main")
-PORT = 8017
 
 
 def write_tokenizer(folder: Path, vocabulary: int) -> None:
@@ -55,11 +55,18 @@ def flags(options: dict[str, Any]) -> list[str]:
     return found
 
 
-def wait_until_ready(server: subprocess.Popen) -> None:
+def free_port() -> int:
+    """A port on which nothing listens."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def wait_until_ready(server: subprocess.Popen, address: str) -> None:
     """Wait until the server answers; SystemExit if it ends before."""
     while server.poll() is None:
         try:
-            urlopen(f"http://127.0.0.1:{PORT}/health", timeout=1).close()
+            urlopen(f"{address}/health", timeout=1).close()
         except (URLError, OSError):
             time.sleep(0.5)
         else:
@@ -67,17 +74,22 @@ def wait_until_ready(server: subprocess.Popen) -> None:
     sys.exit(f"vLLM ended with status {server.returncode}.")
 
 
-def load(model: Path, environment: dict[str, str], prompts: int, concurrency: int, lengths: tuple[int, int]) -> Any:
-    """The client's report of one load."""
+def load(
+    model: Path, address: str, environment: dict[str, str], prompts: int, concurrency: int, lengths: tuple[int, int]
+) -> Any:
+    """The client's report of one load; SystemExit if a request fails."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            *VLLM, "bench", "serve", "--base-url", f"http://127.0.0.1:{PORT}", "--model", str(model), "--dataset-name",
-            "random", "--random-input-len", str(lengths[0]), "--random-output-len", str(lengths[1]),
+            *VLLM, "bench", "serve", "--base-url", address, "--model", str(model), "--dataset-name", "random",
+            "--random-input-len", str(lengths[0]), "--random-output-len", str(lengths[1]),
             "--random-range-ratio", "0.5", "--num-prompts", str(prompts), "--max-concurrency", str(concurrency),
             "--ignore-eos", "--disable-tqdm", "--save-result", "--result-dir", folder, "--result-filename", "report",
         ]  # fmt: skip
         subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
-        return json.loads((Path(folder) / "report").read_text())
+        report = json.loads((Path(folder) / "report").read_text())
+    if report["completed"] < prompts:
+        sys.exit(f"{prompts - report['completed']} of {prompts} requests failed.")
+    return report
 
 
 def main() -> None:
@@ -91,6 +103,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
+    # So that what was started ends with this command.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
     report: dict[str, Any] = {}
     lengths = chosen.input, chosen.output
     for name in chosen.only.split(","):
@@ -100,18 +114,19 @@ def main() -> None:
             model = write_model(Path(folder), name, shape)
             environment = with_plugins(Path(plugins))
             options = engine_options(name, chosen.memory, 8 if chosen.tiny else 1) | {"load_format": "dummy"}
-            begin = time.perf_counter()
+            begin, port = time.perf_counter(), free_port()
+            address = f"http://127.0.0.1:{port}"
             server = subprocess.Popen(
-                [*VLLM, "serve", str(model), "--port", str(PORT), *flags(options)], env=environment,
+                [*VLLM, "serve", str(model), "--port", str(port), *flags(options)], env=environment,
                 stdout=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
             try:
-                wait_until_ready(server)
+                wait_until_ready(server, address)
                 report[name] = {"ready_seconds": round(time.perf_counter() - begin, 1)}
                 counts = [int(count) for count in chosen.concurrency.split(",")]
-                load(model, environment, counts[0] * 2, counts[0], lengths)
+                load(model, address, environment, counts[0] * 2, counts[0], lengths)
                 for count in counts:
-                    told = load(model, environment, chosen.prompts, count, lengths)
+                    told = load(model, address, environment, chosen.prompts, count, lengths)
                     report[name][count] = {figure: round(told[figure], 2) for figure in FIGURES}
                     print(name, count, json.dumps(report[name][count]), flush=True)
                     save(chosen.json, report)
