@@ -53,6 +53,7 @@ def kvconvert(*arguments):
     return CliRunner().invoke(cli, [str(argument) for argument in arguments])
 
 
+TOO_LONG = "more than the 512 positions this model has; choose a shorter one."
 WRONG = [
     (["--help"], 0, "convert"),
     (["calibrate", "--help"], 0, "--recipe"),
@@ -165,6 +166,15 @@ WRONG = [
     ),
     (["convert", "MODEL", "FULL/new"], 2, "BUNDLE-work has to be a new or empty directory."),
     (["convert", "MODEL", "NEW", "--weight-bits", "4", "--set", "weights.bits=3"], 2, "set of weights.bits;"),
+    (["convert", "MODEL", "NEW", "--recipe", "default", "--seq-len", "513"], 2, f"--seq-len is 513, {TOO_LONG}"),
+    (["calibrate", "MODEL", "-o", "WORK", "--recipe", "default", "--seq-len", "513"], 2, TOO_LONG),
+    (["calibrate", "MODEL", "-o", "WORK", "--recipe", "auto", "--kv-bits", "3", "--context", "513"], 2, TOO_LONG),
+    (["plan", "MODEL", "--recipe", "default", "--seq-len", "513"], 2, TOO_LONG),
+    (["plan", "MODEL", "--recipe", "default", "--context", "513"], 2, f"--context is 513, {TOO_LONG}"),
+    (["eval", "BUNDLE", "--against", "MODEL", "--context", "513"], 2, TOO_LONG),
+    (["eval", "BUNDLE", "--against", "MODEL", "--context", "255"], 2, "take at least 256"),
+    (["eval", "BUNDLE", "--against", "MODEL", "--task", "humaneval", "--context", "513"], 2, TOO_LONG),
+    (["bench", "BUNDLE", "--context", "500"], 2, "lower --context or --new-tokens"),
     (["convert", "MODEL", "NEW", "--weight-bits", "4", "--set", "weights.modules=[]"], 2, "set of weights.modules;"),
 ]
 
@@ -240,7 +250,7 @@ def answers(tmp_path_factory):
         (folder / str(number) / "BEGUN" / "state.json").write_text("{}")
         (folder / str(number) / "FULL" / "new-work" / "mine").mkdir(parents=True)
         for name in ("MODEL", "BARE"):
-            (folder / str(number) / name / "config.json").write_text("{}")
+            (folder / str(number) / name / "config.json").write_text('{"max_position_embeddings": 512}')
         (folder / str(number) / "MODEL" / "bad.jsonl").write_text('{"text": 1\n')
         (folder / str(number) / "MODEL" / "bad.txt").write_bytes(b"\xff")
         (folder / str(number) / "MODEL" / "model.safetensors").touch()
