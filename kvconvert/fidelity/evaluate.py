@@ -96,7 +96,7 @@ def evaluate(
     data: Annotated[str | Path, NAMED, "a source of text"] | None = None,
     tokens: Count | None = None,
     context: Count | None = None,
-    only: Annotated[Collection[str], f"some of {', '.join(PARTS)}"] | None = None,
+    only: Annotated[Collection[str], f"a list of some of {', '.join(PARTS)}"] | None = None,
     full: bool = True,
     device: Device | None = None,
     dtype: Dtype | None = None,
@@ -240,7 +240,7 @@ def evaluate(
     if comparison is not None and shape.scored < SCORED_TOKENS_WANTED:
         notes.append(
             f"{'the model has' if context is None else 'you asked for'} a context of {shape.length} tokens, "
-            f"which leaves {shape.scored} scored tokens a segment instead of {SCORED_TOKENS_WANTED}"
+            f"which leaves {shape.scored} scored tokens a segment, fewer than the {SCORED_TOKENS_WANTED} wanted"
         )
     if comparison is not None and tokens < shape.scored:
         notes.append(
