@@ -305,11 +305,8 @@ def check_sources(data: Sources) -> None:
     """
     for source in weighted_sources(data):
         path = Path(os.path.expanduser(named_column(source.source)[0]))
-        if path.is_dir():
-            from kvconvert.data.images import is_image_directory
-
-            if is_image_directory(source.source):
-                continue
+        if path.is_dir() and any(file.suffix not in SUFFIXES for file in path.rglob("*") if file.is_file()):
+            continue  # images, it may be
         files = local_files(source.source)
         if files is None:
             hub = HubSource.parse(source.source)
