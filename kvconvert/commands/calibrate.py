@@ -109,7 +109,7 @@ def _run(model: str, work: Path, *, recipe: str, data: tuple[str, ...], **option
     from kvconvert.models import check_model
 
     # A wrong model, place or recipe is refused before anything slow is imported.
-    check_model(model)
+    directory = check_model(model)
     check_sources(list(data) or None)
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun's processes would be in each other's way
         check_place(work)
@@ -118,6 +118,11 @@ def _run(model: str, work: Path, *, recipe: str, data: tuple[str, ...], **option
     changes, budget = changes_of(options), {name: options.pop(name) for name in Budget.__annotations__}
     check_said_once(changes, budget)
     loaded = Recipe.load(recipe, changes).with_budget(**budget)
+    from kvconvert.models.positions import check_length, stated_positions
+
+    positions = stated_positions(directory)
+    check_length("seq_len", options["seq_len"], positions)
+    check_length("context", None if loaded.auto is None else loaded.auto.context, positions)
     if options["auto_from"] is not None:
         check_measured(options["auto_from"], loaded)
     from kvconvert.io.checksums import begin

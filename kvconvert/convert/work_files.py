@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvconvert.bundle.locate import MANIFEST_NAME, check_outside
-from kvconvert.errors import FROM_THE_LAST_LAYER, KvconvertError, MissingError, UsageError, printable
+from kvconvert.errors import FROM_THE_LAST_LAYER, KvconvertError, MissingError, UsageError, counted, printable
 from kvconvert.io import disk
 from kvconvert.io.disk import STATE_NAME
 from kvconvert.io.json_text import read_json
@@ -125,6 +125,36 @@ def check_begun(path: Path) -> None:
             raise MissingError(f"{path} is a bundle already; give the working directory that it was exported from.")
         raise MissingError(f"{path} is not a working directory of kvconvert; make it with kvconvert calibrate first.")
     check_entries(path)
+
+
+def layer_path(work: Path, layer: int, suffix: str) -> Path:
+    """A file of a layer; the record of a finished one ends in json."""
+    return work / "layers" / f"{layer:05d}.{suffix}"
+
+
+def unfinished(work: Path, layers: int) -> UsageError:
+    """The error for a calibration that stopped before the last of its layers."""
+    done = next((layer for layer in range(layers) if not layer_path(work, layer, "json").exists()), layers)
+    return UsageError(
+        f"The calibration in {work} stopped after {done} of {counted(layers, 'layer')}; calibrate again with the same "
+        "arguments, which goes on from there."
+    )
+
+
+def check_finished(path: Path) -> None:
+    """Refuse what is no working directory, or one of an unfinished calibration (UsageError), before torch is imported.
+
+    What is damaged or of another version is left to whoever reads all of it.
+    """
+    check_begun(path)
+    with work_lock(path, shared=True):
+        try:
+            state = read_json(path / STATE_NAME)
+            layers = state["num_layers"] if state["complete"] is False else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return
+        if isinstance(layers, int):
+            raise unfinished(path, layers)
 
 
 def check_measured(path: str | Path, recipe: Recipe) -> None:
