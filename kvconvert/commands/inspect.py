@@ -36,7 +36,8 @@ def inspect(bundle: str, layers: bool, as_json: bool) -> None:
     manifest = opened.manifest
     windows: list[int | None] = []
     positions = _positions(opened.config)
-    if any(manifest.schemes()) and _needs_transformers(opened.config, positions):
+    searched = manifest.allocation is not None  # whose stated size is computed again, with the model's windows
+    if any(manifest.schemes()) and (searched or _needs_transformers(opened.config, positions)):
         from kvconvert.models.configuration import context_length, read_config, sliding_windows
 
         config = read_config(opened.directory, opened.config)
