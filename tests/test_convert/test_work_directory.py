@@ -344,3 +344,14 @@ def test_a_working_directory_that_another_run_takes_while_it_is_removed_stays(wo
     monkeypatch.setattr(disk, "observe", observe)
     remove_work(work)
     assert [entry.name for entry in work.iterdir()] == ["lock"]
+
+
+def test_a_name_without_room_for_those_of_temporary_directories_is_refused_first(finished, model, tmp_path):
+    most = os.pathconf(tmp_path, "PC_NAME_MAX") - 19
+    for name in ("n" * (most + 1), "ü" * (most // 2 + 1)):
+        with pytest.raises(UsageError, match=f"may have {most}, because"):
+            export(finished, tmp_path / name)
+        result = CliRunner().invoke(cli, ["convert", str(model), str(tmp_path / name)])
+        assert (result.exit_code, "choose a shorter one" in result.stderr, [*tmp_path.iterdir()]) == (2, True, [])
+    for force in (False, True):
+        export(finished, tmp_path / ("n" * most), force=force, progress=False)
