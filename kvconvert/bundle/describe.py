@@ -145,11 +145,7 @@ def kv_size(manifest: Manifest, windows: Sequence[int | None] = (), positions: i
         manifest: a bundle's manifest; at as many tokens as its search was for, if there was one.
         windows: the sliding window of each layer, see `kvconvert.models.configuration`; empty for a model without any.
         positions: over which the model may attend; None for any number.
-
-    Raises:
-        BundleError: as `check_cache_size` does.
     """
-    check_cache_size(manifest, windows)
     context = stated_context(positions) if manifest.allocation is None else manifest.allocation.context
     only = {t for scheme in manifest.schemes() if scheme is not None and (t := scheme.only_tokens()) is not None}
     cache = kv_cache(manifest, windows)

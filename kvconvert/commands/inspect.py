@@ -28,7 +28,7 @@ def inspect(bundle: str, layers: bool, as_json: bool) -> None:
     directory = locate(bundle, weights=False)
     from dataclasses import asdict
 
-    from kvconvert.bundle.describe import kv_size, manifest_text, summary
+    from kvconvert.bundle.describe import check_cache_size, kv_size, manifest_text, summary
     from kvconvert.bundle.reader import open_bundle
 
     verify: Literal["headers", "plan"] = "headers" if os.path.exists(bundle) else "plan"
@@ -42,6 +42,7 @@ def inspect(bundle: str, layers: bool, as_json: bool) -> None:
 
         config = read_config(opened.directory, opened.config)
         windows, positions = sliding_windows(config), context_length(config)
+    check_cache_size(manifest, windows)
     if as_json:
         size = kv_size(manifest, windows, positions)
         fields = manifest.model_dump(mode="json")
