@@ -89,17 +89,19 @@ def convert(model: str, bundle: Path, force: bool, **options: Any) -> None:
     The options are those of kvconvert calibrate. Its working directory, BUNDLE-work, is removed when BUNDLE is written.
     """
     from kvconvert.bundle.locate import check_output
-    from kvconvert.io.disk import check_writable, remove_tree
+    from kvconvert.convert.work_files import keeping_locks, remove_work
+    from kvconvert.io.disk import check_writable
 
     check_output(bundle, force)
     check_writable(bundle.absolute().parent, "bundle")
     work = bundle.absolute().with_name(f"{bundle.absolute().name}-work")
-    _run(model, work, **options)
-    from kvconvert.commands.export import exported
-    from kvconvert.convert.export import export
+    with keeping_locks():  # so that no other run has the directory between calibration and removal
+        _run(model, work, **options)
+        from kvconvert.commands.export import exported
+        from kvconvert.convert.export import export
 
-    export(work, bundle, force=force, device=options["device"])
-    remove_tree(work)
+        export(work, bundle, force=force, device=options["device"])
+        remove_work(work)
     click.echo(exported(bundle))
 
 

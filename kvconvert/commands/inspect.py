@@ -28,7 +28,7 @@ def inspect(bundle: str, layers: bool, as_json: bool) -> None:
     directory = locate(bundle, weights=False)
     from dataclasses import asdict
 
-    from kvconvert.bundle.describe import kv_size, manifest_text, summary
+    from kvconvert.bundle.describe import check_cache_size, kv_size, manifest_text, summary
     from kvconvert.bundle.reader import open_bundle
     from kvconvert.models.positions import stated_positions
 
@@ -37,11 +37,13 @@ def inspect(bundle: str, layers: bool, as_json: bool) -> None:
     manifest = opened.manifest
     windows: list[int | None] = []
     positions = stated_positions(opened.directory)
-    if any(manifest.schemes()) and _needs_transformers(opened.config, positions):
+    searched = manifest.allocation is not None  # whose stated size is computed again, with the model's windows
+    if any(manifest.schemes()) and (searched or _needs_transformers(opened.config, positions)):
         from kvconvert.models.configuration import context_length, read_config, sliding_windows
 
         config = read_config(opened.directory, opened.config)
         windows, positions = sliding_windows(config), context_length(config)
+    check_cache_size(manifest, windows)
     if as_json:
         size = kv_size(manifest, windows, positions)
         fields = manifest.model_dump(mode="json")

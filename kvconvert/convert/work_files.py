@@ -13,7 +13,8 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,20 @@ _FILES = (LOCK_NAME, STATE_NAME)
 logger = logging.getLogger(__name__)
 
 
+_kept: ContextVar[tuple[ExitStack, set[Path]] | None] = ContextVar("kept locks", default=None)
+
+
+@contextmanager
+def keeping_locks() -> Iterator[None]:
+    """Hold each lock that `work_lock` takes in the block until the block ends, over several uses of a directory."""
+    with ExitStack() as stack:
+        token = _kept.set((stack, set()))
+        try:
+            yield
+        finally:
+            _kept.reset(token)
+
+
 @contextmanager
 def work_lock(work: Path, shared: bool = False) -> Iterator[None]:
     """Hold an existing working directory; the system releases it however the process ends.
@@ -42,6 +57,22 @@ def work_lock(work: Path, shared: bool = False) -> Iterator[None]:
     Raises:
         UsageError: another run holds it.
     """
+    if (kept := _kept.get()) is None:
+        with _locked(work, shared):
+            yield
+        return
+    stack, places = kept
+    if (place := work.resolve()) not in places:
+        stack.enter_context(_locked(work, shared))
+        places.add(place)
+    yield
+
+
+@contextmanager
+def _locked(work: Path, shared: bool) -> Iterator[None]:
+    used = UsageError(
+        f"Another calibrate or export is using {work}; wait until it has ended, or choose another `work`."
+    )
     file = work / LOCK_NAME
     try:
         descriptor = disk.open_lock_file(file)
@@ -59,16 +90,29 @@ def work_lock(work: Path, shared: bool = False) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UsageError(
-                f"Another calibrate or export is using {work}; wait until it has ended, or choose another `work`."
-            ) from error
+            raise used from error
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
             logger.warning("The file system of %s has no locks; do not use it from two processes at once.", work)
+        if not os.fstat(descriptor).st_nlink:  # who held it has just removed the directory
+            raise used
         yield
     finally:
         os.close(descriptor)
+
+
+def remove_work(work: Path) -> None:
+    """Remove a working directory whose lock is held; a kill at any moment leaves one that can be taken up again."""
+    folders, files = [], []
+    for entry in work.iterdir():
+        (folders if entry.is_dir() else files).append(entry)
+    for folder in folders:
+        disk.remove_tree(folder)
+    for file in sorted(files, key=lambda file: file.name == LOCK_NAME):
+        disk.remove(file)
+    with suppress(OSError):  # without its lock the directory is free, and another run may have taken it
+        disk.remove_directory(work)
 
 
 def check_entries(work: Path) -> None:
