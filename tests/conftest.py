@@ -30,12 +30,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of a test marked `each_value`, keep as few cells as have every value of each parameter, and mark the others full:
-    the i-th cell has the i-th value of each, counted around.
+    the i-th cell has the i-th value of each, counted around. Of a test marked `quick`, keep the cells whose names hold
+    one of the mark's words.
+
+    Raises:
+        pytest.UsageError: a word of `quick` is in no name.
     """
     grids: dict[str, list[tuple[pytest.Item, list[tuple[int, ...]]]]] = {}
+    words: dict[tuple[str, str], bool] = {}
     for item in items:
+        if mark := item.get_closest_marker("quick"):
+            held = {word: word in item.callspec.id for word in mark.args}
+            if not any(held.values()):
+                item.add_marker(pytest.mark.full)
+            for word, found in held.items():
+                test = item.nodeid.partition("[")[0], word
+                words[test] = words.get(test, False) or found
         if item.get_closest_marker("each_value"):
             # One set of names for each `parametrize`, whose values are the same objects in all cells.
             names = [
@@ -44,6 +56,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             ]
             values = [tuple(id(item.callspec.params[name]) for name in together) for together in names]
             grids.setdefault(item.nodeid.partition("[")[0], []).append((item, values))
+    if not any("::" in argument for argument in config.args) and not all(words.values()):
+        raise pytest.UsageError(f"No cell has this word of `quick`: {[test for test, found in words.items() if not found]}")
     for cells in grids.values():
         columns = [list(dict.fromkeys(column)) for column in zip(*(values for _, values in cells), strict=True)]
         longest = max(len(column) for column in columns)

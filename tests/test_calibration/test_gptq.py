@@ -260,6 +260,7 @@ def converted(setting, calibration_pass):
     return work
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("bits", [3, 4])
 def test_compensation_lowers_the_error_of_the_layer(bits):
     """On the calibration data itself, in the geometric mean of several layers: AWQ's scales below it again."""

@@ -55,6 +55,7 @@ def alone(model, prompts, new=(6, 14), **options):
     ]
 
 
+@pytest.mark.quick("qwen3_5_text", "jamba", "gemma4_text_shared", "deepseek_v32")
 @pytest.mark.parametrize("name", EVERY)
 def test_requests_in_company_give_what_generate_gives_alone(name):
     model = bundle_model(name)
@@ -83,6 +84,7 @@ def test_queries_are_scaled_by_the_position_in_their_own_sequence():
     assert answers(engine, prompts) == alone(model, prompts)
 
 
+@pytest.mark.quick("qwen3_5_text", "deepseek_v3", "minimax_m3_vl_text")
 @pytest.mark.parametrize(("name", "scheme"), QUANTIZED)
 def test_quantized_pages_are_those_of_generate(name, scheme):
     model = bundle_model(name, KVScheme.preset(scheme))

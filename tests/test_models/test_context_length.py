@@ -71,6 +71,7 @@ def test_old_names_layers_of_several_kinds_and_models_without_rope():
         assert context_length(config) is None
 
 
+@pytest.mark.quick("yarn", "dynamic")
 @pytest.mark.parametrize(("kind", "room", "positions"), [("yarn", 300, 400), ("linear", 300, 400), ("dynamic", 0, 400)])
 def test_engine_and_console_take_what_the_scaling_allows(kind, room, positions, tmp_path):
     from tiny.llama import TOKENIZER, write_recipe
