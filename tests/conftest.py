@@ -57,7 +57,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             values = [tuple(id(item.callspec.params[name]) for name in together) for together in names]
             grids.setdefault(item.nodeid.partition("[")[0], []).append((item, values))
     if not any("::" in argument for argument in config.args) and not all(words.values()):
-        raise pytest.UsageError(f"No cell has this word of `quick`: {[test for test, found in words.items() if not found]}")
+        missing = [test for test, found in words.items() if not found]
+        raise pytest.UsageError(f"No cell's name holds this word of `quick`: {missing}")
     for cells in grids.values():
         columns = [list(dict.fromkeys(column)) for column in zip(*(values for _, values in cells), strict=True)]
         longest = max(len(column) for column in columns)
@@ -140,6 +141,30 @@ def long_texts_are_tokenized_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text, "_encode", remembered)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def processors_are_tried_once() -> Iterator[None]:
+    """Keep which files make a processor that takes little: each load tries pictures in a fork, half a second's work."""
+    from kvconvert.models import processors
+
+    encoders_of, why_refused, asked, fine = processors._encoders, processors.why_refused, [], set()
+
+    def untried(processor: Any, directory: Path) -> list[Any]:
+        asked[:] = [tuple((path.name, path.read_bytes()) for path in sorted(directory.glob("*.j*")))]
+        return [] if asked[0] in fine else encoders_of(processor, directory)
+
+    def remembered(encoders: list[Any]) -> str | None:
+        files = asked.pop() if asked else None
+        reason = why_refused(encoders) if encoders else None
+        if files is not None and reason is None:
+            fine.add(files)
+        return reason
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processors, "_encoders", untried)
+        patch.setattr(processors, "why_refused", remembered)
         yield
 
 

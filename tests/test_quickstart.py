@@ -25,7 +25,8 @@ MODEL = ROOT / quickstart.MODEL
 
 
 @pytest.mark.parametrize(
-    ("samples", "tokens", "kl"), [(4, 512, 2), pytest.param(24, 1024, quickstart.TOLERANCE["KL"], marks=pytest.mark.full)]
+    ("samples", "tokens", "kl"),
+    [(4, 512, 2), pytest.param(24, 1024, quickstart.TOLERANCE["KL"], marks=pytest.mark.full)],
 )
 def test_a_small_conversion_of_the_reference_model_has_the_pages_sizes_and_divergence(
     tmp_path, monkeypatch, samples, tokens, kl

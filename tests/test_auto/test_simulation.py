@@ -75,6 +75,7 @@ def test_simulated_divergence_is_that_through_the_cache(name, which):
     assert simulated == pytest.approx(whole, rel=1e-5)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("length", [3, 100, 132, 700])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_sizes_are_those_of_the_cache(name, length):

@@ -60,6 +60,7 @@ def output_error(weight, rounded, hessian):
     return float(((delta @ hessian) * delta).sum(dtype=torch.float64))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("ordered", [False, True], ids=["left to right", "by diagonal"])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize(("outputs", "inputs", "group"), [(5, 48, 16), (3, 144, 48)])  # 144 is more than one block

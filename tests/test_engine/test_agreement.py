@@ -91,7 +91,7 @@ def written(directory, new, scheme):
 @pytest.mark.quick("minikv")
 @pytest.mark.parametrize("scheme", ["oscar", "minikv"])
 def test_engine_generate_and_a_loop_agree_on_the_reference_model(scheme):
-    written(REFERENCE, 12, scheme)
+    written(REFERENCE, 6, scheme)
 
 
 @pytest.mark.full

@@ -37,7 +37,7 @@ def bundle_model(name, scheme=EXACT, **overrides):
     return model
 
 
-def answers(engine, prompts, new=(6, 14)):
+def answers(engine, prompts, new=(3, 7)):
     """Tokens of requests that come one a step."""
     requests = []
     for number, ids in enumerate(prompts):
@@ -47,7 +47,7 @@ def answers(engine, prompts, new=(6, 14)):
     return [request.tokens for request in requests]
 
 
-def alone(model, prompts, new=(6, 14), **options):
+def alone(model, prompts, new=(3, 7), **options):
     """The same from `generate`."""
     return [
         model.generate(ids, max_new_tokens=new[i % len(new)], **GREEDY, **options)[0, ids.shape[1] :].tolist()
@@ -144,7 +144,7 @@ def test_a_prompt_that_fails_changes_no_other_request(monkeypatch):
     expected = alone(model, others)
     monkeypatch.setattr(mixer, "forward", failing)
     engine = Engine(model, max_batch=3)
-    requests = [engine.add(ids, max_new_tokens=n, stop_token_ids=[]) for ids, n in zip(others, (6, 14), strict=True)]
+    requests = [engine.add(ids, max_new_tokens=n, stop_token_ids=[]) for ids, n in zip(others, (3, 7), strict=True)]
     failed = engine.add(random_ids(1, 7), max_new_tokens=4)
     with pytest.raises(RuntimeError, match="no memory"):
         engine.run()

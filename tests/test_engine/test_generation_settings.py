@@ -157,6 +157,7 @@ def test_what_is_drawn_with_settings_has_their_probabilities(bundle):
     assert deviation.max() < 5
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("settings", [{"repetition_penalty": 1.2}, {"bad_words_ids": [[3]]}, {"min_p": 0.1}], ids=str)
 @pytest.mark.parametrize("restriction", [{}, {"top_k": 2}, {"top_p": 0.9}], ids=str)
 def test_extreme_temperatures_draw_the_likeliest_or_any_beside_settings(settings, restriction, bundle):

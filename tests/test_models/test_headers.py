@@ -56,6 +56,7 @@ def config_of(model, **changes):
     (model / "config.json").write_text(json.dumps(config | changes))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("discovers", [True, False], ids=["layers", "no layers"])
 @pytest.mark.parametrize(
     ("damage", "said"),

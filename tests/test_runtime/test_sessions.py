@@ -177,6 +177,7 @@ def reseal(file, tensors, fields):
 PAGES = [("groups", 0, "keys", "pages"), ("groups", 0, "values", "pages")]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("value", [None, -1, 0.5, "1", 2**20, 2**62, 10**400, float("nan"), [], {}, [[]], True])
 @pytest.mark.parametrize(
     "place",
