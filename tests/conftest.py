@@ -168,6 +168,31 @@ def processors_are_tried_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def layers_are_discovered_once() -> Iterator[None]:
+    """Keep what conversions find out about layers of one configuration, a fifth of the time of a tiny one; tests of
+    discovery itself call it without this.
+    """
+    from kvconvert.convert import discovery, layer_runner
+
+    discover, structure_of, known = layer_runner.discover, discovery._structure, {}
+
+    def remembered(model: Any, name: str, *arguments: Any) -> Any:
+        key = type(model), name, repr(model), model.config.to_json_string(use_diff=False)
+        if key not in known:
+            known[key] = structure_of(model, name, *arguments)
+        return known[key]
+
+    def discovered(model: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(discovery, "_structure", remembered)
+            return discover(model)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_runner, "discover", discovered)
+        yield
+
+
 @pytest.fixture(scope="session")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny Llama (`model`), `recipe.toml`, its calibration (`work`) and `bundle`, only to be read."""

@@ -63,7 +63,7 @@ def test_every_preset_calibrates_exports_loads_and_generates(tmp_path, model, te
     recipe = Recipe.load(name)
     if recipe.weights.method != "none":  # groups of 128 do not fit the tiny model; its search is another test's matter
         recipe = recipe.model_copy(update={"weights": WeightsRecipe(method="rtn", group_size=32)})
-    few = recipe.calibration.model_copy(update={"tau_grid": [0.0, 2.0]})
+    few = replace(recipe.calibration, tau_grid=[0.0, 2.0])
     recipe = recipe.model_copy(update={"calibration": few})
     work = calibrate(str(model), tmp_path / "work", recipe=recipe, data=text, samples=2, seq_len=LENGTH, progress=False)
     open_fields = {*SEARCHED_FIELDS, "heavy_ratio", "allocation"}
