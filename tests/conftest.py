@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     one of the mark's words.
 
     Raises:
-        pytest.UsageError: a word of `quick` is in no name.
+        pytest.UsageError: a word of `quick` is in no name, though all cells were collected.
     """
     grids: dict[str, list[tuple[pytest.Item, list[tuple[int, ...]]]]] = {}
     words: dict[tuple[str, str], bool] = {}
@@ -56,7 +56,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             ]
             values = [tuple(id(item.callspec.params[name]) for name in together) for together in names]
             grids.setdefault(item.nodeid.partition("[")[0], []).append((item, values))
-    if not any("::" in argument for argument in config.args) and not all(words.values()):
+    whole = not (config.getoption("lf") or any("::" in argument for argument in config.args))
+    if whole and not all(words.values()):
         missing = [test for test, found in words.items() if not found]
         raise pytest.UsageError(f"No cell's name holds this word of `quick`: {missing}")
     for cells in grids.values():
