@@ -57,7 +57,7 @@ def addresses(engine):
 @pytest.mark.parametrize(
     ("scheme", "count"),
     [
-        ("oscar-g128", 60),
+        ("oscar-g128", 80),
         pytest.param("oscar-g128", 2000, marks=pytest.mark.full),
         pytest.param("kivi", 500, marks=pytest.mark.full),
     ],
@@ -66,8 +66,7 @@ def test_requests_of_all_kinds_get_what_they_get_alone_and_leave_nothing(scheme,
     dice = random.Random(count)
     model, tokenizer = trained(scheme)
     prompts = prompts_of(tokenizer, dice, 12 + count // 20)
-    memory = MEMORY * min(count, 100) // 100  # less than all prompts take, whose number grows with the requests'
-    engine = Engine(model, kv_memory=memory, max_batch=ROWS, prompt_chunk=CHUNK)
+    engine = Engine(model, kv_memory=MEMORY, max_batch=ROWS, prompt_chunk=CHUNK)
     before, requests = addresses(engine), []
     while len(requests) < count or engine.stats().waiting or engine.stats().running:
         # Bursts, and pauses in which the engine runs empty.
