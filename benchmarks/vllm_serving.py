@@ -126,7 +126,9 @@ def write_model(folder: Path, contender: str, shape: dict[str, Any], widths: lis
 
 
 def write_bundle(folder: Path, config: dict[str, Any], token_norm: str, widths: list[dict[str, Any]]) -> None:
-    """A bundle's description: config.json, manifest and an empty KV plan; layers have these widths in turn."""
+    """A bundle's description: config.json, manifest and an empty KV plan beside the files that are there; layers have
+    these widths in turn.
+    """
     from kvconvert.bundle.locate import MANIFEST_NAME, PLAN_NAME
     from kvconvert.bundle.manifest import (
         FORMAT_VERSION,
@@ -162,9 +164,10 @@ def write_bundle(folder: Path, config: dict[str, Any], token_norm: str, widths: 
     (folder / PLAN_NAME).parent.mkdir()
     replace_tensors(folder / PLAN_NAME, {})
     files = {}
-    for name in ("config.json", PLAN_NAME):
-        content = (folder / name).read_bytes()
-        files[name] = FileInfo(size=len(content), sha256=hashlib.sha256(content).hexdigest())
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        info = FileInfo(size=len(content), sha256=hashlib.sha256(content).hexdigest())
+        files[path.relative_to(folder).as_posix()] = info
     head_dim = config["head_dim"]
     shape = {"head_dim": head_dim, "num_key_value_heads": config["num_key_value_heads"]}
     manifest = Manifest(

@@ -91,7 +91,7 @@ class Ranks:
         batches = -(-samples // batch)
         if batches < self.size:
             raise UsageError(
-                f"{self.size} processes were started, and {samples} calibration sequences run in {batches} batches of "
+                f"{self.size} processes were started, and {samples} calibration sequences run in batches of "
                 f"up to {batch}; start {batches} at most, or give more `samples`."
             )
         ends = [min(rank * batches // self.size * batch, samples) for rank in range(self.size + 1)]

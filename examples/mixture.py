@@ -37,6 +37,6 @@ if __name__ == "__main__":
     parser.add_argument("model", help="directory of a model, or its id on the Hub")
     parser.add_argument("output", help="directory to write the bundle and its working directory to")
     try:
-        print(main(**vars(parser.parse_args())))
+        print(main(**vars(parser.parse_args())) or "It has no experts, for the model is not a mixture.")
     except (kvconvert.KvconvertError, OSError) as error:  # one sentence, without a traceback
         sys.exit(str(error))

@@ -151,8 +151,7 @@ class _Commands(click.Group):
             sys.stdout.flush()
             return result
         except KvconvertError as error:
-            message = _shortened(" ".join(str(error).splitlines()))
-            message = self._with_options(printable(message), ctx.invoked_subcommand)
+            message = self._with_options(_shortened(str(error)), ctx.invoked_subcommand)
             click.echo(f"Error: {message}", err=True)
             ctx.exit(error.exit_code)
         except UnicodeEncodeError as error:

@@ -62,9 +62,16 @@ def unreadable(file: Path, error: Exception, otherwise: str = "correct it, or fe
 
 
 class KvconvertError(Exception):
-    """Something the user can understand and act on; also an ordinary failure of a command (exit code 1)."""
+    """Something the user can understand and act on; also an ordinary failure of a command (exit code 1).
+
+    Args:
+        message: one sentence; control characters in what it quotes become Python's escapes.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: object) -> None:
+        super().__init__(printable(str(message)))
 
 
 class UsageError(KvconvertError):

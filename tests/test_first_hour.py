@@ -53,6 +53,7 @@ def kvconvert(*arguments):
     return CliRunner().invoke(cli, [str(argument) for argument in arguments])
 
 
+TOO_LONG = "more than the 512 positions this model has; choose a shorter one."
 WRONG = [
     (["--help"], 0, "convert"),
     (["calibrate", "--help"], 0, "--recipe"),
@@ -165,6 +166,24 @@ WRONG = [
     ),
     (["convert", "MODEL", "FULL/new"], 2, "BUNDLE-work has to be a new or empty directory."),
     (["convert", "MODEL", "NEW", "--weight-bits", "4", "--set", "weights.bits=3"], 2, "set of weights.bits;"),
+    (["convert", "MODEL", "NEW", "--recipe", "default", "--seq-len", "513"], 2, f"--seq-len is 513, {TOO_LONG}"),
+    (["calibrate", "MODEL", "-o", "WORK", "--recipe", "default", "--seq-len", "513"], 2, TOO_LONG),
+    (["calibrate", "MODEL", "-o", "WORK", "--recipe", "auto", "--kv-bits", "3", "--context", "513"], 2, TOO_LONG),
+    (["plan", "MODEL", "--recipe", "default", "--seq-len", "513"], 2, TOO_LONG),
+    (["plan", "MODEL", "--recipe", "default", "--context", "513"], 2, f"--context is 513, {TOO_LONG}"),
+    (["eval", "BUNDLE", "--against", "MODEL", "--context", "513"], 2, TOO_LONG),
+    (["eval", "BUNDLE", "--against", "MODEL", "--context", "255"], 2, "take at least 256"),
+    (["eval", "BUNDLE", "--against", "MODEL", "--task", "humaneval", "--context", "513"], 2, TOO_LONG),
+    (["export", "HALF", "-o", "NEW"], 2, "The calibration in HALF stopped after 1 of 2 layers; calibrate again"),
+    (["export", "HALF", "-o", "NEW", "--format", "onnx"], 2, "stopped after 1 of 2 layers"),
+    (["eval", "BUNDLE", "--harness", ","], 2, "Error: --harness: no task is named;"),
+    (["eval", "BUNDLE", "--harness", "gone.yaml"], 1, "There is no task file gone.yaml; check its path."),
+    (["eval", "BUNDLE", "--data", "MODEL/numbers.csv"], 1, "has none of the text columns messages,"),
+    (["eval", "BUNDLE", "--data", "MODEL/numbers.csv::z"], 1, "has no column 'z'"),
+    (["eval", "BUNDLE", "--data", "EMPTY"], 1, "Data directory EMPTY holds no"),
+    (["plan", "MODEL", "--data", "MODEL/numbers.csv"], 1, "its columns are x and y; rename one"),
+    (["calibrate", "MODEL", "-o", "WORK", "--data", "EMPTY"], 1, "name the directory that does."),
+    (["bench", "BUNDLE", "--context", "500"], 2, "lower --context or --new-tokens"),
     (["convert", "MODEL", "NEW", "--weight-bits", "4", "--set", "weights.modules=[]"], 2, "set of weights.modules;"),
 ]
 
@@ -240,9 +259,13 @@ def answers(tmp_path_factory):
         (folder / str(number) / "BEGUN" / "state.json").write_text("{}")
         (folder / str(number) / "FULL" / "new-work" / "mine").mkdir(parents=True)
         for name in ("MODEL", "BARE"):
-            (folder / str(number) / name / "config.json").write_text("{}")
+            (folder / str(number) / name / "config.json").write_text('{"max_position_embeddings": 512}')
         (folder / str(number) / "MODEL" / "bad.jsonl").write_text('{"text": 1\n')
         (folder / str(number) / "MODEL" / "bad.txt").write_bytes(b"\xff")
+        (folder / str(number) / "MODEL" / "numbers.csv").write_text("x,y\n1,2\n")
+        (folder / str(number) / "HALF" / "layers").mkdir(parents=True)
+        (folder / str(number) / "HALF" / "layers" / "00000.json").write_text("{}")
+        (folder / str(number) / "HALF" / "state.json").write_text('{"complete": false, "num_layers": 2}')
         (folder / str(number) / "MODEL" / "model.safetensors").touch()
         shutil.copytree(GOLDEN, folder / str(number) / "BUNDLE")
     offline = {name: value for name, value in os.environ.items() if "TOKEN" not in name}
@@ -260,7 +283,7 @@ def test_help_and_wrong_arguments_are_answered_before_torch_is_imported(answers,
     of_a_recipe = {"--recipe", "--kv-bits", "--set", "--weights", "recipes"} & {*arguments}
     assert f"AFTER {code} {['pydantic'] if of_a_recipe else []}" in said
     assert expected in said
-    assert sorted(os.listdir(answers / str(number))) == ["BARE", "BEGUN", "BUNDLE", "EMPTY", "FULL", "MODEL"]
+    assert sorted(os.listdir(answers / str(number))) == ["BARE", "BEGUN", "BUNDLE", "EMPTY", "FULL", "HALF", "MODEL"]
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ from kvconvert.io.progress import progress_bar
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods.auto import KEY_CANDIDATES, VALUE_CANDIDATES, AutoSearch, Candidate, stated_context
 from kvconvert.models.configuration import changing_rope, context_length
+from kvconvert.models.positions import check_length
 from kvconvert.recipes.recipe import LayerOverride, Recipe
 
 UNIFORM = 3  # plans with the same choice in every layer that are measured
@@ -305,10 +306,7 @@ def search_task(config: PretrainedConfig, jobs: Sequence[LayerJob], recipe: Reci
         )
     positions = context_length(config)
     context = stated_context(positions) if auto.context is None else auto.context
-    if positions is not None and context > positions:
-        raise UsageError(
-            f"`context` is {context}, more than the {positions} positions this model has; choose a shorter one."
-        )
+    check_length("context", context, positions)
     default = GPU_DEFAULT_TOKENS if device.type == "cuda" else DEFAULT_TOKENS
     tokens = default if auto.tokens is None else auto.tokens
     length = min(context, TEXT_LENGTH, tokens)

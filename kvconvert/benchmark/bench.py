@@ -29,6 +29,7 @@ from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.io.progress import progress_bar
 from kvconvert.models.configuration import context_length, model_cache, read_config
 from kvconvert.models.devices import Device, Dtype, choose_device
+from kvconvert.models.positions import check_prompts
 from kvconvert.models.source import open_source
 from kvconvert.tables import text_table
 from kvconvert.version import __version__
@@ -170,11 +171,7 @@ def _cases(
     for name, values in (("contexts", contexts), ("batches", batches)):
         if not values:
             raise UsageError(f"`{name}` is empty; give numbers of tokens or sequences, or leave it out.")
-    if max(contexts) + new_tokens > positions:
-        raise UsageError(
-            f"A prompt of {max(contexts):,} tokens and {new_tokens:,} new ones do not fit the model's {positions:,} "
-            "positions; lower `contexts` or `new_tokens`."
-        )
+    check_prompts(contexts, new_tokens, positions)
     cases = {(batch, context) for batch in batches for context in contexts}
     return sorted(cases, key=lambda case: (case[0] * case[1], case))
 

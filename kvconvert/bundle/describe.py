@@ -11,6 +11,7 @@ from typing import Any
 
 from kvconvert.bundle.figures import figure, number, text
 from kvconvert.bundle.manifest import Allocation, LayerPlan, Manifest, ModuleCoverage, WeightAllocation
+from kvconvert.bundle.statements import compare
 from kvconvert.cache import LayerCache, ModelCache
 from kvconvert.errors import counted, printable
 from kvconvert.io.records import DataInfo, Record
@@ -162,11 +163,26 @@ def kv_cache(manifest: Manifest, windows: Sequence[int | None] = ()) -> ModelCac
     return _cache_of([layer.index for layer in manifest.layers], manifest, windows)
 
 
-def allocated_cache(manifest: Manifest, windows: Sequence[int | None] = ()) -> ModelCache:
-    """The cache of the layers that a search chose schemes for."""
-    return _cache_of(
-        [] if manifest.allocation is None else [o.index for o in manifest.allocation.layers], manifest, windows
-    )
+def check_cache_size(manifest: Manifest, windows: Sequence[int | None]) -> None:
+    """Compare the size of the cache that a search states with that of the schemes.
+
+    Args:
+        manifest: one that `check_statements` has accepted.
+        windows: the sliding window of each layer.
+
+    Raises:
+        BundleError: naming the field.
+    """
+    if (found := manifest.allocation) is not None:
+        cache = _cache_of([own.index for own in found.layers], manifest, windows)
+        bits = cache.bits_per_value(found.context) or 0.0
+        plain = cache.plain_bytes(found.context) / found.context
+        compare(
+            [
+                ("allocation.bits_per_value", bits, found.bits_per_value),
+                ("allocation.bytes_per_token", bits / 16 * plain, found.bytes_per_token),
+            ]
+        )
 
 
 def _cache_of(indices: Collection[int], manifest: Manifest, windows: Sequence[int | None]) -> ModelCache:

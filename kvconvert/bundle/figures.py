@@ -10,6 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from kvconvert.errors import counted
+
 Row = tuple[str, ...]
 HEADER: Row = ("", "source", "bundle", "")
 MOST_PROBES, MOST_LENGTHS = 24, 12
@@ -91,12 +93,12 @@ def fidelity_rows(report: Mapping[str, Any]) -> list[Row]:
     rows += _retrieval(report)
     generated, texts = number(report, "free_running.generated"), number(report, "free_running.prompts")
     if generated and texts:
-        told = f"of {generated:.0f}, {texts:.0f} texts"
+        told = f"of {generated:.0f}, {counted(round(texts), 'text')}"
         single("tokens until texts differ", "free_running.agreement_tokens", ".1f", "", told)
     for name, ability in _abilities(report).items():
         rows += _probe(report, f"probes.{name}", ability)
     images = number(report, "images.drawings")
-    told = _interval(report, "images.kl_interval", ".4g") or ("" if images is None else f"{images:.0f} images")
+    told = _interval(report, "images.kl_interval", ".4g") or ("" if images is None else counted(round(images), "image"))
     single("KL on text about images", "images.kl", ".4g", "0", told)
     return rows + _sizes(report)
 
@@ -111,8 +113,8 @@ def _retrieval(report: Mapping[str, Any]) -> list[Row]:
     if not prompts or source is None or bundle is None:
         return []
     if not lengths:
-        return [("retrieval", f"{source:.0%}", f"{bundle:.0%}", f"{prompts:.0f} prompts")]
-    told = f"{prompts // len(lengths):.0f} prompts, {form}"
+        return [("retrieval", f"{source:.0%}", f"{bundle:.0%}", counted(round(prompts), "prompt"))]
+    told = f"{counted(round(prompts // len(lengths)), 'prompt')}, {form}"
     shown = lengths[-1:] if form == "chat template" else lengths
     return [(f"retrieval at {n:,} tokens", f"{source:.0%}", f"{bundle:.0%}", told) for n, source, bundle in shown]
 
@@ -125,7 +127,7 @@ def _probe(report: Mapping[str, Any], name: str, ability: str) -> list[Row]:
         return [(ability, f"{source:.0%}", "", "the source cannot do it")]
     answers, bounds = number(report, f"{name}.answers"), _bounds(report, f"{name}.loss_interval")
     told = [] if bounds is None else [f"loses {100 * bounds[0]:.0f} to {100 * bounds[1]:.0f} points"]
-    told += [] if answers is None else [f"{answers:.0f} answers"]
+    told += [] if answers is None else [counted(round(answers), "answer")]
     return [(ability, f"{source:.0%}", f"{bundle:.0%}", "; ".join(told))]
 
 

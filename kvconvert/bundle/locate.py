@@ -23,6 +23,8 @@ GENAI_NAME = "genai_config.json"
 # What `export` writes.
 BUNDLE, ONNX_EXPORT, CHECKPOINT = "a bundle", "an export for ONNX Runtime", "a compressed-tensors checkpoint"
 WRITTEN = (BUNDLE, ONNX_EXPORT, CHECKPOINT)
+# Characters of the names of temporary directories beside an output, besides its own: .NAME.replaced-12345678.
+_BESIDE = 19
 # In a folder, for engines read every *.safetensors file that lies beside config.json as weights.
 PLAN_NAME = "kvconvert/plan.safetensors"
 FORMER_PLAN_NAME = "kv_plan.safetensors"
@@ -112,9 +114,17 @@ def check_output(output: Path, force: bool, kind: str = BUNDLE) -> None:
     An empty directory may be filled. With `force` an earlier result of the same kind, see `kind_of`, may be replaced.
 
     Raises:
-        UsageError: the output exists and may not be replaced.
+        UsageError: the output exists and may not be replaced, or its name is too long for those of temporary
+            directories beside it.
     """
     check_outside(output)
+    folder = next(folder for folder in output.absolute().parents if folder.is_dir())
+    length, most = len(os.fsencode(output.name)), os.pathconf(folder, "PC_NAME_MAX") - _BESIDE
+    if length > most:
+        raise UsageError(
+            f"The name of the output {output} has {length} bytes and may have {most}, because temporary directories "
+            "beside it have longer names; choose a shorter one."
+        )
     if not os.path.lexists(output) or (output.is_dir() and not any(output.iterdir())):
         return
     found = kind_of(output)

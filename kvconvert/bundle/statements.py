@@ -9,10 +9,9 @@ calibrated on, and what was measured cannot be computed again: `source`, `recipe
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, cast
 
-from kvconvert.bundle.describe import allocated_cache
 from kvconvert.bundle.figures import missed_limits, number
 from kvconvert.bundle.locate import MANIFEST_NAME
 from kvconvert.bundle.manifest import EARLIER_NAMES, Manifest, ModuleCoverage, WeightsInfo, widths
@@ -72,32 +71,11 @@ def check_statements(manifest: Manifest) -> None:
         BundleError: naming the field.
     """
     for statements in (_weights, _modules, _layers, _allocation, _weight_allocation, _fidelity):
-        _compare(statements(manifest))
+        compare(statements(manifest))
 
 
-def check_cache_size(manifest: Manifest, windows: Sequence[int | None]) -> None:
-    """Compare the size of the cache that a search states with that of the schemes.
-
-    Args:
-        manifest: one that `check_statements` has accepted.
-        windows: the sliding window of each layer.
-
-    Raises:
-        BundleError: naming the field.
-    """
-    if (found := manifest.allocation) is not None:
-        cache = allocated_cache(manifest, windows)
-        bits = cache.bits_per_value(found.context) or 0.0
-        plain = cache.plain_bytes(found.context) / found.context
-        _compare(
-            [
-                ("allocation.bits_per_value", bits, found.bits_per_value),
-                ("allocation.bytes_per_token", bits / 16 * plain, found.bytes_per_token),
-            ]
-        )
-
-
-def _compare(statements: Collection[Statement] | Iterator[Statement]) -> None:
+def compare(statements: Iterable[Statement]) -> None:
+    """Refuse (BundleError) the first statement of a manifest that is not what it has to be."""
     for field, expected, found in statements:
         measures = isinstance(expected, float) and isinstance(found, float)
         if not (math.isclose(expected, found, rel_tol=_RELATIVE) if measures else expected == found):

@@ -89,17 +89,19 @@ def convert(model: str, bundle: Path, force: bool, **options: Any) -> None:
     The options are those of kvconvert calibrate. Its working directory, BUNDLE-work, is removed when BUNDLE is written.
     """
     from kvconvert.bundle.locate import check_output
-    from kvconvert.io.disk import check_writable, remove_tree
+    from kvconvert.convert.work_files import keeping_locks, remove_work
+    from kvconvert.io.disk import check_writable
 
     check_output(bundle, force)
     check_writable(bundle.absolute().parent, "bundle")
     work = bundle.absolute().with_name(f"{bundle.absolute().name}-work")
-    _run(model, work, **options)
-    from kvconvert.commands.export import exported
-    from kvconvert.convert.export import export
+    with keeping_locks():  # so that no other run has the directory between calibration and removal
+        _run(model, work, **options)
+        from kvconvert.commands.export import exported
+        from kvconvert.convert.export import export
 
-    export(work, bundle, force=force, device=options["device"])
-    remove_tree(work)
+        export(work, bundle, force=force, device=options["device"])
+        remove_work(work)
     click.echo(exported(bundle))
 
 
@@ -109,7 +111,7 @@ def _run(model: str, work: Path, *, recipe: str, data: tuple[str, ...], **option
     from kvconvert.models import check_model
 
     # A wrong model, place or recipe is refused before anything slow is imported.
-    check_model(model)
+    directory = check_model(model)
     check_sources(list(data) or None)
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun's processes would be in each other's way
         check_place(work)
@@ -118,6 +120,11 @@ def _run(model: str, work: Path, *, recipe: str, data: tuple[str, ...], **option
     changes, budget = changes_of(options), {name: options.pop(name) for name in Budget.__annotations__}
     check_said_once(changes, budget)
     loaded = Recipe.load(recipe, changes).with_budget(**budget)
+    from kvconvert.models.positions import check_length, stated_positions
+
+    positions = stated_positions(directory)
+    check_length("seq_len", options["seq_len"], positions)
+    check_length("context", None if loaded.auto is None else loaded.auto.context, positions)
     if options["auto_from"] is not None:
         check_measured(options["auto_from"], loaded)
     from kvconvert.io.checksums import begin

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import click
@@ -85,13 +86,19 @@ def evaluate(
     given = [f"--{name}" for name, value in others.items() if value is not None]
     if instead is not None and given:
         raise UsageError(f"{given[0]} does not apply to {instead}; leave one of them out.")
-    from kvconvert.fidelity import parts_asked
+    from kvconvert.fidelity import check_context, check_tasks, parts_asked
 
     parts = None if only is None else [name.strip() for name in only.split(",") if name.strip()]
     parts_asked(parts)
+    named = None if tasks is None else [name.strip() for name in tasks.split(",") if name.strip()]
+    if named is not None:
+        check_tasks(named)
+    if task is None and tasks is None:
+        check_context(options["context"], None)
     from kvconvert.bundle.locate import check_place
 
     check_place(bundle)
+    model = Path(bundle)
     if task is not None:
         from kvconvert.fidelity.tasks.problems import TASKS
 
@@ -103,12 +110,15 @@ def evaluate(
     if options["against"] is not None:
         from kvconvert.models import check_model
 
-        check_model(options["against"])
+        model = check_model(options["against"])
     elif tasks is None and os.path.exists(bundle):
         from kvconvert.bundle.reader import open_bundle
         from kvconvert.fidelity import source_of
 
         source_of(open_bundle(bundle, verify="plan").manifest, None)
+    from kvconvert.models.positions import check_length, stated_positions
+
+    check_length("context", options.get("context"), stated_positions(model))
     if task is not None:
         quiet()
         from kvconvert.fidelity.tasks.solving import solve
@@ -117,11 +127,11 @@ def evaluate(
         solved = solve(bundle, task, limit=limit, seeds=seeds or 0, context=before, **options)
         click.echo(json.dumps(solved.to_dict(), indent=2) if as_json else solved.table())
         return
-    if tasks is not None:
+    if named is not None:
         from kvconvert.fidelity.harness import harness
 
         quiet()
-        found = harness(bundle, [name.strip() for name in tasks.split(",") if name.strip()], limit=limit, **options)
+        found = harness(bundle, named, limit=limit, **options)
         click.echo(json.dumps(found.to_dict(), indent=2) if as_json else found.table())
         return
     full = full or write

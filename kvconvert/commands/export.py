@@ -81,7 +81,7 @@ def export(
         if given is not None:
             raise click.UsageError(f"--{given.replace('_', '-')} is for the card of a bundle; leave it out.")
     from kvconvert.bundle.locate import BUNDLE, CHECKPOINT, check_output
-    from kvconvert.convert.work_files import check_begun
+    from kvconvert.convert.work_files import check_finished
 
     if format_ == "onnx":
         if weights_format != "awq":
@@ -90,7 +90,7 @@ def export(
         return
     if kv_cache is not None or int8_activations:
         raise click.UsageError("--kv-cache and --int8-activations belong to --format onnx; add it, or leave them out.")
-    check_begun(Path(work))
+    check_finished(Path(work))
     check_output(bundle, force, CHECKPOINT if weights_format == "compressed-tensors" else BUNDLE)
     if weights_format == "compressed-tensors":
         from kvconvert.convert.compressed_tensors import export_compressed_tensors
@@ -112,13 +112,13 @@ def exported(bundle: Path) -> str:
 
 def _export_onnx(source: str, output: Path, kv_cache: Literal["plan", "float"] | None, **options: Any) -> None:
     from kvconvert.bundle.locate import GENAI_NAME, MANIFEST_NAME, ONNX_EXPORT, check_output
-    from kvconvert.convert.work_files import check_begun
+    from kvconvert.convert.work_files import check_finished
     from kvconvert.io.hub import is_hub_id
     from kvconvert.onnx import check_installed
 
     # A wrong source or output is refused before torch is imported, which takes seconds.
     if not os.path.isfile(os.path.join(source, MANIFEST_NAME)) and (os.path.exists(source) or not is_hub_id(source)):
-        check_begun(Path(source))
+        check_finished(Path(source))
     check_output(output, options["force"], ONNX_EXPORT)
     check_installed()
     from kvconvert.onnx.export import export_onnx

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -58,18 +59,13 @@ def generate(
     In a conversation, `/help` lists what else a line may be: Ctrl-C ends an answer, `/reset` forgets what was said,
     `/bye` ends it, and with a vision-language model `/image FILE` gives an image to the next line.
     """
-    given = [each for each in (text, prompt) if each is not None]
+    given = [_decoded(each, "PROMPT") for each in (text, prompt) if each is not None]
     if len(given) + chat > 1:
         raise UsageError("kvconvert generate takes one of PROMPT, --prompt TEXT or --chat; leave the others out.")
     if chat and raw:
         raise UsageError("--raw is for a PROMPT; a conversation goes through the model's chat template if it has one.")
-    checked = [
-        *((each, "PROMPT") for each in given),
-        (options["system"], "--system"),
-        *((each, "--stop") for each in options["stop"]),
-    ]
-    for each, where in checked:
-        _require_text(each or "", where)
+    options["system"] = None if options["system"] is None else _decoded(options["system"], "--system")
+    options["stop"] = tuple(_decoded(each, "--stop") for each in options["stop"])
     from kvconvert.choice import Choice
 
     choice = Choice(**{field.name: options.pop(field.name) for field in fields(Choice)})
@@ -115,15 +111,20 @@ def _lines() -> Iterator[str]:
         return
     try:
         for line in sys.stdin:
-            _require_text(line, "The standard input")
-            yield line
+            yield _decoded(line, "The standard input")
     except UnicodeDecodeError as error:
         raise UsageError(f"The standard input is not {error.encoding} text; convert it first.") from error
 
 
-def _require_text(text: str, where: str) -> None:
-    """Refuse bytes of the command line that are no text in its encoding, which Python passes on as surrogates."""
+def _decoded(text: str, where: str) -> str:
+    """Text from the command line, of which Python passes on as surrogates what the locale's encoding does not have:
+    UTF-8 in a locale of ASCII, or no text (UsageError).
+    """
     try:
         text.encode()
-    except UnicodeEncodeError as error:
-        raise UsageError(f"{where} is not UTF-8 text; convert it first.") from error
+        return text
+    except UnicodeEncodeError:
+        try:
+            return os.fsencode(text).decode()
+        except UnicodeError as error:
+            raise UsageError(f"{where} is not UTF-8 text; convert it first.") from error

@@ -28,19 +28,22 @@ def inspect(bundle: str, layers: bool, as_json: bool) -> None:
     directory = locate(bundle, weights=False)
     from dataclasses import asdict
 
-    from kvconvert.bundle.describe import kv_size, manifest_text, summary
+    from kvconvert.bundle.describe import check_cache_size, kv_size, manifest_text, summary
     from kvconvert.bundle.reader import open_bundle
+    from kvconvert.models.positions import stated_positions
 
     verify: Literal["headers", "plan"] = "headers" if os.path.exists(bundle) else "plan"
     opened = open_bundle(directory, verify=verify)
     manifest = opened.manifest
     windows: list[int | None] = []
-    positions = _positions(opened.config)
-    if any(manifest.schemes()) and _needs_transformers(opened.config, positions):
+    positions = stated_positions(opened.directory)
+    searched = manifest.allocation is not None  # whose stated size is computed again, with the model's windows
+    if any(manifest.schemes()) and (searched or _needs_transformers(opened.config, positions)):
         from kvconvert.models.configuration import context_length, read_config, sliding_windows
 
         config = read_config(opened.directory, opened.config)
         windows, positions = sliding_windows(config), context_length(config)
+    check_cache_size(manifest, windows)
     if as_json:
         size = kv_size(manifest, windows, positions)
         fields = manifest.model_dump(mode="json")
@@ -51,14 +54,6 @@ def inspect(bundle: str, layers: bool, as_json: bool) -> None:
         click.echo(
             manifest_text(manifest, _is_utf8(sys.stdout.encoding), *told) if layers else summary(manifest, *told)
         )
-
-
-def _positions(config: dict[str, Any]) -> int | None:
-    """The positions that a config.json names."""
-    found = [
-        part.get("max_position_embeddings") for part in (config, config.get("text_config")) if isinstance(part, dict)
-    ]
-    return next((each for each in found if isinstance(each, int) and each > 0), None)
 
 
 def _needs_transformers(config: dict[str, Any], positions: int | None) -> bool:

@@ -40,7 +40,7 @@ def plan(model: str, recipe: str, data: tuple[str, ...], no_probe: bool, as_json
     from kvconvert.data.sources import check_sources
     from kvconvert.models import check_model
 
-    check_model(model)
+    directory = check_model(model)
     check_sources(list(data) or None)
     from kvconvert.recipes.recipe import Recipe, check_said_once
 
@@ -48,6 +48,10 @@ def plan(model: str, recipe: str, data: tuple[str, ...], no_probe: bool, as_json
     changes, budget = changes_of(options), {name: options.pop(name) for name in stated}
     check_said_once(changes, budget)
     loaded = Recipe.load(recipe, changes).with_budget(**budget)
+    from kvconvert.models.positions import check_length, stated_positions
+
+    for name in ("seq_len", "context"):
+        check_length(name, options[name], stated_positions(directory))
     import json
     from dataclasses import asdict
 

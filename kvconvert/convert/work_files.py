@@ -13,12 +13,13 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvconvert.bundle.locate import MANIFEST_NAME, check_outside
-from kvconvert.errors import FROM_THE_LAST_LAYER, KvconvertError, MissingError, UsageError, printable
+from kvconvert.errors import FROM_THE_LAST_LAYER, KvconvertError, MissingError, UsageError, counted, printable
 from kvconvert.io import disk
 from kvconvert.io.disk import STATE_NAME
 from kvconvert.io.json_text import read_json
@@ -29,6 +30,20 @@ if TYPE_CHECKING:
 LOCK_NAME = "lock"
 _FILES = (LOCK_NAME, STATE_NAME)
 logger = logging.getLogger(__name__)
+
+
+_kept: ContextVar[tuple[ExitStack, set[Path]] | None] = ContextVar("kept locks", default=None)
+
+
+@contextmanager
+def keeping_locks() -> Iterator[None]:
+    """Hold each lock that `work_lock` takes in the block until the block ends, over several uses of a directory."""
+    with ExitStack() as stack:
+        token = _kept.set((stack, set()))
+        try:
+            yield
+        finally:
+            _kept.reset(token)
 
 
 @contextmanager
@@ -42,6 +57,22 @@ def work_lock(work: Path, shared: bool = False) -> Iterator[None]:
     Raises:
         UsageError: another run holds it.
     """
+    if (kept := _kept.get()) is None:
+        with _locked(work, shared):
+            yield
+        return
+    stack, places = kept
+    if (place := work.resolve()) not in places:
+        stack.enter_context(_locked(work, shared))
+        places.add(place)
+    yield
+
+
+@contextmanager
+def _locked(work: Path, shared: bool) -> Iterator[None]:
+    used = UsageError(
+        f"Another calibrate or export is using {work}; wait until it has ended, or choose another `work`."
+    )
     file = work / LOCK_NAME
     try:
         descriptor = disk.open_lock_file(file)
@@ -59,16 +90,29 @@ def work_lock(work: Path, shared: bool = False) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UsageError(
-                f"Another calibrate or export is using {work}; wait until it has ended, or choose another `work`."
-            ) from error
+            raise used from error
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
             logger.warning("The file system of %s has no locks; do not use it from two processes at once.", work)
+        if not os.fstat(descriptor).st_nlink:  # who held it has just removed the directory
+            raise used
         yield
     finally:
         os.close(descriptor)
+
+
+def remove_work(work: Path) -> None:
+    """Remove a working directory whose lock is held; a kill at any moment leaves one that can be taken up again."""
+    folders, files = [], []
+    for entry in work.iterdir():
+        (folders if entry.is_dir() else files).append(entry)
+    for folder in folders:
+        disk.remove_tree(folder)
+    for file in sorted(files, key=lambda file: file.name == LOCK_NAME):
+        disk.remove(file)
+    with suppress(OSError):  # without its lock the directory is free, and another run may have taken it
+        disk.remove_directory(work)
 
 
 def check_entries(work: Path) -> None:
@@ -125,6 +169,36 @@ def check_begun(path: Path) -> None:
             raise MissingError(f"{path} is a bundle already; give the working directory that it was exported from.")
         raise MissingError(f"{path} is not a working directory of kvconvert; make it with kvconvert calibrate first.")
     check_entries(path)
+
+
+def layer_path(work: Path, layer: int, suffix: str) -> Path:
+    """A file of a layer; the record of a finished one ends in json."""
+    return work / "layers" / f"{layer:05d}.{suffix}"
+
+
+def unfinished(work: Path, layers: int) -> UsageError:
+    """The error for a calibration that stopped before the last of its layers."""
+    done = next((layer for layer in range(layers) if not layer_path(work, layer, "json").exists()), layers)
+    return UsageError(
+        f"The calibration in {work} stopped after {done} of {counted(layers, 'layer')}; calibrate again with the same "
+        "arguments, which goes on from there."
+    )
+
+
+def check_finished(path: Path) -> None:
+    """Refuse what is no working directory, or one of an unfinished calibration (UsageError), before torch is imported.
+
+    What is damaged or of another version is left to whoever reads all of it.
+    """
+    check_begun(path)
+    with work_lock(path, shared=True):
+        try:
+            state = read_json(path / STATE_NAME)
+            layers = state["num_layers"] if state["complete"] is False else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return
+        if isinstance(layers, int):
+            raise unfinished(path, layers)
 
 
 def check_measured(path: str | Path, recipe: Recipe) -> None:

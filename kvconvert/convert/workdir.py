@@ -42,8 +42,10 @@ from kvconvert.convert.work_files import (
     check_begun,
     check_place,
     disk_errors,
+    layer_path,
     read_sealed,
     sealed_json,
+    unfinished,
     work_lock,
 )
 from kvconvert.errors import CheckpointError, MissingError, UsageError, first_line, printable, unreadable
@@ -181,10 +183,7 @@ class WorkDir:
         check_begun(path)
         work = cls(path, _read_state(path))
         if not work.state.complete:
-            raise UsageError(
-                f"The calibration in {path} stopped after {work.first_missing()} of {work.state.num_layers} "
-                "layers; calibrate again with the same arguments, which goes on from there."
-            )
+            raise unfinished(path, work.state.num_layers)
         return work
 
     @classmethod
@@ -240,11 +239,6 @@ class WorkDir:
         disk.remove_tree(path / f"layers{disk.TEMPORARY}")
         if (path / "layers").exists():
             disk.rename(path / "layers", path / f"layers{disk.TEMPORARY}")
-
-    def first_missing(self) -> int:
-        """Index of the first layer without a record; the number of layers when all have one."""
-        layers = range(self.state.num_layers)
-        return next((index for index in layers if not self._layer(index, "json").exists()), len(layers))
 
     def damaged_layers(self) -> dict[int, str]:
         """Layers whose record is there, but that are not what was written, with the reason; reads all their files."""
@@ -454,7 +448,7 @@ class WorkDir:
         return Mapped(self.path / "hidden")
 
     def _layer(self, index: int, suffix: str) -> Path:
-        return self.path / "layers" / f"{index:05d}.{suffix}"
+        return layer_path(self.path, index, suffix)
 
 
 def _changes(previous: WorkState, state: WorkState) -> str:

@@ -54,6 +54,7 @@ from kvconvert.errors import CheckpointError, DataError, UsageError, counted, li
 from kvconvert.io.records import DataInfo, shortened
 from kvconvert.io.tensorfile import Mapped
 from kvconvert.models.configuration import context_length, supports_images
+from kvconvert.models.positions import check_length
 from kvconvert.models.processors import ImagePrompts, has_processor, load_processor, load_tokenizer
 from kvconvert.models.source import SourceModel
 
@@ -322,10 +323,7 @@ def load_samples(
     """
     config = model.config.get_text_config()
     positions = context_length(config)
-    if positions and length is not None and length > positions:
-        raise UsageError(
-            f"`seq_len` is {length}, more than the {positions} positions this model has; choose a shorter one."
-        )
+    check_length("seq_len", length, positions)
     several = weighted_sources(source)
     only = several[0].source if source is not None and len(several) == 1 else None
     with_images = _takes_images(model, source)

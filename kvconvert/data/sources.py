@@ -304,18 +304,18 @@ def check_sources(data: Sources) -> None:
     Commands ask this before they import torch.
     """
     for source in weighted_sources(data):
-        path = named_column(source.source)[0]
-        if _exists(path) and not os.path.isfile(path):
-            continue
+        path = Path(os.path.expanduser(named_column(source.source)[0]))
+        if path.is_dir() and any(file.suffix not in SUFFIXES for file in path.rglob("*") if file.is_file()):
+            continue  # images, it may be
         files = local_files(source.source)
         if files is None:
             hub = HubSource.parse(source.source)
             with _readable(source.source, local=False):
                 _hub_rows(hub)
-        elif is_plain_text(files):
-            read_text(files[0])
-        else:
-            SourceTable.open(source.source, files)
+        elif not is_plain_text(files):
+            SourceTable.open(source.source, files).check_columns()
+        elif path.is_file():
+            read_text(path)
 
 
 def _files(path: Path) -> list[Path] | None:
@@ -465,6 +465,11 @@ class SourceTable:
         Where a row has what was asked and what was answered in columns of their own, both together are `messages`.
         """
         return MESSAGES if self._asked is not None else text_column_of(self.columns, self.wanted, self.place)
+
+    def check_columns(self) -> None:
+        """Refuse (DataError) a table without columns of text or images."""
+        if not {*IMAGE_COLUMNS} & {*self.columns}:
+            _ = self.text_column
 
     @property
     def read_columns(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The arguments of an evaluation: parts to measure, and the source to compare with.
+"""The arguments of an evaluation: parts or tasks to measure, the length of segments, and the source to compare with.
 
 Nothing here imports torch, which takes seconds: commands refuse wrong names and paths before that.
 """
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from kvconvert.errors import MissingError, UsageError
 from kvconvert.io.hub import is_hub_id
+from kvconvert.kernels.page_formats import PAGE_SIZE
+from kvconvert.models.positions import check_length
 
 if TYPE_CHECKING:
     from kvconvert.bundle.manifest import Manifest
@@ -42,6 +44,29 @@ def parts_asked(only: Collection[str] | None) -> set[str]:
         what = f"{unknown[0]!r} is not a part of an evaluation" if unknown else "no part is named"
         raise UsageError(f"`only`: {what}; choose among {', '.join(PARTS)}.")
     return set(only)
+
+
+def check_tasks(tasks: Collection[str]) -> list[str]:
+    """The task files (.yaml) among tasks of lm-evaluation-harness.
+
+    Raises:
+        UsageError: no task is named.
+        MissingError: a file is not there.
+    """
+    if not tasks:
+        raise UsageError("`tasks`: no task is named; give names of lm-evaluation-harness, or .yaml files.")
+    files = [task for task in tasks if task.endswith((".yaml", ".yml"))]
+    for file in files:
+        if not Path(file).is_file():
+            raise MissingError(f"There is no task file {file}; check its path.")
+    return files
+
+
+def check_context(context: int | None, positions: int | None) -> None:
+    """Refuse (UsageError) segments that are too short to be scored, or longer than a model's positions."""
+    if context is not None and context < 2 * PAGE_SIZE:
+        raise UsageError(f"`context` is {context}; text is scored after a page of 128 tokens, so take at least 256.")
+    check_length("context", context, positions)
 
 
 def source_of(manifest: Manifest, against: str | Path | None) -> str:

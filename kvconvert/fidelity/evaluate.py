@@ -25,7 +25,7 @@ from kvconvert.bundle.reader import open_bundle
 from kvconvert.data.sources import EVALUATION
 from kvconvert.data.text import load_token_samples
 from kvconvert.errors import UsageError, listed
-from kvconvert.fidelity import PARTS, parts_asked, source_of
+from kvconvert.fidelity import PARTS, check_context, parts_asked, source_of
 from kvconvert.fidelity.images import DRAWINGS, image_figures
 from kvconvert.fidelity.probes import PROBES, ProbePrompt, Writer, abilities, measure_probes, probe_tokens, verdict
 from kvconvert.fidelity.report import (
@@ -96,7 +96,7 @@ def evaluate(
     data: Annotated[str | Path, NAMED, "a source of text"] | None = None,
     tokens: Count | None = None,
     context: Count | None = None,
-    only: Annotated[Collection[str], f"some of {', '.join(PARTS)}"] | None = None,
+    only: Annotated[Collection[str], f"a list of some of {', '.join(PARTS)}"] | None = None,
     full: bool = True,
     device: Device | None = None,
     dtype: Dtype | None = None,
@@ -145,7 +145,7 @@ def evaluate(
     was_fetched = against is None and about.manifest.source.revision is not None
     checkpoint = open_source(source_of(about.manifest, against), was_fetched=was_fetched)
     computed_in = compute_dtype(dtype, place, checkpoint.config.dtype)
-    _check_context(checkpoint, context)
+    check_context(context, _positions(checkpoint))
     say("Verifying the bundle.")
     opened = open_bundle(directory)
     manifest = opened.manifest
@@ -240,7 +240,7 @@ def evaluate(
     if comparison is not None and shape.scored < SCORED_TOKENS_WANTED:
         notes.append(
             f"{'the model has' if context is None else 'you asked for'} a context of {shape.length} tokens, "
-            f"which leaves {shape.scored} scored tokens a segment instead of {SCORED_TOKENS_WANTED}"
+            f"which leaves {shape.scored} scored tokens a segment, fewer than the {SCORED_TOKENS_WANTED} wanted"
         )
     if comparison is not None and tokens < shape.scored:
         notes.append(
@@ -371,16 +371,6 @@ class _Drills:
 
 def _positions(checkpoint: SourceModel) -> int | None:
     return context_length(checkpoint.config)
-
-
-def _check_context(checkpoint: SourceModel, context: int | None) -> None:
-    positions = _positions(checkpoint)
-    if context is not None and context < 2 * PAGE_SIZE:
-        raise UsageError(f"`context` is {context}; text is scored after a page of 128 tokens, so take at least 256.")
-    if context is not None and positions is not None and context > positions:
-        raise UsageError(
-            f"`context` is {context}, more than the {positions} positions of {checkpoint.id}; choose a shorter one."
-        )
 
 
 def _segment_shape(checkpoint: SourceModel, context: int | None, schemes: Sequence[KVScheme | None]) -> _Shape:

@@ -32,6 +32,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
+from kvconvert.fidelity import check_tasks
 from kvconvert.fidelity.evaluate import decoder_of
 from kvconvert.fidelity.scoring import Decoder, batches, feed, read_prompt
 from kvconvert.io.progress import loading_bars, progress_bar
@@ -114,27 +115,22 @@ def harness(
         progress: bars on stderr.
 
     Raises:
-        UsageError: an unknown task, one without data, a request that is not served, or lm-eval is missing.
+        UsageError: no task or an unknown one is named, or a request is not served.
+        MissingError: a task's file or data, or lm-eval, is missing or cannot be used.
         BundleError, CheckpointError: as their names say.
     """
-    files = [task for task in tasks if task.endswith((".yaml", ".yml"))]
-    for file in files:
-        if not Path(file).is_file():
-            raise MissingError(f"There is no task file {file}; check its path.")
+    files = check_tasks(tasks)
     manager = TaskManager(include_defaults=len(files) < len(tasks))
     for task in tasks:
         if task not in files and not manager.match_tasks([task]):
             raise UsageError(f"lm-evaluation-harness has no task {task!r}; name another, or give a .yaml file.")
     place = choose_device(device)
     directory = locate(bundle)
-    try:  # before a model is loaded; the harness finds the data here again
-        manager.load(list(tasks))
-    except (OSError, ValueError) as error:
-        reason = first_line(" ".join(str(error).split()))
-        raise UsageError(
-            f"lm-evaluation-harness cannot load the data of {', '.join(tasks)} ({reason}); connect to the Hub, or name "
-            "tasks whose data are on this machine."
-        ) from error
+    for task in tasks:
+        try:  # before a model is loaded; the harness finds the data here again
+            manager.load([task])
+        except Exception as error:  # of as many kinds as there are fields in a task's file
+            raise _not_loaded(task, error) from error
     opened = open_bundle(directory)
     checkpoint = None if against is None else open_source(str(against))
     # Older models' config.json says torch_dtype, which transformers reads as dtype.
@@ -145,25 +141,39 @@ def harness(
     opened.files.check_unchanged()
     tokenizer = tokenizer_of(processor)
 
-    def measure(decoder: Decoder) -> dict[str, Any]:
-        lm = CachedLM(decoder, tokenizer, batch, progress)
+    def measure(decoder: Decoder, name: str) -> dict[str, Any]:
+        lm = CachedLM(decoder, tokenizer, batch, progress, name)
         return simple_evaluate(
             lm, tasks=list(tasks), limit=limit, task_manager=manager, log_samples=False, bootstrap_iters=1000
         )
 
-    found = measure(decoder_of(model.to(place).eval()))
+    found = measure(decoder_of(model.to(place).eval()), "bundle")
     del model
     source = None
     if checkpoint is not None:
         with loading_bars(progress):
             plain = checkpoint.load(computed_in)
-        source = measure(Decoder.plain(plain.to(place).eval()))["results"]
+        source = measure(Decoder.plain(plain.to(place).eval()), "source")["results"]
     return HarnessReport(
         bundle=found["results"],
         source=source,
         examples={name: counts["effective"] for name, counts in found["n-samples"].items()},
         compute_dtype=str(computed_in).removeprefix("torch."),
         device=place.type,
+    )
+
+
+def _not_loaded(task: str, error: Exception) -> MissingError:
+    """The error for a task of which the harness cannot load the data, or which it does not understand."""
+    reason = first_line(" ".join(str(error).split())).rstrip(".")
+    if isinstance(error, OSError) and error.filename is None:  # of datasets
+        return MissingError(
+            f"lm-evaluation-harness cannot load the data of {task} ({reason}); connect to the Hub, or name tasks whose "
+            "data are on this machine."
+        )
+    return MissingError(
+        f"lm-evaluation-harness cannot use the task {task} ({type(error).__name__}: {reason}); correct its file, "
+        "install what it needs, or name another."
     )
 
 
@@ -175,11 +185,15 @@ class CachedLM(TemplateLM):
         tokenizer: the model's tokenizer.
         batch: sequences at a time.
         progress: bars on stderr.
+        name: of the model, in bars.
     """
 
-    def __init__(self, decoder: Decoder, tokenizer: PreTrainedTokenizerBase, batch: int, progress: bool):
+    def __init__(
+        self, decoder: Decoder, tokenizer: PreTrainedTokenizerBase, batch: int, progress: bool, name: str = "bundle"
+    ):
         super().__init__()
         self.decoder, self.tokenizer, self.batch, self.progress = decoder, tokenizer, batch, progress
+        self.name = name
         self.max_length: int = context_length(decoder.model.config) or 2048
 
     @property
@@ -243,7 +257,7 @@ class CachedLM(TemplateLM):
             prompts.append((context[-(self.max_length + 1 - len(continuation)) :], continuation))
         found: list[tuple[float, bool]] = [(0.0, True)] * len(prompts)
         shown = self.progress and not disable_tqdm
-        with progress_bar(total=len(prompts), desc="likelihoods", unit="prompt", shown=shown) as bar:
+        with progress_bar(total=len(prompts), desc=f"likelihoods, {self.name}", unit="prompt", shown=shown) as bar:
             for indices in batches(prompts, self.batch):
                 context, continuation = (torch.tensor([prompts[i][part] for i in indices]) for part in (0, 1))
                 for index, answer in zip(indices, self._score(context, continuation), strict=True):

@@ -327,7 +327,8 @@ def ask(
     groups: dict[int, list[int]] = {}
     for index, prompt in enumerate(prompts):
         groups.setdefault(prompt.read, []).append(index)
-    with progress_bar(total=len(prompts), desc=progress or "", unit="prompt", shown=progress is not None) as bar:
+    shown = progress is not None and len(prompts) > 0
+    with progress_bar(total=len(prompts), desc=progress or "", unit="prompt", shown=shown) as bar:
         for read, group in groups.items():
             for chosen in (group[i : i + batch] for i in range(0, len(group), batch)):
                 longest = max(len(prompts[i].ids) for i in chosen)

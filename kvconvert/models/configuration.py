@@ -41,13 +41,13 @@ from kvconvert.errors import BundleError, UnsupportedModelError, listed
 from kvconvert.io.records import MAX_LAYERS
 from kvconvert.io.tensorheader import Refusal, mismatch
 from kvconvert.methods import UNQUANTIZED, KVScheme
+from kvconvert.models.positions import scaled_positions
 
 MOST_SPARE_MODULES = 100_000  # small models leave out towers that their config describes
 # No count, size, or position is larger, and a list of so many entries does no harm.
 _LARGEST = 2**24
 _MOST_STEPS = 500_000  # lines that Python runs while a configuration is made, counted; the largest takes 73,000
 _COUNTED = tuple(os.path.dirname(module.__file__) + os.sep for module in (transformers, huggingface_hub))
-_MOST_POSITIONS = 2**63
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _CLASSES = {
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -210,31 +210,10 @@ def without_weights(config: PretrainedConfig) -> str:
 
 
 def context_length(config: PretrainedConfig) -> int | None:
-    """Tokens that a model may attend over: its positions, times what its RoPE is scaled by; None without a limit.
-
-    `max_position_embeddings` includes the scaling of longrope and llama3. That of yarn, linear, and dynamic is often
-    asked for beside the positions of training, which are `original_max_position_embeddings` if a configuration has
-    both.
-    """
+    """Tokens that a model may attend over: its positions, times what its RoPE is scaled by; None without a limit."""
     text = config.get_text_config(decoder=True)
     positions = getattr(text, "max_position_embeddings", None)
-    if not isinstance(positions, int) or positions <= 0:
-        return None
-    parameters = getattr(text, "rope_parameters", None) or {}
-    # In some models layers of each type have a RoPE of their own, and the shortest one limits all.
-    nested = [kind for kind in parameters.values() if isinstance(kind, dict)]
-    return min(_scaled(positions, kind) for kind in nested or [parameters])
-
-
-def _scaled(positions: int, rope: Mapping[str, Any]) -> int:
-    """Positions of one RoPE."""
-    if rope.get("rope_type", rope.get("type")) not in ("yarn", "linear", "dynamic"):
-        return positions
-    original, factor = rope.get("original_max_position_embeddings") or positions, rope.get("factor") or 1.0
-    for name, value in (("original_max_position_embeddings", original), ("factor", factor)):
-        if not isinstance(value, int | float) or not abs(value) < _MOST_POSITIONS:
-            raise mismatch("config.json", f"{name} of a RoPE", "a number", repr(value)[:80])
-    return max(positions, int(original * factor))
+    return scaled_positions(positions, getattr(text, "rope_parameters", None) or {})
 
 
 def changing_rope(config: PretrainedConfig) -> str | None:

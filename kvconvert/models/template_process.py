@@ -11,6 +11,7 @@ something, and is answered with `text`, `ids`, `names`, or `error`, or with noth
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -423,4 +424,5 @@ def _limit(which: int, value: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    with contextlib.suppress(ConnectionError, EOFError):  # who started this process was killed, and nobody is told
+        main(*map(int, sys.argv[1:]))

@@ -29,7 +29,7 @@ from kvconvert.convert.passes import layer_jobs
 from kvconvert.convert.pipeline import kept_tensors, make_runner, with_fitted_weights
 from kvconvert.data.samples import check_amount, sample_shape
 from kvconvert.data.sources import Data, check_sources
-from kvconvert.errors import UsageError, counted
+from kvconvert.errors import counted
 from kvconvert.io.process import anonymous_bytes
 from kvconvert.io.records import TensorInfo
 from kvconvert.io.tensorheader import nbytes
@@ -41,6 +41,7 @@ from kvconvert.methods.minikv import FORMULAS, spread_ratios
 from kvconvert.models.configuration import context_length, model_cache
 from kvconvert.models.devices import Device, choose_device
 from kvconvert.models.experts import expert_modules
+from kvconvert.models.positions import check_length
 from kvconvert.models.processors import load_tokenizer
 from kvconvert.models.source import SourceModel, open_source
 from kvconvert.models.structure import LayerStructure
@@ -275,7 +276,8 @@ def plan(
     positions = context_length(runner.config)
     samples, length = sample_shape(source, data, samples, seq_len, seed)
     context = stated_context(positions) if context is None else context
-    _check_positions(positions, length, context)
+    check_length("seq_len", length, positions)
+    check_length("context", context, positions)
     own = anonymous_bytes() or 0
     check_amount(source, data, samples, length, seed)
     kept = kept_bytes(runner, kept_tensors(runner, recipe.weights))
@@ -332,14 +334,6 @@ def plan(
         search_tokens=0 if task is None else task.text_rows * task.text_length,
         searches_weights=recipe.weights.average_bits is not None,
     )
-
-
-def _check_positions(positions: int | None, length: int, context: int) -> None:
-    for name, value in (("seq_len", length), ("context", context)):
-        if positions and value > positions:
-            raise UsageError(
-                f"`{name}` is {value}, more than the {positions} positions this model has; choose a shorter one."
-            )
 
 
 def _layers(runner: LayerRunner, recipe: Recipe) -> list[LayerSizes]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvconvert.arguments import BundlePlace, File, Folder, ModelPlace, checked
-from kvconvert.bundle.describe import Description, describe, smaller
+from kvconvert.bundle.describe import Description, check_cache_size, describe, smaller
 from kvconvert.bundle.figures import number
 from kvconvert.bundle.files import read_object
 from kvconvert.bundle.locate import check_outside, locate
@@ -71,11 +71,12 @@ def write_report(
             f"`fidelity` {fidelity} was not measured on this bundle; measure this one with kvconvert eval."
         )
     # Only now, for transformers and matplotlib take seconds.
-    from kvconvert.models.configuration import read_config
+    from kvconvert.models.configuration import read_config, sliding_windows
     from kvconvert.report.data import sample_keys
 
     sample = None if model is None else sample_keys(str(model), opened.manifest)
     config = read_config(opened.directory, opened.config)
+    check_cache_size(opened.manifest, sliding_windows(config))
     html, images = render(opened, config, measured, missed, sample)
     _write(target, html, images)
     return target / PAGE_NAME

@@ -47,10 +47,11 @@ class LowBitBackend(AttentionBackend):
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
-    # The one bundle of this process, once its first layer is built, and among how many ranks its heads are divided. How
-    # many tokens may be drafted at a time, and whether by layers that have a cache.
+    # The one bundle of this process, once its first layer is built, among how many ranks its heads are divided, and
+    # whether ranks have different layers. How many tokens may be drafted at a time, and whether by layers with a cache.
     served: ClassVar[ServedBundle | None] = None
     ranks: ClassVar[int] = 1
+    in_stages: ClassVar[bool] = False
     drafts: ClassVar[int] = 0
     drafts_by_model: ClassVar[bool] = False
     has_begun: ClassVar[bool] = False
@@ -99,7 +100,12 @@ class LowBitBackend(AttentionBackend):
 
     @classmethod
     def _layouts(cls, dtype: torch.dtype) -> dict[int, BlockLayout]:
-        return cls.served.layouts(dtype, cls.ranks, cls.drafts, cls.drafts_by_model)
+        return cls.served.layouts(dtype, *cls.division())
+
+    @classmethod
+    def division(cls) -> tuple[int, int, bool]:
+        """`ServedBundle.layouts`'s ranks, drafts, and apart."""
+        return cls.ranks, cls.drafts, cls.drafts_by_model or cls.in_stages
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
@@ -230,9 +236,10 @@ class LowBitAttention(AttentionImpl[LowBitMetadata]):
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
         config = get_current_vllm_config()
         LowBitBackend.served = self.served = served_bundle(config.model_config.model)
-        LowBitBackend.ranks = self.ranks = config.parallel_config.tensor_parallel_size
+        LowBitBackend.ranks = config.parallel_config.tensor_parallel_size
         LowBitBackend.drafts, drafts = config.num_speculative_tokens, config.speculative_config
         LowBitBackend.drafts_by_model = drafts is not None and drafts.method in MODEL_DRAFTS
+        LowBitBackend.in_stages = config.parallel_config.pipeline_parallel_size > 1
         self.rank = get_tensor_model_parallel_rank()
         self._sinks, self.scoring = sinks, Scoring(scale, logits_soft_cap or None)
         self._memory: torch.Tensor | None = None
@@ -254,9 +261,8 @@ class LowBitAttention(AttentionImpl[LowBitMetadata]):
 
     def cache(self, layer: Any, device: torch.device) -> tuple[LayerFormat, BlockLayout]:
         """The layer's format, and the layout of its blocks."""
-        others = LowBitBackend.drafts, LowBitBackend.drafts_by_model
         index = layer_index(layer.layer_name)
-        found = self.served.layer(index, device, layer.dtype, self.rank, self.ranks, *others)
+        found = self.served.layer(index, device, layer.dtype, self.rank, *LowBitBackend.division())
         if runs_triton(device):
             query = torch.empty(1, self.num_heads, 1, self.head_size, dtype=layer.dtype, device=device)
             reason = unsupported(query, found[0], layer.dtype)

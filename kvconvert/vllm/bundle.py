@@ -205,8 +205,8 @@ class ServedBundle:
             dtype: of full-precision tokens.
             ranks: that heads are divided among.
             drafts: newest tokens of a request that may be taken back.
-            apart: whether vLLM keeps caches of its own besides, for layers that draft, so that it may have to keep each
-                layer's blocks apart.
+            apart: whether each layer's blocks have to be apart: beside caches of layers that draft, or where devices
+                have different layers, for which requests have the same rows.
         """
         formats = tuple(self._format(index, ranks) for index in self.attending)
         side_by_side = not apart and {*self.layer_types} <= {*OURS, *WITHOUT_CACHE} and not self.has_states
@@ -440,7 +440,6 @@ def refuse_config(served: ServedBundle, config: Any) -> None:
     if reason is not None:
         raise BundleError(reason)
     sizes = {
-        "pipeline parallelism": parallel.pipeline_parallel_size,
         "decode context parallelism": parallel.decode_context_parallel_size,
         "prefill context parallelism": parallel.prefill_context_parallel_size,
     }
@@ -456,6 +455,11 @@ def refuse_config(served: ServedBundle, config: Any) -> None:
     if served.has_windows and config.scheduler_config.disable_hybrid_kv_cache_manager:
         raise refused("--disable-hybrid-kv-cache-manager", "layers with sliding windows have blocks of another size")
     drafts = config.speculative_config
+    if parallel.pipeline_parallel_size > 1:
+        if served.has_states:
+            raise refused("pipeline parallelism", "beside layers with a state that was not tried")
+        if drafts is not None:
+            raise refused("drafts and pipeline parallelism", "only the last device knows how many were accepted")
     if drafts is not None and drafts.method == "draft_model":
         raise refused(
             "drafts by a model of their own",

@@ -162,7 +162,10 @@ class ModelSteps:
         try:
             self.cache.open_rows(rows)
         except CacheError as error:
-            raise UnsupportedModelError(f"An Engine cannot serve {config.model_type} models. {error}") from error
+            reason = str(error)
+            raise UnsupportedModelError(
+                f"An Engine cannot serve this {config.model_type} model: {reason[0].lower()}{reason[1:]}"
+            ) from error
         self.pages: int | None = self.cache.free_pages()
         if self.pages is None and kv_memory is not None:
             # How many pages the memory holds is known once the first keys and values were seen.

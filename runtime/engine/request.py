@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, int32, int64
 
-from kvconvert.errors import UsageError
+from kvconvert.errors import UsageError, counted
 from kvconvert.runtime.engine.model_steps import ModelSteps
 from kvconvert.runtime.engine.processors import Processors, logits_processors
 from kvconvert.runtime.engine.sampling import Sampling, TokenLogprobs
@@ -311,7 +311,7 @@ def new_request(
         max_new_tokens = usual if room is None else max(1, min(usual, room))
     if steps.max_positions is not None and len(ids) + max_new_tokens > steps.max_positions:
         raise UsageError(
-            f"A prompt of {len(ids):,} tokens with up to {max_new_tokens:,} new ones does not fit the "
+            f"A prompt of {len(ids):,} tokens and {counted(max_new_tokens, 'new one')} at most do not fit the "
             f"{steps.max_positions:,} positions that an Engine serves of this model; shorten the prompt or lower "
             "`max_new_tokens`."
         )

@@ -20,12 +20,12 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from kvconvert.bundle.describe import check_cache_size
 from kvconvert.bundle.files import own_files
 from kvconvert.bundle.hub import upload
 from kvconvert.bundle.locate import MANIFEST_NAME, fetch_repository
 from kvconvert.bundle.manifest import LayerPlan
 from kvconvert.bundle.reader import Bundle, open_bundle
-from kvconvert.bundle.statements import check_cache_size
 from kvconvert.bundle.writer import copy_file, replacing
 from kvconvert.errors import BundleError, UsageError, did_you_mean
 from kvconvert.io.tensorheader import mismatch

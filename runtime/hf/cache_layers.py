@@ -196,8 +196,8 @@ def _per_layer(
     given = (scheme,) * count if isinstance(scheme, KVScheme | str) else tuple(scheme)
     if len(given) != count:
         raise RecipeError(
-            f"A model of {counted(count, 'layer')} was given {counted(len(given), 'KV scheme')}; give one, or one per "
-            "layer."
+            f"A model of {counted(count, 'layer')} was given a list of {counted(len(given), 'KV scheme')}; give one "
+            "without a list, or a list of one per layer."
         )
     presets = {name: KVScheme.preset(name) for name in given if isinstance(name, str)}
     schemes = tuple(

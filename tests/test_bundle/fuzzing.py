@@ -87,8 +87,8 @@ MEASURED: dict[str, Any] = {
     "allocation": {
         "context": 4096,
         "budget_bytes_per_token": 100.0,
-        "bytes_per_token": 90.5,
-        "bits_per_value": 2.5,
+        "bytes_per_token": 63.3404,
+        "bits_per_value": 3.95877,
         "candidates": {"K2g128s8": {"key_bits": 2}, "V2g128s8": {"value_bits": 2}},
         "layers": [
             {"index": i, "keys": "K2g128s8", "values": "V2g128s8", "kl": {"K2g128s8": 0.1, "V2g128s8": 0}}

@@ -5,14 +5,15 @@ import json
 import re
 
 import pytest
+from click.testing import CliRunner
 from fuzzing import MEASURED
 from tiny.bundle import refusal, reseal, write_tiny_bundle
 
+from kvconvert.bundle.describe import check_cache_size
 from kvconvert.bundle.locate import MANIFEST_NAME
 from kvconvert.bundle.manifest import Manifest
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.bundle.statements import check_cache_size
-from kvconvert.cache import LayerCache, ModelCache
+from kvconvert.cli import cli
 from kvconvert.errors import BundleError
 
 # Where a bundle comes from, what was measured, and words: nothing in a bundle could say that they are otherwise.
@@ -133,12 +134,19 @@ def test_tensors_of_any_size_that_only_a_manifest_states_are_one_sentence(measur
 
 def test_the_size_of_the_cache_that_a_search_states_is_that_of_its_schemes(measured):
     fields = json.loads((measured / MANIFEST_NAME).read_text())
-    manifest = Manifest(**fields)
-    size = ModelCache(tuple(LayerCache(2, 16, 16, scheme) for scheme in manifest.schemes()))
-    bits = size.bits_per_value(4096)
-    told = fields["allocation"] | {"bits_per_value": bits, "bytes_per_token": bits / 16 * size.plain_bytes(4096) / 4096}
-    check_cache_size(Manifest(**fields | {"allocation": told}), ())
+    told = fields["allocation"]
+    check_cache_size(Manifest(**fields), ())
     for name in ("bits_per_value", "bytes_per_token"):
-        false = told | {name: told[name] / 2}
+        false = Manifest(**fields | {"allocation": told | {name: told[name] / 2}})
         with pytest.raises(BundleError, match=f"allocation.{name}"):
-            check_cache_size(Manifest(**fields | {"allocation": false}), ())
+            check_cache_size(false, ())
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["inspect", "--json"], ["report"]], ids=" ".join)
+def test_no_command_shows_a_search_that_states_another_size_of_the_cache(measured, command):
+    before = json.loads((measured / MANIFEST_NAME).read_text())
+    reseal(measured, **changed_at(before, ["allocation", "bits_per_value"], 1.0))
+    result = CliRunner().invoke(cli, [*command, str(measured)])
+    reseal(measured, **before)
+    assert result.exit_code == 1
+    assert "allocation.bits_per_value should be 3.95877" in result.output

@@ -52,6 +52,27 @@ def test_a_prompt_that_is_not_text_is_refused_before_anything_is_loaded():
     assert "not UTF-8" in refusal(["generate", "/nope", "--prompt", b"caf\xe9".decode("utf-8", "surrogateescape")])
 
 
+def test_utf_8_is_text_in_a_locale_whose_encoding_does_not_have_it(monkeypatch):
+    text = "\u00fc \u65e5\u672c"
+    passed = text.encode().decode("ascii", "surrogateescape")  # as Python does in the locale C without its UTF-8 mode
+    monkeypatch.setattr(os, "fsencode", lambda name: name.encode("ascii", "surrogateescape"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(passed))
+    assert [*_lines()] == [text]
+    options, loaded = ["--prompt", passed, "--system", passed, "--stop", passed], []
+
+    class Loaded:
+        def __init__(self, bundle, choice, system, **others):
+            loaded.extend([system, *choice.stop])
+
+        def complete(self, prompt, images, raw):
+            loaded.append(prompt)
+
+    monkeypatch.setattr("kvconvert.console.Console", Loaded)
+    monkeypatch.setattr("kvconvert.bundle.locate.check_system", lambda bundle: None)
+    assert CliRunner().invoke(cli, ["generate", str(GOLDEN), *options]).exit_code == 0
+    assert loaded == [text] * 3
+
+
 def test_lines_of_a_conversation_that_are_not_text_are_refused(monkeypatch):
     for content, errors in ((b"a\ncaf\xe9\n", "strict"), (b"a\ncaf\xe9\n", "surrogateescape")):
         stream = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8", errors=errors)
@@ -100,8 +121,8 @@ def test_an_argument_that_no_system_takes_is_a_sentence(arguments, monkeypatch, 
     ids=["kv-memory", "system"],
 )
 def test_what_can_be_known_before_a_bundle_is_loaded_is_said_before(arguments, said, monkeypatch):
+    monkeypatch.setattr("kvconvert.console.load", None)  # first, for its import would keep the other
     monkeypatch.setattr("kvconvert.runtime.load", None)
-    monkeypatch.setattr("kvconvert.console.load", None)
     assert said in refusal(arguments)
 
 

@@ -106,6 +106,7 @@ def test_what_all_ranks_refuse_is_said_once_and_what_one_refuses_by_its_name(tmp
     assert "The recipe auto searches in one process, and torchrun started 2" in searches[0]
     assert searches[1] == "SystemExit: 2"
     few = messages("few", samples=2)
+    assert "sequences run in batches of up to " in few[0]
     assert few[0].endswith("start 1 at most, or give more `samples`.")
     seeds = messages("seeds", own={1: {"seed": 1}})
     assert seeds[0].startswith("UsageError: Ranks 0 and 1 were given different inputs: the calibration data differs")

@@ -9,7 +9,7 @@ from tiny.commands import kvconvert
 from tiny.llama import write_tiny_llama
 
 from kvconvert.convert.workdir import WorkDir
-from kvconvert.errors import MissingError, RecipeError, UsageError
+from kvconvert.errors import KvconvertError, MissingError, RecipeError, UsageError
 from kvconvert.methods import PAPER_PRESETS, PRESETS, KVScheme
 from kvconvert.methods.auto import CHOSEN_FIELDS
 from kvconvert.recipes.recipe import Limits, Recipe, gathered, parse_change, preset_names
@@ -411,3 +411,24 @@ def test_options_of_calibrate_are_recorded_as_the_recipe(tmp_path):
     assert result.exit_code == 0, result.output
     changes = {"kv.sink_tokens": 2, "kv.value_bits": 4, "weights.group_size": 16, "weights.method": "rtn"}
     assert WorkDir.open(tmp_path / "work").state.recipe == Recipe.load("default", changes).to_dict()
+
+
+@pytest.mark.parametrize("sign", ["\n", "\x07", "\x1b]0;title\x07", "\x9b2J", "\u202e"], ids=ascii)
+def test_no_control_character_of_a_recipe_reaches_a_message(sign):
+    for refused in (
+        lambda: Recipe.load(f"kivi{sign}"),
+        lambda: Recipe.from_dict({"name": sign, sign: 1}),
+        lambda: KVScheme.from_dict({sign: 1}),
+    ):
+        with pytest.raises(RecipeError) as told:
+            refused()
+        assert str(told.value).isprintable()
+
+
+def test_no_control_character_reaches_a_message_of_any_kind():
+    kinds = [KvconvertError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        if kind.__init__ is KvconvertError.__init__:
+            assert str(kind("a\x1b[2J\nb")) == r"a\x1b[2J\nb"
+    assert len(kinds) > 10

@@ -1,6 +1,7 @@
 """What a working directory that is in use, damaged, or in a bad place does to `calibrate` and `export`."""
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -14,14 +15,16 @@ from pathlib import Path
 import pytest
 from calibrations import contents, run
 from click.testing import CliRunner
+from crashes import crash, operations
 from tiny.checkpoints import save_checkpoint
 
 from kvconvert.cli import cli
 from kvconvert.convert import pipeline, workdir
 from kvconvert.convert.export import export
-from kvconvert.convert.work_files import read_sealed, sealed_json
+from kvconvert.convert.work_files import check_place, read_sealed, remove_work, sealed_json, work_lock
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.errors import CheckpointError, KvconvertError, UsageError
+from kvconvert.io import disk
 from kvconvert.models.weight_files import SINGLE_FILE
 
 SHORT = {"samples": 1, "seq_len": 16}
@@ -295,3 +298,60 @@ def test_a_state_that_copies_tensors_which_the_source_lacks_is_refused(work, tmp
     (work / "state.json").write_text(sealed_json(state | {"kept_tensors": [*state["kept_tensors"], "absent"]}))
     with pytest.raises(CheckpointError, match="'absent' is copied"):
         export(work, tmp_path / "bundle")
+
+
+def test_a_conversion_holds_its_working_directory_from_calibration_to_removal(tmp_path, model, text, monkeypatch):
+    place, tried, taken = tmp_path / "bundle-work", [], []
+
+    def observe(operation, path):
+        if (place / "layers").exists():
+            tried.append(path)
+            with (place / "lock").open() as lock, contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                taken.append(path)
+
+    monkeypatch.setattr(disk, "observe", observe)
+    options = ["--weights", "rtn", "--data", text, "--samples", 1, "--seq-len", 16, "--device", "cpu"]
+    result = CliRunner().invoke(cli, [str(word) for word in ("convert", model, tmp_path / "bundle", *options)])
+    assert (result.exit_code, taken) == (0, [])
+    assert len(tried) > 50
+    assert [entry.name for entry in tmp_path.iterdir()] == ["bundle"]
+
+
+def test_a_lock_whose_directory_was_removed_meanwhile_is_refused(work, monkeypatch):
+    lock = fcntl.flock
+    monkeypatch.setattr(fcntl, "flock", lambda *arguments: (shutil.rmtree(work), lock(*arguments)))
+    with pytest.raises(UsageError, match="Another calibrate or export is using"), work_lock(work):
+        pass
+
+
+def test_a_working_directory_can_be_used_after_a_crash_at_any_moment_of_its_removal(finished, tmp_path, monkeypatch):
+    work = shutil.copytree(finished, tmp_path / "work")
+    made = operations(monkeypatch, lambda: remove_work(work))
+    assert not work.exists()
+    for at in range(len(made)):
+        shutil.copytree(finished, work)
+        crash(monkeypatch, lambda: remove_work(work), at)
+        check_place(work)
+        shutil.rmtree(work)
+
+
+def test_a_working_directory_that_another_run_takes_while_it_is_removed_stays(work, monkeypatch):
+    def observe(operation, path):
+        if path == work:
+            (work / "lock").touch()
+
+    monkeypatch.setattr(disk, "observe", observe)
+    remove_work(work)
+    assert [entry.name for entry in work.iterdir()] == ["lock"]
+
+
+def test_a_name_without_room_for_those_of_temporary_directories_is_refused_first(finished, model, tmp_path):
+    most = os.pathconf(tmp_path, "PC_NAME_MAX") - 19
+    for name in ("n" * (most + 1), "ü" * (most // 2 + 1)):
+        with pytest.raises(UsageError, match=f"may have {most}, because"):
+            export(finished, tmp_path / name)
+        result = CliRunner().invoke(cli, ["convert", str(model), str(tmp_path / name)])
+        assert (result.exit_code, "choose a shorter one" in result.stderr, [*tmp_path.iterdir()]) == (2, True, [])
+    for force in (False, True):
+        export(finished, tmp_path / ("n" * most), force=force, progress=False)

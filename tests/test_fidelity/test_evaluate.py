@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from kvconvert import Recipe, calibrate, evaluate, export
+from kvconvert.bundle.figures import fidelity_rows
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import BundleError, DataError, UsageError
 from kvconvert.fidelity.report import table
@@ -56,7 +57,7 @@ def test_the_report_has_the_promised_names_and_is_json(report):
     }
     assert {p["tokens"] for p in values["probes"].values()} == {256}, "two pages, and room for question and answers"
     assert values["verdict"].startswith("Not judged: continuing text, ")
-    told = "the model has a context of 512 tokens, which leaves 383 scored tokens a segment instead of 512"
+    told = "the model has a context of 512 tokens, which leaves 383 scored tokens a segment, fewer than the 512 wanted"
     assert told in values["notes"]
     assert "images" not in values["parts"], "the model reads text alone"
     assert values["text"]["scored_tokens"] == 300
@@ -171,7 +172,7 @@ def test_a_longer_context_is_read_page_by_page(report, source):
     figures = evaluate(bundle, str(source), tokens=500, context=256, only=["perplexity"], progress=False)
     assert (figures.text.prefill, figures.text.scored_per_segment, figures.text.scored_tokens) == (128, 127, 4 * 127)
     assert whole.text.scored_per_segment == 300
-    told = "you asked for a context of 256 tokens, which leaves 127 scored tokens a segment instead of 512"
+    told = "you asked for a context of 256 tokens, which leaves 127 scored tokens a segment, fewer than the 512 wanted"
     assert told in figures.notes
     assert re.search(r"\n508 tokens of .+ scored: whole segments, 127 of each after 128 read first\n", table(figures))
 
@@ -207,3 +208,13 @@ def test_too_little_text_is_refused_before_anything_is_loaded(report, source, tm
     (tmp_path / "short.txt").write_text("Once upon a time")
     with pytest.raises(DataError, match=r"short.txt holds .* give more text, or a smaller `context`"):
         evaluate(report[0], str(source), data=tmp_path / "short.txt", progress=False)
+
+
+def test_counts_of_one_are_in_the_singular():
+    report = {
+        "retrieval": {"prompts": 1, "source": 1.0, "bundle": 0.0},
+        "free_running": {"generated": 16, "prompts": 1, "agreement_tokens": 3.0},
+        "probes": {"json": {"ability": "looking up", "source": 1.0, "bundle": 0.0, "answers": 1}},
+        "images": {"drawings": 1, "kl": 0.1},
+    }
+    assert [row[-1] for row in fidelity_rows(report)] == ["1 prompt", "of 16, 1 text", "1 answer", "1 image"]

@@ -33,7 +33,7 @@ def test_without_lm_eval_one_sentence_says_what_to_install(monkeypatch, tmp_path
     write_tiny_bundle(tmp_path)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.delitem(sys.modules, "kvconvert.fidelity.harness", raising=False)
-    result = CliRunner().invoke(cli, ["eval", str(tmp_path), "--harness", "ours.yaml"])
+    result = CliRunner().invoke(cli, ["eval", str(tmp_path), "--harness", "arc_easy"])
     assert result.exit_code == 1
     assert "pip install '.[harness]'" in result.stderr
     result = CliRunner().invoke(cli, ["eval", str(tmp_path), "--harness", "ours.yaml", "--tokens", "5"])
@@ -128,12 +128,38 @@ def test_a_task_whose_data_cannot_be_fetched_is_one_sentence_before_a_model_is_l
     from kvconvert.fidelity import harness
 
     monkeypatch.setattr(harness, "load", lambda *_, **__: pytest.fail("the model was loaded first"))
+    write_tiny_bundle(tmp_path / "bundle")
     file = tmp_path / "ours.yaml"
     file.write_text(TASK.format(rows=tmp_path / "nowhere.jsonl", kind="loglikelihood"))
-    result = CliRunner().invoke(cli, ["eval", str(tmp_path), "--harness", str(file)])
-    assert result.exit_code == 2
+    result = CliRunner().invoke(cli, ["eval", str(tmp_path / "bundle"), "--harness", str(file)])
+    assert result.exit_code == 1
     assert result.stderr.splitlines()[-1].startswith("Error: lm-evaluation-harness cannot load the data of")
     assert "connect to the Hub" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (GENERATION, "task: [", "ParserError: while parsing a flow node"),
+        (GENERATION, "- a", "ValueError: Expected YAML dict"),
+        ("test_split: test", "test_split: tset", "KeyError: 'tset'"),
+        ("{{{{text}}}}", "{{{{txet}}}}", "UndefinedError: 'txet' is undefined"),
+        ("doc_to_text", "nonsense: 1\ndoc_to_text", "unexpected keyword argument 'nonsense'"),
+        ("doc_to_text", "include: gone.yaml\ndoc_to_text", "FileNotFoundError: [Errno 2]"),
+    ],
+)
+def test_a_task_file_that_the_harness_does_not_understand_is_one_sentence(lm, tmp_path, before, after, said):
+    write_tiny_bundle(tmp_path / "bundle")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "It was", "answer": "x"}\n')
+    file = tmp_path / "ours.yaml"
+    file.write_text(GENERATION.replace(before, after).format(rows=rows, kind="generate_until", options="{until: []}"))
+    result = CliRunner().invoke(cli, ["eval", str(tmp_path / "bundle"), "--harness", str(file)])
+    last = result.stderr.splitlines()[-1]
+    assert result.exit_code == 1
+    assert last.startswith(f"Error: lm-evaluation-harness cannot use the task {file} (")
+    assert said in last
+    assert last.endswith("; correct its file, install what it needs, or name another.")
 
 
 def test_git_is_not_asked_for_the_commit_of_the_current_directory(lm, tmp_path, monkeypatch, capfd):

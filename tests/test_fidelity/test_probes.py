@@ -197,3 +197,8 @@ def test_retrieval_that_was_not_measured_is_not_named():
 def test_a_bundle_may_do_better_than_its_source_and_one_prompt_has_no_interval():
     assert result("x", 0.5, 0.7).kept == pytest.approx(1.4)
     assert result("x", 0.5, 0.4, prompts=1).loss_interval is None
+
+
+def test_no_bar_is_shown_for_no_prompts(capsys):
+    assert ask(None, [], 1, "json, source") == []
+    assert capsys.readouterr().err == ""

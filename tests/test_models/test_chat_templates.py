@@ -3,6 +3,8 @@
 import json
 import multiprocessing
 import shutil
+import socket
+import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,6 +16,7 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, GPT2Config
 
 from kvconvert.errors import CheckpointError, UsageError
+from kvconvert.models import template_process
 from kvconvert.models.chat import ChatPrompts
 from kvconvert.models.processors import load_processor, load_tokenizer
 from kvconvert.models.prompts import MARK
@@ -392,3 +395,13 @@ def test_a_tokenizer_that_contradicts_itself_is_refused_before_a_server_starts(t
     # Which of two tokens with one id is forgotten differs from load to load, and one of them is not missed.
     with pytest.raises(CheckpointError, match="contradicts itself"):
         [TemplateRenderer(load_tokenizer(directory)) for _ in range(30)]
+
+
+def test_the_process_of_templates_ends_in_silence_once_who_started_it_is_gone():
+    here, there = socket.socketpair()
+    with there:
+        here.sendall(template_process.TEMPLATES)
+        here.close()
+        command = [sys.executable, "-P", template_process.__file__, str(2**29), "0"]
+        done = subprocess.run(command, stdin=there, capture_output=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, b"")

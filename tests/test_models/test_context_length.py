@@ -9,6 +9,7 @@ from transformers import AutoConfig, Gemma3TextConfig, GPT2Config, LlamaConfig, 
 from kvconvert.console import Console
 from kvconvert.errors import BundleError
 from kvconvert.models.configuration import context_length
+from kvconvert.models.positions import stated_positions
 from kvconvert.runtime import Engine, load
 
 LONG = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
@@ -55,6 +56,7 @@ def test_a_scaled_rope_raises_the_context(rope, expected, version, tmp_path):
         config |= {"rope_theta": 1e4, "rope_scaling": rope or None}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert context_length(AutoConfig.from_pretrained(tmp_path)) == expected
+    assert stated_positions(tmp_path) == expected
 
 
 def test_old_names_layers_of_several_kinds_and_models_without_rope():
@@ -69,6 +71,25 @@ def test_old_names_layers_of_several_kinds_and_models_without_rope():
         config = LlamaConfig(max_position_embeddings=64)
         config.max_position_embeddings = none
         assert context_length(config) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ('{"text_config": {"max_position_embeddings": 77}}', 77),
+        ('{"n_positions": 96}', 96),
+        ('{"max_position_embeddings": 64, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}', 512),
+        ('{"max_position_embeddings": 64, "rope_scaling": {"rope_type": "linear", "factor": "8"}}', None),
+        ('{"max_position_embeddings": 64, "rope_scaling": 8}', 64),
+        ('{"max_position_embeddings": "64"}', None),
+        ('{"text_config": 1, "max_position_embeddings": 64}', None),
+        *(("{}", None), ("[]", None), ("{", None), (None, None)),
+    ],
+)
+def test_what_config_json_does_not_state_is_left_to_transformers(config, expected, tmp_path):
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    assert stated_positions(tmp_path) == expected
 
 
 @pytest.mark.quick("yarn", "dynamic")

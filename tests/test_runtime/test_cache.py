@@ -242,7 +242,7 @@ def test_schemes_that_do_not_fit_the_model_are_refused():
     ):
         KVCache(REFERENCE_SHAPE, folded)
     assert KVCache(REFERENCE_SHAPE, "oscar").schemes[0].rotate_values == "online"
-    with pytest.raises(RecipeError, match="A model of 2 layers was given 3 KV schemes"):
+    with pytest.raises(RecipeError, match="A model of 2 layers was given a list of 3 KV schemes"):
         KVCache(REFERENCE_SHAPE, [OSCAR] * 3)
     with pytest.raises(RecipeError, match="preset 'oscr' is not available"):
         KVCache(REFERENCE_SHAPE, "oscr")

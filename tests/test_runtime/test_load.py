@@ -460,5 +460,5 @@ def test_a_cache_for_a_bundle_knows_that_its_weights_are_folded(bundle):
     assert KVCache(model.config, "oscar").schemes[0].rotate_values == "folded"
     assert KVCache(model.config, "kivi").schemes[0].rotate_values == "none"
     assert AutoTokenizer.from_pretrained(bundle).vocab_size == tokenizer.vocab_size
-    with pytest.raises(RecipeError, match="was given 1 KV scheme;"):
+    with pytest.raises(RecipeError, match="was given a list of 1 KV scheme; give one without a list"):
         KVCache(model.config, [None])

@@ -261,6 +261,8 @@ def test_the_other_ways_that_refusals_name_are_open(llama):
         KVCache(llama.config, EXACT).open_rows(2)
     model = tiny()
     adopt(model, [EXACT] * LAYERS, {})
+    with pytest.raises(UnsupportedModelError, match="serve this llama model: sequences cannot join a cache"):
+        Engine(model, max_batch=1)
     found = model.generate(ids, **options)
     assert found.shape == (2, 303)
     with pytest.raises(CacheError, match="generate without an assistant model or prompt lookup"):

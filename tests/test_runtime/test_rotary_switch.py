@@ -75,5 +75,5 @@ def test_an_engine_serves_sequences_up_to_the_switch():
     model = long_model()
     adopt(model, [EXACT] * 2, {})
     engine = Engine(model, max_batch=2)
-    with pytest.raises(UsageError, match=f"the {SWITCH:,} positions that an Engine serves"):
+    with pytest.raises(UsageError, match=f"and 1 new one at most do not fit the {SWITCH:,} positions"):
         engine.add([5] * SWITCH, max_new_tokens=1)

@@ -196,7 +196,7 @@ def test_prefixes_are_shared_if_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
+        ({"pipeline_parallel_size": 2, "speculative_config": SimpleNamespace(method="ngram")}, "pipeline parallelism"),
         ({"decode_context_parallel_size": 2}, "decode context parallelism"),
         ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
         ({"speculative_config": SimpleNamespace(method="eagle3")}, "drafts by eagle3"),
