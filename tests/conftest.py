@@ -30,12 +30,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of a test marked `each_value`, keep as few cells as have every value of each parameter, and mark the others full:
-    the i-th cell has the i-th value of each, counted around.
+    the i-th cell has the i-th value of each, counted around. Of a test marked `quick`, keep the cells whose names hold
+    one of the mark's words.
+
+    Raises:
+        pytest.UsageError: a word of `quick` is in no name, though all cells were collected.
     """
     grids: dict[str, list[tuple[pytest.Item, list[tuple[int, ...]]]]] = {}
+    words: dict[tuple[str, str], bool] = {}
     for item in items:
+        if mark := item.get_closest_marker("quick"):
+            held = {word: word in item.callspec.id for word in mark.args}
+            if not any(held.values()):
+                item.add_marker(pytest.mark.full)
+            for word, found in held.items():
+                test = item.nodeid.partition("[")[0], word
+                words[test] = words.get(test, False) or found
         if item.get_closest_marker("each_value"):
             # One set of names for each `parametrize`, whose values are the same objects in all cells.
             names = [
@@ -44,6 +56,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             ]
             values = [tuple(id(item.callspec.params[name]) for name in together) for together in names]
             grids.setdefault(item.nodeid.partition("[")[0], []).append((item, values))
+    whole = not (config.getoption("lf") or any("::" in argument for argument in config.args))
+    if whole and not all(words.values()):
+        missing = [test for test, found in words.items() if not found]
+        raise pytest.UsageError(f"No cell's name holds this word of `quick`: {missing}")
     for cells in grids.values():
         columns = [list(dict.fromkeys(column)) for column in zip(*(values for _, values in cells), strict=True)]
         longest = max(len(column) for column in columns)
@@ -126,6 +142,55 @@ def long_texts_are_tokenized_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text, "_encode", remembered)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def processors_are_tried_once() -> Iterator[None]:
+    """Keep which files make a processor that takes little: each load tries pictures in a fork, half a second's work."""
+    from kvconvert.models import processors
+
+    encoders_of, why_refused, asked, fine = processors._encoders, processors.why_refused, [], set()
+
+    def untried(processor: Any, directory: Path) -> list[Any]:
+        asked[:] = [tuple((path.name, path.read_bytes()) for path in sorted(directory.glob("*.j*")))]
+        return [] if asked[0] in fine else encoders_of(processor, directory)
+
+    def remembered(encoders: list[Any]) -> str | None:
+        files = asked.pop() if asked else None
+        reason = why_refused(encoders) if encoders else None
+        if files is not None and reason is None:
+            fine.add(files)
+        return reason
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processors, "_encoders", untried)
+        patch.setattr(processors, "why_refused", remembered)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def layers_are_discovered_once() -> Iterator[None]:
+    """Keep what conversions find out about layers of one configuration, a fifth of the time of a tiny one; tests of
+    discovery itself call it without this.
+    """
+    from kvconvert.convert import discovery, layer_runner
+
+    discover, structure_of, known = layer_runner.discover, discovery._structure, {}
+
+    def remembered(model: Any, name: str, *arguments: Any) -> Any:
+        key = type(model), name, repr(model), model.config.to_json_string(use_diff=False)
+        if key not in known:
+            known[key] = structure_of(model, name, *arguments)
+        return known[key]
+
+    def discovered(model: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(discovery, "_structure", remembered)
+            return discover(model)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_runner, "discover", discovered)
         yield
 
 

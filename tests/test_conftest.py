@@ -24,3 +24,10 @@ def test_a_figure_beyond_its_tolerance_and_a_case_without_figures_fail(baseline,
 def test_the_cells_of_a_grid_that_are_not_full_have_every_value(request, first, alike, second):
     full = request.node.get_closest_marker("full") is not None
     assert full == ((first, second) not in [(0, 0), (1, 1), (2, 0)])
+
+
+@pytest.mark.quick("few", "2")
+@pytest.mark.parametrize("count", [0, 1, 2])
+@pytest.mark.parametrize("name", ["many", "few"])
+def test_the_cells_that_no_word_names_are_full(request, name, count):
+    assert (request.node.get_closest_marker("full") is not None) == (name == "many" and count < 2)

@@ -31,10 +31,10 @@ def test_a_text_that_is_longer_than_a_sample_is_no_reason_to_warn(reference, cap
 
 
 def test_it_answers_questions_about_drawings_that_it_never_saw(reference):
-    """Loaded as users load it and asked through the chat template; above 90% on many drawings, here of 18 answers."""
+    """Loaded as users load it and asked through the chat template; above 90% on many drawings, here of 12 answers."""
     model, processor = reference
     right = []
-    for index in range(3):
+    for index in range(2):
         drawing = draw(HELD_OUT_SEED, index)
         chats = [
             [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question.text}]}]
@@ -71,7 +71,7 @@ def test_a_processor_without_a_gpu_trains_too():
         part.hidden_size, part.intermediate_size, part.num_hidden_layers = 96, 128, 1
     model = LlavaForConditionalGeneration(config)
     before = model.lm_head.weight.detach().clone()
-    run = training.train(model, tokenizer, training.Settings(seconds=0.5, batch=2, seed=0, workers=0))
+    run = training.train(model, tokenizer, training.Settings(seconds=0.1, batch=2, seed=0, workers=0))
     assert run["steps"] >= 1
     assert not torch.equal(model.lm_head.weight, before)
     assert model.lm_head.weight.isfinite().all()

@@ -39,7 +39,7 @@ def test_a_row_of_facts_ends_with_a_number_that_it_stated(data):
 
 
 def test_a_checkpoint_is_trained_that_transformers_loads(data, tmp_path):
-    training.train(data, tmp_path / "model", minutes=0.03, device="cpu", seed=0, tiny=True)
+    training.train(data, tmp_path / "model", minutes=0.005, device="cpu", seed=0, tiny=True)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert model.config.model_type == "gpt_neox"

@@ -53,6 +53,7 @@ def both(name, schemes, length=3 * PAGE + 37):
     return float(through.kl.mean()), simulated.divergence(text, caches), simulated._divergence(text, caches, 0)
 
 
+@pytest.mark.quick("windows", "second layer", "gemma2")
 @pytest.mark.parametrize(
     ("name", "which"),
     [
@@ -74,6 +75,7 @@ def test_simulated_divergence_is_that_through_the_cache(name, which):
     assert simulated == pytest.approx(whole, rel=1e-5)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("length", [3, 100, 132, 700])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_sizes_are_those_of_the_cache(name, length):

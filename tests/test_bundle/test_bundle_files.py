@@ -56,6 +56,7 @@ def test_a_small_model_is_one_file_without_an_index(tmp_path):
     open_bundle(tmp_path)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("where", ["first", "middle", "last"])
 @pytest.mark.parametrize("name", LOAD_CRITICAL)
 def test_one_flipped_bit_in_any_load_critical_file_is_noticed(bundle, name, where):

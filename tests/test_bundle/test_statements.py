@@ -88,6 +88,7 @@ def test_every_statement_that_follows_from_the_bundle_is_compared_with_it(measur
     assert len(refused) > 100
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("verify", ["full", "headers", "plan"])
 @pytest.mark.parametrize(
     ("field", "value"),

@@ -56,6 +56,7 @@ def put_link(bundle, name, target):
     (bundle / name).symlink_to(places.get(target, bundle / "tokenizer.json"))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("verify", LEVELS)
 @pytest.mark.parametrize("name", [".hidden/x", "config.json", "chat_template.jinja", "vocab.txt", "x"])
 @pytest.mark.parametrize("target", TARGETS)
@@ -66,6 +67,7 @@ def test_no_link_lies_in_place_of_what_loaders_read(bundle, name, verify, target
     assert "symbolic link" in message
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["README.md", "LICENSE", "notes.txt", "assets/plot.png"])
 @pytest.mark.parametrize("target", [*TARGETS, "pipe"])
 def test_a_link_in_place_of_what_people_read_is_followed_by_nothing(bundle, name, target):
@@ -207,6 +209,7 @@ FILE = {"size": 1, "sha256": "0" * 64}
 FACTS = ("recipe", "conventions", "layers__0__kv", "layers__0__statistics")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

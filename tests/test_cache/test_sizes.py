@@ -74,6 +74,7 @@ def read(model, schemes, tokens):
     return cache
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tokens", [3, 400])
 @pytest.mark.parametrize("preset", ["kitty", "minikv", "calibquant-1bit"])
 @pytest.mark.parametrize("unquantized", [0, 1])

@@ -56,6 +56,7 @@ def peaked_sample(tokens=24, dim=16):
     return replace(sample, scaling=1.0)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sinks", [0, 3])
 @pytest.mark.parametrize("bits", [1, 2])
 def test_the_table_is_that_of_single_queries(bits, sinks):

@@ -60,6 +60,7 @@ def output_error(weight, rounded, hessian):
     return float(((delta @ hessian) * delta).sum(dtype=torch.float64))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("ordered", [False, True], ids=["left to right", "by diagonal"])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize(("outputs", "inputs", "group"), [(5, 48, 16), (3, 144, 48)])  # 144 is more than one block
@@ -260,6 +261,7 @@ def converted(setting, calibration_pass):
     return work
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("bits", [3, 4])
 def test_compensation_lowers_the_error_of_the_layer(bits):
     """On the calibration data itself, in the geometric mean of several layers: AWQ's scales below it again."""

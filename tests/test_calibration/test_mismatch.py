@@ -132,6 +132,7 @@ def converted(setting, quantized, bits, awq, paired):
     return work
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("awq", [False, True])
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_a_corrected_layer_undoes_some_of_the_error_that_it_is_given(bits, awq):

@@ -69,6 +69,7 @@ def test_a_run_that_stopped_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
     assert contents(resumed.path) == contents(whole.path)
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_damaged_layer_is_computed_again_from_those_that_are_stored(tmp_path, layer):
     """What layers before it left of their inputs is gone: it is run again through the source's and the stored ones."""

@@ -41,6 +41,7 @@ def through_layers(runner: LayerRunner, inputs: CalibrationInputs, directory) ->
     return hidden
 
 
+@pytest.mark.quick("gemma2", "gpt_oss", "llama4_text", "deepseek_v2", "opt", "qwen3_next")
 @pytest.mark.parametrize("name", architectures(NAMES))
 def test_layers_one_by_one_compute_what_the_model_computes(name, tmp_path):
     tiny = ARCHITECTURES[name]
@@ -129,6 +130,7 @@ def test_an_embedding_has_only_the_rows_that_a_call_looks_up():
     assert not embedding._forward_pre_hooks
 
 
+@pytest.mark.quick("gemma3_text")
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
 def test_a_pad_token_beyond_the_tokens_of_a_batch_is_no_row_that_has_to_be_there(family, tmp_path):
     vocabulary = 128256

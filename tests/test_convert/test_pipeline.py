@@ -181,6 +181,7 @@ def test_a_hybrid_layers_parts_are_quantized_or_kept_with_the_reason(tmp_path, t
     assert "skipped: a norm over each head" in covered["linear_attn.out_proj"].reason
 
 
+@pytest.mark.quick("qwen3_5_text")
 @pytest.mark.parametrize("name", ["qwen3_5_text", "deepseek_v3"])
 def test_a_mixers_output_is_corrected_after_what_reads_its_input(name, tmp_path, text):
     source = ARCHITECTURES[name].write(tmp_path / "model")

@@ -42,6 +42,7 @@ def compare(folder, sizes, *arguments, **options):
         assert contents(folder / str(size)) == contents(folder / "1")
 
 
+@pytest.mark.quick("awq+gptq-kitty")
 @pytest.mark.parametrize("name", ["awq+gptq-kitty", "awq-minikv"])
 def test_two_ranks_write_the_bytes_of_one_process(name, tmp_path, text):
     model = save_checkpoint(tmp_path / "model", max_position_embeddings=512, num_hidden_layers=1)

@@ -19,6 +19,7 @@ from tiny.models import ARCHITECTURES
 from tiny.processors import LOADABLE, quick_and_full, write_vision_model
 from transformers.utils import is_torchvision_available
 
+from kvconvert.data import images
 from kvconvert.data.drawings import draw
 from kvconvert.data.images import directory_documents, read_image, row_document, too_many_scans
 from kvconvert.data.samples import holds_images, load_image_samples, load_samples
@@ -389,14 +390,16 @@ def test_a_small_file_of_many_pixels_is_refused_before_it_is_decoded(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["column", "messages"])
-def test_images_of_one_row_are_bounded_together(tmp_path, where):
-    Image.new("1", (8000, 8000)).save(tmp_path / "a.png")
+def test_images_of_one_row_are_bounded_together(tmp_path, monkeypatch, where):
+    assert images.MOST_DOCUMENT_PIXELS == 2**27
+    monkeypatch.setattr(images, "MOST_DOCUMENT_PIXELS", 100_000)
+    Image.new("1", (200, 200)).save(tmp_path / "a.png")
     Image.new("1", (1, 1)).save(tmp_path / "b.png")
     for name, count in (("a.png", 3), ("b.png", 1001)):
         row = {"images": [name] * count, "text": "x"}
         if where == "messages":
             row = {"messages": [{"role": "user", "content": [{"type": "image", "path": name}] * count}]}
-        with pytest.raises(DataError, match="row 1 has more than 1000 images, or they have more than 134217728 pixels"):
+        with pytest.raises(DataError, match="row 1 has more than 1000 images, or they have more than 100000 pixels"):
             row_document(row, None, tmp_path, "row 1")
 
 

@@ -101,7 +101,7 @@ def test_a_soak_leaks_nothing_starves_none_and_changes_no_tokens(pages, lag):
     model = FakeModel()
     engine = Engine(model, kv_memory=pages, max_batch=5, prompt_chunk=200)
     engine._steps.lag = lag
-    count = todo = 500 if pages is None or not lag else 150
+    count = todo = 500 if pages is None or not lag else 80
     admitted, requests, cancelled = [], [], set()
 
     def states():

@@ -85,7 +85,7 @@ def tokens_alone(scheme, count):
     return alone
 
 
-@pytest.mark.parametrize("count", [50, pytest.param(2000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [30, pytest.param(2000, marks=pytest.mark.full)])
 @pytest.mark.parametrize("scheme", ["minikv", pytest.param("kivi", marks=pytest.mark.full)])
 def test_a_soak_leaks_no_page_starves_none_and_changes_no_tokens(scheme, count):
     model = bundle_model(scheme)

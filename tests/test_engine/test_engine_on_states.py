@@ -37,7 +37,7 @@ def bundle_model(name, scheme=EXACT, **overrides):
     return model
 
 
-def answers(engine, prompts, new=(6, 14)):
+def answers(engine, prompts, new=(3, 7)):
     """Tokens of requests that come one a step."""
     requests = []
     for number, ids in enumerate(prompts):
@@ -47,7 +47,7 @@ def answers(engine, prompts, new=(6, 14)):
     return [request.tokens for request in requests]
 
 
-def alone(model, prompts, new=(6, 14), **options):
+def alone(model, prompts, new=(3, 7), **options):
     """The same from `generate`."""
     return [
         model.generate(ids, max_new_tokens=new[i % len(new)], **GREEDY, **options)[0, ids.shape[1] :].tolist()
@@ -55,6 +55,7 @@ def alone(model, prompts, new=(6, 14), **options):
     ]
 
 
+@pytest.mark.quick("qwen3_5_text", "jamba", "gemma4_text_shared", "deepseek_v32")
 @pytest.mark.parametrize("name", EVERY)
 def test_requests_in_company_give_what_generate_gives_alone(name):
     model = bundle_model(name)
@@ -83,6 +84,7 @@ def test_queries_are_scaled_by_the_position_in_their_own_sequence():
     assert answers(engine, prompts) == alone(model, prompts)
 
 
+@pytest.mark.quick("qwen3_5_text", "deepseek_v3", "minimax_m3_vl_text")
 @pytest.mark.parametrize(("name", "scheme"), QUANTIZED)
 def test_quantized_pages_are_those_of_generate(name, scheme):
     model = bundle_model(name, KVScheme.preset(scheme))
@@ -142,7 +144,7 @@ def test_a_prompt_that_fails_changes_no_other_request(monkeypatch):
     expected = alone(model, others)
     monkeypatch.setattr(mixer, "forward", failing)
     engine = Engine(model, max_batch=3)
-    requests = [engine.add(ids, max_new_tokens=n, stop_token_ids=[]) for ids, n in zip(others, (6, 14), strict=True)]
+    requests = [engine.add(ids, max_new_tokens=n, stop_token_ids=[]) for ids, n in zip(others, (3, 7), strict=True)]
     failed = engine.add(random_ids(1, 7), max_new_tokens=4)
     with pytest.raises(RuntimeError, match="no memory"):
         engine.run()

@@ -157,6 +157,7 @@ def test_what_is_drawn_with_settings_has_their_probabilities(bundle):
     assert deviation.max() < 5
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("settings", [{"repetition_penalty": 1.2}, {"bad_words_ids": [[3]]}, {"min_p": 0.1}], ids=str)
 @pytest.mark.parametrize("restriction", [{}, {"top_k": 2}, {"top_p": 0.9}], ids=str)
 def test_extreme_temperatures_draw_the_likeliest_or_any_beside_settings(settings, restriction, bundle):
@@ -200,6 +201,7 @@ def test_a_temperature_may_be_an_integer_beside_settings(bundle):
     assert torch.equal(scores(2), scores(2.0))
 
 
+@pytest.mark.quick("do_sample-temperature0", "temperature-top_k-top_p", "max_length")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -230,6 +232,7 @@ def test_what_says_greedy_or_nothing_gives_the_plain_answer(fields, stating, pla
     assert "Warning" not in capsys.readouterr().err
 
 
+@pytest.mark.quick("guidance_scale", "max_time")
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
@@ -266,6 +269,7 @@ def test_what_makes_the_end_likelier_means_nothing_where_no_token_ends_a_text():
     assert read_generation(stated, [7]).values == {**stated, "eos_token_id": 7}
 
 
+@pytest.mark.quick("presence_penalty", "penalty_alpha")
 @pytest.mark.parametrize(
     "fields",
     [

@@ -84,6 +84,7 @@ def test_a_hit_gives_the_logits_of_a_miss_bit_for_bit(scheme):
     assert stats.prefix_pages == 2
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "mistral"])
 @pytest.mark.parametrize("lengths", [(300, 40), (520, 130)])
 def test_sliding_windows_hold_after_a_hit(name, lengths):
@@ -228,7 +229,7 @@ def test_a_soak_of_shared_prompts_leaves_no_page_behind(scheme):
     plain, engine = engine_of(model, prefix_caching=False), engine_of(model, kv_memory=10**6 * 14 // page)
     beginnings = [ids_of(length, length) for length in (130, 270, 420, 600)]
     asked = []
-    for number in range(60):
+    for number in range(30):
         prompt = [
             *dice.choice(beginnings)[: dice.choice((128, 200, 390, 600))],
             *ids_of(dice.randrange(1, 150), number),
@@ -247,7 +248,7 @@ def test_a_soak_of_shared_prompts_leaves_no_page_behind(scheme):
             plain.run()
             assert request.tokens == alone.tokens[: len(request.tokens)]
     stats = engine.stats()
-    assert stats.cached_tokens > 1000
+    assert stats.cached_tokens > 500
     assert stats.prefixes_evicted > 3
     assert stats.pages_reserved == 0
     engine._prefixes.clear()
@@ -255,7 +256,7 @@ def test_a_soak_of_shared_prompts_leaves_no_page_behind(scheme):
     assert engine._prefixes.pages == 0
 
 
-@pytest.mark.parametrize(("count", "lag"), [(400, 1), pytest.param(2000, 0, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("count", "lag"), [(150, 1), pytest.param(2000, 0, marks=pytest.mark.full)])
 def test_a_long_soak_changes_no_tokens_and_counts_every_page(count, lag):
     """A fake model's tokens are a hash of everything before them, so that none may be lost, repeated or another's."""
     dice, model = random.Random(f"{count} {lag}"), FakeModel()

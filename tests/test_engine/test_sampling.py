@@ -80,6 +80,7 @@ def test_noise_has_a_gumbel_distribution_and_no_correlation_between_seeds_counte
     assert abs(torch.corrcoef(torch.stack([noise[0, 1:], noise[0, :-1]]))[0, 1]) < 5 * 50_000**-0.5
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),
     [
@@ -108,6 +109,7 @@ def test_tokens_are_drawn_with_their_probabilities(temperature, top_k, top_p, va
     assert ((counts - draws * probabilities).abs() <= 5 * deviation).all()
 
 
+@pytest.mark.quick("dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)])
 def test_what_may_be_drawn_is_what_a_plain_implementation_says(dtype):
     generator = torch.Generator().manual_seed(0)

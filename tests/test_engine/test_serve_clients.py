@@ -51,6 +51,7 @@ def test_a_body_that_is_no_http_is_told_so_once_and_leaves_no_line_in_the_log(ca
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("state", ["running", "waiting"])
 def test_a_client_that_goes_away_cancels_its_request(slow, stream, state):
@@ -214,6 +215,7 @@ def test_at_its_end_the_server_finishes_what_runs_and_refuses_what_comes(slow):
         assert here.engine.stats().cancelled == 0
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("second_signal", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_deadline_or_a_second_signal_ends_what_still_runs(slow, stream, second_signal):

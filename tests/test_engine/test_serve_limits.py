@@ -233,6 +233,7 @@ def test_bodies_that_do_not_arrive_give_way():
     asyncio.run(run())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("field", ["messages", "prompt", "stop", "whatever"])
 @pytest.mark.parametrize("value", [b"0", b"[]", b"{}", b'""', b"[[0]]", b'{"a":[]}'])
 def test_values_of_a_body_are_counted_before_they_are_made(field, value):

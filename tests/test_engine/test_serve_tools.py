@@ -4,6 +4,7 @@ import contextlib
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
 import openai
 import pytest
@@ -382,7 +383,7 @@ def test_a_template_without_tools_is_told():
 class Person(BaseModel):
     """A schema as the `openai` package makes it."""
 
-    name: str
+    name: Literal["Ann", "Bob"]
     age: int
     tags: list[str]
 

@@ -43,6 +43,7 @@ def writer(request):
     return Writer(tokenizer, prose, seed=0)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("length", [260, 772])
 @pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.name)
 def test_what_is_asked_for_stands_once_in_what_is_read(writer, probe, length):

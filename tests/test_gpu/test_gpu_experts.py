@@ -120,6 +120,7 @@ def test_experts_without_a_gate(device):
     assert relative_error(y, exact) < TOLERANCE[torch.float16]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("is_sorted", [False, True])
 @pytest.mark.parametrize("mean", [1.0, 40.0])
 def test_every_kernel_skips_pairs_without_an_expert(device, monkeypatch, is_sorted, mean):

@@ -47,7 +47,9 @@ def agree(device, logits, given):
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("sigma", [0.01, 1.0, 8.0])
-@pytest.mark.parametrize("vocabulary", [1, 7, 1000, PART, 2 * PART + 77])
+@pytest.mark.parametrize(
+    "vocabulary", [1, 7, 1000, PART, PART + 6, pytest.param(2 * PART + 77, marks=pytest.mark.full)]
+)
 def test_tokens_are_those_of_the_reference(device, dtype, sigma, vocabulary):
     logits = draw((len(LIMITS), vocabulary), sigma, dtype)
     agree(device, logits, columns(LIMITS))

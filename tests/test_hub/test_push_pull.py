@@ -212,6 +212,7 @@ def test_files_of_an_earlier_bundle_are_removed_and_other_models_are_left_alone(
     assert len(other.commits) == 2
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("revision", [None, "second"])
 @pytest.mark.parametrize("exists", [False, True])
 def test_two_pushes_at_once_do_not_mix(hub, golden, monkeypatch, revision, exists):

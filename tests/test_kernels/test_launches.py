@@ -124,13 +124,13 @@ def test_noted_launches_are_compiled_by_other_processes_and_found_in_the_cache(r
 LAUNCH = """
 import functools, torch, triton
 from kvconvert.kernels.device import GPU, imagined
+from kvconvert.kernels.elementwise import Gate, gated
 from kvconvert.kernels.launches import record_specializations
 from kvconvert.kernels.launches.triton import compiled
 from kvconvert.kernels.launches.triton_processes import _Target
-from kvconvert.kernels.linear import QuantizedLinear
-linear, x = QuantizedLinear(256, 512), torch.empty(3, 256, dtype=torch.bfloat16)
+x = torch.empty(3, 64, dtype=torch.bfloat16)
 with imagined(GPU((9, 0), 132)), record_specializations() as launches:
-    linear(x)
+    gated(x, x, Gate("silu"))
 triton.runtime.driver.set_active(_Target(90))
 for launch in launches:
     compiled(launch)
@@ -139,14 +139,14 @@ triton.knobs.compilation.listener = lambda **what: asked.append(what["metadata"]
 # All of a launch but the kernel's run.
 triton.JITFunction.__getitem__ = lambda self, grid: functools.partial(self.run, grid=grid, warmup=True)
 with imagined(GPU((9, 0), 132)):
-    linear(x)
-    linear(x.half())
+    gated(x, x, Gate("silu"))
+    gated(x.half(), x.half(), Gate("silu"))
 print(*asked)
 """
 
 
 def test_a_kernel_that_was_made_ready_is_not_looked_for_when_it_is_launched(run, tmp_path):
-    assert run(LAUNCH, tmp_path) == ["few_rows_kernel"]  # for float16, which was not recorded
+    assert run(LAUNCH, tmp_path) == ["gated_kernel"]  # for float16, which was not recorded
 
 
 KEYS = """

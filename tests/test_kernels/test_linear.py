@@ -33,6 +33,7 @@ SHAPES = [(64, 8, 32), (256, 24, 64), (128, 176, 128), (256, 256, 32), (96, 112,
 needs_int4pack = pytest.mark.skipif(int4pack_block() is None, reason="torch's int4 layout is unknown on this processor")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize(("inputs", "outputs", "group_size"), SHAPES)
 @pytest.mark.parametrize("rows", [1, 5, 70])

@@ -31,6 +31,7 @@ def by_hand(x: torch.Tensor, bits: int, shrink: float) -> torch.Tensor:
     return out
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tokens", [1, 2, 17, 127, 128, 129, 300])
 @pytest.mark.parametrize(("key_bits", "value_bits"), [(1, 2), (2, 1), (3, 3), (4, 8), (8, 4)])
 def test_spans_come_back_as_the_formula_says(tokens, key_bits, value_bits):

@@ -35,6 +35,9 @@ def test_unquantized_pages_give_what_transformers_gives(name):
     assert cell.pages > 0
 
 
+@pytest.mark.quick(
+    "gemma4_text_shared-oscar", "olmo2-kitty", "gpt_oss-minikv", "llama4_text", "opt-calibquant", "qwen3_next-kivi"
+)
 @pytest.mark.parametrize(("name", "recipe"), low_bit_cells())
 def test_low_bit_pages_and_spans_give_what_the_reference_gives(name, recipe):
     cell = kv_cell(ARCHITECTURES[name], RECIPES[recipe])

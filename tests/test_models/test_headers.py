@@ -56,6 +56,7 @@ def config_of(model, **changes):
     (model / "config.json").write_text(json.dumps(config | changes))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("discovers", [True, False], ids=["layers", "no layers"])
 @pytest.mark.parametrize(
     ("damage", "said"),
@@ -98,6 +99,7 @@ def test_what_transformers_tolerates_passes(model):
     check(model)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("discovers", [True, False], ids=["layers", "no layers"])
 @pytest.mark.parametrize("family", few_and_full())
 def test_experts_are_compared_in_the_form_in_which_they_are_stored(tmp_path, family, discovers):

@@ -116,6 +116,7 @@ WITH_STATES = ["qwen3_5_text", "kimi_linear", "falcon_h1", "lfm2"]  # delta rule
 MORE = ["bamba", "jamba", "granitemoehybrid", "qwen3_next"]
 
 
+@pytest.mark.quick("kimi_linear", "falcon_h1")
 @pytest.mark.parametrize("name", [*WITH_STATES, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)])
 def test_planned_states_are_those_that_a_sequence_has(name, tmp_path):
     entry = (ARCHITECTURES | FAMILIES)[name]

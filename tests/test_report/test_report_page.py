@@ -19,7 +19,7 @@ from kvconvert.bundle.manifest import Fidelity
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.cli import cli
 from kvconvert.errors import MissingError, UsageError
-from kvconvert.report import render, write_report
+from kvconvert.report import figures, render, write_report
 from kvconvert.report.data import KeySample, sample_keys
 
 matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install '.[report]'")
@@ -96,6 +96,14 @@ def sample(layers=2, tokens=200):
     return KeySample(keys, ranges, HOSTILE, False, HOSTILE)
 
 
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """Figures are made, and not drawn, which takes most of the time of a page."""
+    monkeypatch.setattr(figures, "svg", lambda figure, name, title: f'<svg role="img" aria-label="{title}"></svg>')
+    monkeypatch.setattr(figures, "png", lambda figure: b"")
+    monkeypatch.setattr(figures.Figure, "set_layout_engine", lambda *engine, **options: None)
+
+
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory):
     manifest = searched_manifest()
@@ -155,7 +163,7 @@ def test_nothing_of_a_bundle_is_markup(hostile):
 
 
 @pytest.mark.parametrize("divergence", [0.0, 0.01])
-def test_white_fields_are_explained_where_a_map_has_some_and_why_keys_are_rotated(tmp_path, divergence):
+def test_white_fields_are_explained_where_a_map_has_some_and_why_keys_are_rotated(tmp_path, no_pictures, divergence):
     allocation = searched_manifest().allocation
     layers = [
         layer.model_copy(
@@ -169,7 +177,7 @@ def test_white_fields_are_explained_where_a_map_has_some_and_why_keys_are_rotate
     assert "One rotates even where that alone raises them, because" in text
 
 
-def test_what_cannot_be_drawn_is_said(tmp_path):
+def test_what_cannot_be_drawn_is_said(tmp_path, no_pictures):
     html, images = render(opened(tmp_path, allocation=None), config())
     text = "".join(check(html).text)
     assert set(images) == {"memory.png", "plan.png", "weights.png"}
@@ -178,7 +186,7 @@ def test_what_cannot_be_drawn_is_said(tmp_path):
     assert "--model" in text
 
 
-def test_the_first_figures_are_what_is_saved_and_whether_the_loss_is_known(tmp_path):
+def test_the_first_figures_are_what_is_saved_and_whether_the_loss_is_known(tmp_path, no_pictures):
     bundle = opened(tmp_path)
     saved = re.search(r"its cache is \*\*(.+) smaller\*\*", model_card(bundle.manifest))[1]
     for fidelity, loss in ((None, "<b>not measured</b>"), (REPORT, "<b>0.03</b>")):

@@ -50,6 +50,7 @@ def test_complete_pages_of_three_bits_take_what_the_scheme_says(key_bits, value_
     assert cache.stats().bits_per_value == (key_bits + value_bits) / 2 + (32 / 128 + 32 / 64) / 2
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("preset", ["oscar-paper", "oscar-g128-paper"])
 @pytest.mark.parametrize("tokens", [4097, 4223, 4224, 5000, 12_345])
 def test_beyond_4096_tokens_little_is_allocated_and_not_used(preset, tokens):

@@ -150,6 +150,7 @@ def check(layer, queries, output, chunk, padding: torch.Tensor = PADDING) -> Non
         torch.testing.assert_close(output[row, :, real].double(), expected[:, real], rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("mask_function", [None, window])
 def test_following_the_tables_gives_what_attention_gives(name, mask_function):

@@ -74,6 +74,7 @@ def test_unquantized_latents_give_what_transformers_gives(name):
     torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", LATENT_MODELS)
 @pytest.mark.parametrize("step", [1, 15])
 def test_quantized_latents_are_the_reference_quantizers(name, step):

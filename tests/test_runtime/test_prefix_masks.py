@@ -26,6 +26,7 @@ def read(model, ids, types, cache):
     return torch.cat([output.logits for output in found], 1)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()

@@ -9,6 +9,7 @@ CPU = torch.device("cpu")
 LENGTHS = (400, 60, 3, 200)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", [name for name in SCHEMES if "spans" not in name])
 def test_chunks_over_stored_tokens_of_every_kind(monkeypatch, name, dtype):

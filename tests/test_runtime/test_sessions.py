@@ -59,6 +59,7 @@ def check(model, new_cache, file, tokens=350, count=80):
     return loaded
 
 
+@pytest.mark.quick("kitty", "oscar")
 @pytest.mark.parametrize("scheme", [pytest.param(n, marks=() if n in ALWAYS else pytest.mark.full) for n in PAGED])
 def test_a_loaded_session_goes_on_bit_for_bit(llama, tmp_path, scheme):
     check(llama, lambda: KVCache(llama.config, scheme), tmp_path / "session.safetensors")
@@ -176,6 +177,7 @@ def reseal(file, tensors, fields):
 PAGES = [("groups", 0, "keys", "pages"), ("groups", 0, "values", "pages")]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("value", [None, -1, 0.5, "1", 2**20, 2**62, 10**400, float("nan"), [], {}, [[]], True])
 @pytest.mark.parametrize(
     "place",
