@@ -179,6 +179,7 @@ CODE = (
     *(".rb", ".php", ".swift", ".kt", ".scala", ".cs", ".sh", ".sql", ".lua", ".jl", ".r", ".html", ".css", ".toml"),
     *(".yaml", ".yml", ".tex"),
 )
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 _DATA_SUFFIXES = (".txt", *LOADERS)
 SUFFIXES = (*_DATA_SUFFIXES, *MARKDOWN, *CODE)
 
@@ -305,8 +306,8 @@ def check_sources(data: Sources) -> None:
     """
     for source in weighted_sources(data):
         path = Path(os.path.expanduser(named_column(source.source)[0]))
-        if path.is_dir() and any(file.suffix not in SUFFIXES for file in path.rglob("*") if file.is_file()):
-            continue  # images, it may be
+        if path.is_dir() and any(file.suffix.lower() in IMAGE_SUFFIXES for file in path.rglob("*")):
+            continue
         files = local_files(source.source)
         if files is None:
             hub = HubSource.parse(source.source)
