@@ -21,9 +21,7 @@ def check_device(ctx: click.Context, parameter: click.Parameter, value: str | No
     if value is not None and value.partition(":")[0] not in ("cpu", "cuda"):
         raise UsageError(f"There is no device {value}; --device may be cpu or cuda.")
     if value is not None and value.startswith("cuda") and not _has_driver():
-        raise UsageError(
-            f"torch finds no GPU for the device {value}, without a driver (libcuda.so.1); leave --device out."
-        )
+        raise UsageError(f"torch finds no GPU for the device {value}, without its driver; leave --device out.")
     return value
 
 
