@@ -183,13 +183,15 @@ WRONG = [
     (["eval", "BUNDLE", "--data", "EMPTY"], 1, "Data directory EMPTY holds no"),
     (["plan", "MODEL", "--data", "MODEL/numbers.csv"], 1, "its columns are x and y; rename one"),
     (["calibrate", "MODEL", "-o", "WORK", "--data", "EMPTY"], 1, "name the directory that does."),
+    (["plan", "MODEL", "--data", "https://a.b/c.txt"], 1, "is an address, which is not fetched"),
+    (["generate", "BUNDLE", "x", "--temp", "1"], 2, "No such option '--temp'. Did you mean '--temperature'?"),
     (["plan", "MODEL", "--data", "PAPERS"], 1, "Data directory PAPERS holds no"),
     (["bench", "BUNDLE", "--context", "500"], 2, "lower --context or --new-tokens"),
     (["convert", "MODEL", "NEW", "--weight-bits", "4", "--set", "weights.modules=[]"], 2, "set of weights.modules;"),
 ]
 
 
-def test_a_gpu_without_a_driver_is_refused_before_torch_is_asked_but_for_those_of_amd(monkeypatch):
+def test_a_gpu_without_a_driver_is_refused_before_torch_is_imported_but_for_those_of_amd(monkeypatch):
     def missing(name):
         raise OSError(name)
 
@@ -201,6 +203,8 @@ def test_a_gpu_without_a_driver_is_refused_before_torch_is_asked_but_for_those_o
         2,
         True,
     )
+    result = kvconvert("warm", GOLDEN)
+    assert (result.exit_code, "There is no GPU here to compile" in result.stderr) == (1, True)
     monkeypatch.setattr(Path, "exists", lambda path: True)
     assert commands.check_device(None, None, "cuda") == "cuda"
 

@@ -196,6 +196,8 @@ class HubSource:
     @classmethod
     def parse(cls, source: str) -> HubSource:
         """Take a SOURCE that is not a path apart; raises DataError where it cannot be a data set id."""
+        if "://" in source:
+            raise DataError(f"Data source {source!r} is an address, which is not fetched; give the path of a copy.")
         parts = source.split(":")
         name = parts[0]
         wellformed = all(re.fullmatch(r"[\w.-]+", part) for part in name.split("/"))
