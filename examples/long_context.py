@@ -21,6 +21,8 @@ def main(bundle: str, file: str, kv_memory: int = CACHE_BYTES, prompt_chunk: int
 
     from kvconvert.runtime import Engine, Sampling
 
+    if not Path(file).is_file():
+        sys.exit(f"There is no file {file}; give the path of a text.")
     text = Path(file).read_text(encoding="utf8")
     model, tokenizer = kvconvert.load(bundle)
     model.to("cuda" if torch.cuda.is_available() else "cpu")

@@ -19,6 +19,10 @@ def main(
     model: str, output: str, samples: int = 128, seq_len: int = 512, group_size: int | str = "auto"
 ) -> Counter[str]:
     """Convert, generate, and return how many experts' Linears are stored in which way."""
+    from kvconvert.models.source import open_source  # here, so that --help does not wait for torch
+
+    if "expert" not in open_source(model).config.to_json_string():  # before minutes of calibration
+        sys.exit(f"{model} is not a mixture of experts; use kvconvert convert, or name another model.")
     work, bundle = Path(output) / "work", Path(output) / "bundle"
     recipe = kvconvert.Recipe.load("default", {"weights.group_size": group_size})
     kvconvert.calibrate(model, work, recipe=recipe, samples=samples, seq_len=seq_len)
@@ -37,6 +41,6 @@ if __name__ == "__main__":
     parser.add_argument("model", help="directory of a model, or its id on the Hub")
     parser.add_argument("output", help="directory to write the bundle and its working directory to")
     try:
-        print(main(**vars(parser.parse_args())) or "It has no experts, for the model is not a mixture.")
+        print(main(**vars(parser.parse_args())))
     except (kvconvert.KvconvertError, OSError) as error:  # one sentence, without a traceback
         sys.exit(str(error))

@@ -16,6 +16,8 @@ def main(model: str, output: str, image: str, samples: int = 16) -> str:
     """Convert on the drawings that ship with kvconvert; returns the answer to a question about the image."""
     from PIL import Image
 
+    if not Path(image).is_file():
+        sys.exit(f"There is no file {image}; give the path of an image.")
     picture = Image.open(image)  # before minutes of calibration
     work, bundle = Path(output) / "work", Path(output) / "bundle"
     recipe = kvconvert.Recipe.load("calibquant-2bit-visual", {"weights.method": "none"})

@@ -105,6 +105,9 @@ def _check_dashes(ctx: click.Context, words: list[str]) -> None:
             possible = [f"-{name}"] if f"-{name}" in names else names
             if name[:2] not in names or len(possible) == 1:
                 raise click.NoSuchOption(name, possibilities=possible, ctx=ctx)
+        elif not valued and name.startswith("--") and name not in names:
+            if possible := [known for known in names if known.startswith(name)]:
+                raise click.NoSuchOption(name, possibilities=possible, ctx=ctx)
         elif not valued and len(name) == 2 and name in names and name != word:
             raise click.BadOptionUsage(
                 name, f"Option {name!r} takes a space, not an equals sign, before its value.", ctx

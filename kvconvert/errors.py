@@ -40,6 +40,7 @@ def first_line(error: BaseException | str) -> str:
 NO_SYSTEM = (
     "This model has no chat template, so it knows no system message; leave `system` out, and say it in the prompt."
 )
+NO_GPU = "There is no GPU here to compile kernels for; run this where the bundle will be served."
 FROM_THE_LAST_LAYER = "from the last finished layer, if there is one"  # where the same command goes on
 
 

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import fetch_models
 import long_context
@@ -149,6 +150,8 @@ def test_where_the_bundle_is_is_said_once_it_is_written(script, tmp_path, monkey
         raise Ended
 
     Image.fromarray(draw(3, 1).image).save(tmp_path / "drawing.png")
+    config = SimpleNamespace(to_json_string=lambda: "num_experts")
+    monkeypatch.setattr("kvconvert.models.source.open_source", lambda model: SimpleNamespace(config=config))
     monkeypatch.setattr(script.kvconvert, "calibrate", lambda *arguments, **options: None)
     monkeypatch.setattr(script.kvconvert, "export", lambda work, bundle, force: bundle)
     for name in ("load", "evaluate"):
@@ -167,6 +170,16 @@ def test_a_wrong_path_ends_in_one_sentence(script, tmp_path, monkeypatch):
         runpy.run_path(script.__file__, run_name="__main__")
     assert str(tmp_path) in ended.value.code
     assert "\n" not in ended.value.code
+
+
+def test_what_a_script_cannot_use_is_refused_before_any_work(folder, tmp_path):
+    with pytest.raises(SystemExit, match="There is no file gone"):
+        long_context.main(str(folder / "bundle"), "gone.txt")
+    with pytest.raises(SystemExit, match="There is no file gone"):
+        vision_language.main(str(folder / "model"), str(tmp_path), "gone.png")
+    with pytest.raises(SystemExit, match="is not a mixture of experts"):
+        mixture.main(str(folder / "model"), str(tmp_path))
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("script", ["onnx_generate", "read_bundle"])

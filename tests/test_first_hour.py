@@ -19,7 +19,7 @@ from tiny import forked
 from tiny.hub import standing_in
 from tiny.llama import write_recipe, write_tiny_llama
 
-from kvconvert import load
+from kvconvert import commands, load
 from kvconvert.bundle.locate import BUNDLE, CHECKPOINT, ONNX_EXPORT, WRITTEN, check_output
 from kvconvert.cli import cli
 from kvconvert.commands import Place
@@ -183,9 +183,30 @@ WRONG = [
     (["eval", "BUNDLE", "--data", "EMPTY"], 1, "Data directory EMPTY holds no"),
     (["plan", "MODEL", "--data", "MODEL/numbers.csv"], 1, "its columns are x and y; rename one"),
     (["calibrate", "MODEL", "-o", "WORK", "--data", "EMPTY"], 1, "name the directory that does."),
+    (["plan", "MODEL", "--data", "https://a.b/c.txt"], 1, "is an address, which is not fetched"),
+    (["generate", "BUNDLE", "x", "--temp", "1"], 2, "No such option '--temp'. Did you mean '--temperature'?"),
+    (["plan", "MODEL", "--data", "PAPERS"], 1, "Data directory PAPERS holds no"),
     (["bench", "BUNDLE", "--context", "500"], 2, "lower --context or --new-tokens"),
     (["convert", "MODEL", "NEW", "--weight-bits", "4", "--set", "weights.modules=[]"], 2, "set of weights.modules;"),
 ]
+
+
+def test_a_gpu_without_a_driver_is_refused_before_torch_is_imported_but_for_those_of_amd(monkeypatch):
+    def missing(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(commands.ctypes, "CDLL", missing)
+    there = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path: str(path) != "/dev/kfd" and there(path))
+    result = kvconvert("generate", GOLDEN, "x", "--device", "cuda:0")
+    assert (result.exit_code, "no GPU for the device cuda:0, without its driver" in result.stderr) == (
+        2,
+        True,
+    )
+    result = kvconvert("warm", GOLDEN)
+    assert (result.exit_code, "There is no GPU here to compile" in result.stderr) == (1, True)
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    assert commands.check_device(None, None, "cuda") == "cuda"
 
 
 def test_a_model_is_not_served_without_a_name():
@@ -253,8 +274,9 @@ def answers(tmp_path_factory):
     """Code, modules and text of every case, and what is in its folder afterwards."""
     folder = tmp_path_factory.mktemp("answers")
     for number in range(len(WRONG)):
-        for name in ("EMPTY", "MODEL", "BARE"):
+        for name in ("EMPTY", "MODEL", "BARE", "PAPERS"):
             (folder / str(number) / name).mkdir(parents=True)
+        (folder / str(number) / "PAPERS" / "one.pdf").touch()
         (folder / str(number) / "BEGUN").mkdir()
         (folder / str(number) / "BEGUN" / "state.json").write_text("{}")
         (folder / str(number) / "FULL" / "new-work" / "mine").mkdir(parents=True)
@@ -283,7 +305,8 @@ def test_help_and_wrong_arguments_are_answered_before_torch_is_imported(answers,
     of_a_recipe = {"--recipe", "--kv-bits", "--set", "--weights", "recipes"} & {*arguments}
     assert f"AFTER {code} {['pydantic'] if of_a_recipe else []}" in said
     assert expected in said
-    assert sorted(os.listdir(answers / str(number))) == ["BARE", "BEGUN", "BUNDLE", "EMPTY", "FULL", "HALF", "MODEL"]
+    names = ["BARE", "BEGUN", "BUNDLE", "EMPTY", "FULL", "HALF", "MODEL", "PAPERS"]
+    assert sorted(os.listdir(answers / str(number))) == names
 
 
 @pytest.mark.parametrize(

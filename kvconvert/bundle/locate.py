@@ -187,13 +187,13 @@ def fetch_config(name: str, *, revision: str | None = None, token: str | bool | 
 
 
 def _fetch(bundle: str, weights: bool, options: dict[str, Any]) -> Path:
-    from huggingface_hub import hf_hub_download, snapshot_download
-    from huggingface_hub.errors import RemoteEntryNotFoundError
+    from huggingface_hub import snapshot_download
 
     def fetch() -> str | None:
-        try:  # the smallest file first: other models are large
-            manifest = Path(hf_hub_download(bundle, MANIFEST_NAME, **options))
-        except RemoteEntryNotFoundError:
+        # The smallest file first, for other models are large; and in a snapshot, for which a Hub that cannot be reached
+        # is asked once, where it is asked for a file six times within half a minute.
+        manifest = Path(snapshot_download(bundle, allow_patterns=[MANIFEST_NAME], **options), MANIFEST_NAME)
+        if not manifest.exists():
             return None
         # Of the manifest's commit: the branch may have moved on.
         commit = options | {"revision": manifest.parent.name}

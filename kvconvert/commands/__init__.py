@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,17 @@ def check_device(ctx: click.Context, parameter: click.Parameter, value: str | No
     """--device, refused before torch is imported where it is neither a CPU nor a GPU of CUDA."""
     if value is not None and value.partition(":")[0] not in ("cpu", "cuda"):
         raise UsageError(f"There is no device {value}; --device may be cpu or cuda.")
+    if value is not None and value.startswith("cuda") and not has_driver():
+        raise UsageError(f"torch finds no GPU for the device {value}, without its driver; leave --device out.")
     return value
+
+
+def has_driver() -> bool:
+    """Whether there is what torch asks for GPUs: NVIDIA's library, or the device of AMD's driver, "cuda" to ROCm."""
+    with suppress(OSError):
+        ctypes.CDLL("libcuda.so.1")
+        return True
+    return Path("/dev/kfd").exists()
 
 
 def check_dtype(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from kvconvert.commands import Place, count_option
+from kvconvert.errors import NO_GPU, MissingError
 
 
 @click.command()
@@ -27,9 +28,11 @@ def warm(bundle: str, cache: Path | None, jobs: int | None, revision: str | None
     or Python, run it again.
     """
     from kvconvert.bundle.locate import check_place
-    from kvconvert.commands import quiet
+    from kvconvert.commands import has_driver, quiet
 
     check_place(bundle)
+    if not has_driver():
+        raise MissingError(NO_GPU)
     if cache is not None:
         os.environ["TRITON_CACHE_DIR"] = str(cache.absolute())
     quiet()

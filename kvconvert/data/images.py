@@ -33,6 +33,7 @@ from kvconvert.data.sources import (
     ASKED_COLUMNS,
     CAPTION_COLUMNS,
     IMAGE_COLUMNS,
+    IMAGE_SUFFIXES,
     JsonRows,
     read_text,
     shown_columns,
@@ -42,7 +43,6 @@ from kvconvert.errors import DataError, first_line, listed
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 # What Pillow may take a file for, whatever its name: to read some others it starts a program, such as Ghostscript.
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 _MOST_BYTES = 2**28  # of an image's file, which Pillow may read whole, or in an archive, whose own size says nothing

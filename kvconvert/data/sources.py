@@ -179,6 +179,7 @@ CODE = (
     *(".rb", ".php", ".swift", ".kt", ".scala", ".cs", ".sh", ".sql", ".lua", ".jl", ".r", ".html", ".css", ".toml"),
     *(".yaml", ".yml", ".tex"),
 )
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 _DATA_SUFFIXES = (".txt", *LOADERS)
 SUFFIXES = (*_DATA_SUFFIXES, *MARKDOWN, *CODE)
 
@@ -195,6 +196,8 @@ class HubSource:
     @classmethod
     def parse(cls, source: str) -> HubSource:
         """Take a SOURCE that is not a path apart; raises DataError where it cannot be a data set id."""
+        if "://" in source:
+            raise DataError(f"Data source {source!r} is an address, which is not fetched; give the path of a copy.")
         parts = source.split(":")
         name = parts[0]
         wellformed = all(re.fullmatch(r"[\w.-]+", part) for part in name.split("/"))
@@ -305,8 +308,8 @@ def check_sources(data: Sources) -> None:
     """
     for source in weighted_sources(data):
         path = Path(os.path.expanduser(named_column(source.source)[0]))
-        if path.is_dir() and any(file.suffix not in SUFFIXES for file in path.rglob("*") if file.is_file()):
-            continue  # images, it may be
+        if path.is_dir() and any(file.suffix.lower() in IMAGE_SUFFIXES for file in path.rglob("*")):
+            continue
         files = local_files(source.source)
         if files is None:
             hub = HubSource.parse(source.source)

@@ -5,6 +5,7 @@ Nothing here imports torch, which takes seconds: commands refuse wrong names and
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Collection
 from pathlib import Path
@@ -50,7 +51,7 @@ def check_tasks(tasks: Collection[str]) -> list[str]:
     """The task files (.yaml) among tasks of lm-evaluation-harness.
 
     Raises:
-        UsageError: no task is named.
+        UsageError: no task is named, or one of which the harness has none.
         MissingError: a file is not there.
     """
     if not tasks:
@@ -59,7 +60,21 @@ def check_tasks(tasks: Collection[str]) -> list[str]:
     for file in files:
         if not Path(file).is_file():
             raise MissingError(f"There is no task file {file}; check its path.")
+    spec = importlib.util.find_spec("lm_eval")
+    if spec is not None and spec.submodule_search_locations:
+        # Its import and its index take most of a minute, and a name occurs in a file of its tasks.
+        unknown = {task for task in tasks if task not in files and not {*"*?["} & {*task}}
+        for file in Path(spec.submodule_search_locations[0], "tasks").rglob("*.yaml") if unknown else ():
+            text = file.read_bytes()
+            unknown = {task for task in unknown if task.encode() not in text}
+        for task in unknown:
+            raise no_such_task(task)
     return files
+
+
+def no_such_task(task: str) -> UsageError:
+    """The error for a name that is none of the harness's."""
+    return UsageError(f"lm-evaluation-harness has no task {task!r}; name another, or give a .yaml file.")
 
 
 def check_context(context: int | None, positions: int | None) -> None:

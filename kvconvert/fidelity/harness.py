@@ -32,7 +32,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.fidelity import check_tasks
+from kvconvert.fidelity import check_tasks, no_such_task
 from kvconvert.fidelity.evaluate import decoder_of
 from kvconvert.fidelity.scoring import Decoder, batches, feed, read_prompt
 from kvconvert.io.progress import loading_bars, progress_bar
@@ -123,7 +123,7 @@ def harness(
     manager = TaskManager(include_defaults=len(files) < len(tasks))
     for task in tasks:
         if task not in files and not manager.match_tasks([task]):
-            raise UsageError(f"lm-evaluation-harness has no task {task!r}; name another, or give a .yaml file.")
+            raise no_such_task(task)
     place = choose_device(device)
     directory = locate(bundle)
     for task in tasks:

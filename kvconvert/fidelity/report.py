@@ -22,7 +22,7 @@ from kvconvert.bundle.manifest import Fidelity, Manifest
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import BundleError, UsageError
 from kvconvert.fidelity.images import ImageFigures
-from kvconvert.fidelity.probes import MIN_PROMPTS, ProbeResult, abilities, losses
+from kvconvert.fidelity.probes import MIN_PROMPTS, PILOT, ProbeResult, abilities, losses
 from kvconvert.fidelity.retrieval import FreeRunningResult, RetrievalResult
 from kvconvert.fidelity.scoring import Comparison, Decoder, bootstrap_mean, read_prompt
 from kvconvert.io import disk
@@ -393,10 +393,11 @@ def fidelity_of(manifest: Manifest, limits: Limits, report: FidelityReport) -> F
 def _without_few_prompts(figures: dict[str, Any]) -> dict[str, Any]:
     """A report in which retrieval and probes that were measured on too few prompts to be judged are None, or absent."""
     retrieval, probes = figures.get("retrieval"), figures.get("probes") or {}
-    # A probe of which the source knows nothing is asked in few prompts.
-    few = [name for name, found in probes.items() if found["prompts"] < MIN_PROMPTS and found["bundle"] is not None]
+    few = [name for name, found in probes.items() if found["prompts"] < MIN_PROMPTS]
     few_retrieved = retrieval is not None and 0 < retrieval["prompts"] < MIN_PROMPTS
-    if not few and not few_retrieved:
+    # Of many prompts, PILOT show that the source knows nothing, and the others are not asked.
+    many = all(probes[name]["bundle"] is None and probes[name]["prompts"] == PILOT for name in few)
+    if many and not few_retrieved:
         return figures
     logger.warning(
         "Retrieval and probes of fewer than %d prompts show nothing and are not recorded: score more.", MIN_PROMPTS

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvconvert.errors import MissingError, UsageError
+from kvconvert.errors import NO_GPU, MissingError, UsageError
 from kvconvert.kernels.device import gpu, imagined, unsupported
 from kvconvert.kernels.launches import cache_directory, compile_launches, record_specializations
 from kvconvert.runtime.engine.model_steps import rehearse_engine
@@ -53,7 +53,7 @@ def warm(bundle: str | Path, *, jobs: int | None = None, revision: str | None = 
     if importlib.util.find_spec("triton") is None:
         raise UsageError("There are no kernels to compile without Triton, which is for Linux; install it.")
     if not torch.cuda.is_available():
-        raise MissingError("There is no GPU here to compile kernels for; run this where the bundle will be served.")
+        raise MissingError(NO_GPU)
     device = torch.device("cuda", 0)
     if reason := unsupported(device):
         raise UsageError(f"Kernels cannot be compiled for this machine's GPU: {reason}.")

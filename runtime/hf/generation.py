@@ -66,7 +66,7 @@ class BundleModel:
         """transformers' `generate`, which takes a cache by both of its names, `cache` and `past_key_values`.
 
         Raises:
-            UsageError: the settings are none that transformers can use.
+            UsageError: the input or the settings are none that transformers can use.
         """
         try:
             return super().generate(*args, **_with_one_cache(self, kwargs))
@@ -75,7 +75,7 @@ class BundleModel:
         except Exception as error:  # whatever values of any type lead to
             if not _raised_by_generation(error):
                 raise
-            said = f"generate cannot use its settings ({first_line(error)}); correct them, or leave them out."
+            said = f"generate cannot use its input or settings ({first_line(error)}); correct them."
             raise UsageError(said) from error
 
     def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> Any:

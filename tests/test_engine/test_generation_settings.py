@@ -259,7 +259,7 @@ def test_what_requests_do_not_apply_is_named(fields, word, stating, plain, caplo
 def test_a_tokenizer_that_lacks_what_a_setting_needs_of_it_is_one_sentence(stating):
     console = Console(stating(token_healing=True), NEW, "cpu", dtype="float32")
     console.tokenizer.pad_token = None
-    with pytest.raises(UsageError, match=r"generate cannot use its settings \(Asking to pad"):
+    with pytest.raises(UsageError, match=r"generate cannot use its input or settings \(Asking to pad"):
         console.complete("some text", raw=True)
 
 

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from kvconvert import KVCache, KVScheme
 from kvconvert.cli import cli
+from kvconvert.fidelity import check_tasks
 from kvconvert.fidelity.scoring import Decoder, feed
 
 TASK = """
@@ -38,6 +39,18 @@ def test_without_lm_eval_one_sentence_says_what_to_install(monkeypatch, tmp_path
     assert "pip install '.[harness]'" in result.stderr
     result = CliRunner().invoke(cli, ["eval", str(tmp_path), "--harness", "ours.yaml", "--tokens", "5"])
     assert "--tokens does not apply to --harness" in result.stderr
+
+
+def test_a_name_that_no_task_of_lm_eval_has_is_refused_before_it_is_imported(monkeypatch, tmp_path):
+    (tmp_path / "lm_eval" / "tasks" / "arc").mkdir(parents=True)
+    (tmp_path / "lm_eval" / "__init__.py").write_text("raise AssertionError")
+    (tmp_path / "lm_eval" / "tasks" / "arc" / "arc.yaml").write_text("task: arc_easy\ntag: [ai2_arc]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "lm_eval", raising=False)
+    assert check_tasks(["arc_easy", "ai2_arc", "mmlu_*"]) == []
+    write_tiny_bundle(tmp_path / "bundle")
+    result = CliRunner().invoke(cli, ["eval", str(tmp_path / "bundle"), "--harness", "arc_easy,arc_medium"])
+    assert (result.exit_code, "has no task 'arc_medium'; name another" in result.stderr) == (2, True)
 
 
 @pytest.fixture

@@ -193,6 +193,8 @@ def test_a_lossy_cache_shows_in_answers_after_a_context(source, tmp_path, short)
     arguments = ["eval", str(bundle), "--against", str(source), "--task", "gsm8k", "--data", str(data)]
     result = CliRunner().invoke(cli, [*arguments, "--limit", "4", "--context", "300", "--json"])
     assert result.exit_code == 0, result.stderr
+    for name in ("bundle", "source"):
+        assert f"4 answers of up to 12 tokens by the {name}: at most " in result.stderr
     found = json.loads(result.stdout)
     assert found["greedy"]["identical"] < 1
     assert found["greedy"]["agreement"] < found["greedy"]["source_tokens"]

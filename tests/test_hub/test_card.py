@@ -146,6 +146,7 @@ class Report:
     )
 
     prompts: int = 16
+    unanswered: int = 0  # prompts of a probe of which the source knows nothing
 
     def losses(self):
         return ["following chains (10% right, the source 50%)"]
@@ -153,10 +154,11 @@ class Report:
     def to_dict(self):
         text = {"samples": {"source": "novels"}, "scored_tokens": 8192}
         retrieval = {"source": 1.0, "bundle": 1.0, "prompts": self.prompts}
+        chains = {"source": 0.0, "bundle": None, "prompts": self.unanswered, "ability": "following chains"}
         return {
             "kl": {"mean": 0.0125, "p99": float("inf")},
             "retrieval": retrieval,
-            "probes": {"json": retrieval | {"ability": "looking up"}},
+            "probes": {"json": retrieval | {"ability": "looking up"}} | ({"chains": chains} if self.unanswered else {}),
             "text": text,
             "compute_dtype": "float32",
             "device": "cpu",
@@ -196,6 +198,16 @@ def test_what_one_prompt_found_is_not_sealed(golden, caplog):
     assert "retrieval" not in card
     assert "looking up" not in card
     assert "fewer than 8 prompts show nothing and are not recorded" in caplog.text
+
+
+def test_what_the_source_cannot_do_is_sealed_after_the_first_of_many_prompts_alone(golden, caplog):
+    digest = open_bundle(golden).manifest.files_digest()
+    record(golden, Report(digest, unanswered=3))
+    assert open_bundle(golden).manifest.fidelity.report["probes"]["chains"]["prompts"] == 3
+    record(golden, Report(digest, prompts=2, unanswered=2))
+    assert open_bundle(golden).manifest.fidelity.report["probes"] == {}
+    record(golden, Report(digest, unanswered=2))
+    assert "chains" not in open_bundle(golden).manifest.fidelity.report["probes"]
 
 
 def test_a_link_in_place_of_the_card_is_replaced_and_not_followed(golden, tmp_path):

@@ -106,6 +106,22 @@ def test_with_the_hub_offline_the_cache_serves_and_nothing_else(hub, golden, mon
     monkeypatch.undo()
 
 
+def test_a_hub_that_cannot_be_reached_is_asked_without_waiting(hub, golden, monkeypatch):
+    def slept(seconds):
+        raise AssertionError(seconds)
+
+    publish(hub, golden)
+    assert kvconvert("verify", NAME).exit_code == 0
+    nowhere = "http://127.0.0.1:9"
+    monkeypatch.setattr(constants, "ENDPOINT", nowhere)
+    template = f"{nowhere}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr("time.sleep", slept)
+    for command in ("inspect", "verify"):
+        assert kvconvert(command, NAME).exit_code == 0  # from the cache
+        assert f"The Hub at {nowhere} cannot be reached" in refusal(1, command, "somebody/else")
+
+
 def test_a_pull_that_was_cut_off_goes_on_with_what_is_missing(hub, golden, tmp_path, monkeypatch):
     monkeypatch.setattr("time.sleep", lambda _: None)  # the client waits longer before each attempt
     publish(hub, golden)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import random
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,11 +24,12 @@ from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import UsageError, counted
 from kvconvert.fidelity import source_of
-from kvconvert.fidelity.evaluate import versions
+from kvconvert.fidelity.evaluate import decoder_of, versions
 from kvconvert.fidelity.retrieval import has_plain_template
-from kvconvert.fidelity.scoring import bootstrap_mean
+from kvconvert.fidelity.scoring import Decoder, Work, bootstrap_mean, estimate_seconds, words
 from kvconvert.fidelity.tasks.problems import TASKS, Problem, Task, text_before
 from kvconvert.io.progress import loading_bars, progress_bar
+from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme
 from kvconvert.models.configuration import layer_types_of, pages_unsupported
 from kvconvert.models.devices import choose_device, compute_dtype
@@ -206,11 +208,13 @@ def solve(
     prompts, stops = prompts_of(asked, every, problems, tokenizer, context, seed)
     engine = _engine(model.to(place).eval(), tokenizer, place)
     samplings = _samplings(engine, seeds, seed, checkpoint.id)
+    _say_time(decoder_of(model), prompts, len(samplings), asked.answer_tokens, "bundle", progress)
     bundled = _answers(engine, prompts, asked.answer_tokens, stops, samplings, "bundle", progress)
     del model, engine
     gc.collect()
     with loading_bars(progress):
         source = checkpoint.load(computed_in).to(place).eval()
+    _say_time(Decoder.plain(source), prompts, len(samplings), asked.answer_tokens, "source", progress)
     adopt(source, _exact_schemes(source), {})
     engine = _engine(source, tokenizer, place)
     exact = _answers(engine, prompts, asked.answer_tokens, stops, samplings, "source", progress)
@@ -309,6 +313,19 @@ def _samplings(engine: Engine, seeds: int, seed: int, name: str) -> list[Samplin
     if seeds and own.greedy:
         raise UsageError(f"`seeds`: {name} recommends no sampling in its generation_config.json; leave them out.")
     return [Sampling(), *(replace(own, seed=seed + number) for number in range(seeds))]
+
+
+def _say_time(
+    decoder: Decoder, prompts: Sequence[list[int]], samplings: int, new_tokens: int, name: str, progress: bool
+) -> None:
+    """Say on stderr how long answers take at most, of which most end early."""
+    if progress:
+        page = torch.tensor([(prompts[0] * PAGE_SIZE)[:PAGE_SIZE]])
+        rows = len(prompts) * samplings
+        work = Work(rows, round(statistics.fmean(map(len, prompts))), new_tokens, ROWS[decoder.model.device.type])
+        seconds = words(estimate_seconds([decoder], page, [work]))
+        said = f"{counted(rows, 'answer')} of up to {new_tokens} tokens by the {name}: at most {seconds}."
+        print(said, file=sys.stderr, flush=True)
 
 
 def _answers(
