@@ -9,10 +9,12 @@ imports nothing of kvconvert's, so every room may import it.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
 _MAX_LINE = 500  # characters of another library's message
+_LONG_WORD = re.compile(r"(\S{100})\S{100,}(\S{100})")  # most are paths
 
 
 def printable(text: str) -> str:
@@ -34,6 +36,8 @@ def first_line(error: BaseException | str) -> str:
         first = found()[0]
         text = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
     line = (text.strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    if isinstance(error, OSError):  # its number says nothing to a reader
+        line = line.removeprefix(f"[Errno {error.errno}] ")
     return printable(line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]}...")
 
 
@@ -66,13 +70,14 @@ class KvconvertError(Exception):
     """Something the user can understand and act on; also an ordinary failure of a command (exit code 1).
 
     Args:
-        message: one sentence; control characters in what it quotes become Python's escapes.
+        message: one sentence; control characters in what it quotes become Python's escapes, and of words of more
+            than 300 characters, such as long paths, the middle is left out.
     """
 
     exit_code = 1
 
     def __init__(self, message: object) -> None:
-        super().__init__(printable(str(message)))
+        super().__init__(_LONG_WORD.sub(r"\1...\2", printable(str(message))))
 
 
 class UsageError(KvconvertError):

@@ -28,6 +28,7 @@ from kvconvert.bundle.manifest import LayerPlan, Manifest
 from kvconvert.errors import BundleError, printable
 from kvconvert.io.json_text import MAX_JSON, parse_json
 from kvconvert.io.records import FileInfo, TensorInfo
+from kvconvert.io.regular import open_regular, read_regular
 from kvconvert.io.tensorheader import mismatch, nbytes, read_header
 from kvconvert.methods import PLAN_TENSORS
 from kvconvert.methods.scheme import FORMER_PLAN_TENSORS
@@ -182,7 +183,7 @@ class BundleFiles:
             raise mismatch(name, "the file", "present", "a symbolic link" if behind else "no such file")
         if info.size > MAX_JSON and not name.endswith(".safetensors"):  # which loaders read as a whole
             raise mismatch(name, "size", f"at most {MAX_JSON} bytes", f"{info.size} bytes")
-        with (self.directory / name).open("rb") as stream:
+        with open_regular(self.directory / name) as stream:
             before = os.fstat(stream.fileno())
             if before.st_size != info.size:
                 raise mismatch(name, "size", f"{info.size} bytes", f"{before.st_size} bytes")
@@ -196,8 +197,7 @@ class BundleFiles:
         """The content of a file of at most `MAX_JSON` bytes (BundleError)."""
         path = self.directory / name
         self._stamps[name] = _stamp(path.stat())
-        _check_length(path)
-        return path.read_bytes()
+        return _content(path)
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -230,16 +230,16 @@ def _stamp(status: os.stat_result) -> _Stamp:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def _check_length(path: Path) -> None:
-    size = path.stat().st_size
-    if size > MAX_JSON:
-        raise mismatch(path.name, "its length", f"at most {MAX_JSON} bytes", f"{size} bytes")
+def _content(path: Path) -> bytes:
+    content = read_regular(path, MAX_JSON)
+    if content is None:
+        raise mismatch(path.name, "its length", f"at most {MAX_JSON} bytes", f"{path.stat().st_size} bytes")
+    return content
 
 
 def read_object(path: Path, bounded: bool = False) -> dict[str, Any]:
     """The JSON object in a file, in which no name occurs twice; `bounded` as for `parse_json` (BundleError)."""
-    _check_length(path)
-    return parse_object(path.name, path.read_bytes(), bounded)
+    return parse_object(path.name, _content(path), bounded)
 
 
 def read_settings(path: Path) -> Any:
@@ -248,9 +248,9 @@ def read_settings(path: Path) -> Any:
     Raises:
         BundleError: the file is too large or no JSON.
     """
-    _check_length(path)
+    content = _content(path)
     try:
-        return parse_json(path.read_bytes())
+        return parse_json(content)
     except ValueError as error:
         raise mismatch(path.name, "its content", "valid JSON", error) from error
 

@@ -11,6 +11,7 @@ import click
 
 from kvconvert.commands import AnyWhole, Number, Place, count_option, device_option, seed_option, with_options
 from kvconvert.commands.recipes import changes_of, recipe_changes
+from kvconvert.errors import UsageError
 
 # Of both commands.
 _calibration = with_options(
@@ -90,12 +91,21 @@ def convert(model: str, bundle: Path, force: bool, **options: Any) -> None:
     """
     from kvconvert.bundle.locate import check_output
     from kvconvert.convert.work_files import keeping_locks, remove_work
-    from kvconvert.io.disk import check_writable
+    from kvconvert.io.disk import STATE_NAME, check_writable
+
+    def check_again(work: Path) -> None:
+        """Refuse the output of a run that had the lock until now."""
+        try:
+            check_output(bundle, force)
+        except UsageError:
+            if not (work / STATE_NAME).exists():  # made a moment ago, for this run
+                remove_work(work)
+            raise
 
     check_output(bundle, force)
     check_writable(bundle.absolute().parent, "bundle")
     work = bundle.absolute().with_name(f"{bundle.absolute().name}-work")
-    with keeping_locks():  # so that no other run has the directory between calibration and removal
+    with keeping_locks(check_again):  # so that no other run has the directory between calibration and removal
         _run(model, work, **options)
         from kvconvert.commands.export import exported
         from kvconvert.convert.export import export

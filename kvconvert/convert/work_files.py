@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -32,14 +32,18 @@ _FILES = (LOCK_NAME, STATE_NAME)
 logger = logging.getLogger(__name__)
 
 
-_kept: ContextVar[tuple[ExitStack, set[Path]] | None] = ContextVar("kept locks", default=None)
+_kept: ContextVar[tuple[ExitStack, set[Path], Callable[[Path], None]] | None] = ContextVar("kept locks", default=None)
 
 
 @contextmanager
-def keeping_locks() -> Iterator[None]:
-    """Hold each lock that `work_lock` takes in the block until the block ends, over several uses of a directory."""
+def keeping_locks(locked: Callable[[Path], None] = lambda work: None) -> Iterator[None]:
+    """Hold each lock that `work_lock` takes in the block until the block ends, over several uses of a directory.
+
+    Args:
+        locked: called with each directory once its lock is held, to refuse what another run has changed until then.
+    """
     with ExitStack() as stack:
-        token = _kept.set((stack, set()))
+        token = _kept.set((stack, set(), locked))
         try:
             yield
         finally:
@@ -61,10 +65,11 @@ def work_lock(work: Path, shared: bool = False) -> Iterator[None]:
         with _locked(work, shared):
             yield
         return
-    stack, places = kept
+    stack, places, locked = kept
     if (place := work.resolve()) not in places:
         stack.enter_context(_locked(work, shared))
         places.add(place)
+        locked(work)
     yield
 
 

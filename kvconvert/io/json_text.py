@@ -9,6 +9,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from kvconvert.io.regular import read_regular
+
 MAX_DEPTH = 100  # of lists and objects in each other: what reads the value afterwards may call itself for each level
 MAX_INTEGER = 2**64
 MAX_JSON = 256_000_000  # bytes of a file; a larger one is refused before it is read
@@ -69,9 +71,9 @@ def parse_json(content: bytes | str, *, unique: bool = False, bounded: bool = Fa
 
 def read_json(file: Path) -> Any:
     """The value of a file of at most `MAX_JSON` bytes (OSError, ValueError: see `parse_json`)."""
-    if (size := file.stat().st_size) > MAX_JSON:
-        raise ValueError(f"{size} bytes, more than {MAX_JSON}")
-    return parse_json(file.read_bytes())
+    if (content := read_regular(file, MAX_JSON)) is None:
+        raise ValueError(f"{file.stat().st_size} bytes, more than {MAX_JSON}")
+    return parse_json(content)
 
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")

@@ -16,6 +16,7 @@ from typing import Any
 from kvconvert.errors import BundleError, KvconvertError, printable
 from kvconvert.io.json_text import parse_json
 from kvconvert.io.records import MAX_DTYPE, TensorInfo
+from kvconvert.io.regular import open_regular
 
 # A header larger than this is refused before it is read: the limit that the format's own reader has.
 MAX_HEADER = 100_000_000
@@ -65,7 +66,7 @@ def read_header(path: Path, refuse: Refusal = mismatch, any_dtype: bool = False)
     if path.exists() and not path.is_file():  # a pipe has no end, and may never begin
         raise refuse(file, "the file", "a regular file", "something else")
     size = path.stat().st_size
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         start = stream.read(8)
         if len(start) < 8:
             raise refuse(file, "its length", "at least 8 bytes", f"{size} bytes")

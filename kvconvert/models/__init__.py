@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -20,14 +21,20 @@ from kvconvert.io.json_text import read_json
 # may hand the cache over in another way, and then generate without it.
 TRIED = ("5.23", "5.24")
 
-_DESCRIPTION, _WEIGHTS = ["*.json", "*.txt", "*.model", "*.jinja", "README.md", "LICENSE*"], ["*.safetensors"]
+_READ = (".json", ".txt", ".model", ".jinja")  # endings of what describes a model to transformers
+_DESCRIPTION, _WEIGHTS = [*(f"*{ending}" for ending in _READ), "README.md", "LICENSE*"], ["*.safetensors"]
 _GGUF = ".gguf"
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def _transformers_version() -> str:
-    """The installed version of transformers, checked against those that were tried (UsageError)."""
+    """The installed version of transformers, checked against those that were tried (MissingError)."""
+    if sys.flags.optimize > 1:
+        raise MissingError(
+            "Python runs with -OO or PYTHONOPTIMIZE=2, which drops the docstrings that transformers reads when it is "
+            "imported; run it without."
+        )
     try:
         version = metadata.version("transformers")
     except metadata.PackageNotFoundError:
@@ -83,6 +90,9 @@ def _check_description(directory: Path, model: str | Path) -> None:
     """Refuse what the files beside the weights tell of."""
     if not any(directory.iterdir()):
         raise CheckpointError(f"The model directory {model} is empty; give one with config.json and safetensors files.")
+    for file in directory.iterdir():  # transformers would take it as absent
+        if file.suffix in _READ and not file.is_file():
+            raise CheckpointError(f"{file} is no file, nor a link to one; remove it, or fetch the model again.")
     if (directory / MANIFEST_NAME).is_file() or _says_bundle(directory / "config.json"):
         raise CheckpointError(f"{model} is a kvconvert bundle, not a model; give the model that it was made from.")
     if (directory / "adapter_config.json").exists():

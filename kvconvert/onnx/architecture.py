@@ -189,7 +189,7 @@ def _check_rope(config: PretrainedConfig, layer_types: list[str]) -> None:
     parameters: dict[str, Any] = config.rope_parameters
     for rope in [parameters[kind] for kind in set(layer_types)] if _by_layer_type(config) else [parameters]:
         if rope["rope_type"] not in ROPE_TYPES:
-            raise _unsupported(f"its RoPE is of type {rope['rope_type']}, not {', '.join(ROPE_TYPES)}")
+            raise _unsupported(f"its RoPE is of type {rope['rope_type']!s:.80}, not {', '.join(ROPE_TYPES)}")
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise _unsupported("its RoPE turns only a part of each head (partial_rotary_factor)")
 

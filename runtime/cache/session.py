@@ -76,8 +76,10 @@ def save(file: Path, groups: Sequence_[Group], fingerprint: str, states: States)
 
     Raises:
         CacheError: there is no such sequence, it is padded, whole prompts are compressed, or the file cannot be
-            written.
+            written, as in place of a device.
     """
+    if file.exists() and not file.is_file():
+        raise CacheError(f"{file} is no file, so no session replaces it; choose another place.")
     snapshot = Snapshot.take(groups)
     tensors: dict[str, torch.Tensor] = {}
     described = []
@@ -197,6 +199,7 @@ def _check_tensors(
         for layer in group.indices:
             kept, pages = tensors.get(f"layers.{layer}.{name}"), tensors.get(f"layers.{layer}.{name[:-1]}_pages")
             whole = whole and kept is not None and kept.dim() == 3 and kept.shape[1] == side.buffered
+            whole = whole and 0 not in kept.shape[::2]
             keys = tensors[f"layers.{layer}.keys"] if whole else None
             whole = whole and kept.is_floating_point() and (len(kept), kept.dtype) == (len(keys), keys.dtype)
             whole = whole and (0 if pages is None or not pages.dim() else len(pages)) == side.pages

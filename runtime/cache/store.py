@@ -207,12 +207,10 @@ class LayerStore:
             capacity = self.page_bytes // both
             group.key_numbers.limit(capacity)
             group.value_numbers.limit(capacity)
-        self.key_pages: PageStorage[PageTensors] = PageStorage(
-            self.format.keys, self.dtype, self.device, group.key_numbers
-        )
-        self.value_pages: PageStorage[PageTensors] = PageStorage(
-            self.format.values, self.dtype, self.device, group.value_numbers
-        )
+        # Either both or, where one cannot be made, neither.
+        keys = PageStorage(self.format.keys, self.dtype, self.device, group.key_numbers)
+        values = PageStorage(self.format.values, self.dtype, self.device, group.value_numbers)
+        self.key_pages, self.value_pages = keys, values
 
     def adopt(self, other: LayerStore, rows: int) -> None:
         """Prepare for `rows` sequences of the shape, dtype and device that another store of this layer holds."""

@@ -9,7 +9,7 @@ import shutil
 import pytest
 from tiny.bundle import refusal, reseal
 
-from kvconvert.bundle.files import is_for_people, may_be_loaded
+from kvconvert.bundle.files import BundleFiles, is_for_people, may_be_loaded
 from kvconvert.bundle.locate import MANIFEST_NAME
 from kvconvert.bundle.manifest import Manifest, ModuleCoverage, quantization_config, sealed
 from kvconvert.bundle.reader import open_bundle
@@ -110,6 +110,20 @@ def test_what_is_neither_file_nor_directory_is_refused_unread(bundle):
     (bundle / "README.md").unlink()
     os.mkfifo(bundle / "README.md")  # reading it would wait for ever
     assert "regular file" in refusal(bundle)
+
+
+@pytest.mark.parametrize("name", ["kvconvert.json", "config.json", "model-00001-of-00002.safetensors"])
+@pytest.mark.parametrize("into", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_what_becomes_a_pipe_or_a_device_after_it_was_looked_at_is_refused_unread(bundle, monkeypatch, name, into):
+    looked_at = BundleFiles.__init__
+
+    def look(files, directory):
+        looked_at(files, directory)
+        (bundle / name).unlink()
+        into(bundle / name)  # reading it would wait for ever, or never end
+
+    monkeypatch.setattr(BundleFiles, "__init__", look)
+    assert name in refusal(bundle, "full")
 
 
 def test_a_hub_snapshot_whose_blobs_are_elsewhere_is_refused(pristine, tmp_path):

@@ -1,5 +1,6 @@
 """Paths that do not exist, text that is none, and output that goes nowhere: one sentence each, and no network."""
 
+import errno
 import io
 import os
 import re
@@ -14,7 +15,7 @@ from tiny.bundle import edit_json, reseal
 
 from kvconvert.cli import cli
 from kvconvert.commands.generate import _lines
-from kvconvert.errors import UsageError
+from kvconvert.errors import UsageError, first_line
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "format-1"
 
@@ -133,6 +134,14 @@ def test_a_message_does_not_quote_all_of_a_long_value(tmp_path, value):
     assert "key_bits" in message
     assert " ... " in message
     assert len(message) < 3000
+
+
+def test_long_paths_are_shortened_and_the_systems_numbers_left_out(monkeypatch):
+    for command in ("plan", "inspect", "recipes"):
+        message = refusal([command, "/" + "/".join(["b" * 200] * 30)])
+        assert len(message) < 400
+        assert message.count("bbb...bbb") + message.count("bbb... cannot be used (File name too long)") == 1
+    assert first_line(OSError(errno.ENAMETOOLONG, "File name too long", "x")) == "File name too long: 'x'"
 
 
 def test_a_seed_beyond_64_bits_is_refused_before_a_model_is_looked_for():

@@ -318,6 +318,23 @@ def test_a_conversion_holds_its_working_directory_from_calibration_to_removal(tm
     assert [entry.name for entry in tmp_path.iterdir()] == ["bundle"]
 
 
+def test_an_output_that_another_run_finished_meanwhile_ends_a_conversion_before_calibration(
+    tmp_path, model, text, monkeypatch
+):
+    bundle, written = tmp_path / "bundle", []
+
+    def observe(operation, path):
+        written.append(path.name)
+        if operation == "mkdir" and not bundle.exists():
+            shutil.copytree(Path(__file__).parents[1] / "golden" / "format-1", bundle)
+
+    monkeypatch.setattr(disk, "observe", observe)
+    options = ["--weights", "rtn", "--data", text, "--samples", 1, "--seq-len", 16, "--device", "cpu"]
+    result = CliRunner().invoke(cli, [str(word) for word in ("convert", model, bundle, *options)])
+    assert (result.exit_code, "exists; choose another path" in result.stderr) == (2, True)
+    assert ([*tmp_path.iterdir()], "state.json.partial" in written) == ([bundle], False)
+
+
 def test_a_lock_whose_directory_was_removed_meanwhile_is_refused(work, monkeypatch):
     lock = fcntl.flock
     monkeypatch.setattr(fcntl, "flock", lambda *arguments: (shutil.rmtree(work), lock(*arguments)))

@@ -1,5 +1,6 @@
 """Checkpoints whose weights are stored in another form: what is read from them, and what is refused."""
 
+import contextlib
 import json
 import os
 import struct
@@ -523,6 +524,20 @@ def test_what_is_no_file_in_place_of_a_models_is_refused_unread(tmp_path, name, 
     make(tmp_path / name)  # reading a pipe would wait for ever
     with pytest.raises(CheckpointError):
         open_source(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/nowhere"), None])
+def test_what_is_no_file_is_not_taken_for_an_absent_one(tmp_path, name, make):
+    file, *_ = write_gguf(tmp_path)
+    for place in (tmp_path / "model", tmp_path):
+        path = place / name
+        path.unlink(missing_ok=True)
+        if make is not None:
+            make(path)
+    for model in (tmp_path / "model", file):
+        with contextlib.nullcontext() if make is None else pytest.raises(CheckpointError, match=f"{name} is no file"):
+            open_source(str(model))
 
 
 def gguf_with(file, *fields):

@@ -39,6 +39,12 @@ def test_a_command_says_one_sentence(command, tmp_path):
     assert (found.returncode, found.stderr) == (1, f"Error: transformers is 5.25.0, and {SAID}\n")
 
 
+def test_a_python_without_docstrings_is_named():
+    code = "from kvconvert.cli import main; main()"
+    found = subprocess.run([sys.executable, "-OO", "-c", code, "plan", str(GOLDEN)], capture_output=True, text=True)
+    assert (found.returncode, found.stderr.startswith("Error: Python runs with -OO or PYTHONOPTIMIZE=2")) == (1, True)
+
+
 def test_doctor_says_which_versions_are_needed(tmp_path):
     code = "from kvconvert.commands.doctor import check_package, requirements; print(check_package("
     code += "next(r for r in requirements() if r.name == 'transformers')).problem)"

@@ -201,7 +201,8 @@ def test_a_description_that_was_changed_and_sealed_again_is_one_sentence(llama, 
 
 
 @pytest.mark.parametrize(
-    "change", [None, lambda t: t.view(-1), lambda t: t[:1], lambda t: t[:, :1], lambda t: t.to(torch.float64)]
+    "change",
+    [None, *(lambda t: t.view(-1), lambda t: t[:1], lambda t: t[:, :1], lambda t: t[..., :0]), torch.Tensor.double],
 )
 @pytest.mark.parametrize("name", ["layers.0.keys", "layers.1.values", "layers.1.value_pages", "layers.0.key_pages"])
 def test_tensors_of_another_shape_or_type_are_refused_whatever_their_hash(llama, session_file, tmp_path, name, change):
@@ -211,8 +212,10 @@ def test_tensors_of_another_shape_or_type_are_refused_whatever_their_hash(llama,
     if change is None:
         del tensors[name]
     reseal(tmp_path / "changed", tensors, fields | {"tensors": {n: session._sha256(t) for n, t in tensors.items()}})
+    cache = KVCache(llama.config, "kivi")
     with pytest.raises(CacheError, match="cannot be loaded"):
-        KVCache.load(tmp_path / "changed", KVCache(llama.config, "kivi"))
+        KVCache.load(tmp_path / "changed", cache)
+    cache.reset()
 
 
 @pytest.mark.parametrize(
@@ -326,6 +329,9 @@ def test_a_pipe_is_no_session(llama, tmp_path):
     os.mkfifo(tmp_path / "pipe")  # reading it would wait for ever
     with pytest.raises(CacheError, match="no session"):
         KVCache.load(tmp_path / "pipe", KVCache(llama.config, "kivi"))
+    with pytest.raises(CacheError, match="pipe is no file, so no session replaces it"):
+        saved(llama, tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_what_cannot_be_saved_is_refused_by_name(llama, tmp_path):

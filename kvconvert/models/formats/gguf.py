@@ -131,7 +131,10 @@ def open_gguf(file: Path) -> GgufFile:
             raise CheckpointError(
                 f"{file} claims that {printable(name)[:80]} is {claim}, more than {most}; fetch it again."
             )
-    beside = [path for pattern in _BESIDE for path in file.parent.glob(pattern) if path.is_file()]
+    found = [path for path in sorted(file.parent.iterdir()) if any(map(path.match, _BESIDE))]
+    beside = [path for path in found if path.is_file()]
+    if (other := next((path for path in found if path.suffix and path not in beside), None)) is not None:
+        raise CheckpointError(f"{other} is no file, nor a link to one; remove it, or fetch the model again.")
     if _ROPE_FACTORS in stored and not any(path.name == "config.json" for path in beside):
         raise UnsupportedModelError(
             f"{file} holds factors of a scaled RoPE ({_ROPE_FACTORS}), which transformers does not read from GGUF "

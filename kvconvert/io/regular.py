@@ -1,0 +1,27 @@
+"""Opening files that another program may replace between a look at them and their reading."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from io import BufferedReader
+from pathlib import Path
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """A file to read (OSError: it cannot be opened, or is none): opening a pipe would wait for ever."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: Path, most: int) -> bytes | None:
+    """The content of a file (OSError: as `open_regular`); None where it has more than `most` bytes."""
+    with open_regular(path) as stream:
+        if os.fstat(stream.fileno()).st_size > most:
+            return None
+        content = stream.read(most + 1)
+    return content if len(content) <= most else None
