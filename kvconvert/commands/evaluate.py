@@ -99,6 +99,13 @@ def evaluate(
 
     check_place(bundle)
     model = Path(bundle)
+    if options["against"] is not None:
+        from kvconvert.models import check_model
+
+        model = check_model(options["against"])
+    from kvconvert.models.positions import check_length, stated_positions
+
+    check_length("context", options.get("context"), stated_positions(model))
     if task is not None:
         from kvconvert.fidelity.tasks.problems import TASKS
 
@@ -107,18 +114,11 @@ def evaluate(
         from kvconvert.data.sources import check_sources
 
         check_sources(options["data"])
-    if options["against"] is not None:
-        from kvconvert.models import check_model
-
-        model = check_model(options["against"])
-    elif tasks is None and os.path.exists(bundle):
+    if options["against"] is None and tasks is None and os.path.exists(bundle):
         from kvconvert.bundle.reader import open_bundle
         from kvconvert.fidelity import source_of
 
         source_of(open_bundle(bundle, verify="plan").manifest, None)
-    from kvconvert.models.positions import check_length, stated_positions
-
-    check_length("context", options.get("context"), stated_positions(model))
     if task is not None:
         quiet()
         from kvconvert.fidelity.tasks.solving import solve

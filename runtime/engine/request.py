@@ -311,7 +311,7 @@ def new_request(
         max_new_tokens = usual if room is None else max(1, min(usual, room))
     if steps.max_positions is not None and len(ids) + max_new_tokens > steps.max_positions:
         raise UsageError(
-            f"A prompt of {len(ids):,} tokens and {counted(max_new_tokens, 'new one')} at most do not fit the "
+            f"A prompt of {counted(len(ids), 'token')} and {counted(max_new_tokens, 'new one')} at most do not fit the "
             f"{steps.max_positions:,} positions that an Engine serves of this model; shorten the prompt or lower "
             "`max_new_tokens`."
         )

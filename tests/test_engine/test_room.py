@@ -14,7 +14,7 @@ def test_what_has_room_is_taken_and_one_token_more_is_refused(pages, positions, 
     room = engine.room(length)
     if room > 0:
         engine.add([1] * length, max_new_tokens=room)
-    with pytest.raises(UsageError, match=r"does not fit|pages"):
+    with pytest.raises(UsageError, match=r"do not fit|pages"):
         engine.add([1] * length, max_new_tokens=max(room, 0) + 1)
 
 

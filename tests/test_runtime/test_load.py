@@ -247,7 +247,7 @@ def loaded(bundle):
 )
 def test_settings_that_generate_cannot_use_are_one_sentence(loaded, settings):
     arguments = {"max_new_tokens": 2, "pad_token_id": 0, "do_sample": True} | settings
-    with pytest.raises(UsageError, match=r"cannot (be applied|use its settings) \(.*\); correct") as caught:
+    with pytest.raises(UsageError, match=r"cannot (be applied|use its input or settings) \(.*\); correct") as caught:
         loaded.generate(random_ids(1, 4), **arguments)
     assert "\n" not in str(caught.value)
 
@@ -385,18 +385,18 @@ def test_what_is_neither_a_directory_nor_a_repository_never_reaches_the_hub(name
 def test_a_repository_on_the_hub_is_fetched_with_the_arguments_given(bundle, monkeypatch):
     calls = []
 
-    def download(name, *file, **arguments):
-        calls.append((name, *file, arguments))
-        return str(bundle.joinpath(*file))
+    def download(name, **arguments):
+        calls.append((name, arguments))
+        return str(bundle)
 
-    for function in ("snapshot_download", "hf_hub_download"):
-        monkeypatch.setattr(huggingface_hub, function, download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     model, _ = load("owner/name", verify="headers", revision="v1", token="secret", local_files_only=True)
     assert isinstance(model, LlamaForCausalLM)
     arguments = {"revision": "v1", "token": "secret", "local_files_only": True}
+    manifest = {"allow_patterns": ["kvconvert.json"]}
     # The manifest's commit, in whose snapshot it lies, and nothing hidden.
     others = {"revision": bundle.name, "ignore_patterns": [".*", "*/.*"]}
-    assert calls == [("owner/name", "kvconvert.json", arguments), ("owner/name", arguments | others)]
+    assert calls == [("owner/name", arguments | manifest), ("owner/name", arguments | others)]
 
 
 def test_a_repository_that_cannot_be_fetched_is_one_sentence(tmp_path, monkeypatch):
