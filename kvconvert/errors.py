@@ -70,8 +70,8 @@ class KvconvertError(Exception):
     """Something the user can understand and act on; also an ordinary failure of a command (exit code 1).
 
     Args:
-        message: one sentence; control characters in what it quotes become Python's escapes, and of words of more
-            than 300 characters, such as long paths, the middle is left out.
+        message: one sentence; control characters in what it quotes become Python's escapes, and of words of 300
+            characters or more, such as long paths, the middle is left out.
     """
 
     exit_code = 1

@@ -21,7 +21,7 @@ def check_device(ctx: click.Context, parameter: click.Parameter, value: str | No
     if value is not None and value.partition(":")[0] not in ("cpu", "cuda"):
         raise UsageError(f"There is no device {value}; --device may be cpu or cuda.")
     if value is not None and value.startswith("cuda") and not has_driver():
-        raise UsageError(f"torch finds no GPU for the device {value}, without its driver; leave --device out.")
+        raise UsageError(f"There is no GPU driver here for the device {value}; leave --device out.")
     return value
 
 

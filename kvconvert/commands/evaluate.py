@@ -93,8 +93,6 @@ def evaluate(
     named = None if tasks is None else [name.strip() for name in tasks.split(",") if name.strip()]
     if named is not None:
         check_tasks(named)
-    if task is None and tasks is None:
-        check_context(options["context"], None)
     from kvconvert.bundle.locate import check_place
 
     check_place(bundle)
@@ -105,7 +103,10 @@ def evaluate(
         model = check_model(options["against"])
     from kvconvert.models.positions import check_length, stated_positions
 
-    check_length("context", options.get("context"), stated_positions(model))
+    if instead is None:
+        check_context(options["context"], stated_positions(model))
+    else:
+        check_length("context", options.get("context"), stated_positions(model))
     if task is not None:
         from kvconvert.fidelity.tasks.problems import TASKS
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import click
 
 from kvconvert.commands import Place, quiet
+from kvconvert.errors import BundleError
 
 
 @click.command()
@@ -37,13 +38,18 @@ def inspect(bundle: str, layers: bool, as_json: bool) -> None:
     manifest = opened.manifest
     windows: list[int | None] = []
     positions = stated_positions(opened.directory)
-    searched = manifest.allocation is not None  # whose stated size is computed again, with the model's windows
-    if any(manifest.schemes()) and (searched or _needs_transformers(opened.config, positions)):
+    is_known = not any(manifest.schemes()) or not _needs_transformers(opened.config, positions)
+    if is_known:
+        try:
+            check_cache_size(manifest, windows)
+        except BundleError:  # a model may have windows that its config.json does not name
+            is_known = False
+    if not is_known:
         from kvconvert.models.configuration import context_length, read_config, sliding_windows
 
         config = read_config(opened.directory, opened.config)
         windows, positions = sliding_windows(config), context_length(config)
-    check_cache_size(manifest, windows)
+        check_cache_size(manifest, windows)
     if as_json:
         size = kv_size(manifest, windows, positions)
         fields = manifest.model_dump(mode="json")

@@ -185,7 +185,7 @@ class CachedLM(TemplateLM):
         tokenizer: the model's tokenizer.
         batch: sequences at a time.
         progress: bars on stderr.
-        name: of the model, in bars.
+        name: the model's name in progress bars.
     """
 
     def __init__(

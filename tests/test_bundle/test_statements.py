@@ -142,6 +142,11 @@ def test_the_size_of_the_cache_that_a_search_states_is_that_of_its_schemes(measu
             check_cache_size(false, ())
 
 
+def test_inspect_asks_transformers_for_nothing_that_config_json_says(measured, monkeypatch):
+    monkeypatch.setattr("kvconvert.models.configuration.read_config", lambda *_: pytest.fail("transformers was asked"))
+    assert CliRunner().invoke(cli, ["inspect", str(measured)]).exit_code == 0
+
+
 @pytest.mark.parametrize("command", [["inspect"], ["inspect", "--json"], ["report"]], ids=" ".join)
 def test_no_command_shows_a_search_that_states_another_size_of_the_cache(measured, command):
     before = json.loads((measured / MANIFEST_NAME).read_text())
