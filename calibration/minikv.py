@@ -182,7 +182,7 @@ class MiniKVPass(SampleReader):
     def of(cls, job: LayerJob, sampler: CalibrationPass) -> MiniKVPass | None:
         """The pass for a scheme that evicts."""
         scheme = job.scheme
-        evicts = scheme is not None and scheme.evicts and not scheme.reconstructs
+        evicts = scheme is not None and scheme.evicts and not scheme.heads_apart
         return cls(sampler, scheme.recent_ratio) if evicts else None
 
     @classmethod

@@ -120,6 +120,7 @@ class LayerJob:
         heads, key_dim, value_dim: KV heads, and channels of a head's keys and values, as they are stored.
         is_latent: whether keys are latents and values RoPE parts (MLA), of which no pass knows.
         bits: width of each quantized Linear's weights, by its name within the layer.
+        scorer: `calibration.kvzip.FittedScorer` of the layer, where the scheme predicts scores and it is fitted.
     """
 
     index: int
@@ -134,6 +135,7 @@ class LayerJob:
     value_dim: int = 0
     is_latent: bool = False
     bits: Mapping[str, int] = field(default_factory=dict)
+    scorer: Any = None
 
 
 @dataclass(frozen=True)

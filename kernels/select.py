@@ -9,14 +9,16 @@ the largest attention weight that any query of the repetition gives it there. Th
 attends to the stored tokens of its own part, to the first tokens of the prompt, and to the repeated tokens of its part
 up to itself, so that the work is linear in the prompt's length. (The paper's queries attend to the whole prompt, and
 each part follows an instruction in words.) All heads of all layers share one budget: which of them retrieve differs
-from model to model far more than tokens do.
+from model to model far more than tokens do. A `TokenScorer` predicts the scores without a second reading.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 
 from kvconvert.kernels import device, prompt
 from kvconvert.kernels.attention import Scoring, capped
@@ -202,6 +204,42 @@ def _by_products(
         scores = torch.baddbmm(mask, asked, keys.transpose(1, 2), alpha=scoring.scaling)
     weights = torch.softmax(scores, -1, dtype=torch.float32)
     return torch.bmm(weights.to(asked.dtype), values), weights.amax(1)
+
+
+class TokenScorer(NamedTuple):
+    """A network of two layers that predicts how much a repetition of the prompt would attend to a token, from the
+    token's keys and values (after KVzap, arXiv 2601.07891, which predicts it from hidden states).
+
+    Attributes:
+        hidden_weight: float32 [C, H (E + D / 2)]; hidden_bias: float32 [C].
+        weight: float32 [H, C]; bias: float32 [H].
+    """
+
+    hidden_weight: torch.Tensor
+    hidden_bias: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+    def scores(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Predicted scores of tokens, float32 [H, n].
+
+        Args:
+            keys: [H, n, D] after RoPE, not rotated otherwise.
+            values: [H, n, E] as they are stored.
+        """
+        hidden = functional.gelu(functional.linear(token_features(keys, values), self.hidden_weight, self.hidden_bias))
+        return functional.linear(hidden, self.weight, self.bias).exp().T
+
+
+def token_features(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """What a `TokenScorer` reads: float32 [n, H (E + D / 2)], the values of all heads, then norms of pairs of channels
+    of the keys, which do not depend on a token's position where RoPE turns channels i and i + D / 2 together.
+
+    Args:
+        keys: [H, n, D]; values: [H, n, E].
+    """
+    norms = keys.float().unflatten(2, (2, -1)).norm(dim=2)
+    return torch.cat([part.transpose(0, 1).flatten(1) for part in (values.float(), norms)], 1)
 
 
 def share_pages(scores: torch.Tensor, pages: int, page_size: int) -> list[int]:

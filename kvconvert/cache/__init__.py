@@ -177,7 +177,7 @@ class LayerCache:
         prompt, positions = self.scheme.prompt, 0
         if isinstance(prompt, Spans):
             return self._span_bytes(context, prompt.tokens)
-        if isinstance(prompt, Evict) and prompt.reconstructs:
+        if isinstance(prompt, Evict) and prompt.heads_apart:
             return self._shared_bytes(context, prompt)
         if isinstance(prompt, Evict):
             kept = min(context, self.scheme.sink_tokens) + sum(prompt.budget(context))

@@ -11,7 +11,9 @@ from kvconvert.cache import Side
 from kvconvert.errors import RecipeError
 from kvconvert.kernels.page_formats import ChannelScales, LayerFormat, PageFormat, SideTensors
 from kvconvert.kernels.pages.center import KeyCenter, key_center
+from kvconvert.kernels.select import TokenScorer
 from kvconvert.methods import KVScheme
+from kvconvert.methods.kvzip import scorer_shapes
 from kvconvert.methods.scales import SCALE_NAMES
 
 
@@ -32,6 +34,16 @@ def with_plan(
     )
     values = SideTensors(static=_static_scales("value", format.values, plan, device))
     return replace(format, key_tensors=keys, value_tensors=values)
+
+
+def token_scorer(
+    format: LayerFormat, heads: int, plan: Mapping[str, torch.Tensor], device: torch.device
+) -> TokenScorer:
+    """What predicts the scores of the tokens of a layer of `heads` KV heads; RecipeError as of `with_plan`."""
+    shapes = scorer_shapes(heads, format.keys.head_dim, format.values.head_dim)
+    setting, instead = 'selection = "predicted"', 'choose selection = "reconstruction"'
+    tensors = {name: _planned(plan, name, shape, setting, instead) for name, shape in shapes.items()}
+    return TokenScorer(*(tensor.to(device, torch.float32) for tensor in tensors.values()))
 
 
 def _planned(

@@ -13,6 +13,7 @@ from kvconvert.calibration.calibquant import CalibQuantPass
 from kvconvert.calibration.gptq import GptqPass
 from kvconvert.calibration.keys import ErrorFeedbackPass, KeyTreatmentPass
 from kvconvert.calibration.kitty import KittyPass
+from kvconvert.calibration.kvzip import KVzipPass
 from kvconvert.calibration.minikv import MiniKVPass
 from kvconvert.calibration.oscar import OscarPass
 from kvconvert.calibration.protocol import CalibrationPass, LayerJob, MeasuredLayer, PassResult
@@ -43,6 +44,7 @@ PASSES: tuple[type[CalibrationPass], ...] = (
     ClipRatioPass,
     CalibQuantPass,
     MiniKVPass,
+    KVzipPass,
 )
 
 

@@ -61,6 +61,7 @@ from kvconvert.convert.layer_calibration import (
 )
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.passes import layer_jobs, resolve_layers
+from kvconvert.convert.scores import GPU_TOKENS, KVCONVERT_ATTENTION, TOKENS, predicts, with_scorers
 from kvconvert.convert.work_files import check_measured, check_place
 from kvconvert.convert.workdir import WorkDir, WorkState
 from kvconvert.data.samples import load_held_out_mixture, load_mixture, load_samples
@@ -154,6 +155,11 @@ def calibrate(
             if runner.architecture is not None:
                 recipe = with_fitted_weights(runner, recipe, progress)
             jobs = layer_jobs(runner, recipe)
+            if ranks.size > 1 and predicts(jobs):
+                raise UsageError(
+                    f"The recipe {recipe.name} fits what predicts scores in one process, and torchrun started "
+                    f"{ranks.size}; calibrate with it without torchrun."
+                )
             task = None if recipe.auto is None else search_task(runner.config, jobs, recipe, target)
             if recipe.weights.average_bits is not None:
                 budget_of(weight_units(runner.model, jobs), recipe.weights.average_bits)
@@ -227,6 +233,8 @@ def _calibrate_layers(
         recipe = searches.widths(recipe, jobs)
     if task is not None or recipe.weights.average_bits is not None:
         jobs = layer_jobs(runner, recipe)
+    if todo and predicts(jobs):
+        jobs = searches.scorers(jobs)
     inputs = CalibrationInputs(tokens.ids, tokens.extras, tokens.visual, directory.mapped(), tokens.random)
     if runner.architecture is not None:
         runner.begin(inputs)
@@ -397,6 +405,22 @@ class Searches:
             run = self._run(None if self.tokens.extras else self.data, self.tokens, *size)
             found = find_widths(weight_units(self.runner.model, jobs), recipe.weights, run)
         return allocated_widths(recipe, found)
+
+    def scorers(self, jobs: list[LayerJob]) -> list[LayerJob]:
+        """The jobs with networks that predict scores, fitted to the samples and to text that they leave over."""
+        runner, tokens = self.runner, self.tokens
+        ids = tokens.ids[: len(tokens.ids) - tokens.random]
+        rows = (GPU_TOKENS if runner.device.type == "cuda" else TOKENS) // ids.shape[1]
+        if rows > len(ids) and not tokens.extras:
+            apart = (tokens.info.samples, tokens.info.length)
+            tokenizer = load_tokenizer(runner.source.directory)
+            more = load_held_out_mixture(self.data, tokenizer, rows - len(ids), ids.shape[1], self.seed, apart)
+            ids = torch.cat([ids, more.ids])
+        with loading_bars(self.progress):
+            dtype = float_dtype(runner.source) if runner.device.type == "cuda" else torch.float32
+            model = runner.source.load(dtype, attn_implementation=KVCONVERT_ATTENTION)
+        model = model.eval().requires_grad_(False).to(runner.device)
+        return with_scorers(jobs, model, ids[:rows], self.seed, self.say, self.progress)
 
     def _run(self, data: Sources, tokens: TokenData, rows: int, length: int) -> SearchRun:
         """The source model, and text of this size beside the calibration samples."""

@@ -197,7 +197,7 @@ class KeyRoundingSearch:
         is_open = self.calibrate_key_rounding and "key_rounding" not in self.given
         # It does harm to drawings at one bit (benchmarks/RESULTS.md).
         harms = scheme.key_bits == 1 and scheme.modality == "visual"
-        return is_open and scheme.key_bits in CHOSEN_BITS and not harms and not scheme.reconstructs
+        return is_open and scheme.key_bits in CHOSEN_BITS and not harms and not scheme.heads_apart
 
     def searched(self, scheme: Any) -> list[str]:
         """The fields that are to be chosen, for messages."""

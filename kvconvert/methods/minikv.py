@@ -52,7 +52,7 @@ class MiniKV(Part):
 
     def in_use(self) -> bool:
         """Whether tokens are evicted by the prompt's own attention."""
-        return self.evicts and not self.reconstructs
+        return self.evicts and not self.heads_apart
 
     def check(self) -> None:
         """Both shares together; an allocation needs one; norms over all heads need tokens that all heads have."""

@@ -91,13 +91,18 @@ class Evict:
 
     Attributes:
         heavy_ratio, recent_ratio: shares of the prompt.
-        reconstructs: whether heavy hitters are those of a repetition of the prompt, and all heads share a budget.
+        selection: by what heavy hitters are chosen, see `KVzip`.
     """
 
     heavy_ratio: float
     recent_ratio: float
-    reconstructs: bool = False
+    selection: str = "attention"
     modality = "all"
+
+    @property
+    def heads_apart(self) -> bool:
+        """Whether all heads share a budget."""
+        return self.selection != "attention"
 
     def budget(self, tokens: int) -> tuple[int, int]:
         """Heavy hitters and newest tokens that each KV head keeps of a prompt; halves are rounded to even."""
@@ -119,7 +124,7 @@ def prompt_of(scheme: Any) -> Pages | Spans | Evict:
     """The treatment of a prompt, from a scheme's flat fields."""
     if scheme.is_span:
         return Spans(scheme.span_tokens, scheme.modality)
-    return Evict(scheme.heavy_ratio, scheme.recent_ratio, scheme.reconstructs) if scheme.evicts else Pages()
+    return Evict(scheme.heavy_ratio, scheme.recent_ratio, scheme.selection) if scheme.evicts else Pages()
 
 
 PARTS: tuple[type[Part], ...] = (

@@ -154,8 +154,9 @@ class EvictionPolicy(PromptPolicy):
         return SealEviction(row, tokens, sink_tokens, *self.shares.budget(tokens))
 
 
-class ReconstructionPolicy(EvictionPolicy):
-    """Keeps what a repetition of the prompt attends to most (KVzip); rows are KV heads, each with a budget of its own.
+class SharedBudgetPolicy(EvictionPolicy):
+    """Keeps what a repetition of the prompt attends to most (KVzip), or would by prediction; rows are KV heads, each
+    with a budget of its own.
 
     Attributes:
         kept: of each row, the tokens of its open prompt that are to be kept, once that is scored.
@@ -169,11 +170,14 @@ class ReconstructionPolicy(EvictionPolicy):
 
     def _work(self, row: int, tokens: int, sink_tokens: int) -> SealEviction:
         if row not in self.kept:
-            raise CacheError(
-                'selection = "reconstruction" keeps what a second reading of the prompt attends to, and this prompt '
-                "was read once: call kvconvert.runtime.seal_prompt(model, cache, input_ids) after it, or generate with "
-                "a bundle's model."
+            why = (
+                "keeps what a second reading of the prompt attends to, and this prompt was read once: call "
+                "kvconvert.runtime.seal_prompt(model, cache, input_ids) after it"
+                if self.shares.selection == "reconstruction"
+                else "shares a budget among all layers, and this prompt is not sealed: call cache.begin_prompt() before "
+                "it and cache.seal() after it"
             )
+            raise CacheError(f'selection = "{self.shares.selection}" {why}, or generate with a bundle\'s model.')
         # Sink tokens and the newest ones have the highest scores of all.
         return SealEviction(row, tokens, 0, self.kept.pop(row), 0)
 
@@ -184,5 +188,5 @@ def prompt_policy(scheme: methods.KVScheme) -> PromptPolicy:
     if isinstance(prompt, methods.Spans):
         return SpanPolicy(prompt)
     if isinstance(prompt, methods.Evict):
-        return ReconstructionPolicy(prompt) if prompt.reconstructs else EvictionPolicy(prompt)
+        return SharedBudgetPolicy(prompt) if prompt.heads_apart else EvictionPolicy(prompt)
     return PromptPolicy()

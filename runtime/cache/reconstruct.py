@@ -1,4 +1,5 @@
-"""Selection by reconstruction (KVzip): prompts are read again and scored, and all heads share one budget.
+"""Selection by reconstruction (KVzip): prompts are read again and scored, or their scores predicted, and all heads
+share one budget.
 
 Every KV head is a row of its own here: row `b * heads + h` of a layer is head h of sequence b, so that each holds as
 many tokens as the scores leave it. While a group's `repetition` is set, tokens that reach its layers are not stored.
@@ -64,6 +65,25 @@ def score_and_attend(
                 row.attention_mass = own.new_zeros(1, count)
             row.attention_mass[0, first:end] = own
     return hadamard_transform(output, inverse=True) if store.format.rotations.values else output
+
+
+def predict_scores(groups: list[Group], heads: int) -> None:
+    """Predict how much a repetition would attend to each token of open prompts; arguments as of `share_budget`."""
+    for group in groups:
+        store = group.stores[0]
+        for begin in range(0, group.rows, heads):
+            sequence = group.sequences[begin]
+            if sequence.open_from is None:
+                continue
+            rows = store.rows[begin : begin + heads]
+            keys, values = (
+                torch.stack([side.tokens(0, sequence.keys.buffered)[0] for side in sides])
+                for sides in ([row.keys for row in rows], [row.values for row in rows])
+            )
+            if store.format.rotations.keys:
+                keys = hadamard_transform(keys, inverse=True)
+            for row, own in zip(rows, store.scorer.scores(keys, values), strict=True):
+                row.attention_mass = own[None]
 
 
 def share_budget(groups: list[Group], heads: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from kvconvert.cache import layer_format
-from kvconvert.cache.plan_tensors import with_plan
+from kvconvert.cache.plan_tensors import token_scorer, with_plan
 from kvconvert.errors import CacheError, UsageError, counted, first_line
 from kvconvert.kernels.device import fall_back
 from kvconvert.kernels.latent import unsupported as latents_unsupported
@@ -73,8 +73,7 @@ class LayerStore:
         is_latent: whether the layer has latent attention: latents are its keys, and RoPE parts its values.
 
     Attributes:
-        heads_apart: rows that a sequence has, one for each KV head where these keep different tokens by
-            reconstruction, else 1.
+        heads_apart: rows that a sequence has, one for each KV head where these share a budget, else 1.
         is_indexed: whether an indexer chooses the tokens that the layer attends to.
         in_chunks: whether tokens attend to their own chunk alone, of those that a sequence falls into from its first
             token on (Llama 4).
@@ -87,7 +86,7 @@ class LayerStore:
         flushes: pages quantized so far.
         fallbacks: calls that a slower path served than the one meant for the device.
         dtype, device: of the tokens; these and the following exist once `allocate` was called.
-        format: how they are stored.
+        format: how they are stored; scorer: what predicts scores where the scheme says so, or None.
         key_pages, value_pages: their storage.
         origin: a small tensor of the tokens' dtype and device, from which addresses of buffers count.
         clamped_rows: int64 scalar, query rows for which CalibQuant's shift had to make different scores equal.
@@ -167,6 +166,8 @@ class LayerStore:
         else:
             format = layer_format(self.scheme, **shape, latent=self.is_latent)
             self.format = with_plan(format, self.scheme, self.plan, self.device)
+        predicts, heads_apart = self.scheme.predicts, self.heads_apart
+        self.scorer = token_scorer(self.format, heads_apart, self.plan, self.device) if predicts else None
         group = self.group
         if self.is_allocated_storage and (self.key_pages.dtype, self.key_pages.device) == (self.dtype, self.device):
             pass  # a cache beside this one has seen tokens already

@@ -118,7 +118,7 @@ def attention_function(
         over_latents = own if is_latent else None
         options = {"value_dim": value.shape[-1], "over_latents": over_latents, "choice": choice}
         return store.attend(query, attention_mask, scoring, **options), None
-    if store.scheme.reconstructs:
+    if store.scheme.heads_apart:
         output = _by_head(store, query, key, value, attention_mask, scoring)
         return output.transpose(1, 2).contiguous(), None
     chunk = layer_tokens(attention_mask.chunk(query.device, query.shape[2]), store, choice)
@@ -139,8 +139,8 @@ def _by_head(
     """Attention of [B, Hq, T, D] where every KV head is a row of the store: [B, Hq, T, E]."""
     if scoring.sink_logits is not None:
         raise UnsupportedModelError(
-            'This model\'s attention has sink logits, which selection = "reconstruction" does not support; choose '
-            'selection = "attention".'
+            f'This model\'s attention has sink logits, which selection = "{store.scheme.selection}" does not support; '
+            'choose selection = "attention".'
         )
     batch, heads = key.shape[:2]
     grouped = query.unflatten(1, (heads, -1)).flatten(0, 1)
@@ -151,8 +151,8 @@ def _by_head(
         chunk = mask.chunk(query.device, query.shape[2], heads)
         if not chunk.is_causal:
             raise CacheError(
-                'selection = "reconstruction" needs causal attention, and this model masks otherwise; choose '
-                'selection = "attention".'
+                f'selection = "{store.scheme.selection}" needs causal attention, and this model masks otherwise; '
+                'choose selection = "attention".'
             )
         output = store_and_attend(store, grouped, chunk, scoring)
     return output.unflatten(0, (batch, heads)).flatten(1, 2)

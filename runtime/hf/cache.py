@@ -35,6 +35,7 @@ from kvconvert.runtime.cache import session
 from kvconvert.runtime.cache.compress import compress, read_flags, seal
 from kvconvert.runtime.cache.forward_pass import ModalityMask
 from kvconvert.runtime.cache.groups import LayerGroup, geometry
+from kvconvert.runtime.cache.reconstruct import predict_scores, share_budget
 from kvconvert.runtime.cache.sequence import Sequence
 from kvconvert.runtime.cache.session import Snapshot
 from kvconvert.runtime.cache.steps import TableRegistry
@@ -74,7 +75,7 @@ class KVCache(Cache):
     Attributes:
         schemes: of all layers; None for one that is not quantized.
         groups: the bookkeeping of all layers with pages, see `runtime/cache/groups.py`.
-        reconstructs: whether prompts have to be read again before they are sealed.
+        heads_apart: whether KV heads share a budget, so that each has rows of its own.
         replays: whether steps of a bundle's model over this cache may be replayed as CUDA graphs; every call of
             `generate` says it anew.
         is_replaced: the model has another cache of this kind made where transformers drops this one, see `__bool__`.
@@ -105,7 +106,7 @@ class KVCache(Cache):
         like: CacheLayers | None = None,
     ):
         like = CacheLayers.of(config, scheme) if like is None else like
-        self.like, self.schemes, self.reconstructs = like, like.schemes, like.reconstructs
+        self.like, self.schemes, self.heads_apart = like, like.schemes, like.heads_apart
         page_bytes = None if kv_memory is None else like.page_bytes(config, kv_memory)
         self._made_with = {"config": config, "scheme": scheme, "plan": plan, "kv_memory": kv_memory, "like": like}
         plans = _layer_plans(plan or {})
@@ -119,7 +120,7 @@ class KVCache(Cache):
                 continue
             layer_scheme, window = self.schemes[index] or UNQUANTIZED, kwargs.get("sliding_window")
             # Layers hold different numbers of tokens where heads share a budget.
-            key = geometry(layer_scheme, window, like.shares_keys), index * self.reconstructs
+            key = geometry(layer_scheme, window, like.shares_keys), index * self.heads_apart
             twin = None if beside is None else beside.layers[index].store
             if key not in groups:
                 numbers = None if twin is None else (twin.group.key_numbers, twin.group.value_numbers)
@@ -139,7 +140,7 @@ class KVCache(Cache):
                 layers.append((IndexedLatentLayer if like.is_latent else IndexedLayer)(store))
             elif like.is_latent:
                 layers.append(LatentLayer(store))
-            elif self.reconstructs:
+            elif self.heads_apart:
                 layers.append(HeadwiseLayer(store))
             elif layer_type in HYBRID_LAYER_TYPES:
                 layers.append(HybridLayer(store, kwargs.get("number_of_states", 1), like.state_bits))
@@ -186,6 +187,11 @@ class KVCache(Cache):
             if group.scheme.modality == modality:
                 group.modality_mask = mask
 
+    @property
+    def reconstructs(self) -> bool:
+        """Whether prompts have to be read again before they are sealed."""
+        return any(scheme is not None and scheme.reconstructs for scheme in self.schemes)
+
     def begin_prompt(self) -> None:
         """State that the following forward passes read a prompt, part by part, until `seal()`.
 
@@ -203,6 +209,14 @@ class KVCache(Cache):
         `begin_prompt()` was called. Page methods have nothing left to do, except where later layers read earlier
         layers' keys again: there complete pages are written now instead of at the next step.
         """
+        if (
+            self.heads_apart
+            and self.schemes[0].predicts
+            and any(s.open_from is not None for s in self.groups[0].sequences)
+        ):
+            heads = self.groups[0].stores[0].heads_apart
+            predict_scores(self.groups, heads)
+            share_budget(self.groups, heads)
         for group in self.groups:
             group.reading_prompt = False
             seal(group)
@@ -213,7 +227,7 @@ class KVCache(Cache):
         Each layer then compresses it before the next layer runs, so that the prefill's peak is one layer's keys and
         values. Where later layers read earlier layers' keys again, compression waits until the first step.
         """
-        if self.reconstructs:  # what is kept is known when all layers have read it
+        if self.heads_apart:  # what is kept is known when all layers have read it
             self.begin_prompt()
             return
         for group in self.groups:
@@ -236,10 +250,10 @@ class KVCache(Cache):
                 f"Sequences cannot join a cache with layers of transformers' own ({other}); generate in batches "
                 "instead."
             )
-        if self.reconstructs:
+        if self.heads_apart:
             raise CacheError(
-                'Sequences cannot join a cache with selection = "reconstruction", whose KV heads hold different '
-                "numbers of tokens; generate in batches instead."
+                f'Sequences cannot join a cache with selection = "{self.schemes[0].selection}", whose KV heads hold '
+                "different numbers of tokens; generate in batches instead."
             )
         for group in self.groups:
             group.open_rows(count)

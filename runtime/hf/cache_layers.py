@@ -35,7 +35,7 @@ class CacheLayers:
         types: of each layer in transformers' terms; arguments: of transformers' cache layer of that type.
         schemes: of all layers, None for one that is not quantized.
         paged: how many layers can have pages.
-        reconstructs: see `KVCache`.
+        heads_apart: whether KV heads share a budget, so that each has rows of its own.
         is_latent: whether attention is latent (MLA).
         shares_keys: whether layers read earlier layers' keys and values.
         rotary_switch: see the function of this name.
@@ -49,7 +49,7 @@ class CacheLayers:
     arguments: tuple[dict[str, Any], ...]
     schemes: tuple[KVScheme | None, ...]
     paged: int
-    reconstructs: bool
+    heads_apart: bool
     is_latent: bool
     shares_keys: bool
     rotary_switch: int | None
@@ -81,9 +81,9 @@ class CacheLayers:
                 f"({reason}); use the model without a KV scheme."
             )
         spread = spread_ratios(schemes)
-        reconstructs = any(layer is not None and layer.reconstructs for layer in spread)
-        if reconstructs:
-            _check_reconstruction(config, spread, types)
+        heads_apart = any(layer is not None and layer.heads_apart for layer in spread)
+        if heads_apart:
+            _check_shared_budget(config, spread, types)
         quantized = (own for kind, own in zip(types, spread, strict=True) if own is not None and has_pages(kind))
         modalities = {own.modality for own in quantized} - {"all"}
         return cls(
@@ -91,7 +91,7 @@ class CacheLayers:
             tuple(arguments),
             spread,
             sum(reason is None for reason in reasons),
-            reconstructs,
+            heads_apart,
             is_latent(config),
             bool(getattr(text_config, "num_kv_shared_layers", 0)) or "dummy" in types,
             rotary_switch(config),
@@ -113,10 +113,10 @@ class CacheLayers:
 
     def page_bytes(self, config: PretrainedConfig, kv_memory: int) -> int:
         """Bytes for pages of each layer, of `kv_memory` for all; UsageError if these do not hold a page."""
-        if self.reconstructs:
+        if self.heads_apart:
             raise UsageError(
-                '`kv_memory` is not possible with selection = "reconstruction", for layers keep different numbers of '
-                "tokens; leave it out."
+                f'`kv_memory` is not possible with selection = "{self.schemes[0].selection}", for layers keep '
+                "different numbers of tokens; leave it out."
             )
         _check_memory(kv_memory, model_cache(config, self.schemes), self.paged)
         return kv_memory // self.paged
@@ -165,13 +165,15 @@ def _check_memory(kv_memory: int, cache: ModelCache, paged: int) -> None:
         )
 
 
-def _check_reconstruction(
+def _check_shared_budget(
     config: PretrainedConfig,
     schemes: Sequence[KVScheme | None],
     layer_types: Sequence[str],
 ) -> None:
-    """Refuse what prompts cannot be read again for (RecipeError, UnsupportedModelError)."""
-    setting = 'selection = "reconstruction"'
+    """Refuse layers that cannot share a budget, and prompts that cannot be read again (RecipeError,
+    UnsupportedModelError).
+    """
+    setting = f'selection = "{next(own.selection for own in schemes if own is not None and own.heads_apart)}"'
     if any(scheme is None for scheme in schemes) or (reason := check_layers(schemes)):
         reason = "leaves layers out" if any(scheme is None for scheme in schemes) else reason
         raise RecipeError(f"[kv] {setting} needs one scheme for all layers, and this cache {reason}.")
@@ -185,8 +187,8 @@ def _check_reconstruction(
     ):
         if reason is not None:
             raise UnsupportedModelError(
-                f"{setting} reads prompts again, which is not possible here: this {text_config.model_type} model "
-                f'{reason}; choose selection = "attention".'
+                f"{setting} scores prompts by their repetition, which is not possible here: this "
+                f'{text_config.model_type} model {reason}; choose selection = "attention".'
             )
 
 

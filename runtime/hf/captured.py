@@ -453,7 +453,7 @@ class ShortBatch:
     def read(cls, model: Any, tokens: Sequence_[int]) -> ShortBatch | None:
         """Read prompts of these lengths, but of at most a page beyond all windows; None where lengths cannot be set."""
         cache = model.new_kv_cache()
-        return None if cache.reconstructs else cls(cache, tokens, _read_short_prompt(model, cache, tokens), set())
+        return None if cache.heads_apart else cls(cache, tokens, _read_short_prompt(model, cache, tokens), set())
 
     @property
     def takes_any_length(self) -> bool:

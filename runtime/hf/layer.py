@@ -162,8 +162,8 @@ class HeadwiseLayer(PagedLayer):
     def activate_past_recording(self) -> None:
         """Refused: drafts are taken back, and what a head keeps is decided once."""
         raise CacheError(
-            'Assisted decoding is not possible with selection = "reconstruction"; generate without an assistant model '
-            "or prompt lookup."
+            f'Assisted decoding is not possible with selection = "{self.store.scheme.selection}"; generate without an '
+            "assistant model or prompt lookup."
         )
 
     def crop(self, tokens_to_remove: int) -> None:

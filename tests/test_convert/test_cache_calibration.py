@@ -269,3 +269,20 @@ def test_what_only_calibration_can_say_is_refused_where_layers_are_unknown(tmp_p
         calibrate(
             str(tmp_path / "gpt2"), tmp_path / "work", recipe=recipe, data=text, samples=2, seq_len=64, progress=False
         )
+
+
+def test_networks_that_predict_scores_are_fitted_and_served(tmp_path, model, text, monkeypatch):
+    monkeypatch.setattr("kvconvert.calibration.kvzip.STEPS", 20)
+    monkeypatch.setattr("kvconvert.convert.scores.TOKENS", 4 * LENGTH)
+    monkeypatch.setattr("kvconvert.convert.pipeline.TOKENS", 4 * LENGTH)
+    scheme = replace(
+        PRESETS["default"], heavy_ratio=0.3, recent_ratio=0.02, selection="predicted", rotate_values="folded"
+    )
+    work = run(model, tmp_path / "work", text, scheme)
+    assert all(work.layer_record(i).statistics["kvzip"]["explained"] <= 1 for i in range(3))
+    bundle = export(tmp_path / "work", tmp_path / "bundle", progress=False)
+    loaded, _ = load(bundle, verify="full")
+    ids = torch.randint(1, 4096, (1, 450), generator=torch.Generator().manual_seed(0))
+    out = loaded.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None, return_dict_in_generate=True)
+    assert out.sequences.shape == (1, 453)
+    assert len({tokens for store in out.past_key_values.stores() for tokens in map(len, store.rows[0].kept)}) == 1

@@ -9,9 +9,13 @@ from transformers import AttentionInterface, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from kvconvert import KVCache, KVScheme
+from kvconvert.calibration import kvzip
+from kvconvert.calibration.kvzip import FittedScorer, KVzipPass, fit_scorer
+from kvconvert.calibration.protocol import LayerJob
 from kvconvert.errors import CacheError, RecipeError, UnsupportedModelError, UsageError
 from kvconvert.fidelity.scoring import Decoder, Work, compare, estimate_seconds, generate_greedily
-from kvconvert.kernels.select import share_pages
+from kvconvert.kernels.select import TokenScorer, share_pages, token_features
+from kvconvert.methods.kvzip import scorer_shapes
 from kvconvert.models.configuration import model_cache
 from kvconvert.runtime import Engine, seal_prompt
 from kvconvert.runtime.cache.reconstruct import PART
@@ -275,3 +279,88 @@ def test_an_engine_refuses_it():
     adopt(model, [EXACT] * LAYERS, {})
     with pytest.raises(UnsupportedModelError, match="KV heads hold different"):
         Engine(model)
+
+
+def scorers():
+    """A random network for each layer, for values that are not rotated."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = scorer_shapes(HEADS, 16, 16).values()
+    return [TokenScorer(*(torch.randn(shape, generator=generator) for shape in shapes)) for _ in range(LAYERS)]
+
+
+def plan_for(scheme):
+    """The networks as a bundle with this scheme holds them."""
+    plan = {}
+    for index, scorer in enumerate(scorers()):
+        job = LayerJob(
+            index, "", None, scheme, None, None, heads=HEADS, key_dim=16, value_dim=16, scorer=FittedScorer(scorer, 1.0)
+        )
+        plan |= {f"layers.{index}.{name}": tensor for name, tensor in KVzipPass(job).result().plan.items()}
+    return plan
+
+
+PREDICTED = replace(EXACT, selection="predicted")
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"rotate_keys": "hadamard", "rotate_values": "online"}], ids=["plain", "rotated"]
+)
+def test_predicted_scores_follow_from_keys_and_values(llama, changes):
+    ids, scheme, plain = random_ids(1, TOKENS), replace(PREDICTED, **changes), DynamicCache()
+    cache = KVCache(llama.config, scheme, plan=plan_for(scheme))
+    cache.begin_prompt()
+    with torch.no_grad():
+        llama(ids, past_key_values=cache)
+        llama.set_attn_implementation("eager")
+        llama(ids, past_key_values=plain)
+        llama.set_attn_implementation("kvconvert")
+    cache.seal()
+    found = [
+        scorer.scores(layer.keys[0], layer.values[0]) for scorer, layer in zip(scorers(), plain.layers, strict=True)
+    ]
+    scores = torch.cat(found)
+    scores[:, : EXACT.sink_tokens] = scores[:, -round(0.02 * TOKENS) :] = torch.inf
+    pages = share_pages(scores, LAYERS * int(0.42 * TOKENS * HEADS / 128), 128)
+    expected = [row.topk(128 * count).indices.sort().values.tolist() for row, count in zip(scores, pages, strict=True)]
+    rows = [tokens for layer in kept(cache) for tokens in layer]
+    for tokens, wanted in zip(rows, expected, strict=True):
+        assert len(tokens) == len(wanted)
+        assert len({*tokens} & {*wanted}) >= len(wanted) - 2  # rounding may swap tokens that are nearly equal
+
+
+def test_a_prompt_whose_scores_are_predicted_is_read_once():
+    model, ids, passes = tiny(), random_ids(1, TOKENS), []
+    scheme = replace(QUANTIZED, selection="predicted")
+    adopt(model, [scheme] * LAYERS, plan_for(scheme))
+    model.model.layers[0].register_forward_pre_hook(lambda module, args: passes.append(args[0].shape[1]))
+    out = model.generate(ids, max_new_tokens=3, return_dict_in_generate=True, **GREEDY)
+    assert sum(passes) < 2 * TOKENS
+    assert out.past_key_values.stats().bits_per_value < 6
+
+
+def test_networks_are_needed_of_a_plan(llama):
+    cache = KVCache(llama.config, PREDICTED)
+    with pytest.raises(RecipeError, match='selection = "predicted" needs scorer_hidden_weight'):
+        llama(random_ids(1, 300), past_key_values=cache)
+
+
+def test_a_prompt_whose_scores_are_predicted_has_to_be_sealed(llama):
+    cache = KVCache(llama.config, PREDICTED, plan=plan_for(PREDICTED))
+    llama(random_ids(1, 300), past_key_values=cache)
+    with pytest.raises(CacheError, match=r"shares a budget among all layers.*begin_prompt"):
+        llama(random_ids(1, 1), past_key_values=cache)
+
+
+def test_networks_learn_scores_that_keys_and_values_tell(monkeypatch):
+    monkeypatch.setattr(kvzip, "STEPS", 150)
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(2, 3000, 8, generator=generator) for _ in range(2))
+    keys[1] *= 30
+    norm = keys[0].unflatten(1, (2, 4)).norm(dim=1)[:, 0]
+    scores = torch.sigmoid(values[..., :2].sum(-1) + norm - 6).T
+    fit = fit_scorer(token_features(keys, values), scores, 500)
+    assert fit.explained > 0.9
+    own = fit.scorer.scores(keys, values)[:, -500:].log().T
+    torch.testing.assert_close(own, scores[-500:].log(), atol=1.5, rtol=0)
+    unrelated = fit_scorer(token_features(keys, values), scores[torch.randperm(3000, generator=generator)], 500)
+    assert unrelated.explained < 0.1

@@ -1,0 +1,92 @@
+"""Calibration text, read twice by the whole source model, and what predicts the second reading's scores (KVzip)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvconvert.calibration.kvzip import FittedScorer, fit_scorer
+from kvconvert.calibration.protocol import LayerJob
+from kvconvert.io.progress import progress_bar
+from kvconvert.kernels.select import token_features
+from kvconvert.methods import KVScheme
+from kvconvert.models import CACHE
+from kvconvert.runtime import KVCache
+from kvconvert.runtime.hf.attention import NAME as KVCONVERT_ATTENTION
+from kvconvert.runtime.hf.reconstruct import score_prompt
+
+__all__ = ["GPU_TOKENS", "KVCONVERT_ATTENTION", "TOKENS", "predicts", "with_scorers"]
+
+# Tokens that are read, and bytes that their features may take.
+TOKENS, GPU_TOKENS = 2**15, 2**19
+FEATURE_BYTES, GPU_FEATURE_BYTES = 2 * 2**30, 12 * 2**30
+HELD_OUT = 8  # one row of as many judges the networks
+
+
+def predicts(jobs: Sequence[LayerJob]) -> bool:
+    """Whether layers need a network that predicts scores."""
+    return any(job.scheme is not None and job.scheme.predicts for job in jobs)
+
+
+@torch.no_grad()
+def with_scorers(
+    jobs: Sequence[LayerJob],
+    model: PreTrainedModel,
+    ids: Tensor,
+    seed: int,
+    say: Callable[[str], None],
+    progress: bool,
+) -> list[LayerJob]:
+    """The jobs of all layers with networks fitted to this text.
+
+    Args:
+        jobs: of all layers, which share a budget.
+        model: the source, with the attention "kvconvert".
+        ids: int64 [rows, length].
+        seed: of the choice of tokens, and of the fits.
+        say: shows a message.
+        progress: show bars.
+
+    Raises:
+        RecipeError, UnsupportedModelError: see `KVCache`.
+    """
+    say(f"Reading {ids.numel():,} tokens twice, to learn which of them reconstruct a prompt.")
+    on_gpu, sinks = model.device.type == "cuda", jobs[0].scheme.sink_tokens
+    exact = KVScheme(
+        key_bits=16, value_bits=16, sink_tokens=sinks, heavy_ratio=1.0, recent_ratio=0.0, selection="reconstruction"
+    )
+    width = sum(job.heads * (job.value_dim + job.key_dim // 2) for job in jobs)
+    most = (GPU_FEATURE_BYTES if on_gpu else FEATURE_BYTES) // (2 * width * len(ids))
+    generator = torch.Generator().manual_seed(seed)
+    features: list[list[Tensor]] = [[] for _ in jobs]
+    scores: list[list[Tensor]] = [[] for _ in jobs]
+    for row in progress_bar(ids.split(1), desc="second readings", unit="row", total=len(ids), shown=progress):
+        cache = KVCache(model.config, exact)
+        cache.begin_prompt()
+        row = row.to(model.device)
+        model(input_ids=row, use_cache=True, logits_to_keep=1, **{CACHE: cache})
+        score_prompt(model, cache, row)
+        count = row.shape[1] - sinks
+        chosen = (sinks + torch.randperm(count, generator=generator)[:most].sort().values).to(model.device)
+        for index, store in enumerate(cache.stores()):
+            keys, values = (
+                torch.stack([side.tokens(0, row.shape[1])[0, chosen] for side in sides])
+                for sides in ([own.keys for own in store.rows], [own.values for own in store.rows])
+            )
+            features[index].append(token_features(keys, values).bfloat16())
+            scores[index].append(torch.cat([own.attention_mass for own in store.rows])[:, chosen].T.float())
+    held_out = len(ids) // HELD_OUT * len(features[0][0])
+    found: list[FittedScorer] = []
+    for own, wanted in progress_bar(
+        list(zip(features, scores, strict=True)), desc="fits", unit="layer", shown=progress
+    ):
+        found.append(fit_scorer(torch.cat(own), torch.cat(wanted), held_out, seed))
+        own.clear()
+    mean = sum(fit.explained for fit in found) / len(found)
+    where = "held-out tokens" if held_out else "these tokens"
+    say(f"The networks explain {mean:.0%} of the variance of the scores' logarithms on {where}.")
+    return [replace(job, scorer=fit) for job, fit in zip(jobs, found, strict=True)]
