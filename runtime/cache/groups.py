@@ -406,7 +406,8 @@ class LayerGroup(Generic[Store]):
         self.touch()
 
     def join(self, row: int, other: LayerGroup[Store]) -> None:
-        """Move the only sequence of another cache's group of the same layers, with pages in the same storage, to a row.
+        """Move the only sequence of another cache's group of the same layers, with pages in the same storage, to a row,
+        or to that row and the next where KV heads have rows of their own.
 
         Its tokens get the positions right before the next pass's, as if it were padded on its left.
 
@@ -417,7 +418,9 @@ class LayerGroup(Generic[Store]):
             raise CacheError(f"There is no row {row}: the cache has {len(self.sequences)}; call open_rows() first.")
         if self.sequences[row].occupied:
             raise CacheError(f"Row {row} of the cache holds a sequence; let it leave first.")
-        if len(other.sequences) != 1 or other.sequences[0].open_from is not None or other.real is not None:
+        count = self.stores[0].heads_apart
+        is_open = any(sequence.open_from is not None for sequence in other.sequences)
+        if len(other.sequences) != count or is_open or other.real is not None:
             raise CacheError("Only a cache with one sequence, without padding and sealed, can join another one.")
         if other.key_numbers is not self.key_numbers:
             raise CacheError("Only a cache made by beside() can join: its pages have to lie in the same storage.")
@@ -425,8 +428,9 @@ class LayerGroup(Generic[Store]):
             raise CacheError(f"The sequence cannot join, because it lost tokens: {other.error}") from other.error
         by = self.logical - other.logical
         for store, source in zip(self.stores, other.stores, strict=True):
-            store.take_row(row, source, by, len(self.sequences))
-        self._put(row, replace(other.sequences[0].shift(by), occupied=True))
+            store.take_rows(row, source, by, len(self.sequences))
+        for index, sequence in enumerate(other.sequences, row):
+            self._put(index, replace(sequence.shift(by), occupied=True))
         # Its pages are the row's now.
         other.sequences = ()
         other.reset()

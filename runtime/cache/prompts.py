@@ -174,8 +174,8 @@ class SharedBudgetPolicy(EvictionPolicy):
                 "keeps what a second reading of the prompt attends to, and this prompt was read once: call "
                 "kvconvert.runtime.seal_prompt(model, cache, input_ids) after it"
                 if self.shares.selection == "reconstruction"
-                else "shares a budget among all layers, and this prompt is not sealed: call cache.begin_prompt() before "
-                "it and cache.seal() after it"
+                else "shares a budget among all layers, and this prompt is not sealed: call cache.begin_prompt() "
+                "before it and cache.seal() after it"
             )
             raise CacheError(f'selection = "{self.shares.selection}" {why}, or generate with a bundle\'s model.')
         # Sink tokens and the newest ones have the highest scores of all.

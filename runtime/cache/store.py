@@ -234,17 +234,16 @@ class LayerStore:
         ):
             setattr(self, name, getattr(other, name))
 
-    def take_row(self, row: int, other: LayerStore, by: int, rows: int) -> None:
-        """Take the only sequence of another store of this layer as row `row` of `rows`; its positions are `by` further.
+    def take_rows(self, row: int, other: LayerStore, by: int, rows: int) -> None:
+        """Take the only sequence of another store of this layer as row `row` of `rows`, or as that row and the next
+        where KV heads have rows of their own; its positions are `by` further.
 
         The other store has to be reset afterwards.
         """
         if not self.is_allocated:
             self.adopt(other, rows)
-        tensors = other.rows[0]
-        if tensors.kept is not None:
-            tensors = replace(tensors, kept=tensors.kept + by)
-        self.rows[row] = tensors
+        for index, tensors in enumerate(other.rows, row):
+            self.rows[index] = tensors if tensors.kept is None else replace(tensors, kept=tensors.kept + by)
         self.flushes += other.flushes
         self.fallbacks += other.fallbacks
         self.clamped_rows = self.clamped_rows + other.clamped_rows

@@ -160,6 +160,10 @@ class ModelSteps:
             kv_memory -= self.state_bytes
         self.cache = model.new_kv_cache(kv_memory=kv_memory)
         try:
+            if self.cache.heads_apart and self._packs_rows:
+                raise CacheError(
+                    "its attention depends on a sequence's length, and KV heads with rows of their own are read apart"
+                )
             self.cache.open_rows(rows)
         except CacheError as error:
             reason = str(error)
@@ -431,7 +435,7 @@ class ModelSteps:
         self, ids: Tensor, positions: Tensor, decodes: bool, chunks: Sequence[PromptChunk]
     ) -> tuple[Tensor, dict[PromptChunk | None, Exception]]:
         """The newest token of every row and chunks of prompts, or one of the two: in one pass, but for prompts with
-        images, of which each has its own.
+        images, and where KV heads have rows of their own, of which each has its own.
 
         Args:
             ids, positions: of the rows' newest tokens, int64 [rows].
@@ -444,10 +448,10 @@ class ModelSteps:
             all rows with a sequence are among them. And what a prompt's cache, or under None that of the rows, failed
             with while the others went on.
         """
-        alone = [chunk for chunk in chunks if chunk.inputs is not None]
+        alone = [chunk for chunk in chunks if chunk.inputs is not None or self.cache.heads_apart]
         if not alone:
             return self._packed(ids, positions, decodes, chunks)
-        packed = [chunk for chunk in chunks if chunk.inputs is None]
+        packed = [chunk for chunk in chunks if chunk not in alone]
         logits = torch.zeros(self.rows, self.vocabulary, dtype=self.model.dtype, device=self.device)
         failures: dict[PromptChunk | None, Exception] = {}
         if decodes or packed:
@@ -465,17 +469,21 @@ class ModelSteps:
         return logits, failures
 
     def _read_alone(self, chunk: PromptChunk) -> Tensor:
-        """Logits [V] after a prompt with images."""
-        assert chunk.inputs is not None
-        inputs = {
-            name: x.to(self.device, self.model.dtype if x.is_floating_point() else x.dtype)
-            if isinstance(x, Tensor)
-            else x
-            for name, x in chunk.inputs.items()
-        }
-        output = self.model(**inputs, return_dict=True, **{CACHE: chunk.cache})
-        chunk.cache.seal()
-        return output.logits[0, -1]
+        """Logits [V] after a prompt with images, or after a part of one whose KV heads have rows of their own."""
+        if chunk.inputs is None:
+            read = upload([chunk.ids, [*chunk.positions]], self.device)[:, None]
+            logits = self._logits(*read, chunk.cache, **({"logits_to_keep": 1} if self._keeps_logits else {}))
+        else:
+            inputs = {
+                name: x.to(self.device, self.model.dtype if x.is_floating_point() else x.dtype)
+                if isinstance(x, Tensor)
+                else x
+                for name, x in chunk.inputs.items()
+            }
+            logits = self.model(**inputs, return_dict=True, **{CACHE: chunk.cache}).logits
+        if chunk.last:
+            chunk.cache.seal()
+        return logits[0, -1]
 
     def _packed(
         self, ids: Tensor, positions: Tensor, decodes: bool, chunks: Sequence[PromptChunk]

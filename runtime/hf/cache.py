@@ -29,6 +29,7 @@ from kvconvert.models.configuration import (
     Modality,
     has_pages,
     keeps_index,
+    model_cache,
 )
 from kvconvert.models.devices import Device, choose_device
 from kvconvert.runtime.cache import session
@@ -111,6 +112,7 @@ class KVCache(Cache):
         self._made_with = {"config": config, "scheme": scheme, "plan": plan, "kv_memory": kv_memory, "like": like}
         plans = _layer_plans(plan or {})
         layers = []
+        heads = [own.heads for own in model_cache(config, self.schemes).layers] if self.heads_apart else []
         groups: dict[Hashable, Group] = {}
         for index, (layer_type, kwargs) in enumerate(zip(like.types, like.arguments, strict=True)):
             if not has_pages(layer_type):
@@ -141,6 +143,7 @@ class KVCache(Cache):
             elif like.is_latent:
                 layers.append(LatentLayer(store))
             elif self.heads_apart:
+                store.heads_apart = heads[index]
                 layers.append(HeadwiseLayer(store))
             elif layer_type in HYBRID_LAYER_TYPES:
                 layers.append(HybridLayer(store, kwargs.get("number_of_states", 1), like.state_bits))
@@ -250,13 +253,13 @@ class KVCache(Cache):
                 f"Sequences cannot join a cache with layers of transformers' own ({other}); generate in batches "
                 "instead."
             )
-        if self.heads_apart:
+        if self.reconstructs:
             raise CacheError(
-                f'Sequences cannot join a cache with selection = "{self.schemes[0].selection}", whose KV heads hold '
-                "different numbers of tokens; generate in batches instead."
+                'Sequences cannot join a cache with selection = "reconstruction", whose prompts are read twice; '
+                'generate in batches instead, or choose selection = "predicted".'
             )
         for group in self.groups:
-            group.open_rows(count)
+            group.open_rows(count * group.stores[0].heads_apart)
 
     def resize_rows(self, count: int) -> None:
         """Have as many rows: later passes bring a token of each. The tokens of a sequence stay where they are.
@@ -265,7 +268,7 @@ class KVCache(Cache):
             CacheError: a row that would be left out holds a sequence.
         """
         for group in self.groups:
-            group.resize_rows(count)
+            group.resize_rows(count * group.stores[0].heads_apart)
         for layer in self.state_layers().values():
             layer.resize(count)
 
@@ -330,7 +333,7 @@ class KVCache(Cache):
         """
         for group, source in zip(self.groups, other.groups, strict=True):
             read_flags(source)
-            group.join(row, source)
+            group.join(row * group.stores[0].heads_apart, source)
         for layer, twin in zip(self.paged_layers(), other.paged_layers(), strict=True):
             layer.adopt(twin)
         copies = []
@@ -347,7 +350,8 @@ class KVCache(Cache):
             CacheError: a row does not exist, holds no sequence, or is not free.
         """
         for group in self.groups:
-            group.move_rows(moves)
+            heads = group.stores[0].heads_apart
+            group.move_rows({heads * old + i: heads * new + i for old, new in moves.items() for i in range(heads)})
         _copy([pair for layer in self.state_layers().values() for pair in layer.move(moves)])
 
     @checked
@@ -358,7 +362,9 @@ class KVCache(Cache):
             CacheError: the row holds none.
         """
         for group in self.groups:
-            group.leave(row)
+            heads = group.stores[0].heads_apart
+            for own in range(row * heads, (row + 1) * heads):
+                group.leave(own)
 
     @property
     def fingerprint(self) -> str:

@@ -277,7 +277,7 @@ def test_the_other_ways_that_refusals_name_are_open(llama):
 def test_an_engine_refuses_it():
     model = tiny_model("llama", "kvconvert", num_hidden_layers=LAYERS)
     adopt(model, [EXACT] * LAYERS, {})
-    with pytest.raises(UnsupportedModelError, match="KV heads hold different"):
+    with pytest.raises(UnsupportedModelError, match="prompts are read twice"):
         Engine(model)
 
 
@@ -364,3 +364,15 @@ def test_networks_learn_scores_that_keys_and_values_tell(monkeypatch):
     torch.testing.assert_close(own, scores[-500:].log(), atol=1.5, rtol=0)
     unrelated = fit_scorer(token_features(keys, values), scores[torch.randperm(3000, generator=generator)], 500)
     assert unrelated.explained < 0.1
+
+
+@pytest.mark.parametrize("prompt_chunk", [2048, 256])
+def test_an_engine_serves_what_is_predicted(prompt_chunk):
+    model, scheme = tiny(), replace(QUANTIZED, selection="predicted")
+    adopt(model, [scheme] * LAYERS, plan_for(scheme))
+    prompts = [random_ids(1, n, seed=n) for n in (TOKENS, 300, 90, 513)]
+    alone = [model.generate(ids, max_new_tokens=7, **GREEDY)[0, ids.shape[1] :].tolist() for ids in prompts]
+    engine = Engine(model, max_batch=2, prompt_chunk=prompt_chunk)
+    requests = [engine.add(ids[0].tolist(), max_new_tokens=7) for ids in prompts]
+    engine.run()
+    assert [list(request.tokens) for request in requests] == alone
