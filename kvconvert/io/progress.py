@@ -38,6 +38,11 @@ class _Lines(tqdm):
         self._said = now
         return True
 
+    def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
+        """Write what is being done of the first item, before which no time can be estimated."""
+        if not self.disable and self.n == self.initial:
+            print(s, file=sys.stderr, flush=True)
+
     def close(self) -> None:
         """End without a line."""
         self._said, self.leave = float("inf"), False
