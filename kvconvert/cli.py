@@ -119,22 +119,23 @@ def _check_dashes(ctx: click.Context, words: list[str]) -> None:
         valued = before is not None and not (before.is_flag or before.count)
         before = names.get(word)
         name = word.partition("=")[0]
-        if not valued and re.fullmatch(r"-[a-z][a-z0-9-]+", name):
+        if valued:
+            continue
+        if re.fullmatch(r"-[a-z][a-z0-9-]+", name):
             possible = [f"-{name}"] if f"-{name}" in names else names
             if name[:2] not in names or len(possible) == 1:
                 raise click.NoSuchOption(name, possibilities=possible, ctx=ctx)
-        elif not valued and name.startswith("--") and name not in names:
-            if possible := [known for known in names if known.startswith(name)]:
+        elif name in names and len(name) == 2 and name != word:
+            raise click.BadOptionUsage(
+                name, f"Option {name!r} takes a space, not an equals sign, before its value.", ctx
+            )
+        elif name not in names and name.startswith("-"):
+            if name.startswith("--") and (possible := [known for known in names if known.startswith(name)]):
                 raise click.NoSuchOption(name, possibilities=possible, ctx=ctx)
-        if not valued and name not in names:
             for own, others in _OPTIONS_ELSEWHERE.items():
                 if name in others and (own in names or own == places):
                     advice = f"Write {own} without an option." if own == places else f"Did you mean {own!r}?"
                     raise click.NoSuchOption(name, f"No such option {name!r}. {advice}", ctx=ctx)
-        elif not valued and len(name) == 2 and name != word:
-            raise click.BadOptionUsage(
-                name, f"Option {name!r} takes a space, not an equals sign, before its value.", ctx
-            )
 
 
 class _Text(StringParamType):
