@@ -249,7 +249,7 @@ def _check_prompt(
                 f"{vocabulary - 1}; encode the prompt with the model's own tokenizer."
             )
     seen = cache.get_seq_length() if isinstance(cache, Cache) else 0
-    if isinstance(mask, torch.Tensor) and mask.dim() == 2 and columns not in (tokens, seen + tokens):
+    if columns not in (-1, tokens, seen + tokens) and (mask is None or mask.dim() == 2):
         raise UsageError(
             f"`attention_mask` is of {counted(columns, 'token')} and the prompt of {tokens}; give the mask that the "
             "tokenizer made of the prompt."

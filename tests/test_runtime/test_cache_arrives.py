@@ -9,7 +9,7 @@ import torch
 from click.testing import CliRunner
 from tiny.checkpoints import save_checkpoint
 from tiny.models import GREEDY, random_ids
-from transformers import BatchEncoding, AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, BatchEncoding, DynamicCache
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from kvconvert import KVCache, calibrate, export, load
