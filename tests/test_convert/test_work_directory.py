@@ -88,7 +88,7 @@ def test_a_model_that_was_moved_is_exported_after_its_new_place_is_told(tmp_path
     state = read_sealed(work / "state.json") | {"model": place, "directory": place}
     (work / "state.json").write_text(sealed_json(state))
     with pytest.raises(
-        MissingError, match="/model, which was .*, is gone; put it back, or calibrate again with the path"
+        MissingError, match=r"/model, which was .*, is gone; put it back, or calibrate"
     ):
         export(work, tmp_path / "bundle", progress=False)
     run(moved, work, text, **SHORT)
