@@ -87,9 +87,7 @@ def test_a_model_that_was_moved_is_exported_after_its_new_place_is_told(tmp_path
     place, moved = str(tmp_path / "model"), shutil.copytree(model, tmp_path / "moved")
     state = read_sealed(work / "state.json") | {"model": place, "directory": place}
     (work / "state.json").write_text(sealed_json(state))
-    with pytest.raises(
-        MissingError, match=r"/model, which was .*, is gone; put it back, or calibrate"
-    ):
+    with pytest.raises(MissingError, match=r"/model, which was .*, is gone; put it back, or calibrate"):
         export(work, tmp_path / "bundle", progress=False)
     run(moved, work, text, **SHORT)
     export(work, tmp_path / "bundle", progress=False)
