@@ -76,7 +76,7 @@ class LayerCalibration:
         with ExitStack() as stack:
             writer = None
             passes = make_passes(job)
-            self.show(f"layer {index}: reading")
+            self.show(f"layer {index}, reading")
             # Before the layer is read: where the input is gone, the layers before it are read again, one at a time.
             hidden, quantized = self._hidden_input(index) if passes else (None, None)
             work, dtypes = self._prepared(job, passes)
@@ -96,7 +96,7 @@ class LayerCalibration:
                     work.routed = count_routed(work.layer, work.structure, replay, ranks)
                 if index + 1 < runner.num_layers:
                     writer = stack.enter_context(self._writing(index + 1))
-                self.show(f"layer {index}: activations of {counted(own, 'sequence')}")
+                self.show(f"layer {index}, activations of {counted(own, 'sequence')}")
                 with ExitStack() as hooks:
                     for calibration_pass in (made for made in passes if made.reads_random):
                         hooks.enter_context(calibration_pass.observe(work))
@@ -107,7 +107,7 @@ class LayerCalibration:
                     if text < own:
                         self._append(work.layer, HiddenPart(hidden, text, own, hidden.first + text), index, writer)
             for calibration_pass in passes:
-                self.show(f"layer {index}: {calibration_pass.name.replace('_', ' ')}")
+                self.show(f"layer {index}, {calibration_pass.name.replace('_', ' ')}")
                 with self.watch(calibration_pass):
                     calibration_pass.solve(work)
                     calibration_pass.apply(work)
