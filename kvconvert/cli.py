@@ -50,6 +50,21 @@ _ELSEWHERE = {
     **dict.fromkeys(("remove", "delete"), "kvconvert rm removes a bundle that was pulled."),
     "ls": "kvconvert list shows the bundles that were pulled.",
 }
+# What other programs call options, or all arguments of a command.
+_OPTIONS_ELSEWHERE = {
+    "--recipe": ("--quant", "--quantize", "--quantization", "--method", "--scheme", "--preset", "--config", "-q"),
+    "--against": ("--model", "--source", "--baseline", "--reference", "-m"),
+    "--seq-len": ("--max-length", "--max-seq-length", "--max-seq-len", "--context-length"),
+    "--max-new-tokens": ("--max-length", "--length", "-n"),
+    "--prompt": ("-p",),
+    "--port": ("-p",),
+    "--device": ("--gpu", "--cuda", "--cpu"),
+    "--force": ("--overwrite", "-f"),
+    "--output": ("--out", "--output-dir", "--out-dir", "--work"),
+    "MODEL BUNDLE": ("--output", "--out", "--output-dir", "--out-dir", "--model", "-o", "-m"),
+    "MODEL": ("--model", "-m"),
+    "BUNDLE": ("--model", "--bundle", "-m"),
+}
 _STEPS = """\
 From a model to a bundle in five steps, where MODEL is a directory or a Hub id:
 
@@ -92,26 +107,35 @@ def _unwritable(error: UnicodeEncodeError) -> str:
 
 def _check_dashes(ctx: click.Context, words: list[str]) -> None:
     """Refuse (NoSuchOption) a long option with one dash, which would be read as letters that are options each, and
-    (BadOptionUsage) a short one with a sign of equality, which would be part of its value.
+    one that is called otherwise, and (BadOptionUsage) a short one with a sign of equality, which would be part of its
+    value.
     """
-    options = [option for option in ctx.command.get_params(ctx) if isinstance(option, click.Option)]
+    parameters = ctx.command.get_params(ctx)
+    options = [option for option in parameters if isinstance(option, click.Option)]
+    places = " ".join(each.human_readable_name for each in parameters if isinstance(each, click.Argument))
     names = {name: option for option in options for name in (*option.opts, *option.secondary_opts)}
     before = None
     for word in itertools.takewhile(lambda word: word != "--", words):
         valued = before is not None and not (before.is_flag or before.count)
         before = names.get(word)
         name = word.partition("=")[0]
-        if not valued and re.fullmatch(r"-[a-z][a-z0-9-]+", name):
+        if valued:
+            continue
+        if re.fullmatch(r"-[a-z][a-z0-9-]+", name):
             possible = [f"-{name}"] if f"-{name}" in names else names
             if name[:2] not in names or len(possible) == 1:
                 raise click.NoSuchOption(name, possibilities=possible, ctx=ctx)
-        elif not valued and name.startswith("--") and name not in names:
-            if possible := [known for known in names if known.startswith(name)]:
-                raise click.NoSuchOption(name, possibilities=possible, ctx=ctx)
-        elif not valued and len(name) == 2 and name in names and name != word:
+        elif name in names and len(name) == 2 and name != word:
             raise click.BadOptionUsage(
                 name, f"Option {name!r} takes a space, not an equals sign, before its value.", ctx
             )
+        elif name not in names and name.startswith("-"):
+            if name.startswith("--") and (possible := [known for known in names if known.startswith(name)]):
+                raise click.NoSuchOption(name, possibilities=possible, ctx=ctx)
+            for own, others in _OPTIONS_ELSEWHERE.items():
+                if name in others and (own in names or own == places):
+                    advice = f"Write {own} without an option." if own == places else f"Did you mean {own!r}?"
+                    raise click.NoSuchOption(name, f"No such option {name!r}. {advice}", ctx=ctx)
 
 
 class _Text(StringParamType):
@@ -122,14 +146,25 @@ class _Text(StringParamType):
         return [CompletionItem(incomplete, type="file")]
 
 
+class _Recipe(_Text):
+    """A preset or a recipe file."""
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Paths and presets; bash forgets what it was given before a path."""
+        from kvconvert.recipes.recipe import preset_names
+
+        presets = (name for name in preset_names() if name.startswith(incomplete))
+        return [*super().shell_complete(ctx, param, incomplete), *map(CompletionItem, presets)]
+
+
 class _Commands(click.Group):
     """Commands in the order of their use; kvconvert's own errors become one sentence and their exit code."""
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
-        """Add a command; what is plain text in its usage completes to paths."""
+        """Add a command; what is plain text in its usage completes to paths, a recipe also to presets."""
         for parameter in cmd.params:
             if parameter.type is click.STRING:
-                parameter.type = _Text()
+                parameter.type = _Recipe() if parameter.name == "recipe" else _Text()
         super().add_command(cmd, name)
 
     def list_commands(self, ctx: click.Context) -> list[str]:

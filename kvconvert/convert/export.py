@@ -38,7 +38,15 @@ from kvconvert.bundle.writer import (
     write_weights,
 )
 from kvconvert.convert.workdir import WorkDir
-from kvconvert.errors import BundleError, CheckpointError, FidelityError, UsageError, printable, unreadable
+from kvconvert.errors import (
+    BundleError,
+    CheckpointError,
+    FidelityError,
+    MissingError,
+    UsageError,
+    printable,
+    unreadable,
+)
 from kvconvert.io.checksums import known_sha256
 from kvconvert.io.disk import check_writable, make_directory
 from kvconvert.io.hub import is_hub_id
@@ -173,7 +181,13 @@ def _export(
 ) -> Path:
     # A Hub id may have moved on since; the directory that was calibrated is then still in the Hub's cache.
     location = store.state.directory if os.path.exists(store.state.directory) else store.state.model
-    source = open_source(location, was_fetched=store.state.source.revision is not None)
+    was_fetched = store.state.source.revision is not None
+    if not was_fetched and not os.path.exists(location):
+        raise MissingError(
+            f"The model directory {store.state.directory}, which was calibrated in {store.path}, is gone; put it back, "
+            "or calibrate again with the path that it has now, which computes nothing anew."
+        )
+    source = open_source(location, was_fetched=was_fetched)
     recipe = Recipe.from_dict(store.state.recipe)
     try:
         contents = _Contents.gather(store, source)

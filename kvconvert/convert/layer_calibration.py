@@ -22,7 +22,7 @@ from kvconvert.convert.input_capture import CalibrationInputs, HiddenPart, Hidde
 from kvconvert.convert.layer_runner import LayerRunner, PackedLinear, RunnerInputs
 from kvconvert.convert.passes import make_passes, plan_of
 from kvconvert.convert.workdir import LayerRecord, WorkDir
-from kvconvert.errors import NumericError
+from kvconvert.errors import NumericError, counted
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, pack_bits, quantize_weight
 from kvconvert.kernels.quantizer import GroupRangeError
 from kvconvert.methods import KVScheme
@@ -51,6 +51,7 @@ class LayerCalibration:
             writes it first.
         running: what was given to the executor and not waited for.
         watch: entered around the work of every pass.
+        show: shows what is being done.
     """
 
     runner: LayerRunner
@@ -61,6 +62,7 @@ class LayerCalibration:
     executor: ThreadPoolExecutor | None = None
     running: list[Future[None]] = field(default_factory=list)
     watch: Callable[[CalibrationPass], AbstractContextManager[None]] = lambda calibration_pass: nullcontext()
+    show: Callable[[str], None] = lambda stage: None
 
     def wait(self) -> None:
         """Return when nothing is being written any more; raises what writing has failed with."""
@@ -74,6 +76,7 @@ class LayerCalibration:
         with ExitStack() as stack:
             writer = None
             passes = make_passes(job)
+            self.show(f"layer {index}, reading")
             # Before the layer is read: where the input is gone, the layers before it are read again, one at a time.
             hidden, quantized = self._hidden_input(index) if passes else (None, None)
             work, dtypes = self._prepared(job, passes)
@@ -93,6 +96,7 @@ class LayerCalibration:
                     work.routed = count_routed(work.layer, work.structure, replay, ranks)
                 if index + 1 < runner.num_layers:
                     writer = stack.enter_context(self._writing(index + 1))
+                self.show(f"layer {index}, activations of {counted(own, 'sequence')}")
                 with ExitStack() as hooks:
                     for calibration_pass in (made for made in passes if made.reads_random):
                         hooks.enter_context(calibration_pass.observe(work))
@@ -103,6 +107,7 @@ class LayerCalibration:
                     if text < own:
                         self._append(work.layer, HiddenPart(hidden, text, own, hidden.first + text), index, writer)
             for calibration_pass in passes:
+                self.show(f"layer {index}, {calibration_pass.name.replace('_', ' ')}")
                 with self.watch(calibration_pass):
                     calibration_pass.solve(work)
                     calibration_pass.apply(work)

@@ -239,16 +239,19 @@ def _calibrate_layers(
     if runner.architecture is not None:
         runner.begin(inputs)
     done = count - len(todo)
-    with ThreadPoolExecutor(1) as executor:
-        layers = LayerCalibration(runner, directory, jobs, inputs, ranks, executor)
+    with (
+        ThreadPoolExecutor(1) as executor,
+        progress_bar(desc="layers", unit="layer", initial=done, total=count, shown=searches.progress) as bar,
+    ):
+        layers = LayerCalibration(runner, directory, jobs, inputs, ranks, executor, show=bar.set_postfix_str)
         if ranks.size == 1:  # a gigabyte or two of an 8B model's
             layers.running.append(executor.submit(source.check_finite, directory.state.kept_tensors))
-        bar = progress_bar(todo, desc="layers", unit="layer", initial=done, total=count, shown=searches.progress)
-        for index in bar:
+        for index in todo:
             if runner.architecture is not None:
                 layers.run(index)
             elif ranks.is_first:
                 directory.commit_layer(index, {}, {}, untouched_record(jobs[index]))
+            bar.update()
             release_free_memory()
         layers.wait()
     with ranks.together():

@@ -23,6 +23,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -206,11 +207,12 @@ class WorkDir:
                 raise UsageError(
                     f"{_changes(previous, state)}; calibrate {path} anew with `restart=True`, or choose another `work`."
                 )
-            state = previous
+            place = {} if os.path.exists(previous.directory) else {"model": state.model, "directory": state.directory}
+            state = previous.model_copy(update=place)  # an export reads the model, too
         with disk_errors(path):
             if begun and restart:
                 cls._set_aside(path)
-            if restart or not begun:
+            if restart or not begun or state != previous:
                 _write(path / STATE_NAME, _to_json(state))
             disk.remove_tree(path / f"layers{disk.TEMPORARY}")
             for left in [*path.glob(f"*{disk.TEMPORARY}"), *path.glob(f"*/*{disk.TEMPORARY}")]:

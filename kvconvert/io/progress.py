@@ -29,7 +29,7 @@ class _Lines(tqdm):
         if self._said is None:
             one = self.unit if self.unit_scale else f" {self.unit}{'' if self.total == 1 else 's'}"
             self._say(f"{self._count(self.total)}{one}")
-        elif now - self._said < EVERY or self.n <= self.initial:
+        elif now - self._said < EVERY or not self.initial < self.n < self.total:
             return False
         else:
             took = self.format_dict["elapsed"]
@@ -37,6 +37,11 @@ class _Lines(tqdm):
             self._say(f"{self._count(self.n)} of {self._count(self.total)}, about {left} left")
         self._said = now
         return True
+
+    def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
+        """Write what is being done of the first item, before which no time can be estimated."""
+        if not self.disable and self.n == self.initial:
+            self._say(s)
 
     def close(self) -> None:
         """End without a line."""

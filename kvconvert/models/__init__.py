@@ -10,6 +10,7 @@ import re
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from kvconvert.arguments import ModelPlace, checked
 from kvconvert.errors import CheckpointError, HubError, MissingError
@@ -26,6 +27,7 @@ _DESCRIPTION, _WEIGHTS = [*(f"*{ending}" for ending in _READ), "README.md", "LIC
 _GGUF = ".gguf"
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+QUANTIZED = ("fp8", "mxfp4", "awq", "gptq", "compressed-tensors")  # by `quant_method`, what is read: see `formats`
 
 
 def _transformers_version() -> str:
@@ -93,7 +95,8 @@ def _check_description(directory: Path, model: str | Path) -> None:
     for file in directory.iterdir():  # transformers would take it as absent
         if file.suffix in _READ and not file.is_file():
             raise CheckpointError(f"{file} is no file, nor a link to one; remove it, or fetch the model again.")
-    if (directory / MANIFEST_NAME).is_file() or _says_bundle(directory / "config.json"):
+    quantization = _quantization(directory / "config.json")
+    if (directory / MANIFEST_NAME).is_file() or "kvconvert" in quantization:
         raise CheckpointError(f"{model} is a kvconvert bundle, not a model; give the model that it was made from.")
     if (directory / "adapter_config.json").exists():
         raise CheckpointError(
@@ -106,14 +109,26 @@ def _check_description(directory: Path, model: str | Path) -> None:
                 f"{model} is a working directory of kvconvert calibrate, not a model; give the model that it is of."
             )
         raise CheckpointError(f"{model} has no config.json; give the directory of a transformers model.")
+    if quantization:
+        check_quantization(model, quantization.get("quant_method"))
 
 
-def _says_bundle(config: Path) -> bool:
+def _quantization(config: Path) -> dict[str, Any]:
+    """The quantization that config.json states, or none."""
     try:
         quantization = read_json(config)["quantization_config"]
     except (OSError, ValueError, KeyError, TypeError):  # whoever reads more of it says what is wrong
-        return False
-    return isinstance(quantization, dict) and "kvconvert" in quantization
+        return {}
+    return quantization if isinstance(quantization, dict) else {}
+
+
+def check_quantization(model: str | Path, method: object) -> None:
+    """Refuse (CheckpointError) a model whose weights are stored in a form that is not read."""
+    if method not in QUANTIZED:
+        raise CheckpointError(
+            f"{model} is already quantized ({method!s:.80}); converting reads full precision and "
+            f"{', '.join(QUANTIZED)} (quant_method), so give the model it was made from."
+        )
 
 
 def _check_weights(directory: Path, model: str | Path) -> None:

@@ -13,6 +13,7 @@ scores of a query, which the softmax does not notice, unless a soft cap comes be
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -223,9 +224,9 @@ class StaticCache(NamedTuple):
     layers: list[StaticLayer]
 
 
-def has_plan(bundle: Bundle) -> bool:
-    """Whether the bundle says anything about the cache."""
-    return any(layer.kv is not None for layer in bundle.manifest.layers)
+def has_plan(plans: Sequence[LayerPlan]) -> bool:
+    """Whether the layers' plans say anything about the cache."""
+    return any(layer.kv is not None for layer in plans)
 
 
 def static_cache(bundle: Bundle, attention_softcap: float = 0.0) -> StaticCache:
@@ -239,14 +240,11 @@ def static_cache(bundle: Bundle, attention_softcap: float = 0.0) -> StaticCache:
         UnsupportedModelError: ONNX Runtime's cache cannot follow the plan; the message says why and what can be done.
     """
     plans = bundle.manifest.layers
-    widths = {served_bits(plan) for plan in plans}
-    if len(widths) > 1:
-        raise _unsupported_plan("its layers differ in their number of bits")
+    bits = static_bits(plans)
     if attention_softcap:
         raise _unsupported_plan(
             "the model's soft cap of scores comes between the keys' zero points and the softmax", advice=""
         )
-    (bits,) = widths
     return StaticCache(
         bits,
         [
@@ -259,6 +257,14 @@ def static_cache(bundle: Bundle, attention_softcap: float = 0.0) -> StaticCache:
 def _side(plan: dict[str, Tensor], name: str, bits: int) -> StaticSide:
     scale, zero_point = plan[f"{name}_scale"].float(), plan[f"{name}_zero_point"].float()
     return StaticSide(scale.clamp(min=_SMALLEST_SCALE), torch.add(zero_point, scale, alpha=2 ** (bits - 1)))
+
+
+def static_bits(plans: Sequence[LayerPlan]) -> int:
+    """Width of all layers' keys and values, 8 or 4 (UnsupportedModelError: see `static_cache`)."""
+    widths = {served_bits(plan) for plan in plans}
+    if len(widths) > 1:
+        raise _unsupported_plan("its layers differ in their number of bits")
+    return widths.pop()
 
 
 def served_bits(plan: LayerPlan) -> int:

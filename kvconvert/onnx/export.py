@@ -20,12 +20,13 @@ from kvconvert.bundle.locate import GENAI_NAME, MANIFEST_NAME, ONNX_EXPORT, chec
 from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.bundle.writer import replacing, write_json
 from kvconvert.convert.export import COPIED_FILES, LICENSE_FILES, copy_files, export
+from kvconvert.convert.workdir import WorkDir
 from kvconvert.io.hub import is_hub_id
 from kvconvert.models.configuration import read_config
 from kvconvert.models.devices import Device, choose_device
 from kvconvert.models.processors import load_tokenizer
 from kvconvert.onnx import check_installed
-from kvconvert.onnx.architecture import DecoderShape, StaticCache, has_plan, static_cache
+from kvconvert.onnx.architecture import DecoderShape, StaticCache, has_plan, static_bits, static_cache
 from kvconvert.runtime.hf.bundle_quantizer import check_fits
 from kvconvert.runtime.hf.generation_config import generation_settings
 from kvconvert.version import __version__
@@ -74,7 +75,13 @@ def export_onnx(
 
     target = Path(output)
     check_output(target, force, kind=ONNX_EXPORT)
-    with _bundle(_source(source), target, force, device, progress) as bundle:
+    found = _source(source)
+    if kv_cache == "plan" and not (found / MANIFEST_NAME).is_file():  # before a bundle is made of it
+        work = WorkDir.open(found)
+        plans = [work.layer_record(index) for index in range(work.state.num_layers)]
+        if has_plan(plans):
+            static_bits(plans)
+    with _bundle(found, target, force, device, progress) as bundle:
         decoder, cache = _plan(bundle, kv_cache)
         generation = _generation(bundle, decoder)
         with replacing(target, force, kind=ONNX_EXPORT) as directory:
@@ -116,7 +123,7 @@ def _plan(bundle: Bundle, kv_cache: str) -> tuple[DecoderShape, StaticCache | No
     """The graph to be built, after all refusals."""
     decoder = DecoderShape.of(read_config(bundle.directory, bundle.config))
     check_fits(bundle, complete=True)
-    quantized = kv_cache == "plan" and has_plan(bundle)
+    quantized = kv_cache == "plan" and has_plan(bundle.manifest.layers)
     return decoder, static_cache(bundle, decoder.attention_softcap) if quantized else None
 
 

@@ -449,8 +449,8 @@ class Recipe(RecipeTable):
     @classmethod
     @checked
     def of(cls, recipe: RecipeNamed) -> Recipe:
-        """A recipe, or what `load` reads; UsageError for anything else."""
-        return recipe if isinstance(recipe, cls) else cls.load(str(recipe))
+        """A recipe, or what `load` reads; UsageError for anything else, RecipeError for what `load` would refuse."""
+        return cls._checked(recipe, recipe.name) if isinstance(recipe, cls) else cls.load(str(recipe))
 
     @classmethod
     @checked

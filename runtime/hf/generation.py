@@ -68,6 +68,8 @@ class BundleModel:
         Raises:
             UsageError: the input or the settings are none that transformers can use.
         """
+        given = args[0] if args else kwargs.get("inputs")
+        _check_ids(kwargs.get("input_ids") if given is None else given)
         try:
             return super().generate(*args, **_with_one_cache(self, kwargs))
         except KvconvertError:
@@ -213,6 +215,19 @@ class BundleModel:
     continuous_batching_context_manager = init_continuous_batching
 
 
+def _check_ids(ids: Any) -> None:
+    """Refuse (UsageError) what cannot be a batch of token ids; None stands for no prompt."""
+    if ids is None:
+        return
+    if not isinstance(ids, torch.Tensor):
+        advice = "unpack it, as in generate(**inputs)" if isinstance(ids, Mapping) else "give a tensor of token ids"
+        raise UsageError(f"`input_ids` is of type {type(ids).__name__}; {advice}.")
+    if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
+        raise UsageError(
+            f"`input_ids` is {ids.dtype} of shape {[*ids.shape]}; give token ids as torch.int64 [batch, tokens]."
+        )
+
+
 def _check_prompt(
     model: PreTrainedModel, ids: torch.Tensor, settings: GenerationConfig, arguments: Mapping[str, Any]
 ) -> None:
@@ -233,6 +248,12 @@ def _check_prompt(
                 f"`input_ids` has the token id {least if least < 0 else most}, and the model has the ids 0 to "
                 f"{vocabulary - 1}; encode the prompt with the model's own tokenizer."
             )
+    seen = cache.get_seq_length() if isinstance(cache, Cache) else 0
+    if columns not in (-1, tokens, seen + tokens) and (mask is None or mask.dim() == 2):
+        raise UsageError(
+            f"`attention_mask` is of {counted(columns, 'token')} and the prompt of {tokens}; give the mask that the "
+            "tokenizer made of the prompt."
+        )
     if isinstance(cache, KVCache) and (embeds is not None or columns == tokens) and cache.get_seq_length() >= tokens:
         raise UsageError(
             f"The cache holds {counted(cache.get_seq_length(), 'token')} and the prompt has {tokens}; give "

@@ -177,6 +177,8 @@ def test_a_recipe_of_other_fields_is_refused():
         Recipe(weights={"bit": 3})
     with pytest.raises(RecipeError, match=r"has the key 'kv' in `changes`; write table\.key"):
         Recipe.load("default", {"kv": 3})
+    with pytest.raises(RecipeError, match=r"^The recipe default asks for \[weights\] bits = 9"):
+        Recipe.of(Recipe(weights={"bits": 9}))
 
 
 def test_a_recipe_is_read_from_a_path(tmp_path):

@@ -309,6 +309,17 @@ def test_completion_leaves_paths_to_the_shell(shell, words, monkeypatch, capsys)
     assert capsys.readouterr().out.replace("\n", ",").startswith("file,ne")
 
 
+@pytest.mark.parametrize("words", ["calibrate MODEL --recipe", "recipes"])
+def test_completion_offers_presets_beside_recipe_files(words, monkeypatch, capsys):
+    words = f"kvconvert {words}"
+    known = {"_KVCONVERT_COMPLETE": "bash_complete", "COMP_WORDS": f"{words} kv", "COMP_CWORD": len(words.split())}
+    for name, value in known.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(SystemExit):
+        cli([], prog_name="kvconvert")
+    assert capsys.readouterr().out.split() == ["file,kv", "plain,kv-only"]
+
+
 def test_what_prints_a_table_prints_json(monkeypatch, tmp_path):
     listed = json.loads(kvconvert("recipes", "--json").stdout)
     shown = kvconvert("recipes").stdout

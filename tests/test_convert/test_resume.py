@@ -26,6 +26,14 @@ def test_a_second_run_does_nothing_and_says_so(model, text, finished, capsys):
     assert again.state == finished.state
 
 
+def test_what_is_done_of_the_first_layer_is_said(model, text, tmp_path, capsys):
+    run(model, tmp_path / "work", text, progress=True)
+    said = capsys.readouterr().err
+    for stage in ("reading", "activations of 3 sequences", "awq"):
+        assert f"layers: layer 0, {stage}\n" in said
+    assert "layer 1" not in said
+
+
 def test_a_real_kill_between_layer_and_hidden_states_costs_nothing(place, model, text, finished, monkeypatch):
     work, commit = place / "sigkill", HiddenWriter.commit
 

@@ -23,7 +23,7 @@ from kvconvert.convert import pipeline, workdir
 from kvconvert.convert.export import export
 from kvconvert.convert.work_files import check_place, read_sealed, remove_work, sealed_json, work_lock
 from kvconvert.convert.workdir import WorkDir
-from kvconvert.errors import CheckpointError, KvconvertError, UsageError
+from kvconvert.errors import CheckpointError, KvconvertError, MissingError, UsageError
 from kvconvert.io import disk
 from kvconvert.models.weight_files import SINGLE_FILE
 
@@ -81,6 +81,16 @@ def test_a_working_directory_in_use_is_refused_until_its_process_is_gone(tmp_pat
         process.send_signal(signal.SIGKILL)
         process.wait()
         export(work, tmp_path / "bundle", progress=False)
+
+
+def test_a_model_that_was_moved_is_exported_after_its_new_place_is_told(tmp_path, model, text, work):
+    place, moved = str(tmp_path / "model"), shutil.copytree(model, tmp_path / "moved")
+    state = read_sealed(work / "state.json") | {"model": place, "directory": place}
+    (work / "state.json").write_text(sealed_json(state))
+    with pytest.raises(MissingError, match=r"/model, which was .*, is gone; put it back, or calibrate"):
+        export(work, tmp_path / "bundle", progress=False)
+    run(moved, work, text, **SHORT)
+    export(work, tmp_path / "bundle", progress=False)
 
 
 def test_an_export_in_progress_admits_other_exports_but_no_calibration(tmp_path, model, text, work):

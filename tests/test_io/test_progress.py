@@ -58,6 +58,19 @@ def test_a_log_says_now_and_then_how_far_a_long_stage_is(replaced, monkeypatch):
 
 
 @ANYWHERE
+def test_what_is_done_of_an_item_is_shown_before_a_time_can_be_estimated(kind, replaced):
+    stderr = replaced(kind)
+    with progress_bar(total=28, desc="layers", unit="layer", shown=True, initial=8, mininterval=0) as bar:
+        for stage in ("layer 8: reading", "layer 8: awq"):
+            bar.set_postfix_str(stage)
+            assert stage in stderr.getvalue()
+        bar.update()
+        bar.set_postfix_str("layer 9: reading")
+    assert ("layer 9" in stderr.getvalue()) == stderr.isatty()
+    progress_bar(total=28, desc="layers", unit="layer", shown=False).set_postfix_str("layer 0: reading")
+
+
+@ANYWHERE
 def test_checksums_have_a_size_and_no_rate(kind, replaced):
     stderr = replaced(kind)
     with progress_bar(

@@ -18,6 +18,8 @@ import kvconvert
 import kvconvert.runtime
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import CheckpointError, UnsupportedModelError
+from kvconvert.models import QUANTIZED, check_model
+from kvconvert.models.formats import FORMATS
 from kvconvert.models.formats.floats import Mxfp4, dequantize_blocks
 from kvconvert.models.formats.gguf import check_header
 from kvconvert.models.source import open_source
@@ -344,6 +346,11 @@ def test_other_quantizations_are_refused_by_name(tmp_path):
     set_quantization(tmp_path, quant_method="hqq", bits=4)
     with pytest.raises(CheckpointError, match=r"already quantized \(hqq\).*fp8, mxfp4"):
         open_source(str(tmp_path))
+    (tmp_path / "model.safetensors").unlink()  # which are not fetched for that
+    with pytest.raises(CheckpointError, match=r"already quantized \(hqq\)"):
+        check_model(tmp_path)
+    assert (*FORMATS,) == QUANTIZED
+    save_checkpoint(tmp_path, dtype=torch.bfloat16)
     set_quantization(tmp_path, quant_method="fp8", weight_block_size=[128])
     with pytest.raises(CheckpointError, match="weight_block_size"):
         open_source(str(tmp_path))

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from kvconvert import calibrate, export, load
 from kvconvert.bundle.reader import open_bundle
+from kvconvert.errors import UnsupportedModelError
 from kvconvert.onnx.export import export_onnx
 
 SMOLLM2 = os.environ.get("KVCONVERT_SMOLLM2")
@@ -90,6 +91,14 @@ def test_a_recipe_of_static_scales_goes_from_calibration_to_onnx(tmp_path):
     model, _ = load(bundle, dtype=torch.float32)
     check(model, StaticCache(open_bundle(bundle).plan, 8), tmp_path / "onnx", random_ids(1, 20)[0].tolist())
     assert not list(tmp_path.glob(".*"))  # the bundle that the first export made is gone
+
+
+def test_a_plan_that_onnx_cannot_follow_is_refused_before_a_bundle_is_made_of_it(tmp_path, monkeypatch):
+    write_tiny_llama(tmp_path / "model", tied=True)
+    calibrate(tmp_path / "model", tmp_path / "work", recipe="kv-only", samples=2, seq_len=32, progress=False)
+    monkeypatch.setattr("kvconvert.onnx.export.export", None)
+    with pytest.raises(UnsupportedModelError, match="layer 0 has no static scales"):
+        export_onnx(tmp_path / "work", tmp_path / "onnx", progress=False)
 
 
 def trained(directory, source, bits, new, tolerance=5e-3):

@@ -9,7 +9,7 @@ import torch
 from click.testing import CliRunner
 from tiny.checkpoints import save_checkpoint
 from tiny.models import GREEDY, random_ids
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, BatchEncoding, DynamicCache
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from kvconvert import KVCache, calibrate, export, load
@@ -79,6 +79,17 @@ def test_what_is_no_prompt_or_no_cache_is_refused(bundle):
     for wrong in (-1, model.config.vocab_size):
         with pytest.raises(UsageError, match=rf"the token id {wrong}, and the model has the ids 0 to \d+; encode"):
             model.generate(torch.tensor([[3, wrong]]), max_new_tokens=2, **GREEDY)
+    ids = random_ids(1, 4)
+    for given, said in (
+        (ids[0], r"is torch\.int64 of shape \[4\]; give token ids"),
+        (ids.float(), r"is torch\.float32 of shape \[1, 4\]; give token ids"),
+        (ids.numpy(), "is of type ndarray; give a tensor"),
+        (BatchEncoding({"input_ids": ids}), r"is of type BatchEncoding; unpack it, as in generate\(\*\*inputs\)"),
+    ):
+        with pytest.raises(UsageError, match=f"`input_ids` {said}"):
+            model.generate(given, max_new_tokens=2, **GREEDY)
+    with pytest.raises(UsageError, match="`attention_mask` is of 2 tokens and the prompt of 4; give the mask"):
+        model.generate(ids, attention_mask=torch.ones(1, 2), max_new_tokens=2, **GREEDY)
     other = copy.deepcopy(model.config)
     other.num_hidden_layers += 1
     strange = KVCache(other, "kivi")

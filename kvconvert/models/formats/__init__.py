@@ -1,8 +1,8 @@
 """Checkpoints whose weights are stored in another form than they are computed in, and how each tensor is read.
 
-`FORMATS` gives the form of a configuration's `quantization_config`; a form is added by
-writing its class (see `format.SourceFormat`) and listing it here. GGUF files are no safetensors files: `gguf` opens
-them.
+`FORMATS` gives the form of a configuration's `quantization_config`; a form is added by writing its class (see
+`format.SourceFormat`) and listing it here and, by its name, in `kvconvert.models.QUANTIZED`. GGUF files are no
+safetensors files: `gguf` opens them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvconvert.errors import CheckpointError, first_line
+from kvconvert.models import check_quantization
 from kvconvert.models.formats.floats import BlockScaledFp8, Mxfp4
 from kvconvert.models.formats.format import Encoded, Packing, SourceFormat
 from kvconvert.models.formats.integers import Awq, CompressedTensors, Gptq
@@ -30,11 +31,7 @@ def find_format(directory: Path, quantization: Mapping[str, Any]) -> SourceForma
         CheckpointError: a quantization that is not read, or settings of it that are not.
     """
     method = quantization.get("quant_method")
-    if not isinstance(method, str) or method not in FORMATS:
-        raise CheckpointError(
-            f"{directory} is already quantized ({method!s:.80}); converting reads full precision and "
-            f"{', '.join(FORMATS)} (quant_method), so give the model it was made from."
-        )
+    check_quantization(directory, method)
     try:
         return FORMATS[method].of(directory, quantization)
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # a setting of another type than it has
