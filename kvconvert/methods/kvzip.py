@@ -26,17 +26,16 @@ class KVzip(Part):
     )
     source = "arXiv 2505.23416, 2601.07891"
     plan_tensors = {
-        "scorer_hidden_weight": "first layer of the network that predicts a token's score from its keys and values",
+        "scorer_hidden_weight": "network that predicts scores: first layer",
         "scorer_hidden_bias": "its bias",
-        "scorer_weight": "second layer, which gives the logarithm of the score in each KV head",
+        "scorer_weight": "second layer",
         "scorer_bias": "its bias",
     }
 
     selection: Literal["attention", "reconstruction", "predicted"] = option(
         "attention",
         "",
-        "what heavy_ratio is a share of: tokens by the attention of the prompt, of its repetition, or as calibration "
-        "learned to predict that",
+        "what heavy_ratio is a share of: tokens by attention of the prompt, of its repetition, or that predicted",
     )
 
     @property
