@@ -21,7 +21,7 @@ from kvconvert.kernels.decode import (
     Visibility,
     decode_attention,
     divided_pages,
-    pages_per_tile,
+    pages_at_once,
 )
 from kvconvert.kernels.device import runs_triton, upload
 from kvconvert.kernels.latent import latent_attention, latent_decode
@@ -311,7 +311,7 @@ class StoredRows:
     def page_tiles(self, num_query_heads: int, num_queries: int) -> Iterator[PageTile]:
         """Pages of all rows: first those quantized on both sides, then those quantized on one."""
         store, chunk = self.store, self.chunk
-        for part in self._page_parts(pages_per_tile(num_query_heads, num_queries, store.format)):
+        for part in self._page_parts(pages_at_once(num_query_heads, num_queries, store.format)):
             visible = None
             # Pages are older than every query, so only windows and other special masks can hide them.
             if not chunk.is_causal:
