@@ -315,9 +315,10 @@ def _product(
     packed_axis = f.page_size if f.is_key else f.head_dim
     count, heads, (rows, k), groups = len(pages), f.heads, left.shape[2:], scale.shape[2]
     few, step = rows * groups <= packed_axis, pages_per_tile(heads * rows, 1, format)
-    by_group = left.unsqueeze(2)
     if few:
-        factors = (by_group * scale).expand(count, heads, groups, rows, k)
+        # Measured on an AVX2 processor: with four rows the product takes four fifths of the time of three.
+        padded = torch.cat([left, left[:, :, :1]], 2) if rows % 4 == 3 else left
+        factors = (padded.unsqueeze(2) * scale).expand(count, heads, groups, -1, k)
     products = []
     for some in (slice(start, start + step) for start in range(0, count, step)):
         if f.boosted:
@@ -327,7 +328,7 @@ def _product(
             codes, powers = _unpacked(pages.codes[some], f.bits, in_place=few)
         if few:
             codes = codes.reshape(-1, packed_axis // groups, k)
-            products.append(torch.bmm(factors[some].reshape(-1, rows, k), codes.transpose(1, 2)))
+            products.append(torch.bmm(factors[some].reshape(len(codes), -1, k), codes.transpose(1, 2)))
         else:
             grid = (part.expand(count, -1, -1, -1, -1)[some] for part in (scale, offset))
             codes = codes.unflatten(2, (groups, -1)).mul_(next(grid)).add_(next(grid)).flatten(2, 3)
@@ -335,7 +336,8 @@ def _product(
     product = products[0] if len(products) == 1 else torch.cat(products)
     if not few:
         return product
-    product, offset = product.view(count, heads, groups, rows, -1), (by_group * offset).sum(-1, keepdim=True)
+    product = product.view(*factors.shape[:4], -1)[..., :rows, :]
+    offset = (left.unsqueeze(2) * offset).sum(-1, keepdim=True)
     product = product.add_(offset) if powers is None else torch.addcmul(offset, product, powers.view(groups, 1, -1))
     return product.squeeze(2) if groups == 1 else product.transpose(2, 3).flatten(3)
 

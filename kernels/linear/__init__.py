@@ -230,13 +230,12 @@ class QuantizedLinear(nn.Module):
     def path(self, rows: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Path:
         """Which path a call with this number of rows and this dtype takes on a device."""
         device = torch.device(device)
+        if device.type == "cpu" and not devices.runs_triton(device):
+            return "int4pack" if takes_int4pack(rows, dtype, self.out_features, self.group_size, self.bits) else "tiled"
         if device.type == "cuda" and not torch.cuda.is_available():
             return "reference"
-        if self.unsupported(device, dtype) is None:
-            return gpu_path(rows, self.in_features, self.out_features)
-        if device.type != "cpu" or devices.runs_triton(device):
-            return "reference"
-        return "int4pack" if takes_int4pack(rows, dtype, self.out_features, self.group_size, self.bits) else "tiled"
+        supported = self.unsupported(device, dtype) is None
+        return gpu_path(rows, self.in_features, self.out_features) if supported else "reference"
 
     def unsupported(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why the Triton kernels cannot serve this Linear; None if they can."""

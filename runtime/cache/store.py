@@ -390,12 +390,10 @@ class LayerStore:
     def residual(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of sink tokens, then of the residual window after the last page of either side: [H, n, .]."""
         sequence, tensors, parts = self.sequences[row], self.rows[row], []
+        count, sinks = sequence.residual, sequence.sink_tokens
         for side, buffer in ((sequence.keys, tensors.keys), (sequence.values, tensors.values)):
-            skip, sinks = sequence.skip(side), sequence.sink_tokens
-            if not skip:
-                parts.append(buffer.tokens(0, side.buffered))
-            else:
-                parts.append(torch.cat([buffer.tokens(0, sinks), buffer.tokens(sinks + skip, side.buffered)], 1))
+            skip, tokens = side.buffered - count, buffer.tensor[:, : side.buffered]
+            parts.append(torch.cat([tokens[:, :sinks], tokens[:, sinks + skip :]], 1) if skip else tokens)
         return parts[0], parts[1]
 
     def read_pages(
