@@ -255,7 +255,10 @@ def _hide(scores: torch.Tensor, visible: torch.Tensor, length: int) -> torch.Ten
     return by_query.masked_fill_(~visible.unsqueeze(2), float("-inf")).view(n, heads, rows, tokens)
 
 
-def page_scores(queries: torch.Tensor, pages: PageTensors | torch.Tensor, format: LayerFormat) -> torch.Tensor:
+Pages = Sequence[PageTensors] | PageTensors | torch.Tensor
+
+
+def page_scores(queries: torch.Tensor, pages: Pages, format: LayerFormat) -> torch.Tensor:
     """Dot products of queries float32 [N or 1, H, R, D] with N pages of keys, or full-precision keys [N, H, P, D].
 
     Returns:
@@ -263,13 +266,16 @@ def page_scores(queries: torch.Tensor, pages: PageTensors | torch.Tensor, format
     """
     if isinstance(pages, torch.Tensor):
         return queries @ pages.float().transpose(2, 3)
+    parts = [pages] if isinstance(pages, PageTensors) else pages
     if format.keys.bits == 16:
-        return queries @ pages.codes.float().transpose(2, 3)
-    scores = _product(queries, pages, format, *_scales(pages, format.key_tensors.static))
-    return scores if pages.norm is None else scores.mul_(pages.norm.float().unsqueeze(2))
+        return queries @ _joined([part.codes for part in parts]).float().transpose(2, 3)
+    scores = _product(queries, parts, format, *_scales(parts, format.key_tensors.static))
+    if parts[0].norm is None:
+        return scores
+    return scores.mul_(_joined([part.norm for part in parts]).float().unsqueeze(2))
 
 
-def weighted_page_values(weights: torch.Tensor, pages: PageTensors | torch.Tensor, format: LayerFormat) -> torch.Tensor:
+def weighted_page_values(weights: torch.Tensor, pages: Pages, format: LayerFormat) -> torch.Tensor:
     """Sums of N pages of values, or of full-precision values [N, H, P, E], by weights float32 [N, H, R, P].
 
     Returns:
@@ -277,63 +283,71 @@ def weighted_page_values(weights: torch.Tensor, pages: PageTensors | torch.Tenso
     """
     if isinstance(pages, torch.Tensor):
         return weights @ pages.float()
+    parts, static = [pages] if isinstance(pages, PageTensors) else pages, format.value_tensors.static
     if format.values.bits == 16:
-        return weights @ pages.codes.float()
-    static = format.value_tensors.static
+        return weights @ _joined([part.codes for part in parts]).float()
     if static is None:
-        return _product(weights, pages, format, *_scales(pages, None))
+        return _product(weights, parts, format, *_scales(parts, None))
     # Tokens share the scales, which therefore leave the product.
     scale, offset = (part.float().unsqueeze(1) for part in static)
     one = weights.new_ones(1, 1, 1, 1, 1)
-    return _product(weights, pages, format, one, 0 * one).mul_(scale).add_(weights.sum(-1, keepdim=True) * offset)
+    return _product(weights, parts, format, one, 0 * one).mul_(scale).add_(weights.sum(-1, keepdim=True) * offset)
 
 
-def _scales(pages: PageTensors, static: ChannelScales | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _scales(parts: Sequence[PageTensors], static: ChannelScales | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale and offset of the pages' groups, or the layer's: float32 [N or 1, H, groups, 1, k]."""
     if static is not None:
         return tuple(part.float()[None, :, None, None] for part in static)
-    if pages.scales is None:
-        return tuple(part.float().transpose(2, 3).unsqueeze(3) for part in pages.group_scales)
-    return pages.scales.float().unsqueeze(4).unbind(2)
+    if parts[0].scales is None:
+        grids = zip(*(part.group_scales for part in parts), strict=True)
+        return tuple(_joined(list(grid)).float().transpose(2, 3).unsqueeze(3) for grid in grids)
+    return _joined([part.scales for part in parts]).float().unsqueeze(4).unbind(2)
 
 
 def _product(
-    left: torch.Tensor, pages: PageTensors, format: LayerFormat, scale: torch.Tensor, offset: torch.Tensor
+    left: torch.Tensor, parts: Sequence[PageTensors], format: LayerFormat, scale: torch.Tensor, offset: torch.Tensor
 ) -> torch.Tensor:
     """left (codes scale + offset)^T, with codes unpacked a few pages at a time.
 
     Args:
         left: [N or 1, H, R, k].
-        pages: N pages, whose codes [N, H, G n, k] are in G groups.
+        parts: N pages in all, whose codes [N, H, G n, k] are in G groups.
         format: of the layer.
         scale, offset: [N or 1, H, G, 1, k].
 
     Returns:
         [N, H, R, G n].
     """
-    f = pages.format
+    f = parts[0].format
     packed_axis = f.page_size if f.is_key else f.head_dim
-    count, heads, (rows, k), groups = len(pages), f.heads, left.shape[2:], scale.shape[2]
-    few, step = rows * groups <= packed_axis, pages_per_tile(heads * rows, 1, format)
+    count, heads, (rows, k), groups = sum(map(len, parts)), f.heads, left.shape[2:], scale.shape[2]
+    few, most = rows * groups <= packed_axis, pages_per_tile(heads * rows, 1, format)
     if few:
         # Measured on an AVX2 processor: with four rows the product takes four fifths of the time of three.
         padded = torch.cat([left, left[:, :, :1]], 2) if rows % 4 == 3 else left
         factors = (padded.unsqueeze(2) * scale).expand(count, heads, groups, -1, k)
-    products = []
-    for some in (slice(start, start + step) for start in range(0, count, step)):
+    products, begin = [], 0
+    pieces = ((part, -(-len(part) // -(-len(part) // most))) for part in parts)
+    for part, first, size in ((part, first, size) for part, size in pieces for first in range(0, len(part), size)):
         if f.boosted:
-            part = pages.select(some)
-            codes, powers = page_codes(part, format.key_tensors.boosted).transpose(2, 3).float(), None
+            pages = part.select(slice(first, first + size))
+            codes, powers = page_codes(pages, format.key_tensors.boosted).transpose(2, 3).float(), None
         else:
-            codes, powers = _unpacked(pages.codes[some], f.bits, in_place=few)
+            codes, powers = _unpacked(part.codes[first : first + size], f.bits, in_place=few)
+        some = slice(begin, begin + len(codes))
+        begin = some.stop
         if few:
             codes = codes.reshape(-1, packed_axis // groups, k)
             products.append(torch.bmm(factors[some].reshape(len(codes), -1, k), codes.transpose(1, 2)))
         else:
-            grid = (part.expand(count, -1, -1, -1, -1)[some] for part in (scale, offset))
-            codes = codes.unflatten(2, (groups, -1)).mul_(next(grid)).add_(next(grid)).flatten(2, 3)
+            steps, zeros = (part.expand(count, -1, -1, -1, -1)[some] for part in (scale, offset))
+            codes = codes.unflatten(2, (groups, -1)).mul_(steps).add_(zeros).flatten(2, 3)
             products.append(left.expand(count, -1, -1, -1)[some] @ codes.transpose(2, 3))
-    product = products[0] if len(products) == 1 else torch.cat(products)
+    product = _joined(products)
     if not few:
         return product
     product = product.view(*factors.shape[:4], -1)[..., :rows, :]

@@ -397,13 +397,13 @@ class LayerStore:
         return parts[0], parts[1]
 
     def read_pages(
-        self, part: list[tuple[int, int]], numbers: tuple[int, ...] | None, is_key: bool
-    ) -> PageTensors | torch.Tensor:
-        """Pages (row, page) of these numbers, or without numbers the full-precision tokens [1, H, P, channels] of the
-        only one.
+        self, part: list[tuple[int, int]], numbers: tuple[int, ...] | None, is_key: bool, most: int
+    ) -> list[PageTensors] | torch.Tensor:
+        """Pages (row, page) of these numbers, see `PageStorage.parts`, or without numbers the full-precision tokens
+        [1, H, P, channels] of the only one.
         """
         if numbers is not None:
-            return (self.key_pages if is_key else self.value_pages).read(numbers)
+            return (self.key_pages if is_key else self.value_pages).parts(numbers, most)
         row, page = part[0]
         sequence = self.sequences[row]
         start = sequence.buffer_index(sequence.keys if is_key else sequence.values, page, self.page_size)
