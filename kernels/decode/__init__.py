@@ -331,22 +331,20 @@ def _product(
         padded = torch.cat([left, left[:, :, :1]], 2) if rows % 4 == 3 else left
         factors = (padded.unsqueeze(2) * scale).expand(count, heads, groups, -1, k)
     products, begin = [], 0
-    pieces = ((part, -(-len(part) // -(-len(part) // most))) for part in parts)
-    for part, first, size in ((part, first, size) for part, size in pieces for first in range(0, len(part), size)):
+    for part, some in ((pages, slice(i, i + most)) for pages in parts for i in range(0, len(pages), most)):
         if f.boosted:
-            pages = part.select(slice(first, first + size))
-            codes, powers = page_codes(pages, format.key_tensors.boosted).transpose(2, 3).float(), None
+            codes, powers = page_codes(part.select(some), format.key_tensors.boosted).transpose(2, 3).float(), None
         else:
-            codes, powers = _unpacked(part.codes[first : first + size], f.bits, in_place=few)
-        some = slice(begin, begin + len(codes))
-        begin = some.stop
+            codes, powers = _unpacked(part.codes[some], f.bits, in_place=few)
+        here = slice(begin, begin + len(codes))
+        begin = here.stop
         if few:
             codes = codes.reshape(-1, packed_axis // groups, k)
-            products.append(torch.bmm(factors[some].reshape(len(codes), -1, k), codes.transpose(1, 2)))
+            products.append(torch.bmm(factors[here].reshape(len(codes), -1, k), codes.transpose(1, 2)))
         else:
-            steps, zeros = (part.expand(count, -1, -1, -1, -1)[some] for part in (scale, offset))
+            steps, zeros = (grid.expand(count, -1, -1, -1, -1)[here] for grid in (scale, offset))
             codes = codes.unflatten(2, (groups, -1)).mul_(steps).add_(zeros).flatten(2, 3)
-            products.append(left.expand(count, -1, -1, -1)[some] @ codes.transpose(2, 3))
+            products.append(left.expand(count, -1, -1, -1)[here] @ codes.transpose(2, 3))
     product = _joined(products)
     if not few:
         return product
