@@ -119,12 +119,12 @@ def hadamard_transform(x: Tensor, inverse: bool = False) -> Tensor:
     Returns:
         the same shape and dtype; products are accumulated in float32 (float64 for float64).
     """
-    reason = unsupported(x)
-    if reason is None:
-        from kvconvert.kernels.rotate.triton import rotate
-
-        return rotate(x, inverse)
     if device.runs_triton(x.device):
+        reason = unsupported(x)
+        if reason is None:
+            from kvconvert.kernels.rotate.triton import rotate
+
+            return rotate(x, inverse)
         device.fall_back("A Hadamard rotation", reason)
     factors = factor_orders(x.shape[-1]) if x.device.type == "cpu" else None
     return factored_transform(x, factors, inverse) if factors else hadamard_reference(x, inverse)
