@@ -419,16 +419,16 @@ class PageTile:
     Keys and values of the same tokens; either may still be in full precision where their windows differ.
 
     Attributes:
-        keys: N key pages, or full-precision keys [N, H, P, D].
-        values: N value pages, or full-precision values [N, H, P, E].
+        keys: N key pages, in parts or as one, or full-precision keys [N, H, P, D].
+        values: N value pages, in parts or as one, or full-precision values [N, H, P, E].
         rows: int64 [N], the batch row that each page belongs to; may be None where there is one.
         visible: bool [N, H or 1, T, P], which tokens each of the T queries may see; None when all may see all.
         positions: int64 [N], of each page's first token, where key pages lack a constant part; else None.
         hidden: (number of a page, how many of its first tokens) that no query attends to here.
     """
 
-    keys: PageTensors | torch.Tensor
-    values: PageTensors | torch.Tensor
+    keys: Sequence[PageTensors] | PageTensors | torch.Tensor
+    values: Sequence[PageTensors] | PageTensors | torch.Tensor
     rows: torch.Tensor | None
     visible: torch.Tensor | None = None
     positions: torch.Tensor | None = None

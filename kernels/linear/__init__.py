@@ -230,13 +230,12 @@ class QuantizedLinear(nn.Module):
     def path(self, rows: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Path:
         """Which path a call with this number of rows and this dtype takes on a device."""
         device = torch.device(device)
+        if device.type == "cpu" and not devices.runs_triton(device):
+            return "int4pack" if takes_int4pack(rows, dtype, self.out_features, self.group_size, self.bits) else "tiled"
         if device.type == "cuda" and not torch.cuda.is_available():
             return "reference"
-        if self.unsupported(device, dtype) is None:
-            return gpu_path(rows, self.in_features, self.out_features)
-        if device.type != "cpu" or devices.runs_triton(device):
-            return "reference"
-        return "int4pack" if takes_int4pack(rows, dtype, self.out_features, self.group_size, self.bits) else "tiled"
+        supported = self.unsupported(device, dtype) is None
+        return gpu_path(rows, self.in_features, self.out_features) if supported else "reference"
 
     def unsupported(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why the Triton kernels cannot serve this Linear; None if they can."""
@@ -285,20 +284,20 @@ class QuantizedLinear(nn.Module):
         if not rows.shape[0]:
             return rows.new_empty(0, self.out_features)
         path = self.path(rows.shape[0], rows.dtype, rows.device)
-        if path in ("few rows", "fused", "unpacked"):
-            return packed_product(rows, self._packed(), self.bias)
-        if path == "reference":
+        if path == "int4pack":
+            packed = self.int4pack
+            if packed is None:
+                packed = self._to_int4pack()
+            y = int4pack_product(rows, packed, self.int4pack_grid, self.group_size)
+        elif path == "tiled":
+            self._leave_gpu_layout()
+            y = tiled_product(rows, self.qweight, self.int4pack, self.qzeros, self.scales)
+        elif path == "reference":
             reason = self.unsupported(rows.device, rows.dtype)
             devices.fall_back(f"A Linear with {self.bits}-bit weights", reason)
             return w4a16_reference(rows, self.awq_weight(), self.bias)
-        if self.gpu_lanes is not None:
-            # Triton's interpreter was here.
-            self._to_awq()
-        if path == "int4pack":
-            self._to_int4pack()
-            y = int4pack_product(rows, self.int4pack, self.int4pack_grid, self.group_size)
         else:
-            y = tiled_product(rows, self.qweight, self.int4pack, self.qzeros, self.scales)
+            return packed_product(rows, self._packed(), self.bias)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _packed(self) -> PackedWeight:
@@ -312,17 +311,21 @@ class QuantizedLinear(nn.Module):
                     self.adopt_gpu_weight(pack_weight(AwqWeight(self.qweight, self.qzeros, self.scales)))
         return self.gpu_weight()
 
-    def _to_int4pack(self) -> None:
-        """Replace `qweight` by torch's int4 layout; does nothing if that has happened."""
-        if self.int4pack is not None:
-            return
+    def _to_int4pack(self) -> Tensor:
+        """Replace `qweight` by torch's int4 layout, if that has not happened; returns it."""
+        self._leave_gpu_layout()
         with layout_lock, torch.inference_mode(False):
-            if self.int4pack is not None:
-                return
-            packed, grid = pack_int4(AwqWeight(self.qweight, self.qzeros, self.scales))
-            # Other threads read qweight, then int4pack: the new layout has to be there before the old one goes.
-            self.int4pack_grid, self.int4pack = grid, packed
-            self.qweight = None
+            if self.int4pack is None:
+                packed, grid = pack_int4(AwqWeight(self.qweight, self.qzeros, self.scales))
+                # Other threads read qweight, then int4pack: the new layout has to be there before the old one goes.
+                self.int4pack_grid, self.int4pack = grid, packed
+                self.qweight = None
+        return self.int4pack
+
+    def _leave_gpu_layout(self) -> None:
+        """Put the weights back into `qweight` after Triton's interpreter was here."""
+        if self.gpu_lanes is not None:
+            self._to_awq()
 
     def _to_awq(self) -> None:
         """Put the weights back into `qweight`."""

@@ -85,7 +85,7 @@ def _packed_blocks(words: Tensor, block: int) -> Tensor:
 
 def int4pack_product(rows: Tensor, packed: Tensor, grid: Tensor, group_size: int) -> Tensor:
     """`x W` of bfloat16 rows [R, in] by torch's int4 product: [R, out]."""
-    return torch.ops.aten._weight_int4pack_mm_for_cpu(rows.contiguous(), packed, group_size, grid)
+    return torch._weight_int4pack_mm_for_cpu(rows.contiguous(), packed, group_size, grid)
 
 
 def tiled_product(

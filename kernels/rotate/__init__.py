@@ -6,6 +6,7 @@ what H is.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,6 +51,7 @@ def factored_transform(x: Tensor, orders: tuple[int, int], inverse: bool) -> Ten
     return (left.T @ (rows @ right)).view(x.shape).to(x.dtype)
 
 
+@lru_cache(maxsize=64)
 def factor_orders(d: int) -> tuple[int, int] | None:
     """Orders (a, b) with H_d = H_a kron H_b where two small products are faster than a large one, else None.
 
@@ -117,12 +119,12 @@ def hadamard_transform(x: Tensor, inverse: bool = False) -> Tensor:
     Returns:
         the same shape and dtype; products are accumulated in float32 (float64 for float64).
     """
-    reason = unsupported(x)
-    if reason is None:
-        from kvconvert.kernels.rotate.triton import rotate
-
-        return rotate(x, inverse)
     if device.runs_triton(x.device):
+        reason = unsupported(x)
+        if reason is None:
+            from kvconvert.kernels.rotate.triton import rotate
+
+            return rotate(x, inverse)
         device.fall_back("A Hadamard rotation", reason)
     factors = factor_orders(x.shape[-1]) if x.device.type == "cpu" else None
     return factored_transform(x, factors, inverse) if factors else hadamard_reference(x, inverse)
@@ -139,17 +141,19 @@ def rotate_new_tokens(
         queries, keys, values: [B, heads, T, channels].
         rotations: which are rotated.
     """
-    flags = rotations.keys, rotations.keys, rotations.values
-    parts = [x if rotated else None for x, rotated in zip((queries, keys, values), flags, strict=True)]
-    given = [part for part in parts if part is not None]
-    alike = len({(part.shape[3], part.dtype) for part in given}) == 1
-    alike = alike and all(part.numel() > part.shape[3] for part in given)
-    if len(given) > 1 and alike and keys.device.type == "cpu" and not device.runs_triton(keys.device):
+    tokens = [queries, keys, values]
+    flags = rotations.keys and queries is not None, rotations.keys, rotations.values
+    chosen = [i for i in range(3) if flags[i]]
+    given = [tokens[i] for i in chosen]
+    together = keys.device.type == "cpu" and not device.runs_triton(keys.device) and len(given) > 1
+    shapes = [(part.shape[3], part.dtype, part.numel() == part.shape[3]) for part in given] if together else []
+    if together and len(set(shapes)) == 1 and not shapes[0][2]:
         rotated = hadamard_transform(torch.cat(given, 1)).split([part.shape[1] for part in given], 1)
     else:
         rotated = [hadamard_transform(part) for part in given]
-    found = iter(rotated)
-    return tuple(x if part is None else next(found) for x, part in zip((queries, keys, values), parts, strict=True))
+    for i, part in zip(chosen, rotated, strict=True):
+        tokens[i] = part
+    return tokens[0], tokens[1], tokens[2]
 
 
 def many_rows() -> int:

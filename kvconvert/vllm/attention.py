@@ -10,7 +10,7 @@ import torch
 from kvconvert.kernels.attention import Scoring
 from kvconvert.kernels.chunked_prefill import PageReader, StoredPart, chunk_attention, stored_parts, unsupported
 from kvconvert.kernels.chunked_prefill.parts import Workspace
-from kvconvert.kernels.decode import decode_attention, divided_pages, paged_attention, pages_per_tile
+from kvconvert.kernels.decode import decode_attention, divided_pages, paged_attention, pages_at_once
 from kvconvert.kernels.decode.plan import PageTables, PageTile, ResidualTokens, ResidualWindows, SpanTokens
 from kvconvert.kernels.pages import PAGE_SIZE, PageAddresses
 from kvconvert.kernels.rotate import hadamard_transform, rotate_and_append, unsupported_append
@@ -197,7 +197,7 @@ class DecodeTokens:
     def page_tiles(self, num_query_heads: int, num_queries: int) -> Iterator[PageTile]:
         """Pages of all rows: first those quantized on both sides, then those quantized on one."""
         plan, format = self.plan, self.blocks.format
-        step = pages_per_tile(num_query_heads, num_queries, format)
+        step = pages_at_once(num_query_heads, num_queries, format)
         quantized = [plan.quantized(request) for request in plan.decodes]
         for part in divided_pages([(number, *counts) for number, counts in enumerate(quantized)], step):
             number, page = part[0]

@@ -21,6 +21,7 @@ from kvconvert.kernels.decode import (
     Visibility,
     decode_attention,
     divided_pages,
+    pages_at_once,
     pages_per_tile,
 )
 from kvconvert.kernels.device import runs_triton, upload
@@ -311,7 +312,8 @@ class StoredRows:
     def page_tiles(self, num_query_heads: int, num_queries: int) -> Iterator[PageTile]:
         """Pages of all rows: first those quantized on both sides, then those quantized on one."""
         store, chunk = self.store, self.chunk
-        for part in self._page_parts(pages_per_tile(num_query_heads, num_queries, store.format)):
+        most = pages_per_tile(num_query_heads, num_queries, store.format)
+        for part in self._page_parts(pages_at_once(num_query_heads, num_queries, store.format)):
             visible = None
             # Pages are older than every query, so only windows and other special masks can hide them.
             if not chunk.is_causal:
@@ -322,10 +324,8 @@ class StoredRows:
                 # Tokens that survived an eviction have positions per KV head, those of later pages do not.
                 heads = max(x.shape[0] for x in seen)
                 visible = torch.stack([x.expand(heads, -1, -1) for x in seen])
-            keys, values = (
-                store.read_pages(part.pages, part.keys, True),
-                store.read_pages(part.pages, part.values, False),
-            )
+            keys = store.read_pages(part.pages, part.keys, True, most)
+            values = store.read_pages(part.pages, part.values, False, most)
             positions = None if store.format.key_tensors.center is None else part.positions
             yield PageTile(keys, values, part.rows, visible, positions, part.hidden)
 

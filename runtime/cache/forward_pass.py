@@ -192,9 +192,10 @@ class LayerTokens(PassTokens):
 
 def layer_tokens(chunk: PassTokens, store: Any, choice: Choice | None) -> PassTokens:
     """The pass for one layer: `chunk` itself if its mask alone decides which tokens each query attends to."""
-    first = min((sequence.first for sequence in store.sequences), default=0)
-    if choice is not None and choice.is_all_of(store.logical - first):
-        choice = None
+    if choice is not None:
+        first = min((sequence.first for sequence in store.sequences), default=0)
+        if choice.is_all_of(store.logical - first):
+            choice = None
     in_chunks = store.in_chunks and chunk.real is None and store.group.real is None
     return chunk if choice is None and not in_chunks else LayerTokens(chunk, store, choice, in_chunks)
 

@@ -19,8 +19,8 @@ from kvconvert.kernels.pages import PageFormat, PageTensors, empty_pages, pages_
 # Pools grow by a sixteenth of what they hold, at least four pages: few chunks at any length, little unused room.
 SMALLEST_CHUNK = 4
 GROWTH = 16
-# Runs of pages whose views a storage remembers.
-MOST_VIEWS = 64
+# Stretches of pages whose views a storage remembers.
+MOST_PARTS = 64
 # Bytes: what offsets of pages count. Records, and the pages that have none, begin at multiples of it.
 UNIT = 16
 
@@ -119,12 +119,12 @@ class PageStorage:
         self.page_bytes = page_bytes(format, dtype.itemsize)
         self._chunks: list[torch.Tensor] = []
         self._zeros = np.zeros(0, np.int64)
-        self._views: dict[tuple[int, ...], PageTensors] = {}
+        self._parts: dict[tuple[tuple[int, ...], int], list[PageTensors | list[torch.Tensor]]] = {}
         self.follow()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has chunks of its own.
-        return self.__dict__ | {"_zeros": np.zeros(0, np.int64), "_views": {}}
+        return self.__dict__ | {"_zeros": np.zeros(0, np.int64), "_parts": {}}
 
     @property
     def bytes_allocated(self) -> int:
@@ -140,31 +140,40 @@ class PageStorage:
 
     def read(self, numbers: Sequence[int]) -> PageTensors:
         """The pages of these numbers, in order; a view where they are contiguous, else a copy."""
-        numbers = tuple(numbers)
-        if numbers in self._views:
-            return self._views[numbers]
-        slots = self._slots(numbers)
-        parts = [self._chunks[chunk][where] for chunk, where in slots]
-        pages = pages_of(parts[0] if len(parts) == 1 else torch.cat(parts), self.format)
-        if len(parts) == 1 and isinstance(slots[0][1], slice):
+        return self.parts(tuple(numbers), len(numbers))[0]
+
+    def parts(self, numbers: tuple[int, ...], most: int) -> list[PageTensors]:
+        """The same in parts: views of contiguous pages, and copies of up to `most` pages of shorter runs."""
+        known = self._parts.get((numbers, most))
+        if known is None:
+            runs: list[list[torch.Tensor]] = []
+            for run in self._runs(numbers):
+                if runs and sum(map(len, runs[-1])) + len(run) <= most:
+                    runs[-1].append(run)
+                else:
+                    runs.append([run])
             # A step of decoding reads what the step before it has read.
-            if len(self._views) >= MOST_VIEWS:
-                self._views.clear()
-            self._views[numbers] = pages
-        return pages
+            if len(self._parts) >= MOST_PARTS:
+                self._parts.clear()
+            known = [part if len(part) > 1 else pages_of(part[0], self.format) for part in runs]
+            self._parts[numbers, most] = known
+        return [pages_of(torch.cat(part), self.format) if isinstance(part, list) else part for part in known]
 
     def views(self, numbers: Sequence[int]) -> list[PageTensors]:
         """The pages of these numbers as views to read or write in place, in order: one per contiguous run."""
+        return [pages_of(run, self.format) for run in self._runs(numbers)]
+
+    def _runs(self, numbers: Sequence[int]) -> list[torch.Tensor]:
+        """Records or 16-bit codes of the pages of these numbers, in order, one view per contiguous run."""
         self.follow()
-        views = []
-        begin, starts = 0, self.numbers.starts
+        runs, begin, starts = [], 0, self.numbers.starts
         for end in range(1, len(numbers) + 1):
             if end == len(numbers) or numbers[end] != numbers[end - 1] + 1 or numbers[end] in starts:
-                chunk = self._chunk(numbers[begin])
+                chunk = bisect_right(starts, numbers[begin]) - 1
                 first = numbers[begin] - starts[chunk]
-                views.append(pages_of(self._chunks[chunk][first : first + end - begin], self.format))
+                runs.append(self._chunks[chunk][first : first + end - begin])
                 begin = end
-        return views
+        return runs
 
     def offsets(self, numbers: Sequence[int], base: torch.Tensor) -> np.ndarray:
         """Where each page's record begins, int64, in units of 16 bytes from the first byte of `base`, on the same
@@ -185,28 +194,6 @@ class PageStorage:
             self._zeros = np.array(at, dtype=np.int64)
         zeros = self._zeros[np.searchsorted(starts, number, side="right") - 1]
         return zeros + (number * size - base.data_ptr() // UNIT)
-
-    def _chunk(self, number: int) -> int:
-        """The chunk that holds a page."""
-        return bisect_right(self.numbers.starts, number) - 1
-
-    def _slots(self, numbers: Sequence[int]) -> list[tuple[int, slice | torch.Tensor]]:
-        """Consecutive stretches of `numbers` within one chunk, as slots: a slice where they are consecutive."""
-        slots_by_chunk: list[tuple[int, slice | torch.Tensor]] = []
-        begin = 0
-        while begin < len(numbers):
-            chunk = self._chunk(numbers[begin])
-            low = self.numbers.starts[chunk]
-            high = low + len(self._chunks[chunk])
-            end = begin + 1
-            while end < len(numbers) and low <= numbers[end] < high:
-                end += 1
-            slots = [number - low for number in numbers[begin:end]]
-            consecutive = slots == list(range(slots[0], slots[0] + len(slots)))
-            where = slice(slots[0], slots[-1] + 1) if consecutive else torch.tensor(slots, device=self.device)
-            slots_by_chunk.append((chunk, where))
-            begin = end
-        return slots_by_chunk
 
 
 @dataclass(frozen=True)

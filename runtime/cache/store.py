@@ -390,22 +390,20 @@ class LayerStore:
     def residual(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of sink tokens, then of the residual window after the last page of either side: [H, n, .]."""
         sequence, tensors, parts = self.sequences[row], self.rows[row], []
+        count, sinks = sequence.residual, sequence.sink_tokens
         for side, buffer in ((sequence.keys, tensors.keys), (sequence.values, tensors.values)):
-            skip, sinks = sequence.skip(side), sequence.sink_tokens
-            if not skip:
-                parts.append(buffer.tokens(0, side.buffered))
-            else:
-                parts.append(torch.cat([buffer.tokens(0, sinks), buffer.tokens(sinks + skip, side.buffered)], 1))
+            skip, tokens = side.buffered - count, buffer.tensor[:, : side.buffered]
+            parts.append(torch.cat([tokens[:, :sinks], tokens[:, sinks + skip :]], 1) if skip else tokens)
         return parts[0], parts[1]
 
     def read_pages(
-        self, part: list[tuple[int, int]], numbers: tuple[int, ...] | None, is_key: bool
-    ) -> PageTensors | torch.Tensor:
-        """Pages (row, page) of these numbers, or without numbers the full-precision tokens [1, H, P, channels] of the
-        only one.
+        self, part: list[tuple[int, int]], numbers: tuple[int, ...] | None, is_key: bool, most: int
+    ) -> list[PageTensors] | torch.Tensor:
+        """Pages (row, page) of these numbers, see `PageStorage.parts`, or without numbers the full-precision tokens
+        [1, H, P, channels] of the only one.
         """
         if numbers is not None:
-            return (self.key_pages if is_key else self.value_pages).read(numbers)
+            return (self.key_pages if is_key else self.value_pages).parts(numbers, most)
         row, page = part[0]
         sequence = self.sequences[row]
         start = sequence.buffer_index(sequence.keys if is_key else sequence.values, page, self.page_size)
