@@ -394,6 +394,8 @@ def check_tensors(directory: Path, manifest: Manifest) -> dict[str, Path]:
     where: dict[str, Path] = {}
     for file in files:
         for name, info in read_header(directory / file).items():
+            if not name.isprintable():  # transformers shows names that it does not know
+                raise mismatch(file, "the name of a tensor", "printable", name)
             if name in found:
                 raise mismatch(file, f"tensor {name}", "in one file", f"also in {where[name].name}")
             found[name] = info

@@ -7,7 +7,8 @@ import os
 import shutil
 
 import pytest
-from tiny.bundle import refusal, reseal
+import torch
+from tiny.bundle import refusal, replace_tensors, reseal
 
 from kvconvert.bundle.files import BundleFiles, is_for_people, may_be_loaded
 from kvconvert.bundle.locate import MANIFEST_NAME
@@ -65,6 +66,12 @@ def test_no_link_lies_in_place_of_what_loaders_read(bundle, name, verify, target
     message = refusal(bundle, verify)
     assert f"{name} of the bundle" in message
     assert "symbolic link" in message
+
+
+def test_names_of_tensors_are_no_escapes_of_a_terminal(bundle):
+    replace_tensors(bundle / "model-00001-of-00002.safetensors", **{"a\x1b[31m": torch.zeros(0)})
+    reseal(bundle)
+    assert "the name of a tensor should be printable, found a\\x1b[31m;" in refusal(bundle)
 
 
 @pytest.mark.each_value
