@@ -443,7 +443,8 @@ def read_arrays(files: dict[str, Path], names: list[str], framework: str = "nump
     for name in names:
         by_file.setdefault(files[name], []).append(name)
     for path, inside in by_file.items():
-        with safe_open(path, framework=framework) as stream:
+        # By its descriptor: the name may have become that of a pipe, on which it would wait for ever.
+        with open_regular(path) as file, safe_open(f"/dev/fd/{file.fileno()}", framework=framework) as stream:
             for name in inside:
                 yield name, stream.get_tensor(name)
 
