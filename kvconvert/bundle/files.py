@@ -394,6 +394,8 @@ def check_tensors(directory: Path, manifest: Manifest) -> dict[str, Path]:
     where: dict[str, Path] = {}
     for file in files:
         for name, info in read_header(directory / file).items():
+            if not name.isprintable():  # transformers shows names that it does not know
+                raise mismatch(file, "the name of a tensor", "printable", name)
             if name in found:
                 raise mismatch(file, f"tensor {name}", "in one file", f"also in {where[name].name}")
             found[name] = info
@@ -441,7 +443,8 @@ def read_arrays(files: dict[str, Path], names: list[str], framework: str = "nump
     for name in names:
         by_file.setdefault(files[name], []).append(name)
     for path, inside in by_file.items():
-        with safe_open(path, framework=framework) as stream:
+        # By its descriptor: the name may have become that of a pipe, on which it would wait for ever.
+        with open_regular(path) as file, safe_open(f"/dev/fd/{file.fileno()}", framework=framework) as stream:
             for name in inside:
                 yield name, stream.get_tensor(name)
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvconvert.errors import BundleError, listed
+from kvconvert.errors import BundleError, listed, printable
 
 NAME = "generation_config.json"
 # Fields that matter only where tokens are drawn.
@@ -139,7 +139,7 @@ def read_generation(stated: Mapping[str, Any], stops: Iterable[int] = ()) -> Gen
         if name in _KEPT:
             values[name] = checked
         elif not (name == "cache_implementation" and value == "hybrid"):  # transformers' own for sliding windows
-            left_out.append(f"{name} = {value!r:.80}")
+            left_out.append(f"{printable(name[:80])} = {value!r:.80}")
     zero = [name for name in ("temperature", "top_p") if values.get(name) == 0]
     if zero:  # the most likely token, which transformers calls greedy and has no temperature for
         values = {name: value for name, value in values.items() if name not in zero} | {"do_sample": False}

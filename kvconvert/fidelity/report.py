@@ -26,7 +26,9 @@ from kvconvert.fidelity.probes import MIN_PROMPTS, PILOT, ProbeResult, abilities
 from kvconvert.fidelity.retrieval import FreeRunningResult, RetrievalResult
 from kvconvert.fidelity.scoring import Comparison, Decoder, bootstrap_mean, read_prompt
 from kvconvert.io import disk
+from kvconvert.io.json_text import MAX_JSON
 from kvconvert.io.records import DataInfo
+from kvconvert.io.regular import read_regular
 from kvconvert.io.tensorheader import nbytes, read_header
 from kvconvert.models.configuration import context_length, model_cache, read_config, sliding_windows
 from kvconvert.models.source import SourceModel
@@ -369,7 +371,10 @@ def record(bundle: str | Path, report: FidelityReport) -> Fidelity:
     path = directory / CARD_NAME
     # A card that was edited may hold any bytes, which stay as they are.
     present = CARD_NAME in opened.files.names
-    card = path.read_text(encoding="utf-8", errors="surrogateescape") if present else model_card(before, *told)
+    content = read_regular(path, MAX_JSON) if present else model_card(before, *told).encode()
+    if content is None:
+        raise BundleError(f"{path} has more than {MAX_JSON:,} bytes, too many for a card; replace it.")
+    card = content.decode(errors="surrogateescape").replace("\r\n", "\n")
     written = model_card(manifest, *told) if card == model_card(before, *told) else replace_fidelity(card, manifest)
     disk.replace_bytes(directory / MANIFEST_NAME, manifest.to_bytes())
     if written is not None and CARD_NAME in manifest.informative:

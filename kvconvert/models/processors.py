@@ -193,18 +193,19 @@ def _check_class(directory: Path, key: str) -> None:
     """Refuse (CheckpointError) settings by which transformers would load something other than a tokenizer or a
     processor: a model, or a retriever, which reads and fetches what its own settings name.
     """
+    name = None
     for path in (directory / name for name in _STATING if (directory / name).is_file()):
         try:
             stated = read_json(path)
         except (OSError, ValueError) as error:
             raise CheckpointError(unreadable(path, error)) from error
-        name = stated.get(key) if isinstance(stated, dict) else None
-        if name is not None:
+        if not isinstance(stated, dict):
+            raise CheckpointError(f"{path} holds no JSON object; fetch the file again.")
+        if name is None and (name := stated.get(key)) is not None:
             found = getattr(transformers, name, None) if isinstance(name, str) else None
             # A stand-in for a class whose packages are missing, and what is no class, refuse by themselves.
             if isinstance(found, type) and not (issubclass(found, _CLASSES[key]) or isinstance(found, DummyObject)):
                 raise CheckpointError(f"{path} says that {key} is {name}, which is none; fetch the file again.")
-            return
 
 
 def _keep_all_merges(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:

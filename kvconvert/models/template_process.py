@@ -88,6 +88,8 @@ def answer(asked: dict[str, Any], template: str, tokenizer: Any, table: Any) -> 
         return {"ids": tokenizer.encode(asked["encode"], add_special_tokens=asked["special"]).ids}
     except MemoryError:
         return {"error": "it needs too much memory"}
+    except RecursionError:
+        return {"error": "nested too deeply"}
     except BaseException as error:  # templates raise errors of their own making, tokenizers panic
         return {"error": " ".join(str(error).split()).rstrip(".")[:500] or type(error).__name__}
 

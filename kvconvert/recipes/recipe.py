@@ -44,6 +44,7 @@ file's own first.
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import tomllib
 from collections import Counter
@@ -474,6 +475,9 @@ class Recipe(RecipeTable):
         if name.endswith(".toml") or "/" in name or "\\" in name:
             path = Path(name)
             try:
+                # Of a shell, a pipe has no place in a folder, and somebody writes to it.
+                if path.is_fifo() and "/proc" not in map(str, path.resolve().parents):
+                    raise OSError(errno.EINVAL, "it is a pipe, whose end may never come", name)
                 with path.open(encoding="utf-8-sig") as stream:
                     text = stream.read(_MOST_TEXT + 1)
             except FileNotFoundError as error:

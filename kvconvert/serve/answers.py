@@ -19,7 +19,7 @@ from kvconvert.errors import printable
 from kvconvert.runtime import Engine
 from kvconvert.runtime.engine import Event, Request
 from kvconvert.serve.forms import Form, Step
-from kvconvert.serve.grammars import Constraint
+from kvconvert.serve.grammars import NOTHING_FITS, Constraint
 from kvconvert.serve.metrics import Metrics
 from kvconvert.serve.refusal import Refusal
 from kvconvert.serve.replies import Reply
@@ -293,6 +293,8 @@ class Answer:
         reply, reason = self._generation.replies[place], events[-1].finish_reason
         if reason is not None and (failure := self._generation.failure(place)) is not None:
             message = f"The answer's form takes too much to hold it to ({failure.rstrip('.')}); simplify its schema."
+            if failure.startswith(NOTHING_FITS):
+                message = "No answer fits its JSON schema, as where a $ref leads to itself; change the schema."
             raise Refusal(400, message, param="response_format", code="grammar_too_complex")
         piece = reply.feed("".join(event.text for event in events), last=reason is not None)
         ended: str | None = "tool_calls" if reason == "stop" and reply.called else reason

@@ -304,9 +304,12 @@ class Service:
             generation.cancel()
 
     async def read(self, http: HTTPRequest, held: Body) -> None:
-        """Receive the body of a request (Refusal: it is no JSON by its type, too long, or comes too slowly)."""
+        """Receive the body of a request (Refusal: it is no JSON by its headers, too long, or comes too slowly)."""
         if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refusal(415, "The body has to be JSON; send `Content-Type: application/json`.")
+        encoding = http.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            raise Refusal(415, f"A body encoded as {encoding!r:.60} is not read; send it without Content-Encoding.")
         most, stated = self.limits.body_bytes, int(http.headers.get("content-length", 0))
         too_long = Refusal(413, f"The body may have {most:,} bytes at most.", code="body_too_long")
         if stated > most:

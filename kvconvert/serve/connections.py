@@ -7,6 +7,7 @@ import re
 import select
 import time
 from collections import Counter
+from http import HTTPStatus
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -20,6 +21,8 @@ READ_BYTES = 2**14
 _FEW_BYTES, _FEWEST_BYTES, _LONG = 2**11, 2**7, 0.0005
 # Headers of a request, each of which takes a while as well.
 MOST_HEADERS = 100
+# Seconds for which what a refused client still sends is dropped: closed at once, it might never see the answer.
+_LINGERS = 2.0
 _HEADERS_END = re.compile(rb"\n\r?\n")
 # Seconds between looks at a client whose end may go unseen, and between bytes sent to learn whether it is still there.
 _LOOKS, _ASKS = 0.25, 1.0
@@ -40,7 +43,7 @@ class Connection(H11Protocol):
     """
 
     idle_since, address = 0.0, ""
-    _half_closed = _looks = False
+    _half_closed = _looks = _refused = False
 
     @property
     def waits_for_client(self) -> bool:
@@ -76,6 +79,8 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse what came; less at once the next time where it took long, so that others' turns come."""
+        if self._refused:
+            return
         begun, transport = time.thread_time(), self.transport
         super().data_received(data)
         size: int = transport.max_size  # type: ignore[attr-defined]
@@ -84,12 +89,14 @@ class Connection(H11Protocol):
         transport.max_size = size  # type: ignore[attr-defined]
 
     def handle_events(self) -> None:
-        """Go on with what came, unless it begins a request with too many headers."""
+        """Go on with what came, unless it begins a request with too many headers, or too long ones."""
         if self.conn.their_state is h11.IDLE:
             head = self.conn.trailing_data[0]
-            end = _HEADERS_END.search(head)
+            end, most = _HEADERS_END.search(head), self.config.h11_max_incomplete_event_size
             if head.count(b"\n", 0, end.start() if end else len(head)) > MOST_HEADERS:
-                return self.send_400_response(f"A request has {MOST_HEADERS} headers at most.")
+                return self._refuse(431, f"A request has {MOST_HEADERS} headers at most.")
+            if end is None and most is not None and len(head) > most:
+                return self._refuse(431, f"A request's line and headers have {most:,} bytes at most.")
         super().handle_events()
         if self.flow.read_paused:  # a closed connection only shows once everything before it has been read
             self._look_later(time.monotonic() + _ASKS)
@@ -103,8 +110,18 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Say that this is not HTTP, where nothing else was said."""
+        self._refuse(400, msg)
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer, where nothing else was said, and take nothing more from this client."""
+        self._refused = True
+        headers = [("content-type", "text/plain; charset=utf-8"), ("connection", "close")]
+        said = h11.Response(status_code=status, headers=headers, reason=HTTPStatus(status).phrase.encode())
         try:
-            super().send_400_response(msg)
+            for event in (said, h11.Data(message.encode("ascii")), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+            self.transport.write_eof()
+            self.loop.call_later(_LINGERS, self.transport.abort)
         except h11.LocalProtocolError:
             self.transport.abort()
         if self.cycle is not None and not self.cycle.response_complete:
@@ -113,7 +130,7 @@ class Connection(H11Protocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection for the answer to a whole request; whether this is so."""
-        if self.waits_for_client:
+        if self.waits_for_client or self._refused:
             return False
         self._half_closed = True
         self._look_later(time.monotonic() + _ASKS)

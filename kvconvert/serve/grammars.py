@@ -50,6 +50,8 @@ _OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"\n? {0,16}", "c
 # The marks of reasoning, and whether a prompt has the first of them; None for none.
 Reasoning = tuple[tuple[str, str], bool] | None
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
+# How llguidance's failures begin where no token may follow.
+NOTHING_FITS = "NoExtension"
 
 
 class GrammarAside(TemplateLimitError):
@@ -298,6 +300,8 @@ def _reason(said: str) -> str:
     which shows the expression between, the first and the last line.
     """
     said = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", said).partition("\n   1 | ")[0].strip()
+    if "recursion limit exceeded" in said:
+        return "it is nested too deeply"
     first, *rest = said.splitlines() or ["it is refused"]
     return first_line(" ".join([first, *(line.removeprefix("error: ") for line in rest[-1:])]))
 

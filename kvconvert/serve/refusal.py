@@ -66,7 +66,10 @@ def refusal_of(error: KvconvertError | ValidationError) -> Refusal:
         return Refusal(400, str(error), param=named and named[1])
     first = error.errors(include_url=False)[0]
     message = first["msg"].removeprefix("Value error, ").rstrip(".")
-    where = ".".join(f"{name!s:.100}" for name in first["loc"])
+    if first["type"] == "model_type":  # which names a class
+        message = "Input should be an object"
+    # Of what may have several forms, the first of them is named as well.
+    where = ".".join(f"{name!s:.100}" for name in first["loc"] if "[" not in str(name))
     code = "invalid_json" if first["type"] == "json_invalid" else "invalid_value"
     param = str(first["loc"][0]) if where else None
     return Refusal(400, f"{where}: {message}." if where else f"{message}.", param=param, code=code)

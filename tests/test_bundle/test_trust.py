@@ -7,8 +7,10 @@ import os
 import shutil
 
 import pytest
-from tiny.bundle import refusal, reseal
+import torch
+from tiny.bundle import refusal, replace_tensors, reseal
 
+from kvconvert.bundle import reader
 from kvconvert.bundle.files import BundleFiles, is_for_people, may_be_loaded
 from kvconvert.bundle.locate import MANIFEST_NAME
 from kvconvert.bundle.manifest import Manifest, ModuleCoverage, quantization_config, sealed
@@ -65,6 +67,12 @@ def test_no_link_lies_in_place_of_what_loaders_read(bundle, name, verify, target
     message = refusal(bundle, verify)
     assert f"{name} of the bundle" in message
     assert "symbolic link" in message
+
+
+def test_names_of_tensors_are_no_escapes_of_a_terminal(bundle):
+    replace_tensors(bundle / "model-00001-of-00002.safetensors", **{"a\x1b[31m": torch.zeros(0)})
+    reseal(bundle)
+    assert "the name of a tensor should be printable, found a\\x1b[31m;" in refusal(bundle)
 
 
 @pytest.mark.each_value
@@ -124,6 +132,16 @@ def test_what_becomes_a_pipe_or_a_device_after_it_was_looked_at_is_refused_unrea
 
     monkeypatch.setattr(BundleFiles, "__init__", look)
     assert name in refusal(bundle, "full")
+
+
+def test_weights_that_become_a_pipe_after_their_header_was_read_are_refused_unread(bundle, monkeypatch):
+    def check(manifest):
+        for path in bundle.glob("*.safetensors"):
+            path.unlink()
+            os.mkfifo(path)
+
+    monkeypatch.setattr(reader, "check_modules", check)
+    assert "it is no regular file" in refusal(bundle)
 
 
 def test_a_hub_snapshot_whose_blobs_are_elsewhere_is_refused(pristine, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -245,6 +246,17 @@ def test_a_number_without_end_or_that_is_none_is_refused(tmp_path, table, name, 
 def test_a_recipe_file_may_begin_with_the_mark_of_utf_8(tmp_path):
     (tmp_path / "mine.toml").write_text('[kv]\npreset = "kivi"\n', encoding="utf-8-sig")
     assert Recipe.load(tmp_path / "mine.toml").kv == Recipe.load("kivi").kv
+
+
+def test_a_pipe_is_no_recipe_but_that_of_a_shell_is(tmp_path):
+    os.mkfifo(tmp_path / "pipe.toml")  # reading it would wait for ever
+    with pytest.raises(MissingError, match=r"pipe\.toml cannot be read \(it is a pipe, whose end may never come\)"):
+        Recipe.load(tmp_path / "pipe.toml")
+    source, target = os.pipe()
+    os.write(target, b'[kv]\npreset = "kivi"\n')
+    os.close(target)
+    assert Recipe.load(f"/dev/fd/{source}").kv == PRESETS["kivi"]
+    os.close(source)
 
 
 def test_a_recipe_file_in_another_encoding_is_refused_as_that(tmp_path):

@@ -293,6 +293,10 @@ def test_what_nothing_applies_is_named_when_a_bundle_is_loaded(fields, stating, 
     assert asked == found == plain
 
 
+def test_a_setting_that_nothing_applies_is_shown_without_escapes_of_a_terminal():
+    assert "\\x1b[31m = 1 of" in read_generation({"\x1b[31m": 1}).warning("kvconvert")
+
+
 @pytest.mark.parametrize(
     "text",
     [

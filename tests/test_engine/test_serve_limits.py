@@ -546,12 +546,25 @@ def test_a_request_has_a_hundred_headers_at_most(end):
             with client.makefile("rb") as file:
                 return re.findall(rb"HTTP/1.1 \d+|A request[\w ]+\.", file.read())
 
-    refused = [b"HTTP/1.1 400", b"A request has 100 headers at most."]
+    refused = [b"HTTP/1.1 431", b"A request has 100 headers at most."]
     with serving(FakeModel(), Letters()) as here:
         assert answer((b"a: b" + end) * 99) == [b"HTTP/1.1 200"]
         assert answer((b"a: b" + end) * 100) == refused
         first = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
         assert answer((b"a: b" + end) * 250, before=first) == [b"HTTP/1.1 200", *refused]
+        here.idle()
+
+
+@pytest.mark.parametrize("head", [b"GET /health HTTP/1.1\r\nHost: localhost\r\na: ", b"GET /"])
+def test_a_client_whose_headers_are_too_long_reads_why(head):
+    with serving(FakeModel(), Letters()) as here, socket.create_connection(("127.0.0.1", here.port), 60) as client:
+        for _ in range(20):  # what is not read would reset the connection when it is closed
+            client.sendall((head + b"b" * 2**16).ljust(2**16))
+            head = b""
+        with client.makefile("rb") as file:
+            told = file.read()
+        assert told.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
+        assert told.endswith(b"A request's line and headers have 16,384 bytes at most.")
         here.idle()
 
 

@@ -206,6 +206,7 @@ def test_null_stands_for_a_field_that_is_left_out_at_any_depth():
         ("/v1/completions", "GET", {}, 405),
         ("/v1/completions", "POST", {"Content-Type": "text/plain"}, 415),
         ("/v1/completions", "POST", {"Content-Type": "application/x-www-form-urlencoded"}, 415),
+        ("/v1/completions", "POST", {"Content-Type": "application/json", "Content-Encoding": "gzip"}, 415),
     ],
 )
 def test_another_path_method_or_type_is_refused(here, path, method, headers, status):

@@ -433,6 +433,22 @@ def test_an_answer_follows_its_schema_whatever_the_model_likes(tiny):
     tiny.idle()
 
 
+def test_schemas_that_nothing_fits_or_that_are_too_deep_are_refused_in_plain_words(tiny):
+    deep = {}
+    for _ in range(300):
+        deep = {"properties": {"a": deep}}
+    for asked, said in (
+        ({"$ref": "#"}, "No answer fits its JSON schema, as where a $ref leads to itself; change the schema."),
+        (deep, "response_format cannot be served: it is nested too deeply; change its JSON schema."),
+    ):
+        form = {"type": "json_schema", "json_schema": {"schema": asked}}
+        status, _, told = tiny.ask("/v1/chat/completions", {"messages": TURNS, "response_format": form})
+        assert (status, told["error"]["message"]) == (400, said)
+    tools = [{"type": "function", "function": {"name": "look", "parameters": deep}}]
+    status, _, told = tiny.ask("/v1/chat/completions", {"messages": TURNS, "tools": tools})
+    assert (status, told["error"]["message"][-19:]) == (400, "nested too deeply).")
+
+
 def test_a_required_call_is_one_of_the_tools(tiny):
     tools = [
         {"type": "function", "function": {"name": f"tool-{n}", "parameters": schema(x={"enum": [n, n + 1]})}}

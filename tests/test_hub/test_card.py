@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -233,6 +234,12 @@ def test_bytes_of_an_edited_card_that_are_no_text_stay(golden):
     (golden / "README.md").write_bytes(b"caf\xe9\n\n## Fidelity\n\nold\n")
     record(golden, Report(open_bundle(golden).manifest.files_digest()))
     assert (golden / "README.md").read_bytes().startswith(b"caf\xe9\n\n## Fidelity\n\nMeasured on exactly")
+
+
+def test_a_card_of_any_size_is_not_read_whole(golden):
+    os.truncate(golden / "README.md", 2**36)
+    with pytest.raises(BundleError, match="more than 256,000,000 bytes, too many for a card; replace it"):
+        record(golden, Report(open_bundle(golden).manifest.files_digest()))
 
 
 def test_figures_of_other_files_or_another_source_are_not_written(golden, tmp_path):

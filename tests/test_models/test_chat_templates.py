@@ -309,6 +309,14 @@ def test_a_tokenizer_of_older_files_or_of_none_is_loaded(tmp_path):
     assert len(load_tokenizer(tmp_path)("ab", add_special_tokens=False)["input_ids"]) == 2
 
 
+@pytest.mark.parametrize("content", ["[]", "null", '"x"'])
+def test_settings_that_are_no_object_are_refused_by_name(tmp_path, content):
+    directory = stated(tmp_path)
+    (directory / "tokenizer_config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json holds no JSON object; fetch"):
+        load_tokenizer(directory)
+
+
 def test_a_processor_whose_tokenizer_has_no_vocabulary_is_refused(tmp_path):
     shutil.copytree(REFERENCE.with_name("reference-vlm"), tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").unlink()

@@ -251,12 +251,14 @@ def test_a_gguf_file_is_the_same_source_by_a_relative_path(tmp_path, monkeypatch
     assert first == second
 
 
-def test_special_tokens_beyond_ascii_keep_their_ids(tmp_path):
-    special = [
-        "<\uff5cbegin\u2581of\u2581sentence\uff5c>",
-        "<\uff5cend\u2581of\u2581sentence\uff5c>",
-        "<\uff5cUser\uff5c>",
-    ]
+@pytest.mark.parametrize(
+    "special",
+    [
+        ["<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<\uff5cUser\uff5c>"],
+        ["<begin of text>", "<end\n>", "    "],
+    ],
+)
+def test_special_tokens_beyond_ascii_or_with_spaces_keep_their_ids(tmp_path, special):
     file, *_ = write_gguf(tmp_path, special=special)
     source = open_source(str(file))
     tokenizer = AutoTokenizer.from_pretrained(source.directory)
@@ -265,6 +267,19 @@ def test_special_tokens_beyond_ascii_keep_their_ids(tmp_path):
     assert (source.config.bos_token_id, source.config.eos_token_id) == (ids[0], ids[1])
     assert tokenizer("".join(special), add_special_tokens=False).input_ids == ids
     assert tokenizer.decode(tokenizer("naïve 日本", add_special_tokens=False).input_ids) == "naïve 日本"
+
+
+def test_special_tokens_of_which_the_file_tells_no_kind_keep_their_ids(tmp_path, monkeypatch):
+    gguf = pytest.importorskip("gguf", reason="needs the package gguf (pip install '.[gguf]')")
+    monkeypatch.setattr(gguf.GGUFWriter, "add_token_types", lambda *_: None)
+    source = open_source(str(write_gguf(tmp_path, special=["<\uff5ca\uff5c>", "<\uff5cb\uff5c>"])[0]))
+    assert (source.config.bos_token_id, source.config.eos_token_id) == (VOCABULARY - 2, VOCABULARY - 1)
+
+
+def test_a_token_that_is_listed_twice_is_refused(tmp_path):
+    file, *_ = write_gguf(tmp_path, special=["<a>", "<a>"])
+    with pytest.raises(CheckpointError, match=r"lists the token '<a>' more than once; fetch it again"):
+        open_source(str(file))
 
 
 WRITERS = {"fp8": write_fp8, "mxfp4": write_mxfp4, "gguf": lambda folder: write_gguf(folder, "Q8_0")[2]}

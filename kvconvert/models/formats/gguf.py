@@ -11,6 +11,7 @@ The header is walked before the package `gguf` reads it, which trusts every coun
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import mmap
@@ -18,6 +19,7 @@ import os
 import shutil
 import struct
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -153,6 +155,8 @@ def open_gguf(file: Path) -> GgufFile:
             config.architectures = [type(model).__name__]
             if not (directory / "tokenizer_config.json").exists():
                 tokens = conversion.read_field(reader, "tokenizer.ggml.tokens")
+                if (twice := next((token for token, count in Counter(tokens).items() if count > 1), None)) is not None:
+                    raise CheckpointError(f"{file} lists the token {twice!r:.80} more than once; fetch it again.")
                 _write_tokenizer(
                     file, directory, config, (tokens, conversion.read_field(reader, "tokenizer.ggml.token_type"))
                 )
@@ -283,7 +287,7 @@ def _write_tokenizer(
 
 
 def _respell_special_tokens(file: Path, tokens: Sequence[str], kinds: Sequence[int]) -> bool:
-    """Give special tokens beyond ASCII their own ids again; whether there were any.
+    """Give special tokens beyond ASCII, or with spaces, their own ids again; whether there were any.
 
     transformers takes the characters of every token of such a vocabulary for bytes, does not find the special ones that
     are not spelled so, and adds them behind the model's last id, or not at all.
@@ -299,11 +303,12 @@ def _respell_special_tokens(file: Path, tokens: Sequence[str], kinds: Sequence[i
     spelling, ids = bytes_to_unicode(), {}
     added = {token["content"]: token for token in contents["added_tokens"]}
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    for name, kind in zip(tokens, kinds, strict=False):
-        # Some files call ordinary words so.
-        if name.isascii() or (name not in added and not (kind in _ADDED and name[0] in "<[" and name[-1] in ">]")):
-            continue
+    for name, kind in itertools.zip_longest(tokens, kinds[: len(tokens)]):
         spelled = "".join(spelling[byte] for byte in name.encode())
+        # Some files call ordinary words so.
+        is_marked = kind in _ADDED and (name.isspace() or name[:1] + name[-1:] in ("<>", "[]"))
+        if spelled == name or not (name in added or is_marked):
+            continue
         if name not in vocabulary and spelled in vocabulary:
             ids[name] = vocabulary[name] = vocabulary.pop(spelled)
             token = added.setdefault(name, {"content": name, **plain, "special": kind == _CONTROL})
