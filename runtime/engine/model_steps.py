@@ -286,7 +286,11 @@ class ModelSteps:
 
     @property
     def _records(self) -> bool:
-        """Whether passes over prompts can be recorded: states, if there are any, have fixed addresses."""
+        """Whether passes over prompts can be recorded: states, if there are any, have fixed addresses, and KV heads no
+        rows of their own.
+        """
+        if self.cache.heads_apart:
+            return False
         layers = self.cache.state_layers().values()
         placed = self.model.captured.passes.places is not None
         return self._keeps_logits and all(placed and isinstance(x, StateLayer) and x.tensors() for x in layers)
