@@ -26,6 +26,7 @@ from typing import Unpack
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvconvert.arguments import Count, Folder, ModelPlace, SampleLength, checked
 from kvconvert.auto import read_allocation, read_weight_allocation
@@ -61,7 +62,7 @@ from kvconvert.convert.layer_calibration import (
 )
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.passes import layer_jobs, resolve_layers
-from kvconvert.convert.scores import GPU_TOKENS, KVCONVERT_ATTENTION, TOKENS, predicts, with_scorers
+from kvconvert.convert.scores import GPU_TOKENS, KVCONVERT_ATTENTION, TOKENS, predicts, scorer_seconds, with_scorers
 from kvconvert.convert.work_files import check_measured, check_place
 from kvconvert.convert.workdir import WorkDir, WorkState
 from kvconvert.data.samples import load_held_out_mixture, load_mixture, load_samples
@@ -411,6 +412,14 @@ class Searches:
 
     def scorers(self, jobs: list[LayerJob]) -> list[LayerJob]:
         """The jobs with networks that predict scores, fitted to the samples and to text that they leave over."""
+        return with_scorers(jobs, *self._scorer_run(), self.seed, self.say, self.progress)
+
+    def scorer_seconds(self, jobs: list[LayerJob]) -> float:
+        """How long `scorers` will take."""
+        return scorer_seconds(jobs, *self._scorer_run(), self.seed)
+
+    def _scorer_run(self) -> tuple[PreTrainedModel, Tensor]:
+        """The source model, and the tokens that it reads twice."""
         runner, tokens = self.runner, self.tokens
         ids = tokens.ids[: len(tokens.ids) - tokens.random]
         rows = (GPU_TOKENS if runner.device.type == "cuda" else TOKENS) // ids.shape[1]
@@ -422,8 +431,7 @@ class Searches:
         with loading_bars(self.progress):
             dtype = float_dtype(runner.source) if runner.device.type == "cuda" else torch.float32
             model = runner.source.load(dtype, attn_implementation=KVCONVERT_ATTENTION)
-        model = model.eval().requires_grad_(False).to(runner.device)
-        return with_scorers(jobs, model, ids[:rows], self.seed, self.say, self.progress)
+        return model.eval().requires_grad_(False).to(runner.device), ids[:rows]
 
     def _run(self, data: Sources, tokens: TokenData, rows: int, length: int) -> SearchRun:
         """The source model, and text of this size beside the calibration samples."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from kvconvert.runtime import KVCache
 from kvconvert.runtime.hf.attention import NAME as KVCONVERT_ATTENTION
 from kvconvert.runtime.hf.reconstruct import score_prompt
 
-__all__ = ["GPU_TOKENS", "KVCONVERT_ATTENTION", "TOKENS", "predicts", "with_scorers"]
+__all__ = ["GPU_TOKENS", "KVCONVERT_ATTENTION", "TOKENS", "predicts", "scorer_seconds", "with_scorers"]
 
 # Tokens that are read, and bytes that their features may take.
 TOKENS, GPU_TOKENS = 2**15, 2**19
@@ -32,7 +33,6 @@ def predicts(jobs: Sequence[LayerJob]) -> bool:
     return any(job.scheme is not None and job.scheme.predicts for job in jobs)
 
 
-@torch.no_grad()
 def with_scorers(
     jobs: Sequence[LayerJob],
     model: PreTrainedModel,
@@ -55,6 +55,34 @@ def with_scorers(
         RecipeError, UnsupportedModelError: see `KVCache`.
     """
     say(f"Reading {ids.numel():,} tokens twice, to learn which of them reconstruct a prompt.")
+    features, scores = _read_twice(jobs, model, ids, seed, progress)
+    held_out = len(ids) // HELD_OUT * len(features[0][0])
+    found: list[FittedScorer] = []
+    layers = list(zip(features, scores, strict=True))
+    for own, wanted in progress_bar(layers, desc="fits", unit="layer", shown=progress):
+        found.append(fit_scorer(torch.cat(own), torch.cat(wanted), held_out, seed))
+        own.clear()
+    mean = sum(fit.explained for fit in found) / len(found)
+    where = "held-out tokens" if held_out else "these tokens"
+    say(f"The networks explain {mean:.0%} of the variance of the scores' logarithms on {where}.")
+    return [replace(job, scorer=fit) for job, fit in zip(jobs, found, strict=True)]
+
+
+def scorer_seconds(jobs: Sequence[LayerJob], model: PreTrainedModel, ids: Tensor, seed: int) -> float:
+    """How long `with_scorers` will take: two rows are read and one layer is fitted; arguments as there."""
+    begun = time.perf_counter()
+    features, scores = _read_twice(jobs, model, ids[:2], seed, progress=False)
+    read = (time.perf_counter() - begun) / len(ids[:2])
+    begun = time.perf_counter()
+    fit_scorer(torch.cat(features[0]), torch.cat(scores[0]), 0, seed)
+    return len(ids) * read + len(jobs) * (time.perf_counter() - begun)
+
+
+@torch.no_grad()
+def _read_twice(
+    jobs: Sequence[LayerJob], model: PreTrainedModel, ids: Tensor, seed: int, progress: bool
+) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+    """Of each layer and row the features and scores of tokens, as many as memory has room for."""
     on_gpu, sinks = model.device.type == "cuda", jobs[0].scheme.sink_tokens
     exact = KVScheme(
         key_bits=16, value_bits=16, sink_tokens=sinks, heavy_ratio=1.0, recent_ratio=0.0, selection="reconstruction"
@@ -79,14 +107,4 @@ def with_scorers(
             )
             features[index].append(token_features(keys, values).bfloat16())
             scores[index].append(torch.cat([own.attention_mass for own in store.rows])[:, chosen].T.float())
-    held_out = len(ids) // HELD_OUT * len(features[0][0])
-    found: list[FittedScorer] = []
-    for own, wanted in progress_bar(
-        list(zip(features, scores, strict=True)), desc="fits", unit="layer", shown=progress
-    ):
-        found.append(fit_scorer(torch.cat(own), torch.cat(wanted), held_out, seed))
-        own.clear()
-    mean = sum(fit.explained for fit in found) / len(found)
-    where = "held-out tokens" if held_out else "these tokens"
-    say(f"The networks explain {mean:.0%} of the variance of the scores' logarithms on {where}.")
-    return [replace(job, scorer=fit) for job, fit in zip(jobs, found, strict=True)]
+    return features, scores

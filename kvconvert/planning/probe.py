@@ -33,6 +33,7 @@ from kvconvert.convert.input_capture import CalibrationInputs
 from kvconvert.convert.layer_calibration import LayerCalibration
 from kvconvert.convert.passes import layer_jobs, make_passes
 from kvconvert.convert.pipeline import Searches, make_runner
+from kvconvert.convert.scores import predicts
 from kvconvert.convert.workdir import WorkDir, WorkState
 from kvconvert.data.samples import load_samples
 from kvconvert.errors import KvconvertError
@@ -78,7 +79,8 @@ class LayerProbe:
         begin_seconds: until the first layer's input was there, per token.
         peak_anonymous_bytes: the peak of the process's host memory, None where the system does not tell.
         peak_device_bytes: the peak of the GPU's memory; None on a CPU.
-        search_seconds: what the search for the cache's layout will take; None for a recipe that states it.
+        search_seconds: what the search for the cache's layout will take, or the fits of what predicts scores; None for
+            a recipe that needs neither.
     """
 
     layer: int
@@ -233,14 +235,16 @@ def measure(request: dict[str, Any]) -> LayerProbe:
     for made in make_passes(jobs[index]):
         read[made.name] = [made.sequences_read(count, request["length"]) for count in (*counts, request["samples"])]
     searching, search_seconds = time.perf_counter(), None
-    if recipe.auto is not None:
+    if recipe.auto is not None or predicts(jobs):
         state = _state(request, tokens.info, runner.num_layers)
         with WorkDir.writing(Path(request["folder"]) / "search", state, False) as directory:
-            task = search_task(runner.config, searched, recipe, device)
             searches = Searches(
                 runner, directory, tokens, request["data"], request["seed"], say=lambda message: None, progress=False
             )
-            search_seconds = searches.cache_seconds(recipe, task)
+            if recipe.auto is None:
+                search_seconds = searches.scorer_seconds(jobs)
+            else:
+                search_seconds = searches.cache_seconds(recipe, search_task(runner.config, searched, recipe, device))
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     # What is not measured here is the start: `run_probe` takes it from the whole.
     measured = spent + time.perf_counter() - searching
