@@ -101,7 +101,7 @@ def test_no_listed_file_lies_behind_a_link_to_a_folder(bundle, verify):
     fields["files"]["notes.md/words.json"] = {"size": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}
     (bundle / MANIFEST_NAME).write_bytes(sealed(fields))
     (bundle / "notes.md").symlink_to(outside)
-    assert "found a symbolic link" in refusal(bundle, verify)
+    assert "notes.md/words.json" in refusal(bundle, verify)
 
 
 def test_what_loaders_read_as_a_whole_is_no_larger_than_they_can_hold(bundle):
@@ -348,3 +348,23 @@ def test_the_manifest_that_is_shown_may_be_longer_than_one_that_is_read(pristine
     shown = printable_manifest(manifest.model_copy(update={"source": source}))
     assert isinstance(shown, Manifest)
     assert shown.source.id == "\\n" * 900
+
+
+@pytest.mark.parametrize("name", ["decoder_tokenizer/tokenizer.json", "kvconvert/x.json", "images/x.png"])
+def test_a_folder_of_another_kind_is_refused_though_its_files_are_listed(bundle, name):
+    path = bundle / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"{}")
+    fields = json.loads((bundle / MANIFEST_NAME).read_text())
+    if is_for_people(name):
+        fields["informative"] = sorted([*fields["informative"], name])
+    else:
+        fields["files"][name] = {"size": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}
+    (bundle / MANIFEST_NAME).write_text(json.dumps(fields))
+    reseal(bundle)
+    assert name in refusal(bundle, "full")
+
+
+def test_a_directory_that_cannot_be_read_is_told_as_such(bundle, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may read all
+    assert f"The directory {bundle} cannot be read" in refusal(bundle)
