@@ -484,6 +484,9 @@ def read_plan(directory: Path, manifest: Manifest) -> dict[str, np.ndarray]:
         BundleError: naming the tensor.
     """
     plan: dict[str, np.ndarray] = {}
+    for name, info in manifest.plan.items():
+        if info.dtype.startswith(("BF", "F8")):  # types that NumPy does not have
+            raise mismatch(PLAN_NAME, f"tensor {name}", "F16, F32, or whole numbers", words(info))
     for name, array in read_arrays(dict.fromkeys(manifest.plan, directory / PLAN_NAME), list(manifest.plan)):
         match = re.fullmatch(r"layers\.([0-9]{1,4})\.(\w+)", name)
         if match is None or int(match[1]) >= len(manifest.layers):

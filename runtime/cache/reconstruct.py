@@ -108,8 +108,9 @@ def share_budget(groups: list[Group], heads: int) -> None:
             kept = [n] * len(rows)
         else:
             masses = [group.stores[0].rows[row].attention_mass for group, row in rows]
+            newest = min(shares.budget(n)[1], (n - 1) // page * page - sequence.sink_tokens)  # that fit whole pages
             for mass in masses:
-                mass[:, : sequence.sink_tokens] = mass[:, n - shares.budget(n)[1] :] = math.inf
+                mass[:, : sequence.sink_tokens] = mass[:, n - newest :] = math.inf
             scores = torch.cat([mass.to(masses[0].device) for mass in masses])
             if bool(scores.isnan().any()):
                 raise NumericError(

@@ -355,6 +355,16 @@ def test_predicted_scores_beyond_all_numbers_leave_sinks_and_newest_tokens_kept(
         assert {*tokens} >= {*range(EXACT.sink_tokens), TOKENS - 1}
 
 
+def test_of_more_newest_tokens_than_whole_pages_hold_the_newest_are_kept(llama):
+    scheme = replace(PREDICTED, heavy_ratio=0.0, recent_ratio=1.0)
+    cache = KVCache(llama.config, scheme, plan=plan_for(scheme))
+    cache.begin_prompt()
+    llama(random_ids(1, 200), past_key_values=cache)
+    cache.seal()
+    sinks = [*range(EXACT.sink_tokens)]
+    assert kept(cache) == [[[*sinks, *range(72 + len(sinks), 200)]] * HEADS] * LAYERS
+
+
 def test_predicted_scores_that_are_no_numbers_are_refused(llama):
     plan = plan_for(PREDICTED)
     plan |= {key: t + 3e38 for key, t in plan.items() if "hidden_weight" in key}
