@@ -12,11 +12,12 @@ from tiny.bundle import refusal, replace_tensors, reseal
 
 from kvconvert.bundle import reader
 from kvconvert.bundle.files import BundleFiles, is_for_people, may_be_loaded
-from kvconvert.bundle.locate import MANIFEST_NAME
+from kvconvert.bundle.locate import MANIFEST_NAME, PLAN_NAME
 from kvconvert.bundle.manifest import Manifest, ModuleCoverage, quantization_config, sealed
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import BundleError, MissingError
 from kvconvert.fidelity import source_of
+from kvconvert.io.tensorheader import read_header
 
 LEVELS = ("full", "headers", "plan")
 DATA = {"source": "books", "samples": 1, "length": 8, "seed": 0, "sha256": "3" * 64}
@@ -368,3 +369,18 @@ def test_a_folder_of_another_kind_is_refused_though_its_files_are_listed(bundle,
 def test_a_directory_that_cannot_be_read_is_told_as_such(bundle, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may read all
     assert f"The directory {bundle} cannot be read" in refusal(bundle)
+
+
+def test_layers_that_share_a_budget_have_one(bundle):
+    fields = json.loads((bundle / MANIFEST_NAME).read_text())
+    evicting = {"heavy_ratio": 0.3, "recent_ratio": 0.1, "token_norm": "none"}
+    for place, layer in enumerate(fields["layers"]):
+        layer["kv"] |= evicting | {"selection": "attention" if place else "reconstruction"}
+    reseal(bundle, layers=fields["layers"])
+    assert "among all layers" in refusal(bundle)
+
+
+def test_a_plan_of_a_type_that_numpy_lacks_is_refused(bundle):
+    replace_tensors(bundle / PLAN_NAME, layers__0__scorer_bias=torch.zeros(2, dtype=torch.bfloat16))
+    reseal(bundle, plan={name: info.model_dump() for name, info in read_header(bundle / PLAN_NAME).items()})
+    assert "found BF16 [2]" in refusal(bundle)
