@@ -186,6 +186,7 @@ class Grammars:
             salt: what is kept of compiled grammars is shared among requests of the same salt alone.
         """
         self.check(param)
+        param = "tools" if schema is None else param  # where the schemas are
         schemas = [] if schema is None else ["%json " + _json(schema, param)]
         choices = list(schemas)
         rules = []
@@ -203,7 +204,7 @@ class Grammars:
         # Without the ids of calls, which are new each time.
         key = hashlib.sha256(salt + "\n".join([*schemas, param]).encode()).digest()
         matcher = self._compiled(grammar, f"start: {' | '.join(schemas) or json.dumps('')}", key, param)
-        return Constraint(matcher, self._vocabulary, self._stops, "tools" if schema is None else "response_format")
+        return Constraint(matcher, self._vocabulary, self._stops, param)
 
     def _compiled(self, grammar: str, tried: str, key: bytes, param: str) -> Any:
         """A matcher (Refusal: it takes long, or there is none; GrammarAside at once while others wait)."""
