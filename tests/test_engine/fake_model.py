@@ -81,8 +81,7 @@ class FakeCache:
 
     def __init__(self, pool):
         self.pool, self.rows, self.sealed, self.open = pool, [], False, False
-        self.schemes, self.fingerprint, self.groups = (), "fake", ()
-        self.heads_apart = False
+        self.schemes, self.fingerprint, self.groups, self.heads_apart = (), "fake", (), False
 
     def open_rows(self, count):
         self.rows, self.open = [None] * count, True
