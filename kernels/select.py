@@ -206,6 +206,9 @@ def _by_products(
     return torch.bmm(weights.to(asked.dtype), values), weights.amax(1)
 
 
+_LARGEST_LOGARITHM = 80.0  # of a score: sums of those of a page are finite, unlike the scores of what has to be kept
+
+
 class TokenScorer(NamedTuple):
     """A network of two layers that predicts how much a repetition of the prompt would attend to a token, from the
     token's keys and values (after KVzap, arXiv 2601.07891, which predicts it from hidden states).
@@ -228,7 +231,7 @@ class TokenScorer(NamedTuple):
             values: [H, n, E] as they are stored.
         """
         hidden = functional.gelu(functional.linear(token_features(keys, values), self.hidden_weight, self.hidden_bias))
-        return functional.linear(hidden, self.weight, self.bias).exp().T
+        return functional.linear(hidden, self.weight, self.bias).clamp(max=_LARGEST_LOGARITHM).exp().T
 
 
 def token_features(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

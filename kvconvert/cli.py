@@ -197,7 +197,10 @@ class _Commands(click.Group):
             ctx.exit(1)
         except OSError as error:
             if error.errno in _PATH_ERRORS and error.filename is not None:
-                name = printable(os.fsdecode(error.filename))
+                path = os.fsdecode(error.filename)
+                if not os.access(folder := os.path.dirname(path) or ".", os.X_OK) and os.path.isdir(folder):
+                    path = folder  # which may not be looked into
+                name = printable(path)
                 shown = name if len(name) <= 200 else f"{name[:200]}..."
                 click.echo(
                     f"Error: {shown} cannot be used ({error.strerror}); check the path and its permissions.", err=True

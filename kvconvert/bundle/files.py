@@ -21,14 +21,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
 
 from kvconvert.bundle.locate import FORMER_PLAN_NAME, MANIFEST_NAME, PLAN_NAME
 from kvconvert.bundle.manifest import LayerPlan, Manifest
 from kvconvert.errors import BundleError, printable
 from kvconvert.io.json_text import MAX_JSON, parse_json
 from kvconvert.io.records import FileInfo, TensorInfo
-from kvconvert.io.regular import open_regular, read_regular
+from kvconvert.io.regular import open_regular, open_tensors, read_regular
 from kvconvert.io.tensorheader import mismatch, nbytes, read_header
 from kvconvert.methods import PLAN_TENSORS
 from kvconvert.methods.scheme import FORMER_PLAN_TENSORS
@@ -42,6 +41,7 @@ _LOADED_SUFFIXES = _CODE_SUFFIXES | {
 # All that loaders do not look for, and that a bundle may therefore hold without a hash.
 _FOR_PEOPLE = {".md", ".txt", ".html", ".pdf", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp"}
 _VOCABULARY_TEXT = re.compile(r"(vocab|merges|dict).*\.txt", re.IGNORECASE | re.DOTALL)
+_TEMPLATE = re.compile(r"additional_chat_templates/[^/]+\.jinja")
 _LICENSE = re.compile(r"(LICEN[SC]E|NOTICE|USE_POLICY|COPYING).*", re.IGNORECASE | re.DOTALL)
 # Files that make loaders take weights, or a whole model, from elsewhere.
 _REDIRECTIONS = {"adapter_config.json", "audio_tokenizer_config.json"}
@@ -82,6 +82,8 @@ def check_names(directory: Path, manifest: Manifest) -> None:
                 f"{MANIFEST_NAME} lists {name}: expected a bundle's own files, found one that names a model elsewhere; "
                 "do not use this bundle."
             )
+        if "/" in name and name != PLAN_NAME and not _TEMPLATE.fullmatch(name):
+            raise mismatch(MANIFEST_NAME, "files", "none in other folders than formats have", repr(name))
     if MANIFEST_NAME in (*manifest.files, *manifest.informative):
         raise mismatch(MANIFEST_NAME, "files", "other files than itself", repr(MANIFEST_NAME))
     for name in manifest.informative:
@@ -443,8 +445,7 @@ def read_arrays(files: dict[str, Path], names: list[str], framework: str = "nump
     for name in names:
         by_file.setdefault(files[name], []).append(name)
     for path, inside in by_file.items():
-        # By its descriptor: the name may have become that of a pipe, on which it would wait for ever.
-        with open_regular(path) as file, safe_open(f"/dev/fd/{file.fileno()}", framework=framework) as stream:
+        with open_tensors(path, framework) as stream:
             for name in inside:
                 yield name, stream.get_tensor(name)
 
@@ -483,6 +484,9 @@ def read_plan(directory: Path, manifest: Manifest) -> dict[str, np.ndarray]:
         BundleError: naming the tensor.
     """
     plan: dict[str, np.ndarray] = {}
+    for name, info in manifest.plan.items():
+        if info.dtype.startswith(("BF", "F8")):  # types that NumPy does not have
+            raise mismatch(PLAN_NAME, f"tensor {name}", "F16, F32, or whole numbers", words(info))
     for name, array in read_arrays(dict.fromkeys(manifest.plan, directory / PLAN_NAME), list(manifest.plan)):
         match = re.fullmatch(r"layers\.([0-9]{1,4})\.(\w+)", name)
         if match is None or int(match[1]) >= len(manifest.layers):

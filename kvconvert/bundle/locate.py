@@ -95,6 +95,8 @@ def manifest_path(directory: Path) -> Path:
     """The manifest of a bundle; BundleError where there is none."""
     if not directory.is_dir():
         raise BundleError(f"{directory} is not a kvconvert bundle: it is not a directory; check the path.")
+    if not os.access(directory, os.R_OK | os.X_OK):
+        raise BundleError(f"The directory {directory} cannot be read; check its permissions.")
     path = directory / MANIFEST_NAME
     if not os.path.lexists(path):
         if (directory / STATE_NAME).is_file():

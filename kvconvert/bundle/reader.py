@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import ValidationError
 from safetensors import SafetensorError
 
+from kvconvert import methods
 from kvconvert.arguments import NAMED, checked
 from kvconvert.bundle.files import (
     BundleFiles,
@@ -35,7 +36,6 @@ from kvconvert.bundle.statements import check_statements
 from kvconvert.errors import BundleError, RecipeError, counted, listed, printable
 from kvconvert.io.records import TensorInfo
 from kvconvert.io.tensorheader import mismatch
-from kvconvert.methods import spread_ratios
 from kvconvert.methods.awq import AWQ_BITS, BITS
 
 if TYPE_CHECKING:
@@ -130,9 +130,11 @@ def check_layers(manifest: Manifest, config: dict[str, Any]) -> None:
         raise mismatch(MANIFEST_NAME, "layers", f"{depth} (config.json's num_hidden_layers)", len(manifest.layers))
     try:
         schemes = manifest.schemes()
-        spread_ratios(schemes)
+        methods.spread_ratios(schemes)
     except (RecipeError, TypeError) as error:
         raise mismatch(MANIFEST_NAME, "layers: kv", "a KV scheme", error) from error
+    if reason := methods.check_layers([scheme for scheme in schemes if scheme is not None]):
+        raise mismatch(MANIFEST_NAME, "layers: kv", "schemes that layers of one model have", f"one that {reason}")
     for number, (layer, scheme) in enumerate(zip(manifest.layers, schemes, strict=True)):
         if layer.index != number:
             raise mismatch(MANIFEST_NAME, "layers: index", number, layer.index)

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from kvconvert.bundle.files import INDEX_NAME
@@ -31,6 +30,7 @@ from kvconvert.bundle.writer import MAX_SHARD_BYTES, replacing, write_json, writ
 from kvconvert.convert.export import export
 from kvconvert.errors import UsageError
 from kvconvert.io.records import TensorInfo
+from kvconvert.io.regular import open_tensors
 from kvconvert.kernels.linear.awq_format import AwqWeight, unpack_bits
 from kvconvert.kernels.packing import pack_words
 
@@ -183,7 +183,7 @@ def _write(
     current: tuple[str, dict[str, Tensor]] = ("", {})
 
     def stored(name: str) -> Tensor:
-        with safe_open(bundle.weight_files[name], framework="pt") as stream:
+        with open_tensors(bundle.weight_files[name]) as stream:
             return stream.get_tensor(name)
 
     def part_of(module: str, part: str) -> Tensor:

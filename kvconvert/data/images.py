@@ -21,6 +21,7 @@ import itertools
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -147,7 +148,9 @@ def read_image(value: Any, folder: Path | None, place: str) -> Image:
         value = io.BytesIO(value)
     try:
         image = value if isinstance(value, pillow.Image) else _opened(value, place)
-        image = ImageOps.exif_transpose(image)  # as it is shown: cameras store how they were held
+        image.load()
+        with suppress(Exception):  # EXIF that cannot be read: the picture is taken as it is stored
+            image = ImageOps.exif_transpose(image)  # as it is shown: cameras store how they were held
         return _in_eight_bits(image, place).convert("RGB")
     except DataError:
         raise

@@ -322,6 +322,7 @@ def check_recordable(bundle: str | Path) -> None:
 
     Raises:
         UsageError: it is on the Hub or in the Hub's cache, or its directory is read-only.
+        RecipeError: its manifest records no recipe, whose limits are written, too.
     """
     manifest = Path(bundle) / MANIFEST_NAME
     if manifest.is_symlink() or not os.path.exists(bundle):
@@ -330,6 +331,7 @@ def check_recordable(bundle: str | Path) -> None:
             "push that afterwards."
         )
     disk.check_writable(Path(bundle), "bundle", "make it writable, or measure a copy of the bundle")
+    Recipe.from_dict(open_bundle(Path(bundle), verify="plan").manifest.recipe)
 
 
 def check_recorded_source(manifest: Manifest, against: ComparedWith) -> None:

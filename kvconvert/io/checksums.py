@@ -17,6 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from kvconvert.errors import CheckpointError, unreadable
+from kvconvert.io.regular import open_regular
 
 _THREADS = 4  # at most: files that are read at once
 _BLOCK = 2**22
@@ -103,7 +104,7 @@ def _work(waiting: SimpleQueue[tuple[Path, _Checksum]]) -> None:
             file, checksum = waiting.get_nowait()
             try:
                 digest = hashlib.sha256()
-                with file.open("rb") as stream:
+                with open_regular(file) as stream:
                     while block := stream.read(_BLOCK):
                         digest.update(block)
                         checksum.read += len(block)

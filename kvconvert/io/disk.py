@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvconvert.errors import MissingError, UsageError
+from kvconvert.io.regular import open_regular
 
 TEMPORARY = ".partial"
 _HASHED_ASIDE = 2**22  # bytes
@@ -163,7 +164,7 @@ def replace_bytes(path: Path, content: bytes) -> None:
 
 def copy_file(source: Path, target: Path) -> OutputFile:
     """Copy the content of a file, following links; gives its size and SHA-256."""
-    with source.open("rb") as stream, new_file(target, source.stat().st_size) as file:
+    with open_regular(source) as stream, new_file(target, source.stat().st_size) as file:
         while block := stream.read(2**22):
             file.write(block)
     return file

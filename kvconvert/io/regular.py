@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
+from typing import Any
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -25,3 +28,13 @@ def read_regular(path: Path, most: int) -> bytes | None:
             return None
         content = stream.read(most + 1)
     return content if len(content) <= most else None
+
+
+@contextmanager
+def open_tensors(path: Path, framework: str = "pt") -> Iterator[Any]:
+    """What `safetensors.safe_open` gives of a file (OSError: as `open_regular`; SafetensorError)."""
+    from safetensors import safe_open
+
+    # By its descriptor: the name may have become that of a pipe.
+    with open_regular(path) as file, safe_open(f"/dev/fd/{file.fileno()}", framework=framework) as stream:
+        yield stream

@@ -92,13 +92,13 @@ class KVzip(Part):
     @classmethod
     def check_layers(cls, schemes: Sequence[Any]) -> str | None:
         """All layers share the budget."""
-        budgets = {(s.selection, s.heavy_ratio, s.recent_ratio) for s in schemes}
+        budgets = {(s.selection, s.heavy_ratio, s.recent_ratio, s.sink_tokens) for s in schemes}
         shared = next((selection for selection, *_ in budgets if selection != "attention"), None)
         if shared is None or len(budgets) == 1:
             return None
         return (
-            f'selects by selection = "{shared}" in some layers and otherwise in others; it shares one heavy_ratio and '
-            "one recent_ratio among all layers"
+            f'selects by selection = "{shared}" in some layers and otherwise in others, or keeps other shares or '
+            "sinks; it shares one heavy_ratio, recent_ratio, and number of sink_tokens among all layers"
         )
 
     @classmethod

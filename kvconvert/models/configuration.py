@@ -411,6 +411,8 @@ def _check_number(number: float, where: str, refuse: Refusal) -> None:
     """Refuse a number that a model cannot compute with, by the path of its entry in config.json."""
     if number != number:
         raise refuse("config.json", where, "a number", number)
+    if where.endswith("max_position_embeddings") and number < 1:
+        raise refuse("config.json", where, "1 or more", number)
     if where.endswith(("norm_eps", "norm_epsilon")) and not 0 <= number <= 1:
         raise refuse("config.json", where, "a number from 0 to 1", number)
     of_rope = "rope" in where

@@ -54,6 +54,7 @@ from kvconvert.errors import (
     unreadable,
 )
 from kvconvert.io.json_text import MAX_JSON, read_json
+from kvconvert.io.regular import open_regular
 from kvconvert.models.configuration import placeholder_ids
 from kvconvert.models.prompts import MARK, Conversations, added_around, without_marks
 from kvconvert.models.templates import panics_as_errors, shared_renderer
@@ -282,7 +283,7 @@ _tried: set[bytes] = set()
 
 
 def _digest(path: Path) -> bytes:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").digest()
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import yaml
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -30,6 +30,7 @@ from kvconvert.io.hub import check_content
 from kvconvert.io.json_text import read_json
 from kvconvert.io.progress import WITHOUT_RATE, progress_bar
 from kvconvert.io.records import MAX_TEXT, SourceInfo, TensorInfo, shortened
+from kvconvert.io.regular import open_tensors
 from kvconvert.kernels.linear.awq_format import AwqWeight
 from kvconvert.kernels.quantizer import all_finite
 from kvconvert.models import locate_model
@@ -391,7 +392,7 @@ def _open_gguf(file: Path) -> SourceModel:
 
 def _read_safetensors(file: Path, names: list[str]) -> dict[str, Tensor]:
     try:
-        with safe_open(file, framework="pt") as shard:
+        with open_tensors(file) as shard:
             return {name: shard.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(unreadable(file, error)) from error

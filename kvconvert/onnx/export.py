@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from safetensors import safe_open
 from torch import Tensor
 
 from kvconvert.arguments import NAMED, Folder, checked
@@ -22,6 +21,7 @@ from kvconvert.bundle.writer import replacing, write_json
 from kvconvert.convert.export import COPIED_FILES, LICENSE_FILES, copy_files, export
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.io.hub import is_hub_id
+from kvconvert.io.regular import open_tensors
 from kvconvert.models.configuration import read_config
 from kvconvert.models.devices import Device, choose_device
 from kvconvert.models.processors import load_tokenizer
@@ -131,7 +131,7 @@ def _reader(bundle: Bundle) -> Callable[[str], Tensor]:
     """Reads one tensor at a time; files stay mapped, and their pages belong to the system."""
 
     def read(name: str) -> Tensor:
-        with safe_open(bundle.weight_files[name], framework="pt") as file:
+        with open_tensors(bundle.weight_files[name]) as file:
             return file.get_tensor(name)
 
     return read

@@ -153,10 +153,10 @@ class Generation:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def failure(self, place: int) -> str | None:
-        """Why the grammar of a choice was given up."""
+    def failure(self, place: int) -> tuple[str, str] | None:
+        """Why the grammar of a choice was given up, and the field of the request that asked for it."""
         constraint = self._constraints[place]
-        return None if constraint is None else constraint.failure
+        return None if constraint is None or constraint.failure is None else (constraint.failure, constraint.param)
 
     def usage(self, prompts: int) -> dict[str, Any]:
         """Tokens of prompts, those of them that stored prefixes had, and generated ones; the choices are equally many
@@ -291,11 +291,12 @@ class Answer:
 
     def _step(self, place: int, events: list[Event]) -> Step:
         reply, reason = self._generation.replies[place], events[-1].finish_reason
-        if reason is not None and (failure := self._generation.failure(place)) is not None:
+        if reason is not None and (given_up := self._generation.failure(place)) is not None:
+            failure, param = given_up
             message = f"The answer's form takes too much to hold it to ({failure.rstrip('.')}); simplify its schema."
             if failure.startswith(NOTHING_FITS):
                 message = "No answer fits its JSON schema, as where a $ref leads to itself; change the schema."
-            raise Refusal(400, message, param="response_format", code="grammar_too_complex")
+            raise Refusal(400, message, param=param, code="grammar_too_complex")
         piece = reply.feed("".join(event.text for event in events), last=reason is not None)
         ended: str | None = "tool_calls" if reason == "stop" and reply.called else reason
         told = [each for event in events if event.logprobs for each in zip(event.tokens, event.logprobs, strict=True)]

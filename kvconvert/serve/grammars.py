@@ -74,19 +74,20 @@ class Constraint(LogitsProcessor):
         vocabulary: logits of a token.
 
     Attributes:
+        param: the field of the request that has the schemas.
         failure: why the grammar was given up; the answer then ends.
     """
 
-    def __init__(self, matcher: Any, vocabulary: int, stops: Collection[int]) -> None:
+    def __init__(self, matcher: Any, vocabulary: int, stops: Collection[int], param: str) -> None:
         self._matcher, self._stops = matcher, sorted(stops)
         self._length: int | None = None
         self._mask = torch.zeros(-(-vocabulary // 32), dtype=torch.int32)
         self._bits = torch.arange(32, dtype=torch.int32)
-        self._vocabulary = vocabulary
+        self._vocabulary, self.param = vocabulary, param
         self.failure: str | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Constraint:
-        return Constraint(self._matcher.deep_copy(), self._vocabulary, self._stops)
+        return Constraint(self._matcher.deep_copy(), self._vocabulary, self._stops, self.param)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Logits of which only those are left that may follow."""
@@ -185,6 +186,7 @@ class Grammars:
             salt: what is kept of compiled grammars is shared among requests of the same salt alone.
         """
         self.check(param)
+        param = "tools" if schema is None else param  # where the schemas are
         schemas = [] if schema is None else ["%json " + _json(schema, param)]
         choices = list(schemas)
         rules = []
@@ -202,7 +204,7 @@ class Grammars:
         # Without the ids of calls, which are new each time.
         key = hashlib.sha256(salt + "\n".join([*schemas, param]).encode()).digest()
         matcher = self._compiled(grammar, f"start: {' | '.join(schemas) or json.dumps('')}", key, param)
-        return Constraint(matcher, self._vocabulary, self._stops)
+        return Constraint(matcher, self._vocabulary, self._stops, param)
 
     def _compiled(self, grammar: str, tried: str, key: bytes, param: str) -> Any:
         """A matcher (Refusal: it takes long, or there is none; GrammarAside at once while others wait)."""

@@ -11,6 +11,7 @@ import math
 
 import torch
 
+from kvconvert.errors import NumericError
 from kvconvert.kernels.attention import Scoring
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.kernels.select import repeated_attention, share_pages
@@ -92,6 +93,9 @@ def share_budget(groups: list[Group], heads: int) -> None:
     Args:
         groups: of all layers, one layer each.
         heads: KV heads of a layer, which are consecutive rows.
+
+    Raises:
+        NumericError: a score is NaN.
     """
     for begin in range(0, groups[0].rows, heads):
         sequence = groups[0].sequences[begin]
@@ -104,9 +108,15 @@ def share_budget(groups: list[Group], heads: int) -> None:
             kept = [n] * len(rows)
         else:
             masses = [group.stores[0].rows[row].attention_mass for group, row in rows]
+            newest = min(shares.budget(n)[1], (n - 1) // page * page - sequence.sink_tokens)  # that fit whole pages
             for mass in masses:
-                mass[:, : sequence.sink_tokens] = mass[:, n - shares.budget(n)[1] :] = math.inf
+                mass[:, : sequence.sink_tokens] = mass[:, n - newest :] = math.inf
             scores = torch.cat([mass.to(masses[0].device) for mass in masses])
+            if bool(scores.isnan().any()):
+                raise NumericError(
+                    f'selection = "{shares.selection}" scores tokens of this prompt by NaN, so none can be chosen; '
+                    "the model or its KV plan is damaged, so fetch or calibrate it again."
+                )
             kept = [page * count for count in share_pages(scores, pages, page)]
         for (group, row), count in zip(rows, kept, strict=True):
             group.policy.kept[row] = count

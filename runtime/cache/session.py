@@ -21,10 +21,11 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, Field, ValidationError
-from safetensors import safe_open
+from safetensors import SafetensorError
 
 from kvconvert.errors import CacheError, KvconvertError, printable
 from kvconvert.io.json_text import parse_json
+from kvconvert.io.regular import open_tensors
 from kvconvert.io.tensorfile import replace_tensors
 from kvconvert.io.tensorheader import read_header
 from kvconvert.kernels.states import is_packed
@@ -217,14 +218,16 @@ def _read(file: Path) -> tuple[_Description, dict[str, torch.Tensor]]:
     """The description and the tensors of a file, after comparing their hashes and shapes with what it says."""
     try:
         infos = read_header(file)
+        if DESCRIPTION not in infos:
+            raise _refusal(file, "it holds no session, but other tensors")
+        with open_tensors(file) as opened:
+            tensors = {name: opened.get_tensor(name) for name in infos}
+    except CacheError:
+        raise
     except OSError as error:
         raise _refusal(file, f"it cannot be read ({error.strerror})") from error
-    except KvconvertError as error:
+    except (KvconvertError, SafetensorError) as error:
         raise _refusal(file, "it is no session that `save` wrote, or not all of one") from error
-    if DESCRIPTION not in infos:
-        raise _refusal(file, "it holds no session, but other tensors")
-    with safe_open(file, framework="pt") as opened:
-        tensors = {name: opened.get_tensor(name) for name in infos}
     text = bytes(tensors.pop(DESCRIPTION).reshape(-1).view(torch.uint8).numpy())
     try:
         fields = parse_json(text)

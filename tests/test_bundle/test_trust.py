@@ -12,11 +12,12 @@ from tiny.bundle import refusal, replace_tensors, reseal
 
 from kvconvert.bundle import reader
 from kvconvert.bundle.files import BundleFiles, is_for_people, may_be_loaded
-from kvconvert.bundle.locate import MANIFEST_NAME
+from kvconvert.bundle.locate import MANIFEST_NAME, PLAN_NAME
 from kvconvert.bundle.manifest import Manifest, ModuleCoverage, quantization_config, sealed
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import BundleError, MissingError
 from kvconvert.fidelity import source_of
+from kvconvert.io.tensorheader import read_header
 
 LEVELS = ("full", "headers", "plan")
 DATA = {"source": "books", "samples": 1, "length": 8, "seed": 0, "sha256": "3" * 64}
@@ -101,7 +102,7 @@ def test_no_listed_file_lies_behind_a_link_to_a_folder(bundle, verify):
     fields["files"]["notes.md/words.json"] = {"size": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}
     (bundle / MANIFEST_NAME).write_bytes(sealed(fields))
     (bundle / "notes.md").symlink_to(outside)
-    assert "found a symbolic link" in refusal(bundle, verify)
+    assert "notes.md/words.json" in refusal(bundle, verify)
 
 
 def test_what_loaders_read_as_a_whole_is_no_larger_than_they_can_hold(bundle):
@@ -348,3 +349,38 @@ def test_the_manifest_that_is_shown_may_be_longer_than_one_that_is_read(pristine
     shown = printable_manifest(manifest.model_copy(update={"source": source}))
     assert isinstance(shown, Manifest)
     assert shown.source.id == "\\n" * 900
+
+
+@pytest.mark.parametrize("name", ["decoder_tokenizer/tokenizer.json", "kvconvert/x.json", "images/x.png"])
+def test_a_folder_of_another_kind_is_refused_though_its_files_are_listed(bundle, name):
+    path = bundle / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"{}")
+    fields = json.loads((bundle / MANIFEST_NAME).read_text())
+    if is_for_people(name):
+        fields["informative"] = sorted([*fields["informative"], name])
+    else:
+        fields["files"][name] = {"size": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}
+    (bundle / MANIFEST_NAME).write_text(json.dumps(fields))
+    reseal(bundle)
+    assert name in refusal(bundle, "full")
+
+
+def test_a_directory_that_cannot_be_read_is_told_as_such(bundle, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may read all
+    assert f"The directory {bundle} cannot be read" in refusal(bundle)
+
+
+def test_layers_that_share_a_budget_have_one(bundle):
+    fields = json.loads((bundle / MANIFEST_NAME).read_text())
+    evicting = {"heavy_ratio": 0.3, "recent_ratio": 0.1, "token_norm": "none"}
+    for place, layer in enumerate(fields["layers"]):
+        layer["kv"] |= evicting | {"selection": "attention" if place else "reconstruction"}
+    reseal(bundle, layers=fields["layers"])
+    assert "among all layers" in refusal(bundle)
+
+
+def test_a_plan_of_a_type_that_numpy_lacks_is_refused(bundle):
+    replace_tensors(bundle / PLAN_NAME, layers__0__scorer_bias=torch.zeros(2, dtype=torch.bfloat16))
+    reseal(bundle, plan={name: info.model_dump() for name, info in read_header(bundle / PLAN_NAME).items()})
+    assert "found BF16 [2]" in refusal(bundle)

@@ -275,3 +275,10 @@ def test_the_page_offers_a_picture(loaded, tmp_path):
         browser.evaluate(choose)
         shown(browser, "document.querySelectorAll('.turn.user img').length == 1")
         assert browser.console == []
+
+
+@pytest.mark.parametrize("exif", [b"Exif\0\0II*\0", b"Exif\0\0XX*\0\x08\0\0\0", b"\xff" * 20, b""])
+def test_a_sound_picture_with_damaged_exif_is_seen_as_it_is_stored(exif):
+    for kind in ("png", "jpeg", "webp"):
+        (seen,) = read_images([data_url(Image.new("RGB", (4, 2), "white"), kind, exif=exif)], 100, "messages")
+        assert seen.size == (4, 2)

@@ -447,6 +447,11 @@ def test_schemas_that_nothing_fits_or_that_are_too_deep_are_refused_in_plain_wor
     tools = [{"type": "function", "function": {"name": "look", "parameters": deep}}]
     status, _, told = tiny.ask("/v1/chat/completions", {"messages": TURNS, "tools": tools})
     assert (status, told["error"]["message"][-19:]) == (400, "nested too deeply).")
+    for nothing in ({"$ref": "#"}, {"type": "object", "properties": {"a": False}, "required": ["a"]}):
+        tools[0]["function"]["parameters"] = nothing
+        asked = {"messages": TURNS, "tools": tools, "tool_choice": "required"}
+        status, _, told = tiny.ask("/v1/chat/completions", asked)
+        assert (status, told["error"]["param"]) == (400, "tools")
 
 
 def test_a_required_call_is_one_of_the_tools(tiny):

@@ -10,14 +10,14 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
-from tiny.bundle import tiny_manifest, tiny_tensors
+from tiny.bundle import reseal, tiny_manifest, tiny_tensors
 from transformers import LlamaConfig
 
 from kvconvert.bundle.card import LICENSES, model_card
 from kvconvert.bundle.describe import describe
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.convert.export import described
-from kvconvert.errors import BundleError, MissingError, UsageError
+from kvconvert.errors import BundleError, MissingError, RecipeError, UsageError
 from kvconvert.fidelity import evaluate as fidelity
 from kvconvert.fidelity.evaluate import evaluate
 from kvconvert.fidelity.report import check_recordable, record
@@ -272,3 +272,10 @@ def test_a_source_that_will_not_be_recorded_is_refused_before_it_is_measured(gol
     monkeypatch.setattr(fidelity, "open_source", lambda *args, **kwargs: checkpoint)
     with pytest.raises(UsageError, match="other is not the checkpoint that"):
         evaluate(golden, "other", for_record=True, device="cpu", progress=False)
+
+
+@pytest.mark.parametrize("recipe", [{}, {"name": "x"}, {"name": "x", "weights": [], "kv": 1}])
+def test_a_bundle_without_a_recipe_is_refused_before_it_is_measured(golden, recipe):
+    reseal(golden, recipe=recipe)
+    with pytest.raises(RecipeError, match="recorded recipe"):
+        check_recordable(golden)

@@ -666,3 +666,36 @@ def test_a_configuration_of_terabytes_is_refused_unread(tmp_path):
     os.truncate(tmp_path / "config.json", 10**12)
     with pytest.raises(CheckpointError, match=r"config\.json cannot be read \(1000000000000 bytes"):
         open_source(str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_a_tokenizer_of_another_kind_than_a_gguf_file_says_is_refused(tmp_path, monkeypatch, kind):
+    gguf = pytest.importorskip("gguf")
+    told = gguf.GGUFWriter.add_tokenizer_model
+
+    def tell(writer, _):
+        told(writer, kind)
+        writer.add_array("tokenizer.ggml.scores", [-float(place) for place in range(VOCABULARY)])
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tokenizer_model", tell)
+    file, *_ = write_gguf(tmp_path)
+    with pytest.raises(CheckpointError, match=f"gives ids beyond its {VOCABULARY} tokens"):
+        open_source(str(file))
+
+
+def test_a_gguf_file_whose_context_has_no_tokens_is_refused(tmp_path, monkeypatch):
+    gguf = pytest.importorskip("gguf")
+    told = gguf.GGUFWriter.add_context_length
+    monkeypatch.setattr(gguf.GGUFWriter, "add_context_length", lambda writer, _: told(writer, 0))
+    file, *_ = write_gguf(tmp_path)
+    with pytest.raises(CheckpointError, match="max_position_embeddings is 0"):
+        open_source(str(file))
+
+
+def test_weights_that_become_a_pipe_after_they_were_looked_at_are_refused_unread(tmp_path):
+    save_checkpoint(tmp_path)
+    source = open_source(str(tmp_path))
+    (tmp_path / "model.safetensors").unlink()
+    os.mkfifo(tmp_path / "model.safetensors")  # reading it would wait for ever
+    with pytest.raises(CheckpointError, match="no regular file"):
+        source.read("")

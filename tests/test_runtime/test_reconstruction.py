@@ -12,7 +12,7 @@ from kvconvert import KVCache, KVScheme
 from kvconvert.calibration import kvzip
 from kvconvert.calibration.kvzip import FittedScorer, KVzipPass, fit_scorer
 from kvconvert.calibration.protocol import LayerJob
-from kvconvert.errors import CacheError, RecipeError, UnsupportedModelError, UsageError
+from kvconvert.errors import CacheError, NumericError, RecipeError, UnsupportedModelError, UsageError
 from kvconvert.fidelity.scoring import Decoder, Work, compare, estimate_seconds, generate_greedily
 from kvconvert.kernels.select import TokenScorer, share_pages, token_features
 from kvconvert.methods.kvzip import scorer_shapes
@@ -342,6 +342,42 @@ def test_networks_are_needed_of_a_plan(llama):
     cache = KVCache(llama.config, PREDICTED)
     with pytest.raises(RecipeError, match='selection = "predicted" needs scorer_hidden_weight'):
         llama(random_ids(1, 300), past_key_values=cache)
+
+
+@pytest.mark.parametrize(("name", "value"), [("scorer_bias", 1e38), ("scorer_weight", 1e30), ("scorer_weight", -1e30)])
+def test_predicted_scores_beyond_all_numbers_leave_sinks_and_newest_tokens_kept(llama, name, value):
+    ids, plan = random_ids(1, TOKENS), plan_for(PREDICTED)
+    cache = KVCache(llama.config, PREDICTED, plan=plan | {key: t + value for key, t in plan.items() if name in key})
+    cache.begin_prompt()
+    llama(ids, past_key_values=cache)
+    cache.seal()
+    for tokens in (tokens for layer in kept(cache) for tokens in layer if tokens):
+        assert {*tokens} >= {*range(EXACT.sink_tokens), TOKENS - 1}
+
+
+def test_of_more_newest_tokens_than_whole_pages_hold_the_newest_are_kept(llama):
+    scheme = replace(PREDICTED, heavy_ratio=0.0, recent_ratio=1.0)
+    cache = KVCache(llama.config, scheme, plan=plan_for(scheme))
+    cache.begin_prompt()
+    llama(random_ids(1, 200), past_key_values=cache)
+    cache.seal()
+    sinks = [*range(EXACT.sink_tokens)]
+    assert kept(cache) == [[[*sinks, *range(72 + len(sinks), 200)]] * HEADS] * LAYERS
+
+
+def test_predicted_scores_that_are_no_numbers_are_refused(llama):
+    plan = plan_for(PREDICTED)
+    plan |= {key: t + 3e38 for key, t in plan.items() if "hidden_weight" in key}
+    plan |= {
+        key: torch.full_like(t, 3e38) * (-1) ** torch.arange(256)
+        for key, t in plan.items()
+        if key.endswith("scorer_weight")
+    }
+    cache = KVCache(llama.config, PREDICTED, plan=plan)
+    cache.begin_prompt()
+    llama(random_ids(1, TOKENS), past_key_values=cache)
+    with pytest.raises(NumericError, match="scores tokens of this prompt by NaN"):
+        cache.seal()
 
 
 def test_a_prompt_whose_scores_are_predicted_has_to_be_sealed(llama):

@@ -349,3 +349,17 @@ def test_what_cannot_be_saved_is_refused_by_name(llama, tmp_path):
     with pytest.raises(CacheError, match="there are 0 sequences"):
         KVCache(llama.config, "kivi").save(tmp_path / "session")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_session_that_becomes_a_pipe_after_its_header_was_read_is_refused_unread(llama, tmp_path, monkeypatch):
+    file, read_header = saved(llama, tmp_path / "session"), session.read_header
+
+    def replaced(path):
+        found = read_header(path)
+        path.unlink()
+        os.mkfifo(path)
+        return found
+
+    monkeypatch.setattr(session, "read_header", replaced)
+    with pytest.raises(CacheError, match="it cannot be read"):
+        KVCache.load(file, KVCache(llama.config, "kivi"))

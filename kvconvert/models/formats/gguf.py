@@ -37,6 +37,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from kvconvert.errors import CheckpointError, MissingError, UnsupportedModelError, first_line, printable, unreadable
 from kvconvert.io.json_text import read_json
 from kvconvert.io.records import MAX_LAYERS, TensorInfo
+from kvconvert.io.regular import open_regular
 from kvconvert.io.tensorfile import DTYPE_NAMES
 from kvconvert.models.configuration import bounded_modules, check_values, make_config, model_class
 from kvconvert.models.formats.format import Encoded
@@ -281,6 +282,11 @@ def _write_tokenizer(
     (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
     if _respell_special_tokens(directory / "tokenizer.json", *listed):
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    # One of another kind than the file says has been given this mark of that kind, behind all tokens.
+    if tokenizer.get_added_vocab().get("<unk>", 0) >= len(listed[0]):
+        raise CheckpointError(
+            f"The tokenizer that {file} describes gives ids beyond its {len(listed[0]):,} tokens; fetch it again."
+        )
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if getattr(tokenizer, name, None) is not None:
             setattr(config, name, getattr(tokenizer, name))
@@ -388,7 +394,7 @@ def check_header(file: Path) -> None:
         OSError: the file cannot be read.
         ValueError: with the reason in a few words.
     """
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         if stream.read(4) != b"GGUF":
             raise ValueError("it does not begin with GGUF")
         with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
