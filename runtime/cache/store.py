@@ -263,8 +263,8 @@ class LayerStore:
         """
         if keys.shape[0] != len(self.sequences):
             raise CacheError(
-                f"The cache holds {counted(len(self.sequences), 'sequence')} and layer {self.index} was given "
-                f"{keys.shape[0]}; use a new cache for another batch."
+                f"The cache holds {counted(len(self.sequences) // self.heads_apart, 'sequence')} and layer "
+                f"{self.index} was given {keys.shape[0] // self.heads_apart}; use a new cache for another batch."
             )
         if self.group.rehearsal is not None:
             self.forward_pass, self.pending = self.group.rehearsal, (keys, values)
