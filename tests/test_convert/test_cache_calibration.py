@@ -281,9 +281,10 @@ def test_what_only_calibration_can_say_is_refused_where_layers_are_unknown(tmp_p
 
 @pytest.mark.parametrize("selection", ["reconstruction", "predicted"])
 def test_a_budget_that_layers_cannot_share_is_refused_before_anything_is_written(tmp_path, selection):
-    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "head_dim": 16, "num_attention_heads": 4}
+    heads = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, **heads}
     MistralForCausalLM(MistralConfig(**sizes, sliding_window=64)).save_pretrained(tmp_path / "windows")
-    experts = {"num_local_experts": 2, "num_key_value_heads": 2, "intermediate_size": 32}
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size": 32}
     config = GptOssConfig(**sizes | experts, layer_types=["full_attention"], rope_parameters={"rope_type": "default"})
     GptOssForCausalLM(config).save_pretrained(tmp_path / "sinks")
     scheme = KVScheme(heavy_ratio=0.2, recent_ratio=0.2, selection=selection)
