@@ -48,7 +48,8 @@ def token_scorer(
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise RecipeError(
-                f"[kv] {setting} needs numbers, and {name} of the KV plan is not finite; use another bundle, or {instead}."
+                f"[kv] {setting} needs numbers, and {name} of the KV plan is not finite; use another bundle, or "
+                f"{instead}."
             )
     return TokenScorer(*(tensor.to(device, torch.float32) for tensor in tensors.values()))
 

@@ -156,7 +156,8 @@ def open_gguf(file: Path) -> GgufFile:
             if not (directory / "tokenizer_config.json").exists():
                 if "tokenizer.ggml.tokens" not in reader.fields:
                     raise CheckpointError(
-                        f"{file} holds no tokenizer; put the model's tokenizer.json and tokenizer_config.json beside it."
+                        f"{file} holds no tokenizer; put the model's tokenizer.json and tokenizer_config.json "
+                        "beside it."
                     )
                 tokens = conversion.read_field(reader, "tokenizer.ggml.tokens")
                 if (twice := next((token for token, count in Counter(tokens).items() if count > 1), None)) is not None:
