@@ -534,7 +534,7 @@ def plan_text(plan: Plan) -> str:
             rows.append(("search of weights' widths", "not measured", "comes on top of that time"))
     if plan.read_twice:
         dtype = "its own dtype" if plan.device == "cuda" else "float32"
-        read = f"on top of that: the whole model in {dtype} reads {plan.read_twice:,} tokens twice"
+        read = f"comes on top: the whole model in {dtype} reads {plan.read_twice:,} tokens twice"
         rows.append(("prediction of scores", "not measured", read))
     if plan.searched:
         passes = f"up to {plan.searched:,} passes of the model over {plan.search_tokens:,} tokens each"
