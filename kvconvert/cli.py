@@ -130,6 +130,10 @@ def _check_dashes(ctx: click.Context, words: list[str]) -> None:
                 name, f"Option {name!r} takes a space, not an equals sign, before its value.", ctx
             )
         elif name not in names and name.startswith("-"):
+            if name == "--resume" and "--restart" in names:
+                raise click.NoSuchOption(
+                    name, "No such option '--resume'. The same command without it goes on where it stopped.", ctx=ctx
+                )
             if name.startswith("--") and (possible := [known for known in names if known.startswith(name)]):
                 raise click.NoSuchOption(name, possibilities=possible, ctx=ctx)
             for own, others in _OPTIONS_ELSEWHERE.items():

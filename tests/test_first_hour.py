@@ -145,6 +145,7 @@ WRONG = [
     (["plan", "-help"], 2, "Did you mean '--help'?"),
     (["convert", "MODEL", "NEW", "-recipes=auto"], 2, "No such option '-recipes'. Did you mean '--recipe'?"),
     (["convert", "MODEL", "-o", "NEW"], 2, "No such option '-o'. Write MODEL BUNDLE without an option."),
+    (["convert", "MODEL", "NEW", "--resume"], 2, "The same command without it goes on where it stopped."),
     (["convert", "MODEL", "NEW", "--quant", "4"], 2, "No such option '--quant'. Did you mean '--recipe'?"),
     (["generate", "BUNDLE", "--model", "x"], 2, "No such option '--model'."),
     (["inspect", "--", "-json"], 1, "no such directory"),

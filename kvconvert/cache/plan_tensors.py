@@ -39,10 +39,18 @@ def with_plan(
 def token_scorer(
     format: LayerFormat, heads: int, plan: Mapping[str, torch.Tensor], device: torch.device
 ) -> TokenScorer:
-    """What predicts the scores of the tokens of a layer of `heads` KV heads; RecipeError as of `with_plan`."""
+    """What predicts the scores of the tokens of a layer of `heads` KV heads; RecipeError as of `with_plan`, and where
+    a tensor is not finite.
+    """
     shapes = scorer_shapes(heads, format.keys.head_dim, format.values.head_dim)
     setting, instead = 'selection = "predicted"', 'choose selection = "reconstruction"'
     tensors = {name: _planned(plan, name, shape, setting, instead) for name, shape in shapes.items()}
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise RecipeError(
+                f"[kv] {setting} needs numbers, and {name} of the KV plan is not finite; use another bundle, or "
+                f"{instead}."
+            )
     return TokenScorer(*(tensor.to(device, torch.float32) for tensor in tensors.values()))
 
 

@@ -390,10 +390,15 @@ def check_headers(source: SourceModel, model: PreTrainedModel, layers: str | Non
             are: then only what transformers itself would miss is refused.
 
     Raises:
-        CheckpointError: a tensor is missing or has another shape, or there are more decoder layers than
-            `num_hidden_layers` says.
+        CheckpointError: a tensor is missing, has another shape, or is an adapter's, or there are more decoder layers
+            than `num_hidden_layers` says.
     """
     stored = source.tensor_names.stored
+    if (adapted := next((name for name in source.tensors if ".lora_A." in name), None)) is not None:
+        raise CheckpointError(
+            f"The checkpoint holds {adapted} of an unmerged LoRA adapter; merge it (PEFT's merge_and_unload), save the "
+            "model, and convert that."
+        )
     shapes = {name: tuple(source.tensors[full].shape) for name, full in stored.items()}
     count = model.config.get_text_config().num_hidden_layers
     containers = [layers] if layers else [name for name, module in model.named_modules() if _holds(module, count)]

@@ -20,6 +20,7 @@ from kvconvert.calibration.protocol import CalibrationPass, LayerJob, MeasuredLa
 from kvconvert.calibration.scales import ClipRatioPass, StaticScalesPass
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.workdir import LayerRecord
+from kvconvert.errors import UnsupportedModelError
 from kvconvert.methods import PLAN_TENSORS, KVScheme
 from kvconvert.models.configuration import (
     ATTENDS_IN_PARTS,
@@ -30,6 +31,7 @@ from kvconvert.models.configuration import (
     stored_shape,
 )
 from kvconvert.recipes.recipe import Recipe
+from kvconvert.runtime.hf.cache_layers import check_shared_budget
 
 # In the order in which they work: what folds first, the searches for weights after it, and what depends on the values
 # that the cache will store after both. Passes that evaluate a sample of the finished layer's attention stand last.
@@ -103,7 +105,11 @@ def resolve_layers(
 
 
 def layer_jobs(runner: LayerRunner, recipe: Recipe) -> list[LayerJob]:
-    """The jobs of all layers, in order."""
+    """The jobs of all layers, in order.
+
+    Raises:
+        RecipeError, UnsupportedModelError: the heads of the model's layers cannot share a budget as the recipe wants.
+    """
     kinds, latent = layer_types_of(runner.config)[0], is_latent(runner.config)
     jobs = []
     for index in range(runner.num_layers):
@@ -133,7 +139,20 @@ def layer_jobs(runner: LayerRunner, recipe: Recipe) -> list[LayerJob]:
                 },
             )
         )
+    if any(job.scheme is not None and job.scheme.heads_apart for job in jobs):
+        _check_heads_apart(runner, [recipe.scheme(job.index) for job in jobs], kinds)
     return jobs
+
+
+def _check_heads_apart(runner: LayerRunner, schemes: list[KVScheme | None], kinds: list[str]) -> None:
+    """Refuse now what no cache of the bundle would do."""
+    check_shared_budget(runner.source.config, schemes, kinds)
+    if any(getattr(module, "sinks", None) is not None for module in runner.model.modules()):
+        selection = next(scheme.selection for scheme in schemes if scheme is not None and scheme.heads_apart)
+        raise UnsupportedModelError(
+            f'This model\'s attention has sink logits, which selection = "{selection}" does not support; choose '
+            'selection = "attention".'
+        )
 
 
 def _scheme(runner: LayerRunner, scheme: KVScheme | None, index: int, layer_type: str) -> tuple[KVScheme | None, str]:

@@ -62,7 +62,7 @@ from kvconvert.convert.layer_calibration import (
 )
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.passes import layer_jobs, resolve_layers
-from kvconvert.convert.scores import GPU_TOKENS, KVCONVERT_ATTENTION, TOKENS, predicts, scorer_seconds, with_scorers
+from kvconvert.convert.scores import KVCONVERT_ATTENTION, predicts, rows_read, scorer_seconds, with_scorers
 from kvconvert.convert.work_files import check_measured, check_place
 from kvconvert.convert.workdir import WorkDir, WorkState
 from kvconvert.data.samples import load_held_out_mixture, load_mixture, load_samples
@@ -422,7 +422,7 @@ class Searches:
         """The source model, and the tokens that it reads twice."""
         runner, tokens = self.runner, self.tokens
         ids = tokens.ids[: len(tokens.ids) - tokens.random]
-        rows = (GPU_TOKENS if runner.device.type == "cuda" else TOKENS) // ids.shape[1]
+        rows = rows_read(ids.shape[1], runner.device)
         if rows > len(ids) and not tokens.extras:
             apart = (tokens.info.samples, tokens.info.length)
             tokenizer = load_tokenizer(runner.source.directory)

@@ -20,7 +20,7 @@ from kvconvert.runtime import KVCache
 from kvconvert.runtime.hf.attention import NAME as KVCONVERT_ATTENTION
 from kvconvert.runtime.hf.reconstruct import score_prompt
 
-__all__ = ["GPU_TOKENS", "KVCONVERT_ATTENTION", "TOKENS", "predicts", "scorer_seconds", "with_scorers"]
+__all__ = ["KVCONVERT_ATTENTION", "predicts", "rows_read", "scorer_seconds", "with_scorers"]
 
 # Tokens that are read, and bytes that their features may take.
 TOKENS, GPU_TOKENS = 2**15, 2**19
@@ -31,6 +31,11 @@ HELD_OUT = 8  # one row of as many judges the networks
 def predicts(jobs: Sequence[LayerJob]) -> bool:
     """Whether layers need a network that predicts scores."""
     return any(job.scheme is not None and job.scheme.predicts for job in jobs)
+
+
+def rows_read(length: int, device: torch.device) -> int:
+    """How many rows of `length` tokens are read twice, at least one."""
+    return max(1, (GPU_TOKENS if device.type == "cuda" else TOKENS) // length)
 
 
 def with_scorers(

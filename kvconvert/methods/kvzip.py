@@ -32,6 +32,8 @@ class KVzip(Part):
         "scorer_bias": "its bias",
     }
 
+    from_calibration = ("selection", ("predicted",), None)
+
     selection: Literal["attention", "reconstruction", "predicted"] = option(
         "attention",
         "",

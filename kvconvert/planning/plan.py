@@ -27,6 +27,7 @@ from kvconvert.convert.checks import check_purpose, check_recipe
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.passes import layer_jobs
 from kvconvert.convert.pipeline import kept_tensors, make_runner, with_fitted_weights
+from kvconvert.convert.scores import predicts, rows_read
 from kvconvert.data.samples import check_amount, sample_shape
 from kvconvert.data.sources import Data, check_sources
 from kvconvert.errors import counted
@@ -202,10 +203,12 @@ class Plan:
         batch: sequences that are served at once.
         gpu_memory: bytes of the GPU that serves, or None; `fit` says what fits in it.
         seconds: the seconds for calibrate and export together, from the probe; None without one.
-        search_seconds: the part of them that the search for the cache's layout may take; None without it or a probe.
+        search_seconds: the part of them that the search for the cache's layout may take, or the fits of what predicts
+            scores; None without either or a probe.
         searched: passes of the whole model in that search, at most; 0 where the recipe states the layout.
         search_tokens: tokens in each of them.
         searches_weights: whether the widths of weights are searched, too, which is not in `seconds`.
+        read_twice: tokens that the whole model reads twice, for networks that predict scores (KVzip); 0 for others.
     """
 
     model: str
@@ -224,6 +227,7 @@ class Plan:
     searched: int
     search_tokens: int
     searches_weights: bool = False
+    read_twice: int = 0
 
 
 @checked
@@ -333,6 +337,7 @@ def plan(
         searched=0 if task is None else sum(len(layer.candidates) for layer in task.layers) + task.repairs + 1,
         search_tokens=0 if task is None else task.text_rows * task.text_length,
         searches_weights=recipe.weights.average_bits is not None,
+        read_twice=rows_read(length, target) * length if predicts(jobs) else 0,
     )
 
 
@@ -527,6 +532,13 @@ def plan_text(plan: Plan) -> str:
         )
         if plan.searches_weights:
             rows.append(("search of weights' widths", "not measured", "comes on top of that time"))
+    if plan.read_twice:
+        dtype = "its own dtype" if plan.device == "cuda" else "float32"
+        read = f"the whole model in {dtype} reads {plan.read_twice:,} tokens twice"
+        if plan.search_seconds is None:
+            rows.append(("prediction of scores", "", read))
+        else:
+            rows.append(("prediction of scores", duration(plan.search_seconds), f"of that time; {read}"))
     if plan.searched:
         passes = f"up to {plan.searched:,} passes of the model over {plan.search_tokens:,} tokens each"
         if plan.search_seconds is None:

@@ -383,13 +383,13 @@ def _copied(
 
 def not_taken(group: Group) -> str | None:
     """Why a group's sequence cannot be kept, as the end of a sentence, or None."""
+    if not group.policy.is_plain:
+        return "its scheme compresses whole prompts (spans, eviction), which no other prompt begins with"
     if len(group.sequences) != 1:
         return f"there are {len(group.sequences)} sequences, and one can be kept"
     sequence = group.sequences[0]
     if group.real is not None:
         return "it has padding"
-    if not group.policy.is_plain:
-        return "its scheme compresses whole prompts (spans, eviction), which no other prompt begins with"
     if group.error is not None:
         return "tokens were lost"
     if group.record_past or sequence.open_from is not None:

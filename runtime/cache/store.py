@@ -162,12 +162,13 @@ class LayerStore:
         twin, shape = self.pages, {"heads": heads, "key_dim": key_dim, "value_dim": value_dim}
         if twin is not None and twin.is_allocated and twin.device == self.device:
             # What it needs of the plan is on the device already.
-            self.format = twin.format
+            self.format, self.scorer = twin.format, twin.scorer
         else:
             format = layer_format(self.scheme, **shape, latent=self.is_latent)
             self.format = with_plan(format, self.scheme, self.plan, self.device)
-        predicts, heads_apart = self.scheme.predicts, self.heads_apart
-        self.scorer = token_scorer(self.format, heads_apart, self.plan, self.device) if predicts else None
+            self.scorer = (
+                token_scorer(self.format, self.heads_apart, self.plan, self.device) if self.scheme.predicts else None
+            )
         group = self.group
         if self.is_allocated_storage and (self.key_pages.dtype, self.key_pages.device) == (self.dtype, self.device):
             pass  # a cache beside this one has seen tokens already
@@ -226,6 +227,7 @@ class LayerStore:
             "dtype",
             "device",
             "format",
+            "scorer",
             "key_pages",
             "value_pages",
             "growth",
@@ -263,8 +265,8 @@ class LayerStore:
         """
         if keys.shape[0] != len(self.sequences):
             raise CacheError(
-                f"The cache holds {counted(len(self.sequences), 'sequence')} and layer {self.index} was given "
-                f"{keys.shape[0]}; use a new cache for another batch."
+                f"The cache holds {counted(len(self.sequences) // self.heads_apart, 'sequence')} and layer "
+                f"{self.index} was given {keys.shape[0] // self.heads_apart}; use a new cache for another batch."
             )
         if self.group.rehearsal is not None:
             self.forward_pass, self.pending = self.group.rehearsal, (keys, values)

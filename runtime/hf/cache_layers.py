@@ -83,7 +83,7 @@ class CacheLayers:
         spread = spread_ratios(schemes)
         heads_apart = any(layer is not None and layer.heads_apart for layer in spread)
         if heads_apart:
-            _check_shared_budget(config, spread, types)
+            check_shared_budget(config, spread, types)
         quantized = (own for kind, own in zip(types, spread, strict=True) if own is not None and has_pages(kind))
         modalities = {own.modality for own in quantized} - {"all"}
         return cls(
@@ -165,7 +165,7 @@ def _check_memory(kv_memory: int, cache: ModelCache, paged: int) -> None:
         )
 
 
-def _check_shared_budget(
+def check_shared_budget(
     config: PretrainedConfig,
     schemes: Sequence[KVScheme | None],
     layer_types: Sequence[str],

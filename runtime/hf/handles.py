@@ -50,6 +50,8 @@ class KeyHandle(torch.Tensor):
             return KeyHandle.wrap(result, source.store) if isinstance(source, KeyHandle) else result
         store = next((a.store for a in args if isinstance(a, KeyHandle) and "store" in a.__dict__), None)
         where = f" of layer {store.index}" if store is not None else ""
+        if name == "_is_view":  # asked by the tracer alone
+            raise CacheError("A kvconvert cache cannot be traced; use the model without torch.compile.")
         raise CacheError(
             f"The keys{where} in a kvconvert cache reached {name or func!r} instead of kvconvert's attention; call "
             'model.set_attn_implementation("kvconvert") before using this cache.'

@@ -7,7 +7,14 @@ import pytest
 import torch
 from calibrations import contents, killed_at_every_rename
 from tiny.checkpoints import save_checkpoint
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from kvconvert import KVCache, calibrate, export, load
 from kvconvert.bundle.describe import manifest_text
@@ -260,6 +267,7 @@ def test_recipes_that_do_not_fit_the_model_are_refused_before_any_work(tmp_path,
             "boost_select = 'calibrated' follows from calibration",
         ),
         ({"heavy_ratio": 0.2, "recent_ratio": 0.2, "allocation": "calibrated"}, "allocation = 'calibrated' follows"),
+        ({"heavy_ratio": 0.2, "recent_ratio": 0.2, "selection": "predicted"}, "selection = 'predicted' follows"),
     ],
 )
 def test_what_only_calibration_can_say_is_refused_where_layers_are_unknown(tmp_path, text, change, said):
@@ -271,10 +279,24 @@ def test_what_only_calibration_can_say_is_refused_where_layers_are_unknown(tmp_p
         )
 
 
+@pytest.mark.parametrize("selection", ["reconstruction", "predicted"])
+def test_a_budget_that_layers_cannot_share_is_refused_before_anything_is_written(tmp_path, selection):
+    heads = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, **heads}
+    MistralForCausalLM(MistralConfig(**sizes, sliding_window=64)).save_pretrained(tmp_path / "windows")
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size": 32}
+    config = GptOssConfig(**sizes | experts, layer_types=["full_attention"], rope_parameters={"rope_type": "default"})
+    GptOssForCausalLM(config).save_pretrained(tmp_path / "sinks")
+    scheme = KVScheme(heavy_ratio=0.2, recent_ratio=0.2, selection=selection)
+    for model, said in (("windows", "layers with sliding_attention"), ("sinks", "has sink logits")):
+        with pytest.raises(UnsupportedModelError, match=f'{said}.*choose selection = "attention"'):
+            run(tmp_path / model, tmp_path / "work", None, scheme)
+        assert not (tmp_path / "work").exists()
+
+
 def test_networks_that_predict_scores_are_fitted_and_served(tmp_path, model, text, monkeypatch):
     monkeypatch.setattr("kvconvert.calibration.kvzip.STEPS", 20)
     monkeypatch.setattr("kvconvert.convert.scores.TOKENS", 4 * LENGTH)
-    monkeypatch.setattr("kvconvert.convert.pipeline.TOKENS", 4 * LENGTH)
     scheme = replace(
         PRESETS["default"], heavy_ratio=0.3, recent_ratio=0.02, selection="predicted", rotate_values="folded"
     )

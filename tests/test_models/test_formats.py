@@ -243,6 +243,13 @@ def test_a_gguf_file_gives_its_tokenizer(tmp_path):
     assert source.config.eos_token_id == 0
 
 
+def test_a_gguf_file_without_a_tokenizer_wants_one_beside_it(tmp_path, monkeypatch):
+    gguf = pytest.importorskip("gguf", reason="needs the package gguf (pip install '.[gguf]')")
+    monkeypatch.setattr(gguf.GGUFWriter, "add_token_list", lambda *_: None)
+    with pytest.raises(CheckpointError, match="holds no tokenizer; put the model's tokenizer"):
+        open_source(str(write_gguf(tmp_path)[0]))
+
+
 def test_a_gguf_file_is_the_same_source_by_a_relative_path(tmp_path, monkeypatch):
     file, *_ = write_gguf(tmp_path)
     monkeypatch.chdir(tmp_path)

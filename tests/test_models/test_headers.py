@@ -72,8 +72,12 @@ def config_of(model, **changes):
             r"layers\.2\.self_attn\.q_proj\.weight has shape \[64, 32\] where config\.json expects \[64, 64\]",
         ),
         (lambda model: config_of(model, intermediate_size=256), r"mlp.*has shape .* where config\.json expects"),
+        (
+            lambda model: tensors_of(model, model__layers__0__self_attn__q_proj__lora_A__weight=torch.ones(4, 64)),
+            r"unmerged LoRA adapter; merge it \(PEFT's merge_and_unload\)",
+        ),
     ],
-    ids=["fewer layers", "more layers", "in a layer", "norm", "head", "shape of embedding", "shape", "config"],
+    ids=["fewer layers", "more layers", "in a layer", "norm", "head", "shape of embedding", "shape", "config", "LoRA"],
 )
 def test_headers_that_do_not_fit_are_refused_in_one_sentence(model, damage, said, discovers):
     damage(model)

@@ -342,6 +342,22 @@ def test_networks_are_needed_of_a_plan(llama):
     cache = KVCache(llama.config, PREDICTED)
     with pytest.raises(RecipeError, match='selection = "predicted" needs scorer_hidden_weight'):
         llama(random_ids(1, 300), past_key_values=cache)
+    plan = plan_for(PREDICTED)
+    name = next(name for name in plan if name.endswith("scorer_bias"))
+    cache = KVCache(llama.config, PREDICTED, plan=plan | {name: plan[name] * torch.nan})
+    with pytest.raises(RecipeError, match="scorer_bias of the KV plan is not finite"):
+        llama(random_ids(1, 300), past_key_values=cache)
+
+
+def test_refusals_count_sequences_and_not_heads(llama, tmp_path):
+    cache = KVCache(llama.config, PREDICTED, plan=plan_for(PREDICTED))
+    cache.begin_prompt()
+    llama(random_ids(1, 300), past_key_values=cache)
+    with pytest.raises(CacheError, match="holds 1 sequence and layer 0 was given 2"):
+        llama(random_ids(2, 1), past_key_values=cache)
+    cache.seal()
+    with pytest.raises(CacheError, match="compresses whole prompts"):
+        cache.save(tmp_path / "session.safetensors")
 
 
 @pytest.mark.parametrize(("name", "value"), [("scorer_bias", 1e38), ("scorer_weight", 1e30), ("scorer_weight", -1e30)])

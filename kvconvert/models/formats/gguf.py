@@ -155,6 +155,11 @@ def open_gguf(file: Path) -> GgufFile:
                 model = model_class(config).from_config(deepcopy(config), dtype=torch.float32, trust_remote_code=False)
             config.architectures = [type(model).__name__]
             if not (directory / "tokenizer_config.json").exists():
+                if "tokenizer.ggml.tokens" not in reader.fields:
+                    raise CheckpointError(
+                        f"{file} holds no tokenizer; put the model's tokenizer.json and tokenizer_config.json "
+                        "beside it."
+                    )
                 tokens = conversion.read_field(reader, "tokenizer.ggml.tokens")
                 if (twice := next((token for token, count in Counter(tokens).items() if count > 1), None)) is not None:
                     raise CheckpointError(f"{file} lists the token {twice!r:.80} more than once; fetch it again.")
