@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from kvconvert.calibration.kvzip import FittedScorer, fit_scorer
 from kvconvert.calibration.protocol import LayerJob
+from kvconvert.errors import NumericError
 from kvconvert.io.progress import progress_bar
 from kvconvert.kernels.select import token_features
 from kvconvert.methods import KVScheme
@@ -58,15 +60,18 @@ def with_scorers(
 
     Raises:
         RecipeError, UnsupportedModelError: see `KVCache`.
+        NumericError: keys, values or scores of a layer are NaN or infinite.
     """
     say(f"Reading {ids.numel():,} tokens twice, to learn which of them reconstruct a prompt.")
     features, scores = _read_twice(jobs, model, ids, seed, progress)
     held_out = len(ids) // HELD_OUT * len(features[0][0])
     found: list[FittedScorer] = []
-    layers = list(zip(features, scores, strict=True))
-    for own, wanted in progress_bar(layers, desc="fits", unit="layer", shown=progress):
+    layers = list(zip(jobs, features, scores, strict=True))
+    for job, own, wanted in progress_bar(layers, desc="fits", unit="layer", shown=progress):
         found.append(fit_scorer(torch.cat(own), torch.cat(wanted), held_out, seed))
         own.clear()
+        if not math.isfinite(found[-1].explained):
+            raise NumericError(f"{job.name} computes NaN or infinity on the calibration text; check the source model.")
     mean = sum(fit.explained for fit in found) / len(found)
     where = "held-out tokens" if held_out else "these tokens"
     say(f"The networks explain {mean:.0%} of the variance of the scores' logarithms on {where}.")
