@@ -8,6 +8,7 @@ from tiny.models import GREEDY, random_ids
 from kvconvert.kernels.device import GPU, imagined
 from kvconvert.kernels.launches import record_specializations
 from kvconvert.methods import KVScheme
+from kvconvert.methods.kvzip import scorer_shapes
 from kvconvert.runtime import Engine, Sampling
 from kvconvert.runtime.cache.steps import PlannedStep
 from kvconvert.runtime.engine import model_steps
@@ -25,6 +26,16 @@ def small_model(scheme, device, **heads):
     return packed_model(llama_8b(**SHAPE, **(HEADS | heads)), [scheme], device)
 
 
+def predicting_model(device):
+    """A model whose cache keeps what networks predict; these give all tokens the same score."""
+    share = {"heavy_ratio": 0.5, "recent_ratio": 0.02, "selection": "predicted"}
+    model = packed_model(
+        llama_8b(**SHAPE, **HEADS), [KVScheme(key_group_size=128, value_group_size=32, **share)], device
+    )
+    model.kv_plan = {f"layers.0.{name}": torch.zeros(shape) for name, shape in scorer_shapes(2, 32, 32).items()}
+    return model
+
+
 def unlisted(launched, listed):
     return "\n".join(str(launch) for launch in launched if launch not in listed)
 
@@ -32,9 +43,9 @@ def unlisted(launched, listed):
 OTHERS = [pytest.param(name, marks=pytest.mark.full) for name in ("kivi", "kitty", "calibquant-2bit", "minikv")]
 
 
-@pytest.mark.parametrize("scheme", ["oscar-g128", *OTHERS])
+@pytest.mark.parametrize("scheme", ["oscar-g128", "predicted", *OTHERS])
 def test_an_engine_launches_what_was_rehearsed(device, scheme):
-    model = small_model(scheme, device)
+    model = predicting_model(device) if scheme == "predicted" else small_model(scheme, device)
     engine = Engine(model, max_batch=3, prompt_chunk=128, max_batch_tokens=256)
     with record_specializations() as listed:
         rehearse_engine(model)
