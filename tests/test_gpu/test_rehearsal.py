@@ -43,7 +43,7 @@ def unlisted(launched, listed):
 OTHERS = [pytest.param(name, marks=pytest.mark.full) for name in ("kivi", "kitty", "calibquant-2bit", "minikv")]
 
 
-@pytest.mark.parametrize("scheme", ["oscar-g128", "predicted", *OTHERS])
+@pytest.mark.parametrize("scheme", ["oscar-g128", pytest.param("predicted", marks=pytest.mark.full), *OTHERS])
 def test_an_engine_launches_what_was_rehearsed(device, scheme):
     model = predicting_model(device) if scheme == "predicted" else small_model(scheme, device)
     engine = Engine(model, max_batch=3, prompt_chunk=128, max_batch_tokens=256)
