@@ -45,7 +45,7 @@ def fit_scorer(features: Tensor, scores: Tensor, held_out: int, seed: int = 0) -
         features: [n, F] of tokens, `token_features`, in any float dtype.
         scores: float32 [n, H], the scores that a second reading gave them.
         held_out: tokens at the end that it is judged by and not fitted to; fewer than n.
-        seed: of the first weights and the order of tokens.
+        seed: seed for initializing the weights and drawing batches of tokens.
     """
     generator = torch.Generator().manual_seed(seed)
     device, heads, count = features.device, scores.shape[1], len(features) - held_out

@@ -316,7 +316,7 @@ def _product(
     Args:
         left: [N or 1, H, R, k].
         parts: N pages in all, whose codes [N, H, G n, k] are in G groups.
-        format: of the layer.
+        format: the layer's format.
         scale, offset: [N or 1, H, G, 1, k].
 
     Returns:

@@ -51,10 +51,10 @@ def with_scorers(
     """The jobs of all layers with networks fitted to this text.
 
     Args:
-        jobs: of all layers, which share a budget.
-        model: the source, with the attention "kvconvert".
-        ids: int64 [rows, length].
-        seed: of the choice of tokens, and of the fits.
+        jobs: the jobs of all layers, which share one budget.
+        model: the source model, with attention implementation "kvconvert".
+        ids: int64 [rows, length], the token ids of the text.
+        seed: seed for choosing tokens and fitting the networks.
         say: shows a message.
         progress: show bars.
 

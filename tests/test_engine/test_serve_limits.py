@@ -558,7 +558,7 @@ def test_a_request_has_a_hundred_headers_at_most(end):
 @pytest.mark.parametrize("head", [b"GET /health HTTP/1.1\r\nHost: localhost\r\na: ", b"GET /"])
 def test_a_client_whose_headers_are_too_long_reads_why(head):
     with serving(FakeModel(), Letters()) as here, socket.create_connection(("127.0.0.1", here.port), 60) as client:
-        for _ in range(20):  # what is not read would reset the connection when it is closed
+        for _ in range(20):  # closing a connection with unread data would reset it
             client.sendall((head + b"b" * 2**16).ljust(2**16))
             head = b""
         with client.makefile("rb") as file:
