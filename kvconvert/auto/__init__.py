@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from kvconvert.bundle.manifest import Allocation, WeightAllocation
 from kvconvert.errors import MissingError, first_line
 
-NAME, WEIGHTS_NAME = "allocation", "weights"
+NAME, WEIGHTS_NAME, KEPT_NAME = "allocation", "weights", "kept"
 _Found = TypeVar("_Found", Allocation, WeightAllocation)
 
 

@@ -61,12 +61,13 @@ class SimulatedModel:
         self._keeps_positions = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @torch.no_grad()
-    def read(self, ids: Tensor, first: int) -> ExactText:
+    def read(self, ids: Tensor, first: int, every: int = 1) -> ExactText:
         """Run the model as it is.
 
         Args:
             ids: int64 [rows, length].
             first: the first token after which distributions are compared; `length` for none.
+            every: of the tokens from there on, compare after every n-th.
 
         Raises:
             NumericError: the model computes NaN or infinity.
@@ -74,7 +75,7 @@ class SimulatedModel:
         rows, length = ids.shape
         vocabulary = self.model.config.get_text_config().vocab_size
         wanted = rows * (length - first) * vocabulary * 4
-        stride = max(1, -(-wanted // (GPU_REFERENCE_BYTES if self.device.type == "cuda" else REFERENCE_BYTES)))
+        stride = max(every, -(-wanted // (GPU_REFERENCE_BYTES if self.device.type == "cuda" else REFERENCE_BYTES)))
         positions = torch.arange(first, length, stride, device=self.device)
         inputs: list[list[Tensor]] = [[] for _ in self.layers]
         embeddings: list[Any] = [None] * len(self.layers)

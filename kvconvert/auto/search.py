@@ -341,7 +341,7 @@ def allocated_recipe(recipe: Recipe, task: SearchTask, allocation: Allocation) -
         ratios = {f"{c.side}_clip_ratio": own.clip_ratios[c.name] for c in chosen if c.name in own.clip_ratios}
         fields = layer.scheme_of(*chosen).to_dict() | ratios | {"rotate_values": recipe.kv.rotate_values}
         scheme = type(recipe.kv).from_dict(fields)
-        calibration = replace(recipe.calibration, calibrate_keys=False)
+        calibration = replace(recipe.calibration, calibrate_keys=False, window_bits=0)
         overrides.append(LayerOverride(index=[layer.index], kv=scheme, calibration=calibration))
     return recipe.model_copy(update={"layers": overrides})
 

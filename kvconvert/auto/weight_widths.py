@@ -1,5 +1,7 @@
 """How many bits the weights of each Linear get, for an average that the recipe states: measure, allocate, verify.
 
+And which Linears are kept at 16 bits, for the bytes that `kept_share` allows: measure at 4 bits, allocate.
+
 Linears that read one input get one width, so that the runtime can compute them as one product. Each such unit alone is
 rounded to nearest at every width, and the divergence of the whole model from itself is measured on calibration text
 that calibration's own samples leave over; the allocation of the sum is exact. Whole allocations are measured beside the
@@ -10,6 +12,7 @@ unit's error; the order in which units are sensitive is taken from rounding.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from kvconvert.auto import WEIGHTS_NAME, Option, allocate
+from kvconvert.auto import KEPT_NAME, WEIGHTS_NAME, Option, allocate
 from kvconvert.auto.model import ExactText, SearchRun
 from kvconvert.bundle.manifest import WeightAllocation, WeightUnit
 from kvconvert.calibration.activations import point_of
@@ -26,13 +29,15 @@ from kvconvert.calibration.protocol import LayerJob, significant
 from kvconvert.errors import UnsupportedModelError, UsageError
 from kvconvert.io.progress import progress_bar
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
-from kvconvert.methods.awq import BITS, WeightsRecipe, WeightsRule
+from kvconvert.methods.awq import AWQ_BITS, BITS, KEPT_BITS, WeightsRecipe, WeightsRule
 from kvconvert.models.configuration import context_length
 from kvconvert.recipes.recipe import Recipe
 
 TOKENS, GPU_TOKENS = 2048, 16384
 LENGTH = 1024  # tokens of a sequence at most
 SCALE_BITS = 16
+# Rows and tokens in each on which `find_kept` measures, after every n-th: few, for only the order of units counts.
+KEPT_TEXT, GPU_KEPT_TEXT, KEPT_STRIDE = (2, 256), (4, 1024), 4
 TILT = 3.0  # how much more the earlier, or the later, half counts in an allocation that is tried
 
 
@@ -137,6 +142,57 @@ def find_widths(units: list[Unit], weights: WeightsRecipe, run: SearchRun) -> We
     return allocation
 
 
+def kept_text(ids: Tensor, device: torch.device) -> Tensor:
+    """The part of calibration samples [rows, length] on which `find_kept` measures."""
+    rows, length = GPU_KEPT_TEXT if device.type == "cuda" else KEPT_TEXT
+    return ids[:: max(1, len(ids) // rows)][:rows, :length]
+
+
+def find_kept(units: list[Unit], weights: WeightsRecipe, others: int, run: SearchRun) -> list[str]:
+    """The Linears to keep at 16 bits: those that take most off the sum of divergences for their bytes.
+
+    Args:
+        units: the units of the model.
+        weights: the weights' recipe, with `kept_share`.
+        others: bytes of the bundle beside its Linears.
+        run: what is measured with.
+
+    Returns:
+        their names in the loaded model.
+    """
+    (bits,) = AWQ_BITS
+    budget = math.floor(weights.kept_share * (others + sum(unit.costs[bits] for unit in units)))
+    run.say(
+        f"Measuring {len(units)} groups of Linears at {bits} bits, to keep those that lose most at 16: "
+        f"{budget / 1e6:,.1f} MB more, {weights.kept_share:.0%} of the bundle ([weights] kept_share)."
+    )
+    search = _Search(run, units, weights.group_size, run.model.read(run.text.ids, 1, KEPT_STRIDE))
+    losses = [table[str(bits)] for table in search.tables(AWQ_BITS)]
+    options = [
+        [Option(0, loss), Option(KEPT_BITS * unit.numbers // 8 - unit.costs[bits], 0.0)]
+        for unit, loss in zip(units, losses, strict=True)
+    ]
+    chosen = allocate(options, budget).options
+    kept = [name for unit, choice in zip(units, chosen, strict=True) if choice for name in unit.linears]
+    run.store.commit_measurement(KEPT_NAME, {"linears": kept})
+    return kept
+
+
+def kept_seconds(units: list[Unit], weights: WeightsRecipe, run: SearchRun) -> float:
+    """How long `find_kept` will take with the same arguments, by timing a unit of the middle layer."""
+    begun = time.perf_counter()
+    search = _Search(run, units, weights.group_size, run.model.read(run.text.ids, 1, KEPT_STRIDE))
+    read, unit = time.perf_counter() - begun, units[len(units) // 2]
+    search._divergence(dict.fromkeys([unit], *AWQ_BITS), unit.layer)
+    return read + len(units) * (time.perf_counter() - begun - read)
+
+
+def kept_linears(recipe: Recipe, kept: Sequence[str]) -> Recipe:
+    """The recipe with what `find_kept` found."""
+    rules = [WeightsRule(match=name, bits=KEPT_BITS) for name in kept]
+    return recipe.model_copy(update={"weights": recipe.weights.model_copy(update={"modules": rules})})
+
+
 @dataclass
 class _Search:
     run: SearchRun
@@ -144,7 +200,7 @@ class _Search:
     group_size: int
     text: ExactText
 
-    def tables(self) -> list[dict[str, float]]:
+    def tables(self, widths: Sequence[int] = BITS) -> list[dict[str, float]]:
         """Divergence by width, of each unit alone; committed layer by layer."""
         layers = sorted({unit.layer for unit in self.units})
         tables = []
@@ -153,7 +209,7 @@ class _Search:
             committed = self.run.store.measurement(name)
             if committed is None:
                 own = [unit for unit in self.units if unit.layer == layer]
-                measured = [{str(bits): self._divergence({unit: bits}, layer) for bits in BITS} for unit in own]
+                measured = [{str(bits): self._divergence({unit: bits}, layer) for bits in widths} for unit in own]
                 committed = {"kl": measured}
                 self.run.store.commit_measurement(name, committed)
             tables += committed["kl"]

@@ -391,6 +391,8 @@ def _unconverted(modules: list[ModuleCoverage]) -> list[str]:
                 at = bisect_left(quantized, parts)
                 # In this order the names that share most with one are beside it.
                 shared = max((_modules_around(parts, name) for name in quantized[max(0, at - 1) : at + 1]), default=0)
+                # Engines look for these names in others', where layers.1 is also the beginning of layers.10.
+                shared += parts[: shared + 1][-1].isdigit()
                 found[".".join(parts[: shared + 1])] = None
     return list(found)
 

@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 from kvconvert.cache import layer_format
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.errors import CheckpointError, RecipeError, UnsupportedModelError, UsageError
-from kvconvert.methods.awq import AUTO_GROUP_SIZES, WeightsRecipe, auto_group_sizes
+from kvconvert.methods.awq import AUTO_GROUP_SIZES, WeightsRecipe, auto_group_sizes, auto_kept_share
 from kvconvert.models.configuration import (
     is_latent,
     layer_config,
@@ -122,8 +122,13 @@ def fitted_weights(runner: LayerRunner, weights: WeightsRecipe) -> WeightsRecipe
     """
     if not weights.quantizes:
         return weights
+    routed = any(runner.structure(index).experts is not None for index in range(runner.num_layers))
+    chosen = weights.method == "auto" and weights.plain and not weights.modules and not routed
+    if weights.kept_share is None and chosen:
+        weights = weights.model_copy(update={"kept_share": auto_kept_share(runner.config.hidden_size)})
+    if weights.kept_share and routed:
+        raise RecipeError("[weights] kept_share is for dense models, and this one has routed experts; leave it out.")
     if weights.method == "auto":
-        routed = any(runner.structure(index).experts is not None for index in range(runner.num_layers))
         weights = weights.model_copy(update={"method": "awq" if routed else "awq+gptq"})
     inputs: dict[int, str] = {}
     checked: list[LayerStructure] = []

@@ -22,8 +22,10 @@ from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.workdir import LayerRecord
 from kvconvert.errors import UnsupportedModelError
 from kvconvert.methods import PLAN_TENSORS, KVScheme
+from kvconvert.methods.awq import KEPT_BITS
 from kvconvert.models.configuration import (
     ATTENDS_IN_PARTS,
+    has_short_windows,
     is_latent,
     layer_config,
     layer_types_of,
@@ -48,6 +50,10 @@ PASSES: tuple[type[CalibrationPass], ...] = (
     MiniKVPass,
     KVzipPass,
 )
+
+
+# Why a Linear is not quantized that `WeightsRecipe.kept_share` has room for.
+KEPT = "kept, for it is among those that lose most at 4 bits"
 
 
 def make_passes(job: LayerJob) -> list[CalibrationPass]:
@@ -111,14 +117,25 @@ def layer_jobs(runner: LayerRunner, recipe: Recipe) -> list[LayerJob]:
         RecipeError, UnsupportedModelError: the heads of the model's layers cannot share a budget as the recipe wants.
     """
     kinds, latent = layer_types_of(runner.config)[0], is_latent(runner.config)
+    short = has_short_windows(runner.config)
     jobs = []
     for index in range(runner.num_layers):
         structure, name = runner.structure(index), runner.layer_name(index)
+        widths = {
+            linear: recipe.weights.bits_of(f"{name}.{linear}", index)
+            for linear in (() if structure is None or not recipe.weights.quantizes else structure.linears)
+        }
+        kept = [linear for linear, bits in widths.items() if bits == KEPT_BITS]
+        if kept:
+            structure = structure.keeping(kept, "kept, as the recipe says" if not recipe.weights.kept_share else KEPT)
         if latent or structure is None or structure.key is None:
             shape = stored_shape(layer_config(runner.config, index))
         else:
             shape = structure.shape
-        scheme, reason = _scheme(runner, recipe.scheme(index), index, kinds[index])
+        stated, search = recipe.scheme(index), recipe.calibration_of(index)
+        if stated is not None and search.window_bits and short[index]:
+            stated = search.of_window(stated)
+        scheme, reason = _scheme(runner, stated, index, kinds[index])
         searched = recipe.calibration_of(index).searched(scheme) if scheme is not None else []
         if latent and searched:
             reason = f"{', '.join(searched)} are the scheme's own, for calibration knows no latents"
@@ -133,10 +150,7 @@ def layer_jobs(runner: LayerRunner, recipe: Recipe) -> list[LayerJob]:
                 reason=reason,
                 **dict(zip(("heads", "key_dim", "value_dim"), shape, strict=True)),
                 is_latent=latent,
-                bits={
-                    linear: recipe.weights.bits_of(f"{name}.{linear}", index)
-                    for linear in (() if structure is None else structure.linears)
-                },
+                bits={linear: bits for linear, bits in widths.items() if bits != KEPT_BITS},
             )
         )
     if any(job.scheme is not None and job.scheme.heads_apart for job in jobs):

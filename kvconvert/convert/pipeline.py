@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Unpack
@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvconvert.arguments import Count, Folder, ModelPlace, SampleLength, checked
-from kvconvert.auto import read_allocation, read_weight_allocation
+from kvconvert.auto import KEPT_NAME, read_allocation, read_weight_allocation
 from kvconvert.auto.model import SearchRun, SimulatedModel
 from kvconvert.auto.search import (
     CLIP_ROWS,
@@ -39,7 +39,19 @@ from kvconvert.auto.search import (
     search_seconds,
     search_task,
 )
-from kvconvert.auto.weight_widths import allocated_widths, budget_of, find_widths, text_size, weight_units
+from kvconvert.auto.weight_widths import (
+    GPU_KEPT_TEXT,
+    KEPT_TEXT,
+    allocated_widths,
+    budget_of,
+    find_kept,
+    find_widths,
+    kept_linears,
+    kept_seconds,
+    kept_text,
+    text_size,
+    weight_units,
+)
 from kvconvert.bundle.manifest import ModuleCoverage
 from kvconvert.calibration.protocol import LayerJob
 from kvconvert.calibration.ranks import Ranks, joined_ranks, local_device
@@ -73,6 +85,7 @@ from kvconvert.io.process import release_free_memory
 from kvconvert.io.progress import loading_bars, progress_bar
 from kvconvert.io.records import DataInfo
 from kvconvert.io.tensorfile import Mapped
+from kvconvert.io.tensorheader import nbytes
 from kvconvert.methods.awq import auto_group_sizes
 from kvconvert.models.configuration import supports_images
 from kvconvert.models.devices import Device, choose_device
@@ -234,6 +247,10 @@ def _calibrate_layers(
         recipe = searches.widths(recipe, jobs)
     if task is not None or recipe.weights.average_bits is not None:
         jobs = layer_jobs(runner, recipe)
+    if recipe.weights.kept_share:
+        with ranks.together():
+            kept = searches.kept(recipe, jobs) if ranks.is_first else []
+        jobs = layer_jobs(runner, kept_linears(recipe, ranks.of_first(kept)))
     if todo and predicts(jobs):
         jobs = searches.scorers(jobs)
     inputs = CalibrationInputs(tokens.ids, tokens.extras, tokens.visual, directory.mapped(), tokens.random)
@@ -341,6 +358,11 @@ def kept_tensors(runner: LayerRunner, weights: WeightsRecipe) -> list[str]:
     return sorted({part for own in stored for part in names.made.get(own, (own,))})
 
 
+def kept_bytes(runner: LayerRunner, kept: list[str]) -> int:
+    """Bytes of tensors that a bundle takes over from the source as they are."""
+    return sum(nbytes(runner.source.tensors[name]) for name in kept)
+
+
 def _kept_reason(name: str, found: Architecture | None) -> str:
     """Why a module outside the decoder layers keeps its weights."""
     if found is None:
@@ -410,6 +432,30 @@ class Searches:
             found = find_widths(weight_units(self.runner.model, jobs), recipe.weights, run)
         return allocated_widths(recipe, found)
 
+    def kept(self, recipe: Recipe, jobs: Sequence[LayerJob]) -> list[str]:
+        """Names of the Linears that stay at 16 bits, see `find_kept`."""
+        committed = self.directory.measurement(KEPT_NAME)
+        if committed is not None:
+            return committed["linears"]
+        runner = self.runner
+        others = kept_bytes(runner, kept_tensors(runner, recipe.weights))
+        return find_kept(weight_units(runner.model, jobs), recipe.weights, others, self._kept_run())
+
+    def kept_seconds(self, recipe: Recipe, jobs: Sequence[LayerJob]) -> float:
+        """How long `kept` will take."""
+        begun = time.perf_counter()
+        run = self._kept_run()
+        return time.perf_counter() - begun + kept_seconds(weight_units(self.runner.model, jobs), recipe.weights, run)
+
+    def _kept_run(self) -> SearchRun:
+        """The source model, and a part of the calibration samples."""
+        runner, tokens = self.runner, self.tokens
+        text = tokens.ids[: len(tokens.ids) - tokens.random]
+        if tokens.extras:  # images: measured on text all the same
+            tokenizer = load_tokenizer(runner.source.directory)
+            text = load_mixture(None, tokenizer, max(KEPT_TEXT[0], GPU_KEPT_TEXT[0]), GPU_KEPT_TEXT[1], self.seed).ids
+        return self._run_on(replace(tokens, ids=kept_text(text, runner.device)))
+
     def scorers(self, jobs: list[LayerJob]) -> list[LayerJob]:
         """The jobs with networks that predict scores, fitted to the samples and to text that they leave over."""
         return with_scorers(jobs, *self._scorer_run(), self.seed, self.say, self.progress)
@@ -435,11 +481,16 @@ class Searches:
 
     def _run(self, data: Sources, tokens: TokenData, rows: int, length: int) -> SearchRun:
         """The source model, and text of this size beside the calibration samples."""
-        runner, source = self.runner, self.runner.source
+        source = self.runner.source
         apart = (tokens.info.samples, tokens.info.length)
         text = load_held_out_mixture(data, load_tokenizer(source.directory), rows, length, self.seed, apart)
+        return self._run_on(text, attn_implementation=SIMULATED_ATTENTION)
+
+    def _run_on(self, text: TokenData, **options: str) -> SearchRun:
+        """The source model, loaded with these options, and this text."""
+        runner = self.runner
         with loading_bars(self.progress):
-            model = source.load(_dtype(runner), attn_implementation=SIMULATED_ATTENTION)
+            model = runner.source.load(_dtype(runner), **options)
         model = model.eval().requires_grad_(False).to(runner.device)
         layers = () if runner.architecture is None else model.get_submodule(runner.architecture.layers)
         return SearchRun(SimulatedModel(model, layers), text, self.directory, self.say, self.progress)

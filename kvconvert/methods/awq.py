@@ -20,6 +20,11 @@ def auto_group_sizes(hidden_size: int) -> tuple[int, ...]:
     return tuple(size for size in AUTO_GROUP_SIZES if size <= largest)
 
 
+def auto_kept_share(hidden_size: int) -> float:
+    """How much larger a bundle becomes by default for the Linears that lose most, see `WeightsRecipe.kept_share`."""
+    return 0.1 if hidden_size < 1024 else 0.05 if hidden_size < 2048 else 0.0
+
+
 # What a recipe can ask for.
 Method = Literal["auto", "awq", "gptq", "awq+gptq", "rtn", "none"]
 # Of a quantized module; "source" where the source has quantized it and does not tell how.
@@ -30,6 +35,7 @@ NIBBLES = "bits 4i to 4i+3 of the int32 in column c hold output channel 8c + [0,
 # Widths of a stored weight. AWQ's own layout has 4 bits, kvconvert's the others.
 BITS = (2, 3, 4, 8)
 AWQ_BITS = (4,)
+KEPT_BITS = 16  # of a rule: these Linears are not quantized
 
 
 class WeightsRule(BaseModel):
@@ -38,7 +44,7 @@ class WeightsRule(BaseModel):
     Attributes:
         match: pattern of module names as in the loaded model ("*.down_proj"); * stands for anything, dots included.
         index: numbers of the decoder layers that are meant; None for all.
-        bits: the number of bits of their weights.
+        bits: the number of bits of their weights; 16 leaves them as they are.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -71,6 +77,9 @@ class WeightsRecipe(BaseModel):
         average_bits: stored bits per quantized weight, scales and zero points included, that are spent by measuring;
             `bits` and `modules` then say nothing and have to be left out.
         modules: Linears of another width; where several entries apply to one, the last of them counts.
+        kept_share: share of the bundle's bytes that may be added to leave the Linears as they are that lose most at 4
+            bits, by measuring. None becomes what `auto_kept_share` says for a dense model where the method is "auto",
+            all widths are 4 bits and calibration data is text, and 0 elsewhere.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -80,6 +89,7 @@ class WeightsRecipe(BaseModel):
     group_size: int | Literal["auto"] = "auto"
     average_bits: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     modules: list[WeightsRule] = []
+    kept_share: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
 
     @field_validator("group_size", mode="plain")
     @classmethod
@@ -103,8 +113,16 @@ class WeightsRecipe(BaseModel):
         """Whether GPTQ finds the codes."""
         return self.method in ("gptq", "awq+gptq")
 
+    @property
+    def plain(self) -> bool:
+        """Whether every quantized Linear has 4 bits, so that any engine that reads AWQ reads the weights."""
+        widths = {self.bits, *(rule.bits for rule in self.modules)} - {KEPT_BITS}
+        return self.quantizes and self.average_bits is None and widths <= {*AWQ_BITS}
+
     def fault(self) -> str | None:
         """Why bundles cannot hold such weights, as the end of a sentence about a recipe, or None."""
+        if self.kept_share and not (self.plain and not self.modules):
+            return "has [weights] kept_share beside widths that are not all 4 bits; remove one of them"
         if self.average_bits is not None:
             if not self.quantizes:
                 return 'has [weights] average_bits beside method = "none"; remove one of them'
@@ -113,8 +131,9 @@ class WeightsRecipe(BaseModel):
         if not self.quantizes:
             return None if not self.modules else 'has [[weights.modules]] beside method = "none"; remove one of them'
         for place, bits in [("[weights]", self.bits), *((str(rule), rule.bits) for rule in self.modules)]:
-            if bits not in BITS:
-                return f"asks for {place} bits = {bits}, which no layout holds; choose one of 2, 3, 4 and 8"
+            if bits not in BITS and (bits != KEPT_BITS or place == "[weights]"):
+                kept = "" if place == "[weights]" else ", or 16 to keep them"
+                return f"asks for {place} bits = {bits}, which no layout holds; choose one of 2, 3, 4 and 8{kept}"
         if self.group_size != "auto" and self.group_size not in GROUP_SIZES:
             return (
                 f'asks for [weights] group_size = {self.group_size}, which is not possible; choose "auto" or one of '

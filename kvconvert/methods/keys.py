@@ -17,11 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from kvconvert.methods.part import PRESET_SINKS, STRICT, LayerShape, Part, PlanTensor, option
+from kvconvert.methods.part import PRESET_SINKS, STRICT, LayerShape, Part, PlanTensor, one_of, option
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -287,3 +288,29 @@ class KeyTreatmentSearch:
     def searched(self, scheme: Any) -> list[str]:
         """The fields that are to be chosen, for messages."""
         return ["rotate_keys", "token_norm", "key_center"] if scheme and self.chooses_treatment(scheme) else []
+
+
+WINDOW_BITS = (0, 2, 3, 4, 8)
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class WindowWidth:
+    """The width of what layers with short sliding windows keep, whose size does not grow with the text."""
+
+    paper = {"window_bits": 0}
+    presets = {"default": {"window_bits": 4}}
+
+    window_bits: Annotated[int, AfterValidator(one_of(WINDOW_BITS))] = option(
+        0,
+        "0, 2, 3, 4 or 8",
+        "least width of keys and values in layers whose sliding window has at most 1,024 tokens, beside layers of full "
+        "attention; off where key_bits or value_bits is stated",
+    )
+
+    def of_window(self, scheme: Any) -> Any:
+        """The scheme of such a layer."""
+        return replace(scheme, **{f: max(getattr(scheme, f), self.window_bits) for f in ("key_bits", "value_bits")})
+
+    def searched(self, scheme: Any) -> list[str]:
+        """None: it is stated."""
+        return []

@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass as validated_dataclass
 from kvconvert.arguments import checked
 from kvconvert.errors import RecipeError, did_you_mean
 from kvconvert.methods.calibquant import CalibQuant, TauSearch
-from kvconvert.methods.keys import ErrorFeedback, KeyCenter, KeyRoundingSearch, KeyTreatmentSearch
+from kvconvert.methods.keys import ErrorFeedback, KeyCenter, KeyRoundingSearch, KeyTreatmentSearch, WindowWidth
 from kvconvert.methods.kitty import Kitty
 from kvconvert.methods.kivi import Kivi
 from kvconvert.methods.kvzip import KVzip
@@ -141,7 +141,7 @@ PARTS: tuple[type[Part], ...] = (
     KeyCenter,
     StateBits,
 )
-SEARCHES = (KeyTreatmentSearch, ClipRatioSearch, KeyRoundingSearch, TauSearch)
+SEARCHES = (KeyTreatmentSearch, ClipRatioSearch, KeyRoundingSearch, TauSearch, WindowWidth)
 _FROM_CALIBRATION = tuple(part.from_calibration for part in PARTS if part.from_calibration is not None)
 
 
@@ -358,7 +358,7 @@ SEARCHED_FIELDS: tuple[str, ...] = tuple(field for part in PARTS for field in pa
 
 
 @validated_dataclass(frozen=True, config=STRICT)
-class KVCalibration(TauSearch, KeyRoundingSearch, ClipRatioSearch, KeyTreatmentSearch):
+class KVCalibration(WindowWidth, TauSearch, KeyRoundingSearch, ClipRatioSearch, KeyTreatmentSearch):
     """Options of calibration for the cache; they are no part of a `KVScheme`, which describes the outcome alone.
 
     Attributes:

@@ -59,6 +59,7 @@ Modality = Literal["visual", "audio"]
 MEDIA: dict[str, tuple[str, ...]] = {"visual": ("image", "video"), "audio": ("audio",)}
 ENDINGS = ("token_id", "token_index")
 # Layers with keys and values; those of the second line carry a recurrent state besides.
+SHORT_WINDOW = 1024
 ATTENTION_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 HYBRID_LAYER_TYPES = ("hybrid", "hybrid_sliding")
 # What indexers call of a layer that keeps their keys, and how attention functions are told what these chose.
@@ -303,6 +304,13 @@ def _index_dim(config: PretrainedConfig, layer_type: str, index: int) -> int:
 def sliding_windows(config: PretrainedConfig) -> list[int | None]:
     """The sliding window of each decoder layer in tokens, or None."""
     return [arguments.get("sliding_window") for arguments in layer_types_of(config)[1]]
+
+
+def has_short_windows(config: PretrainedConfig) -> list[bool]:
+    """Whether each decoder layer has a sliding window of at most `SHORT_WINDOW` tokens beside full attention."""
+    types, windows = layer_types_of(config)[0], sliding_windows(config)
+    hybrid = "full_attention" in types
+    return [hybrid and window is not None and window <= SHORT_WINDOW for window in windows]
 
 
 def model_cache(

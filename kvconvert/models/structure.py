@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torch import Tensor
@@ -158,6 +159,23 @@ class LayerStructure:
     unquantized: dict[str, str] = field(default_factory=dict)
     experts: RoutedExperts | None = None
     adds_to_stream: bool = False
+
+    def keeping(self, names: Collection[str], reason: str) -> LayerStructure:
+        """The structure with some Linears kept, for this reason; nothing is scaled where all that read it are."""
+        unquantized = self.unquantized | {name: reason for name in self.linears if name in names}
+        why = "the Linears that read it keep their weights"
+
+        def unscaled(readers: Collection[str]) -> dict[str, str]:
+            return {"unsupported_reason": why} if {*readers} <= unquantized.keys() else {}
+
+        value = self.value_scaling_unsupported_reason
+        return replace(
+            self,
+            unquantized=unquantized,
+            norm_groups=tuple(replace(group, **unscaled(group.readers)) for group in self.norm_groups),
+            pairs=tuple(replace(pair, **unscaled([pair.down])) for pair in self.pairs),
+            value_scaling_unsupported_reason=why if value is None and self.output in unquantized else value,
+        )
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -26,7 +26,7 @@ from kvconvert.calibration.protocol import LayerJob
 from kvconvert.convert.checks import check_purpose, check_recipe
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.passes import layer_jobs
-from kvconvert.convert.pipeline import kept_tensors, make_runner, with_fitted_weights
+from kvconvert.convert.pipeline import kept_bytes, kept_tensors, make_runner, with_fitted_weights
 from kvconvert.convert.scores import predicts, rows_read
 from kvconvert.data.samples import check_amount, sample_shape
 from kvconvert.data.sources import Data, check_sources
@@ -36,7 +36,7 @@ from kvconvert.io.records import TensorInfo
 from kvconvert.io.tensorheader import nbytes
 from kvconvert.methods import KVScheme
 from kvconvert.methods.auto import DEFAULT_CONTEXT, AutoSearch, stated_context
-from kvconvert.methods.awq import WeightsRecipe
+from kvconvert.methods.awq import KEPT_BITS, WeightsRecipe
 from kvconvert.methods.keys import treatments
 from kvconvert.methods.minikv import FORMULAS, spread_ratios
 from kvconvert.models.configuration import context_length, model_cache
@@ -98,7 +98,8 @@ class LayerSizes:
             if weights.quantizes and part == "weight" and module in linears:
                 if weights.average_bits is None:
                     bits = weights.bits_of(f"{name}.{module}", index)
-                    size = packed_bytes(*linears[module], bits, weights.group_size)
+                    own = tensor.numel() * _itemsize(runner, f"{name}.{key}")
+                    size = own if bits == KEPT_BITS else packed_bytes(*linears[module], bits, weights.group_size)
                 else:  # which a search spends
                     size = int(weights.average_bits * tensor.numel() / 8)
                 mapped_stored += size if key.startswith(mapped) else 0
@@ -114,11 +115,6 @@ def packed_bytes(outputs: int, inputs: int, bits: int, group_size: int) -> int:
     """Bytes of a Linear's codes, zeros and float16 scales; see `kvconvert.kernels.linear.awq_format`."""
     groups = inputs // group_size
     return (inputs + groups) * outputs * bits // 8 + 2 * groups * outputs
-
-
-def kept_bytes(runner: LayerRunner, kept: list[str]) -> int:
-    """Bytes of tensors that a bundle takes over from the source as they are."""
-    return sum(nbytes(runner.source.tensors[name]) for name in kept)
 
 
 def _itemsize(runner: LayerRunner, name: str) -> int:
@@ -304,7 +300,8 @@ def plan(
             "layer": largest,
         }
         probed = run_probe(request, progress)
-    disk = _disk(layers, kept, runner.config.hidden_size, samples * length, recipe.weights.compensates)
+    share = recipe.weights.kept_share or 0.0
+    disk = _disk(layers, kept, runner.config.hidden_size, samples * length, recipe.weights.compensates, share)
     weights = disk.bundle
     planned = recipe_cache(runner, recipe, jobs)
     bits = state_bits(runner.model, [job.scheme for job in jobs])
@@ -372,8 +369,11 @@ def _memory(
     )
 
 
-def _disk(layers: list[LayerSizes], kept: int, hidden_size: int, tokens: int, compensated: bool) -> Disk:
+def _disk(
+    layers: list[LayerSizes], kept: int, hidden_size: int, tokens: int, compensated: bool, kept_share: float
+) -> Disk:
     packed = sum(sizes.stored_bytes for sizes in layers)
+    packed += int(kept_share * (kept + packed))  # at most
     hidden = 4 * tokens * hidden_size * min(2, len(layers))
     if compensated and all(sizes.structure.writers for sizes in layers):  # see `RunnerInputs`
         widths = [sum(sizes.linears[point][1] for point in input_points(sizes.structure)) for sizes in layers]

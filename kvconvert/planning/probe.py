@@ -235,16 +235,17 @@ def measure(request: dict[str, Any]) -> LayerProbe:
     for made in make_passes(jobs[index]):
         read[made.name] = [made.sequences_read(count, request["length"]) for count in (*counts, request["samples"])]
     searching, search_seconds = time.perf_counter(), None
-    if recipe.auto is not None or predicts(jobs):
+    if recipe.auto is not None or predicts(jobs) or recipe.weights.kept_share:
         state = _state(request, tokens.info, runner.num_layers)
         with WorkDir.writing(Path(request["folder"]) / "search", state, False) as directory:
             searches = Searches(
                 runner, directory, tokens, request["data"], request["seed"], say=lambda message: None, progress=False
             )
-            if recipe.auto is None:
-                search_seconds = searches.scorer_seconds(jobs)
-            else:
-                search_seconds = searches.cache_seconds(recipe, search_task(runner.config, searched, recipe, device))
+            search_seconds = searches.kept_seconds(recipe, jobs) if recipe.weights.kept_share else 0.0
+            if recipe.auto is not None:
+                search_seconds += searches.cache_seconds(recipe, search_task(runner.config, searched, recipe, device))
+            elif predicts(jobs):
+                search_seconds += searches.scorer_seconds(jobs)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     # What is not measured here is the start: `run_probe` takes it from the whole.
     measured = spent + time.perf_counter() - searching

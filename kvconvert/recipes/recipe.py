@@ -20,6 +20,7 @@ files in `kvconvert/recipes/presets`; dropping one in extends the command line. 
     calibrate_keys = false        # compare treatments of keys by layer and take the best; the preset default does
     calibrate_clip_ratios = true  # choose both clip ratios of each layer, but for the one that is given here
     calibrate_key_rounding = true # error feedback for keys of 1 to 3 bits, unless key_rounding is given here
+    window_bits = 4               # least width of layers with short sliding windows; the preset default has it
     tau_grid = [0, 1, 2, 3]       # values tried for both shifts of spans, unless one is given here
     tau_per_layer = false         # one pair for all layers
 
@@ -240,6 +241,8 @@ def _kv(
             )
         # What is stated is not chosen.
         options["calibrate_keys"] = False
+    if {*fields} & {"key_bits", "value_bits"}:
+        options.setdefault("window_bits", 0)
     stated = calibration.to_dict() | own | above | options | {"given": sorted(given)}
     choices = read_options(stated, table.strip("[]"), where)
     try:

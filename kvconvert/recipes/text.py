@@ -155,6 +155,8 @@ def _weights(weights: WeightsRecipe) -> list[str]:
             lines.append(_line(name, value, default, meaning))
     if weights.average_bits is not None:
         lines.append(f"average_bits = {_toml(weights.average_bits)}  # stored bits per weight, spent by measuring")
+    if weights.kept_share is not None:
+        lines.append(f"kept_share = {_toml(weights.kept_share)}  # bytes added to keep the Linears that lose most")
     for rule in weights.modules:
         stated = {name: value for name, value in rule.model_dump().items() if value is not None}
         lines += ["", "[[weights.modules]]", *(f"{name} = {_toml(value)}" for name, value in stated.items())]

@@ -1,17 +1,23 @@
 """Widths of weights for an average that a recipe states: what is stored, what is measured, what is refused."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny.llama import write_tiny_llama
+from transformers import AutoModelForCausalLM
 
 from kvconvert import Recipe, calibrate, export
 from kvconvert.auto import WEIGHTS_NAME
+from kvconvert.auto.model import SimulatedModel
 from kvconvert.bundle.describe import manifest_text
 from kvconvert.bundle.reader import open_bundle
+from kvconvert.convert.checks import fitted_weights
 from kvconvert.convert.workdir import WorkDir
 from kvconvert.errors import RecipeError, UsageError
+from kvconvert.methods.awq import WeightsRecipe
+from kvconvert.runtime import load
 
 AVERAGE = 4.5
 WEIGHTS = f'[weights]\nmethod = "rtn"\ngroup_size = 16\naverage_bits = {AVERAGE}\n[kv]\npreset = "none"\n'
@@ -89,3 +95,98 @@ def test_what_cannot_be_is_refused_before_anything_is_computed(source, tmp_path)
     with pytest.raises(RecipeError, match='average_bits beside method = "none"'):
         recipe(tmp_path, WEIGHTS.replace("rtn", "none").replace('preset = "none"', 'preset = "oscar"'))
     assert not (tmp_path / "work").exists()
+
+
+KEPT = '[weights]\nmethod = "awq"\ngroup_size = 16\nkept_share = 0.1\n[kv]\npreset = "none"\n'
+
+
+def stored_bits(work):
+    """Bits of every Linear of a working directory's layers; None where it is kept."""
+    layers = (WorkDir.open(work).layer_record(index) for index in range(WorkDir.open(work).state.num_layers))
+    return {
+        m.name: m.bits if m.method != "kept" else None for layer in layers for m in layer.modules if "proj" in m.name
+    }
+
+
+@pytest.fixture(scope="module")
+def kept(source, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("kept")
+    calibrate(source, directory / "work", recipe=recipe(directory, KEPT), **OPTIONS)
+    return directory / "work"
+
+
+def test_linears_that_lose_most_are_kept_within_the_bytes_that_are_allowed(source, kept, tmp_path):
+    bundle = export(kept, tmp_path / "kept", progress=False)
+    without = recipe(tmp_path, KEPT.replace("kept_share = 0.1\n", ""))
+    calibrate(source, tmp_path / "work", recipe=without, **OPTIONS)
+    plain = export(tmp_path / "work", tmp_path / "plain", progress=False)
+    sizes = [sum(file.stat().st_size for file in path.glob("*.safetensors")) for path in (plain, bundle)]
+    assert sizes[0] < sizes[1] <= 1.1 * sizes[0]
+    names = {name for name, bits in stored_bits(kept).items() if bits is None}
+    assert {*WorkDir.open(kept).measurement("kept")["linears"]} == names
+    settings = json.loads((bundle / "config.json").read_text())["quantization_config"]
+    assert (settings["quant_method"], settings["bits"]) == ("awq", 4)
+    unconverted = settings["modules_to_not_convert"]
+    linears = [name for name, bits in stored_bits(kept).items() if any(name.startswith(other) for other in unconverted)]
+    assert {*linears} == names
+    assert not any(name.endswith((".0", ".1")) for name in unconverted)
+
+
+def test_kept_weights_are_the_sources_and_generate(source, kept, tmp_path):
+    bundle = export(kept, tmp_path / "bundle", progress=False)
+    model, _ = load(bundle, device_map="cpu")
+    original = AutoModelForCausalLM.from_pretrained(source)
+    names = [name for name, bits in stored_bits(kept).items() if bits is None]
+    for name in names:
+        if name.endswith(("o_proj", "down_proj")):  # nothing is folded into these
+            assert torch.equal(model.get_submodule(name).weight.float(), original.get_submodule(name).weight.float())
+    assert model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2, do_sample=False).shape == (1, 5)
+
+
+def test_an_interrupted_calibration_keeps_the_same(source, kept, tmp_path, monkeypatch):
+    calls = []
+
+    def interrupted(self, *arguments):
+        calls.append(arguments)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return divergence(self, *arguments)
+
+    divergence = SimulatedModel.divergence
+    monkeypatch.setattr(SimulatedModel, "divergence", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(source, tmp_path / "work", recipe=recipe(tmp_path, KEPT), **OPTIONS)
+    monkeypatch.setattr(SimulatedModel, "divergence", divergence)
+    calibrate(source, tmp_path / "work", recipe=recipe(tmp_path, KEPT), **OPTIONS)
+    assert stored_bits(tmp_path / "work") == stored_bits(kept)
+
+
+def test_a_rule_of_16_bits_keeps_a_linear(source, tmp_path):
+    text = '[weights]\nmethod = "awq"\ngroup_size = 16\n[[weights.modules]]\nmatch = "*.down_proj"\nbits = 16\n[kv]\npreset = "none"\n'
+    calibrate(source, tmp_path / "work", recipe=recipe(tmp_path, text), **OPTIONS)
+    assert {name for name, bits in stored_bits(tmp_path / "work").items() if bits is None} == {
+        f"model.layers.{index}.mlp.down_proj" for index in range(2)
+    }
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "method", "share"),
+    [(640, "auto", 0.1), (1536, "auto", 0.05), (2048, "auto", 0.0), (640, "awq", None), (640, "none", None)],
+)
+def test_small_models_keep_some_linears_by_default(hidden_size, method, share):
+    architecture = SimpleNamespace(experts=None, linears=())
+    runner = SimpleNamespace(
+        num_layers=1,
+        config=SimpleNamespace(hidden_size=hidden_size),
+        structure=lambda index: architecture,
+        layer_name=str,
+        model=SimpleNamespace(get_submodule=lambda name: None),
+    )
+    assert fitted_weights(runner, WeightsRecipe(method=method)).kept_share == share
+    wide = WeightsRecipe(method="awq+gptq", bits=8)
+    assert fitted_weights(runner, wide).kept_share is None
+
+
+def test_kept_linears_beside_other_widths_are_refused(tmp_path):
+    with pytest.raises(RecipeError, match="kept_share beside widths that are not all 4 bits"):
+        recipe(tmp_path, KEPT.replace("kept_share", "bits = 8\nkept_share"))

@@ -1,5 +1,6 @@
 """Calibrating a model end to end: what is stored, and what is refused."""
 
+import copy
 import subprocess
 import sys
 
@@ -9,9 +10,10 @@ from calibrations import AWQ, KV_ONLY, run
 from safetensors.torch import load_file, save_file
 from tiny.checkpoints import save_checkpoint
 from tiny.models import ARCHITECTURES
-from transformers import AutoModelForCausalLM, Mamba2Config
+from transformers import AutoConfig, AutoModelForCausalLM, Mamba2Config
 
 from kvconvert.convert.layer_runner import LayerRunner
+from kvconvert.convert.passes import layer_jobs
 from kvconvert.errors import (
     CheckpointError,
     DataError,
@@ -189,7 +191,7 @@ def test_a_mixers_output_is_corrected_after_what_reads_its_input(name, tmp_path,
     inner = [linear for linear in layer.linears if linear.startswith(f"{layer.attention}.")]
     assert inner[-1] == layer.output
     assert len(inner) > 2
-    work = run(source, tmp_path / "work", text, "default")
+    work = run(source, tmp_path / "work", text, Recipe.load("default", {"weights.kept_share": 0}))
     modules = {module.name: module for module in work.layer_record(0).modules}
     assert modules[f"model.layers.0.{layer.output}"].method != "kept"
 
@@ -342,3 +344,38 @@ def test_peak_memory_does_not_grow_with_the_number_of_layers(tmp_path, text):
     assert done.returncode == 0, done.stderr
     few, many = (int(value) / 1024 for value in done.stdout.split())
     assert many - few < 12, f"peak {few:.0f} MB with 3 layers, {many:.0f} MB with 9"
+
+
+def test_short_windows_beside_full_attention_have_four_bits_by_default(tmp_path):
+    config = AutoConfig.for_model(
+        "gemma3_text",
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        sliding_window=512,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+    )
+
+    def widths(changes=None, **values):
+        own = copy.deepcopy(config)
+        for name, value in values.items():
+            setattr(own, name, value)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(own)
+        model = model.to_empty(device="cpu")
+        model.init_weights()
+        folder = tmp_path / f"model-{len(list(tmp_path.iterdir()))}"
+        model.save_pretrained(folder)
+        recipe = Recipe.load("default", changes or {})
+        runner = LayerRunner(open_source(str(folder)), torch.device("cpu"))
+        return [(job.scheme.key_bits, job.scheme.value_bits) for job in layer_jobs(runner, recipe)]
+
+    assert widths() == [(4, 4), (4, 4), (3, 2)]
+    assert widths({"kv.value_bits": 1}) == [(3, 1)] * 3
+    assert widths({"kv.key_bits": 8, "kv.window_bits": 2}) == [(8, 2)] * 3
+    assert widths({"kv.window_bits": 0}) == widths(sliding_window=2048) == [(3, 2)] * 3
+    assert widths(layer_types=["sliding_attention"] * 3) == [(3, 2)] * 3

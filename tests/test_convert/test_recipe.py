@@ -38,6 +38,7 @@ def test_default_is_4_bits_with_a_cache_whose_keys_are_measured():
         "group_size": "auto",
         "average_bits": None,
         "modules": [],
+        "kept_share": None,
     }
     assert recipe.kv == PRESETS["default"]
     assert recipe.calibration.calibrate_keys
