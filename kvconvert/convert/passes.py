@@ -126,7 +126,7 @@ def layer_jobs(runner: LayerRunner, recipe: Recipe) -> list[LayerJob]:
             for linear in (() if structure is None or not recipe.weights.quantizes else structure.linears)
         }
         kept = [linear for linear, bits in widths.items() if bits == KEPT_BITS]
-        if kept:
+        if structure is not None and kept:
             structure = structure.keeping(kept, "kept, as the recipe says" if not recipe.weights.kept_share else KEPT)
         if latent or structure is None or structure.key is None:
             shape = stored_shape(layer_config(runner.config, index))

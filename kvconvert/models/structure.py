@@ -161,20 +161,24 @@ class LayerStructure:
     adds_to_stream: bool = False
 
     def keeping(self, names: Collection[str], reason: str) -> LayerStructure:
-        """The structure with some Linears kept, for this reason; nothing is scaled where all that read it are."""
+        """The structure with some Linears kept, for this reason; nothing is scaled for readers that all are."""
         unquantized = self.unquantized | {name: reason for name in self.linears if name in names}
-        why = "the Linears that read it keep their weights"
 
-        def unscaled(readers: Collection[str]) -> dict[str, str]:
-            return {"unsupported_reason": why} if {*readers} <= unquantized.keys() else {}
+        def unscaled(modules: Collection[str]) -> dict[str, str]:
+            kept = {*modules} <= unquantized.keys()
+            return {"unsupported_reason": f"{' and '.join(modules)} keep their weights"} if kept else {}
 
         value = self.value_scaling_unsupported_reason
+        if value is None and self.value is not None:
+            # Its error is that of the values that the cache rounds, for which the values' own input is recorded.
+            ends = (self.value.linear, self.output)
+            value = next((f"{name} keeps its weights" for name in ends if name in unquantized), None)
         return replace(
             self,
             unquantized=unquantized,
             norm_groups=tuple(replace(group, **unscaled(group.readers)) for group in self.norm_groups),
             pairs=tuple(replace(pair, **unscaled([pair.down])) for pair in self.pairs),
-            value_scaling_unsupported_reason=why if value is None and self.output in unquantized else value,
+            value_scaling_unsupported_reason=value,
         )
 
     @property

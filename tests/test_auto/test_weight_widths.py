@@ -161,12 +161,16 @@ def test_an_interrupted_calibration_keeps_the_same(source, kept, tmp_path, monke
     assert stored_bits(tmp_path / "work") == stored_bits(kept)
 
 
-def test_a_rule_of_16_bits_keeps_a_linear(source, tmp_path):
-    text = '[weights]\nmethod = "awq"\ngroup_size = 16\n[[weights.modules]]\nmatch = "*.down_proj"\nbits = 16\n[kv]\npreset = "none"\n'
+@pytest.mark.parametrize("method", ["awq", "awq+gptq"])
+@pytest.mark.parametrize("kept", ["qkv", "o", "gate up", "down"])
+def test_a_rule_of_16_bits_keeps_linears(method, kept, source, tmp_path):
+    names = list(kept) if kept == "qkv" else kept.split()
+    rules = "".join(f'[[weights.modules]]\nmatch = "*.{name}_proj"\nbits = 16\n' for name in names)
+    text = f'[weights]\nmethod = "{method}"\ngroup_size = 16\n{rules}[kv]\npreset = "kivi"\n'
     calibrate(source, tmp_path / "work", recipe=recipe(tmp_path, text), **OPTIONS)
-    assert {name for name, bits in stored_bits(tmp_path / "work").items() if bits is None} == {
-        f"model.layers.{index}.mlp.down_proj" for index in range(2)
-    }
+    found = {name for name, bits in stored_bits(tmp_path / "work").items() if bits is None}
+    assert {name.rpartition(".")[2] for name in found} == {f"{name}_proj" for name in names}
+    assert len(found) == 2 * len(names)
 
 
 @pytest.mark.parametrize(
