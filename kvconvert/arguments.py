@@ -33,8 +33,8 @@ class _Where:
         return self._holds(value)
 
 
-# Empty text, as of a shell's unset variable, would be the current directory.
-NAMED = _Where(lambda value: value != "")
+# Empty text, as of a shell's unset variable, would be the current directory; no path holds a NUL.
+NAMED = _Where(lambda value: value != "" and "\0" not in str(value))
 
 _MOST = 2**63  # of whole numbers, in either direction
 Count = Annotated[int, range(1, _MOST)]
@@ -99,7 +99,7 @@ def _is_whole(value: Any) -> bool:
 
 def _are_whole(values: Collection[Any]) -> bool:
     """The same of all entries of a list, of which a prompt has thousands."""
-    return not values or (set(map(type, values)) == {int} and min(values) >= -_MOST and max(values) < _MOST)
+    return len(values) == 0 or (set(map(type, values)) == {int} and min(values) >= -_MOST and max(values) < _MOST)
 
 
 # True is no number; nor are NaN, infinity, and what has more than 64 bits.

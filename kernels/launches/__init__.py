@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Collection
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryFile
 from threading import Thread
 from typing import Any
 
@@ -52,16 +53,30 @@ def compile_launches(launches: Collection[Launch], architecture: int, *, jobs: i
         how many were not there.
 
     Raises:
-        KvconvertError: a kernel cannot be compiled.
+        KvconvertError: a kernel cannot be compiled, or kept.
     """
     from kvconvert.kernels.launches.triton_processes import compile_in_processes, unready
 
     missing = unready(launches, architecture)
     if missing:
+        check_cache()
         jobs = jobs or len(os.sched_getaffinity(0))
         with tqdm(total=len(missing), desc="Compiling kernels", delay=DELAY, leave=False, disable=None) as bar:
             compile_in_processes(missing, architecture, jobs, bar.update)
     return len(missing)
+
+
+def check_cache() -> None:
+    """Refuse (KvconvertError) a folder that compiled kernels cannot be written to."""
+    folder = cache_directory()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise KvconvertError(
+            f"Compiled kernels cannot be kept in {folder} ({error.strerror}); set TRITON_CACHE_DIR to another folder."
+        ) from error
 
 
 def begin_to_compile(launches: Collection[Launch], device: torch.device) -> Thread:

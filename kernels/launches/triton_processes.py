@@ -14,9 +14,11 @@ import hashlib
 import multiprocessing
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,7 @@ class Order:
 
 def unready(launches: Iterable[Launch], capability: int) -> list[Launch]:
     """Those of the launches that Triton's cache is not known to hold; arguments as in `Order`."""
-    return [launch for launch in launches if not _marker(launch, capability).exists()]
+    return [launch for launch in launches if not os.path.exists(_marker(launch, capability))]
 
 
 def compile_in_processes(launches: Sequence[Launch], capability: int, jobs: int, on_ready: Callable[[], Any]) -> None:
@@ -64,13 +66,13 @@ def compile_in_processes(launches: Sequence[Launch], capability: int, jobs: int,
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     environment.pop("TRITON_INTERPRET", None)
     environment["TRITON_CACHE_DIR"] = str(directory())
-    with subprocess.Popen(
-        [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-    ) as worker:
+    # In a session of its own, an interrupt reaches this process alone, which then ends the others.
+    command, pipe = [sys.executable, "-m", __name__], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True) as worker:
         assert worker.stdin is not None
         assert worker.stdout is not None
         try:
-            with worker.stdin as order:
+            with suppress(BrokenPipeError), worker.stdin as order:  # its exit code says more
                 pickle.dump(Order(tuple(launches), capability, jobs), order)
             failed = None
             for line in worker.stdout:
@@ -79,7 +81,7 @@ def compile_in_processes(launches: Sequence[Launch], capability: int, jobs: int,
                 else:
                     failed = line.decode().strip()
         except BaseException:
-            worker.terminate()
+            os.killpg(worker.pid, signal.SIGTERM)
             raise
     if failed or worker.returncode:
         raise KvconvertError(
@@ -101,7 +103,9 @@ def load(launches: Iterable[Launch]) -> None:
 
 
 def _marker(launch: Launch, capability: int) -> Path:
-    text = repr((triton.__version__, kernel_of(launch).key, launch, capability, sys.implementation.cache_tag))
+    # Triton finds a kernel by its absolute path: in a cache that was moved it finds none.
+    known = (str(directory().absolute()), triton.__version__, kernel_of(launch).key, launch, capability)
+    text = repr((*known, sys.implementation.cache_tag))
     return directory() / "kvconvert" / hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -134,11 +138,11 @@ def _compile(index: int) -> str:
             # Some versions compile C code for every signature.
             driver.set_active(driver.default)
             driver.default.launcher_cls(kernel.src, kernel.metadata)
+        marker = _marker(launch, _order.capability)
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
     except Exception as error:  # compilers fail in many ways; the process that asked says which it was
         return f"{launch.name}: {' '.join(str(error).split())[-300:] or type(error).__name__}"
-    marker = _marker(launch, _order.capability)
-    marker.parent.mkdir(parents=True, exist_ok=True)
-    marker.touch()
     return READY
 
 

@@ -116,10 +116,13 @@ def new_file(path: Path, size: int | None = None) -> Iterator[OutputFile]:
 
 
 class Replacement(OutputFile):
-    """A file that appears as `path`, complete and synced, on `commit`; until then it has a temporary name."""
+    """A file that appears as `path`, complete and synced, on `commit`.
+
+    Until then it has a temporary name, hidden, so that a bundle stays whole beside what a kill leaves.
+    """
 
     def __init__(self, path: Path, size: int | None = None, hashed: bool = True) -> None:
-        self._target, self._partial = path, path.with_name(path.name + TEMPORARY)
+        self._target, self._partial = path, path.with_name(f".{path.name}{TEMPORARY}")
         self._pending = True
         super().__init__(self._partial, size, hashed)
 

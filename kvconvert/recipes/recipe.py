@@ -309,7 +309,7 @@ def changed(tables: Mapping[str, Any], changes: Mapping[str, Any], where: str) -
 
 
 def _said(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(value, default=repr)
 
 
 _PRESET_FILES = Path(__file__).parent / "presets"

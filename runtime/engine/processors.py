@@ -88,9 +88,11 @@ def logits_processors(
     if drawn:  # transformers takes no integer
         drawn["temperature"] = float(sampling.temperature)
 
-    def make(device: torch.device, constrained: bool = True) -> LogitsProcessorList:
+    def make(
+        device: torch.device, constrained: bool = True, prompt: Sequence[int] = prompt, new: int = max_new_tokens
+    ) -> LogitsProcessorList:
         config = GenerationConfig(**settings, **drawn, do_sample=not sampling.greedy)
-        config.max_length = len(prompt) + max_new_tokens
+        config.max_length = len(prompt) + new
         config._eos_token_tensor = torch.tensor(sorted(stops), device=device) if stops else None
         ids = torch.tensor([prompt], device=device)
         made = model._get_logits_processor(config, len(prompt), ids, None, LogitsProcessorList(), str(device), {})
@@ -105,9 +107,9 @@ def logits_processors(
     try:
         start, factor = settings.get("exponential_decay_length_penalty", (0, 1.0))
         pow(factor + 0.0, max(max_new_tokens - operator.index(start), 0))
-        make(torch.device("cpu"), constrained=False)(
-            torch.tensor([prompt]), torch.zeros(1, model.config.get_text_config(decoder=True).vocab_size)
-        )
+        for ids, new in ((prompt, max_new_tokens), (prompt[:1], 1)):  # some apply to the first or last token alone
+            made = make(torch.device("cpu"), False, ids, new)
+            made(torch.tensor([ids]), torch.zeros(1, model.config.get_text_config(decoder=True).vocab_size))
     except Exception as error:  # processors do many things with their values
         raise UsageError(
             f"The generation settings {', '.join(settings)} cannot be applied ({first_line(error)}); correct them in "

@@ -11,7 +11,7 @@ import torch
 
 from kvconvert.errors import NO_GPU, MissingError, UsageError
 from kvconvert.kernels.device import gpu, imagined, unsupported
-from kvconvert.kernels.launches import cache_directory, compile_launches, record_specializations
+from kvconvert.kernels.launches import cache_directory, check_cache, compile_launches, record_specializations
 from kvconvert.runtime.engine.model_steps import rehearse_engine
 from kvconvert.runtime.hf.fuse import fuse
 from kvconvert.runtime.hf.load import load
@@ -57,6 +57,7 @@ def warm(bundle: str | Path, *, jobs: int | None = None, revision: str | None = 
     device = torch.device("cuda", 0)
     if reason := unsupported(device):
         raise UsageError(f"Kernels cannot be compiled for this machine's GPU: {reason}.")
+    check_cache()
     # As on a GPU: not in the dtype that a CPU would prefer.
     model, _ = load(bundle, dtype="auto", revision=revision, verify="headers")
     if model.dtype == torch.float32:

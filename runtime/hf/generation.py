@@ -86,6 +86,10 @@ class BundleModel:
         from kvconvert.runtime.engine.sampling import Sampling
 
         config, rest = super()._prepare_generation_config(*args, **kwargs)
+        for name in ("max_new_tokens", "max_length", "prefill_chunk_size"):
+            value = getattr(config, name, None)
+            if value is not None and not (hasattr(value, "__index__") and value > 0):
+                raise UsageError(f"generate cannot use its input or settings ({name} is {value!r}); correct them.")
         values = {name: getattr(config, name, None) for name in PROCESSED}
         given = {name: value for name, value in values.items() if value not in (None, NEUTRAL.get(name))}
         ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
@@ -284,7 +288,9 @@ def adopt(model: PreTrainedModel, schemes: Sequence[KVScheme | None], plan: Mapp
     model.kv_schemes, model.kv_plan = tuple(schemes), dict(plan)
     model.captured = CapturedSteps(functools.partial(base.forward, model), base.__name__)
     model.prompts = PackedPrompts(model.captured)
-    members = {"__module__": base.__module__, "__doc__": base.__doc__, "forward": _replaying(base.forward)}
+    # torch.compile cannot trace the cache: whoever compiles the model gets the one that there is.
+    forward = torch.compiler.disable(_replaying(base.forward))
+    members = {"__module__": base.__module__, "__doc__": base.__doc__, "forward": forward}
     model.__class__ = type(base.__name__, (BundleModel, base), members)
     model.set_attn_implementation(NAME)
     read_by_sequence(model)
@@ -298,7 +304,8 @@ def adopt(model: PreTrainedModel, schemes: Sequence[KVScheme | None], plan: Mapp
     parameters = list(inspect.signature(base.forward).parameters)[1:]
     position = parameters.index(CACHE) if CACHE in parameters else None
     if position is not None:
-        model.register_forward_pre_hook(functools.partial(_with_cache, position=position), with_kwargs=True)
+        hook = torch.compiler.disable(functools.partial(_with_cache, position=position))
+        model.register_forward_pre_hook(hook, with_kwargs=True)
     if any(scheme is not None and scheme.modality != "all" for scheme in schemes):
         watch_inputs(model)
 

@@ -65,7 +65,7 @@ def load(
     directory = locate(bundle, revision=revision, token=token, local_files_only=local_files_only)
     named = getattr(torch, dtype, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
     if named not in (None, "auto") and not getattr(named, "is_floating_point", False):
-        raise UsageError(f"`dtype` is {dtype}; it may be auto, torch.float32, torch.bfloat16 or torch.float16.")
+        raise UsageError(f"`dtype` is {dtype!r}; it may be auto, torch.float32, torch.bfloat16 or torch.float16.")
     places = device_map.values() if isinstance(device_map, dict) else {device_map} - {None, *MAPS}
     for place in places:
         choose_device(f"cuda:{place}" if isinstance(place, int) else place, "device_map")

@@ -1,6 +1,7 @@
 """Arguments that public functions cannot use are refused in a sentence that names them and says what to give."""
 
 import inspect
+import re
 
 import pytest
 import torch
@@ -95,6 +96,10 @@ VALUES = {
         lambda: KVCache(CONFIG, "kivi", plan={3: 3}),
         "`plan` is {3: 3}; give a dict from text to a",
     ),
+    "add(stop_token_ids=tensor)": (
+        lambda: Engine.add(None, [1], stop_token_ids=torch.ones(2)),
+        "`stop_token_ids` is of type Tensor; give a list",
+    ),
     "Sampling(temperature='hot')": (lambda: Sampling(temperature="hot"), "`temperature` is 'hot'; give 0 .greedy."),
     "Sampling(top_k=-1)": (lambda: Sampling(top_k=-1), "`top_k` is -1; give a whole number of at least 0"),
     "Sampling(settings=3)": (lambda: Sampling(settings=3), "`settings` is 3; give a dict"),
@@ -105,12 +110,13 @@ VALUES = {
 
 
 @pytest.mark.parametrize("call", [call for call, (_, name) in CALLS.items() if name in PLACES])
-def test_an_empty_path_is_refused_and_not_taken_for_the_current_directory(call):
+def test_a_path_that_is_empty_or_has_a_nul_is_refused(call):
     function, wrong = CALLS[call]
     parameters = inspect.signature(function).parameters.values()
     given = {p.name: FITTING.get(p.name) for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
-    with pytest.raises(UsageError, match=rf"^`{wrong}` is ''; give .+\.$"):
-        function(**given | {wrong: ""})
+    for place in ("", "a\0b"):
+        with pytest.raises(UsageError, match=rf"^`{wrong}` is {re.escape(repr(place))}; give .+\.$"):
+            function(**given | {wrong: place})
 
 
 @pytest.mark.parametrize("wrong", [True, 1.0, "1", None, 2**63, -(2**63) - 1])
@@ -177,6 +183,8 @@ def test_a_recipe_of_other_fields_is_refused():
         Recipe(weights={"bit": 3})
     with pytest.raises(RecipeError, match=r"has the key 'kv' in `changes`; write table\.key"):
         Recipe.load("default", {"kv": 3})
+    with pytest.raises(RecipeError, match=r"\[kv\] key_bits = b'2' is not possible: choose one of 1, 2"):
+        Recipe.load("default", {"kv.key_bits": b"2"})
     with pytest.raises(RecipeError, match=r"^The recipe default asks for \[weights\] bits = 9"):
         Recipe.of(Recipe(weights={"bits": 9}))
 

@@ -209,7 +209,7 @@ def test_an_interrupted_calibration_leaves_nothing_half_written_and_says_how_to_
     assert not list(work.rglob("*.partial"))
 
 
-@pytest.mark.parametrize("name", ["lock", "state.json.partial"])
+@pytest.mark.parametrize("name", ["lock", ".state.json.partial"])
 def test_no_link_in_a_working_directory_is_followed_to_a_file_elsewhere(work, model, text, tmp_path, name):
     (tmp_path / "mine").write_text("mine")
     (work / name).unlink(missing_ok=True)
@@ -342,7 +342,7 @@ def test_an_output_that_another_run_finished_meanwhile_ends_a_conversion_before_
     options = ["--weights", "rtn", "--data", text, "--samples", 1, "--seq-len", 16, "--device", "cpu"]
     result = CliRunner().invoke(cli, [str(word) for word in ("convert", model, bundle, *options)])
     assert (result.exit_code, "exists; choose another path" in result.stderr) == (2, True)
-    assert ([*tmp_path.iterdir()], "state.json.partial" in written) == ([bundle], False)
+    assert ([*tmp_path.iterdir()], ".state.json.partial" in written) == ([bundle], False)
 
 
 def test_a_lock_whose_directory_was_removed_meanwhile_is_refused(work, monkeypatch):

@@ -346,6 +346,8 @@ def test_settings_that_nobody_knows_or_can_apply_are_refused(bundle):
         Sampling(settings={"repetition_penality": 1.1})
     with pytest.raises(UsageError, match="bad_words_ids cannot be applied"):
         engine.add(PROMPT, sampling=Sampling(settings={"bad_words_ids": [[-3]]}))
+    with pytest.raises(UsageError, match="forced_eos_token_id cannot be applied"):  # to the last token alone
+        engine.add(PROMPT, max_new_tokens=9, sampling=Sampling(settings={"forced_eos_token_id": 10**9}))
     with pytest.raises(UsageError, match="exponential_decay_length_penalty cannot be applied"):  # after some tokens
         engine.add(
             PROMPT, max_new_tokens=9, sampling=Sampling(settings={"exponential_decay_length_penalty": [1, 1e300]})

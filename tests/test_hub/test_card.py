@@ -187,6 +187,23 @@ def test_a_measurement_is_written_into_manifest_and_card_and_weights_are_untouch
     assert "8,192 tokens of novels scored, computed in float32 on cpu" in card
 
 
+@pytest.mark.parametrize("at", range(8))  # manifest and card are created, written, synced, and renamed
+def test_a_bundle_stays_whole_wherever_writing_a_measurement_is_killed(golden, monkeypatch, at):
+    left, report = [at], Report(open_bundle(golden).manifest.files_digest())
+
+    def observe(operation, path):
+        left[0] -= 1
+        if left[0] < 0:  # and nothing tidies up
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "observe", observe)
+        with pytest.raises(KeyboardInterrupt):
+            record(golden, report)
+    open_bundle(golden)
+    record(golden, report)
+
+
 def test_what_one_prompt_found_is_not_sealed(golden, caplog):
     digest = open_bundle(golden).manifest.files_digest()
     record(golden, Report(digest))

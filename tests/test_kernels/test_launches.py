@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -88,6 +90,17 @@ def test_kernels_that_cannot_be_compiled_beside_other_work_are_left_to_who_needs
     assert not [record for record in caplog.records if record.levelname != "DEBUG"]
 
 
+def test_a_cache_that_cannot_be_written_is_one_sentence_before_the_model_is_read(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(launches_module, "cache_directory", lambda: tmp_path / "file" / "cache")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(device, "gpu", lambda _: GPU((9, 0), 132))
+    with pytest.raises(
+        KvconvertError, match=r"cannot be kept in .*/file/cache \(Not a directory\); set TRITON_CACHE_DIR"
+    ):
+        warm("nowhere")
+
+
 def test_a_cpu_that_passes_for_no_gpu_launches_nothing():
     linear = QuantizedLinear(256, 512)
     with record_specializations() as launches:
@@ -119,6 +132,48 @@ print(*hits)
 def test_noted_launches_are_compiled_by_other_processes_and_found_in_the_cache(run, tmp_path):
     assert run(COMPILE, tmp_path) == ["2", "0", "True", "True"]
     assert run(COMPILE, tmp_path) == ["0", "0", "True", "True"]
+
+
+MOVED = """
+import torch
+from kvconvert.kernels.device import GPU, imagined
+from kvconvert.kernels.elementwise import Gate, gated
+from kvconvert.kernels.launches import record_specializations
+from kvconvert.kernels.launches.triton_processes import _marker, unready
+x = torch.empty(3, 64, dtype=torch.bfloat16)
+with imagined(GPU((9, 0), 132)), record_specializations() as launches:
+    gated(x, x, Gate("silu"))
+print(len(unready(launches, 90)))
+for launch in launches:
+    _marker(launch, 90).parent.mkdir(exist_ok=True)
+    _marker(launch, 90).touch()
+"""
+
+
+def test_a_cache_that_was_moved_is_known_to_hold_nothing_that_triton_finds(run, tmp_path):
+    (tmp_path / "a").mkdir()
+    assert run(MOVED, tmp_path / "a") + run(MOVED, tmp_path / "a") == ["1", "0"]
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert run(MOVED, tmp_path / "b") == ["1"]
+
+
+def test_an_interrupt_ends_all_processes_that_compile(tmp_path, monkeypatch):
+    processes = pytest.importorskip("kvconvert.kernels.launches.triton_processes", reason="needs Triton")
+    (tmp_path / "python").write_text(f"#!/bin/sh\nsleep 60 &\necho $! >{tmp_path}/pid\necho ready\nwait\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        processes.compile_in_processes([], 90, 1, interrupt)
+    status = Path("/proc", (tmp_path / "pid").read_text().strip(), "stat")
+    for _ in range(1000):
+        if ended := not status.exists() or ") Z " in status.read_text():
+            break
+        time.sleep(0.01)
+    assert ended
 
 
 LAUNCH = """

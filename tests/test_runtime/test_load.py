@@ -231,6 +231,8 @@ def loaded(bundle):
         {"max_new_tokens": 0},
         {"max_new_tokens": "ten"},
         {"max_length": -1, "max_new_tokens": None},
+        {"max_new_tokens": float("nan")},
+        *({"prefill_chunk_size": value} for value in (0, -1, 1.5, "8", [1])),
         {"num_beams": 2, "num_return_sequences": 3},
         {"no_such_setting": 1},
         {"logits_processor": 3},
@@ -250,6 +252,14 @@ def test_settings_that_generate_cannot_use_are_one_sentence(loaded, settings):
     with pytest.raises(UsageError, match=r"cannot (be applied|use its input or settings) \(.*\); correct") as caught:
         loaded.generate(random_ids(1, 4), **arguments)
     assert "\n" not in str(caught.value)
+
+
+def test_a_compiled_model_computes_what_the_model_computes(loaded):
+    ids, compiled = random_ids(1, 4), torch.compile(loaded)
+    torch.testing.assert_close(compiled(ids).logits, loaded(ids).logits)
+    assert torch.equal(
+        compiled.generate(ids, max_new_tokens=2, **GREEDY), loaded.generate(ids, max_new_tokens=2, **GREEDY)
+    )
 
 
 def test_errors_of_what_the_caller_gives_generate_stay_what_they_are(bundle):
