@@ -17,9 +17,9 @@ from kvconvert.kernels.page_formats import (
     key_blocks,
     value_blocks,
 )
-from kvconvert.kernels.pages.triton import affine_grid, flag_if, storable
+from kvconvert.kernels.pages.triton import affine_grid, flag_if, storable, tile_of
 from kvconvert.kernels.pages.triton.feedback import PageFeedback
-from kvconvert.kernels.pages.triton.launch import UNFUSED, PageLaunch, quantize_pages, shrinkage, tile_of, warps_for
+from kvconvert.kernels.pages.triton.launch import UNFUSED, PageLaunch, quantize_pages, shrinkage, warps_for
 from kvconvert.kernels.quantizer import new_flag, raise_if_flagged
 
 

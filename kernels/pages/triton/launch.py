@@ -23,7 +23,7 @@ import triton
 from kvconvert.kernels.device import upload
 from kvconvert.kernels.page_formats import NO_TENSORS, PageFormat, PageLayout, SideTensors, TokenNorm
 from kvconvert.kernels.pages.records import PageTensors, PageWrites
-from kvconvert.kernels.pages.triton import channel_parts, halves_of
+from kvconvert.kernels.pages.triton import channel_parts, halves_of, padded, tile_of
 from kvconvert.kernels.pages.triton.center import launch_centers
 from kvconvert.kernels.pages.triton.feedback import PageFeedback, launch_feedback
 from kvconvert.kernels.pages.triton.quantize import copy_page_kernel, norm_kernel, page_kernel
@@ -143,20 +143,20 @@ def quantize_pages(launch: PageLaunch, f: PageFormat, tensors: SideTensors = NO_
         partial: whether pages, of 8 bits or fewer, may have fewer tokens than `f.page_size`.
     """
     table, records, tile = launch.table, launch.records, tile_of(f.head_dim, f.bits)
+    layout = PageLayout.of(f)
     if f.bits == 16:
         copy_page_kernel[(len(table) * f.heads,)](
-            launch.base, records, table, launch.token_stride, f.heads, f.head_dim, tile, f.page_size,
-            num_warps=warps_for(f.page_size * tile), **UNFUSED,
-        )  # fmt: skip
+            launch.base, records, table, launch.token_stride, layout, num_warps=warps_for(f.page_size * tile), **UNFUSED
+        )
         return
-    constants = page_constants(f, partial)
     if f.token_norm is not TokenNorm.NONE:
         own = norm_constants(f)
-        programs = len(table) * (f.heads // own["SHARED"]) * (f.page_size // own["TOKENS"])
-        norm_kernel[(programs,)](
+        heads = 1 if f.token_norm is TokenNorm.JOINT else f.heads
+        norm_kernel[(len(table) * heads * (f.page_size // own["TOKENS"]),)](
             launch.base, records, table, launch.flag, launch.token_stride, **own,
             num_warps=warps_for(own["TOKENS"] * tile), **UNFUSED,
         )  # fmt: skip
+    constants = page_constants(f, partial)
     dynamic = f.boosted > 0 and not f.fixed_channels
     shared = {
         "tokens": launch.base,
@@ -180,7 +180,7 @@ def quantize_pages(launch: PageLaunch, f: PageFormat, tensors: SideTensors = NO_
         **UNFUSED,
     )
     if launch.feedback is not None:
-        launch_feedback(launch.feedback, len(table), shared, constants)
+        launch_feedback(launch.feedback, len(table), shared, layout, partial)
 
 
 @lru_cache(maxsize=1024)
@@ -194,55 +194,18 @@ def page_constants(f: PageFormat, partial: bool = False) -> dict[str, Any]:
         chunk = layout.lanes if f.static else max(f.group_size, layout.lanes)
     else:
         rows, chunk = min(VALUE_TOKENS, f.page_size // halves), f.head_dim
-    return {
-        "KEYS": f.is_key,
-        "HEADS": f.heads,
-        "HEAD_SIZE": f.head_dim,
-        "TILE": tile,
-        "ROW_TILE": rows,
-        "LANE_TILE": triton.next_power_of_2(layout.lanes),
-        "PAGE": f.page_size,
-        "CHUNK": chunk,
-        "BITS": f.bits,
-        "GROUP": chunk if f.static else f.group_size,
-        "NORM": f.token_norm.mode,
-        "BOOSTED": f.boosted,
-        "SLOTS": max(16, triton.next_power_of_2(f.boosted)),
-        "DYNAMIC": not f.fixed_channels,
-        "STATIC": f.static,
-        "BY_TOKEN": f.by_token,
-        "PARTIAL": partial,
-        "HEAD_STRIDE": layout.head_stride,
-        "LANES": layout.lanes,
-        "STORED_ROWS": layout.rows,
-        "HIGH": layout.high,
-        "SCALE": layout.scale,
-        "OFFSET": layout.offset,
-        "NORM_START": layout.joint_norm if f.token_norm is TokenNorm.JOINT else layout.norm,
-        "CHANNELS": layout.channels,
-    }
+    return {"F": layout, "ROW_TILE": rows, "CHUNK": chunk, "PARTIAL": partial}
 
 
 def norm_constants(f: PageFormat) -> dict[str, Any]:
     """Compile-time arguments of `norm_kernel`."""
-    constants = page_constants(f)
-    return {name: constants[name] for name in ("HEADS", "HEAD_SIZE", "TILE", "PAGE", "HEAD_STRIDE")} | {
-        "SHARED": f.heads if f.token_norm is TokenNorm.JOINT else 1,
-        "TOKENS": min(NORM_TOKENS, f.page_size),
-        "START": constants["NORM_START"],
-        "MEAN_ABS": f.token_norm_measure == "mean_abs",
-    }
+    measure = f.token_norm_measure == "mean_abs"
+    return {"F": PageLayout.of(f), "TOKENS": min(NORM_TOKENS, f.page_size), "MEAN_ABS": measure}
 
 
 def shrinkage(factor: float) -> tuple[float, float]:
     """What the extent of a range is multiplied with, and its part by which the offset rises."""
     return factor, (1 - factor) / 2
-
-
-@lru_cache(maxsize=1024)
-def tile_of(dim: int, bits: int) -> int:
-    """Channels of a tile: a power of two, of which matrix instructions want 16 in each half of `halves_of`."""
-    return max(16 * halves_of(bits), triton.next_power_of_2(dim))
 
 
 def warps_for(elements: int) -> int:
@@ -254,18 +217,19 @@ def page_warps(constants: dict[str, Any]) -> int:
     """Warps of `page_kernel`: where chunks follow one another, wider or paired codes take more registers for every
     element.
     """
-    bits, planes = constants["BITS"], constants["CHUNK"] // constants["LANES"]
-    elements = planes * constants["LANE_TILE"] * constants["ROW_TILE"]
-    if not constants["KEYS"]:
+    layout, chunk = constants["F"], constants["CHUNK"]
+    bits, lane_tile = layout.bits, padded(layout.lanes)
+    elements = chunk // layout.lanes * lane_tile * constants["ROW_TILE"]
+    if not layout.is_key:
         # Groups one by one, or two fields' halves, take more registers, too.
-        crowded = constants["LANES"] != constants["LANE_TILE"] or halves_of(bits) == 2
+        crowded = layout.lanes != lane_tile or halves_of(bits) == 2
         return warps_for(elements * (2 if crowded else 1))
-    if constants["BY_TOKEN"]:
+    if layout.by_token:
         # All parts are under way at once.
         return warps_for(elements * {2: 16, 4: 4}[bits])
-    if constants["CHUNK"] < constants["PAGE"]:
-        return warps_for(elements * (2 if constants["STATIC"] else {1: 4, 2: 1, 3: 4, 4: 2, 8: 4}[bits]))
-    if constants["BOOSTED"]:
+    if chunk < layout.page_size:
+        return warps_for(elements * (2 if layout.static else {1: 4, 2: 1, 3: 4, 4: 2, 8: 4}[bits]))
+    if layout.boosted:
         # Ranking exchanges scores between all warps: the fewer the better, but for pairs, which take more registers.
         return warps_for(elements * 2 if bits == 1 else elements // 2)
     return warps_for(elements)
