@@ -11,7 +11,7 @@ from aot_variants.variant import Variant
 from kvconvert.kernels.page_formats import PageLayout
 from kvconvert.kernels.pages import PAGE_SIZE, PageFormat
 from kvconvert.kernels.pages.triton import tile_of
-from kvconvert.kernels.pages.triton.feedback import feedback_warps, key_feedback_kernel
+from kvconvert.kernels.pages.triton.feedback import CHANNEL_BLOCK, feedback_warps, key_feedback_kernel
 from kvconvert.kernels.pages.triton.launch import (
     NORM_TOKENS,
     norm_constants,
@@ -91,7 +91,7 @@ def _feedback_variants(dtype: str, dim: int) -> Iterator[Variant]:
 
 
 def _feedback_variant(dtype: str, f: PageFormat, partial: bool = False) -> Variant:
-    constants = {"F": (layout := PageLayout.of(f)), "PARTIAL": partial}
+    constants = {"F": (layout := PageLayout.of(f)), "BLOCK": CHANNEL_BLOCK, "PARTIAL": partial}
     select = f"{'calibrated' if f.fixed_channels else 'dynamic'}{f.boosted}" if f.boosted else ""
     name = f"feedback-{dtype}-{f.head_dim}-{f.bits}-{f.group_size}-{f.token_norm}{select}{_kind(f)}"
     variant = _variant(name + "-partial" * partial, key_feedback_kernel, dtype, constants, feedback_warps(layout))

@@ -35,7 +35,7 @@ from kvconvert.kernels.pages.triton.quantize import JOINT, NO_NORM
 # Tokens of one program: those of one warp.
 FEEDBACK_TOKENS = 32
 # Channels whose errors reach later ones by one product.
-BLOCK = tl.constexpr(16)
+CHANNEL_BLOCK = 16
 
 
 class PageFeedback(NamedTuple):
@@ -104,6 +104,7 @@ def key_feedback_kernel(
     scratch,
     token_stride,
     F: tl.constexpr,
+    BLOCK: tl.constexpr,
     PARTIAL: tl.constexpr,
 ):
     """Codes of the tokens that share `program_lanes`, of one head of a key page; constants as for `page_kernel`."""
@@ -252,8 +253,8 @@ def launch_feedback(
     """
     lanes = program_lanes(layout)
     programs, tokens = pages * layout.heads * (layout.lanes // lanes), layout.page_size // layout.lanes * lanes
-    scratch = feedback.base.new_empty(programs * BLOCK.value * (tokens + 1), dtype=torch.float32)
+    scratch = feedback.base.new_empty(programs * CHANNEL_BLOCK * (tokens + 1), dtype=torch.float32)
     key_feedback_kernel[(programs,)](
         **arguments, feedback=feedback.base, feedback_table=feedback.offsets, scratch=scratch,
-        F=layout, PARTIAL=partial, num_warps=feedback_warps(layout), enable_fp_fusion=False,
+        F=layout, BLOCK=CHANNEL_BLOCK, PARTIAL=partial, num_warps=feedback_warps(layout), enable_fp_fusion=False,
     )  # fmt: skip
