@@ -8,9 +8,6 @@ all later channels by a product of matrices. Where the codes of a block are know
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 
@@ -36,18 +33,6 @@ from kvconvert.kernels.pages.triton.quantize import JOINT, NO_NORM
 FEEDBACK_TOKENS = 32
 # Channels whose errors reach later ones by one product.
 CHANNEL_BLOCK = 16
-
-
-class PageFeedback(NamedTuple):
-    """Matrices F of pages that one launch writes.
-
-    Attributes:
-        base: a float16 tensor, from whose address matrices count.
-        offsets: int64 [N], of each page's F [H, D, D], in elements; multiples of 8.
-    """
-
-    base: torch.Tensor
-    offsets: torch.Tensor
 
 
 @triton.constexpr_function
@@ -238,23 +223,3 @@ def key_feedback_kernel(
 def feedback_warps(layout: PageLayout) -> int:
     """Warps of `key_feedback_kernel`: as many as give a token to each thread."""
     return max(1, layout.page_size // layout.lanes * program_lanes(layout) // 32)
-
-
-def launch_feedback(
-    feedback: PageFeedback, pages: int, arguments: dict[str, Any], layout: PageLayout, partial: bool
-) -> None:
-    """Write the codes of key pages anew, with error feedback.
-
-    Args:
-        feedback: the pages' matrices.
-        pages: how many.
-        arguments: the other arguments that the kernel shares with `page_kernel`, by name.
-        layout, partial: those of `page_kernel`.
-    """
-    lanes = program_lanes(layout)
-    programs, tokens = pages * layout.heads * (layout.lanes // lanes), layout.page_size // layout.lanes * lanes
-    scratch = feedback.base.new_empty(programs * CHANNEL_BLOCK * (tokens + 1), dtype=torch.float32)
-    key_feedback_kernel[(programs,)](
-        **arguments, feedback=feedback.base, feedback_table=feedback.offsets, scratch=scratch,
-        F=layout, BLOCK=CHANNEL_BLOCK, PARTIAL=partial, num_warps=feedback_warps(layout), enable_fp_fusion=False,
-    )  # fmt: skip
