@@ -22,8 +22,8 @@ from kvconvert.kernels.linear.triton.many_rows import (
 )
 
 DTYPES = ("fp16", "bf16")
-# K_BLOCK, GROUPS and GROUP_K_BLOCKS at 4 bits; at others of groups of 128 inputs and of 32, and of 32 where the inputs
-# fill no longer k blocks.
+# Inputs of a k block, its groups and a group's k blocks at 4 bits; at others of groups of 128 inputs and of 32, and of
+# 32 where the inputs fill no longer k blocks.
 FOUR_BITS = ((32, 1, 1), (64, 1, 1), (128, 1, 1), (128, 1, 2))
 OTHER_BITS = {
     2: ((256, 2, 1), (128, 4, 1), (64, 2, 1)),
