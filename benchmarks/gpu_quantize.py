@@ -111,7 +111,6 @@ class Job:
 
     def __init__(self, f: PageFormat, g: PageFormat, pages: int, sequences: int = 1, feedback: bool = False):
         per_sequence = pages // sequences
-        self.f, self.g = f, g
         self.keys = [_tokens(per_sequence, f) for _ in range(sequences)]
         self.values = [_tokens(per_sequence, g) for _ in range(sequences)]
         cuda, self.launches = torch.device("cuda"), []
@@ -124,15 +123,17 @@ class Job:
             each = [page for sequence in tokens for page in sequence]
             layers = [SideTensors(feedback=own) for own in matrices or [None]]
             writes = page_writes(each, [records], len(layers))
-            self.launches.append(gpu.page_launch(writes, each[0], records, new_flag(cuda), layers))
+            tables = gpu.listed(writes, each[0], records, layers)
+            arguments = each[0], tables.pop("table"), records.buffer, records.format, new_flag(cuda)
+            self.launches.append(partial(gpu.quantize_listed, *arguments, tensors=layers[0], **tables))
 
     def quantize_keys(self) -> None:
         """The norm's launch and the keys'."""
-        gpu.quantize_pages(self.launches[0], self.f)
+        self.launches[0]()
 
     def quantize_values(self) -> None:
         """The values' launch."""
-        gpu.quantize_pages(self.launches[1], self.g)
+        self.launches[1]()
 
     def run(self) -> None:
         """All of them."""
@@ -143,7 +144,7 @@ class Job:
     def nbytes(self) -> int:
         """Bytes read and written, each once."""
         read = sum(x.numel() * x.element_size() for x in (*self.keys, *self.values))
-        return read + sum(launch.records.nbytes for launch in self.launches)
+        return read + sum(launch.args[2].nbytes for launch in self.launches)
 
 
 def _peer(name: str, us: float, peer_us: float) -> dict[str, Any]:

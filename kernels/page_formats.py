@@ -292,100 +292,95 @@ def _align(units: int) -> int:
     return -(-units // ALIGNMENT) * ALIGNMENT
 
 
-def _offsets(sizes: dict[str, int], scale_bits: int) -> tuple[dict[str, int], int]:
-    """Where fields of these sizes begin when they follow one another, -1 for empty ones; and where they end."""
-    offsets, end = {}, 0
-    for name, size in sizes.items():
-        offsets[name] = end if size else -1
-        end += _align(size)
-    if scale_bits == 8:
-        offsets["offset"] = offsets["scale"]
-    return offsets, end
-
-
 @dataclass(frozen=True)
 class PageLayout:
-    """The record of a page; offsets and sizes in units of 2 bytes, offsets -1 of parts that pages lack.
+    """The record of a page, and all that a kernel is specialized on: the same in every launch that writes or reads
+    pages of a format. Offsets and sizes are in units of 2 bytes, offsets -1 of parts that pages lack.
 
     Attributes:
-        heads: H.
-        lanes, rows: codes of one head are int16 [lanes, rows]; of keys [P * bits / 16, D], [P / 8, D / 2] at 1 bit,
-            [P / 8, 3 D / 2] at 3 bits, and [P, D * bits / 16] where codes of a token share words; of values with E in
-            the place of P and P in that of D.
+        is_key, heads, head_dim, page_size, bits, group_size, boosted, static, by_token: as in `PageFormat`.
+        norm: the mode of the token norm.
+        lanes, rows: codes of one head are int16 [lanes, rows], with which its part begins; of keys [P * bits / 16, D],
+            [P / 8, D / 2] at 1 bit, [P / 8, 3 D / 2] at 3 bits, and [P, D * bits / 16] where codes of a token share
+            words; of values with E in the place of P and P in that of D.
         high_rows: the upper bits of boosted channels are int16 [lanes, high_rows]: as many rows as boosted channels, at
             1 bit half as many, rounded up.
         groups, grid_rows: scale and offset of one head are float16 [groups, grid_rows], or both int16 [groups,
             grid_rows]; grid_rows is D of keys, P of values, and groups is 0 where pages have none.
-        codes, high, scale, offset, norm, channels: offsets within a head's part. `norm` float16 [P] is there with
-            norms per head, `channels` uint8 [boosted] where they are stored.
+        high, scale, offset, channels: offsets within a head's part; `channels` uint8 [boosted] where they are stored.
+        norm_start: offset of the norms float16 [P], within a head's part, or of the joint norm within the record.
         head_stride: from one head's part to the next.
-        joint_norm: offset of the joint norm float16 [P] within the record.
-        record: size of the record.
+        record: size of the record; 0 at 16 bits.
     """
 
+    is_key: bool
     heads: int
+    head_dim: int
+    page_size: int
+    bits: int
+    group_size: int
+    boosted: int
+    static: bool
+    by_token: bool
+    norm: int
     lanes: int
     rows: int
     high_rows: int
     groups: int
     grid_rows: int
-    codes: int
-    high: int
-    scale: int
-    offset: int
-    norm: int
-    channels: int
-    head_stride: int
-    joint_norm: int
-    record: int
+    high: int = -1
+    scale: int = -1
+    offset: int = -1
+    norm_start: int = -1
+    channels: int = -1
+    head_stride: int = 0
+    record: int = 0
 
     @staticmethod
-    @lru_cache
+    @lru_cache(maxsize=1024)
     def of(f: PageFormat) -> PageLayout:
-        """The layout of a format of 8 bits or fewer.
+        """The layout of a format.
 
         Raises:
-            UsageError: another number of bits, boosted channels of a width that has no double, or codes that are not
-                packed by token.
+            UsageError: boosted channels of a width that has no double, or codes that are not packed by token.
         """
         if f.boosted and 2 * f.bits not in CODE_BITS:
             raise UsageError(
                 f"Boosted channels have twice the bits, and codes of {2 * f.bits} bits cannot be stored; boost keys of "
                 "1, 2 or 4 bits."
             )
+        if f.by_token and (f.bits not in (2, 4) or f.boosted):
+            raise UsageError(
+                f"Codes of {f.bits} bits with {f.boosted} boosted channels are not packed by token; choose 2 or 4 "
+                "bits and boost no channel."
+            )
         packed, grid_rows = (f.page_size, f.head_dim) if f.is_key else (f.head_dim, f.page_size)
+        about = (f.is_key, f.heads, f.head_dim, f.page_size, f.bits, f.group_size, f.boosted, f.static, f.by_token)
+        if f.bits == 16:
+            return PageLayout(*about, 0, packed, grid_rows, 0, 0, grid_rows)
         rows, high_rows = packed_rows(grid_rows, f.bits), packed_rows(f.boosted, f.bits)
         lanes = packed * field_bits(f.bits) // 16
         if f.by_token:
-            if f.bits not in (2, 4) or f.boosted:
-                raise UsageError(
-                    f"Codes of {f.bits} bits with {f.boosted} boosted channels are not packed by token; choose 2 or 4 "
-                    "bits and boost no channel."
-                )
             lanes, rows = f.page_size, f.head_dim * f.bits // 16
         groups = 0 if f.static else packed // f.group_size
         sizes = {
-            "codes": rows * lanes,
             "high": high_rows * lanes,
             "scale": grid_rows * groups,
             "offset": grid_rows * groups if f.scale_bits == 16 else 0,
-            "norm": f.page_size if f.token_norm is TokenNorm.PER_HEAD else 0,
+            "norm_start": f.page_size if f.token_norm is TokenNorm.PER_HEAD else 0,
             "channels": 0 if f.fixed_channels else -(-f.boosted // 2),
         }
-        offsets, head_stride = _offsets(sizes, f.scale_bits)
-        joint_norm = f.heads * head_stride if f.token_norm is TokenNorm.JOINT else -1
-        return PageLayout(
-            heads=f.heads,
-            lanes=lanes,
-            rows=rows,
-            high_rows=high_rows,
-            groups=groups,
-            grid_rows=grid_rows,
-            **offsets,
-            head_stride=head_stride,
-            joint_norm=joint_norm,
-            record=f.heads * head_stride + (_align(f.page_size) if f.token_norm is TokenNorm.JOINT else 0),
-        )
+        offsets, stride = {}, _align(rows * lanes)
+        for name, size in sizes.items():
+            offsets[name] = stride if size else -1
+            stride += _align(size)
+        if f.scale_bits == 8:
+            offsets["offset"] = offsets["scale"]
+        record = f.heads * stride
+        if f.token_norm is TokenNorm.JOINT:
+            offsets["norm_start"], record = record, record + _align(f.page_size)
+        sizes = f.token_norm.mode, lanes, rows, high_rows, groups, grid_rows
+        return PageLayout(*about, *sizes, **offsets, head_stride=stride, record=record)
 
 
 def page_bytes(f: PageFormat, number_bytes: int) -> int:

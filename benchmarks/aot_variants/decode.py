@@ -203,10 +203,10 @@ def _decode_variants(
     keys = layer.format.keys
     axes = {
         "format": layer.name,
-        "key_bits": shape.key_bits,
-        "value_bits": shape.value_bits,
-        "key_group": shape.key_groups and PAGE_SIZE // shape.key_groups,
-        "value_group": shape.value_groups and head[1] // shape.value_groups,
+        "key_bits": shape.keys.bits,
+        "value_bits": shape.values.bits,
+        "key_group": shape.keys.groups and PAGE_SIZE // shape.keys.groups,
+        "value_group": shape.values.groups and head[1] // shape.values.groups,
         "norm": keys.token_norm,
         "boost": f"{keys.boosted / keys.head_dim} {'calibrated' if keys.fixed_channels else 'dynamic'}"
         if keys.boosted
@@ -256,7 +256,7 @@ def page_variant(
 ) -> Variant:
     constants = {"F": shape, "STAGES": STAGES, "DEPENDENT": capability >= 90}
     constants = {key: value for key, value in constants.items() if key in function.arg_names}
-    both = ((shape.key_dim, shape.key_bits), (shape.value_dim, shape.value_bits))
+    both = ((shape.keys.head_dim, shape.keys.bits), (shape.values.head_dim, shape.values.bits))
     rest = "*fp32" if shape.split_query else "*fp16"
     types = POINTERS | {"queries": f"*{dtype}", "residual": f"*{dtype}", "center_rest": rest}
     low = [(size, bits) for size, bits in (both if kernel == "decode" else both[:1]) if bits < 16]
@@ -280,16 +280,16 @@ def page_variant(
 
 
 def _most_per_code(shape: DecodeShape) -> float:
-    if 16 in (shape.key_bits, shape.value_bits):
+    if 16 in (shape.keys.bits, shape.values.bits):
         return MIXED_PER_CODE
     columns = query_rows(shape) * query_columns(shape)
-    return PER_CODE[columns][max(shape.key_groups, shape.value_groups) > 1]
+    return PER_CODE[columns][max(shape.keys.groups, shape.values.groups) > 1]
 
 
 def _is_crowded(shape: DecodeShape) -> bool:
     """Whether more has to be held at a time than registers hold, even in the main loop."""
     columns = query_rows(shape) * query_columns(shape)
-    return columns > 8 or shape.split_query or 16 in (shape.key_bits, shape.value_bits)
+    return columns > 8 or shape.split_query or 16 in (shape.keys.bits, shape.values.bits)
 
 
 def _why_spills(shape: DecodeShape) -> str:
@@ -298,17 +298,21 @@ def _why_spills(shape: DecodeShape) -> str:
         return "half-quantized pages hold full-precision tokens beside codes; a sequence has few of them"
     if registers_for(shape) == FEW_REGISTERS:
         return "few registers, so that more programs hide each other's latencies"
-    if 16 in (shape.key_bits, shape.value_bits):
+    if 16 in (shape.keys.bits, shape.values.bits):
         return "one side of 16 bits beside codes"
     if query_rows(shape) * query_columns(shape) > 8:
         return "more than eight columns of queries"
     if shape.split_query:
         return "queries of 32 bits"
-    if max(shape.key_dim, shape.value_dim) > 128:
+    if max(shape.keys.head_dim, shape.values.head_dim) > 128:
         return "heads of more than 128 channels"
-    if max(shape.key_groups, shape.value_groups) > 4 or shape.boosted or max(shape.key_bits, shape.value_bits) > 4:
+    if (
+        max(shape.keys.groups, shape.values.groups) > 4
+        or shape.keys.boosted
+        or max(shape.keys.bits, shape.values.bits) > 4
+    ):
         return "many groups, boosted channels, or codes of 8 bits, whose operands are held at a time"
-    if shape.key_scale == shape.key_offset >= 0 and max(shape.key_groups, shape.value_groups) > 1:
+    if shape.keys.scale == shape.keys.offset >= 0 and max(shape.keys.groups, shape.values.groups) > 1:
         return "scales of 8 bits for several groups, which are dequantized before they are used"
     return ""
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from aot_variants.variant import DTYPES, Variant
 from kvconvert.kernels.chunked_prefill.triton import merge_constants, merge_kernel, merge_warps
+from kvconvert.kernels.page_formats import PageLayout
 from kvconvert.kernels.pages import PAGE_SIZE, PageFormat
 from kvconvert.kernels.pages.triton.dequantize import (
-    copy_constants,
-    dequantize_constants,
     dequantize_kernel,
     read_pages_kernel,
     warps_for,
@@ -24,10 +23,10 @@ def variants(capability: int) -> Iterator[Variant]:
         for f in _formats(dim):
             for placed in (False, True):
                 if f.bits == 16:
-                    yield _variant("copy", read_pages_kernel, f, dtype, copy_constants(f), placed)
+                    yield _variant("copy", read_pages_kernel, f, dtype, placed)
                 else:
                     name = "keys" if f.is_key else "values"
-                    yield _variant(name, dequantize_kernel, f, dtype, dequantize_constants(f), placed)
+                    yield _variant(name, dequantize_kernel, f, dtype, placed)
         if dtype == "fp32":
             continue
         # The first results are the dtype's, later sums float32; the last merge gives the dtype again.
@@ -62,7 +61,8 @@ def _formats(dim: int) -> Iterator[PageFormat]:
     yield PageFormat.keys(8, dim, PAGE_SIZE, 16, PAGE_SIZE)
 
 
-def _variant(kernel: str, function: Any, f: PageFormat, dtype: str, constants: dict[str, Any], placed: bool) -> Variant:
+def _variant(kernel: str, function: Any, f: PageFormat, dtype: str, placed: bool) -> Variant:
+    layout = PageLayout.of(f)
     about = {"bits": f.bits, "group": f.group_size, "static": f.static, "placed": placed}
     about |= {"bytes": True} if f.scale_bits == 8 else {}
     if f.is_key and f.bits < 16:
@@ -71,8 +71,8 @@ def _variant(kernel: str, function: Any, f: PageFormat, dtype: str, constants: d
         "-".join([kernel, dtype, str(f.head_dim), *(f"{name}_{value}" for name, value in about.items())]),
         function,
         dtype,
-        constants | {"PLACED": placed},
-        warps_for(constants),
+        {"F": layout, "PLACED": placed},
+        warps_for(layout),
         types={"scales": "*i64", "boosted": "*i32", "places": "*i64"},
         axes={"kernel": kernel, "dtype": dtype, "head_size": f.head_dim} | about,
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from aot_variants.variant import Variant
 from kvconvert.kernels.experts import triton as experts
-from kvconvert.kernels.linear.packed_layout import TILE
+from kvconvert.kernels.linear.packed_layout import TILE, WeightLayout
 from kvconvert.kernels.linear.triton.few_rows import FewRowsShape, few_rows_kernel, few_rows_shapes
 from kvconvert.kernels.linear.triton.many_rows import (
     SUM_BLOCK,
@@ -22,8 +22,8 @@ from kvconvert.kernels.linear.triton.many_rows import (
 )
 
 DTYPES = ("fp16", "bf16")
-# K_BLOCK, GROUPS and GROUP_K_BLOCKS at 4 bits; at others of groups of 128 inputs and of 32, and of 32 where the inputs
-# fill no longer k blocks.
+# Inputs of a k block, its groups and a group's k blocks at 4 bits; at others of groups of 128 inputs and of 32, and of
+# 32 where the inputs fill no longer k blocks.
 FOUR_BITS = ((32, 1, 1), (64, 1, 1), (128, 1, 1), (128, 1, 2))
 OTHER_BITS = {
     2: ((256, 2, 1), (128, 4, 1), (64, 2, 1)),
@@ -35,11 +35,11 @@ OTHER_BITS = {
 PER_CODE = {32: 12.0, 64: 12.0, 128: 8.0, 256: 8.0}
 FEW_PER_CODE, MANY_PER_CODE = ({32: 8.6, 64: most, 128: most} for most in (6.0, 6.2))
 SOME_SPILL = "at most ten registers, on one architecture or another"
-Sizes = dict[str, int]
+Sizes = dict[str, Any]
 
 
 def _sizes(bits: int, k_block: int, groups: int, group_k_blocks: int) -> Sizes:
-    return {"K_BLOCK": k_block, "BITS": bits, "GROUPS": groups, "GROUP_K_BLOCKS": group_k_blocks}
+    return {"W": WeightLayout(k_block, bits, groups, group_k_blocks)}
 
 
 def _product(
@@ -47,16 +47,19 @@ def _product(
     constants: dict[str, Any], *, codes: int, most: float, spills: str, types: dict[str, str] | None = None,
 ) -> Variant:  # fmt: skip
     """A kernel that multiplies rows with a packed weight; `codes` are the warps among which a k block's are divided."""
+    own: dict[str, Any] = {"S": shape}
+    if isinstance(shape, PromptShape):
+        own = {"ROWS": shape.rows, "TILES": shape.tiles, "STAGES": shape.stages}
     return Variant.of(
         name,
         function,
         dtype,
-        sizes | {"ROWS": shape.rows, "TILES": shape.tiles, "STAGES": shape.stages} | constants,
+        sizes | own | constants,
         num_warps=shape.warps,
         num_stages=shape.stages,
         types=types,
-        axes={"dtype": dtype, "k_block": sizes["K_BLOCK"], "rows": shape.rows} | axes,
-        codes=TILE * shape.tiles * codes * sizes["K_BLOCK"],
+        axes={"dtype": dtype, "k_block": sizes["W"].k_block, "rows": shape.rows} | axes,
+        codes=TILE * shape.tiles * codes * sizes["W"].k_block,
         tensor_cores=True,
         wide_loads=True,
         most_per_code=most,
@@ -79,7 +82,7 @@ def few_rows(capability: int) -> Iterator[Variant]:
                     f"few_rows-{dtype}-{k_block}x{blocks}-{shape.rows}-{size}{'-even' * even}{'-bias' * bias}",
                     few_rows_kernel, dtype, _sizes(4, k_block, groups, blocks), shape,
                     axes | {"group_k_blocks": blocks, "even": even, "bias": bias},
-                    {"WARPS": shape.warps, "EVEN": even, "HAS_BIAS": bias, "INLINE_ASM": True}, codes=shape.warps,
+                    {"EVEN": even, "HAS_BIAS": bias, "INLINE_ASM": True}, codes=shape.warps,
                     most=FEW_PER_CODE[k_block],
                     spills="two registers, on some architectures" if dtype == "fp16" and k_block == 64 else "",
                 )  # fmt: skip
@@ -108,8 +111,8 @@ def _before_loop(capability: int, dtype: str) -> str:
 
 
 def _dequantize(name: str, dtype: str, sizes: Sizes, axes: dict[str, Any]) -> Variant:
-    constants = sizes | {"K_BLOCKS": k_blocks_per_program(sizes["K_BLOCK"])}
-    axes = axes | {"dtype": dtype, "k_block": sizes["K_BLOCK"]}
+    constants = sizes | {"K_BLOCKS": k_blocks_per_program(sizes["W"].k_block)}
+    axes = axes | {"dtype": dtype, "k_block": sizes["W"].k_block}
     return Variant.of(name, dequantize_kernel, dtype, constants, num_warps=4, axes=axes, wide_loads=True)
 
 
@@ -120,7 +123,7 @@ def other_widths(capability: int) -> Iterator[Variant]:
         sizes, axes = _sizes(bits, k_block, groups, blocks), {"bits": bits, "groups": groups}
         name, most = f"{bits}bit-{dtype}-{k_block}{f'by{groups}' * (groups > 1)}", PER_CODE[k_block]
         for shape, size, _ in _few_shapes(k_block):
-            constants = {"WARPS": shape.warps, "EVEN": True, "HAS_BIAS": False, "INLINE_ASM": True}
+            constants = {"EVEN": True, "HAS_BIAS": False, "INLINE_ASM": True}
             yield _product(
                 f"few_rows-{name}-{shape.rows}-{size}", few_rows_kernel, dtype, sizes, shape,
                 axes | {"tiles": shape.tiles}, constants, codes=shape.warps, most=most, spills=SOME_SPILL,
@@ -156,7 +159,7 @@ def mixtures(capability: int) -> Iterator[Variant]:
                 yield _product(
                     f"few_pairs-{dtype}-{k_block}-{shape.rows}-{size}{'-sorted' * is_sorted}{biased}",
                     experts.few_pairs_kernel, dtype, sizes, shape, axes | {"bias": bias, "sorted": is_sorted},
-                    {"WARPS": shape.warps, "EVEN": True, "HAS_BIAS": bias, "SORTED": is_sorted}, codes=shape.warps,
+                    {"EVEN": True, "HAS_BIAS": bias, "SORTED": is_sorted}, codes=shape.warps,
                     most=FEW_PER_CODE[k_block], spills="",
                 )  # fmt: skip
             major_minor = (capability // 10, capability % 10)

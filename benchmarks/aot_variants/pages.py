@@ -8,14 +8,15 @@ from itertools import product
 from typing import Any
 
 from aot_variants.variant import Variant
+from kvconvert.kernels.page_formats import PageLayout
 from kvconvert.kernels.pages import PAGE_SIZE, PageFormat
-from kvconvert.kernels.pages.triton.feedback import feedback_constants, feedback_warps, key_feedback_kernel
+from kvconvert.kernels.pages.triton import tile_of
+from kvconvert.kernels.pages.triton.feedback import CHANNEL_BLOCK, feedback_warps, key_feedback_kernel
 from kvconvert.kernels.pages.triton.launch import (
     NORM_TOKENS,
     norm_constants,
     page_constants,
     page_warps,
-    tile_of,
     warps_for,
 )
 from kvconvert.kernels.pages.triton.quantize import copy_page_kernel, norm_kernel, page_kernel
@@ -45,12 +46,12 @@ def variants(capability: int) -> Iterator[Variant]:
         yield from _feedback_variants(dtype, dim)
         tile, name = tile_of(dim, 2), f"{dtype}-{dim}"
         shape = {"HEADS": 8, "HEAD_SIZE": dim, "TILE": tile}
-        page = {"PAGE": PAGE_SIZE}
         for measure, norm in (("l2", "joint"), ("mean_abs", "joint"), ("l2", "per_head")):
             constants = norm_constants(PageFormat.keys(8, dim, PAGE_SIZE, 2, 128, norm, measure))
             variant = f"norm-{name}-{measure}-{norm}"
             yield _variant(variant, norm_kernel, dtype, constants, warps_for(NORM_TOKENS * tile))
-        yield _variant(f"copy-{name}", copy_page_kernel, dtype, shape | page, warps_for(PAGE_SIZE * tile))
+        layout = PageLayout.of(PageFormat.keys(8, dim, PAGE_SIZE, 16, PAGE_SIZE))
+        yield _variant(f"copy-{name}", copy_page_kernel, dtype, {"F": layout}, warps_for(PAGE_SIZE * tile))
         yield _variant(
             f"range-{name}", channel_range_kernel, dtype, shape | {"ROWS": RANGE_TOKENS}, warps_for(RANGE_TOKENS * tile)
         )
@@ -90,22 +91,25 @@ def _feedback_variants(dtype: str, dim: int) -> Iterator[Variant]:
 
 
 def _feedback_variant(dtype: str, f: PageFormat, partial: bool = False) -> Variant:
-    constants = feedback_constants(page_constants(f, partial))
+    constants = {"F": (layout := PageLayout.of(f)), "BLOCK": CHANNEL_BLOCK, "PARTIAL": partial}
     select = f"{'calibrated' if f.fixed_channels else 'dynamic'}{f.boosted}" if f.boosted else ""
     name = f"feedback-{dtype}-{f.head_dim}-{f.bits}-{f.group_size}-{f.token_norm}{select}{_kind(f)}"
-    variant = _variant(name + "-partial" * partial, key_feedback_kernel, dtype, constants, feedback_warps(constants))
+    variant = _variant(name + "-partial" * partial, key_feedback_kernel, dtype, constants, feedback_warps(layout))
     # A thread holds all channels of a token, of which 256 are more than it has registers. Of 80, padded to 128, it has
     # to keep the borders, too.
-    most_local = 0.5 if f.head_dim > 128 else 0.1 if constants["TILE"] > f.head_dim else 0.05
+    most_local = 0.5 if f.head_dim > 128 else 0.1 if tile_of(f.head_dim, f.bits) > f.head_dim else 0.05
     return replace(variant, spills="a token's channels fill the registers", most_local=most_local)
 
 
 def _variant(name: str, function: Any, dtype: str, constants: dict[str, Any], num_warps: int) -> Variant:
     axes = {"kernel": name.partition("-")[0], "dtype": dtype} | {
-        key: constants[key] for key in ("HEAD_SIZE", "BITS", "GROUP", "NORM", "BOOSTED", "STATIC") if key in constants
+        key: constants[key] for key in ("HEAD_SIZE", "BITS") if key in constants
     }
+    if layout := constants.get("F"):
+        fields = "head_dim", "bits", "group_size", "norm", "boosted", "static"
+        axes |= {field: getattr(layout, field) for field in fields[: 1 if layout.bits == 16 else None]}
     axes |= {"bytes": True} if "-bytes" in name else {}
-    few = constants.get("BITS") == 1 or function is channel_range_kernel
+    few = axes.get("bits", axes.get("BITS")) == 1 or function is channel_range_kernel
     return Variant.of(
         name,
         function,

@@ -16,8 +16,8 @@ TABLES = dict.fromkeys(("buffers", "tokens", "copies", "tiles"), "*i64")
 
 def variants(capability: int) -> Iterator[Variant]:
     """Every specialisation that the dispatch chooses for the usual models: 8 KV heads, pages of the usual size."""
-    for (dtype, name), (dim, value_dim) in product(
-        DTYPES.items(), ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
+    for name, (dim, value_dim) in product(
+        DTYPES.values(), ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
     ):
         if name == "fp32":
             continue
@@ -30,7 +30,7 @@ def variants(capability: int) -> Iterator[Variant]:
                 f"append-{name}-{dim}-{'-'.join(map(str, rotations))}",
                 append_kernel,
                 name,
-                append_constants(f, dtype, *rotations),
+                append_constants(f, *rotations),
                 num_warps=4,
                 types=types,
                 axes=axes | {"kernel": "append", "keys": rotations[0], "values": rotations[1]},

@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from aot_variants.variant import DTYPES, Variant
-from kvconvert.kernels.rotate.triton import (
-    FEW_ROWS,
-    MANY_ROWS,
-    columns_for,
-    inner_for,
-    rotate_and_append_kernel,
-    rotate_kernel,
-    tile_of,
-)
+from kvconvert.kernels.rotate.triton import FEW_ROWS, MANY_ROWS, rotate_and_append_kernel, rotate_kernel
 
 
 def variants(capability: int) -> Iterator[Variant]:
@@ -21,8 +13,7 @@ def variants(capability: int) -> Iterator[Variant]:
     for dtype, name in DTYPES.items():
         for dim in (64, 80, 96, 128, 256):
             for rows in (FEW_ROWS, MANY_ROWS[dtype]):
-                parts = {"COLUMNS": columns_for(dim, dtype), "INNER": inner_for(dim, dtype)}
-                shared = {"SIZE": dim, "TILE": tile_of(dim), "ROWS": rows} | parts
+                shared = {"SIZE": dim, "ROWS": rows}
                 axes = {"dtype": name, "head_size": dim, "rows": rows}
                 for inverse in (False, True):
                     yield _rotate_variant(name, shared, axes, inverse)
@@ -56,9 +47,6 @@ def _append_variant(
             "QUERY_HEADS": 32,
             "HEADS": 8,
             "VALUE_SIZE": shared["SIZE"],
-            "VALUE_TILE": shared["TILE"],
-            "VALUE_COLUMNS": shared["COLUMNS"],
-            "VALUE_INNER": shared["INNER"],
             "ROTATE_KEYS": True,
             "ROTATE_VALUES": rotate_values,
             "ROWS_ARE_HEADS": shared["ROWS"] == FEW_ROWS,

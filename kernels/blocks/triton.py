@@ -12,6 +12,7 @@ from kvconvert.kernels.blocks import tables
 from kvconvert.kernels.blocks.tables import BlockGeometry, DecodePlaces
 from kvconvert.kernels.launches.triton import kernel
 from kvconvert.kernels.page_formats import PAGE_SIZE
+from kvconvert.kernels.pages.triton import padded
 
 ROW = tl.constexpr(tables.ROW)
 PAGE = tl.constexpr(PAGE_SIZE)
@@ -38,7 +39,6 @@ def locate_kernel(
     VALUE_SIZE: tl.constexpr,
     UNIT: tl.constexpr,
     CAPACITY: tl.constexpr,
-    CAPACITY_TILE: tl.constexpr,
     PAGES: tl.constexpr,
 ):
     """One sequence in blocks of one geometry: its full-precision tokens, or PAGES of its pages."""
@@ -55,7 +55,7 @@ def locate_kernel(
         last = tl.maximum(tokens - 1, 0)
         # Before there is a page, sink tokens lie with the others.
         sinks = tl.minimum((both + half) * PAGE, SINKS)
-        place = tl.arange(0, CAPACITY_TILE)
+        place = tl.arange(0, padded(CAPACITY))
         position = tl.maximum(tl.minimum(both * PAGE + place - sinks, last), 0)
         is_sink = place < sinks
         slot = tl.where(is_sink, place, position % (TOKEN_BLOCKS * per_block))
@@ -125,7 +125,6 @@ def locate_constants(
         "VALUE_SIZE": value_size,
         "UNIT": 16 // dtype.itemsize,
         "CAPACITY": capacity,
-        "CAPACITY_TILE": triton.next_power_of_2(capacity),
         "PAGES": PAGES,
     }
 
@@ -144,9 +143,7 @@ def copy_tokens_kernel(
     value_stride,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
-    SIZE_TILE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
-    VALUE_TILE: tl.constexpr,
     UNIT: tl.constexpr,
     TOKENS: tl.constexpr,
     TO_BLOCKS: tl.constexpr,
@@ -158,7 +155,7 @@ def copy_tokens_kernel(
     record = tl.load(records + number, mask=there, other=0) * UNIT
     place = tl.load(places + number * 2, mask=there, other=0)
     if side == 0:
-        channel = tl.arange(0, SIZE_TILE)[None, :]
+        channel = tl.arange(0, padded(SIZE))[None, :]
         mask = there[:, None] & (channel < SIZE)
         stored = words + record[:, None] + head * SIZE + channel
         laid = keys + head * key_head_stride + place[:, None] * key_stride + channel
@@ -167,7 +164,7 @@ def copy_tokens_kernel(
         else:
             tl.store(laid, tl.load(stored, mask=mask), mask=mask)
     else:
-        value_channel = tl.arange(0, VALUE_TILE)[None, :]
+        value_channel = tl.arange(0, padded(VALUE_SIZE))[None, :]
         value_mask = there[:, None] & (value_channel < VALUE_SIZE)
         value_stored = words + record[:, None] + HEADS * SIZE + head * VALUE_SIZE + value_channel
         value_laid = values + head * value_head_stride + place[:, None] * value_stride + value_channel
@@ -208,7 +205,5 @@ def copy_tokens(
 @lru_cache(maxsize=1024)
 def copy_constants(head_sizes: tuple[int, int, int], dtype: torch.dtype, to_blocks: bool) -> dict[str, int]:
     """Compile-time arguments of `copy_tokens_kernel`."""
-    heads, size, value_size = head_sizes
-    sizes = {"SIZE": size, "SIZE_TILE": triton.next_power_of_2(size)}
-    sizes |= {"VALUE_SIZE": value_size, "VALUE_TILE": triton.next_power_of_2(value_size)}
-    return {"HEADS": heads, **sizes, "UNIT": 16 // dtype.itemsize, "TOKENS": TOKENS, "TO_BLOCKS": to_blocks}
+    sizes = dict(zip(("HEADS", "SIZE", "VALUE_SIZE"), head_sizes, strict=True))
+    return sizes | {"UNIT": 16 // dtype.itemsize, "TOKENS": TOKENS, "TO_BLOCKS": to_blocks}

@@ -12,10 +12,9 @@ The kernels follow tables of addresses; the tiled path is given tensors, a few p
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
-from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ import torch
 from kvconvert.kernels.page_formats import PAGE_SIZE, Span, SpanFormat
 from kvconvert.kernels.pages.center import KeyCenter
 from kvconvert.kernels.pages.records import PageTensors
+from kvconvert.kernels.ragged.tables import ranges
 
 # Query rows (query heads of a KV head times queries) of one program: two blocks of a matrix product's columns.
 MOST_ROWS = 16
@@ -37,8 +37,7 @@ MOST_SLOTS = (16, 64, 1 << 20)
 OPEN_END = 1 << 30
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """Consecutive entries of the page tables that one item may cover: a sequence's pages, or the blocks of one span.
 
     Attributes:
@@ -57,8 +56,7 @@ class Segment:
     hidden: int = 0
 
 
-@dataclass(frozen=True)
-class SequencePlan:
+class SequencePlan(NamedTuple):
     """What one sequence has stored.
 
     Attributes:
@@ -147,50 +145,26 @@ def plan_work(sequences: Sequence[SequencePlan], programs: int) -> WorkPlan:
         sequences: what the batch holds.
         programs: how many items can run side by side for one KV head and block of queries.
     """
-    hidden = {part.hidden for sequence in sequences for part in sequence.segments}
-    if len(hidden) > 1 or not all(map(_is_whole, sequences)):
-        return plan_each(sequences, programs)
-    parts = [(part.begin, part.end - part.begin) for s in sequences for part in s.segments or (Segment(0, 0, 0),)]
-    starts, pages = np.array(parts, dtype=np.int64).T
-    residual = np.array([sequence.residual for sequence in sequences], dtype=np.int64)
-    return plan_rows(starts, pages, residual, next(iter(hidden), 0), programs)
+    segments = [(row, *part) for row, sequence in enumerate(sequences) for part in sequence.segments]
+    rows = [sequence[1:] for sequence in sequences]
+    return plan_arrays(np.array(segments, np.int64).reshape(-1, 7), np.array(rows, np.int64), programs)
 
 
-def _is_whole(sequence: SequencePlan) -> bool:
-    """Whether a sequence has nothing but complete pages, quantized on both sides, and a residual window."""
-    if sequence.half_quantized or len(sequence.segments) > 1:
-        return False
-    tokens = 0
-    for part in sequence.segments:
-        tokens = (part.end - part.begin) * PAGE_SIZE
-        if part.tokens != tokens or part.scales or part.first_token:
-            return False
-    return sequence.residual_token == tokens
-
-
-def plan_each(sequences: Sequence[SequencePlan], programs: int) -> WorkPlan:
-    """`plan_work` for sequences of any kind, one after another."""
-    units = [_units(sequence) for sequence in sequences]
-    most = _units_per_item(sequences, units, most_items(len(sequences), programs))
-    divided = [
-        _items(sequence, row, max(1, min(most, total)))
-        for row, (sequence, total) in enumerate(zip(sequences, units, strict=True))
-    ]
-    return _with_slots(np.concatenate(divided), [len(part) for part in divided])
-
-
-def plan_rows(starts: np.ndarray, pages: np.ndarray, residual: np.ndarray, hidden: int, programs: int) -> WorkPlan:
-    """What `plan_each` gives for sequences of whole pages alone, for many at once.
+def plan_arrays(segments: np.ndarray, rows: np.ndarray, programs: int) -> WorkPlan:
+    """`plan_work` of arrays.
 
     Args:
-        starts: the table entry of each sequence's first page.
-        pages: how many it has, of 128 tokens each.
-        residual: as for `SequencePlan`.
-        hidden: first tokens of a sequence's pages that are not attended to there.
+        segments: int64 [S, 7], of each segment its sequence and the fields of `Segment`, sequence after sequence.
+        rows: int64 [B, 6], of each sequence the fields of `SequencePlan` but for its segments.
         programs: as for `plan_work`.
     """
-    units = pages + -(-residual // RESIDUAL_TOKENS)
-    most = most_items(len(pages), programs)
+    owner, begin, end, tokens, scales, first_token, hidden = segments[segments[:, 1] < segments[:, 2]].T
+    residual, half, half_begin, half_token, residual_token, half_hidden = rows.T
+    # Tokens to come need an item, too.
+    residual_units = -(-residual // RESIDUAL_TOKENS)
+    stored = owner, end - begin, half, np.maximum(1, residual_units)
+    units = np.bincount(owner, end - begin, len(rows)).astype(np.int64) + HALF_QUANTIZED_COST * half + residual_units
+    most = most_items(len(rows), programs)
     low, high = 1, max(1, int(units.max()))
     while low < high:
         middle = (low + high) // 2
@@ -198,29 +172,65 @@ def plan_rows(starts: np.ndarray, pages: np.ndarray, residual: np.ndarray, hidde
             high = middle
         else:
             low = middle + 1
-    counts = np.maximum(1, -(-units // low))
-    while low < units.max() and counts.sum() > most:
+    # Pages and half-quantized pages are not divided further, so that items may stay below what they can hold.
+    while low < units.max() and sum(part.sum() for part in _counts(*stored, low)[:3]) > most:
         low += max(1, low // 8)
-        counts = np.maximum(1, -(-units // low))
-    row = np.repeat(np.arange(len(pages)), counts)
-    begin = (np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)) * low
-    end, own = np.minimum(begin + low, units[row]), pages[row]
+    pages, halves, rest, halves_beside, rest_beside = _counts(*stored, low)
+    with_pages = np.bincount(owner, pages, len(rows)).astype(np.int64)
+    counts = with_pages + halves + rest
+    row, number = ranges(np.zeros_like(counts), counts)
     items = np.zeros((len(row), len(Item)), dtype=np.int32)
     items[:, Item.SEQUENCE] = row
-    has_pages = begin < own
-    items[:, Item.PAGES_FROM] = np.where(has_pages, starts[row] + begin, 0)
-    items[:, Item.PAGES_TO] = np.where(has_pages, starts[row] + np.minimum(end, own), 0)
-    items[:, Item.TOKENS] = np.where(has_pages, (own - begin) * PAGE_SIZE, 0)
-    items[:, Item.PAGES_MASK] = np.where(has_pages, begin * PAGE_SIZE, 0)
-    items[:, Item.PAGES_HIDDEN] = np.where(has_pages & (begin == 0), hidden, 0)
-    has_rest = end > own
-    items[:, Item.RESIDUAL_FROM] = np.where(has_rest, (np.maximum(begin, own) - own) * RESIDUAL_TOKENS, 0)
-    items[:, Item.RESIDUAL_TO] = np.where(has_rest, np.minimum((end - own) * RESIDUAL_TOKENS, residual[row]), 0)
-    last = np.cumsum(counts) - 1
-    items[last, Item.RESIDUAL_TO] = OPEN_END
-    has_rest[last] = True
-    items[:, Item.RESIDUAL_MASK] = np.where(has_rest, own * PAGE_SIZE, 0)
+
+    part, chunk = ranges(np.zeros_like(pages), pages)
+    at = np.flatnonzero(number < with_pages[row])
+    first, done = begin[part] + chunk * low, chunk * (low * PAGE_SIZE)
+    items[at, Item.PAGES_FROM], items[at, Item.PAGES_TO] = first, np.minimum(first + low, end[part])
+    items[at, Item.SCALES], items[at, Item.TOKENS] = scales[part], tokens[part] - done
+    items[at, Item.PAGES_MASK], items[at, Item.PAGES_HIDDEN] = first_token[part] + done, hidden[part] * (chunk == 0)
+
+    each = max(1, low // HALF_QUANTIZED_COST)
+    first = halves_beside[row] + (number - with_pages[row]) * each
+    first, last = (np.clip(page, 0, half[row]) for page in (first, first + each))
+    there = first < last
+    items[:, Item.HALF_FROM], items[:, Item.HALF_TO] = first * there, last * there
+    items[:, Item.HALF_MASK] = (half_token[row] + first * PAGE_SIZE) * there
+    items[:, Item.HALF_ENTRY] = half_begin[row] * there
+    items[:, Item.HALF_HIDDEN] = half_hidden[row] * there * (first == 0)
+
+    first = rest_beside[row] + (number - (with_pages + halves)[row]) * low
+    first, last = (np.clip(unit, 0, stored[3][row]) for unit in (first, first + low))
+    there = first < last
+    items[:, Item.RESIDUAL_FROM] = first * RESIDUAL_TOKENS * there
+    items[:, Item.RESIDUAL_TO] = np.minimum(last * RESIDUAL_TOKENS, residual[row]) * there
+    items[np.cumsum(counts) - 1, Item.RESIDUAL_TO] = OPEN_END
+    items[:, Item.RESIDUAL_MASK] = residual_token[row] * there
     return _with_slots(items, counts)
+
+
+def _counts(
+    owner: np.ndarray, pages: np.ndarray, half: np.ndarray, units: np.ndarray, most: int
+) -> tuple[np.ndarray, ...]:
+    """Into how many items of at most `most` units sequences are divided.
+
+    Args:
+        owner, pages: [S] of each segment its sequence and its pages.
+        half, units: [B] half-quantized pages, and units of the residual window.
+        most: units of an item, which has pages of one segment at most.
+
+    Returns:
+        [S] items of each segment; [B] further ones that begin with half-quantized pages, and with the residual window;
+        [B] half-quantized pages, and units of the residual window, that share an item with what comes before them.
+    """
+    items, room = -(-pages // most), np.zeros_like(half)
+    room[owner] = most * items - pages  # of the last segment
+    beside = np.minimum(half, room // HALF_QUANTIZED_COST)
+    each = max(1, most // HALF_QUANTIZED_COST)
+    halves = -(-(half - beside) // each)
+    last = np.where(halves > 0, half - beside - (halves - 1) * each, beside)
+    room = np.maximum(0, np.where(halves > 0, most, room) - HALF_QUANTIZED_COST * last)
+    rest_beside = np.minimum(units, room)
+    return items, halves, -(-(units - rest_beside) // most), beside, rest_beside
 
 
 def _with_slots(items: np.ndarray, counts: Sequence[int] | np.ndarray) -> WorkPlan:
@@ -238,96 +248,6 @@ def _with_slots(items: np.ndarray, counts: Sequence[int] | np.ndarray) -> WorkPl
         int(slot_rows[-1]),
         int(np.diff(slot_rows).max()),
     )
-
-
-def _units(sequence: SequencePlan) -> int:
-    pages = sum(segment.end - segment.begin for segment in sequence.segments)
-    return pages + HALF_QUANTIZED_COST * sequence.half_quantized + -(-sequence.residual // RESIDUAL_TOKENS)
-
-
-def _units_per_item(sequences: Sequence[SequencePlan], units: list[int], programs: int) -> int:
-    """The fewest units per item with which no more than `programs` items are needed, or few more than the fewest."""
-    low, high = 1, max(1, *units)
-    while low < high:
-        middle = (low + high) // 2
-        if sum(-(-total // middle) for total in units) <= programs:
-            high = middle
-        else:
-            low = middle + 1
-    # Pages and half-quantized pages are not divided further, so that items may stay below what they can hold.
-    while low < max(units) and sum(len(_items(sequence, 0, low)) for sequence in sequences) > programs:
-        low += max(1, low // 8)
-    return low
-
-
-def _items(sequence: SequencePlan, row: int, most: int) -> np.ndarray:
-    """The items of one sequence, int32 [n, len(Item)], without slots."""
-    if len(sequence.segments) > 1 or any(segment.scales or segment.first_token for segment in sequence.segments):
-        return np.array(_divide(sequence, row, most), dtype=np.int32)
-    # Sequences of the same lengths are divided in the same way, wherever their entries are.
-    begin = sequence.segments[0].begin if sequence.segments else sequence.half_quantized_begin
-    segments = tuple(replace(s, begin=s.begin - begin, end=s.end - begin) for s in sequence.segments)
-    here = replace(sequence, segments=segments, half_quantized_begin=sequence.half_quantized_begin - begin)
-    items = _divided_alike(here, most).copy()
-    items[:, Item.SEQUENCE] = row
-    has_pages = items[:, Item.PAGES_FROM] < items[:, Item.PAGES_TO]
-    for column in (Item.PAGES_FROM, Item.PAGES_TO):
-        items[:, column] += begin * has_pages
-    items[:, Item.HALF_ENTRY] += begin * (items[:, Item.HALF_FROM] < items[:, Item.HALF_TO])
-    return items
-
-
-@lru_cache(maxsize=4096)
-def _divided_alike(sequence: SequencePlan, most: int) -> np.ndarray:
-    return np.array(_divide(sequence, 0, most), dtype=np.int32)
-
-
-def _divide(sequence: SequencePlan, row: int, most: int) -> list[list[int]]:
-    """Items of one sequence, each of at most `most` units and of one segment; the last one has the open end."""
-    items: list[list[int]] = []
-    room = 0
-
-    def item_with(cost: int) -> list[int]:
-        nonlocal room
-        if room < cost or not items:
-            items.append([row] + [0] * (len(Item) - 1))
-            room = most
-        room -= cost
-        return items[-1]
-
-    for segment in sequence.segments:
-        begin = segment.begin
-        while begin < segment.end:
-            end = min(segment.end, begin + most)
-            room = 0
-            item = item_with(end - begin)
-            item[Item.PAGES_FROM], item[Item.PAGES_TO] = begin, end
-            item[Item.SCALES] = segment.scales
-            done = (begin - segment.begin) * PAGE_SIZE
-            item[Item.TOKENS], item[Item.PAGES_MASK] = segment.tokens - done, segment.first_token + done
-            item[Item.PAGES_HIDDEN] = 0 if done else segment.hidden
-            begin = end
-    for page in range(sequence.half_quantized):
-        item = item_with(HALF_QUANTIZED_COST)
-        if item[Item.HALF_FROM] == item[Item.HALF_TO]:
-            item[Item.HALF_FROM], item[Item.HALF_MASK], item[Item.HALF_ENTRY] = (
-                page,
-                sequence.half_quantized_token + page * PAGE_SIZE,
-                sequence.half_quantized_begin,
-            )
-            item[Item.HALF_HIDDEN] = 0 if page else sequence.half_quantized_hidden
-        item[Item.HALF_TO] = page + 1
-    for start in range(0, sequence.residual, RESIDUAL_TOKENS):
-        item = item_with(1)
-        if item[Item.RESIDUAL_FROM] == item[Item.RESIDUAL_TO]:
-            item[Item.RESIDUAL_FROM], item[Item.RESIDUAL_MASK] = start, sequence.residual_token
-        item[Item.RESIDUAL_TO] = min(start + RESIDUAL_TOKENS, sequence.residual)
-    if not items or items[-1][Item.RESIDUAL_FROM] == items[-1][Item.RESIDUAL_TO]:
-        # Tokens to come need an item, too.
-        item = item_with(1)
-        item[Item.RESIDUAL_FROM], item[Item.RESIDUAL_MASK] = sequence.residual, sequence.residual_token
-    items[-1][Item.RESIDUAL_TO] = OPEN_END
-    return items
 
 
 class StoredTokens(Protocol):

@@ -20,7 +20,6 @@ from kvconvert.kernels.elementwise.reference import Gate
 from kvconvert.kernels.elementwise.triton import gated
 from kvconvert.kernels.launches.triton import kernel
 from kvconvert.kernels.linear.packed_layout import TILE, PackedWeight
-from kvconvert.kernels.linear.triton import parts_of
 from kvconvert.kernels.linear.triton.few_rows import OUTPUTS, checked, few_rows_shape, warp_sums
 from kvconvert.kernels.linear.triton.many_rows import prompt_shape, tile_sums
 
@@ -82,61 +81,53 @@ def few_pairs_kernel(
     divisor,
     octets,
     k_blocks,
-    K_BLOCK: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP_K_BLOCKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILES: tl.constexpr,
-    WARPS: tl.constexpr,
+    W: tl.constexpr,
+    S: tl.constexpr,
     EVEN: tl.constexpr,
-    STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SORTED: tl.constexpr,
     INLINE_ASM: tl.constexpr,
 ):
-    """`few_rows_kernel` with an expert's weight for up to ROWS of its pairs; the row of pair p in x is p // divisor.
+    """`few_rows_kernel` with an expert's weight for up to S.rows of its pairs; the row of pair p in x is p // divisor.
 
-    SORTED: `blocks` blocks of ROWS pairs for each expert, most of them empty; else a block for each pair.
+    SORTED: `blocks` blocks of S.rows pairs for each expert, most of them empty; else a block for each pair.
     """
-    PART: tl.constexpr = K_BLOCK // parts_of(BITS)
-    LANES: tl.constexpr = 2 * BITS * K_BLOCK
-    BLOCK: tl.constexpr = TILES * 16
-    expert, first_pair, left = _block_of(tl.program_id(1), chosen, starts, counts, experts, blocks, ROWS, SORTED)
+    BLOCK: tl.constexpr = S.tiles * 16
+    expert, first_pair, left = _block_of(tl.program_id(1), chosen, starts, counts, experts, blocks, S.rows, SORTED)
     if left <= 0:
         return
     outputs = octets * 8
     program = tl.program_id(0)
     tiles = outputs // OUTPUTS
-    inputs = k_blocks * K_BLOCK
-    groups = k_blocks * GROUPS // GROUP_K_BLOCKS
+    inputs = k_blocks * W.k_block
+    groups = k_blocks * W.groups // W.group_k_blocks
     expert_tile = expert.to(tl.int64) * tiles
-    lane_block = lanes + expert_tile * (k_blocks * LANES)
+    lane_block = lanes + expert_tile * (k_blocks * W.lanes)
     grid_block = grid + expert_tile * (groups * OUTPUTS)
-    warp = tl.arange(0, WARPS)[:, None, None]
+    warp = tl.arange(0, S.warps)[:, None, None]
     line = tl.arange(0, BLOCK)[None, :, None]
-    tile = program * TILES + line // 16
-    column = tl.arange(0, PART)[None, None, :]
-    inner = tl.arange(0, PART)[None, :, None]
-    row = tl.arange(0, ROWS)[None, None, :]
+    tile = program * S.tiles + line // 16
+    column = tl.arange(0, W.part)[None, None, :]
+    inner = tl.arange(0, W.part)[None, :, None]
+    row = tl.arange(0, S.rows)[None, None, :]
     if SORTED:
         pair = tl.load(order + first_pair + row, mask=row < left, other=0)
     else:
         pair = first_pair + row * 0
-    lane_pointers = lane_block + tile * (k_blocks * LANES) + line % 16 * PART + column
+    lane_pointers = lane_block + tile * (k_blocks * W.lanes) + line % 16 * W.part + column
     grid_pointers = grid_block + tile * (groups * OUTPUTS) + line % 16
     x_pointers = x + (pair // divisor).to(tl.int64) * inputs + inner
     low, high = warp_sums(
         lane_pointers, grid_pointers, x_pointers, tile < tiles, row < left, warp, k_blocks,
-        K_BLOCK, BITS, GROUPS, GROUP_K_BLOCKS, ROWS, BLOCK, WARPS, EVEN, STAGES, INLINE_ASM,
+        W, S, EVEN, INLINE_ASM,
     )  # fmt: skip
     line = tl.arange(0, BLOCK)[:, None]
-    row = tl.arange(0, ROWS)[None, :]
+    row = tl.arange(0, S.rows)[None, :]
     if SORTED:
         pair = tl.load(order + first_pair + row, mask=row < left, other=0)
     else:
         pair = first_pair + row * 0
-    output = (program * TILES + line // 16) * OUTPUTS + line % 16
+    output = (program * S.tiles + line // 16) * OUTPUTS + line % 16
     first_class, second_class = tl.sum(low, 0), tl.sum(high, 0)
     inside = output < outputs
     if HAS_BIAS:
@@ -162,10 +153,7 @@ def many_pairs_kernel(
     divisor,
     octets,
     k_blocks,
-    K_BLOCK: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP_K_BLOCKS: tl.constexpr,
+    W: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
     STAGES: tl.constexpr,
@@ -173,8 +161,6 @@ def many_pairs_kernel(
     INLINE_ASM: tl.constexpr,
 ):
     """`prompt_kernel` with an expert's weight for up to ROWS of its pairs, sorted; see `few_pairs_kernel`."""
-    PART: tl.constexpr = K_BLOCK // parts_of(BITS)
-    LANES: tl.constexpr = 2 * BITS * K_BLOCK
     BLOCK: tl.constexpr = TILES * 16
     outputs = octets * 8
     tiles = outputs // OUTPUTS
@@ -187,22 +173,22 @@ def many_pairs_kernel(
     _, first_pair, left = _block_of(expert * blocks + program % blocks, order, starts, counts, 0, blocks, ROWS, True)
     if left <= 0:
         return
-    groups = k_blocks * GROUPS // GROUP_K_BLOCKS
-    inputs = k_blocks * K_BLOCK
+    groups = k_blocks * W.groups // W.group_k_blocks
+    inputs = k_blocks * W.k_block
     line = tl.arange(0, BLOCK)
     tile = tl.minimum(line // 16, tiles - first_tile - 1)
     row = tl.arange(0, ROWS)
-    column = tl.arange(0, PART)
+    column = tl.arange(0, W.part)
     tile_offset = expert.to(tl.int64) * tiles + first_tile
-    lane_block = lanes + tile_offset * (k_blocks * LANES)
-    lane_offsets = (tile * (k_blocks * LANES) + line % 16 * PART)[:, None] + column[None, :]
+    lane_block = lanes + tile_offset * (k_blocks * W.lanes)
+    lane_offsets = (tile * (k_blocks * W.lanes) + line % 16 * W.part)[:, None] + column[None, :]
     grid_block = grid + tile_offset * (groups * OUTPUTS)
     grid_offsets = tile * (groups * OUTPUTS) + line % 16
     pair = tl.load(order + first_pair + tl.minimum(row, left - 1))
     x_offsets = (pair // divisor).to(tl.int64)[None, :] * inputs + column[:, None]
     low, high = tile_sums(
         lane_block, lane_offsets, grid_block, grid_offsets, x, x_offsets, k_blocks,
-        K_BLOCK, BITS, GROUPS, GROUP_K_BLOCKS, ROWS, BLOCK, STAGES, INLINE_ASM,
+        W, ROWS, BLOCK, STAGES, INLINE_ASM,
     )  # fmt: skip
     line, row = tl.arange(0, BLOCK)[:, None], tl.arange(0, ROWS)[None, :]
     output = first_tile * OUTPUTS + line // 16 * OUTPUTS + line % 16
@@ -315,7 +301,7 @@ def expert_products(x: Tensor, weight: PackedWeight, bias: Tensor | None, routin
     outputs, k_blocks = weight.outputs // experts, weight.lanes.shape[1]
     tiles, pairs = outputs // TILE, routing.chosen.numel()
     y = rows.new_empty(pairs, outputs)
-    sizes = weight.constants | {"HAS_BIAS": bias is not None, "INLINE_ASM": compiles(x.device)}
+    sizes = {"W": weight.layout, "HAS_BIAS": bias is not None, "INLINE_ASM": compiles(x.device)}
     bias = y if bias is None else bias
     # Twice the mean, since routers do not share tokens out evenly.
     usual = min(routing.most, max(1, int(2 * routing.mean)))

@@ -24,6 +24,7 @@ are padded with zeros, the activations too.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 
 import torch
@@ -56,6 +57,32 @@ def _places(bits: int, part: int, number: int) -> list[tuple[int, int, int, int]
 PLACES = {
     bits: [[_places(bits, part, number) for number in (0, 1)] for part in range(parts)] for bits, parts in PARTS.items()
 }
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """What kernels are specialized on.
+
+    Attributes:
+        k_block: inputs of a k block.
+        bits: width of a code.
+        groups, group_k_blocks: groups of a k block, and k blocks of a group, one of which is 1.
+    """
+
+    k_block: int
+    bits: int
+    groups: int
+    group_k_blocks: int
+
+    @property
+    def part(self) -> int:
+        """Inputs of a part of a k block, whose codes share lanes with those of others."""
+        return self.k_block // PARTS[self.bits]
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of a k block and tile."""
+        return 2 * self.bits * self.k_block
 
 
 @dataclass(frozen=True)
@@ -93,15 +120,11 @@ class PackedWeight:
         """Inputs that share one scale and zero."""
         return self.padded_inputs // self.grid.shape[1]
 
-    @property
-    def constants(self) -> dict[str, int]:
-        """What kernels have to know of the layout: K_BLOCK, BITS, and how k blocks and groups divide each other."""
-        return {
-            "K_BLOCK": self.k_block,
-            "BITS": self.bits,
-            "GROUPS": max(1, self.k_block // self.group_size),
-            "GROUP_K_BLOCKS": max(1, self.group_size // self.k_block),
-        }
+    @cached_property
+    def layout(self) -> WeightLayout:
+        """What kernels have to know of the layout."""
+        groups, k_blocks = self.k_block // self.group_size, self.group_size // self.k_block
+        return WeightLayout(self.k_block, self.bits, max(1, groups), max(1, k_blocks))
 
 
 def k_block_for(group_size: int, bits: int, inputs: int) -> int:

@@ -181,11 +181,9 @@ def _fields(layout: PageLayout, record: torch.Tensor, f: PageFormat) -> dict[str
     found = {"codes": heads[..., : layout.rows * layout.lanes].unflatten(2, (layout.lanes, layout.rows))}
     if layout.groups:
         found |= _grid(layout, heads)
-    if f.token_norm is TokenNorm.PER_HEAD:
-        found["norm"] = heads[..., layout.norm : layout.norm + f.page_size].view(torch.float16)
-    elif f.token_norm is TokenNorm.JOINT:
-        joint = record[:, None, layout.joint_norm : layout.joint_norm + f.page_size]
-        found["norm"] = joint.view(torch.float16)
+    if f.token_norm is not TokenNorm.NONE:
+        whole = record[:, None] if f.token_norm is TokenNorm.JOINT else heads
+        found["norm"] = whole[..., layout.norm_start : layout.norm_start + f.page_size].view(torch.float16)
     if f.boosted:
         high = heads[..., layout.high : layout.high + layout.high_rows * layout.lanes]
         found["high"] = high.unflatten(2, (layout.lanes, layout.high_rows))

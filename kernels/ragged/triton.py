@@ -10,6 +10,7 @@ from kvconvert.kernels.attention import Scoring
 from kvconvert.kernels.blocks import copy_tokens
 from kvconvert.kernels.launches.triton import kernel
 from kvconvert.kernels.page_formats import LayerFormat
+from kvconvert.kernels.pages.triton import padded
 from kvconvert.kernels.pages.triton.center import launch_centers
 from kvconvert.kernels.pages.triton.dequantize import dequantize_addressed
 from kvconvert.kernels.prompt.triton import aligned, ragged_attention
@@ -17,10 +18,11 @@ from kvconvert.kernels.ragged import tables
 from kvconvert.kernels.ragged.tables import COPIED_TOKENS, RaggedTables, TokensInBlocks
 from kvconvert.kernels.rotate import Rotations
 from kvconvert.kernels.rotate.matrices import hadamard_signs
-from kvconvert.kernels.rotate.triton import columns_for, inner_for, rotate_rows, tile_of
+from kvconvert.kernels.rotate.triton import rotate_rows
 
 TOKEN = tl.constexpr(tables.TOKEN)
 COPY = tl.constexpr(tables.COPY)
+COPIED = tl.constexpr(COPIED_TOKENS)
 
 
 @kernel(do_not_specialize=["count"])
@@ -47,13 +49,7 @@ def append_kernel(
     value_stride,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
-    SIZE_TILE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
-    VALUE_TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-    VALUE_INNER: tl.constexpr,
     ROWS: tl.constexpr,
     ROTATE_KEYS: tl.constexpr,
     ROTATE_VALUES: tl.constexpr,
@@ -70,7 +66,7 @@ def append_kernel(
         rotate_rows(
             (keys + line.to(tl.int64) * key_head_stride + row * key_stride)[:, None],
             base + tl.multiple_of(target, 8)[:, None], (index >= 0)[:, None], key_matrix, key_normaliser,
-            SIZE, SIZE_TILE, COLUMNS, INNER, False, ROTATE_KEYS,
+            SIZE, False, ROTATE_KEYS,
         )  # fmt: skip
     elif line < 2 * HEADS:
         head = line - HEADS
@@ -80,14 +76,14 @@ def append_kernel(
         rotate_rows(
             (values + head.to(tl.int64) * value_head_stride + row * value_stride)[:, None],
             base + tl.multiple_of(target, 8)[:, None], (index >= 0)[:, None], value_matrix, value_normaliser,
-            VALUE_SIZE, VALUE_TILE, VALUE_COLUMNS, VALUE_INNER, False, ROTATE_VALUES,
+            VALUE_SIZE, False, ROTATE_VALUES,
         )  # fmt: skip
     elif ROTATE_KEYS:
         query_head = (line - 2 * HEADS).to(tl.int64)
         rotate_rows(
             (queries + query_head * query_head_stride + row * query_stride)[:, None],
             (output + query_head * output_head_stride + row * output_stride)[:, None], present[:, None], key_matrix,
-            key_normaliser, SIZE, SIZE_TILE, COLUMNS, INNER, False, True,
+            key_normaliser, SIZE, False, True,
         )  # fmt: skip
 
 
@@ -102,10 +98,7 @@ def copy_kernel(
     value_head_stride,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
-    SIZE_TILE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
-    VALUE_TILE: tl.constexpr,
-    COPIED: tl.constexpr,
 ):
     """One head of one stretch of full-precision tokens from its buffer to the workspace; strides in units of 8."""
     item, head = copies + tl.program_id(0) // HEADS * COPY, tl.program_id(0) % HEADS
@@ -118,14 +111,14 @@ def copy_kernel(
     if tl.load(item + 1) == 0:
         source = base + tl.multiple_of(tl.load(buffer) + head * tl.load(buffer + 1), 8) + first * SIZE
         target = keys + head.to(tl.int64) * key_head_stride * 8 + place * SIZE
-        channel = tl.arange(0, SIZE_TILE)[None, :]
+        channel = tl.arange(0, padded(SIZE))[None, :]
         mask = (token < count) & (channel < SIZE)
         at = token * SIZE + channel
         tl.store(target + at, tl.load(source + at, mask=mask), mask=mask)
     else:
         value_source = base + tl.multiple_of(tl.load(buffer + 2) + head * tl.load(buffer + 3), 8) + first * VALUE_SIZE
         value_target = values + head.to(tl.int64) * value_head_stride * 8 + place * VALUE_SIZE
-        value_channel = tl.arange(0, VALUE_TILE)[None, :]
+        value_channel = tl.arange(0, padded(VALUE_SIZE))[None, :]
         value_mask = (token < count) & (value_channel < VALUE_SIZE)
         value_at = token * VALUE_SIZE + value_channel
         tl.store(value_target + value_at, tl.load(value_source + value_at, mask=value_mask), mask=value_mask)
@@ -162,7 +155,7 @@ def append(
     output = torch.empty_like(queries) if rotations.keys else queries
     key_signs = hadamard_signs(dim, dtype, keys.device) if rotations.keys else (keys, 1.0)
     value_signs = hadamard_signs(value_dim, dtype, keys.device) if rotations.values else (values, 1.0)
-    constants = append_constants(format, dtype, *rotations)
+    constants = append_constants(format, *rotations)
     lines = 2 * heads + (query_heads if rotations.keys else 0)
     append_kernel[(triton.cdiv(count, constants["ROWS"]) * lines,)](
         queries, output, keys, values, tables.base, tables.buffers, tables.tokens, key_signs[0], value_signs[0],
@@ -231,31 +224,14 @@ def fill_workspace(tables: RaggedTables, format: LayerFormat, keys: torch.Tensor
     )  # fmt: skip
 
 
-def append_constants(format: LayerFormat, dtype: torch.dtype, keys_rotate: bool, values_rotate: bool) -> dict[str, int]:
+def append_constants(format: LayerFormat, keys_rotate: bool, values_rotate: bool) -> dict[str, int]:
     """Compile-time arguments of `append_kernel`."""
-    size, value_size = format.keys.head_dim, format.values.head_dim
-    return {
-        "HEADS": format.keys.heads,
-        "SIZE": size,
-        "SIZE_TILE": tile_of(size),
-        "VALUE_SIZE": value_size,
-        "VALUE_TILE": tile_of(value_size),
-        "COLUMNS": columns_for(size, dtype),
-        "INNER": inner_for(size, dtype),
-        "VALUE_COLUMNS": columns_for(value_size, dtype),
-        "VALUE_INNER": inner_for(value_size, dtype),
-        "ROWS": ROWS,
-        "ROTATE_KEYS": keys_rotate,
-        "ROTATE_VALUES": values_rotate,
-    }
+    return copy_constants(format) | {"ROWS": ROWS, "ROTATE_KEYS": keys_rotate, "ROTATE_VALUES": values_rotate}
 
 
 def copy_constants(format: LayerFormat) -> dict[str, int]:
     """Compile-time arguments of `copy_kernel`."""
-    size, value_size = format.keys.head_dim, format.values.head_dim
-    sizes = {"SIZE": size, "SIZE_TILE": triton.next_power_of_2(size)}
-    sizes |= {"VALUE_SIZE": value_size, "VALUE_TILE": triton.next_power_of_2(value_size)}
-    return {"HEADS": format.keys.heads, **sizes, "COPIED": COPIED_TOKENS}
+    return {"HEADS": format.keys.heads, "SIZE": format.keys.head_dim, "VALUE_SIZE": format.values.head_dim}
 
 
 def copy_warps(format: LayerFormat) -> int:

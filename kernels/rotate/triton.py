@@ -9,8 +9,6 @@ A decode step rotates queries, keys and values of a few rows, and stores keys an
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +20,25 @@ from kvconvert.kernels.rotations import Rotations
 
 # The interpreter, for which kernels are made when they are imported, knows no product of bfloat16.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.constexpr_function
+def _tile_of(size):
+    """Channels of a tile: a power of two, of which matrix instructions want 16."""
+    return max(16, triton.next_power_of_2(size))
+
+
+@triton.constexpr_function
+def _columns_of(size, dtype):
+    """Columns of the matrix held at once, which must fit shared memory."""
+    widest = 128 if size <= 128 else 64
+    return min(_tile_of(size), widest // 2 if dtype == tl.float32 else widest)
+
+
+@triton.constexpr_function
+def _inner_of(size, dtype):
+    """Channels of a step of the product: all, but for float32 numbers, three of which stand for one."""
+    return min(_tile_of(size), 32) if dtype == tl.float32 else _tile_of(size)
 
 
 @triton.jit
@@ -41,14 +58,14 @@ def rotate_rows(
     matrix,
     normaliser,
     SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
     INVERSE: tl.constexpr,
     ROTATE: tl.constexpr,
 ):
     """Rotate, or only copy, the rows that begin at `sources` [ROWS, 1] to `targets`, where they are `present`."""
+    TILE: tl.constexpr = _tile_of(SIZE)
     if ROTATE:
+        COLUMNS: tl.constexpr = _columns_of(SIZE, sources.dtype.element_ty)
+        INNER: tl.constexpr = _inner_of(SIZE, sources.dtype.element_ty)
         for first in tl.static_range(0, TILE, COLUMNS):
             column = first + tl.arange(0, COLUMNS)[None, :]
             rotated = tl.zeros([sources.shape[0], COLUMNS], tl.float32)
@@ -78,16 +95,13 @@ def _rotate(
     matrix,
     normaliser,
     SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
     INVERSE: tl.constexpr,
     ROTATE: tl.constexpr,
 ):
     """Rotate, or only copy, those of the rows `row` that are below `rows`."""
     rotate_rows(
         source + row[:, None] * source_stride, target + row[:, None] * target_stride, (row < rows)[:, None], matrix,
-        normaliser, SIZE, TILE, COLUMNS, INNER, INVERSE, ROTATE,
+        normaliser, SIZE, INVERSE, ROTATE,
     )  # fmt: skip
 
 
@@ -106,9 +120,6 @@ def rotate_kernel(
     target_inner_stride,
     target_row_stride,
     SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
     ROWS: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
@@ -120,8 +131,7 @@ def rotate_kernel(
     target += outer_index * target_outer_stride + inner_index * target_inner_stride
     row = block * ROWS + tl.arange(0, ROWS).to(tl.int64)
     _rotate(
-        source, target, row, rows, row_stride, target_row_stride, matrix, normaliser, SIZE, TILE, COLUMNS, INNER,
-        INVERSE, True,
+        source, target, row, rows, row_stride, target_row_stride, matrix, normaliser, SIZE, INVERSE, True,
     )  # fmt: skip
 
 
@@ -141,9 +151,6 @@ def _append(
     HEADS: tl.constexpr,
     COLUMN: tl.constexpr,
     SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
     ROWS: tl.constexpr,
     ROTATE: tl.constexpr,
     ROWS_ARE_HEADS: tl.constexpr,
@@ -164,15 +171,13 @@ def _append(
         source += other * token_stride
         target += other * SIZE
         _rotate(
-            source, target, row, rows, head_stride, target_head_stride, matrix, normaliser, SIZE, TILE,
-            COLUMNS, INNER, False, ROTATE,
+            source, target, row, rows, head_stride, target_head_stride, matrix, normaliser, SIZE, False, ROTATE,
         )  # fmt: skip
     else:
         source += other * head_stride
         target += other * target_head_stride
         _rotate(
-            source, target, row, rows, token_stride, SIZE, matrix, normaliser, SIZE, TILE, COLUMNS, INNER, False,
-            ROTATE,
+            source, target, row, rows, token_stride, SIZE, matrix, normaliser, SIZE, False, ROTATE,
         )  # fmt: skip
 
 
@@ -207,13 +212,7 @@ def rotate_and_append_kernel(
     QUERY_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
-    TILE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
-    VALUE_TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-    VALUE_INNER: tl.constexpr,
     ROWS: tl.constexpr,
     ROTATE_KEYS: tl.constexpr,
     ROTATE_VALUES: tl.constexpr,
@@ -229,13 +228,13 @@ def rotate_and_append_kernel(
     if program < programs:
         _append(
             program, keys, key_base, table, first_tokens, key_matrix, key_normaliser, tokens, key_batch_stride,
-            key_head_stride, key_stride, HEADS, 0, SIZE, TILE, COLUMNS, INNER, ROWS, ROTATE_KEYS, ROWS_ARE_HEADS,
+            key_head_stride, key_stride, HEADS, 0, SIZE, ROWS, ROTATE_KEYS, ROWS_ARE_HEADS,
         )  # fmt: skip
     elif program < 2 * programs:
         _append(
             program - programs, values, value_base, table, first_tokens, value_matrix, value_normaliser, tokens,
-            value_batch_stride, value_head_stride, value_stride, HEADS, 2, VALUE_SIZE, VALUE_TILE, VALUE_COLUMNS,
-            VALUE_INNER, ROWS, ROTATE_VALUES, ROWS_ARE_HEADS,
+            value_batch_stride, value_head_stride, value_stride, HEADS, 2, VALUE_SIZE, ROWS, ROTATE_VALUES,
+            ROWS_ARE_HEADS,
         )  # fmt: skip
     elif ROTATE_KEYS:
         program -= 2 * programs
@@ -249,8 +248,8 @@ def rotate_and_append_kernel(
         output += sequence * output_batch_stride + other * (output_stride if ROWS_ARE_HEADS else output_head_stride)
         _rotate(
             queries, output, row, rows, query_head_stride if ROWS_ARE_HEADS else query_stride,
-            output_head_stride if ROWS_ARE_HEADS else output_stride, key_matrix, key_normaliser, SIZE, TILE,
-            COLUMNS, INNER, False, True,
+            output_head_stride if ROWS_ARE_HEADS else output_stride, key_matrix, key_normaliser, SIZE, False,
+            True,
         )  # fmt: skip
 
 
@@ -276,8 +275,8 @@ def rotate(x: torch.Tensor, inverse: bool = False) -> torch.Tensor:
     per_program = _rows_per_program(rows.numel() // dim, sizes[2], x.dtype)
     matrix, normaliser = hadamard_signs(dim, x.dtype, x.device)
     rotate_kernel[(sizes[0] * sizes[1] * -(-sizes[2] // per_program),)](
-        rows, target, matrix, normaliser, sizes[1], sizes[2], *source_strides, *target_strides, dim, tile_of(dim),
-        columns_for(dim, x.dtype), inner_for(dim, x.dtype), per_program, inverse, num_warps=4,
+        rows, target, matrix, normaliser, sizes[1], sizes[2], *source_strides, *target_strides, dim,
+        per_program, inverse, num_warps=4,
     )  # fmt: skip
     return target.view(x.shape) if target.is_contiguous() else target.reshape(x.shape)
 
@@ -327,31 +326,10 @@ def rotate_and_append(
     rotate_and_append_kernel[(grid,)](
         queries, rotated, keys, values, base, base, table, first_tokens, matrix, value_matrix, normaliser,
         value_normaliser, batch, tokens, *queries.stride()[:3], *rotated.stride()[:3], *keys.stride()[:3],
-        *values.stride()[:3], query_heads, heads, dim, tile_of(dim), value_dim, tile_of(value_dim),
-        columns_for(dim, keys.dtype), inner_for(dim, keys.dtype), columns_for(value_dim, keys.dtype),
-        inner_for(value_dim, keys.dtype), per_program, keys_rotate, values_rotate,
+        *values.stride()[:3], query_heads, heads, dim, value_dim, per_program, keys_rotate, values_rotate,
         rows_are_heads, overlaps_launches(keys.device), num_warps=4,
     )  # fmt: skip
     return rotated
-
-
-@lru_cache(maxsize=1024)
-def tile_of(dim: int) -> int:
-    """Channels of a tile: a power of two, of which matrix instructions want 16."""
-    return max(16, triton.next_power_of_2(dim))
-
-
-@lru_cache(maxsize=1024)
-def columns_for(dim: int, dtype: torch.dtype) -> int:
-    """Columns of the matrix held at once, which must fit shared memory."""
-    widest = 128 if dim <= 128 else 64
-    return min(tile_of(dim), widest // 2 if dtype == torch.float32 else widest)
-
-
-@lru_cache(maxsize=1024)
-def inner_for(dim: int, dtype: torch.dtype) -> int:
-    """Channels of a step of the product: all, but for float32 numbers, three of which stand for one."""
-    return min(tile_of(dim), 32) if dtype == torch.float32 else tile_of(dim)
 
 
 def _rows_per_program(rows: int, along: int, dtype: torch.dtype) -> int:

@@ -17,9 +17,8 @@ from kvconvert.kernels.page_formats import (
     key_blocks,
     value_blocks,
 )
-from kvconvert.kernels.pages.triton import affine_grid, flag_if, storable
-from kvconvert.kernels.pages.triton.feedback import PageFeedback
-from kvconvert.kernels.pages.triton.launch import UNFUSED, PageLaunch, quantize_pages, shrinkage, tile_of, warps_for
+from kvconvert.kernels.pages.triton import affine_grid, flag_if, storable, tile_of
+from kvconvert.kernels.pages.triton.launch import UNFUSED, quantize_listed, shrinkage, warps_for
 from kvconvert.kernels.quantizer import new_flag, raise_if_flagged
 
 
@@ -150,7 +149,6 @@ def _span_codes(
     table[:, 2] = torch.arange(blocks) * layout.record
     table = table.to(x.device, non_blocking=True)
     codes = torch.empty(blocks, heads, layout.lanes, layout.rows, dtype=torch.int16, device=x.device)
-    matrices = PageFeedback(feedback, torch.zeros_like(table[:, 0])) if is_key and feedback is not None else None
-    launch = PageLaunch(x, x.stride(1), table, codes, flag, matrices)
-    quantize_pages(launch, f, SideTensors(static=scales), partial=True)
+    tensors = SideTensors(static=scales, feedback=feedback if is_key else None)
+    quantize_listed(x, table, codes, f, flag, tensors=tensors, partial=True)
     return codes

@@ -20,12 +20,9 @@ from kvconvert.kernels.decode.plan import (
     Item,
     PageTables,
     ResidualWindows,
-    Segment,
-    SequencePlan,
     WorkPlan,
     most_items,
-    plan_rows,
-    plan_work,
+    plan_arrays,
 )
 from kvconvert.kernels.device import upload
 from kvconvert.kernels.pages import PAGE_SIZE
@@ -438,13 +435,13 @@ class DecodeTables:
 
     def _write_work(self, programs: int) -> None:
         """Divide a step's work anew, into the tensors that kernels know."""
-        starts, both, half, residual = self._divided
-        hidden, flat = self.layout.sink_tokens, self._flat_work[programs]
-        if half.any():
-            plan = plan_work([self._plan(*row) for row in self._divided.T.tolist()], programs)
-        else:
-            # The same whatever the newest page holds, so that plans last: of tokens still to come an item finds none.
-            plan = plan_rows(starts, both, residual, hidden, programs)
+        flat, hidden, (starts, both, half, residual) = self._flat_work[programs], self.layout.sink_tokens, self._divided
+        ends, zeros, number = starts + both, np.zeros_like(both), np.arange(len(both))
+        pages = np.column_stack([number, starts, ends, both * PAGE_SIZE, zeros, zeros, zeros + hidden])
+        half_hidden = np.where(both, 0, hidden)
+        # The same whatever the newest page holds, so that plans last: of tokens still to come an item finds none.
+        rows = residual, half, ends, both * PAGE_SIZE, (both + half) * PAGE_SIZE, half_hidden
+        plan = plan_arrays(pages, np.column_stack(rows), programs)
         whole = np.zeros(flat.shape[0], np.int32)
         whole[: plan.items.numel()] = plan.items.numpy().ravel()
         for place, ends in zip((-2, -1), (plan.item_rows.numpy(), plan.slot_rows.numpy()), strict=True):
@@ -453,12 +450,6 @@ class DecodeTables:
             whole[first : first + self.rows + 1] = ends[-1]
             whole[first : first + len(ends)] = ends
         _fill(flat, whole)
-
-    def _plan(self, first: int, both: int, half: int, residual: int) -> SequencePlan:
-        """A request some of whose pages are quantized on one side alone."""
-        hidden, begin, pages = self.layout.sink_tokens, both * PAGE_SIZE, both + half
-        segments = (Segment(first, first + both, begin, hidden=hidden),) if both else ()
-        return SequencePlan(segments, residual, half, first + both, begin, pages * PAGE_SIZE, 0 if both else hidden)
 
 
 def _fill(target: torch.Tensor, data: np.ndarray) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -303,7 +303,7 @@ class GroupTables:
             s.residual > plan.residual for s, plan in zip(sequences, plans, strict=True)
         ):
             reserved = [self._reserved(group, sequence) for sequence in sequences]
-            self.plans = plans = [replace(p, residual=tokens) for p, tokens in zip(plans, reserved, strict=True)]
+            self.plans = plans = [p._replace(residual=tokens) for p, tokens in zip(plans, reserved, strict=True)]
             self._work = {}
         found = self._work.get((programs, self.max_capacity))
         if found is None:

@@ -17,11 +17,11 @@ from kvconvert.kernels.decode.plan import (
     HALF_QUANTIZED_COST,
     OPEN_END,
     RESIDUAL_TOKENS,
+    Item,
     Segment,
     SequencePlan,
+    WorkPlan,
     most_items,
-    plan_each,
-    plan_rows,
     plan_work,
 )
 from kvconvert.kernels.pages import LayerFormat, PageFormat, dequantize_pages, quantize_pages
@@ -338,33 +338,61 @@ def test_no_more_items_than_are_announced(programs, sequences, half_quantized):
     assert len(plan.items) <= most_items(sequences, programs)
 
 
+def divided(sequence: SequencePlan, row: int, most: int) -> list[list[int]]:
+    """Items of one sequence without slots, each of at most `most` units and of one segment, one after another."""
+    items, room = [], 0
+
+    def item_with(cost: int) -> list[int]:
+        nonlocal room
+        if room < cost or not items:
+            items.append([row] + [0] * (len(Item) - 1))
+            room = most
+        room -= cost
+        return items[-1]
+
+    for part in sequence.segments:
+        for done in range(0, part.end - part.begin, most):
+            room, begin, end = 0, part.begin + done, min(part.end, part.begin + done + most)
+            item = item_with(end - begin)
+            item[Item.PAGES_FROM], item[Item.PAGES_TO], item[Item.SCALES] = begin, end, part.scales
+            item[Item.TOKENS], item[Item.PAGES_MASK] = part.tokens - 128 * done, part.first_token + 128 * done
+            item[Item.PAGES_HIDDEN] = 0 if done else part.hidden
+    for page in range(sequence.half_quantized):
+        item = item_with(HALF_QUANTIZED_COST)
+        if item[Item.HALF_FROM] == item[Item.HALF_TO]:
+            item[Item.HALF_FROM], item[Item.HALF_ENTRY] = page, sequence.half_quantized_begin
+            item[Item.HALF_MASK] = sequence.half_quantized_token + 128 * page
+            item[Item.HALF_HIDDEN] = 0 if page else sequence.half_quantized_hidden
+        item[Item.HALF_TO] = page + 1
+    for start in range(0, max(1, sequence.residual), RESIDUAL_TOKENS):
+        item = item_with(1)
+        if item[Item.RESIDUAL_TO] == 0:
+            item[Item.RESIDUAL_FROM], item[Item.RESIDUAL_MASK] = start, sequence.residual_token
+        item[Item.RESIDUAL_TO] = min(start + RESIDUAL_TOKENS, sequence.residual)
+    items[-1][Item.RESIDUAL_TO] = OPEN_END
+    return items
+
+
+def is_division(plan: WorkPlan, sequences: list[SequencePlan], most: int) -> bool:
+    each = [divided(sequence, row, most) for row, sequence in enumerate(sequences)]
+    if plan.item_rows.diff().tolist() != [*map(len, each)]:
+        return False
+    expected = torch.tensor([item for own in each for item in own])
+    others = [column for column in Item if not Item.PAGES_SLOT <= column <= Item.RESIDUAL_SLOT]
+    return torch.equal(plan.items[:, others].long(), expected[:, others])
+
+
 @pytest.mark.parametrize("programs", [1, 7, 198])
-def test_rows_of_whole_pages_are_divided_as_one_by_one(programs):
-    dice = np.random.default_rng(0)
-    for count in (1, 3, 40, 200):
-        pages, exists = dice.integers(0, 60, count) * dice.integers(0, 2, count), dice.integers(0, 4, count) > 0
-        pages, residual = pages * exists, exists * 132
-        starts = np.cumsum(pages) - pages
-        together = plan_rows(starts, pages, residual, 4, programs)
-        sequences = [
-            SequencePlan((Segment(first, first + n, 128 * n, hidden=4),) if n else (), rest, 0, first, 0, 128 * n)
-            for first, n, rest in zip(starts.tolist(), pages.tolist(), residual.tolist(), strict=True)
-        ]
-        alone = plan_each(sequences, programs)
-        for found in (together, plan_work(sequences, programs)):
-            for name in ("items", "item_rows", "slot_rows"):
-                torch.testing.assert_close(getattr(found, name), getattr(alone, name), rtol=0, atol=0)
-            assert (found.slots, found.most_slots) == (alone.slots, alone.most_slots)
-
-
-def test_what_is_no_row_of_whole_pages_is_divided_one_by_one():
-    whole = SequencePlan((Segment(0, 3, 384, hidden=4),), 132, 0, 3, 384, 384)
-    for other in (
-        SequencePlan((Segment(3, 5, 200, 7),), 132, 0, 5, 200, 200),
-        SequencePlan((Segment(3, 5, 256, hidden=2),), 132, 0, 5, 256, 256),
-        SequencePlan((Segment(3, 5, 256, hidden=4),), 132, 1, 5, 256, 384),
-        SequencePlan((Segment(3, 5, 256), Segment(5, 6, 128, 1, 256)), 132, 0, 6, 384, 384),
-    ):
-        found, expected = (plan([whole, other], 7) for plan in (plan_work, plan_each))
-        assert torch.equal(found.items, expected.items)
-        assert (found.slots, found.most_slots) == (expected.slots, expected.most_slots)
+def test_all_sequences_at_once_are_divided_as_one_by_one(programs):
+    dice = np.random.default_rng(programs)
+    for count in (1, 2, 3, 5, 40):
+        sequences = []
+        for _ in range(count):
+            segments, tokens = [], 0
+            for number in range(dice.integers(0, 3)):
+                own, begin = int(dice.integers(1, 4000)), int(dice.integers(0, 900))
+                segments.append(Segment(begin, begin - (-own // 128), own, number, tokens, int(dice.integers(0, 5))))
+                tokens += own
+            sequences.append(SequencePlan(tuple(segments), *dice.integers([1, 0, 0, 0, 0, 0], [400, 3, 9, 9, 9, 5])))
+        plan = plan_work(sequences, programs)
+        assert any(is_division(plan, sequences, most) for most in range(1, 200))

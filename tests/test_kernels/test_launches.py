@@ -68,11 +68,11 @@ def test_launches_are_noted_once_for_all_arguments_that_are_compiled_alike():
     with imagined(GPU((9, 0), 132)), record_specializations() as launches:
         for rows in range(1, 40):
             linear(torch.empty(rows, 256, dtype=torch.bfloat16))
-    shapes = [dict(launch.arguments)["ROWS"] for launch in launches]
+    shapes = [dict(launch.arguments)["S"].rows for launch in launches]
     assert shapes == [2, 8, 16, 32]
     for launch in launches:
         assert dict(launch.arguments)["x"] == Pointer(torch.bfloat16, aligned=True)
-        assert dict(launch.options)["num_warps"] == dict(launch.arguments)["WARPS"]
+        assert dict(launch.options)["num_warps"] == dict(launch.arguments)["S"].warps
     with imagined(GPU((9, 0), 1)), record_specializations() as others:
         linear(torch.empty(1, 256, dtype=torch.bfloat16))
     assert not others.keys() & launches.keys()  # a GPU of one multiprocessor takes two tiles a program

@@ -168,16 +168,12 @@ def test_key_fields_lie_where_the_layout_says_and_nowhere_twice(bits, norm, boos
     rows, high_rows = {1: 10, 3: 30}.get(bits, 20), (3 if boosted else 0) if bits == 1 else boosted
     assert (layout.rows, layout.high_rows, layout.lanes) == (rows, high_rows, 16 if bits == 3 else 8 * max(bits, 2))
     assert pages.codes.shape == (2, 3, layout.lanes, rows)
-    assert (layout.high < 0, layout.norm < 0, layout.joint_norm < 0) == (
-        not boosted,
-        norm != "per_head",
-        norm != "joint",
-    )
+    assert (layout.high < 0, layout.norm_start < 0) == (not boosted, norm == "none")
     assert (layout.channels < 0) == (not boosted or select == "calibrated")
     heads = [page * layout.record + head * layout.head_stride for page in range(2) for head in range(3)]
-    starts = {"codes": layout.codes, "high": layout.high, "scale": layout.scale, "offset": layout.offset}
-    starts |= {"norm": layout.norm, "channels": layout.channels}
-    check_places(pages, heads, starts, {"norm": layout.joint_norm} if norm == "joint" else {}, layout.record)
+    starts = {"codes": 0, "high": layout.high, "scale": layout.scale, "offset": layout.offset}
+    starts |= {"norm": layout.norm_start, "channels": layout.channels}
+    check_places(pages, heads, starts, {"norm": layout.norm_start} if norm == "joint" else {}, layout.record)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
@@ -188,7 +184,7 @@ def test_value_fields_lie_where_the_layout_says_and_nowhere_twice(bits):
     rows = {1: 64, 3: 192}.get(bits, 128)
     assert pages.codes.shape == (2, 3, 40 * bits * 128 // 16 // rows, rows)
     heads = [page * layout.record + head * layout.head_stride for page in range(2) for head in range(3)]
-    starts = {"codes": layout.codes, "scale": layout.scale, "offset": layout.offset}
+    starts = {"codes": 0, "scale": layout.scale, "offset": layout.offset}
     check_places(pages, heads, starts, {}, layout.record)
 
 

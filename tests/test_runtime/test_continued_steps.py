@@ -126,7 +126,7 @@ class Stepped:
             assert tables.step[:, row].tolist() == [
                 sequence.keys.buffered - 1, sequence.residual, group.logical - 1
             ]  # fmt: skip
-            assert replace(tables.plans[row], residual=0) == replace(fresh.plans[row], residual=0)
+            assert tables.plans[row]._replace(residual=0) == fresh.plans[row]._replace(residual=0)
             assert tables.plans[row].residual >= sequence.residual
             if group.sliding_window and not sequence.kept:
                 stored = sequence.pages * 128 + sequence.residual

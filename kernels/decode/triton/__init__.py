@@ -7,21 +7,16 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from kvconvert.kernels.page_formats import PAGE_SIZE
+from kvconvert.kernels.page_formats import PAGE_SIZE, PageLayout
 
 
 @dataclass(frozen=True)
 class DecodeShape:
-    """The constants of one specialisation. Offsets are in units of 2 bytes, -1 for what a page lacks.
+    """The constants of one specialisation.
 
     Attributes:
-        key_bits, value_bits: width of codes; 16 for pages of the model's dtype.
-        key_dim, value_dim: D and E.
-        key_groups, value_groups: scales per key channel of a page and per value token; 0 where many pages share one
-            set of scales (static pages, spans), which then are per channel for values too.
-        boosted: key channels with twice the bits, `boost_rows` their rows of codes per lane; boost_stored: whether
-            pages say which channels these are.
-        norm: 0 without token norms, 1 for one per token, 2 for one per token and head.
+        keys, values: of pages or span blocks; these have no `groups` where many pages share one set of scales, which
+            then are per channel for values too.
         group, queries: query heads per KV head, and queries of one program.
         split_query: whether a second column holds what rounding to fp16 leaves of a scaled query.
         half_quantized: 0 where keys and values are quantized together, 1 where values stay longer in full precision, 2
@@ -31,22 +26,11 @@ class DecodeShape:
             scores are added.
         placed: whether a table says where each full-precision token is, instead of one beside the other.
         tile: full-precision tokens per step.
-        key_scale to key_channels, value_scale, value_offset: offsets within a head's part of a page's record, which
-            begins with the codes; key_head, value_head: from one head's part to the next; joint_norm: within the
-            record.
         inline_asm: False under the interpreter.
     """
 
-    key_bits: int
-    value_bits: int
-    key_dim: int
-    value_dim: int
-    key_groups: int
-    value_groups: int
-    boosted: int
-    boost_rows: int
-    boost_stored: bool
-    norm: int
+    keys: PageLayout
+    values: PageLayout
     group: int
     queries: int
     split_query: bool
@@ -58,16 +42,6 @@ class DecodeShape:
     centered: bool
     placed: bool
     tile: int
-    key_high: int
-    key_scale: int
-    key_offset: int
-    key_norm: int
-    key_channels: int
-    key_head: int
-    joint_norm: int
-    value_scale: int
-    value_offset: int
-    value_head: int
     inline_asm: bool
 
 
@@ -125,13 +99,13 @@ def upper_factor(bits):
 @triton.constexpr_function
 def key_lanes(shape):
     """Lanes of a key page, the first axis of its scores; at 16 bits its tokens."""
-    return PAGE_SIZE if shape.key_bits == 16 else PAGE_SIZE * field_bits(shape.key_bits) // 16
+    return PAGE_SIZE if shape.keys.bits == 16 else PAGE_SIZE * field_bits(shape.keys.bits) // 16
 
 
 @triton.constexpr_function
 def value_lanes(shape):
     """Lanes of a value page."""
-    return shape.value_dim * field_bits(shape.value_bits) // 16
+    return shape.values.head_dim * field_bits(shape.values.bits) // 16
 
 
 @triton.constexpr_function
@@ -195,8 +169,8 @@ def load_queries(queries, channel, known, first, F: tl.constexpr, COPIES: tl.con
 @triton.jit
 def plain_queries(queries, first, F: tl.constexpr, DTYPE: tl.constexpr):
     """Queries [D, N] for products with full-precision keys."""
-    channel = tl.arange(0, block_of(F.key_dim))
-    return load_queries(queries, channel, channel < F.key_dim, first, F, 1).to(DTYPE)
+    channel = tl.arange(0, block_of(F.keys.head_dim))
+    return load_queries(queries, channel, channel < F.keys.head_dim, first, F, 1).to(DTYPE)
 
 
 @triton.jit
@@ -221,8 +195,8 @@ def fp16_queries(queries, channel, known, first, unit, F: tl.constexpr):
 @triton.jit
 def largest_power(queries, first, F: tl.constexpr):
     """For each column the power of two just above its query's largest magnitude, so that fp16 holds their quotient."""
-    channel = tl.arange(0, block_of(F.key_dim))
-    query = load_queries(queries, channel, channel < F.key_dim, first, F, query_columns(F))
+    channel = tl.arange(0, block_of(F.keys.head_dim))
+    query = load_queries(queries, channel, channel < F.keys.head_dim, first, F, query_columns(F))
     return power_above(tl.max(tl.abs(query), 0))
 
 
@@ -252,13 +226,13 @@ def column_queries(row, head, block, query_row, query_head, query_token, count, 
 @triton.jit
 def code_operands(queries, first, largest, F: tl.constexpr):
     """The queries in every form that `page_scores` wants; a placeholder for 16-bit keys."""
-    if F.key_bits == 16:
+    if F.keys.bits == 16:
         return (largest,)
     else:
-        ROWS: tl.constexpr = code_rows(F.key_bits, F.key_dim)
+        ROWS: tl.constexpr = code_rows(F.keys.bits, F.keys.head_dim)
         channel = tl.arange(0, block_of(ROWS))
         query, bias = fp16_queries(queries, channel, channel < ROWS, first, largest, F)
-        if F.key_dim > ROWS:
+        if F.keys.head_dim > ROWS:
             upper, bias_upper = fp16_queries(queries, ROWS + channel, channel < ROWS, first, largest, F)
             return query, bias, upper, bias_upper
         else:
@@ -268,14 +242,14 @@ def code_operands(queries, first, largest, F: tl.constexpr):
 @triton.jit
 def boosted_queries(queries, key_base, unit, boosted, head, first, largest, F: tl.constexpr):
     """Numbers of the boosted channels, -1 for padding, and the queries there."""
-    if F.boosted > 0:
-        place = tl.arange(0, block_of(F.boosted))
-        known = place < F.boosted
-        if F.boost_stored:
-            page = (key_base + unit * 8 + head * F.key_head + F.key_channels).to(tl.pointer_type(tl.uint8))
+    if F.keys.boosted > 0:
+        place = tl.arange(0, block_of(F.keys.boosted))
+        known = place < F.keys.boosted
+        if F.keys.channels >= 0:
+            page = (key_base + unit * 8 + head * F.keys.head_stride + F.keys.channels).to(tl.pointer_type(tl.uint8))
             channel = tl.load(page + place, mask=known, other=0).to(tl.int32)
         else:
-            channel = tl.load(boosted + head * F.boosted + place, mask=known, other=0)
+            channel = tl.load(boosted + head * F.keys.boosted + place, mask=known, other=0)
         query, _ = fp16_queries(queries, channel, known, first, largest, F)
         return query, tl.where(known, channel, -1)
     else:

@@ -71,7 +71,7 @@ def for_every_page(x, M: tl.constexpr):
 @triton.jit
 def step_features(steps, place, f, F: tl.constexpr):
     """cos(j w) and sin(j w), [F, N], of the tokens j at `place` [N] of a row of `rest`."""
-    COUNT: tl.constexpr = F.key_dim // 2
+    COUNT: tl.constexpr = F.keys.head_dim // 2
     PLANES: tl.constexpr = PAGE // key_lanes(F)
     token = place % PLANES * key_lanes(F) + place // PLANES
     table = steps + token[None, :] * (2 * COUNT) + f[:, None]
@@ -82,10 +82,10 @@ def step_features(steps, place, f, F: tl.constexpr):
 @triton.jit
 def center_part(matrix, head, begin, f, CHANNELS: tl.constexpr, F: tl.constexpr):
     """Both halves of some channels' rows of a head's matrix: [CHANNELS, F] each."""
-    COUNT: tl.constexpr = F.key_dim // 2
+    COUNT: tl.constexpr = F.keys.head_dim // 2
     channel = begin + tl.arange(0, CHANNELS)
-    here = matrix + (head * F.key_dim + channel[:, None]) * (2 * COUNT) + f[None, :]
-    known = (channel < F.key_dim)[:, None] & (f < COUNT)[None, :]
+    here = matrix + (head * F.keys.head_dim + channel[:, None]) * (2 * COUNT) + f[None, :]
+    known = (channel < F.keys.head_dim)[:, None] & (f < COUNT)[None, :]
     return tl.load(here, mask=known, other=0.0), tl.load(here + COUNT, mask=known, other=0.0)
 
 
@@ -117,7 +117,7 @@ def center_scores_kernel(
     tokens, as many as are computed at a time, to `mean` fp32 [entries, blocks, H, rows]; what is left to `rest`
     [entries, blocks, H, rows, 128], token = plane * lanes + lane at lane * planes + plane.
     """
-    COUNT: tl.constexpr = F.key_dim // 2
+    COUNT: tl.constexpr = F.keys.head_dim // 2
     R: tl.constexpr = query_rows(F)
     M: tl.constexpr = PAGES * R
     head = tl.program_id(1)
@@ -132,7 +132,7 @@ def center_scores_kernel(
     end = tl.minimum(tile + share, total)
     f = tl.arange(0, block_of(COUNT))
     w = tl.load(frequencies + f, mask=f < COUNT, other=0.0)
-    if F.key_dim <= CHANNELS:
+    if F.keys.head_dim <= CHANNELS:
         of_cos, of_sin = center_part(matrix, head, 0, f, CHANNELS, F)
     place = tl.arange(0, TOKENS)
     every = tl.arange(0, M)
@@ -156,13 +156,13 @@ def center_scores_kernel(
         position = tl.load(line + 2)
         stop = tl.minimum(end - before, (pages + PAGES - 1) // PAGES)
         own = (queries + row.to(tl.int64) * query_row + here)[:, None]
-        every_channel = tl.arange(0, block_of(F.key_dim))[None, :]
-        query = tl.load(own + every_channel, mask=real[:, None] & (every_channel < F.key_dim), other=0.0)
+        every_channel = tl.arange(0, block_of(F.keys.head_dim))[None, :]
+        query = tl.load(own + every_channel, mask=real[:, None] & (every_channel < F.keys.head_dim), other=0.0)
         if TOKENS == PAGE:
             step_cos, step_sin = step_features(steps, place, f, F)
         query = query.to(tl.float32)
         unit = power_above(tl.max(tl.abs(query), 1))
-        if F.key_dim <= CHANNELS:
+        if F.keys.head_dim <= CHANNELS:
             query = query * (1.0 / unit)[:, None]
             none = tl.zeros([FEWEST_ROWS, block_of(COUNT)], tl.float32)
             first = product(query, of_cos, none, F)
@@ -170,9 +170,9 @@ def center_scores_kernel(
         else:
             first = tl.zeros([FEWEST_ROWS, block_of(COUNT)], tl.float32)
             second = tl.zeros([FEWEST_ROWS, block_of(COUNT)], tl.float32)
-            for first_channel in range(0, F.key_dim, CHANNELS):
+            for first_channel in range(0, F.keys.head_dim, CHANNELS):
                 channel = first_channel + tl.arange(0, CHANNELS)
-                mask = real[:, None] & (channel < F.key_dim)[None, :]
+                mask = real[:, None] & (channel < F.keys.head_dim)[None, :]
                 q = tl.load(own + channel[None, :], mask=mask, other=0.0).to(tl.float32) * (1.0 / unit)[:, None]
                 part_cos, part_sin = center_part(matrix, head, first_channel, f, CHANNELS, F)
                 first = product(q, part_cos, first, F)
@@ -275,17 +275,17 @@ def center_constants(shape: DecodeShape, major: int) -> dict[str, int]:
         shape: the shape of the decode kernel.
         major: the GPU's compute capability; from 9 on operands stay in shared memory.
     """
-    rows, tokens, channels = 64 if major >= 9 else 32, PAGE_SIZE, min(64, block_of(shape.key_dim))
+    rows, tokens, channels = 64 if major >= 9 else 32, PAGE_SIZE, min(64, block_of(shape.keys.head_dim))
     if shape.split_query:
         rows, tokens = 16, 32
-    elif shape.key_dim > 128:
+    elif shape.keys.head_dim > 128:
         tokens = 64
     elif major == 9:
         # The whole matrix, in shared memory; elsewhere it would take more registers than there are.
-        channels = block_of(shape.key_dim)
+        channels = block_of(shape.keys.head_dim)
     return {"PAGES": rows // query_rows(shape), "TOKENS": tokens, "CHANNELS": channels}
 
 
 def center_warps(shape: DecodeShape) -> int:
     """Warps of `center_scores_kernel`."""
-    return 8 if shape.key_dim > 128 else 4
+    return 8 if shape.keys.head_dim > 128 else 4

@@ -73,13 +73,13 @@ CHUNKS = tl.constexpr(4)
 def page_parts(key_base, shared, key_unit, scale_row, head, F: tl.constexpr):
     """Pointers to a key page's head part, norms, scales and offsets."""
     record = key_base + key_unit * 8
-    page = record + head * F.key_head
-    norms = record + F.joint_norm if F.norm == 1 else page + F.key_norm
-    if F.key_groups > 0:
-        return page, norms, page + F.key_scale, page + F.key_offset
+    page = record + head * F.keys.head_stride
+    norms = (record if F.keys.norm == 1 else page) + F.keys.norm_start
+    if F.keys.groups > 0:
+        return page, norms, page + F.keys.scale, page + F.keys.offset
     else:
-        scales = key_base + tl.load(shared + scale_row * 4) * 8 + head * F.key_dim
-        offsets = key_base + tl.load(shared + scale_row * 4 + 1) * 8 + head * F.key_dim
+        scales = key_base + tl.load(shared + scale_row * 4) * 8 + head * F.keys.head_dim
+        offsets = key_base + tl.load(shared + scale_row * 4 + 1) * 8 + head * F.keys.head_dim
         return page, norms, scales, offsets
 
 
@@ -98,10 +98,10 @@ def key_products(
     DTYPE: tl.constexpr,
 ):
     """Products with the keys of the page at `unit`: [lanes, rows, planes]."""
-    if F.key_bits == 16:
+    if F.keys.bits == 16:
         token = tl.arange(0, PAGE)
-        page = (key_base + unit * 8).to(tl.pointer_type(DTYPE)) + head * PAGE * F.key_dim
-        return residual_scores(page, token * F.key_dim, token < PAGE, page_query, F)
+        page = (key_base + unit * 8).to(tl.pointer_type(DTYPE)) + head * PAGE * F.keys.head_dim
+        return residual_scores(page, token * F.keys.head_dim, token < PAGE, page_query, F)
     else:
         page, norms, scales, offsets = page_parts(key_base, shared, unit, scale_row, head, F)
         return page_scores(page, norms, scales, offsets, operands, boost, boost_channel, F)
@@ -246,14 +246,14 @@ def decode_kernel(
         residual_slot = tl.load(item + RESIDUAL_SLOT) * tl.num_programs(2) + block
         maximum = tl.full([R], LOWEST, tl.float32)
         weight = tl.zeros([R], tl.float32)
-        total = tl.zeros([block_of(F.value_dim), R * query_columns(F)], tl.float32)
+        total = tl.zeros([block_of(F.values.head_dim), R * query_columns(F)], tl.float32)
         residual_factor = product_factor(tl.full([R], 1.0, tl.float32), scaling, F)
         residual_query = plain_queries(queries, first, F, DTYPE)
         for start in tl.range(begin, stop, F.tile, num_stages=STAGES):
             token = start + tl.arange(0, F.tile)
             known = token < stop
             index = buffer_token(token, sink_tokens, key_skip)
-            place = token_places(index, known, places, F.key_dim, DTYPE, F)
+            place = token_places(index, known, places, F.keys.head_dim, DTYPE, F)
             x = residual_scores(keys, place, known, residual_query, F)
             # Full-precision tokens are no part of a span, so that nothing shifts their scores.
             x = residual_finish(x, residual_factor, softcap, F)
@@ -264,21 +264,21 @@ def decode_kernel(
             p = tl.reshape(p, [F.tile, R])
             weight = weight * alpha + tl.sum(p, 0)
             index = buffer_token(token, sink_tokens, value_skip)
-            place = token_places(index, known, places, F.value_dim, DTYPE, F)
+            place = token_places(index, known, places, F.values.head_dim, DTYPE, F)
             total = add_residual_values(values, place, known, p, alpha, total, F)
         store_stats(stats, residual_slot, head, heads, maximum, weight, F)
-        value_channel = tl.arange(0, block_of(F.value_dim))
-        store_partial(out, residual_slot, head, heads, value_channel, value_channel < F.value_dim, total, F)
+        value_channel = tl.arange(0, block_of(F.values.head_dim))
+        store_partial(out, residual_slot, head, heads, value_channel, value_channel < F.values.head_dim, total, F)
 
     if F.centered and DEPENDENT:
         tl.extra.cuda.gdc_wait()
     largest = largest_power(queries, first, F)
     one = tl.full([R], 1.0, tl.float32)
-    if F.key_bits < 16:
+    if F.keys.bits < 16:
         factor = product_factor(rows_of_columns(largest, F), scaling, F)
     else:
         factor = product_factor(one, scaling, F)
-    page_query = plain_queries(queries, first, F, DTYPE) if F.key_bits == 16 else first
+    page_query = plain_queries(queries, first, F, DTYPE) if F.keys.bits == 16 else first
     operands = code_operands(queries, first, largest, F)
     slope = one
     shift = one
@@ -305,7 +305,7 @@ def decode_kernel(
             maximum = tl.full([R], LOWEST, tl.float32)
             if F.half_quantized == 1:
                 weight = tl.zeros([KEY_LANES, R], tl.float32)
-                total = tl.zeros([block_of(F.value_dim), R * query_columns(F)], tl.float32)
+                total = tl.zeros([block_of(F.values.head_dim), R * query_columns(F)], tl.float32)
                 values = residual + (tl.load(described + 2) + head * tl.load(described + 3)) * 8
                 for page in tl.range(begin, tl.load(item + HALF_TO), num_stages=STAGES):
                     key_unit = tl.load(key_table + table_begin + page)
@@ -338,9 +338,9 @@ def decode_kernel(
                     token = value_begin + page * PAGE
                     total = add_residual_page(values, places, token, in_token_order(p), alpha, total, DTYPE, F)
                 store_stats(stats, half_quantized_slot, head, heads, maximum, tl.sum(weight, 0), F)
-                value_channel = tl.arange(0, block_of(F.value_dim))
+                value_channel = tl.arange(0, block_of(F.values.head_dim))
                 store_partial(
-                    out, half_quantized_slot, head, heads, value_channel, value_channel < F.value_dim, total, F
+                    out, half_quantized_slot, head, heads, value_channel, value_channel < F.values.head_dim, total, F
                 )
             else:
                 weight = tl.zeros([PAGE, R], tl.float32)
@@ -349,7 +349,7 @@ def decode_kernel(
                 half_quantized_query = plain_queries(queries, first, F, DTYPE)
                 for page in tl.range(begin, tl.load(item + HALF_TO), num_stages=STAGES):
                     token = key_begin + page * PAGE + in_page
-                    place = token_places(token, in_page < PAGE, places, F.key_dim, DTYPE, F)
+                    place = token_places(token, in_page < PAGE, places, F.keys.head_dim, DTYPE, F)
                     x = residual_scores(keys, place, in_page < PAGE, half_quantized_query, F)
                     x = finish_scores(x, product_factor(one, scaling, F), softcap, slope, shift, F)
                     token = (page - begin) * PAGE + in_page[:, None]
@@ -380,9 +380,9 @@ def decode_kernel(
         limit = tl.load(item + TOKENS)
         page_mask = mask_here + tl.load(item + PAGES_MASK)
         maximum = tl.full([R], LOWEST, tl.float32)
-        if F.key_bits == 16 and F.value_bits == 16:
+        if F.keys.bits == 16 and F.values.bits == 16:
             weight = tl.zeros([R], tl.float32)
-            total = tl.zeros([block_of(F.value_dim), R * query_columns(F)], tl.float32)
+            total = tl.zeros([block_of(F.values.head_dim), R * query_columns(F)], tl.float32)
             in_chunk = tl.arange(0, CHUNK)
             known = in_chunk < CHUNK
             for chunk in tl.range(begin * CHUNKS, tl.load(item + PAGES_TO) * CHUNKS, num_stages=STAGES):
@@ -390,17 +390,17 @@ def decode_kernel(
                 token, entry = step % CHUNKS * CHUNK + in_chunk, begin + step // CHUNKS
                 keys = (key_base + tl.load(key_table + entry) * 8).to(tl.pointer_type(DTYPE))
                 values = (value_base + tl.load(value_table + entry) * 8).to(tl.pointer_type(DTYPE))
-                x = residual_scores(keys + head * PAGE * F.key_dim, token * F.key_dim, known, page_query, F)
+                x = residual_scores(keys + head * PAGE * F.keys.head_dim, token * F.keys.head_dim, known, page_query, F)
                 x = finish_scores(x, factor, softcap, slope, shift, F)
                 x = hide(x, (step * CHUNK + in_chunk)[:, None], hidden, limit, page_mask, mask_query, F)
                 p, maximum, alpha = softmax_step(x, maximum, F)
                 p = tl.reshape(p, [CHUNK, R])
                 weight = weight * alpha + tl.sum(p, 0)
-                values += head * PAGE * F.value_dim
-                total = add_residual_values(values, token * F.value_dim, known, p, alpha, total, F)
+                values += head * PAGE * F.values.head_dim
+                total = add_residual_values(values, token * F.values.head_dim, known, p, alpha, total, F)
             store_stats(stats, slot, head, heads, maximum, weight, F)
-            value_channel = tl.arange(0, block_of(F.value_dim))
-            store_partial(out, slot, head, heads, value_channel, value_channel < F.value_dim, total, F)
+            value_channel = tl.arange(0, block_of(F.values.head_dim))
+            store_partial(out, slot, head, heads, value_channel, value_channel < F.values.head_dim, total, F)
         else:
             weight = tl.zeros([KEY_LANES, R], tl.float32)
             totals, constants = no_values(KEY_LANES, F)

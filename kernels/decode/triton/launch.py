@@ -15,7 +15,7 @@ from kvconvert.kernels.decode.triton.kernel import decode_kernel, extremes_kerne
 from kvconvert.kernels.decode.triton.softmax import combine_kernel
 from kvconvert.kernels.device import compiles, multiprocessors, overlaps_launches
 from kvconvert.kernels.launches import skips_launches
-from kvconvert.kernels.page_formats import PAGE_SIZE, LayerFormat, PageFormat, PageLayout
+from kvconvert.kernels.page_formats import PAGE_SIZE, LayerFormat, PageLayout
 
 # Registers of a thread, and how many one-warp programs with that many fit a multiprocessor, whose four parts hold
 # 16,384 registers each: two or three programs. Where three would spill, two are faster.
@@ -36,11 +36,11 @@ def programs_for(device: torch.device, format: LayerFormat, group: int, queries:
 @lru_cache(maxsize=1024)
 def registers_for(shape: DecodeShape) -> int:
     """The limit of registers per thread that a specialisation is compiled with."""
-    one_group = shape.key_groups <= 1 and shape.value_groups <= 1
-    small = max(shape.key_dim, shape.value_dim) <= 128 and query_rows(shape) * query_columns(shape) <= 8
-    plain = shape.half_quantized == 0 and not shape.split_query and max(shape.key_bits, shape.value_bits) <= 2
+    one_group = shape.keys.groups <= 1 and shape.values.groups <= 1
+    small = max(shape.keys.head_dim, shape.values.head_dim) <= 128 and query_rows(shape) * query_columns(shape) <= 8
+    plain = shape.half_quantized == 0 and not shape.split_query and max(shape.keys.bits, shape.values.bits) <= 2
     plain = plain and not shape.masked and not shape.softcap
-    return FEW_REGISTERS if one_group and small and plain and not shape.boosted else ALL_REGISTERS
+    return FEW_REGISTERS if one_group and small and plain and not shape.keys.boosted else ALL_REGISTERS
 
 
 def queries_per_program(group: int, queries: int) -> int:
@@ -81,9 +81,8 @@ def decode_shape(
     """The specialisation for a layer."""
     (key, value), span = format.stored, format.span
     return DecodeShape(
-        **_side_fields("key", key),
-        **_side_fields("value", value),
-        **_key_fields(key),
+        PageLayout.of(key),
+        PageLayout.of(value),
         group=group,
         queries=queries,
         split_query=dtype == torch.float32,
@@ -97,33 +96,6 @@ def decode_shape(
         tile=TILE,
         inline_asm=inline_asm,
     )
-
-
-def _layout(f: PageFormat) -> PageLayout | None:
-    """The record of a page; None at 16 bits."""
-    return None if f.bits == 16 else PageLayout.of(f)
-
-
-@lru_cache(maxsize=1024)
-def _side_fields(side: str, f: PageFormat) -> dict[str, int]:
-    """What both sides have in a `DecodeShape`."""
-    layout, fields = _layout(f), {"bits": f.bits, "dim": f.head_dim}
-    fields["groups"], fields["head"] = (layout.groups, layout.head_stride) if layout else (0, 0)
-    fields["scale"], fields["offset"] = (layout.scale, layout.offset) if layout else (-1, -1)
-    return {f"{side}_{name}": value for name, value in fields.items()}
-
-
-@lru_cache(maxsize=1024)
-def _key_fields(f: PageFormat) -> dict[str, int]:
-    """What keys alone have in a `DecodeShape`."""
-    layout = _layout(f)
-    fields = {"boosted": 0, "boost_rows": 0, "boost_stored": False, "norm": 0}
-    if layout is None:
-        return fields | dict.fromkeys(("key_high", "key_norm", "key_channels", "joint_norm"), -1)
-    fields |= {"boosted": f.boosted, "boost_rows": layout.high_rows, "norm": f.token_norm.mode}
-    fields["boost_stored"] = f.boosted > 0 and not f.fixed_channels
-    fields |= {"key_high": layout.high, "key_norm": layout.norm, "key_channels": layout.channels}
-    return fields | {"joint_norm": layout.joint_norm}
 
 
 def decode_attention(
@@ -289,4 +261,4 @@ def combine_warps(slots: int, channels: int) -> int:
 def warps_for(shape: DecodeShape) -> int:
     """Warps of a program: one for every eight columns, and two for large heads, so that registers suffice."""
     warps = max(1, query_rows(shape) * query_columns(shape) // 8)
-    return warps * (2 if max(shape.key_dim, shape.value_dim) > 128 else 1)
+    return warps * (2 if max(shape.keys.head_dim, shape.values.head_dim) > 128 else 1)

@@ -125,7 +125,7 @@ def store_partial(out, slot, head, heads, plane_rows, known, total, F: tl.conste
     row = tl.arange(0, query_rows(F) * query_columns(F)) // query_columns(F)
     first = tl.arange(0, query_rows(F) * query_columns(F)) % query_columns(F) == 0
     place = (slot * heads + head).to(tl.int64) * query_rows(F)
-    where = out + (place + row)[None, :] * F.value_dim + plane_rows[:, None]
+    where = out + (place + row)[None, :] * F.values.head_dim + plane_rows[:, None]
     tl.store(where, total, mask=known[:, None] & first[None, :])
 
 
@@ -144,7 +144,7 @@ def shared_value_scales(value_base, shared, scale_row, head, F: tl.constexpr, J:
     LANES: tl.constexpr = value_lanes(F)
     lane = tl.arange(0, block_of(LANES))
     known = lane < LANES
-    channel = head * F.value_dim + J * LANES + lane
+    channel = head * F.values.head_dim + J * LANES + lane
     scale = tl.load(half_pointer(value_base + tl.load(shared + scale_row * 4 + 2) * 8) + channel, mask=known, other=0.0)
     least = tl.load(half_pointer(value_base + tl.load(shared + scale_row * 4 + 3) * 8) + channel, mask=known, other=0.0)
     return scale.to(tl.float32), least.to(tl.float32)
@@ -156,13 +156,13 @@ def no_values(key_lanes: tl.constexpr, F: tl.constexpr):
     N: tl.constexpr = query_rows(F) * query_columns(F)
     totals = ()
     constants = ()
-    if F.value_bits == 16:
-        totals = (tl.zeros([block_of(F.value_dim), N], tl.float32),)
+    if F.values.bits == 16:
+        totals = (tl.zeros([block_of(F.values.head_dim), N], tl.float32),)
         constants = (tl.zeros([1], tl.float32),)
     else:
-        for _ in tl.static_range(16 // field_bits(F.value_bits)):
+        for _ in tl.static_range(16 // field_bits(F.values.bits)):
             totals = totals + (tl.zeros([block_of(value_lanes(F)), N], tl.float32),)
-        for _ in tl.static_range(max(F.value_groups, 1)):
+        for _ in tl.static_range(max(F.values.groups, 1)):
             constants = constants + (tl.zeros([key_lanes, query_rows(F)], tl.float32),)
     return totals, constants
 
@@ -170,14 +170,16 @@ def no_values(key_lanes: tl.constexpr, F: tl.constexpr):
 @triton.jit
 def add_values(value_base, unit, head, p, alpha, totals, constants, F: tl.constexpr, DTYPE: tl.constexpr):
     """The page at `unit` of the value pool, weighted by p [lanes, rows, planes], added to the sums."""
-    if F.value_bits == 16:
+    if F.values.bits == 16:
         token = tl.arange(0, PAGE)
-        page = (value_base + unit * 8).to(tl.pointer_type(DTYPE)) + head * PAGE * F.value_dim
-        total = add_residual_values(page, token * F.value_dim, token < PAGE, in_token_order(p), alpha, totals[0], F)
+        page = (value_base + unit * 8).to(tl.pointer_type(DTYPE)) + head * PAGE * F.values.head_dim
+        total = add_residual_values(
+            page, token * F.values.head_dim, token < PAGE, in_token_order(p), alpha, totals[0], F
+        )
         return (total,), constants
     else:
-        page = value_base + unit * 8 + head * F.value_head
-        return add_page_values(page, page + F.value_scale, page + F.value_offset, p, alpha, totals, constants, F)
+        page = value_base + unit * 8 + head * F.values.head_stride
+        return add_page_values(page, page + F.values.scale, page + F.values.offset, p, alpha, totals, constants, F)
 
 
 @triton.jit
@@ -185,20 +187,20 @@ def store_page_values(
     out, slot, head, heads, totals, constants, weight, value_base, shared, scale_row, F: tl.constexpr
 ):
     """The weighted values of all channels, with scales that were left out and offsets, as one partial."""
-    if F.value_bits == 16:
-        channel = tl.arange(0, block_of(F.value_dim))
-        store_partial(out, slot, head, heads, channel, channel < F.value_dim, totals[0], F)
+    if F.values.bits == 16:
+        channel = tl.arange(0, block_of(F.values.head_dim))
+        store_partial(out, slot, head, heads, channel, channel < F.values.head_dim, totals[0], F)
     else:
         LANES: tl.constexpr = value_lanes(F)
-        GROUP_SIZE: tl.constexpr = F.value_dim // max(F.value_groups, 1)
+        GROUP_SIZE: tl.constexpr = F.values.head_dim // max(F.values.groups, 1)
         lane = tl.arange(0, block_of(LANES))
-        for j in tl.static_range(16 // field_bits(F.value_bits)):
-            total = totals[j] * plane_weight(j, F.value_bits)
-            if F.value_groups > 0:
+        for j in tl.static_range(16 // field_bits(F.values.bits)):
+            total = totals[j] * plane_weight(j, F.values.bits)
+            if F.values.groups > 0:
                 for group in tl.static_range(first_group(j, LANES, GROUP_SIZE), last_group(j, LANES, GROUP_SIZE) + 1):
                     own = (j * LANES + lane) // GROUP_SIZE == group
                     constant = spread_columns(tl.sum(constants[group], 0)[None, :], F)
-                    if in_bytes(F.value_scale, F.value_offset):
+                    if in_bytes(F.values.scale, F.values.offset):
                         constant *= OFFSET_UNIT
                     total = tl.where(own[:, None], total + constant, total)
             else:

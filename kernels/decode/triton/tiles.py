@@ -228,12 +228,12 @@ def group_operands(
     """Scaled queries for the codes of one group of tokens, for the upper halves of pairs, for boosted channels; and
     the products of queries with the offsets, [LANES, N], equal in all rows.
     """
-    ROWS: tl.constexpr = code_rows(F.key_bits, F.key_dim)
+    ROWS: tl.constexpr = code_rows(F.keys.bits, F.keys.head_dim)
     channel = tl.arange(0, block_of(ROWS))
     real = channel < ROWS
-    BYTES: tl.constexpr = in_bytes(F.key_scale, F.key_offset)
-    scale_row = scales + GROUP * F.key_dim
-    offset_row = offsets + GROUP * F.key_dim
+    BYTES: tl.constexpr = in_bytes(F.keys.scale, F.keys.offset)
+    scale_row = scales + GROUP * F.keys.head_dim
+    offset_row = offsets + GROUP * F.keys.head_dim
     scale, offset = load_counts(scale_row + channel, offset_row + channel, real, BYTES)
     lower = scaled_query(operands[0], scale, F)
     none = tl.zeros([LANES, lower.shape[1]], tl.float32)
@@ -242,18 +242,18 @@ def group_operands(
     constant = tl.dot(tl.broadcast_to(offset[None, :], [LANES, block_of(ROWS)]), bias, none)
     upper = lower
     boost_lower = lower
-    if F.key_dim > ROWS:
+    if F.keys.head_dim > ROWS:
         scale, offset = load_counts(scale_row + ROWS + channel, offset_row + ROWS + channel, real, BYTES)
-        upper = scaled_query(operands[2], scale * upper_factor(F.key_bits), F)
+        upper = scaled_query(operands[2], scale * upper_factor(F.keys.bits), F)
         if BYTES:
-            offset *= 1.0 / upper_factor(F.key_bits)
+            offset *= 1.0 / upper_factor(F.keys.bits)
         bias = upper if BYTES else operands[3]
         constant = tl.dot(tl.broadcast_to(offset[None, :], [LANES, block_of(ROWS)]), bias, constant)
     if BYTES:
         constant *= OFFSET_UNIT
-    if F.boosted > 0:
+    if F.keys.boosted > 0:
         # The upper bits count 2^bits times as much as the lower ones.
-        WEIGHT: tl.constexpr = 1 << F.key_bits
+        WEIGHT: tl.constexpr = 1 << F.keys.bits
         scale = load_scale(scale_row + boost_channel, boost_channel >= 0, BYTES)
         boost_lower = scaled_query(boost, scale * WEIGHT, F)
     return lower, upper, boost_lower, constant
@@ -271,20 +271,20 @@ def page_scores(page, norms, scales, offsets, operands, boost, boost_channel, F:
             upper half.
         boost, boost_channel: queries of the boosted channels [boosted, N], and their numbers; unused without boost.
     """
-    PLANES: tl.constexpr = 16 // field_bits(F.key_bits)
+    PLANES: tl.constexpr = 16 // field_bits(F.keys.bits)
     LANES: tl.constexpr = PAGE // PLANES
-    ROWS: tl.constexpr = code_rows(F.key_bits, F.key_dim)
-    GROUPS: tl.constexpr = max(F.key_groups, 1)
+    ROWS: tl.constexpr = code_rows(F.keys.bits, F.keys.head_dim)
+    GROUPS: tl.constexpr = max(F.keys.groups, 1)
     STEPS: tl.constexpr = max(GROUPS // PLANES, 1)
     lane = tl.arange(0, LANES)
     channel = tl.arange(0, block_of(ROWS))
     real = channel < ROWS
-    here = page + lane[:, None] * stored_rows(F.key_bits, F.key_dim) + channel[None, :]
-    words = code_words(here, real[None, :], ROWS, F.key_bits, F.inline_asm)
-    if F.boosted > 0:
-        boosted = tl.arange(0, block_of(F.boost_rows))
-        here = page + F.key_high + lane[:, None] * F.boost_rows + boosted[None, :]
-        high = code_words(here, (boosted < F.boost_rows)[None, :], F.boost_rows, F.key_bits, F.inline_asm)
+    here = page + lane[:, None] * stored_rows(F.keys.bits, F.keys.head_dim) + channel[None, :]
+    words = code_words(here, real[None, :], ROWS, F.keys.bits, F.inline_asm)
+    if F.keys.boosted > 0:
+        boosted = tl.arange(0, block_of(F.keys.high_rows))
+        here = page + F.keys.high + lane[:, None] * F.keys.high_rows + boosted[None, :]
+        high = code_words(here, (boosted < F.keys.high_rows)[None, :], F.keys.high_rows, F.keys.bits, F.inline_asm)
     products = ()
     # One group serves several planes, or several groups share a plane.
     for step in tl.static_range(max(GROUPS, PLANES)):
@@ -293,15 +293,15 @@ def page_scores(page, norms, scales, offsets, operands, boost, boost_channel, F:
                 scales, offsets, operands, boost, boost_channel, step * GROUPS // max(GROUPS, PLANES), LANES, F
             )
         none = tl.zeros([LANES, lower.shape[1]], tl.float32)
-        if F.key_bits == 3 and GROUPS == 1:
+        if F.keys.bits == 3 and GROUPS == 1:
             if step == 0:
                 every = three_bit_products(words, lower, upper, (none,) * PLANES, F.inline_asm)
             product = every[step]
         else:
-            product = plane_product(words, lower, upper, none, step // STEPS, F.key_bits, F.inline_asm)
-        if F.boosted > 0:
-            product = tl.dot(plane(high, step // STEPS, 0, F.key_bits, F.inline_asm), boost_lower, product)
-        product = product * plane_weight(step // STEPS, F.key_bits) + constant
+            product = plane_product(words, lower, upper, none, step // STEPS, F.keys.bits, F.inline_asm)
+        if F.keys.boosted > 0:
+            product = tl.dot(plane(high, step // STEPS, 0, F.keys.bits, F.inline_asm), boost_lower, product)
+        product = product * plane_weight(step // STEPS, F.keys.bits) + constant
         if STEPS == 1:
             products = products + (product,)
         else:
@@ -312,7 +312,7 @@ def page_scores(page, norms, scales, offsets, operands, boost, boost_channel, F:
             if step % STEPS == STEPS - 1:
                 products = products + (total,)
     x = add_columns(join_planes(products, PLANES), F)
-    if F.norm > 0:
+    if F.keys.norm > 0:
         token = page_tokens(LANES)
         x = x * tl.load(half_pointer(norms) + token).to(tl.float32)[:, None, :]
     return x
@@ -339,8 +339,8 @@ def residual_scores(keys, place, known, query, F: tl.constexpr):
 
     `place` [tokens] leads from `keys` to each of these keys, in elements; where `known` is False there is none.
     """
-    channel = tl.arange(0, block_of(F.key_dim))
-    mask = known[:, None] & (channel < F.key_dim)[None, :]
+    channel = tl.arange(0, block_of(F.keys.head_dim))
+    mask = known[:, None] & (channel < F.keys.head_dim)[None, :]
     tile = tl.load(keys + place[:, None] + channel[None, :], mask=mask, other=0.0)
     if F.inline_asm:
         x = tl.dot(tile, query, input_precision="ieee")
@@ -373,8 +373,8 @@ def spread_columns(p, F: tl.constexpr):
 @triton.jit
 def add_residual_values(values, place, known, p, alpha, total, F: tl.constexpr):
     """`total` [E, N] times alpha [rows] plus full-precision values weighted by p [tokens, rows]."""
-    channel = tl.arange(0, block_of(F.value_dim))
-    mask = known[:, None] & (channel < F.value_dim)[None, :]
+    channel = tl.arange(0, block_of(F.values.head_dim))
+    mask = known[:, None] & (channel < F.values.head_dim)[None, :]
     tile = tl.load(values + place[:, None] + channel[None, :], mask=mask, other=0.0)
     total = total * spread_columns(alpha[None, :], F)
     weights = spread_columns(p.to(tile.dtype), F)
@@ -402,10 +402,10 @@ def add_residual_page(values, places, token, p, alpha, total, DTYPE: tl.constexp
         else:
             low, high = token_halves(second)
         here = token + half * 2 * QUARTER + tl.arange(0, QUARTER)
-        place = token_places(here, known, places, F.value_dim, DTYPE, F)
+        place = token_places(here, known, places, F.values.head_dim, DTYPE, F)
         total = add_residual_values(values, place, known, low, alpha, total, F)
         alpha = tl.full(alpha.shape, 1.0, tl.float32)
-        place = token_places(here + QUARTER, known, places, F.value_dim, DTYPE, F)
+        place = token_places(here + QUARTER, known, places, F.values.head_dim, DTYPE, F)
         total = add_residual_values(values, place, known, high, alpha, total, F)
     return total
 
@@ -421,22 +421,22 @@ def add_page_values(page, scales, offsets, p, alpha, totals, constants, F: tl.co
         totals: per plane fp32 [value lanes, N]; constants: per group fp32 [key lanes, rows], to be summed over the
             lanes, in units of OFFSET_UNIT where scales have 8 bits.
     """
-    TOKENS: tl.constexpr = code_rows(F.value_bits, PAGE)
+    TOKENS: tl.constexpr = code_rows(F.values.bits, PAGE)
     LANES: tl.constexpr = value_lanes(F)
-    BYTES: tl.constexpr = in_bytes(F.value_scale, F.value_offset)
-    GROUPS: tl.constexpr = max(F.value_groups, 1)
-    GROUP_SIZE: tl.constexpr = F.value_dim // GROUPS
+    BYTES: tl.constexpr = in_bytes(F.values.scale, F.values.offset)
+    GROUPS: tl.constexpr = max(F.values.groups, 1)
+    GROUP_SIZE: tl.constexpr = F.values.head_dim // GROUPS
     BLOCK: tl.constexpr = block_of(LANES)
     lane = tl.arange(0, BLOCK)
     row = tl.arange(0, TOKENS)
-    here = page + lane[:, None] * stored_rows(F.value_bits, PAGE) + row[None, :]
-    words = code_words(here, (lane < LANES)[:, None], TOKENS, F.value_bits, F.inline_asm)
+    here = page + lane[:, None] * stored_rows(F.values.bits, PAGE) + row[None, :]
+    words = code_words(here, (lane < LANES)[:, None], TOKENS, F.values.bits, F.inline_asm)
     token = page_tokens(p.shape[0])
     lowers = ()
     uppers = ()
     sums = ()
     for group in tl.static_range(GROUPS):
-        if F.value_groups > 0:
+        if F.values.groups > 0:
             place = group * PAGE + token
             scale, offset = load_counts(scales + place, offsets + place, None, BYTES)
             scaled = p * scale.to(tl.float32)[:, None, :]
@@ -452,21 +452,21 @@ def add_page_values(page, scales, offsets, p, alpha, totals, constants, F: tl.co
             halves = tl.reshape(weights, [2, TOKENS, weights.shape[1]])
             low, high = tl.split(tl.permute(halves, (1, 2, 0)))
             lowers = lowers + (low,)
-            uppers = uppers + (high * upper_factor(F.value_bits),)
+            uppers = uppers + (high * upper_factor(F.values.bits),)
         else:
             lowers = lowers + (weights,)
             uppers = uppers + (weights,)
     factor = spread_columns(alpha[None, :], F)
-    if F.value_bits == 3 and GROUPS == 1:
+    if F.values.bits == 3 and GROUPS == 1:
         scaled = ()
-        for j in tl.static_range(16 // field_bits(F.value_bits)):
+        for j in tl.static_range(16 // field_bits(F.values.bits)):
             scaled = scaled + (totals[j] * factor,)
         return three_bit_products(words, lowers[0], uppers[0], scaled, F.inline_asm), sums
     results = ()
-    for j in tl.static_range(16 // field_bits(F.value_bits)):
+    for j in tl.static_range(16 // field_bits(F.values.bits)):
         total = totals[j] * factor
         for group in tl.static_range(first_group(j, LANES, GROUP_SIZE), last_group(j, LANES, GROUP_SIZE) + 1):
-            more = plane_product(words, lowers[group], uppers[group], total, j, F.value_bits, F.inline_asm)
+            more = plane_product(words, lowers[group], uppers[group], total, j, F.values.bits, F.inline_asm)
             if first_group(j, LANES, GROUP_SIZE) == last_group(j, LANES, GROUP_SIZE):
                 total = more
             else:

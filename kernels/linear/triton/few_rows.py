@@ -14,6 +14,7 @@ in bf16 stays what it is.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -31,60 +32,36 @@ OUTPUTS = tl.constexpr(TILE)
 _UNIT = tl.constexpr(2.0**24)
 
 
+@triton.constexpr_function
+def _operand_assembly(nibble, bf16):
+    """What makes $0 of the lanes $1, two at a time."""
+    # In bf16 an odd nibble is brought to bit 3, in fp16 it stays at bit 4.
+    place = nibble // 2 * 8 + (nibble % 2 if bf16 else 0)
+    source, shift = ("t", f".reg .b32 t; shr.u32 t, $1, {place}; ") if place else ("$1", "")
+    mask = 0xF << (0 if nibble % 2 == 0 else 3 if bf16 else 4)
+    if bf16:
+        exponent = 0x4180 if nibble % 2 else 0x4300
+        return f"{{{shift}lop3.b32 $0, {source}, 0x{mask * 0x10001:08X}, 0x{exponent * 0x10001:08X}, 0xEA;}}"
+    return f"{{{shift}and.b32 $0, {source}, 0x{mask * 0x10001:08X};}}"
+
+
 @triton.jit
 def code_operand(lanes, NIBBLE: tl.constexpr, BF16: tl.constexpr, INLINE_ASM: tl.constexpr):
     """One nibble of each lane as a matrix operand.
 
     Even nibbles become 128 + c in bf16, c 2^-24 in fp16; odd ones 16 + c and 16 c 2^-24.
     """
-    if BF16:
-        if INLINE_ASM:
-            if NIBBLE == 0:
-                operand = tl.inline_asm_elementwise(
-                    "lop3.b32 $0, $1, 0x000F000F, 0x43004300, 0xEA;",
-                    "=r,r", [lanes], dtype=tl.bfloat16, is_pure=True, pack=2,
-                )  # fmt: skip
-            elif NIBBLE == 1:
-                operand = tl.inline_asm_elementwise(
-                    "{.reg .b32 t; shr.u32 t, $1, 1; lop3.b32 $0, t, 0x00780078, 0x41804180, 0xEA;}",
-                    "=r,r", [lanes], dtype=tl.bfloat16, is_pure=True, pack=2,
-                )  # fmt: skip
-            elif NIBBLE == 2:
-                operand = tl.inline_asm_elementwise(
-                    "{.reg .b32 t; shr.u32 t, $1, 8; lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA;}",
-                    "=r,r", [lanes], dtype=tl.bfloat16, is_pure=True, pack=2,
-                )  # fmt: skip
-            else:
-                operand = tl.inline_asm_elementwise(
-                    "{.reg .b32 t; shr.u32 t, $1, 9; lop3.b32 $0, t, 0x00780078, 0x41804180, 0xEA;}",
-                    "=r,r", [lanes], dtype=tl.bfloat16, is_pure=True, pack=2,
-                )  # fmt: skip
-        else:
-            code = (lanes.to(tl.int32) >> (4 * NIBBLE)) & 15
+    if INLINE_ASM:
+        operand = tl.inline_asm_elementwise(
+            _operand_assembly(NIBBLE, BF16), "=r,r", [lanes],
+            dtype=tl.bfloat16 if BF16 else tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        code = (lanes.to(tl.int32) >> (4 * NIBBLE)) & 15
+        if BF16:
             bits = (0x4180 | (code << 3)) if NIBBLE % 2 else (0x4300 | code)
             operand = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
-    else:
-        if INLINE_ASM:
-            if NIBBLE == 0:
-                operand = tl.inline_asm_elementwise(
-                    "and.b32 $0, $1, 0x000f000f;", "=r,r", [lanes], dtype=tl.float16, is_pure=True, pack=2
-                )
-            elif NIBBLE == 1:
-                operand = tl.inline_asm_elementwise(
-                    "and.b32 $0, $1, 0x00f000f0;", "=r,r", [lanes], dtype=tl.float16, is_pure=True, pack=2
-                )
-            elif NIBBLE == 2:
-                operand = tl.inline_asm_elementwise(
-                    "{.reg .b32 t; shr.u32 t, $1, 8; and.b32 $0, t, 0x000f000f;}",
-                    "=r,r", [lanes], dtype=tl.float16, is_pure=True, pack=2,
-                )  # fmt: skip
-            else:
-                operand = tl.inline_asm_elementwise(
-                    "{.reg .b32 t; shr.u32 t, $1, 8; and.b32 $0, t, 0x00f000f0;}",
-                    "=r,r", [lanes], dtype=tl.float16, is_pure=True, pack=2,
-                )  # fmt: skip
         else:
-            code = (lanes.to(tl.int32) >> (4 * NIBBLE)) & 15
             operand = (code << (4 * (NIBBLE % 2))).to(tl.int16).to(tl.float16, bitcast=True)
     return operand
 
@@ -113,42 +90,36 @@ def warp_sums(
     row_mask,
     warp,
     k_blocks,
-    K_BLOCK: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP_K_BLOCKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WARPS: tl.constexpr,
+    W: tl.constexpr,
+    S: tl.constexpr,
     EVEN: tl.constexpr,
-    STAGES: tl.constexpr,
     INLINE_ASM: tl.constexpr,
 ):
-    """Each warp's sums over its own inputs, of the outputs' two classes: two of [WARPS, BLOCK, ROWS] in float32.
+    """Each warp's sums over its own inputs, of the outputs' two classes: two of [S.warps, BLOCK, S.rows] in float32.
 
     Pointers are those of the first k block; masks say which lines of tiles and which rows there are.
     """
     DTYPE: tl.constexpr = x_pointers.dtype.element_ty
+    BLOCK: tl.constexpr = S.tiles * 16
     BF16: tl.constexpr = x_pointers.dtype.element_ty == tl.bfloat16
-    PART: tl.constexpr = K_BLOCK // parts_of(BITS)
-    GROUP_PARTS: tl.constexpr = parts_of(BITS) // GROUPS
-    LANES: tl.constexpr = 2 * BITS * K_BLOCK
-    ones = tl.full([WARPS, BLOCK, PART], 1.0, DTYPE)
-    none = tl.zeros([WARPS, BLOCK, ROWS], tl.float32)
+    GROUPS: tl.constexpr = W.groups
+    GROUP_PARTS: tl.constexpr = parts_of(W.bits) // GROUPS
+    ones = tl.full([S.warps, BLOCK, W.part], 1.0, DTYPE)
+    none = tl.zeros([S.warps, BLOCK, S.rows], tl.float32)
     low, high = none, none
-    for step in tl.range(0, tl.cdiv(k_blocks, WARPS), num_stages=STAGES):
-        k_block = step * WARPS + warp
+    for step in tl.range(0, tl.cdiv(k_blocks, S.warps), num_stages=S.stages):
+        k_block = step * S.warps + warp
         x_mask = row_mask
         mask = tile_mask
         if not EVEN:
             mask &= k_block < k_blocks
             x_mask &= k_block < k_blocks
-        packed = tl.load(lane_pointers + k_block * LANES, mask=mask, other=0)
-        if BITS == 4:
-            grid_low = tl.load(grid_pointers + k_block // GROUP_K_BLOCKS * OUTPUTS, mask=mask, other=0)
-            grid_high = tl.load(grid_pointers + (k_block // GROUP_K_BLOCKS * OUTPUTS + 16), mask=mask, other=0)
-            first = tl.load(x_pointers + k_block * K_BLOCK, mask=x_mask, other=0.0)
-            second = tl.load(x_pointers + (k_block * K_BLOCK + PART), mask=x_mask, other=0.0)
+        packed = tl.load(lane_pointers + k_block * W.lanes, mask=mask, other=0)
+        if W.bits == 4:
+            grid_low = tl.load(grid_pointers + k_block // W.group_k_blocks * OUTPUTS, mask=mask, other=0)
+            grid_high = tl.load(grid_pointers + (k_block // W.group_k_blocks * OUTPUTS + 16), mask=mask, other=0)
+            first = tl.load(x_pointers + k_block * W.k_block, mask=x_mask, other=0.0)
+            second = tl.load(x_pointers + (k_block * W.k_block + W.part), mask=x_mask, other=0.0)
             sums = multiply(ones, second, multiply(ones, first, none, INLINE_ASM), INLINE_ASM)
             product = multiply(code_operand(packed, 0, BF16, INLINE_ASM), first, none, INLINE_ASM)
             product = multiply(code_operand(packed, 2, BF16, INLINE_ASM), second, product, INLINE_ASM)
@@ -158,25 +129,25 @@ def warp_sums(
             high += _corrected(product, sums, grid_high, 1, BF16)
         else:
             second_lanes, third_lanes = packed, packed
-            if BITS == 3:
-                second_lanes = tl.load(lane_pointers + (k_block * LANES + 16 * PART), mask=mask, other=0)
-                third_lanes = tl.load(lane_pointers + (k_block * LANES + 32 * PART), mask=mask, other=0)
+            if W.bits == 3:
+                second_lanes = tl.load(lane_pointers + (k_block * W.lanes + 16 * W.part), mask=mask, other=0)
+                third_lanes = tl.load(lane_pointers + (k_block * W.lanes + 32 * W.part), mask=mask, other=0)
             for group in tl.static_range(GROUPS):
-                offset = (k_block // GROUP_K_BLOCKS * GROUPS + group) * OUTPUTS
+                offset = (k_block // W.group_k_blocks * W.groups + group) * OUTPUTS
                 grid_low = tl.load(grid_pointers + offset, mask=mask, other=0)
                 grid_high = tl.load(grid_pointers + (offset + 16), mask=mask, other=0)
                 sums, low_product, high_product = none, none, none
                 for part in tl.static_range(group * GROUP_PARTS, (group + 1) * GROUP_PARTS):
-                    inputs = tl.load(x_pointers + (k_block * K_BLOCK + part * PART), mask=x_mask, other=0.0)
+                    inputs = tl.load(x_pointers + (k_block * W.k_block + part * W.part), mask=x_mask, other=0.0)
                     first, second = fields(
-                        packed, second_lanes, third_lanes, part, BITS, product_exponent(BITS, BF16), INLINE_ASM
+                        packed, second_lanes, third_lanes, part, W.bits, product_exponent(W.bits, BF16), INLINE_ASM
                     )
                     sums = multiply(ones, inputs, sums, INLINE_ASM)
-                    low_product = multiply_codes(first, inputs, low_product, BITS, INLINE_ASM)
-                    high_product = multiply_codes(second, inputs, high_product, BITS, INLINE_ASM)
+                    low_product = multiply_codes(first, inputs, low_product, W.bits, INLINE_ASM)
+                    high_product = multiply_codes(second, inputs, high_product, W.bits, INLINE_ASM)
                 zero_low, zero_high = (grid_low >> 16).to(tl.float32), (grid_high >> 16).to(tl.float32)
-                low += scale_of(grid_low) * codes_sum(low_product, sums, zero_low, BITS, 0, BF16)
-                high += scale_of(grid_high) * codes_sum(high_product, sums, zero_high, BITS, 1, BF16)
+                low += scale_of(grid_low) * codes_sum(low_product, sums, zero_low, W.bits, 0, BF16)
+                high += scale_of(grid_high) * codes_sum(high_product, sums, zero_high, W.bits, 1, BF16)
     return low, high
 
 
@@ -190,49 +161,41 @@ def few_rows_kernel(
     rows,
     octets,
     k_blocks,
-    K_BLOCK: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP_K_BLOCKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILES: tl.constexpr,
-    WARPS: tl.constexpr,
+    W: tl.constexpr,
+    S: tl.constexpr,
     EVEN: tl.constexpr,
-    STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     INLINE_ASM: tl.constexpr,
 ):
-    """y = x W^T + bias for ROWS rows and 32 TILES outputs per program; every warp sums over inputs of its own.
+    """y = x W^T + bias for S.rows rows and 32 S.tiles outputs per program; every warp sums over inputs of its own.
 
     The product has a batch dimension, which Triton deals out to the warps: so the inputs are split within a program,
     where the order of the sum is fixed and no second launch is needed.
     """
-    PART: tl.constexpr = K_BLOCK // parts_of(BITS)
-    LANES: tl.constexpr = 2 * BITS * K_BLOCK
-    BLOCK: tl.constexpr = TILES * 16
+    BLOCK: tl.constexpr = S.tiles * 16
     # So that the compiler sees that rows of y start at multiples of 16 bytes.
     outputs = octets * 8
     program = tl.program_id(0)
     tiles = (outputs + OUTPUTS - 1) // OUTPUTS
-    warp = tl.arange(0, WARPS)[:, None, None]
+    warp = tl.arange(0, S.warps)[:, None, None]
     line = tl.arange(0, BLOCK)[None, :, None]
-    tile = program * TILES + line // 16
-    column = tl.arange(0, PART)[None, None, :]
-    inner = tl.arange(0, PART)[None, :, None]
-    first_row = tl.program_id(1) * ROWS
-    row = first_row + tl.arange(0, ROWS)[None, None, :]
-    inputs = k_blocks * K_BLOCK
-    groups = k_blocks * GROUPS // GROUP_K_BLOCKS
-    lane_pointers = lanes + tile * (k_blocks * LANES) + line % 16 * PART + column
+    tile = program * S.tiles + line // 16
+    column = tl.arange(0, W.part)[None, None, :]
+    inner = tl.arange(0, W.part)[None, :, None]
+    first_row = tl.program_id(1) * S.rows
+    row = first_row + tl.arange(0, S.rows)[None, None, :]
+    inputs = k_blocks * W.k_block
+    groups = k_blocks * W.groups // W.group_k_blocks
+    lane_pointers = lanes + tile * (k_blocks * W.lanes) + line % 16 * W.part + column
     grid_pointers = grid + tile * (groups * OUTPUTS) + line % 16
     x_pointers = x + row * inputs + inner
     low, high = warp_sums(
         lane_pointers, grid_pointers, x_pointers, tile < tiles, row < rows, warp, k_blocks,
-        K_BLOCK, BITS, GROUPS, GROUP_K_BLOCKS, ROWS, BLOCK, WARPS, EVEN, STAGES, INLINE_ASM,
+        W, S, EVEN, INLINE_ASM,
     )  # fmt: skip
     line = tl.arange(0, BLOCK)[:, None]
-    row = first_row + tl.arange(0, ROWS)[None, :]
-    output = (program * TILES + line // 16) * OUTPUTS + line % 16
+    row = first_row + tl.arange(0, S.rows)[None, :]
+    output = (program * S.tiles + line // 16) * OUTPUTS + line % 16
     pointers = y + row * outputs + output
     first_class, second_class = tl.sum(low, 0), tl.sum(high, 0)
     if HAS_BIAS:
@@ -251,10 +214,10 @@ class FewRowsShape:
     warps: int
     stages: int
 
-    def launch(self, k_blocks: int) -> dict[str, int | bool]:
+    def launch(self, k_blocks: int) -> dict[str, Any]:
         """The kernels' constants and options."""
-        sizes = {"ROWS": self.rows, "TILES": self.tiles, "WARPS": self.warps, "STAGES": self.stages}
-        return sizes | {"EVEN": k_blocks % self.warps == 0, "num_warps": self.warps, "num_stages": self.stages}
+        even = k_blocks % self.warps == 0
+        return {"S": self, "EVEN": even, "num_warps": self.warps, "num_stages": self.stages}
 
 
 # By most rows, fewest tiles of a weight per multiprocessor, and fewest k blocks; the first that fits is taken. What one
@@ -292,7 +255,7 @@ def few_rows(x: Tensor, weight: PackedWeight, shape: FewRowsShape | None = None,
     y = rows.new_empty(len(rows), weight.outputs)
     few_rows_kernel[(triton.cdiv(tiles, shape.tiles), triton.cdiv(rows.shape[0], shape.rows))](
         rows, weight.lanes, weight.grid, y if bias is None else bias, y, rows.shape[0], weight.outputs // 8, k_blocks,
-        **weight.constants, **shape.launch(k_blocks), HAS_BIAS=bias is not None, INLINE_ASM=compiles(x.device),
+        W=weight.layout, **shape.launch(k_blocks), HAS_BIAS=bias is not None, INLINE_ASM=compiles(x.device),
     )  # fmt: skip
     return y
 

@@ -21,6 +21,17 @@ from kvconvert.kernels.linear.triton import fields, multiply, parts_of, second_b
 from kvconvert.kernels.linear.triton.few_rows import OUTPUTS, checked, code_operand, scale_of
 
 
+@triton.constexpr_function
+def _half_assembly(nibble):
+    """$0 = ((1024 + c, or 1024 + 16 c) factor + $2) $3 in fp16 of a nibble c of the lanes $1, two at a time."""
+    shift = "shr.u32 t, $1, 8; " if nibble > 1 else ""
+    mask, factor = ("0x00f000f0", "0x2C002C00") if nibble % 2 else ("0x000f000f", "0x3C003C00")
+    return (
+        f"{{.reg .b32 t, factor; {shift}lop3.b32 t, {'t' if shift else '$1'}, {mask}, 0x64006400, 0xEA; "
+        f"mov.b32 factor, {factor}; fma.rn.f16x2 t, t, factor, $2; mul.rn.f16x2 $0, t, $3;}}"
+    )
+
+
 @triton.jit
 def _weights(lanes, grid, NIBBLE: tl.constexpr, BF16: tl.constexpr, INLINE_ASM: tl.constexpr):
     """(c - z) scale of one nibble of each lane, rounded once or nearly so to the activations' dtype.
@@ -45,30 +56,9 @@ def _weights(lanes, grid, NIBBLE: tl.constexpr, BF16: tl.constexpr, INLINE_ASM: 
         half = scale.to(tl.float16)
         # 1024 + c or 1024 + 16 c, brought to c - z by one fused operation.
         zeros = (-64.0 - zero).to(tl.float16) if NIBBLE % 2 else (-1024.0 - zero).to(tl.float16)
-        if NIBBLE == 0:
-            values = tl.inline_asm_elementwise(
-                "{.reg .b32 t, factor; lop3.b32 t, $1, 0x000f000f, 0x64006400, 0xEA; "
-                "mov.b32 factor, 0x3C003C00; fma.rn.f16x2 t, t, factor, $2; mul.rn.f16x2 $0, t, $3;}",
-                "=r,r,r,r", [lanes, zeros, half], dtype=tl.float16, is_pure=True, pack=2,
-            )  # fmt: skip
-        elif NIBBLE == 1:
-            values = tl.inline_asm_elementwise(
-                "{.reg .b32 t, factor; lop3.b32 t, $1, 0x00f000f0, 0x64006400, 0xEA; "
-                "mov.b32 factor, 0x2C002C00; fma.rn.f16x2 t, t, factor, $2; mul.rn.f16x2 $0, t, $3;}",
-                "=r,r,r,r", [lanes, zeros, half], dtype=tl.float16, is_pure=True, pack=2,
-            )  # fmt: skip
-        elif NIBBLE == 2:
-            values = tl.inline_asm_elementwise(
-                "{.reg .b32 t, factor; shr.u32 t, $1, 8; lop3.b32 t, t, 0x000f000f, 0x64006400, 0xEA; "
-                "mov.b32 factor, 0x3C003C00; fma.rn.f16x2 t, t, factor, $2; mul.rn.f16x2 $0, t, $3;}",
-                "=r,r,r,r", [lanes, zeros, half], dtype=tl.float16, is_pure=True, pack=2,
-            )  # fmt: skip
-        else:
-            values = tl.inline_asm_elementwise(
-                "{.reg .b32 t, factor; shr.u32 t, $1, 8; lop3.b32 t, t, 0x00f000f0, 0x64006400, 0xEA; "
-                "mov.b32 factor, 0x2C002C00; fma.rn.f16x2 t, t, factor, $2; mul.rn.f16x2 $0, t, $3;}",
-                "=r,r,r,r", [lanes, zeros, half], dtype=tl.float16, is_pure=True, pack=2,
-            )  # fmt: skip
+        values = tl.inline_asm_elementwise(
+            _half_assembly(NIBBLE), "=r,r,r,r", [lanes, zeros, half], dtype=tl.float16, is_pure=True, pack=2
+        )
     return values
 
 
@@ -87,10 +77,7 @@ def tile_sums(
     x_block,
     x_offsets,
     k_blocks,
-    K_BLOCK: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP_K_BLOCKS: tl.constexpr,
+    W: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
@@ -98,38 +85,37 @@ def tile_sums(
 ):
     """Sums over all inputs of the outputs' two classes, two of [BLOCK, ROWS] in float32; offsets of the first block."""
     BF16: tl.constexpr = x_block.dtype.element_ty == tl.bfloat16
-    PART: tl.constexpr = K_BLOCK // parts_of(BITS)
-    GROUP_PARTS: tl.constexpr = parts_of(BITS) // GROUPS
-    LANES: tl.constexpr = 2 * BITS * K_BLOCK
+    GROUPS: tl.constexpr = W.groups
+    GROUP_PARTS: tl.constexpr = parts_of(W.bits) // GROUPS
     low = tl.zeros([BLOCK, ROWS], tl.float32)
     high = tl.zeros([BLOCK, ROWS], tl.float32)
     for k_block in tl.range(0, k_blocks, num_stages=STAGES):
-        packed = tl.load(lane_block + k_block * LANES + lane_offsets)
-        if BITS == 4:
-            grid_low = tl.load(grid_block + k_block // GROUP_K_BLOCKS * OUTPUTS + grid_offsets)[:, None]
-            grid_high = tl.load(grid_block + (k_block // GROUP_K_BLOCKS * OUTPUTS + 16) + grid_offsets)[:, None]
-            first = tl.load(x_block + k_block * K_BLOCK + x_offsets)
-            second = tl.load(x_block + (k_block * K_BLOCK + PART) + x_offsets)
+        packed = tl.load(lane_block + k_block * W.lanes + lane_offsets)
+        if W.bits == 4:
+            grid_low = tl.load(grid_block + k_block // W.group_k_blocks * OUTPUTS + grid_offsets)[:, None]
+            grid_high = tl.load(grid_block + (k_block // W.group_k_blocks * OUTPUTS + 16) + grid_offsets)[:, None]
+            first = tl.load(x_block + k_block * W.k_block + x_offsets)
+            second = tl.load(x_block + (k_block * W.k_block + W.part) + x_offsets)
             low = multiply(_weights(packed, grid_low, 0, BF16, INLINE_ASM), first, low, INLINE_ASM)
             high = multiply(_weights(packed, grid_high, 1, BF16, INLINE_ASM), first, high, INLINE_ASM)
             low = multiply(_weights(packed, grid_low, 2, BF16, INLINE_ASM), second, low, INLINE_ASM)
             high = multiply(_weights(packed, grid_high, 3, BF16, INLINE_ASM), second, high, INLINE_ASM)
         else:
             second_lanes, third_lanes = packed, packed
-            if BITS == 3:
-                second_lanes = tl.load(lane_block + (k_block * LANES + 16 * PART) + lane_offsets)
-                third_lanes = tl.load(lane_block + (k_block * LANES + 32 * PART) + lane_offsets)
+            if W.bits == 3:
+                second_lanes = tl.load(lane_block + (k_block * W.lanes + 16 * W.part) + lane_offsets)
+                third_lanes = tl.load(lane_block + (k_block * W.lanes + 32 * W.part) + lane_offsets)
             for group in tl.static_range(GROUPS):
-                grid_pointers = grid_block + (k_block // GROUP_K_BLOCKS * GROUPS + group) * OUTPUTS + grid_offsets
+                grid_pointers = grid_block + (k_block // W.group_k_blocks * W.groups + group) * OUTPUTS + grid_offsets
                 grid_low = tl.load(grid_pointers)[:, None]
                 grid_high = tl.load(grid_pointers + 16)[:, None]
                 for part in tl.static_range(group * GROUP_PARTS, (group + 1) * GROUP_PARTS):
-                    inputs = tl.load(x_block + (k_block * K_BLOCK + part * PART) + x_offsets)
+                    inputs = tl.load(x_block + (k_block * W.k_block + part * W.part) + x_offsets)
                     first, second = fields(
-                        packed, second_lanes, third_lanes, part, BITS, value_exponent(BITS, BF16), INLINE_ASM
+                        packed, second_lanes, third_lanes, part, W.bits, value_exponent(W.bits, BF16), INLINE_ASM
                     )
-                    low = multiply(_values(first, grid_low, BITS, 0, BF16, INLINE_ASM), inputs, low, INLINE_ASM)
-                    high = multiply(_values(second, grid_high, BITS, 1, BF16, INLINE_ASM), inputs, high, INLINE_ASM)
+                    low = multiply(_values(first, grid_low, W.bits, 0, BF16, INLINE_ASM), inputs, low, INLINE_ASM)
+                    high = multiply(_values(second, grid_high, W.bits, 1, BF16, INLINE_ASM), inputs, high, INLINE_ASM)
     return low, high
 
 
@@ -143,10 +129,7 @@ def prompt_kernel(
     octets,
     k_blocks,
     split_k_blocks,
-    K_BLOCK: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP_K_BLOCKS: tl.constexpr,
+    W: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
     STAGES: tl.constexpr,
@@ -157,8 +140,6 @@ def prompt_kernel(
     The second coordinate of a program says which `split_k_blocks` of the inputs it sums over; y is [splits, rows, out],
     in float32 where there are several splits. A split begins with a group of inputs.
     """
-    PART: tl.constexpr = K_BLOCK // parts_of(BITS)
-    LANES: tl.constexpr = 2 * BITS * K_BLOCK
     BLOCK: tl.constexpr = TILES * 16
     outputs = octets * 8
     row_blocks = (rows + ROWS - 1) // ROWS
@@ -166,25 +147,25 @@ def prompt_kernel(
     first_row = program % row_blocks * ROWS
     first_tile = program // row_blocks * TILES
     tiles = (outputs + OUTPUTS - 1) // OUTPUTS
-    groups = k_blocks * GROUPS // GROUP_K_BLOCKS
-    inputs = k_blocks * K_BLOCK
+    groups = k_blocks * W.groups // W.group_k_blocks
+    inputs = k_blocks * W.k_block
     split = tl.program_id(1)
     first_k_block = split * split_k_blocks
     line = tl.arange(0, BLOCK)
     # The last block reads its neighbours' tiles again where it has none of its own; what comes of them is not stored.
     tile = tl.minimum(line // 16, tiles - first_tile - 1)
     row = tl.arange(0, ROWS)
-    column = tl.arange(0, PART)
-    lane_block = lanes + (first_tile.to(tl.int64) * k_blocks + first_k_block) * LANES
-    lane_offsets = (tile * (k_blocks * LANES) + line % 16 * PART)[:, None] + column[None, :]
-    grid_block = grid + (first_tile * groups + first_k_block * GROUPS // GROUP_K_BLOCKS) * OUTPUTS
+    column = tl.arange(0, W.part)
+    lane_block = lanes + (first_tile.to(tl.int64) * k_blocks + first_k_block) * W.lanes
+    lane_offsets = (tile * (k_blocks * W.lanes) + line % 16 * W.part)[:, None] + column[None, :]
+    grid_block = grid + (first_tile * groups + first_k_block * W.groups // W.group_k_blocks) * OUTPUTS
     grid_offsets = tile * (groups * OUTPUTS) + line % 16
-    x_block = x + first_row.to(tl.int64) * inputs + first_k_block * K_BLOCK
+    x_block = x + first_row.to(tl.int64) * inputs + first_k_block * W.k_block
     x_offsets = tl.minimum(row, rows - first_row - 1)[None, :] * inputs + column[:, None]
     low, high = tile_sums(
         lane_block, lane_offsets, grid_block, grid_offsets, x_block, x_offsets,
         tl.minimum(split_k_blocks, k_blocks - first_k_block),
-        K_BLOCK, BITS, GROUPS, GROUP_K_BLOCKS, ROWS, BLOCK, STAGES, INLINE_ASM,
+        W, ROWS, BLOCK, STAGES, INLINE_ASM,
     )  # fmt: skip
     low, high = low.to(y.dtype.element_ty), high.to(y.dtype.element_ty)
     y_block = y + (split * rows + first_row).to(tl.int64) * outputs + first_tile * OUTPUTS
@@ -215,46 +196,33 @@ def split_sum_kernel(partial, bias, y, count, octets, splits, HAS_BIAS: tl.const
 
 
 @kernel(do_not_specialize=["first_tile", "tiles", "k_blocks"])
-def dequantize_kernel(
-    lanes,
-    grid,
-    weights,
-    first_tile,
-    tiles,
-    k_blocks,
-    K_BLOCK: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP_K_BLOCKS: tl.constexpr,
-    K_BLOCKS: tl.constexpr,
-):
+def dequantize_kernel(lanes, grid, weights, first_tile, tiles, k_blocks, W: tl.constexpr, K_BLOCKS: tl.constexpr):
     """Outputs of one tile and K_BLOCKS k blocks of inputs, dequantized to `weights` [outputs, inputs]."""
-    PART: tl.constexpr = K_BLOCK // parts_of(BITS)
-    LANES: tl.constexpr = 2 * BITS * K_BLOCK
     program = tl.program_id(0)
     tile, step = program % tiles, program // tiles
     k_block = step * K_BLOCKS + tl.arange(0, K_BLOCKS)[None, :, None]
-    line, column = tl.arange(0, 16)[:, None, None], tl.arange(0, PART)[None, None, :]
+    line, column = tl.arange(0, 16)[:, None, None], tl.arange(0, W.part)[None, None, :]
     block = (first_tile + tile).to(tl.int64) * k_blocks + k_block
     mask = k_block < k_blocks
-    pointers = lanes + block * LANES + line * PART + column
+    pointers = lanes + block * W.lanes + line * W.part + column
     packed = tl.load(pointers, mask=mask, other=0)
     second_lanes, third_lanes = packed, packed
-    if BITS == 3:
-        second_lanes = tl.load(pointers + 16 * PART, mask=mask, other=0)
-        third_lanes = tl.load(pointers + 32 * PART, mask=mask, other=0)
-    first_group = (first_tile + tile) * (k_blocks * GROUPS // GROUP_K_BLOCKS) + k_block // GROUP_K_BLOCKS * GROUPS
-    target = weights + (tile * OUTPUTS + line).to(tl.int64) * (k_blocks * K_BLOCK) + k_block * K_BLOCK + column
-    for field in tl.static_range(2 * parts_of(BITS)):
-        group = first_group + field // 2 * GROUPS // parts_of(BITS)
+    if W.bits == 3:
+        second_lanes = tl.load(pointers + 16 * W.part, mask=mask, other=0)
+        third_lanes = tl.load(pointers + 32 * W.part, mask=mask, other=0)
+    groups = k_blocks * W.groups // W.group_k_blocks
+    first_group = (first_tile + tile) * groups + k_block // W.group_k_blocks * W.groups
+    target = weights + (tile * OUTPUTS + line).to(tl.int64) * (k_blocks * W.k_block) + k_block * W.k_block + column
+    for field in tl.static_range(2 * parts_of(W.bits)):
+        group = first_group + field // 2 * W.groups // parts_of(W.bits)
         pair = tl.load(grid + group * OUTPUTS + field % 2 * 16 + line, mask=mask, other=0)
-        if BITS == 3:
-            both = fields(packed, second_lanes, third_lanes, field // 2, BITS, "none", False)
-            codes = both[field % 2].to(tl.int32) >> (field % 2 * second_bit(BITS))
+        if W.bits == 3:
+            both = fields(packed, second_lanes, third_lanes, field // 2, W.bits, "none", False)
+            codes = both[field % 2].to(tl.int32) >> (field % 2 * second_bit(W.bits))
         else:
-            codes = (packed.to(tl.int32) >> (BITS * field)) & ((1 << BITS) - 1)
+            codes = (packed.to(tl.int32) >> (W.bits * field)) & ((1 << W.bits) - 1)
         values = (codes.to(tl.float32) - (pair >> 16).to(tl.float32)) * scale_of(pair)
-        pointers = target + field % 2 * 16 * (k_blocks * K_BLOCK).to(tl.int64) + field // 2 * PART
+        pointers = target + field % 2 * 16 * (k_blocks * W.k_block).to(tl.int64) + field // 2 * W.part
         tl.store(pointers, values.to(weights.dtype.element_ty), mask=mask)
 
 
@@ -270,7 +238,7 @@ def prompt(x: Tensor, weight: PackedWeight, shape: PromptShape | None = None, bi
     rows = checked(x, weight)
     tiles, k_blocks = weight.lanes.shape[:2]
     # Splits begin with a group, and with a k block.
-    group_k_blocks = weight.constants["GROUP_K_BLOCKS"]
+    group_k_blocks = weight.layout.group_k_blocks
     if shape is None:
         gpu = multiprocessors(x.device), capability(x.device)
         groups = k_blocks // group_k_blocks, group_k_blocks * weight.k_block
@@ -282,7 +250,7 @@ def prompt(x: Tensor, weight: PackedWeight, shape: PromptShape | None = None, bi
     blocks = triton.cdiv(tiles, shape.tiles) * triton.cdiv(rows.shape[0], shape.rows)
     prompt_kernel[(blocks, splits)](
         rows, weight.lanes, weight.grid, sums, rows.shape[0], weight.outputs // 8, k_blocks, split_k_blocks,
-        **weight.constants, ROWS=shape.rows, TILES=shape.tiles,
+        W=weight.layout, ROWS=shape.rows, TILES=shape.tiles,
         STAGES=shape.stages, INLINE_ASM=compiles(x.device), num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     if splits == 1:
@@ -302,7 +270,7 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype, start: int = 0, stop: i
     count = k_blocks_per_program(weight.k_block)
     dequantize_kernel[((stop - start) * triton.cdiv(k_blocks, count),)](
         weight.lanes, weight.grid, values, start, stop - start, k_blocks,
-        **weight.constants, K_BLOCKS=count, num_warps=4,
+        W=weight.layout, K_BLOCKS=count, num_warps=4,
     )  # fmt: skip
     return values[: min(stop * TILE, weight.outputs) - start * TILE, : weight.inputs]
 

@@ -178,6 +178,24 @@ def channel_parts(bits, by_token):
 
 
 @triton.constexpr_function
+def padded(size):
+    """The power of two that holds a size."""
+    return triton.next_power_of_2(size)
+
+
+@triton.constexpr_function
+def tile_of(dim, bits):
+    """Channels of a tile: a power of two, of which matrix instructions want 16 in each half of `halves_of`."""
+    return max(16 * halves_of(bits), triton.next_power_of_2(dim))
+
+
+@triton.constexpr_function
+def slots_of(boosted):
+    """Places for the numbers of boosted channels."""
+    return max(16, triton.next_power_of_2(boosted))
+
+
+@triton.constexpr_function
 def field_width(bits):
     """`field_bits` of `kernels/packing.py`."""
     return {1: 2, 3: 2}.get(bits, bits)

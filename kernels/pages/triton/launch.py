@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +23,9 @@ import triton
 from kvconvert.kernels.device import upload
 from kvconvert.kernels.page_formats import NO_TENSORS, PageFormat, PageLayout, SideTensors, TokenNorm
 from kvconvert.kernels.pages.records import PageTensors, PageWrites
-from kvconvert.kernels.pages.triton import channel_parts, halves_of
+from kvconvert.kernels.pages.triton import channel_parts, halves_of, padded, tile_of
 from kvconvert.kernels.pages.triton.center import launch_centers
-from kvconvert.kernels.pages.triton.feedback import PageFeedback, launch_feedback
+from kvconvert.kernels.pages.triton.feedback import CHANNEL_BLOCK, feedback_warps, key_feedback_kernel, program_lanes
 from kvconvert.kernels.pages.triton.quantize import copy_page_kernel, norm_kernel, page_kernel
 
 # Every operation is rounded by itself, as on a CPU.
@@ -40,44 +40,28 @@ VALUE_TOKENS = 16
 NORM_TOKENS = 16
 
 
-class PageLaunch(NamedTuple):
-    """The pages that one launch writes.
-
-    Attributes:
-        base: any tensor of the tokens' dtype and device, from whose address the table counts tokens.
-        token_stride: elements from one token to the next; a multiple of 8.
-        table: int64 [N, 5], see the module.
-        records: int16, from whose address the table counts records; of 16-bit pages, the tokens' dtype.
-        flag: int32 [1], see `raise_if_flagged`.
-        feedback: the pages' matrices where keys are rounded with error feedback; 16-bit keys are not rounded.
-    """
-
-    base: torch.Tensor
-    token_stride: int
-    table: torch.Tensor
-    records: torch.Tensor
-    flag: torch.Tensor
-    feedback: PageFeedback | None = None
-
-
-def page_launch(
-    writes: PageWrites, like: torch.Tensor, pages: PageTensors, flag: torch.Tensor, tensors: Sequence[SideTensors]
-) -> PageLaunch:
-    """The tables of a launch on the device; arguments as for `quantize_at`."""
-    records, (layers, count) = pages.buffer, writes.tokens.shape
+def listed(
+    writes: PageWrites, like: torch.Tensor, pages: PageTensors, tensors: Sequence[SideTensors]
+) -> dict[str, Any]:
+    """The tables on the device that `quantize_listed` takes; arguments as for `quantize_at`."""
+    records, (layers, count), first = pages.buffer, writes.tokens.shape, tensors[0]
     table = np.empty((layers, count, 5), dtype=np.int64)
     table[..., 0] = (writes.tokens - like.data_ptr()) // like.element_size()
     table[..., 1] = writes.head_strides
     table[..., 2] = (writes.records - records.data_ptr()) // records.element_size()
     table[..., 3] = pages.format.page_size
     table[..., 4] = writes.hidden
-    on_device, feedback = upload(table.reshape(-1, 5), like.device), None
-    if tensors[0].feedback is not None:
-        # Addresses of float16 numbers, counted from the records', which are of 16 bits too.
-        base = records.view(torch.float16)
-        offsets = [(own.feedback.data_ptr() - base.data_ptr()) // 2 for own in tensors]
-        feedback = PageFeedback(base, upload(np.repeat(offsets, count), like.device))
-    return PageLaunch(like, like.stride(1), on_device, records, flag, feedback)
+    found = {"table": upload(table.reshape(-1, 5), like.device)}
+    if first.feedback is not None:
+        offsets = [(own.feedback.data_ptr() - first.feedback.data_ptr()) // 2 for own in tensors]
+        found["matrices"] = upload(np.repeat(offsets, count), like.device)
+    if first.center is not None:
+        bases = first.center.matrix, first.center.frequencies
+        own = [[side.center.matrix.data_ptr(), side.center.frequencies.data_ptr()] for side in tensors]
+        offsets = (np.array(own) - [base.data_ptr() for base in bases]) // [base.element_size() for base in bases]
+        centers = np.column_stack([np.tile(writes.positions, layers), np.repeat(offsets, count, axis=0)])
+        found["centers"] = upload(centers, like.device)
+    return found
 
 
 def quantize_at(
@@ -92,15 +76,8 @@ def quantize_at(
         flag: what the kernels raise, see `raise_if_flagged`; from `new_flag`.
         tensors: each layer's; of several layers `LayerFormat.shares_launches` is true.
     """
-    f, launch, first = pages.format, page_launch(writes, like, pages, flag, tensors), tensors[0]
-    if first.center is not None:
-        bases = first.center.matrix, first.center.frequencies
-        own = [[side.center.matrix.data_ptr(), side.center.frequencies.data_ptr()] for side in tensors]
-        offsets = (np.array(own) - [base.data_ptr() for base in bases]) // [base.element_size() for base in bases]
-        positions, count = np.tile(writes.positions, len(tensors)), len(writes.positions)
-        centers = upload(np.column_stack([positions, np.repeat(offsets, count, axis=0)]), like.device)
-        launch_centers(like, launch.token_stride, launch.table, centers, first.center, f.page_size, sign=-1)
-    quantize_pages(launch, f, first)
+    tables = listed(writes, like, pages, tensors)
+    quantize_listed(like, records=pages.buffer, f=pages.format, flag=flag, tensors=tensors[0], **tables)
 
 
 def quantize_listed(
@@ -110,10 +87,12 @@ def quantize_listed(
     f: PageFormat,
     flag: torch.Tensor,
     *,
-    centers: torch.Tensor,
     tensors: SideTensors = NO_TENSORS,
+    centers: torch.Tensor | None = None,
+    matrices: torch.Tensor | None = None,
+    partial: bool = False,
 ) -> None:
-    """Quantize complete pages of one layer on a GPU that a table there describes.
+    """Quantize pages on a GPU that a table there describes; `quantize_pages` in kernels/pages/reference.py says what.
 
     Args:
         tokens: [H, W, channels] that `unsupported` accepts, from whose address the table counts tokens; those of pages
@@ -122,65 +101,56 @@ def quantize_listed(
         records: int16, or of 16-bit pages the tokens' dtype, from whose address the table counts records.
         f: the format of the pages.
         flag: as for `quantize_at`.
-        centers: int64 [N, 3], the position of each page's first token, and zeros.
-        tensors: the layer's, whose center is subtracted from the tokens in place.
-    """
-    feedback = tensors.feedback
-    matrices = None if feedback is None else PageFeedback(feedback, torch.zeros_like(table[:, 0]))
-    launch = PageLaunch(tokens, tokens.stride(1), table, records, flag, matrices)
-    if tensors.center is not None:
-        launch_centers(tokens, launch.token_stride, table, centers, tensors.center, f.page_size, sign=-1)
-    quantize_pages(launch, f, tensors)
-
-
-def quantize_pages(launch: PageLaunch, f: PageFormat, tensors: SideTensors = NO_TENSORS, partial: bool = False) -> None:
-    """Write pages into their records; `quantize_pages` in kernels/pages/reference.py says what.
-
-    Args:
-        launch: the pages, with the feedback of each.
-        f: their format.
-        tensors: the layer's boosted channels and static scales.
+        tensors: a layer's, whose center is subtracted from the tokens in place.
+        centers: int64 [N, 3], the position of each page's first token, and where its layer's center is, see
+            `center_kernel`; for keys with a center.
+        matrices: int64 [N], where each page's matrix of error feedback is, in elements from the layer's; None for that.
         partial: whether pages, of 8 bits or fewer, may have fewer tokens than `f.page_size`.
     """
-    table, records, tile = launch.table, launch.records, tile_of(f.head_dim, f.bits)
+    tile, layout, stride = tile_of(f.head_dim, f.bits), PageLayout.of(f), tokens.stride(1)
+    if tensors.center is not None:
+        launch_centers(tokens, stride, table, centers, tensors.center, f.page_size, sign=-1)
     if f.bits == 16:
         copy_page_kernel[(len(table) * f.heads,)](
-            launch.base, records, table, launch.token_stride, f.heads, f.head_dim, tile, f.page_size,
-            num_warps=warps_for(f.page_size * tile), **UNFUSED,
-        )  # fmt: skip
+            tokens, records, table, stride, layout, num_warps=warps_for(f.page_size * tile), **UNFUSED
+        )
         return
-    constants = page_constants(f, partial)
     if f.token_norm is not TokenNorm.NONE:
         own = norm_constants(f)
-        programs = len(table) * (f.heads // own["SHARED"]) * (f.page_size // own["TOKENS"])
-        norm_kernel[(programs,)](
-            launch.base, records, table, launch.flag, launch.token_stride, **own,
-            num_warps=warps_for(own["TOKENS"] * tile), **UNFUSED,
-        )  # fmt: skip
-    dynamic = f.boosted > 0 and not f.fixed_channels
+        heads = 1 if f.token_norm is TokenNorm.JOINT else f.heads
+        norm_kernel[(len(table) * heads * (f.page_size // own["TOKENS"]),)](
+            tokens, records, table, flag, stride, **own, num_warps=warps_for(own["TOKENS"] * tile), **UNFUSED
+        )
+    constants = page_constants(f, partial)
     shared = {
-        "tokens": launch.base,
+        "tokens": tokens,
         "records": records,
-        "record_bytes": records.view(torch.uint8) if dynamic else records,
+        "record_bytes": records if layout.channels < 0 else records.view(torch.uint8),
         "table": table,
         "static_scales": tensors.static.scale if f.static else records,
         "static_offsets": tensors.static.offset if f.static else records,
-        "boosted": tensors.boosted if f.boosted and not dynamic else table,
-        "token_stride": launch.token_stride,
+        "boosted": tensors.boosted if f.boosted and layout.channels < 0 else table,
+        "token_stride": stride,
+        "F": layout,
+        "PARTIAL": partial,
     }
     factor, shrink = shrinkage(f.clip_ratio)
-    rows = (f.head_dim if f.is_key else f.page_size) // channel_parts(f.bits, f.by_token)
-    page_kernel[(len(table) * f.heads * triton.cdiv(rows, constants["ROW_TILE"]),)](
-        **shared,
-        flag=launch.flag,
-        factor=factor,
-        shrink=shrink,
-        **constants,
-        num_warps=page_warps(constants),
-        **UNFUSED,
+    programs = len(table) * f.heads
+    rows = layout.grid_rows // channel_parts(f.bits, f.by_token)
+    page_kernel[(programs * triton.cdiv(rows, constants["ROW_TILE"]),)](
+        **shared | constants, flag=flag, factor=factor, shrink=shrink, num_warps=page_warps(constants), **UNFUSED
     )
-    if launch.feedback is not None:
-        launch_feedback(launch.feedback, len(table), shared, constants)
+    if tensors.feedback is None:
+        return
+    divisions = layout.lanes // program_lanes(layout)
+    programs *= divisions
+    room = programs * CHANNEL_BLOCK * (f.page_size // divisions + 1)
+    matrices = torch.zeros_like(table[:, 0]) if matrices is None else matrices
+    key_feedback_kernel[(programs,)](
+        **shared, feedback=tensors.feedback, feedback_table=matrices,
+        scratch=tokens.new_empty(room, dtype=torch.float32), BLOCK=CHANNEL_BLOCK, num_warps=feedback_warps(layout),
+        **UNFUSED,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
@@ -194,55 +164,18 @@ def page_constants(f: PageFormat, partial: bool = False) -> dict[str, Any]:
         chunk = layout.lanes if f.static else max(f.group_size, layout.lanes)
     else:
         rows, chunk = min(VALUE_TOKENS, f.page_size // halves), f.head_dim
-    return {
-        "KEYS": f.is_key,
-        "HEADS": f.heads,
-        "HEAD_SIZE": f.head_dim,
-        "TILE": tile,
-        "ROW_TILE": rows,
-        "LANE_TILE": triton.next_power_of_2(layout.lanes),
-        "PAGE": f.page_size,
-        "CHUNK": chunk,
-        "BITS": f.bits,
-        "GROUP": chunk if f.static else f.group_size,
-        "NORM": f.token_norm.mode,
-        "BOOSTED": f.boosted,
-        "SLOTS": max(16, triton.next_power_of_2(f.boosted)),
-        "DYNAMIC": not f.fixed_channels,
-        "STATIC": f.static,
-        "BY_TOKEN": f.by_token,
-        "PARTIAL": partial,
-        "HEAD_STRIDE": layout.head_stride,
-        "LANES": layout.lanes,
-        "STORED_ROWS": layout.rows,
-        "HIGH": layout.high,
-        "SCALE": layout.scale,
-        "OFFSET": layout.offset,
-        "NORM_START": layout.joint_norm if f.token_norm is TokenNorm.JOINT else layout.norm,
-        "CHANNELS": layout.channels,
-    }
+    return {"F": layout, "ROW_TILE": rows, "CHUNK": chunk, "PARTIAL": partial}
 
 
 def norm_constants(f: PageFormat) -> dict[str, Any]:
     """Compile-time arguments of `norm_kernel`."""
-    constants = page_constants(f)
-    return {name: constants[name] for name in ("HEADS", "HEAD_SIZE", "TILE", "PAGE", "HEAD_STRIDE")} | {
-        "SHARED": f.heads if f.token_norm is TokenNorm.JOINT else 1,
-        "TOKENS": min(NORM_TOKENS, f.page_size),
-        "START": constants["NORM_START"],
-        "MEAN_ABS": f.token_norm_measure == "mean_abs",
-    }
+    measure = f.token_norm_measure == "mean_abs"
+    return {"F": PageLayout.of(f), "TOKENS": min(NORM_TOKENS, f.page_size), "MEAN_ABS": measure}
 
 
 def shrinkage(factor: float) -> tuple[float, float]:
     """What the extent of a range is multiplied with, and its part by which the offset rises."""
     return factor, (1 - factor) / 2
-
-
-@lru_cache(maxsize=1024)
-def tile_of(dim: int, bits: int) -> int:
-    """Channels of a tile: a power of two, of which matrix instructions want 16 in each half of `halves_of`."""
-    return max(16 * halves_of(bits), triton.next_power_of_2(dim))
 
 
 def warps_for(elements: int) -> int:
@@ -254,18 +187,19 @@ def page_warps(constants: dict[str, Any]) -> int:
     """Warps of `page_kernel`: where chunks follow one another, wider or paired codes take more registers for every
     element.
     """
-    bits, planes = constants["BITS"], constants["CHUNK"] // constants["LANES"]
-    elements = planes * constants["LANE_TILE"] * constants["ROW_TILE"]
-    if not constants["KEYS"]:
+    layout, chunk = constants["F"], constants["CHUNK"]
+    bits, lane_tile = layout.bits, padded(layout.lanes)
+    elements = chunk // layout.lanes * lane_tile * constants["ROW_TILE"]
+    if not layout.is_key:
         # Groups one by one, or two fields' halves, take more registers, too.
-        crowded = constants["LANES"] != constants["LANE_TILE"] or halves_of(bits) == 2
+        crowded = layout.lanes != lane_tile or halves_of(bits) == 2
         return warps_for(elements * (2 if crowded else 1))
-    if constants["BY_TOKEN"]:
+    if layout.by_token:
         # All parts are under way at once.
         return warps_for(elements * {2: 16, 4: 4}[bits])
-    if constants["CHUNK"] < constants["PAGE"]:
-        return warps_for(elements * (2 if constants["STATIC"] else {1: 4, 2: 1, 3: 4, 4: 2, 8: 4}[bits]))
-    if constants["BOOSTED"]:
+    if chunk < layout.page_size:
+        return warps_for(elements * (2 if layout.static else {1: 4, 2: 1, 3: 4, 4: 2, 8: 4}[bits]))
+    if layout.boosted:
         # Ranking exchanges scores between all warps: the fewer the better, but for pairs, which take more registers.
         return warps_for(elements * 2 if bits == 1 else elements // 2)
     return warps_for(elements)
