@@ -363,6 +363,7 @@ def test_divergences_are_measured_on_text_with_repeats(model, text, finished, mo
     assert all(torch.equal(ids[:, -64:], ids[:, :64]) for ids in read)
 
 
+@pytest.mark.quick("16")
 @pytest.mark.parametrize("better", [0, 16])
 def test_all_layers_get_the_window_whose_plan_loses_less_and_it_counts_as_bytes(
     tmp_path, model, text, finished, monkeypatch, better

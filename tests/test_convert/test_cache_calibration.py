@@ -58,6 +58,7 @@ def kv(name):
 FEW = ("default", "calibquant-1bit", "minikv-pyramid")
 
 
+@pytest.mark.quick("default", "minikv-pyramid")
 @pytest.mark.parametrize(
     "name",
     [
@@ -148,6 +149,7 @@ def test_budgets_are_spread_by_what_was_measured_and_arrive_resolved(tmp_path, m
     assert list(load(bundle)[0].new_kv_cache().schemes) == schemes(work)
 
 
+@pytest.mark.quick("minikv-pyramid")
 @pytest.mark.parametrize("preset", ["calibquant-2bit", "minikv-pyramid"])
 def test_a_kill_among_the_last_decisions_costs_nothing(tmp_path, model, text, monkeypatch, preset):
     def go(work):
@@ -211,6 +213,7 @@ def test_three_bits_calibrate_export_verify_and_generate(tmp_path, model, text):
     assert loaded.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None).shape == (1, 263)
 
 
+@pytest.mark.quick("missing", "bounds")
 @pytest.mark.parametrize("damage", ["missing", "shape", "order", "bounds"])
 def test_damaged_boosted_channels_are_refused(tmp_path, model, text, damage, monkeypatch):
     kv = replace(PRESETS["kitty"], boost_select="calibrated")
@@ -279,6 +282,7 @@ def test_what_only_calibration_can_say_is_refused_where_layers_are_unknown(tmp_p
         )
 
 
+@pytest.mark.quick("predicted")
 @pytest.mark.parametrize("selection", ["reconstruction", "predicted"])
 def test_a_budget_that_layers_cannot_share_is_refused_before_anything_is_written(tmp_path, selection):
     heads = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}

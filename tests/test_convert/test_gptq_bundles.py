@@ -31,6 +31,7 @@ def recipe(method: str) -> Recipe:
     return Recipe(weights=WeightsRecipe(method=method, group_size=16), kv=None)
 
 
+@pytest.mark.quick("awq+gptq")
 @pytest.mark.parametrize("method", ["gptq", "awq+gptq"])
 def test_a_bundle_stores_the_compensated_codes(tmp_path, method):
     model, text = write_tiny_llama(tmp_path / "model"), save_text(tmp_path)

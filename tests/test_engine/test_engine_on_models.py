@@ -39,6 +39,7 @@ def some_requests(count, vocabulary, longest=300):
     return requests
 
 
+@pytest.mark.quick("kivi")
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_requests_in_company_give_what_generate_gives_alone(scheme):
     model = bundle_model(scheme)

@@ -55,7 +55,7 @@ def alone(model, prompts, new=(3, 7), **options):
     ]
 
 
-@pytest.mark.quick("qwen3_5_text", "jamba", "gemma4_text_shared", "deepseek_v32")
+@pytest.mark.quick("qwen3_5_text", "gemma4_text_shared", "deepseek_v32")
 @pytest.mark.parametrize("name", EVERY)
 def test_requests_in_company_give_what_generate_gives_alone(name):
     model = bundle_model(name)
@@ -67,6 +67,7 @@ def test_requests_in_company_give_what_generate_gives_alone(name):
     assert engine.stats().cached_tokens == 2 * CHUNK
 
 
+@pytest.mark.quick("glm_moe_dsa", "qwen3_5_text")
 @pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "glm_moe_dsa"])
 def test_states_and_keys_of_indexers_move_with_their_sequences_to_lower_rows(name, monkeypatch):
     monkeypatch.setattr(model_steps, "FEW_ROWS", 1)
@@ -84,7 +85,7 @@ def test_queries_are_scaled_by_the_position_in_their_own_sequence():
     assert answers(engine, prompts) == alone(model, prompts)
 
 
-@pytest.mark.quick("qwen3_5_text", "deepseek_v3", "minimax_m3_vl_text")
+@pytest.mark.quick("deepseek_v3", "minimax_m3_vl_text")
 @pytest.mark.parametrize(("name", "scheme"), QUANTIZED)
 def test_quantized_pages_are_those_of_generate(name, scheme):
     model = bundle_model(name, KVScheme.preset(scheme))
@@ -93,6 +94,7 @@ def test_quantized_pages_are_those_of_generate(name, scheme):
     assert answers(engine, prompts) == alone(model, prompts)
 
 
+@pytest.mark.quick("qwen3_5_text")
 @pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "glm_moe_dsa"])
 def test_a_saved_sequence_goes_on_with_its_states(name, tmp_path):
     model = bundle_model(name)
@@ -188,6 +190,7 @@ def test_no_trial_is_made_while_kernels_are_only_listed():
     assert "continues" not in module.__dict__
 
 
+@pytest.mark.quick("qwen3_5_text")
 @pytest.mark.parametrize("name", ["qwen3_5_text", "bamba", "jamba", "falcon_h1"])
 def test_states_of_12_bits_change_logits_by_next_to_nothing(name):
     # Mamba's update of one token changes the states that a cache gives it, and does not say so.
@@ -244,6 +247,7 @@ def test_rows_that_come_back_lie_where_they_were():
         assert tensor[:6].equal(numbers[name])
 
 
+@pytest.mark.quick("qwen3_5_text", "kimi_linear")
 @pytest.mark.parametrize(
     ("name", "scheme"),
     [("qwen3_5_text", "kivi"), ("kimi_linear", "latent-4bit"), ("falcon_h1", "kivi"), ("lfm2", "kivi")],

@@ -57,7 +57,7 @@ def addresses(engine):
 @pytest.mark.parametrize(
     ("scheme", "count"),
     [
-        ("oscar-g128", 80),
+        ("oscar-g128", 40),
         pytest.param("oscar-g128", 2000, marks=pytest.mark.full),
         pytest.param("kivi", 500, marks=pytest.mark.full),
     ],

@@ -161,6 +161,7 @@ def test_new_tokens_of_several_sequences_over_all_that_each_has_stored(device, c
     assert run(Pass(case, lengths, device)) < TOLERANCE[case.dtype]
 
 
+@pytest.mark.quick("softcap")
 @pytest.mark.parametrize(
     "extras",
     [
@@ -178,6 +179,7 @@ def test_caps_sink_logits_and_windows(device, extras):
     assert run(Pass(case, (60, 1, 100), device), **extras) < TOLERANCE[HALF]
 
 
+@pytest.mark.quick("(True, True)", "(True, False)")
 @pytest.mark.parametrize("rotations", [(True, True), (False, True), (True, False)], ids=str)
 @pytest.mark.parametrize("dim", [32, pytest.param(96, marks=FULL)])
 def test_new_tokens_are_rotated_on_the_way(device, rotations, dim):

@@ -69,6 +69,25 @@ def described(structure: LayerStructure, layer: nn.Module) -> dict:
     }
 
 
+@pytest.mark.quick(
+    "gemma4",
+    "gpt_oss",
+    "deepseek_v2",
+    "opt",
+    "gpt_neox",
+    "qwen3_next",
+    "lfm2",
+    "bamba",
+    "phi3",
+    "olmo2",
+    "cohere2",
+    "hunyuan_v1_moe",
+    "llama4_text",
+    "stablelm",
+    "nemotron",
+    "starcoder2",
+    "qwen2_5_omni_thinker",
+)
 @pytest.mark.parametrize("name", ORACLE)
 def test_what_is_found_is_what_was_written_down_by_hand(name):
     model, oracle = build_without_weights(ARCHITECTURES[name].config()), ORACLE[name]

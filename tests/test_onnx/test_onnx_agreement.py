@@ -48,6 +48,7 @@ def check(model, cache, directory, ids, new=NEW, tolerance=1e-3):
     np.testing.assert_allclose(np.stack([row for _, row in got]), logits.numpy(), atol=tolerance, rtol=0)
 
 
+@pytest.mark.quick("qwen2", "gemma3_text")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=FULL if name in ("llama", "gemma") else ()) for name in FAMILIES]
 )

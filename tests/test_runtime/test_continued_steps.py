@@ -149,7 +149,7 @@ def same(one: Stepped, other: Stepped) -> None:
                     assert torch.equal(a.buffer, b.buffer)
 
 
-@pytest.mark.quick("sliding window", "keys stay longer", "spans", "eviction")
+@pytest.mark.quick("sliding window", "eviction")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(
     "growth",

@@ -61,6 +61,7 @@ class Simulated(DynamicLayer):
         rope[exact:] = dequantize(*quantize(rope, 8, 16, 1), 16, 1)[exact:]
 
 
+@pytest.mark.quick("deepseek_v2")
 @pytest.mark.parametrize("name", LATENT_MODELS)
 def test_unquantized_latents_give_what_transformers_gives(name):
     inputs = ARCHITECTURES[name].inputs(2, 240, padding=21)

@@ -59,12 +59,13 @@ def check(model, new_cache, file, tokens=350, count=80):
     return loaded
 
 
-@pytest.mark.quick("kitty", "oscar")
+@pytest.mark.quick("kitty")
 @pytest.mark.parametrize("scheme", [pytest.param(n, marks=() if n in ALWAYS else pytest.mark.full) for n in PAGED])
 def test_a_loaded_session_goes_on_bit_for_bit(llama, tmp_path, scheme):
     check(llama, lambda: KVCache(llama.config, scheme), tmp_path / "session.safetensors")
 
 
+@pytest.mark.quick("gpt_oss")
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
 def test_sliding_windows_are_saved_with_what_has_left_them(tmp_path, name):
     model = ARCHITECTURES[name].build("kvconvert")

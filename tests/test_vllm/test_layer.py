@@ -298,7 +298,7 @@ def test_layers_with_blocks_of_different_sizes_follow_one_plan(kernels, side_by_
             assert layer.run(lengths) < (1e-3 if kernels else 2e-6), lengths
 
 
-@pytest.mark.quick("without sinks", "value window", "kitty", "calibrated", "static", "scales of 8 bits")
+@pytest.mark.quick("value window", "kitty", "calibrated", "scales of 8 bits")
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_pass_attends_to_what_is_stored_as_it_is_stored(name):
     torch.manual_seed(0)
@@ -310,6 +310,7 @@ def test_a_pass_attends_to_what_is_stored_as_it_is_stored(name):
 FULL = pytest.mark.full
 
 
+@pytest.mark.quick("oscar", "value window")
 @pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=FULL)])
 @pytest.mark.parametrize("name", ["kivi", "oscar", "value window"])
 def test_values_may_have_fewer_channels_than_keys(name, kernels):
@@ -319,7 +320,7 @@ def test_values_may_have_fewer_channels_than_keys(name, kernels):
         assert layer.run(lengths) < (1e-3 if kernels else 2e-6), lengths
 
 
-@pytest.mark.quick("value window", "key window")
+@pytest.mark.quick("value window")
 @pytest.mark.parametrize(
     ("name", "kernels"),
     [("kivi", False), ("value window", False), ("key window", False), pytest.param("key window", True, marks=FULL)],
@@ -352,7 +353,7 @@ DRAFTED = [
 ]  # fmt: skip
 
 
-@pytest.mark.quick("calibrated", "value window")
+@pytest.mark.quick("value window")
 @pytest.mark.parametrize("name", ["kivi", "calibrated", "value window", "key window", "16-bit values"])
 def test_drafts_attend_to_what_they_would_without_and_are_taken_back(name):
     torch.manual_seed(0)
