@@ -127,6 +127,17 @@ def no_wait_for_the_disk() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def no_configuration_is_written_out_for_a_log() -> Iterator[None]:
+    """Leave out the JSON text of a configuration that transformers makes for its log of each one that it reads."""
+    from transformers import GenerationConfig, PretrainedConfig
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (GenerationConfig, PretrainedConfig):
+            patch.setattr(kind, "__repr__", object.__repr__)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def long_texts_are_tokenized_once() -> Iterator[None]:
     """Keep the ids of long texts: hundreds of conversions of tiny models read those that ship, half a second each."""
     from kvconvert.data import text
