@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from tiny.sources import parsed
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = {"kernels": "kvconvert.kernels", "calibration": "kvconvert.calibration", "runtime": "kvconvert.runtime"}
@@ -81,11 +82,6 @@ ALLOWED = {
         "kvconvert.errors",
     ),
 }
-
-
-@functools.cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf8"))
 
 
 @functools.cache

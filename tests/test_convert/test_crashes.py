@@ -17,7 +17,7 @@ from kvconvert.convert.export import export
 from kvconvert.errors import KvconvertError
 from kvconvert.io import disk
 
-STEP = 61  # of the changes to files, every one of this many is tried; the full run tries all
+STEP = 97  # of the changes to files, every one of this many is tried; the full run tries all
 SHORT = {"samples": 1, "seq_len": 16}
 
 

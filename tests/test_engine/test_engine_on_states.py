@@ -166,6 +166,7 @@ def test_states_of_stored_prefixes_count_as_pages():
     assert engine.stats().prefix_pages == 2 + 2 * -(-of_states // page)
 
 
+@pytest.mark.quick("qwen3_5_text", "lfm2")
 @pytest.mark.parametrize("name", ["qwen3_5_text", "kimi_linear", "falcon_h1", "lfm2"])
 def test_prompts_of_a_pass_are_read_by_one_run_of_a_module(name, monkeypatch):
     model, read = bundle_model(name), []

@@ -112,7 +112,7 @@ def attended(scheme: KVScheme, where: torch.device, lengths: tuple[int, ...], sl
     [
         ("rotated", (290, 1, 40), None),
         pytest.param("values stay longer", (390, 1, 3), None, marks=FULL),
-        ("rotated", (420, 1, 5), prompt_chunks.WINDOW),
+        pytest.param("rotated", (420, 1, 5), prompt_chunks.WINDOW, marks=FULL),
     ],
 )
 def test_a_cache_with_kernels_gives_what_it_gives_without(name, lengths, window, device, monkeypatch):

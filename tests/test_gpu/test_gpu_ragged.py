@@ -135,7 +135,7 @@ def run(passed: Pass, rotations: Rotations = NO_ROTATION, **extras) -> float:
 
 
 CASES = [
-    (Case(key_group=32, value_group=32, norm="joint", dtype=BRAIN), (1, 70, 129)),
+    (Case(key_group=32, value_group=32, norm="joint", dtype=BRAIN), (1, 70, 9)),
     (Case(key_dim=64, value_dim=64, value_group=64, boosted=8, dtype=HALF), (65, 1, 2)),
     (Case(key_dim=64, value_dim=64, value_group=64, dtype=HALF, half_quantized=1, half_quantized_pages=(2, 0, 0)),
      (40, 3, 1)),

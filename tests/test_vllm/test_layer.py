@@ -273,6 +273,7 @@ def test_layers_in_one_allocation_are_quantized_together_as_each_alone(name):
         torch.testing.assert_close(layer.blocks.words, other.blocks.words, rtol=0, atol=0)
 
 
+@pytest.mark.quick("True-False")
 @pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("side_by_side", [False, True])
 def test_layers_with_blocks_of_different_sizes_follow_one_plan(kernels, side_by_side):
@@ -411,6 +412,7 @@ def test_kernels_with_tables_in_fixed_places_do_the_same(name):
     assert not launched.keys() - rehearsed.keys()
 
 
+@pytest.mark.full
 def test_one_request_at_a_time_launches_what_was_rehearsed():
     torch.manual_seed(0)
     layer = Layer(SCHEMES["value window"], kernels=True)
