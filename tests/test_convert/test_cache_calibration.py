@@ -134,6 +134,7 @@ def test_one_pair_of_taus_for_all_layers_or_one_for_each(tmp_path, model, text):
     assert all("tau_grid" not in name for name in given.layer_plan(0))
 
 
+@pytest.mark.quick("calibrated")
 @pytest.mark.parametrize("allocation", ["pyramid", "calibrated"])
 def test_budgets_are_spread_by_what_was_measured_and_arrive_resolved(tmp_path, model, text, allocation):
     kv = replace(PRESETS["minikv"], heavy_ratio=0.3, recent_ratio=0.2, allocation=allocation)

@@ -70,6 +70,7 @@ def test_a_run_that_stopped_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
     assert contents(resumed.path) == contents(whole.path)
 
 
+@pytest.mark.full
 @pytest.mark.quick("1")
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_damaged_layer_is_computed_again_from_those_that_are_stored(tmp_path, layer):
@@ -83,6 +84,7 @@ def test_a_damaged_layer_is_computed_again_from_those_that_are_stored(tmp_path, 
     assert contents(work.path) == before
 
 
+@pytest.mark.full
 def test_inputs_held_in_memory_give_the_same_bytes(tmp_path, monkeypatch):
     """As on a GPU with room for them."""
     model, text = write_tiny_llama(tmp_path / "model"), save_text(tmp_path)

@@ -1,6 +1,7 @@
 """The Engine on models whose layers keep states, latents or keys of indexers, attend in chunks, or share keys."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -225,7 +226,7 @@ def test_a_prompt_alone_is_read_as_prompts_in_company_are(monkeypatch):
     convolve = states.convolve
     monkeypatch.setattr(states, "convolve", lambda *a: read.append(a[4].lengths) or convolve(*a))
     # What has kernels; those that the module's own functions would launch are not called for a prompt.
-    monkeypatch.setattr(states.devices, "unsupported", lambda device: None)
+    monkeypatch.setattr(states, "devices", SimpleNamespace(unsupported=lambda device: None))
     monkeypatch.setattr(states, "_steps_equal", lambda *_: False)
     engine = Engine(model, max_batch=2, prompt_chunk=CHUNK)
     assert answers(engine, prompts, new=(3,)) == expected

@@ -556,6 +556,7 @@ def test_what_is_no_file_in_place_of_a_models_is_refused_unread(tmp_path, name, 
         open_source(str(tmp_path))
 
 
+@pytest.mark.quick("tokenizer_config", "mkfifo")
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json", "chat_template.jinja"])
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/nowhere"), None])
 def test_what_is_no_file_is_not_taken_for_an_absent_one(tmp_path, name, make):
