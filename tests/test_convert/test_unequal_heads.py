@@ -28,7 +28,7 @@ def source(tmp_path_factory):
 
 
 def convert(source, directory, recipe):
-    calibrate(source, directory / "work", recipe=recipe, samples=2, seq_len=300, progress=False)
+    calibrate(source, directory / "work", recipe=recipe, samples=2, seq_len=200, progress=False)
     return export(directory / "work", directory / "bundle", progress=False)
 
 

@@ -647,6 +647,7 @@ def test_a_grammar_that_is_given_up_ends_the_answer_with_an_error(tiny, monkeypa
     tiny.idle()
 
 
+@pytest.mark.full
 def test_the_package_parses_answers_of_a_model_class(tiny):
     with tiny.client() as client:
         limited = {"min_p": 1.0}  # greedy, as a random model would write long names

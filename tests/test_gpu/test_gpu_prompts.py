@@ -1,5 +1,6 @@
 """Prompts of `generate` where kernels run: packed they give what they give layer by layer."""
 
+import functools
 from contextlib import nullcontext
 
 import pytest
@@ -33,6 +34,7 @@ def read(model, ids, mask, *, packs=True, cache=None, **options):
     return output.logits.float(), cache, model.prompts.packed > before
 
 
+@functools.cache
 def taught(name, device):
     """A model that knows the shapes of its tokens."""
     model, *arguments = CASES[name]()
