@@ -73,7 +73,7 @@ FIRST = 3  # place of a token of the plain answer that settings take away
 
 
 @pytest.mark.quick(
-    "repetition_penalty-no_repeat", "sequence_bias", "min_new_tokens", "forced_bos", "watermarking", "temperature-top_k"
+    "repetition_penalty-no", "sequence_bias", "min_new", "forced_bos", "watermarking", "temperature-top_k"
 )
 @pytest.mark.parametrize(
     "fields",

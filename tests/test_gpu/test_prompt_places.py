@@ -16,18 +16,14 @@ from kvconvert.runtime.hf.generation import adopt
 from kvconvert.runtime.hf.prompt_places import PromptPlaces
 
 PADDED = 128
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+HEADS |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
 
 
 @functools.cache
 def hybrid(device):
     """Its passes are tried once, which takes a third of the time of these tests."""
-    model = (
-        (ARCHITECTURES | FAMILIES)["qwen3_5_text"]
-        .build(
-            head_dim=64, num_attention_heads=2, num_key_value_heads=1, linear_num_key_heads=1, linear_num_value_heads=2
-        )
-        .to(device, torch.float16)
-    )
+    model = (ARCHITECTURES | FAMILIES)["qwen3_5_text"].build(**HEADS).to(device, torch.float16)
     adopt(model, [KVScheme.preset("kivi")] * model.config.num_hidden_layers, {})
     return model
 

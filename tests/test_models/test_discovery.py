@@ -70,23 +70,7 @@ def described(structure: LayerStructure, layer: nn.Module) -> dict:
 
 
 @pytest.mark.quick(
-    "gemma4",
-    "gpt_oss",
-    "deepseek_v2",
-    "opt",
-    "gpt_neox",
-    "qwen3_next",
-    "lfm2",
-    "bamba",
-    "phi3",
-    "olmo2",
-    "cohere2",
-    "hunyuan_v1_moe",
-    "llama4_text",
-    "stablelm",
-    "nemotron",
-    "starcoder2",
-    "qwen2_5_omni_thinker",
+    "gemma4_", "gpt_oss", "deepseek_v2", "opt", "gpt_neox", "qwen3_next", "lfm2", "bamba", "phi3", "olmo2"
 )
 @pytest.mark.parametrize("name", ORACLE)
 def test_what_is_found_is_what_was_written_down_by_hand(name):
