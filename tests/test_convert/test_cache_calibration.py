@@ -39,7 +39,7 @@ def model(place):
 
 def run(model, work, text, kv, **options):
     recipe = Recipe(weights=NO_WEIGHTS, kv=kv, **options)
-    return calibrate(str(model), work, recipe=recipe, data=text, samples=2, seq_len=LENGTH, progress=False)
+    return calibrate(str(model), work, recipe=recipe, data=text, samples=1, seq_len=LENGTH, progress=False)
 
 
 def schemes(work):
