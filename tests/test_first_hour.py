@@ -380,7 +380,7 @@ def test_load_refuses_in_a_sentence_what_it_cannot_do(options, said):
 def test_convert_gives_the_bytes_of_calibrate_and_export_and_leaves_nothing_else(tmp_path):
     torch.set_num_threads(1)
     write_tiny_llama(tmp_path / "model", tied=True)
-    recipe = write_recipe(tmp_path / "tiny.toml", method="awq")
+    recipe = write_recipe(tmp_path / "tiny.toml", method="rtn")
     options = ["--recipe", recipe, "--samples", "2", "--seq-len", "32"]
     result = kvconvert("convert", tmp_path / "model", tmp_path / "one", *options)
     assert result.exit_code == 0, result.output

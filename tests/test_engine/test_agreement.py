@@ -88,6 +88,7 @@ def written(directory, new, scheme):
     check_agreement(low_bit(model, scheme), prompts, new)
 
 
+@pytest.mark.full
 @pytest.mark.quick("minikv")
 @pytest.mark.parametrize("scheme", ["oscar", "minikv"])
 def test_engine_generate_and_a_loop_agree_on_the_reference_model(scheme):

@@ -115,6 +115,7 @@ def trained(directory, source, bits, new, tolerance=5e-3):
         check(model, cache, directory / kind, prompt, new, tolerance=allowed)
 
 
+@pytest.mark.full
 def test_the_reference_model(tmp_path):
     trained(tmp_path, REFERENCE, 4, 16)
 
