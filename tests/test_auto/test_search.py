@@ -93,6 +93,7 @@ def test_the_bundle_takes_what_was_allowed_and_says_what_was_measured(place, fin
     assert starred == [found.layers[1].keys, found.layers[1].values]
 
 
+@pytest.mark.full
 def test_an_interrupted_search_goes_on_and_measures_nothing_twice(tmp_path, model, text, finished, monkeypatch):
     work, commit = tmp_path / "work", WorkDir.commit_measurement
     measured = []

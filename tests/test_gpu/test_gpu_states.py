@@ -172,7 +172,7 @@ def test_what_cannot_be_packed():
     torch.testing.assert_close(unpack(packed), states, rtol=0, atol=2e-3)
 
 
-@pytest.mark.quick("bamba", "lfm2")
+@pytest.mark.quick("lfm2")
 @pytest.mark.parametrize("name", ["qwen3_5_text", "bamba", "lfm2"])
 def test_modules_give_with_kernels_what_they_give_without(device, name):
     logits = []
