@@ -13,7 +13,7 @@ from kvconvert.data.text import load_token_samples
 from kvconvert.errors import BundleError
 from kvconvert.kernels.rotate import hadamard_matrix
 
-SAMPLES, LENGTH = 2, 300
+SAMPLES, LENGTH = 3, 300
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
