@@ -58,7 +58,7 @@ def kv(name):
 FEW = ("default", "calibquant-1bit", "minikv-pyramid")
 
 
-@pytest.mark.quick("default", "minikv-pyramid")
+@pytest.mark.quick("minikv-pyramid")
 @pytest.mark.parametrize(
     "name",
     [

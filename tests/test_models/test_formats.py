@@ -292,7 +292,7 @@ def test_a_token_that_is_listed_twice_is_refused(tmp_path):
 WRITERS = {"fp8": write_fp8, "mxfp4": write_mxfp4, "gguf": lambda folder: write_gguf(folder, "Q8_0")[2]}
 
 
-@pytest.mark.quick("fp8", "gguf")
+@pytest.mark.quick("gguf")
 @pytest.mark.parametrize("form", WRITERS)
 def test_a_bundle_of_it_is_that_of_the_same_weights_in_full(form, tmp_path):
     """Byte for byte, but for what the manifest says of the source."""
