@@ -14,6 +14,7 @@ import pytest
 import torch
 from tiny.checkpoints import save_checkpoint
 from tiny.commands import kvconvert
+from tiny.sources import parsed
 
 from kvconvert.cli import cli
 from kvconvert.models import CACHE
@@ -110,7 +111,7 @@ def test_the_list_of_commands_is_complete():
 def messages():
     """Every text that kvconvert's sources hold, formatted parts as {}."""
     for path in [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.JoinedStr):
                 yield "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):

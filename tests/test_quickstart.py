@@ -9,7 +9,7 @@ import quickstart
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvconvert import calibrate, export, load
+from kvconvert import Recipe, calibrate, export, load
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.data.sources import EVALUATION
 from kvconvert.data.text import load_token_samples
@@ -25,17 +25,21 @@ MODEL = ROOT / quickstart.MODEL
 
 
 @pytest.mark.parametrize(
-    ("samples", "tokens", "kl"),
-    [(4, 512, 2), pytest.param(24, 1024, quickstart.TOLERANCE["KL"], marks=pytest.mark.full)],
+    ("weights", "samples", "length", "tokens", "kl"),
+    [
+        ("rtn", 2, 128, 300, 2),
+        pytest.param("awq", 24, 256, 1024, quickstart.TOLERANCE["KL"], marks=pytest.mark.full),
+    ],
 )
 def test_a_small_conversion_of_the_reference_model_has_the_pages_sizes_and_divergence(
-    tmp_path, monkeypatch, samples, tokens, kl
+    tmp_path, monkeypatch, weights, samples, length, tokens, kl
 ):
-    """At most a fifth of the calibration tokens of the quickstart and a ninth of its text: with fewer KL depends on the
-    processor's order of sums, and is only kept from being a multiple of the page's.
+    """At most a fifth of the calibration tokens of the quickstart and a ninth of its text: with fewer, and weights that
+    are merely rounded, KL is only kept from being a multiple of the page's.
     """
     monkeypatch.setitem(quickstart.TOLERANCE, "KL", kl)
-    calibrate(MODEL, tmp_path / "work", samples=samples, seq_len=256, progress=False)
+    recipe = Recipe.load("default", {"weights.method": weights})
+    calibrate(MODEL, tmp_path / "work", recipe=recipe, samples=samples, seq_len=length, progress=False)
     manifest = open_bundle(export(tmp_path / "work", tmp_path / "bundle", progress=False)).manifest
     model, tokenizer = load(tmp_path / "bundle", dtype=torch.float32)
     source = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()

@@ -30,6 +30,7 @@ def test_a_text_that_is_longer_than_a_sample_is_no_reason_to_warn(reference, cap
     assert not caplog.records
 
 
+@pytest.mark.full
 def test_it_answers_questions_about_drawings_that_it_never_saw(reference):
     """Loaded as users load it and asked through the chat template; above 90% on many drawings, here of 12 answers."""
     model, processor = reference

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from tiny.sources import parsed
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = {"kernels": "kvconvert.kernels", "calibration": "kvconvert.calibration", "runtime": "kvconvert.runtime"}
@@ -81,11 +82,6 @@ ALLOWED = {
         "kvconvert.errors",
     ),
 }
-
-
-@functools.cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf8"))
 
 
 @functools.cache
@@ -244,6 +240,7 @@ def imported():
     return [set(line.split()) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.full
 def test_nothing_is_imported_that_is_not_needed():
     modules = imported()
     for (statement, unwanted), loaded in zip(STATEMENTS.items(), modules, strict=True):

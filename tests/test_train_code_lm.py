@@ -38,6 +38,7 @@ def test_a_row_of_facts_ends_with_a_number_that_it_stated(data):
         assert rows.tokenizer.decode(row[:-6].tolist()).count(number) >= 1
 
 
+@pytest.mark.full
 def test_a_checkpoint_is_trained_that_transformers_loads(data, tmp_path):
     training.train(data, tmp_path / "model", minutes=0.005, device="cpu", seed=0, tiny=True)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")

@@ -161,8 +161,10 @@ class TemplateRenderer:
         asked = {"grammar": grammar, "limits": dict(limits), "memory": GRAMMAR_BYTES}
         self._ask(asked, "grammar", seconds=GRAMMAR_SECONDS)
 
-    def start(self, template: str = "") -> None:
-        """Start what makes workers, and have it compile a template for all of them, without waiting for either."""
+    def start(self, template: str | None = "") -> None:
+        """Start what makes workers, and have it compile a template for all of them, without waiting for either; None
+        where no template will be rendered.
+        """
         with self._starting, contextlib.suppress(OSError, EOFError):  # it ended at once: said where a worker is wanted
             self._start()
             self._await_compiled()

@@ -182,9 +182,9 @@ class Service:
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         over = threading.Event()
-        template = ""
+        template = None
         with contextlib.suppress(KvconvertError), self._chat() as chat:  # each chat is told why there is none
-            template = chat.template if chat.templated else ""
+            template = chat.template if chat.templated else None
         self._renderer.start(template)
         ring = partial(self.bell.ring, asyncio.get_running_loop())
         self._stepper = threading.Thread(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from tiny.sources import parsed
 
 from kvconvert import Recipe, calibrate, export
 from kvconvert.cli import cli
@@ -81,7 +82,7 @@ def test_no_message_of_the_library_names_an_option(room):
     for path in (ROOT / room).rglob("*.py"):
         if path.name == "cli.py" or path.parent.name == "commands":
             continue
-        raised = (node for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))) if isinstance(node, ast.Raise))
+        raised = (node for node in ast.walk(parsed(path)) if isinstance(node, ast.Raise))
         for node in raised:
             found = options & set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", ast.unparse(node)))
             assert not found, f"{path}, line {node.lineno}: {found}"

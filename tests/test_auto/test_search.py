@@ -93,6 +93,7 @@ def test_the_bundle_takes_what_was_allowed_and_says_what_was_measured(place, fin
     assert starred == [found.layers[1].keys, found.layers[1].values]
 
 
+@pytest.mark.full
 def test_an_interrupted_search_goes_on_and_measures_nothing_twice(tmp_path, model, text, finished, monkeypatch):
     work, commit = tmp_path / "work", WorkDir.commit_measurement
     measured = []
@@ -363,6 +364,7 @@ def test_divergences_are_measured_on_text_with_repeats(model, text, finished, mo
     assert all(torch.equal(ids[:, -64:], ids[:, :64]) for ids in read)
 
 
+@pytest.mark.quick("16")
 @pytest.mark.parametrize("better", [0, 16])
 def test_all_layers_get_the_window_whose_plan_loses_less_and_it_counts_as_bytes(
     tmp_path, model, text, finished, monkeypatch, better

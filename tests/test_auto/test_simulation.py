@@ -53,7 +53,7 @@ def both(name, schemes, length=3 * PAGE + 37):
     return float(through.kl.mean()), simulated.divergence(text, caches), simulated._divergence(text, caches, 0)
 
 
-@pytest.mark.quick("windows", "second layer", "gemma2")
+@pytest.mark.quick("llama-windows", "gemma2")
 @pytest.mark.parametrize(
     ("name", "which"),
     [

@@ -4,11 +4,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tiny.bundle import write_tiny_bundle
 
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory):
+    from tiny.bundle import write_tiny_bundle
+
     directory = tmp_path_factory.mktemp("pristine") / "bundle"
     write_tiny_bundle(directory)
     return directory

@@ -69,12 +69,13 @@ def measured(tmp_path_factory):
     return directory
 
 
-def test_every_statement_that_follows_from_the_bundle_is_compared_with_it(measured):
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_every_statement_that_follows_from_the_bundle_is_compared_with_it(measured, count):
     fields = json.loads((measured / MANIFEST_NAME).read_text())
     accepted, refused = [], []
     for keys, value in leaves(fields):
         path, results = ".".join(map(str, keys)), []
-        for change in () if re.fullmatch(SEALED_ELSEWHERE, path) else another(value):
+        for change in () if re.fullmatch(SEALED_ELSEWHERE, path) else another(value)[:count]:
             reseal(measured, **changed_at(fields, keys, change))
             try:
                 open_bundle(measured, verify="headers")

@@ -139,6 +139,7 @@ def by_single_queries(sample, cache, r, side, step):
     return error / size
 
 
+@pytest.mark.quick("True-3", "False-1")
 @pytest.mark.parametrize(("weight", "step"), [(False, 1), (True, 1), (True, 3)])
 def test_errors_are_those_of_single_queries_that_read_flushed_pages(monkeypatch, weight, step):
     monkeypatch.setattr(scales, "QUERIES", 290 // step)

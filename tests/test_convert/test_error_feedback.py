@@ -13,7 +13,7 @@ from kvconvert.errors import BundleError, RecipeError
 from kvconvert.kernels.pages import quantize_pages
 from kvconvert.kernels.rotate import hadamard_matrix
 
-SAMPLES, LENGTH = 3, 300
+SAMPLES, LENGTH = 2, 300
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 

@@ -41,7 +41,7 @@ def through_layers(runner: LayerRunner, inputs: CalibrationInputs, directory) ->
     return hidden
 
 
-@pytest.mark.quick("gemma2", "gpt_oss", "llama4_text", "deepseek_v2", "opt", "qwen3_next")
+@pytest.mark.quick("gemma2", "llama4_text", "deepseek_v2", "qwen3_next")
 @pytest.mark.parametrize("name", architectures(NAMES))
 def test_layers_one_by_one_compute_what_the_model_computes(name, tmp_path):
     tiny = ARCHITECTURES[name]

@@ -18,7 +18,7 @@ from kvconvert.runtime import KVCache, load, watch_inputs
 VISUAL = KVScheme.preset("calibquant-2bit-visual-paper")
 
 
-@pytest.mark.quick("llava", "qwen2_audio")
+@pytest.mark.quick("llava")
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "qwen2_audio"])
 def test_a_loaded_bundle_compresses_its_modality_by_itself(tmp_path, name):
     tiny = ARCHITECTURES[name]

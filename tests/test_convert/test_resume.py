@@ -110,6 +110,7 @@ def test_other_peoples_files_are_left_alone(tmp_path, model, text):
     assert contents(tmp_path) == {"notes.txt": b"mine"}
 
 
+@pytest.mark.quick("never saved")
 @pytest.mark.parametrize(("every", "left"), [(0.0, ["00001.f32"]), (1e9, [])], ids=["saved", "never saved"])
 def test_inputs_held_in_memory_give_the_same_bytes_and_resume(
     tmp_path, model, text, finished, monkeypatch, every, left

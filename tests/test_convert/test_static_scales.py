@@ -106,6 +106,7 @@ def test_channels_are_measured_on_the_finished_layer(place, model, text, monkeyp
     assert "layers.0.static_key_scale" not in plan
 
 
+@pytest.mark.quick("4-none")
 @pytest.mark.parametrize(("bits", "weights"), [(8, "awq"), (4, "none")])
 def test_a_bundle_with_static_scales_loads_and_generates(place, model, text, bits, weights):
     directory = place / f"bundle{bits}"

@@ -71,6 +71,7 @@ def write_rows(path, rows):
     return path
 
 
+@pytest.mark.quick("qwen3_vl")
 @pytest.mark.parametrize("name", quick_and_full(LOADABLE, "llava_next", "qwen3_vl"))
 def test_every_processor_gives_whole_samples_that_its_model_takes(name, tmp_path):
     source = open_source(str(write_vision_model(tmp_path, name)))
@@ -225,6 +226,7 @@ def test_what_is_wrong_with_image_data_is_one_sentence(model, pictures, tmp_path
         assert "\n" not in str(caught.value), name
 
 
+@pytest.mark.quick("bytes", "0.txt")
 @pytest.mark.parametrize("name", ["captions.jsonl", "0.txt"])
 @pytest.mark.parametrize("how", ["bytes", "long"])
 def test_captions_that_are_no_text_of_a_size_are_one_sentence(pictures, name, how):

@@ -59,6 +59,7 @@ def many_messages():
     return pyarrow.table({"messages": one_row(pyarrow.StructArray.from_arrays([texts, texts], ["role", "content"]))})
 
 
+@pytest.mark.quick("messages", "values", "texts")
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
@@ -134,6 +135,7 @@ def test_a_read_that_is_interrupted_leaves_no_process(tmp_path, started):
     until(lambda: not started())
 
 
+@pytest.mark.quick("9")
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_a_program_that_is_ended_leaves_no_process(tmp_path, how):
     file = written(tmp_path, pyarrow.table({"text": ["word " * 20_000] * 500}), use_dictionary=False)

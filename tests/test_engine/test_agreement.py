@@ -66,7 +66,7 @@ def check_agreement(model, prompts, new):
         assert request.tokens == generated == looped(model, ids, new)
 
 
-@pytest.mark.quick("gpt_oss", "qwen2_5_vl")
+@pytest.mark.quick("gpt_oss")
 @pytest.mark.parametrize("name", SERVED)
 def test_engine_generate_and_a_loop_agree_on_every_architecture(name):
     lengths = (5, 60, 90) if name in ONE_BASED else (5, 126, 131)
@@ -88,6 +88,7 @@ def written(directory, new, scheme):
     check_agreement(low_bit(model, scheme), prompts, new)
 
 
+@pytest.mark.full
 @pytest.mark.quick("minikv")
 @pytest.mark.parametrize("scheme", ["oscar", "minikv"])
 def test_engine_generate_and_a_loop_agree_on_the_reference_model(scheme):

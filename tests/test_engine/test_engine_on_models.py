@@ -1,15 +1,12 @@
 """The Engine on a real model and its low-bit cache."""
 
-import functools
-import random
-
 import pytest
 import torch
 from tiny.models import GREEDY, random_ids, tiny_model
 
 from kvconvert.errors import UsageError
 from kvconvert.methods import KVScheme
-from kvconvert.runtime import Engine, Sampling
+from kvconvert.runtime import Engine
 from kvconvert.runtime.hf.generation import adopt
 
 SCHEMES = ("kivi", "minikv")
@@ -22,21 +19,6 @@ def bundle_model(scheme, architecture="llama"):
     model = tiny_model(architecture, num_hidden_layers=2, gain=3.0)
     adopt(model, [KVScheme.preset(scheme).with_online_rotation()] * 2, {})
     return model
-
-
-def some_requests(count, vocabulary, longest=300):
-    """Arguments of requests, half of them greedy."""
-    dice = random.Random(0)
-    requests = []
-    for number in range(count):
-        length = dice.choice([1, 3, 127, 128, 129, dice.randint(1, longest)])
-        sampling = Sampling()
-        if dice.random() < 0.5:
-            sampling = Sampling(temperature=1.0, top_k=dice.choice([0, 20]), top_p=dice.choice([1.0, 0.9]), seed=number)
-        prompt = dice.choices(range(1, vocabulary), k=length)
-        new = dice.choice([1, 2, dice.randint(1, 16), dice.randint(1, 16), 140 if number % 20 == 0 else 5])
-        requests.append({"prompt": prompt, "max_new_tokens": new, "sampling": sampling, "stop_token_ids": []})
-    return requests
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -71,52 +53,6 @@ def test_what_a_processor_makes_of_images_is_refused_by_a_model_of_text():
     engine = Engine(bundle_model("kivi"), max_batch=1)
     with pytest.raises(UsageError, match="`extras` has pixel_values, and this model takes none of them"):
         engine.add([1, 2], extras={"pixel_values": torch.zeros(1)})
-
-
-@functools.cache
-def tokens_alone(scheme, count):
-    """What each of some requests gives in an Engine of its own: computed once for all soaks."""
-    model = bundle_model(scheme)
-    alone = []
-    for arguments in some_requests(count, model.config.vocab_size):
-        request = (engine := Engine(model, max_batch=1)).add(**arguments)
-        engine.run()
-        alone.append(request.tokens)
-    return alone
-
-
-@pytest.mark.parametrize("count", [30, pytest.param(2000, marks=pytest.mark.full)])
-@pytest.mark.parametrize("scheme", ["minikv", pytest.param("kivi", marks=pytest.mark.full)])
-def test_a_soak_leaks_no_page_starves_none_and_changes_no_tokens(scheme, count):
-    model = bundle_model(scheme)
-    kinds = some_requests(min(count, 150), model.config.vocab_size)
-    alone = tokens_alone(scheme, len(kinds))
-    engine = Engine(model, kv_memory=MEMORY, max_batch=6, prompt_chunk=4096)
-    empty = engine.stats().pages_free
-    assert empty is not None
-    dice = random.Random(1)
-    todo, requests, order = count, [], []
-    while todo or engine.stats().running or engine.stats().waiting:
-        for _ in range(min(todo, dice.choice([0, 1, 2]))):
-            todo -= 1
-            kind = dice.randrange(len(kinds))
-            requests.append((kind, engine.add(**kinds[kind])))
-        going = [request for _, request in requests[-12:] if not request.finished]
-        if going and dice.random() < 0.1:
-            dice.choice(going).cancel()
-        engine.step()
-        order += [r.id for _, r in requests[-40:] if r.state != "waiting" and r.tokens and r.id not in order[-80:]]
-    engine.run()
-    assert order == sorted(order)  # by first token: none is overtaken
-    for kind, request in requests:
-        if request.finish_reason == "cancelled":
-            assert request.tokens == alone[kind][: len(request.tokens)]
-        else:
-            assert request.tokens == alone[kind]
-    stats = engine.stats()
-    assert (stats.pages_free, stats.pages_reserved) == (empty, 0)
-    assert stats.finished + stats.cancelled == count
-    assert stats.cancelled > count // 50
 
 
 def test_a_short_cache_makes_requests_wait_and_none_fails():

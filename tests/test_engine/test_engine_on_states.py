@@ -1,6 +1,7 @@
 """The Engine on models whose layers keep states, latents or keys of indexers, attend in chunks, or share keys."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def alone(model, prompts, new=(3, 7), **options):
     ]
 
 
-@pytest.mark.quick("qwen3_5_text", "jamba", "gemma4_text_shared", "deepseek_v32")
+@pytest.mark.quick("qwen3_5_text", "gemma4_text_shared", "deepseek_v32")
 @pytest.mark.parametrize("name", EVERY)
 def test_requests_in_company_give_what_generate_gives_alone(name):
     model = bundle_model(name)
@@ -67,6 +68,7 @@ def test_requests_in_company_give_what_generate_gives_alone(name):
     assert engine.stats().cached_tokens == 2 * CHUNK
 
 
+@pytest.mark.quick("glm_moe_dsa", "qwen3_5_text")
 @pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "glm_moe_dsa"])
 def test_states_and_keys_of_indexers_move_with_their_sequences_to_lower_rows(name, monkeypatch):
     monkeypatch.setattr(model_steps, "FEW_ROWS", 1)
@@ -84,7 +86,7 @@ def test_queries_are_scaled_by_the_position_in_their_own_sequence():
     assert answers(engine, prompts) == alone(model, prompts)
 
 
-@pytest.mark.quick("qwen3_5_text", "deepseek_v3", "minimax_m3_vl_text")
+@pytest.mark.quick("deepseek_v3", "minimax_m3_vl_text")
 @pytest.mark.parametrize(("name", "scheme"), QUANTIZED)
 def test_quantized_pages_are_those_of_generate(name, scheme):
     model = bundle_model(name, KVScheme.preset(scheme))
@@ -93,6 +95,7 @@ def test_quantized_pages_are_those_of_generate(name, scheme):
     assert answers(engine, prompts) == alone(model, prompts)
 
 
+@pytest.mark.quick("qwen3_5_text")
 @pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "glm_moe_dsa"])
 def test_a_saved_sequence_goes_on_with_its_states(name, tmp_path):
     model = bundle_model(name)
@@ -164,6 +167,7 @@ def test_states_of_stored_prefixes_count_as_pages():
     assert engine.stats().prefix_pages == 2 + 2 * -(-of_states // page)
 
 
+@pytest.mark.quick("qwen3_5_text", "lfm2")
 @pytest.mark.parametrize("name", ["qwen3_5_text", "kimi_linear", "falcon_h1", "lfm2"])
 def test_prompts_of_a_pass_are_read_by_one_run_of_a_module(name, monkeypatch):
     model, read = bundle_model(name), []
@@ -188,6 +192,7 @@ def test_no_trial_is_made_while_kernels_are_only_listed():
     assert "continues" not in module.__dict__
 
 
+@pytest.mark.quick("qwen3_5_text")
 @pytest.mark.parametrize("name", ["qwen3_5_text", "bamba", "jamba", "falcon_h1"])
 def test_states_of_12_bits_change_logits_by_next_to_nothing(name):
     # Mamba's update of one token changes the states that a cache gives it, and does not say so.
@@ -221,7 +226,7 @@ def test_a_prompt_alone_is_read_as_prompts_in_company_are(monkeypatch):
     convolve = states.convolve
     monkeypatch.setattr(states, "convolve", lambda *a: read.append(a[4].lengths) or convolve(*a))
     # What has kernels; those that the module's own functions would launch are not called for a prompt.
-    monkeypatch.setattr(states.devices, "unsupported", lambda device: None)
+    monkeypatch.setattr(states, "devices", SimpleNamespace(unsupported=lambda device: None))
     monkeypatch.setattr(states, "_steps_equal", lambda *_: False)
     engine = Engine(model, max_batch=2, prompt_chunk=CHUNK)
     assert answers(engine, prompts, new=(3,)) == expected
@@ -244,6 +249,7 @@ def test_rows_that_come_back_lie_where_they_were():
         assert tensor[:6].equal(numbers[name])
 
 
+@pytest.mark.quick("qwen3_5_text", "kimi_linear")
 @pytest.mark.parametrize(
     ("name", "scheme"),
     [("qwen3_5_text", "kivi"), ("kimi_linear", "latent-4bit"), ("falcon_h1", "kivi"), ("lfm2", "kivi")],

@@ -98,7 +98,7 @@ def check_company(model, lengths, new, alone=alone, placeholder=None):
     assert engine._steps.cache.stats().pages == 0
 
 
-@pytest.mark.quick("kitty", "calibquant-2bit-visual", "minikv-pyramid")
+@pytest.mark.quick("kitty", "minikv-pyramid")
 @pytest.mark.parametrize(
     "scheme", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.full) for name in PRESETS]
 )

@@ -218,45 +218,7 @@ def test_what_cannot_share_is_refused_by_name_or_left_out():
         engine_of(llama("kivi"), prompt_chunk=100, prefix_caching=True)
 
 
-# Nothing is rounded to codes, which another order of sums may turn over.
-EXACT = KVScheme(key_bits=16, value_bits=16, sink_tokens=5, value_recent_tokens=130)
-
-
-@pytest.mark.parametrize("scheme", ["kitty", pytest.param(EXACT, id="exact", marks=pytest.mark.full)])
-def test_a_soak_of_shared_prompts_leaves_no_page_behind(scheme):
-    model, dice = llama(scheme), random.Random(5)
-    page = engine_of(model, kv_memory=10**6)._steps.pages
-    plain, engine = engine_of(model, prefix_caching=False), engine_of(model, kv_memory=10**6 * 14 // page)
-    beginnings = [ids_of(length, length) for length in (130, 270, 420, 600)]
-    asked = []
-    for number in range(30):
-        prompt = [
-            *dice.choice(beginnings)[: dice.choice((128, 200, 390, 600))],
-            *ids_of(dice.randrange(1, 150), number),
-        ]
-        asked.append(engine.add(prompt, max_new_tokens=dice.randrange(1, 9), stop_token_ids=[]))
-        for _ in range(dice.randrange(3)):
-            engine.step()
-        if dice.random() < 0.2:
-            dice.choice(asked).cancel()
-        assert max(of_pages(engine)) <= 14
-    engine.run()
-    for request in asked:
-        assert request.finish_reason == "cancelled" or len(request.tokens) == request.max_new_tokens
-        if scheme is EXACT:
-            alone = plain.add(request.prompt, max_new_tokens=8, stop_token_ids=[])
-            plain.run()
-            assert request.tokens == alone.tokens[: len(request.tokens)]
-    stats = engine.stats()
-    assert stats.cached_tokens > 500
-    assert stats.prefixes_evicted > 3
-    assert stats.pages_reserved == 0
-    engine._prefixes.clear()
-    assert of_pages(engine) == {0}
-    assert engine._prefixes.pages == 0
-
-
-@pytest.mark.parametrize(("count", "lag"), [(150, 1), pytest.param(2000, 0, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("count", "lag"), [(60, 1), pytest.param(2000, 0, marks=pytest.mark.full)])
 def test_a_long_soak_changes_no_tokens_and_counts_every_page(count, lag):
     """A fake model's tokens are a hash of everything before them, so that none may be lost, repeated or another's."""
     dice, model = random.Random(f"{count} {lag}"), FakeModel()

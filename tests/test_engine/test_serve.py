@@ -229,7 +229,8 @@ def test_a_model_that_asks_for_sampling_is_sampled_as_it_asks(stated, expected):
     assert recommended(read_generation(stated).values, unstated=1.0) == expected
 
 
-def test_a_prompt_that_begins_as_an_earlier_one_says_what_it_did_not_read(loaded):
+def test_a_prompt_that_begins_as_an_earlier_one_says_what_it_did_not_read(loaded, monkeypatch):
+    monkeypatch.setattr(loaded[1], "chat_template", None)  # which takes a while to compile
     with serving(*loaded, prompt_chunk=128, max_batch=2) as here:
         prompt, before = list(range(1, 300)), here.metrics()
         asked = {"model": NAME, "max_tokens": 5, "temperature": 0}

@@ -45,7 +45,7 @@ def drawings():
     return [Image.fromarray(draw(3, index).image) for index in (1, 2)]
 
 
-@pytest.fixture(scope="module", params=["llava", "qwen2_vl"])
+@pytest.fixture(scope="module", params=["qwen2_vl", pytest.param("llava", marks=pytest.mark.full)])
 def loaded(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
     write_vision_model(folder / "model", request.param)

@@ -606,6 +606,7 @@ def test_large_bodies_that_are_held_do_not_fill_memory_or_places():
         wait_for(lambda: responses["/v1/completions", 408] > before)
 
 
+@pytest.mark.quick("GET")
 @pytest.mark.parametrize("more", [b"GET", b" " * 300_000])
 def test_a_client_that_left_is_given_up_although_it_has_sent_more_than_was_read(more):
     model, gate = FakeModel(), threading.Event()
@@ -627,6 +628,7 @@ def test_a_client_that_left_is_given_up_although_it_has_sent_more_than_was_read(
                 assert file.read().count(b"HTTP/1.1 200") == 2
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_ends_its_side_gets_the_answer_and_one_that_left_is_given_up(stream):
     model = FakeModel()

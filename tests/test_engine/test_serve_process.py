@@ -81,16 +81,19 @@ def process(bundle, *options):
         stop.cancel()
 
 
-def test_it_says_what_the_states_of_a_full_batch_take(tmp_path):
+@pytest.mark.parametrize(
+    ("options", "rest"),
+    [(["--kv-memory", "1MB"], "holds pages of"), pytest.param([], "the pages grow", marks=pytest.mark.full)],
+)
+def test_it_says_what_the_states_of_a_full_batch_take(tmp_path, options, rest):
     source, recipe = ARCHITECTURES["qwen3_5_text"].write(tmp_path / "model"), Recipe.of("kv-only")
     calibrate(source, tmp_path / "work", recipe=recipe, samples=2, seq_len=140, progress=False)
     bundle = export(tmp_path / "work", tmp_path / "hybrid", progress=False)
-    for options, rest in ((["--kv-memory", "1MB"], "holds pages of"), ([], "the pages grow")):
-        with process(bundle, "--port", "0", "--max-batch", "3", *options) as (started, _, said):
-            started.send_signal(signal.SIGTERM)
-        found = re.search(r"Recurrent states of 3 sequences take ([\d,]+) bytes, and (.+)\.", "".join(said))
-        assert int(found[1].replace(",", "")) > 0
-        assert rest in found[2]
+    with process(bundle, "--port", "0", "--max-batch", "3", *options) as (started, _, said):
+        started.send_signal(signal.SIGTERM)
+    found = re.search(r"Recurrent states of 3 sequences take ([\d,]+) bytes, and (.+)\.", "".join(said))
+    assert int(found[1].replace(",", "")) > 0
+    assert rest in found[2]
 
 
 def test_what_a_cpu_keeps_of_shapes_is_bounded_before_torch_reads_the_bound():

@@ -90,7 +90,7 @@ def held():
     return 1024 * kilobytes, len(os.listdir("/proc/self/fd"))
 
 
-@pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [110, pytest.param(10_000, marks=pytest.mark.full)])
 def test_hostile_and_honest_clients_leave_nothing_behind(count):
     options = {"kv_memory": 40, "max_batch": 8, "prompt_chunk": 128, "limits": LIMITS, "capacity": 40}
     with serving(FakeModel(max_positions=2000), Chatty(), **options) as here:

@@ -59,6 +59,7 @@ def test_what_is_asked_for_stands_once_in_what_is_read(writer, probe, length):
             assert expected not in writer.tokenizer.decode(prompt.ids[length:start])
 
 
+@pytest.mark.quick("chat template")
 @pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.name)
 def test_facts_fill_what_is_read_and_prompts_differ(writer, probe):
     first, second = writer.prompts(probe, 772, 2)

@@ -88,6 +88,7 @@ def test_nan_is_refused_instead_of_averaged():
         compare(Decoder.plain(tiny_model("llama")), {"broken": Decoder.plain(model)}, random_ids(1, 100), prefill=32)
 
 
+@pytest.mark.full
 def test_oscar_keeps_more_than_kivi_on_the_reference_model(tokenizer):
     ids = load_token_samples(EVALUATION, tokenizer, 2, 512, 0).ids
     source = AutoModelForCausalLM.from_pretrained(REFERENCE, dtype=torch.float32).eval()

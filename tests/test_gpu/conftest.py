@@ -1,18 +1,26 @@
 """Kernels run on a GPU where there is one, else under Triton's interpreter, chosen before Triton is imported."""
 
+from __future__ import annotations
+
 import os
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
-if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-    if "triton" in sys.modules:
-        raise pytest.UsageError(
-            "Without a GPU tests/test_gpu need TRITON_INTERPRET=1 from the start; `make test` sets it."
-        )
-    os.environ["TRITON_INTERPRET"] = "1"
+if TYPE_CHECKING:
+    import torch
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    import torch
+
+    if not torch.cuda.is_available():
+        if "triton" in sys.modules:
+            raise pytest.UsageError(
+                "Without a GPU tests/test_gpu need TRITON_INTERPRET=1 from the start; `make test` sets it."
+            )
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -39,6 +47,8 @@ def launches_know_their_arguments(quick_interpreter: None) -> Iterator[None]:
 @pytest.fixture
 def device() -> Iterator[torch.device]:
     """The device whose tensors the dispatch gives to the kernels during a test."""
+    import torch
+
     if torch.cuda.is_available():
         yield torch.device("cuda")
         return
@@ -51,6 +61,8 @@ def device() -> Iterator[torch.device]:
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
     """Memory that `torch.empty` gives holds NaN, so that an output nothing wrote to shows."""
+    import torch
+
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.utils.deterministic.fill_uninitialized_memory
     assert torch.empty(3).isnan().all()

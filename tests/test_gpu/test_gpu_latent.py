@@ -27,22 +27,22 @@ def read_on_a_cpu(model, ids, scheme, device):
         return read(model, ids, KVCache(model.config, scheme))
 
 
-# There is no kernel for float32: every step of both layers falls back.
+# There is no kernel for float32: both steps fall back.
 @pytest.mark.parametrize(
     ("dtype", "fallbacks", "most"),
-    [(torch.float16, 0, 1e-2), pytest.param(torch.float32, 4, 2e-3, marks=pytest.mark.full)],
+    [(torch.float16, 0, 1e-2), pytest.param(torch.float32, 2, 2e-3, marks=pytest.mark.full)],
 )
 @pytest.mark.parametrize("preset", [pytest.param("latent-4bit", marks=pytest.mark.full), "latent-2bit"])
 def test_a_gpu_reads_latents_as_a_cpu_does(device, preset, dtype, fallbacks, most):
     # Without experts, which rounding would choose otherwise.
-    model = ARCHITECTURES["deepseek_v3"].build("kvconvert", first_k_dense_replace=2).to(dtype)
+    model = ARCHITECTURES["deepseek_v3"].build("kvconvert", first_k_dense_replace=1, num_hidden_layers=1).to(dtype)
     ids, scheme = random_ids(2, 142), KVScheme.preset(preset)
     cache = KVCache(model.config, scheme)
     found = read(model.to(device), ids.to(device), cache)
     expected = read_on_a_cpu(model, ids, scheme, device)
     stats = cache.stats()
-    # A page in each of two rows and layers.
-    assert (stats.pages, stats.fallbacks) == (4, fallbacks)
+    # A page in each of two rows.
+    assert (stats.pages, stats.fallbacks) == (2, fallbacks)
     # Sums in another order may round a code otherwise.
     assert (found - expected).abs().mean() < most * expected.std()
 

@@ -70,6 +70,7 @@ def test_chunks_over_stored_tokens_of_every_kind(device, monkeypatch, name):
     assert layer.store.fallbacks == 0
 
 
+@pytest.mark.quick("(290, 40)")
 @pytest.mark.parametrize(
     ("lengths", "rows"), [((100, 70), 2), ((290, 40), 1), pytest.param((500, 200), 2, marks=FULL)], ids=str
 )

@@ -51,8 +51,8 @@ def agree(device, logits, given):
     "vocabulary", [1, 7, 1000, PART, PART + 6, pytest.param(2 * PART + 77, marks=pytest.mark.full)]
 )
 def test_tokens_are_those_of_the_reference(device, dtype, sigma, vocabulary):
-    logits = draw((len(LIMITS), vocabulary), sigma, dtype)
-    agree(device, logits, columns(LIMITS))
+    limits = LIMITS[vocabulary % 2 :: 2]  # each with small vocabularies and with large ones
+    agree(device, draw((len(limits), vocabulary), sigma, dtype), columns(limits))
 
 
 # The search takes twice the passes through keys of 32 bits, for which the grid above has a cell in `make test`, too.
@@ -62,9 +62,9 @@ DTYPES = [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.full)]
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_of_equal_logits_the_first_are_allowed(device, dtype):
     # A few values, zeros of both signs among them, so that thresholds are shared by thousands across all parts.
-    logits = (draw((len(LIMITS), 2 * PART + 77), 1.0, dtype) * 1.5).round()
+    logits = (draw((len(LIMITS[1::2]), 2 * PART + 77), 1.0, dtype) * 1.5).round()
     assert (logits.signbit() & (logits == 0)).any()
-    agree(device, logits, columns(LIMITS))
+    agree(device, logits, columns(LIMITS[1::2]))
     equal = torch.zeros(7, PART + 3, dtype=dtype)
     agree(device, equal, columns([(1.0, k, p) for k in (1, 5, PART + 1) for p in (0.33, 1.0)] + [(1.0, 0, 0.999)]))
 

@@ -8,6 +8,7 @@ from kvconvert.kernels.quantizer import GroupRangeError
 from kvconvert.kernels.spans import SpanFormat, quantize_span, quantize_span_reference, unsupported
 
 
+@pytest.mark.quick("63", "129")
 @pytest.mark.parametrize(
     ("tokens", "bits"),
     [

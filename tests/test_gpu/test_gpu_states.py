@@ -86,7 +86,7 @@ def test_a_row_that_is_not_finite_is_not_a_number_and_others_are_as_they_were(de
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("rows", "key_heads", "heads", "key_dim", "value_dim"),
-    [(1, 1, 1, 16, 16), (3, 2, 4, 64, 32), (2, 1, 3, 32, 64), pytest.param(2, 1, 3, 128, 128, marks=pytest.mark.full)],
+    [(1, 1, 1, 16, 16), (2, 2, 4, 64, 32), (1, 1, 3, 32, 64), pytest.param(2, 1, 3, 128, 128, marks=pytest.mark.full)],
 )
 def test_a_step_equals_the_reference(device, dtype, by_channel, rows, key_heads, heads, key_dim, value_dim):
     # As modules give them: parts of one tensor of all channels.
@@ -111,7 +111,7 @@ def test_a_step_equals_the_reference(device, dtype, by_channel, rows, key_heads,
 @pytest.mark.parametrize("plain", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    ("rows", "groups", "heads", "head_dim", "state"), [(1, 1, 1, 16, 16), (3, 2, 4, 64, 32), (2, 1, 3, 32, 128)]
+    ("rows", "groups", "heads", "head_dim", "state"), [(1, 1, 1, 16, 16), (2, 2, 4, 64, 32), (1, 1, 3, 32, 128)]
 )
 def test_a_step_of_mamba_equals_the_reference(device, dtype, plain, rows, groups, heads, head_dim, state):
     sizes, counts = [heads * head_dim] * 2 + [groups * state] * 2, (heads, heads, groups, groups)
@@ -172,6 +172,7 @@ def test_what_cannot_be_packed():
     torch.testing.assert_close(unpack(packed), states, rtol=0, atol=2e-3)
 
 
+@pytest.mark.quick("lfm2")
 @pytest.mark.parametrize("name", ["qwen3_5_text", "bamba", "lfm2"])
 def test_modules_give_with_kernels_what_they_give_without(device, name):
     logits = []

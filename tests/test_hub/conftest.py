@@ -4,13 +4,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tiny.hub import standing_in
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "format-1"
 
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
+    from tiny.hub import standing_in
+
     with standing_in(monkeypatch, tmp_path) as hub:
         yield hub
 

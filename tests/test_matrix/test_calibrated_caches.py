@@ -22,6 +22,7 @@ KEPT = [name for name in ARCHITECTURES if name not in REFUSED]
 IN_EVERY_RUN = ("gemma2", "qwen3_next", "gemma4_text")
 
 
+@pytest.mark.quick("gemma4_text-minikv")
 @pytest.mark.parametrize(
     ("name", "preset"),
     [

@@ -26,6 +26,7 @@ def low_bit_cells():
     ]
 
 
+@pytest.mark.quick("gemma4_text_shared", "gpt_oss", "llama4_text", "opt", "qwen3_next", "qwen2_5_omni_thinker")
 @pytest.mark.parametrize("name", architectures(KEPT))
 def test_unquantized_pages_give_what_transformers_gives(name):
     cell = kv_cell(ARCHITECTURES[name], RECIPES["exact"])

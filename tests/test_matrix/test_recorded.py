@@ -23,6 +23,7 @@ def test_every_architecture_is_recorded_with_every_recipe(results):
         assert "refused" in entry["cache"] or list(entry["cache"]["recipes"]) == list(RECIPES), ANEW
 
 
+@pytest.mark.quick("gemma4", "gpt", "deepseek", "qwen3_next", "opt", "bamba", "qwen2_5", "llama4")
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_what_was_recorded_is_still_so(results, name):
     entry, recorded = ARCHITECTURES[name], results["models"][name]

@@ -92,7 +92,7 @@ def test_what_config_json_does_not_state_is_left_to_transformers(config, expecte
     assert stated_positions(tmp_path) == expected
 
 
-@pytest.mark.quick("yarn", "dynamic")
+@pytest.mark.quick("yarn")
 @pytest.mark.parametrize(("kind", "room", "positions"), [("yarn", 300, 400), ("linear", 300, 400), ("dynamic", 0, 400)])
 def test_engine_and_console_take_what_the_scaling_allows(kind, room, positions, tmp_path):
     from tiny.llama import TOKENIZER, write_recipe

@@ -69,6 +69,9 @@ def described(structure: LayerStructure, layer: nn.Module) -> dict:
     }
 
 
+@pytest.mark.quick(
+    "gemma4_", "gpt_oss", "deepseek_v2", "opt", "gpt_neox", "qwen3_next", "lfm2", "bamba", "phi3", "olmo2"
+)
 @pytest.mark.parametrize("name", ORACLE)
 def test_what_is_found_is_what_was_written_down_by_hand(name):
     model, oracle = build_without_weights(ARCHITECTURES[name].config()), ORACLE[name]

@@ -9,7 +9,7 @@ from sweep import outcome
 from tiny.every_type import UNTRIED, WITHOUT, names
 
 RECORDED = json.loads(RESULTS.read_text(encoding="utf8"))
-QUICK = ("arcee", "gpt_neo", "recurrent_gemma")
+QUICK = ("gpt_neo", "recurrent_gemma")
 CONVERTED = ("weights and cache", "weights and cache, no Engine", "weights")
 
 

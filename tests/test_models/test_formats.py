@@ -292,6 +292,7 @@ def test_a_token_that_is_listed_twice_is_refused(tmp_path):
 WRITERS = {"fp8": write_fp8, "mxfp4": write_mxfp4, "gguf": lambda folder: write_gguf(folder, "Q8_0")[2]}
 
 
+@pytest.mark.quick("gguf")
 @pytest.mark.parametrize("form", WRITERS)
 def test_a_bundle_of_it_is_that_of_the_same_weights_in_full(form, tmp_path):
     """Byte for byte, but for what the manifest says of the source."""
@@ -555,6 +556,7 @@ def test_what_is_no_file_in_place_of_a_models_is_refused_unread(tmp_path, name, 
         open_source(str(tmp_path))
 
 
+@pytest.mark.quick("tokenizer_config", "mkfifo")
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json", "chat_template.jinja"])
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/nowhere"), None])
 def test_what_is_no_file_is_not_taken_for_an_absent_one(tmp_path, name, make):

@@ -59,7 +59,7 @@ def observe(
     return [recorder.result() for recorder in recorders]
 
 
-@pytest.mark.quick("gpt_oss", "deepseek_v3")
+@pytest.mark.quick("gpt_oss")
 @pytest.mark.parametrize("model_type", few_and_full())
 @torch.no_grad()
 def test_scaling_norms_with_experts_and_routers_preserves_logits(model_type):

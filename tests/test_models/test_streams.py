@@ -25,6 +25,7 @@ def module_inputs_and_outputs(layer, names):
     return found
 
 
+@pytest.mark.quick("gemma4_text_same_kv", "gpt_oss", "llama4_text", "deepseek_v2", "gpt_neox")
 @pytest.mark.parametrize("name", architectures(TEXTS))
 def test_writers_add_what_they_compute_to_the_stream(name):
     model = ARCHITECTURES[name].build()

@@ -24,12 +24,14 @@ def run(code, version, folder):
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.quick("4.57.6", "5.25.0")
 @pytest.mark.parametrize("version", ["4.57.6", "5.22.2", "5.25.0", "5.24.0.dev0", "5.240.0", "6.0.0"])
 def test_load_refuses_it(version, tmp_path):
     found = run("from kvconvert import load", version, tmp_path)
     assert found.stderr.splitlines()[-1] == f"kvconvert.errors.MissingError: transformers is {version}, and {SAID}"
 
 
+@pytest.mark.quick("calibrate m", "serve")
 @pytest.mark.parametrize(
     "command", ["calibrate m -o w", f"verify {GOLDEN}", "recipes", f"serve {GOLDEN}", f"generate {GOLDEN} --prompt x"]
 )

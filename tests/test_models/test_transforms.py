@@ -78,6 +78,7 @@ def random_ids():
     return torch.randint(0, 4096, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.quick("parallel_residual", "do_layer_norm", "clip_qkv", "qk_norm", "use_bias")
 @pytest.mark.parametrize(("name", "changes"), MODELS, ids=["-".join((n, *c)) for n, c in MODELS])
 def test_every_shape_of_layers_computes_the_same_after_folding_and_scaling(name, changes):
     model = ARCHITECTURES[name].build(**changes)
@@ -98,6 +99,7 @@ def test_every_shape_of_layers_computes_the_same_after_folding_and_scaling(name,
             assert not torch.allclose(before.weight, after.weight)
 
 
+@pytest.mark.quick("llama-4q2kv-d64", "llama-4q1kv-d80", "mistral-2q2kv", "qwen2-4q2kv-d48", "qwen3-4q2kv")
 @pytest.mark.parametrize(
     ("family", "heads", "kv_heads", "head_dim", "extra"),
     CASES,

@@ -48,7 +48,7 @@ def llava(tmp_path_factory):
     return convert(tmp_path_factory.mktemp("llava"), "llava")
 
 
-@pytest.mark.quick("qwen3_vl", "gemma3")
+@pytest.mark.quick("qwen3_vl")
 @pytest.mark.parametrize("name", quick_and_full(LOADABLE, "llava_onevision", "qwen3_vl", "gemma3"))
 @torch.no_grad()
 def test_calibration_sees_what_the_model_computes(name, tmp_path):
@@ -166,6 +166,7 @@ def rows_of_images(processor, config, counts):
     return encoded, batch
 
 
+@pytest.mark.quick("several")
 @pytest.mark.parametrize("name", quick_and_full(["llava", "qwen2_5_vl", "gemma3"], "qwen2_5_vl"))
 @pytest.mark.parametrize("counts", [(2, 0, 1, 3), (0, 0)], ids=["several", "none"])
 def test_generation_through_pages_equals_full_precision_for_any_number_of_images(name, counts, tmp_path):

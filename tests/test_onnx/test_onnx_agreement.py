@@ -48,6 +48,7 @@ def check(model, cache, directory, ids, new=NEW, tolerance=1e-3):
     np.testing.assert_allclose(np.stack([row for _, row in got]), logits.numpy(), atol=tolerance, rtol=0)
 
 
+@pytest.mark.quick("qwen2", "gemma3_text")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=FULL if name in ("llama", "gemma") else ()) for name in FAMILIES]
 )
@@ -114,6 +115,7 @@ def trained(directory, source, bits, new, tolerance=5e-3):
         check(model, cache, directory / kind, prompt, new, tolerance=allowed)
 
 
+@pytest.mark.full
 def test_the_reference_model(tmp_path):
     trained(tmp_path, REFERENCE, 4, 16)
 

@@ -115,6 +115,7 @@ def test_sink_tokens_and_recent_tokens_stay_in_full_precision():
     assert cache.layers[0].store.residual_positions(0).tolist() == [0, 1, 2, 3, *range(128, 192)]
 
 
+@pytest.mark.quick("7", "400")
 @pytest.mark.parametrize("chunk", [1, 7, 400])
 def test_a_sliding_layer_drops_pages_that_no_query_can_see(chunk):
     config = {"sliding_window": 150, "num_hidden_layers": 1}

@@ -149,7 +149,7 @@ def same(one: Stepped, other: Stepped) -> None:
                     assert torch.equal(a.buffer, b.buffer)
 
 
-@pytest.mark.quick("sliding window", "keys stay longer", "spans", "eviction")
+@pytest.mark.quick("sliding window", "eviction")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(
     "growth",
@@ -172,6 +172,7 @@ def test_steps_without_planning_leave_what_planned_steps_leave(name, growth):
     assert caches[1].continued == 0
 
 
+@pytest.mark.quick("7")
 @pytest.mark.parametrize("every", [1, 7])
 def test_asking_for_the_sequences_between_steps_changes_nothing(every):
     scheme = KVScheme(sink_tokens=4, value_recent_tokens=60)

@@ -186,8 +186,10 @@ def test_tables_stay_where_they_are_and_are_written_when_a_page_is_or_rows_move(
     tables = tables_of(layer.store)
     addresses = [t.data_ptr() for t in (tables.keys, tables.values, tables.described, tables.appends, tables.step)]
     written.clear()
-    for _ in range(128):
-        check(layer, *advance(layer, 1))
+    for number in range(128):
+        given = advance(layer, 1)
+        if number % 16 == 0:
+            check(layer, *given)
         end_forward(layer.store)
         assert tables_of(layer.store) is tables
     # Three rows of different lengths: when a page is written, and before that where buffers have to grow for it.

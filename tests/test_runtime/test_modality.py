@@ -141,6 +141,7 @@ def test_what_is_quantized_decides_what_is_generated(llava):
     assert len(found) == 3  # "kivi" quantizes nothing of a prompt this short
 
 
+@pytest.mark.quick("llava_onevision", "qwen2_5_vl", "gemma3", "paligemma")
 @pytest.mark.parametrize(
     "name", [name for name, tiny in ARCHITECTURES.items() if tiny.multimodal and tiny.media.token == IMAGE]
 )

@@ -34,13 +34,14 @@ def test_generation_is_right_across_page_boundaries(llama, length):
     compare(llama, lambda c: llama.generate(ids, max_new_tokens=6, past_key_values=c, **GREEDY), bits=2, oscar=True)
 
 
+@pytest.mark.quick("1-True", "2-False")
 @pytest.mark.parametrize(
     ("bits", "oscar", "group"),
     [(1, True, 128), (2, False, 16), (3, True, 32), (8, False, 64), pytest.param(4, True, 32, marks=pytest.mark.full)],
 )
 def test_every_width_and_group_matches(llama, bits, oscar, group):
-    ids = random_ids(1, 300)
-    run = lambda c: llama.generate(ids, max_new_tokens=90, past_key_values=c, **GREEDY)  # noqa: E731
+    ids = random_ids(1, 375)
+    run = lambda c: llama.generate(ids, max_new_tokens=15, past_key_values=c, **GREEDY)  # noqa: E731
     compare(llama, run, bits, oscar, group)
 
 

@@ -418,6 +418,7 @@ def test_networks_learn_scores_that_keys_and_values_tell(monkeypatch):
     assert unrelated.explained < 0.1
 
 
+@pytest.mark.quick("256")
 @pytest.mark.parametrize("prompt_chunk", [2048, 256])
 def test_an_engine_serves_what_is_predicted(prompt_chunk):
     model, scheme = tiny(), replace(QUANTIZED, selection="predicted")

@@ -41,7 +41,7 @@ def steps(model, cache, first, count):
     return torch.stack(found)
 
 
-def check(model, new_cache, file, tokens=350, count=80):
+def check(model, new_cache, file, tokens=370, count=20):
     ids = random_ids(1, tokens)
     kept = new_cache()
     first = read(model, kept, ids).argmax(-1, keepdim=True)
@@ -59,17 +59,18 @@ def check(model, new_cache, file, tokens=350, count=80):
     return loaded
 
 
-@pytest.mark.quick("kitty", "oscar")
+@pytest.mark.quick("kitty")
 @pytest.mark.parametrize("scheme", [pytest.param(n, marks=() if n in ALWAYS else pytest.mark.full) for n in PAGED])
 def test_a_loaded_session_goes_on_bit_for_bit(llama, tmp_path, scheme):
     check(llama, lambda: KVCache(llama.config, scheme), tmp_path / "session.safetensors")
 
 
+@pytest.mark.quick("gpt_oss")
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
 def test_sliding_windows_are_saved_with_what_has_left_them(tmp_path, name):
     model = ARCHITECTURES[name].build("kvconvert")
     scheme = KVScheme(sink_tokens=3, key_recent_tokens=20)
-    check(model, lambda: KVCache(model.config, scheme), tmp_path / "session.safetensors", tokens=505, count=40)
+    check(model, lambda: KVCache(model.config, scheme), tmp_path / "session.safetensors", tokens=505, count=12)
 
 
 def test_a_session_shorter_than_a_page_and_one_in_bfloat16(llama, tmp_path):

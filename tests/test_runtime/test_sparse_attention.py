@@ -41,6 +41,7 @@ def test_logits_and_tokens_are_those_of_transformers_cache(name):
     assert model.generate(ids, max_new_tokens=12, **GREEDY).tolist() == tokens.tolist()
 
 
+@pytest.mark.quick("glm_moe_dsa")
 @pytest.mark.parametrize("name", [name for name in SPARSE if not name.startswith("minimax")][:2])
 def test_padded_rows_and_beams_give_the_same(name):
     model, ids = SPARSE[name].build(), random_ids(2, 150, seed=5)

@@ -163,6 +163,7 @@ def test_one_bit_spans_cost_one_bit_and_scales_per_channel(llama):
     assert cache.layers[0].store.bytes_used() == 2 * 2 * 16 * (640 // 8 + 4)
 
 
+@pytest.mark.quick("scheme0", "scheme2")
 @pytest.mark.parametrize("scheme", [SPAN, MINIKV, KVScheme.preset("calibquant-1bit"), KVScheme.preset("kitty")])
 def test_a_left_padded_batch_equals_each_sequence_alone(llama, scheme):
     lengths = [300, 170, 40]

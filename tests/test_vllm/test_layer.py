@@ -273,6 +273,7 @@ def test_layers_in_one_allocation_are_quantized_together_as_each_alone(name):
         torch.testing.assert_close(layer.blocks.words, other.blocks.words, rtol=0, atol=0)
 
 
+@pytest.mark.quick("True-False")
 @pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("side_by_side", [False, True])
 def test_layers_with_blocks_of_different_sizes_follow_one_plan(kernels, side_by_side):
@@ -298,7 +299,7 @@ def test_layers_with_blocks_of_different_sizes_follow_one_plan(kernels, side_by_
             assert layer.run(lengths) < (1e-3 if kernels else 2e-6), lengths
 
 
-@pytest.mark.quick("without sinks", "value window", "kitty", "calibrated", "static", "scales of 8 bits")
+@pytest.mark.quick("value window", "kitty", "calibrated", "scales of 8 bits")
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_pass_attends_to_what_is_stored_as_it_is_stored(name):
     torch.manual_seed(0)
@@ -310,6 +311,7 @@ def test_a_pass_attends_to_what_is_stored_as_it_is_stored(name):
 FULL = pytest.mark.full
 
 
+@pytest.mark.quick("oscar", "value window")
 @pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=FULL)])
 @pytest.mark.parametrize("name", ["kivi", "oscar", "value window"])
 def test_values_may_have_fewer_channels_than_keys(name, kernels):
@@ -319,7 +321,7 @@ def test_values_may_have_fewer_channels_than_keys(name, kernels):
         assert layer.run(lengths) < (1e-3 if kernels else 2e-6), lengths
 
 
-@pytest.mark.quick("value window", "key window")
+@pytest.mark.quick("value window")
 @pytest.mark.parametrize(
     ("name", "kernels"),
     [("kivi", False), ("value window", False), ("key window", False), pytest.param("key window", True, marks=FULL)],
@@ -352,7 +354,7 @@ DRAFTED = [
 ]  # fmt: skip
 
 
-@pytest.mark.quick("calibrated", "value window")
+@pytest.mark.quick("value window")
 @pytest.mark.parametrize("name", ["kivi", "calibrated", "value window", "key window", "16-bit values"])
 def test_drafts_attend_to_what_they_would_without_and_are_taken_back(name):
     torch.manual_seed(0)
@@ -410,6 +412,7 @@ def test_kernels_with_tables_in_fixed_places_do_the_same(name):
     assert not launched.keys() - rehearsed.keys()
 
 
+@pytest.mark.full
 def test_one_request_at_a_time_launches_what_was_rehearsed():
     torch.manual_seed(0)
     layer = Layer(SCHEMES["value window"], kernels=True)

@@ -385,6 +385,7 @@ def test_families_as_they_are_published(family, tmp_path):
             assert found.refusal(torch.bfloat16) is None
 
 
+@pytest.mark.quick("eviction", "sparse", "widths")
 @pytest.mark.parametrize("case", SENT_ON)
 def test_whoever_is_sent_to_kvconvert_serve_is_served(case):
     name, stated = SENT_ON[case]
