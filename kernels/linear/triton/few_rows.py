@@ -105,9 +105,12 @@ def warp_sums(
     GROUPS: tl.constexpr = W.groups
     GROUP_PARTS: tl.constexpr = parts_of(W.bits) // GROUPS
     ones = tl.full([S.warps, BLOCK, W.part], 1.0, DTYPE)
-    none = tl.zeros([S.warps, BLOCK, S.rows], tl.float32)
+    # To functions of Triton 3.6 a field of a record is no constant, and a name is.
+    WARPS: tl.constexpr = S.warps
+    ROWS: tl.constexpr = S.rows
+    none = tl.zeros([WARPS, BLOCK, ROWS], tl.float32)
     low, high = none, none
-    for step in tl.range(0, tl.cdiv(k_blocks, S.warps), num_stages=S.stages):
+    for step in tl.range(0, tl.cdiv(k_blocks, WARPS), num_stages=S.stages):
         k_block = step * S.warps + warp
         x_mask = row_mask
         mask = tile_mask

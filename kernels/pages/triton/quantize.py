@@ -142,7 +142,8 @@ def _paired_high_lanes(keys, hidden, chosen, norms, token_stride, factor, shrink
     SLOTS: tl.constexpr = slots_of(F.boosted)
     HIGH_ROWS: tl.constexpr = F.high_rows
     slot, lane = tl.arange(0, SLOTS), tl.arange(0, F.lanes)[:, None]
-    lanes = tl.zeros([F.lanes, SLOTS], tl.int32)
+    LANES: tl.constexpr = F.lanes  # to functions of Triton 3.6 a field is no constant
+    lanes = tl.zeros([LANES, SLOTS], tl.int32)
     for step in range(F.page_size // CHUNK):
         for half in tl.static_range(2):
             picked = (slot[None, :] == slot[:, None] + half * HIGH_ROWS) & (slot < HIGH_ROWS)[:, None]
