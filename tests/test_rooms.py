@@ -240,7 +240,6 @@ def imported():
     return [set(line.split()) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.full
 def test_nothing_is_imported_that_is_not_needed():
     modules = imported()
     for (statement, unwanted), loaded in zip(STATEMENTS.items(), modules, strict=True):

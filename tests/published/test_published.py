@@ -40,7 +40,6 @@ def refused(*arguments):
     return result.stderr.strip().splitlines()[-1].removeprefix("Error: ")
 
 
-@pytest.mark.quick("MiniCPM")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_published_configuration_goes_through_the_whole_path_or_is_refused_by_name(name, tmp_path):
     torch.set_num_threads(1)
