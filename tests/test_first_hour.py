@@ -367,7 +367,7 @@ def test_inspect_and_verify_are_ten_lines_and_import_no_modeling_code():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"dtype": "int8"}, "`dtype` is int8; it may be auto, torch.float32"),
+        ({"dtype": "int8"}, "`dtype` is 'int8'; it may be auto, torch.float32"),
         ({"dtype": torch.int8}, "`dtype` is torch.int8;"),
         ({"verify": "fast"}, "`verify` is 'fast'; give 'full' or 'headers'"),
     ],

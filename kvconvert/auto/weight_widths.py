@@ -149,7 +149,7 @@ def kept_text(ids: Tensor, device: torch.device) -> Tensor:
 
 
 def find_kept(units: list[Unit], weights: WeightsRecipe, others: int, run: SearchRun) -> list[str]:
-    """The Linears to keep at 16 bits: those that take most off the sum of divergences for their bytes.
+    """The Linears to keep at 16 bits, half of the weights at most: those that take most off the sum of divergences.
 
     Args:
         units: the units of the model.
@@ -161,17 +161,16 @@ def find_kept(units: list[Unit], weights: WeightsRecipe, others: int, run: Searc
         their names in the loaded model.
     """
     (bits,) = AWQ_BITS
+    costs = [KEPT_BITS * unit.numbers // 8 - unit.costs[bits] for unit in units]
     budget = math.floor(weights.kept_share * (others + sum(unit.costs[bits] for unit in units)))
+    budget = min(budget, sum(costs) // 2)  # where embeddings are nearly all, everything would have room
     run.say(
         f"Measuring {len(units)} groups of Linears at {bits} bits, to keep those that lose most at 16: "
-        f"{budget / 1e6:,.1f} MB more, {weights.kept_share:.0%} of the bundle ([weights] kept_share)."
+        f"up to {budget / 1e6:,.1f} MB more ([weights] kept_share = {weights.kept_share:g})."
     )
     search = _Search(run, units, weights.group_size, run.model.read(run.text.ids, 1, KEPT_STRIDE))
     losses = [table[str(bits)] for table in search.tables(AWQ_BITS)]
-    options = [
-        [Option(0, loss), Option(KEPT_BITS * unit.numbers // 8 - unit.costs[bits], 0.0)]
-        for unit, loss in zip(units, losses, strict=True)
-    ]
+    options = [[Option(0, loss), Option(cost, 0.0)] for cost, loss in zip(costs, losses, strict=True)]
     chosen = allocate(options, budget).options
     kept = [name for unit, choice in zip(units, chosen, strict=True) if choice for name in unit.linears]
     run.store.commit_measurement(KEPT_NAME, {"linears": kept})

@@ -40,7 +40,7 @@ def bundle(tmp_path_factory):
     model.to(torch.float16).save_pretrained(root / "source")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(REFERENCE / name, root / "source")
-    (root / "recipe.toml").write_text("[weights]\ngroup_size = 32\n")
+    (root / "recipe.toml").write_text("[weights]\ngroup_size = 32\nkept_share = 0\n")
     recipe = Recipe.load(str(root / "recipe.toml"))
     calibrate(str(root / "source"), root / "work", recipe=recipe, samples=2, seq_len=64, progress=False)
     return export(root / "work", root / "bundle", progress=False)
