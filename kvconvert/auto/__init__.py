@@ -14,13 +14,23 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kvconvert.bundle.manifest import Allocation, WeightAllocation
 from kvconvert.errors import MissingError, first_line
 
 NAME, WEIGHTS_NAME, KEPT_NAME = "allocation", "weights", "kept"
-_Found = TypeVar("_Found", Allocation, WeightAllocation)
+
+
+class KeptLinears(BaseModel):
+    """The Linears that a search keeps at 16 bits, by their names in the loaded model."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    linears: list[str]
+
+
+_Found = TypeVar("_Found", Allocation, WeightAllocation, KeptLinears)
 
 
 class Measurements(Protocol):
@@ -47,6 +57,11 @@ def read_allocation(store: Measurements) -> Allocation | None:
 def read_weight_allocation(store: Measurements) -> WeightAllocation | None:
     """The outcome of a finished search of widths; None where it has not finished. Raises as `read_allocation` does."""
     return _read(store, WEIGHTS_NAME, WeightAllocation)
+
+
+def read_kept(store: Measurements) -> KeptLinears | None:
+    """The Linears that stay at 16 bits; None where their search has not finished. Raises as `read_allocation` does."""
+    return _read(store, KEPT_NAME, KeptLinears)
 
 
 def _read(store: Measurements, name: str, record: type[_Found]) -> _Found | None:

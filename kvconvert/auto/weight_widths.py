@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from kvconvert.auto import KEPT_NAME, WEIGHTS_NAME, Option, allocate
+from kvconvert.auto import KEPT_NAME, WEIGHTS_NAME, KeptLinears, Option, allocate
 from kvconvert.auto.model import ExactText, SearchRun
 from kvconvert.bundle.manifest import WeightAllocation, WeightUnit
 from kvconvert.calibration.activations import point_of
@@ -148,7 +148,7 @@ def kept_text(ids: Tensor, device: torch.device) -> Tensor:
     return ids[:: max(1, len(ids) // rows)][:rows, :length]
 
 
-def find_kept(units: list[Unit], weights: WeightsRecipe, others: int, run: SearchRun) -> list[str]:
+def find_kept(units: list[Unit], weights: WeightsRecipe, others: int, run: SearchRun) -> KeptLinears:
     """The Linears to keep at 16 bits, half of the weights at most: those that take most off the sum of divergences.
 
     Args:
@@ -156,9 +156,6 @@ def find_kept(units: list[Unit], weights: WeightsRecipe, others: int, run: Searc
         weights: the weights' recipe, with `kept_share`.
         others: bytes of the bundle beside its Linears.
         run: what is measured with.
-
-    Returns:
-        their names in the loaded model.
     """
     (bits,) = AWQ_BITS
     costs = [KEPT_BITS * unit.numbers // 8 - unit.costs[bits] for unit in units]
@@ -172,8 +169,9 @@ def find_kept(units: list[Unit], weights: WeightsRecipe, others: int, run: Searc
     losses = [table[str(bits)] for table in search.tables(AWQ_BITS)]
     options = [[Option(0, loss), Option(cost, 0.0)] for cost, loss in zip(costs, losses, strict=True)]
     chosen = allocate(options, budget).options
-    kept = [name for unit, choice in zip(units, chosen, strict=True) if choice for name in unit.linears]
-    run.store.commit_measurement(KEPT_NAME, {"linears": kept})
+    names = [name for unit, choice in zip(units, chosen, strict=True) if choice for name in unit.linears]
+    kept = KeptLinears(linears=names)
+    run.store.commit_measurement(KEPT_NAME, kept.model_dump(mode="json"))
     return kept
 
 
@@ -186,9 +184,9 @@ def kept_seconds(units: list[Unit], weights: WeightsRecipe, run: SearchRun) -> f
     return read + len(units) * (time.perf_counter() - begun - read)
 
 
-def kept_linears(recipe: Recipe, kept: Sequence[str]) -> Recipe:
+def kept_recipe(recipe: Recipe, kept: KeptLinears) -> Recipe:
     """The recipe with what `find_kept` found."""
-    rules = [WeightsRule(match=name, bits=KEPT_BITS) for name in kept]
+    rules = [WeightsRule(match=name, bits=KEPT_BITS) for name in kept.linears]
     return recipe.model_copy(update={"weights": recipe.weights.model_copy(update={"modules": rules})})
 
 

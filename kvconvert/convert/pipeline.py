@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvconvert.arguments import Count, Folder, ModelPlace, SampleLength, checked
-from kvconvert.auto import KEPT_NAME, read_allocation, read_weight_allocation
+from kvconvert.auto import KeptLinears, read_allocation, read_kept, read_weight_allocation
 from kvconvert.auto.model import SearchRun, SimulatedModel
 from kvconvert.auto.search import (
     CLIP_ROWS,
@@ -46,7 +46,7 @@ from kvconvert.auto.weight_widths import (
     budget_of,
     find_kept,
     find_widths,
-    kept_linears,
+    kept_recipe,
     kept_seconds,
     kept_text,
     text_size,
@@ -249,8 +249,8 @@ def _calibrate_layers(
         jobs = layer_jobs(runner, recipe)
     if recipe.weights.kept_share:
         with ranks.together():
-            kept = searches.kept(recipe, jobs) if ranks.is_first else []
-        jobs = layer_jobs(runner, kept_linears(recipe, ranks.of_first(kept)))
+            kept = searches.kept(recipe, jobs) if ranks.is_first else None
+        jobs = layer_jobs(runner, kept_recipe(recipe, ranks.of_first(kept)))
     if todo and predicts(jobs):
         jobs = searches.scorers(jobs)
     inputs = CalibrationInputs(tokens.ids, tokens.extras, tokens.visual, directory.mapped(), tokens.random)
@@ -432,11 +432,10 @@ class Searches:
             found = find_widths(weight_units(self.runner.model, jobs), recipe.weights, run)
         return allocated_widths(recipe, found)
 
-    def kept(self, recipe: Recipe, jobs: Sequence[LayerJob]) -> list[str]:
-        """Names of the Linears that stay at 16 bits, see `find_kept`."""
-        committed = self.directory.measurement(KEPT_NAME)
-        if committed is not None:
-            return committed["linears"]
+    def kept(self, recipe: Recipe, jobs: Sequence[LayerJob]) -> KeptLinears:
+        """The Linears that stay at 16 bits, see `find_kept`."""
+        if (found := read_kept(self.directory)) is not None:
+            return found
         runner = self.runner
         others = kept_bytes(runner, kept_tensors(runner, recipe.weights))
         return find_kept(weight_units(runner.model, jobs), recipe.weights, others, self._kept_run())

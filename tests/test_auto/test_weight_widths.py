@@ -9,13 +9,13 @@ from tiny.llama import write_tiny_llama
 from transformers import AutoModelForCausalLM
 
 from kvconvert import Recipe, calibrate, export
-from kvconvert.auto import WEIGHTS_NAME
+from kvconvert.auto import WEIGHTS_NAME, read_kept
 from kvconvert.auto.model import SimulatedModel
 from kvconvert.bundle.describe import manifest_text
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.convert.checks import fitted_weights
 from kvconvert.convert.workdir import WorkDir
-from kvconvert.errors import RecipeError, UsageError
+from kvconvert.errors import MissingError, RecipeError, UsageError
 from kvconvert.methods.awq import WeightsRecipe
 from kvconvert.runtime import load
 
@@ -194,3 +194,9 @@ def test_small_models_keep_some_linears_by_default(hidden_size, method, share):
 def test_kept_linears_beside_other_widths_are_refused(tmp_path):
     with pytest.raises(RecipeError, match="kept_share beside widths that are not all 4 bits"):
         recipe(tmp_path, KEPT.replace("kept_share", "bits = 8\nkept_share"))
+
+
+def test_a_damaged_list_of_kept_linears_is_one_sentence(tmp_path):
+    store = SimpleNamespace(path=tmp_path, measurement=lambda name: {"linears": [1]})
+    with pytest.raises(MissingError, match="cannot be read"):
+        read_kept(store)
