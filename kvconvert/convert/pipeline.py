@@ -249,8 +249,8 @@ def _calibrate_layers(
         jobs = layer_jobs(runner, recipe)
     if recipe.weights.kept_share:
         with ranks.together():
-            kept = searches.kept(recipe, jobs) if ranks.is_first else None
-        jobs = layer_jobs(runner, kept_recipe(recipe, ranks.of_first(kept)))
+            widened = kept_recipe(recipe, searches.kept(recipe, jobs)) if ranks.is_first else recipe
+        jobs = layer_jobs(runner, ranks.of_first(widened))
     if todo and predicts(jobs):
         jobs = searches.scorers(jobs)
     inputs = CalibrationInputs(tokens.ids, tokens.extras, tokens.visual, directory.mapped(), tokens.random)
