@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from kvconvert.calibration.activations import ActivationStatistics, point_of
 from kvconvert.calibration.ranks import ALONE, Ranks
 from kvconvert.kernels.linear.awq_format import fake_quantize_weight
+from kvconvert.methods.awq import KEPT_BITS
 from kvconvert.models.structure import LayerStructure, Projection
 
 
@@ -220,7 +221,7 @@ def search_clips(
     def search(name: str) -> tuple[Tensor, float, float] | None:
         part, point, width = _clipped_part(structure, name), point_of(structure, name), width_of(bits, name)
         moment = statistics.second_moment.get(point)
-        if part is None or moment is None:
+        if part is None or moment is None or width == KEPT_BITS:
             return None
         scale = scales.get(name)
         if scale is not None:

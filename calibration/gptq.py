@@ -74,6 +74,7 @@ from kvconvert.calibration.weight_grid import WeightGrid
 from kvconvert.errors import NumericError
 from kvconvert.kernels.compensation import round_columns_
 from kvconvert.kernels.device import tf32_products
+from kvconvert.methods.awq import KEPT_BITS
 
 
 class Mismatch:
@@ -277,6 +278,10 @@ class GptqPass(CalibrationPass):
             elif factor is not None and names[0] in scales:
                 factor = factor.scaled_(scales[names[0]])
             for name in names if factor is not None else ():
+                if self._keeps(work, name):
+                    weight = work.layer.get_submodule(name).weight.data
+                    weight.copy_(weight.to(work.dtype))  # corrected, and as it will be stored
+                    continue
                 self._set_grid(work, name, factor.remaining())
                 losses[name] = self._compensate_(work.layer.get_submodule(name).weight.data, factor, work.grids[name])
             if work.paired is not None:  # the inputs of those that follow depend on them
@@ -322,6 +327,9 @@ class GptqPass(CalibrationPass):
             weight.add_(correction(weight @ cross if before is None else cross, factor))
         return factor
 
+    def _keeps(self, work: LayerWork, name: str) -> bool:
+        return work.bits.get(name, self.bits) == KEPT_BITS
+
     def _set_grid(self, work: LayerWork, name: str, costs: Tensor) -> None:
         weight = work.layer.get_submodule(name).weight.data
         try:
@@ -334,6 +342,9 @@ class GptqPass(CalibrationPass):
         owner = work.ranks.owner(number)
         for name in names:
             weight = work.layer.get_submodule(name).weight.data
+            if self._keeps(work, name):
+                work.ranks.broadcast_(weight, owner)
+                continue
             if owner != work.ranks.rank:
                 numbers = weight.new_empty(2, len(weight), weight.shape[1] // self.group_size, dtype=torch.float32)
                 work.grids[name] = WeightGrid(*numbers, work.bits.get(name, self.bits), self.group_size)

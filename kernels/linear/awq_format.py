@@ -185,13 +185,15 @@ def fake_quantize_weight(weight: Tensor, bits: int, group_size: int, clip: Tenso
 
     Args:
         weight: [..., in], any float dtype; `in` a multiple of `group_size`.
-        bits: 2 to 8.
+        bits: 2 to 8, or 16, at which the weight stays as it is.
         group_size: inputs that share one scale and zero.
         clip: optional [..., in / group_size]: weights are first clamped to [-clip, clip].
 
     Returns:
         a new tensor of the same shape and dtype.
     """
+    if bits == 16:
+        return weight.clone()
     if not 2 <= bits <= 8:
         raise UsageError(f"Weights cannot be quantized to {bits} bits; choose 2 to 8.")
     groups = clipped_groups(weight, group_size, clip)

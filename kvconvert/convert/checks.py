@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 from kvconvert.cache import layer_format
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.errors import CheckpointError, RecipeError, UnsupportedModelError, UsageError
-from kvconvert.methods.awq import AUTO_GROUP_SIZES, WeightsRecipe, auto_group_sizes, auto_kept_share
+from kvconvert.methods.awq import AUTO_GROUP_SIZES, KEPT_BITS, WeightsRecipe, auto_group_sizes, auto_kept_share
 from kvconvert.models.configuration import (
     is_latent,
     layer_config,
@@ -104,9 +104,16 @@ def check_widths(runner: LayerRunner, weights: WeightsRecipe) -> None:
         beyond = next((layer for layer in rule.index or () if not 0 <= layer < runner.num_layers), None)
         if beyond is not None:
             raise RecipeError(f"{rule} names layer {beyond}, but this model has layers 0 to {runner.num_layers - 1}.")
-        layers = rule.index or range(runner.num_layers)
-        names = ((f"{runner.layer_name(i)}.{linear}", i) for i in layers for linear in runner.structure(i).linears)
-        if not any(rule.applies(name, index) for name, index in names):
+        found = [
+            (linear, index)
+            for index in rule.index or range(runner.num_layers)
+            for linear in runner.structure(index).linears
+            if rule.applies(f"{runner.layer_name(index)}.{linear}", index)
+        ]
+        experts = runner.structure(found[0][1]).experts if found else None
+        if rule.bits == KEPT_BITS and experts is not None and any(experts.owner(name) is not None for name, _ in found):
+            raise RecipeError(f"{rule} keeps routed experts at 16 bits, which have to have one width; leave these out.")
+        if not found:
             raise RecipeError(
                 f"{rule} matches no Linear that is quantized in this model; {runner.layer_name(0)}."
                 f"{runner.structure(0).linears[-1]} is the name of one."

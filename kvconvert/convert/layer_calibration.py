@@ -26,7 +26,7 @@ from kvconvert.errors import NumericError, counted
 from kvconvert.kernels.linear.awq_format import AwqWeight, dequantize_weight, pack_bits, quantize_weight
 from kvconvert.kernels.quantizer import GroupRangeError
 from kvconvert.methods import KVScheme
-from kvconvert.methods.awq import WeightsRecipe
+from kvconvert.methods.awq import KEPT_BITS, WeightsRecipe
 from kvconvert.models.configuration import changing_rope
 from kvconvert.models.experts import expert_modules
 from kvconvert.models.source import float_dtype
@@ -341,7 +341,7 @@ def converted_tensors(
             if not torch.equal(parameter, dequantize_weight(packed).to(parameter.device)):
                 raise ValueError(f"a pass has changed {full}, whose codes are the source's")
             tensors.update({f"{full}.{field}": value for field, value in packed._asdict().items()})
-        elif weights.quantizes and kind == "weight" and module in work.structure.linears:
+        elif weights.quantizes and kind == "weight" and work.bits.get(module, KEPT_BITS) != KEPT_BITS:
             try:
                 grid = work.grids.get(module)
                 packed = (
@@ -392,7 +392,7 @@ def layer_coverage(
                     reason="quantized in the source, whose codes are kept",
                 )
             )
-        elif linear and weights.quantizes:
+        elif linear and weights.quantizes and work.bits[name] != KEPT_BITS:
             coverage.append(
                 ModuleCoverage(
                     name=full,
@@ -404,7 +404,9 @@ def layer_coverage(
             )
         else:
             reason = work.structure.unquantized.get(name, "norms and other vectors keep the source's dtype")
-            reason = "the recipe keeps weights" if linear else reason
+            if linear:
+                share = weights.quantizes and weights.kept_share
+                reason = "16 bits: among those that lose most at 4" if share else "the recipe keeps weights"
             # A router is a matrix for engines too, which have to be told that it is not quantized.
             matrix = name in work.structure.unquantized and getattr(module, "weight", None) is not None
             kind = "linear" if matrix else module_kind(module)

@@ -22,7 +22,6 @@ from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.workdir import LayerRecord
 from kvconvert.errors import UnsupportedModelError
 from kvconvert.methods import PLAN_TENSORS, KVScheme
-from kvconvert.methods.awq import KEPT_BITS
 from kvconvert.models.configuration import (
     ATTENDS_IN_PARTS,
     has_short_windows,
@@ -50,10 +49,6 @@ PASSES: tuple[type[CalibrationPass], ...] = (
     MiniKVPass,
     KVzipPass,
 )
-
-
-# Why a Linear is not quantized that `WeightsRecipe.kept_share` has room for.
-KEPT = "kept, for it is among those that lose most at 4 bits"
 
 
 def make_passes(job: LayerJob) -> list[CalibrationPass]:
@@ -121,13 +116,6 @@ def layer_jobs(runner: LayerRunner, recipe: Recipe) -> list[LayerJob]:
     jobs = []
     for index in range(runner.num_layers):
         structure, name = runner.structure(index), runner.layer_name(index)
-        widths = {
-            linear: recipe.weights.bits_of(f"{name}.{linear}", index)
-            for linear in (() if structure is None or not recipe.weights.quantizes else structure.linears)
-        }
-        kept = [linear for linear, bits in widths.items() if bits == KEPT_BITS]
-        if structure is not None and kept:
-            structure = structure.keeping(kept, "kept, as the recipe says" if not recipe.weights.kept_share else KEPT)
         if latent or structure is None or structure.key is None:
             shape = stored_shape(layer_config(runner.config, index))
         else:
@@ -150,7 +138,10 @@ def layer_jobs(runner: LayerRunner, recipe: Recipe) -> list[LayerJob]:
                 reason=reason,
                 **dict(zip(("heads", "key_dim", "value_dim"), shape, strict=True)),
                 is_latent=latent,
-                bits={linear: bits for linear, bits in widths.items() if bits != KEPT_BITS},
+                bits={
+                    linear: recipe.weights.bits_of(f"{name}.{linear}", index)
+                    for linear in (() if structure is None else structure.linears)
+                },
             )
         )
     if any(job.scheme is not None and job.scheme.heads_apart for job in jobs):

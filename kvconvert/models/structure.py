@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import Tensor
@@ -159,27 +158,6 @@ class LayerStructure:
     unquantized: dict[str, str] = field(default_factory=dict)
     experts: RoutedExperts | None = None
     adds_to_stream: bool = False
-
-    def keeping(self, names: Collection[str], reason: str) -> LayerStructure:
-        """The structure with some Linears kept, for this reason; nothing is scaled for readers that all are."""
-        unquantized = self.unquantized | {name: reason for name in self.linears if name in names}
-
-        def unscaled(modules: Collection[str]) -> dict[str, str]:
-            kept = {*modules} <= unquantized.keys()
-            return {"unsupported_reason": f"{' and '.join(modules)} keep their weights"} if kept else {}
-
-        value = self.value_scaling_unsupported_reason
-        if value is None and self.value is not None:
-            # Its error is that of the values that the cache rounds, for which the values' own input is recorded.
-            ends = (self.value.linear, self.output)
-            value = next((f"{name} keeps its weights" for name in ends if name in unquantized), None)
-        return replace(
-            self,
-            unquantized=unquantized,
-            norm_groups=tuple(replace(group, **unscaled(group.readers)) for group in self.norm_groups),
-            pairs=tuple(replace(pair, **unscaled([pair.down])) for pair in self.pairs),
-            value_scaling_unsupported_reason=value,
-        )
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tiny.llama import write_tiny_llama
+from tiny.models import ARCHITECTURES
 from transformers import AutoModelForCausalLM
 
 from kvconvert import Recipe, calibrate, export
@@ -171,6 +172,12 @@ def test_a_rule_of_16_bits_keeps_linears(method, kept, source, tmp_path):
     found = {name for name, bits in stored_bits(tmp_path / "work").items() if bits is None}
     assert {name.rpartition(".")[2] for name in found} == {f"{name}_proj" for name in names}
     assert len(found) == 2 * len(names)
+    stored, original = WorkDir.open(tmp_path / "work").layer_tensors(1), AutoModelForCausalLM.from_pretrained(source)
+    if kept == "down":  # corrected for what is quantized before it, where GPTQ corrects
+        name = "model.layers.1.mlp.down_proj.weight"
+        own, exact = stored[name].float(), original.get_parameter(name).float()
+        assert torch.equal(own, exact) == (method == "awq")
+        assert (own - exact).norm() < 0.3 * exact.norm()
 
 
 @pytest.mark.parametrize(
@@ -200,3 +207,12 @@ def test_a_damaged_list_of_kept_linears_is_one_sentence(tmp_path):
     store = SimpleNamespace(path=tmp_path, measurement=lambda name: {"linears": [1]})
     with pytest.raises(MissingError, match="cannot be read"):
         read_kept(store)
+
+
+def test_routed_experts_have_one_width(tmp_path):
+    model = ARCHITECTURES["mixtral"].write(tmp_path / "model")
+    text = '[weights]\nmethod = "awq"\ngroup_size = 16\n[[weights.modules]]\nmatch = "*.experts.*"\nbits = 16\n'
+    with pytest.raises(RecipeError, match="keeps routed experts at 16 bits, which have to have one width"):
+        calibrate(model, tmp_path / "work", recipe=recipe(tmp_path, text), **OPTIONS)
+    with pytest.raises(RecipeError, match="kept_share is for dense models"):
+        calibrate(model, tmp_path / "work", recipe=recipe(tmp_path, KEPT), **OPTIONS)
