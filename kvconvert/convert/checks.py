@@ -129,8 +129,11 @@ def fitted_weights(runner: LayerRunner, weights: WeightsRecipe) -> WeightsRecipe
     """
     if not weights.quantizes:
         return weights
-    routed = any(runner.structure(index).experts is not None for index in range(runner.num_layers))
-    chosen = weights.method == "auto" and weights.plain and not weights.modules and not routed
+    structures = [runner.structure(index) for index in range(runner.num_layers)]
+    routed = any(structure.experts is not None for structure in structures)
+    # Where GPTQ makes up for the layers before, no gain was measured.
+    corrected = all(structure.writers for structure in structures)
+    chosen = weights.method == "auto" and weights.plain and not weights.modules and not routed and not corrected
     if weights.kept_share is None and chosen:
         weights = weights.model_copy(update={"kept_share": auto_kept_share(runner.config.hidden_size)})
     if weights.kept_share and routed:

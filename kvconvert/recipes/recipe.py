@@ -9,7 +9,8 @@ files in `kvconvert/recipes/presets`; dropping one in extends the command line. 
     group_size = "auto"   # 128; 64 below a hidden size of 3584; 32 below 2048, or where these do not fit all inputs
 
     kept_share = 0.1      # share of the bundle's bytes added to keep the Linears that lose most at 16 bits; left out,
-                          # with method "auto", 0.1 below a hidden size of 1024, 0.05 below 2048, else 0
+                          # 0.1 below a hidden size of 1024 and 0.05 below 2048 where "auto" does not make up for the
+                          # layers before (Gemma), else 0
 
     [[weights.modules]]   # Linears of another width; where several tables apply to one, the last of them counts
     match = "*.down_proj" # names as in the loaded model, * for anything; all if it is left out
