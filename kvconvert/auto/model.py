@@ -67,7 +67,7 @@ class SimulatedModel:
         Args:
             ids: int64 [rows, length].
             first: the first token after which distributions are compared; `length` for none.
-            every: of the tokens from there on, compare after every n-th.
+            every: the stride between tokens after which distributions are compared.
 
         Raises:
             NumericError: the model computes NaN or infinity.

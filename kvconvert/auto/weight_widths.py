@@ -36,7 +36,7 @@ from kvconvert.recipes.recipe import Recipe
 TOKENS, GPU_TOKENS = 2048, 16384
 LENGTH = 1024  # tokens of a sequence at most
 SCALE_BITS = 16
-# Rows and tokens in each on which `find_kept` measures, after every n-th: few, for only the order of units counts.
+# Number of rows, tokens per row, and stride of scored tokens in `find_kept`: small, as only the order of units counts.
 KEPT_TEXT, GPU_KEPT_TEXT, KEPT_STRIDE = (2, 256), (4, 1024), 4
 TILT = 3.0  # how much more the earlier, or the later, half counts in an allocation that is tried
 
@@ -180,7 +180,7 @@ def kept_seconds(units: list[Unit], weights: WeightsRecipe, run: SearchRun) -> f
     begun = time.perf_counter()
     search = _Search(run, units, weights.group_size, run.model.read(run.text.ids, 1, KEPT_STRIDE))
     read, unit = time.perf_counter() - begun, units[len(units) // 2]
-    search._divergence(dict.fromkeys([unit], *AWQ_BITS), unit.layer)
+    search._divergence({unit: AWQ_BITS[0]}, unit.layer)
     return read + len(units) * (time.perf_counter() - begun - read)
 
 

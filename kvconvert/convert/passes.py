@@ -120,9 +120,9 @@ def layer_jobs(runner: LayerRunner, recipe: Recipe) -> list[LayerJob]:
             shape = stored_shape(layer_config(runner.config, index))
         else:
             shape = structure.shape
-        stated, search = recipe.scheme(index), recipe.calibration_of(index)
-        if stated is not None and search.window_bits and short[index]:
-            stated = search.of_window(stated)
+        stated = recipe.scheme(index)
+        if stated is not None and short[index]:
+            stated = recipe.calibration_of(index).of_window(stated)
         scheme, reason = _scheme(runner, stated, index, kinds[index])
         searched = recipe.calibration_of(index).searched(scheme) if scheme is not None else []
         if latent and searched:

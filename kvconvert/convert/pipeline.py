@@ -41,7 +41,6 @@ from kvconvert.auto.search import (
 )
 from kvconvert.auto.weight_widths import (
     GPU_KEPT_TEXT,
-    KEPT_TEXT,
     allocated_widths,
     budget_of,
     find_kept,
@@ -452,7 +451,7 @@ class Searches:
         text = tokens.ids[: len(tokens.ids) - tokens.random]
         if tokens.extras:  # images: measured on text all the same
             tokenizer = load_tokenizer(runner.source.directory)
-            text = load_mixture(None, tokenizer, max(KEPT_TEXT[0], GPU_KEPT_TEXT[0]), GPU_KEPT_TEXT[1], self.seed).ids
+            text = load_mixture(None, tokenizer, GPU_KEPT_TEXT[0], tokens.ids.shape[1], self.seed).ids
         return self._run_on(replace(tokens, ids=kept_text(text, runner.device)))
 
     def scorers(self, jobs: list[LayerJob]) -> list[LayerJob]:

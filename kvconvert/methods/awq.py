@@ -122,7 +122,7 @@ class WeightsRecipe(BaseModel):
 
     def fault(self) -> str | None:
         """Why bundles cannot hold such weights, as the end of a sentence about a recipe, or None."""
-        if self.kept_share and not (self.plain and not self.modules):
+        if self.kept_share and (self.modules or not self.plain):
             return "has [weights] kept_share beside widths that are not all 4 bits; remove one of them"
         if self.average_bits is not None:
             if not self.quantizes:

@@ -295,7 +295,7 @@ WINDOW_BITS = (0, 2, 3, 4, 8)
 
 @checked_dataclass(frozen=True, config=STRICT)
 class WindowWidth:
-    """The width of what layers with short sliding windows keep, whose size does not grow with the text."""
+    """Minimum width of the cache of layers with short sliding windows, whose size does not grow with the text."""
 
     paper = {"window_bits": 0}
     presets = {"default": {"window_bits": 4}}
@@ -308,7 +308,7 @@ class WindowWidth:
     )
 
     def of_window(self, scheme: Any) -> Any:
-        """The scheme of such a layer."""
+        """The scheme of a layer with a short window."""
         return replace(scheme, **{f: max(getattr(scheme, f), self.window_bits) for f in ("key_bits", "value_bits")})
 
     def searched(self, scheme: Any) -> list[str]:

@@ -16,9 +16,10 @@ from transformers import PretrainedConfig
 from kvconvert.cache import ModelCache
 from kvconvert.errors import CacheError, RecipeError, UnsupportedModelError, UsageError, counted
 from kvconvert.kernels.pages import PAGE_SIZE
-from kvconvert.methods import KVScheme, check_layers, spread_ratios
+from kvconvert.methods import KVScheme, check_layers, preset_calibration, spread_ratios
 from kvconvert.models.configuration import (
     has_pages,
+    has_short_windows,
     is_latent,
     layer_types_of,
     model_cache,
@@ -70,7 +71,7 @@ class CacheLayers:
         """
         text_config = config.get_text_config(decoder=True)
         types, arguments = layer_types_of(config)
-        schemes = _per_layer(scheme, len(types), _folded_layers(config))
+        schemes = _per_layer(scheme, has_short_windows(config), _folded_layers(config))
         found = {(kind, own): pages_unsupported(config, kind, own) for kind, own in {*zip(types, schemes, strict=True)}}
         reasons = [found[layer] for layer in zip(types, schemes, strict=True)]
         attending = [reason for kind, reason in zip(types, reasons, strict=True) if has_pages(kind)]
@@ -193,19 +194,23 @@ def check_shared_budget(
 
 
 def _per_layer(
-    scheme: KVScheme | str | Sequence[KVScheme | str | None], count: int, folded: frozenset[int]
+    scheme: KVScheme | str | Sequence[KVScheme | str | None], short: list[bool], folded: frozenset[int]
 ) -> tuple[KVScheme | None, ...]:
+    """The scheme of every layer; presets, by name, as a layer with a short window or without can have them."""
+    count = len(short)
     given = (scheme,) * count if isinstance(scheme, KVScheme | str) else tuple(scheme)
     if len(given) != count:
         raise RecipeError(
             f"A model of {counted(count, 'layer')} was given a list of {counted(len(given), 'KV scheme')}; give one "
             "without a list, or a list of one per layer."
         )
-    presets = {name: KVScheme.preset(name) for name in given if isinstance(name, str)}
-    schemes = tuple(
-        own if not isinstance(own, str) else presets[own] if i in folded else presets[own].with_online_rotation()
-        for i, own in enumerate(given)
-    )
+
+    def preset(name: str, index: int) -> KVScheme:
+        own = KVScheme.preset(name)
+        own = preset_calibration(name).of_window(own) if short[index] else own
+        return own if index in folded else own.with_online_rotation()
+
+    schemes = tuple(preset(own, index) if isinstance(own, str) else own for index, own in enumerate(given))
     for index, layer_scheme in enumerate(schemes):
         if layer_scheme is not None and layer_scheme.folds_values and index not in folded:
             raise RecipeError(

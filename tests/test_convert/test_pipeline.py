@@ -28,6 +28,7 @@ from kvconvert.methods import KVScheme
 from kvconvert.models.configuration import without_weights
 from kvconvert.models.source import float_dtype, open_source
 from kvconvert.recipes.recipe import Recipe, WeightsRecipe
+from kvconvert.runtime import KVCache
 
 
 def rebuilt(model, work):
@@ -375,6 +376,7 @@ def test_short_windows_beside_full_attention_have_four_bits_by_default(tmp_path)
         return [(job.scheme.key_bits, job.scheme.value_bits) for job in layer_jobs(runner, recipe)]
 
     assert widths() == [(4, 4), (4, 4), (3, 2)]
+    assert [(own.key_bits, own.value_bits) for own in KVCache(config, "default").schemes] == widths()
     assert widths({"kv.value_bits": 1}) == [(3, 1)] * 3
     assert widths({"kv.key_bits": 8, "kv.window_bits": 2}) == [(8, 2)] * 3
     assert widths({"kv.window_bits": 0}) == widths(sliding_window=2048) == [(3, 2)] * 3
