@@ -726,7 +726,7 @@ _LINES_INSPECTED = 8
 # Names of lists of messages, and of the fields that a message has in one form or another.
 _LISTS = ("messages", "conversations", "conversation", "dialog", "dialogue", "turns", "chosen")
 # How Python writes such a list, which tables made by pandas hold.
-_PYTHON = re.compile(r"\s*\[\s*\{\s*'(role|from|speaker|content|value)': ")
+_PYTHON = re.compile(r"\s*(?:[\[{]\s*(?:'\w+': )?){0,4}\{\s*'(?:role|from|speaker|content|value)': ")
 _SPEAKERS, _SAID = {"role", "from", "speaker"}, {"content", "value", "text"}
 
 
@@ -750,13 +750,17 @@ def refuse_spelled_conversations(values: Iterable[Any], place: str) -> None:
 
 
 def refuse_table(text: str, file: Path) -> None:
-    """Refuse (DataError) a text whose lines, or which as a whole, are JSON."""
+    """Refuse (DataError) a text most of whose first lines, or which as a whole, are JSON, or conversations as Python
+    writes them.
+    """
     lines = list(islice((line for line in text.splitlines() if line.strip()), _LINES_INSPECTED))
-    if all(isinstance(_json(line), dict) for line in lines):
+    if 2 * sum(isinstance(_json(line), dict) for line in lines) > len(lines):
         raise DataError(f"Data file {file} holds a JSON object a line, not prose; name it {file.stem}.jsonl.")
-    rows = _json(text) if text.lstrip()[:1] == "[" else None
-    if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
-        raise DataError(f"Data file {file} holds a JSON list of objects, not prose; name it {file.stem}.json.")
+    if _json(text):
+        raise DataError(f"Data file {file} holds a JSON document, not prose; name it {file.stem}.json.")
+    if _PYTHON.match(text):
+        advice = f"write them to {file.stem}.json with json.dumps"
+        raise DataError(f"Data file {file} holds conversations as Python writes them, not prose; {advice}.")
 
 
 def _json(text: str) -> Any:

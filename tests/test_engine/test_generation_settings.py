@@ -90,6 +90,7 @@ FIRST = 3  # place of a token of the plain answer that settings take away
         {"forced_bos_token_id": 9, "forced_eos_token_id": 77},
         {"exponential_decay_length_penalty": [2, 40.0], "eos_token_id": 33},
         {"watermarking_config": {"bias": 40.0, "seeding_scheme": "lefthash"}},
+        {"watermarking_config": {}},
         {"do_sample": True, "temperature": 0.0, "repetition_penalty": 2.0},
         {"do_sample": True, "min_p": 1.0, "suppress_tokens": ["first"]},
         {"do_sample": True, "temperature": 0.7, "top_k": 1, "top_p": 0.5, "repetition_penalty": 3.0},

@@ -421,6 +421,12 @@ def test_samples_of_conversations_begin_with_one_token(fresh, tmp_path):
     [
         ("a.txt", '{"messages": [{"role": "user", "content": "Hi"}]}\n' * 3, "name it a.jsonl"),
         ("a.txt", '[{"instruction": "Hi", "output": "Ho"},\n {"instruction": "Hi", "output": "Ho"}]', "name it a.json"),
+        ("a.txt", '{\n "messages": [\n  {"role": "user", "content": "Hi"}\n ]\n}', "name it a.json"),
+        ("a.txt", '[[{"role": "user", "content": "Hi"}]]', "name it a.json"),
+        ("a.txt", "# chats\n" + '{"messages": [{"role": "user", "content": "Hi"}]}\n' * 9, "name it a.jsonl"),
+        ("a.txt", "[{'messages': [{'role': 'user', 'content': 'Hi'}]}]", "as Python writes them"),
+        ("a.txt", "{'conversations': [{'from': 'human', 'value': 'Hi'}]}", "as Python writes them"),
+        ("a.jsonl", "{\"text\": \"{'messages': [{'role': 'user', 'content': 'Hi'}]}\"}\n" * 9, "JSON or Python text"),
         (
             "a.jsonl",
             '{"text": "[{\\"role\\": \\"user\\", \\"content\\": \\"Hi\\"}]"}\n' * 9,
