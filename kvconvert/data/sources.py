@@ -26,6 +26,7 @@ from kvconvert.data.rows import MOST_AT_ONCE, CsvRows, ParquetRows
 from kvconvert.errors import DataError, HubError, KvconvertError, UsageError, first_line, listed, printable
 from kvconvert.io.hub import ask_hub, missing_below
 from kvconvert.io.json_text import MAX_DEPTH, parse_json
+from kvconvert.io.regular import files_below
 
 _MARK = b"\xef\xbb\xbf"  # with which some programs begin UTF-8
 
@@ -308,7 +309,7 @@ def check_sources(data: Sources) -> None:
     """
     for source in weighted_sources(data):
         path = Path(os.path.expanduser(named_column(source.source)[0]))
-        if path.is_dir() and any(file.suffix.lower() in IMAGE_SUFFIXES for file in path.rglob("*")):
+        if path.is_dir() and any(file.suffix.lower() in IMAGE_SUFFIXES for file in files_below(path)):
             continue
         files = local_files(source.source)
         if files is None:
@@ -330,7 +331,7 @@ def _files(path: Path) -> list[Path] | None:
             raise DataError(f"Data file {path} is empty; give a file with text.")
         return [path]
     if os.path.isdir(path):
-        found = [p for p in sorted(path.rglob("*")) if p.suffix in SUFFIXES and p.is_file()]
+        found = [p for p in files_below(path) if p.suffix in SUFFIXES and p.is_file()]
         files = [p for p in found if not any(part.startswith(".") for part in p.relative_to(path).parts)]
         if any(p.suffix in {*_DATA_SUFFIXES, *CODE} - {*BESIDE_DATA} for p in files):
             files = [p for p in files if p.suffix not in BESIDE_DATA]

@@ -123,6 +123,11 @@ def test_the_file_says_how_long_a_text_becomes_where_nobody_else_does(fields, ro
     assert ("max_length = 14" in for_vllm) == ("max_new_tokens" not in fields)
 
 
+def test_a_length_of_the_file_means_nothing_beside_a_stated_number_of_new_tokens(stating, plain):
+    asked, found = answers(*load(stating(max_length=0), dtype=torch.float32))
+    assert asked == found == plain
+
+
 def test_settings_of_one_request_leave_the_others_alone(bundle, plain):
     model, tokenizer = load(bundle, dtype=torch.float32)
     engine = Engine(model, tokenizer, max_batch=3)
