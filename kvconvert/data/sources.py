@@ -739,10 +739,15 @@ def is_conversation(value: Any) -> bool:
     return turns and all(_SPEAKERS & {*turn} and _SAID & {*turn} for turn in value)
 
 
+def spells_conversation(text: str) -> bool:
+    """Whether a text is a conversation as JSON or Python writes it."""
+    return is_conversation(_json(text)) or _PYTHON.match(text) is not None
+
+
 def refuse_spelled_conversations(values: Iterable[Any], place: str) -> None:
     """Refuse (DataError) a column most of whose texts are conversations as JSON or Python writes them."""
     texts = [value for value in values if isinstance(value, str) and value.strip()]
-    spelled = sum(is_conversation(_json(text)) or _PYTHON.match(text) is not None for text in texts)
+    spelled = sum(map(spells_conversation, texts))
     if 2 * spelled > len(texts):
         raise DataError(
             f"Data source {place} holds conversations spelled as JSON or Python text, which would be read as prose; "
