@@ -306,7 +306,7 @@ def _refusal(error: ValidationError) -> RecipeError:
     name = str(first["loc"][0])
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return RecipeError(f"[kv] {name} is not a field of a KV scheme; {did_you_mean(name, sorted(FIELDS))}")
-    return RecipeError(f"[kv] {name} = {first['input']!r:.80} is not possible: {FIELDS[name].rule}.")
+    return RecipeError(f"[kv] {name} = {first['input']!r} is not possible: {FIELDS[name].rule}.")
 
 
 @dataclass(frozen=True)
