@@ -265,7 +265,7 @@ def _row_ids(
         if not spelled and isinstance(value, str) and spells_conversation(value):
             spelled = True
             logger.warning(
-                "%s, %s: a conversation spelled as JSON or Python text is read as prose; store it as a list of messages.",
+                "%s, %s: a conversation spelled as JSON or Python text is read as prose; store a list of messages.",
                 place,
                 named,
             )
