@@ -109,7 +109,8 @@ class BundleFiles:
     """The files that lie in a bundle's directory, and what they were when they were verified.
 
     Links are not followed, wherever they lead: nothing outside of the directory is read, hashed or uploaded. Those of
-    the Hub's cache are, from snapshots/COMMIT to files in the folder `blobs` beside `snapshots`.
+    the Hub's cache are, from snapshots/COMMIT to files in the folder `blobs` beside `snapshots`. A file without a hash
+    that has further names, hard links, counts as one.
 
     Args:
         directory: of the bundle; a path that leads to it may have links.
@@ -147,15 +148,19 @@ class BundleFiles:
 
     def _is_own(self, entry: os.DirEntry[str], name: str) -> bool:
         """Whether a file lies in the bundle or in the Hub's cache, and not behind a link (BundleError)."""
+        is_loaded = not is_for_people(name) or _is_hidden(name)
         if entry.is_file(follow_symlinks=False):
-            return True
+            # What people read has no hash: under a further name, a hard link, it may be any file of the user's.
+            return is_loaded or entry.stat(follow_symlinks=False).st_nlink <= 1
         if not entry.is_symlink():
             raise mismatch(name, "the file", "a regular file", "something else")
         # Unlike Path.resolve, realpath gives an answer for links that lead in a circle: a path that is still a link.
         target = Path(os.path.realpath(entry.path))
-        if self._blobs is not None and target.parent == self._blobs and stat.S_ISREG(os.lstat(target).st_mode):
-            return True
-        if not is_for_people(name) or _is_hidden(name):
+        if self._blobs is not None and target.parent == self._blobs:
+            status = os.lstat(target)
+            if stat.S_ISREG(status.st_mode):
+                return is_loaded or status.st_nlink <= 1
+        if is_loaded:
             raise BundleError(
                 f"{printable(name)} of the bundle {self.directory} is a symbolic link, which could lead to files that "
                 "are none of the bundle's; remove it, or put what you meant in its place."
@@ -182,7 +187,7 @@ class BundleFiles:
         """Refuse (BundleError) a file of another size than listed or, with `full`, of other contents."""
         if name not in self.names:
             behind = self.links & {name, *map(str, PurePosixPath(name).parents)}
-            raise mismatch(name, "the file", "present", "a symbolic link" if behind else "no such file")
+            raise mismatch(name, "the file", "present", "a link" if behind else "no such file")
         if info.size > MAX_JSON and not name.endswith(".safetensors"):  # which loaders read as a whole
             raise mismatch(name, "size", f"at most {MAX_JSON} bytes", f"{info.size} bytes")
         with open_regular(self.directory / name) as stream:

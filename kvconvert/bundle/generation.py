@@ -63,6 +63,7 @@ _WITHOUT_EFFECT = (
     *("assistant_early_exit", "assistant_lookbehind", "target_lookbehind", "speculation_type", "max_cache_len"),
     *("cache_config", "continuous_batching_config", "use_mtp"),
 )
+_DEFAULTS = ("watermarking_config",)  # of which an empty object is the defaults, and not nothing
 _VLLM = ("min_p", "repetition_penalty")
 _KEPT = (*_NUMBERS, *_INTEGERS, *_FLAGS, *_TOKENS, *PROCESSED, "stop_strings", "early_stopping")
 
@@ -134,7 +135,7 @@ def read_generation(stated: Mapping[str, Any], stops: Iterable[int] = ()) -> Gen
         if value is None or name in _WITHOUT_EFFECT:
             continue
         checked = _checked(name, value) if name in _KEPT else value
-        if checked is None or checked == NEUTRAL.get(name) or (isinstance(checked, list | dict) and not checked):
+        if checked is None or checked == NEUTRAL.get(name) or (checked in ([], {}) and name not in _DEFAULTS):
             continue
         if name in _KEPT:
             values[name] = checked

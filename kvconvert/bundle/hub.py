@@ -56,7 +56,7 @@ def upload(bundle: Bundle, repository: str, *, private: bool = False, revision: 
     bundle.files.check_unchanged()
     if bundle.files.links:
         names_of_links = printable(listed(sorted(bundle.files.links)))
-        logger.warning("Not uploaded, because they are symbolic links: %s.", names_of_links)
+        logger.warning("Not uploaded, because they are links: %s.", names_of_links)
     commit = ask_hub(
         repository,
         lambda: api.upload_folder(

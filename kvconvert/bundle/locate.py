@@ -120,7 +120,8 @@ def check_output(output: Path, force: bool, kind: str = BUNDLE) -> None:
             directories beside it.
     """
     check_outside(output)
-    folder = next(folder for folder in output.absolute().parents if folder.is_dir())
+    place = output.absolute()
+    folder = next(folder for folder in (*place.parents, place) if folder.is_dir())  # a root has no parents
     length, most = len(os.fsencode(output.name)), os.pathconf(folder, "PC_NAME_MAX") - _BESIDE
     if length > most:
         raise UsageError(

@@ -22,7 +22,7 @@ _COUNT = Whole(min=1)
 # Programs for products of 16 bits, one for each number of tokens, that torch and oneDNN keep on a CPU: 1,024 each by
 # default, which come to a gigabyte over thousands of prompts.
 _KEPT_PROGRAMS = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
-_MOST_ROWS, _MOST_SECONDS, _MOST_LETTERS = 2**16, 10**9, 256
+_MOST_ROWS, _MOST_SECONDS, _MOST_LETTERS, _MOST_KEYS = 2**16, 10**9, 256, 2**20
 
 
 class _Seconds(click.FloatRange):
@@ -322,7 +322,11 @@ def _keys(file: Path | None) -> list[str]:
     if variable is not None:
         raise UsageError(f"There are keys in {KEY_VARIABLE} and in --api-key-file; use one of them.")
     try:
-        keys = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+        with file.open("rb") as stream:  # which may be a pipe, or have no end
+            content = stream.read(_MOST_KEYS + 1)
+        if len(content) > _MOST_KEYS:
+            raise UsageError(f"--api-key-file {file} has more than {_MOST_KEYS:,} bytes; write one key a line.")
+        keys = [line.strip() for line in content.decode("utf-8-sig").splitlines() if line.strip()]
     except OSError as error:
         raise MissingError(f"--api-key-file {unreadable(file, error)}") from error
     except UnicodeDecodeError as error:

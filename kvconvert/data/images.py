@@ -40,6 +40,7 @@ from kvconvert.data.sources import (
     shown_columns,
 )
 from kvconvert.errors import DataError, first_line, listed
+from kvconvert.io.regular import files_below
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -239,13 +240,13 @@ def _on_network(url: str, place: str) -> DataError:
 def is_image_directory(source: str) -> bool:
     """Whether a SOURCE is a directory of images; one with tables in it, which may name images, is not."""
     path = Path(os.path.expanduser(source))
-    if not path.is_dir() or any(file.suffix in _TABLES and file.name not in LISTS for file in path.rglob("*")):
+    if not path.is_dir() or any(file.suffix in _TABLES and file.name not in LISTS for file in files_below(path)):
         return False
     return any(_images_in(path))
 
 
 def _images_in(directory: Path) -> Iterator[Path]:
-    for path in sorted(directory.rglob("*")):
+    for path in files_below(directory):
         hidden = any(part.startswith(".") for part in path.relative_to(directory).parts)
         if path.suffix.lower() in IMAGE_SUFFIXES and not hidden and path.is_file():
             yield path
@@ -272,7 +273,7 @@ def directory_documents(source: str, seed: int) -> Iterator[Document]:
         DataError: an image without caption, a list without the columns it needs, a listed image that is missing.
     """
     directory = Path(os.path.expanduser(source))
-    lists = sorted(file for name in LISTS for file in directory.rglob(name) if file.is_file())
+    lists = [file for file in files_below(directory) if file.name in LISTS and file.is_file()]
     entries = [entry for file in lists for entry in _listed(file)]
     if not lists:
         entries = [(path, None) for path in _images_in(directory)]

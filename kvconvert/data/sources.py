@@ -26,6 +26,7 @@ from kvconvert.data.rows import MOST_AT_ONCE, CsvRows, ParquetRows
 from kvconvert.errors import DataError, HubError, KvconvertError, UsageError, first_line, listed, printable
 from kvconvert.io.hub import ask_hub, missing_below
 from kvconvert.io.json_text import MAX_DEPTH, parse_json
+from kvconvert.io.regular import files_below
 
 _MARK = b"\xef\xbb\xbf"  # with which some programs begin UTF-8
 
@@ -308,7 +309,7 @@ def check_sources(data: Sources) -> None:
     """
     for source in weighted_sources(data):
         path = Path(os.path.expanduser(named_column(source.source)[0]))
-        if path.is_dir() and any(file.suffix.lower() in IMAGE_SUFFIXES for file in path.rglob("*")):
+        if path.is_dir() and any(file.suffix.lower() in IMAGE_SUFFIXES for file in files_below(path)):
             continue
         files = local_files(source.source)
         if files is None:
@@ -330,7 +331,7 @@ def _files(path: Path) -> list[Path] | None:
             raise DataError(f"Data file {path} is empty; give a file with text.")
         return [path]
     if os.path.isdir(path):
-        found = [p for p in sorted(path.rglob("*")) if p.suffix in SUFFIXES and p.is_file()]
+        found = [p for p in files_below(path) if p.suffix in SUFFIXES and p.is_file()]
         files = [p for p in found if not any(part.startswith(".") for part in p.relative_to(path).parts)]
         if any(p.suffix in {*_DATA_SUFFIXES, *CODE} - {*BESIDE_DATA} for p in files):
             files = [p for p in files if p.suffix not in BESIDE_DATA]
@@ -726,7 +727,7 @@ _LINES_INSPECTED = 8
 # Names of lists of messages, and of the fields that a message has in one form or another.
 _LISTS = ("messages", "conversations", "conversation", "dialog", "dialogue", "turns", "chosen")
 # How Python writes such a list, which tables made by pandas hold.
-_PYTHON = re.compile(r"\s*\[\s*\{\s*'(role|from|speaker|content|value)': ")
+_PYTHON = re.compile(r"\s*(?:[\[{]\s*(?:'\w+': )?){0,4}\{\s*'(?:role|from|speaker|content|value)': ")
 _SPEAKERS, _SAID = {"role", "from", "speaker"}, {"content", "value", "text"}
 
 
@@ -738,10 +739,15 @@ def is_conversation(value: Any) -> bool:
     return turns and all(_SPEAKERS & {*turn} and _SAID & {*turn} for turn in value)
 
 
+def spells_conversation(text: str) -> bool:
+    """Whether a text is a conversation as JSON or Python writes it."""
+    return is_conversation(_json(text)) or _PYTHON.match(text) is not None
+
+
 def refuse_spelled_conversations(values: Iterable[Any], place: str) -> None:
     """Refuse (DataError) a column most of whose texts are conversations as JSON or Python writes them."""
     texts = [value for value in values if isinstance(value, str) and value.strip()]
-    spelled = sum(is_conversation(_json(text)) or _PYTHON.match(text) is not None for text in texts)
+    spelled = sum(map(spells_conversation, texts))
     if 2 * spelled > len(texts):
         raise DataError(
             f"Data source {place} holds conversations spelled as JSON or Python text, which would be read as prose; "
@@ -750,13 +756,17 @@ def refuse_spelled_conversations(values: Iterable[Any], place: str) -> None:
 
 
 def refuse_table(text: str, file: Path) -> None:
-    """Refuse (DataError) a text whose lines, or which as a whole, are JSON."""
+    """Refuse (DataError) a text most of whose first lines, or which as a whole, are JSON, or conversations as Python
+    writes them.
+    """
     lines = list(islice((line for line in text.splitlines() if line.strip()), _LINES_INSPECTED))
-    if all(isinstance(_json(line), dict) for line in lines):
+    if 2 * sum(isinstance(_json(line), dict) for line in lines) > len(lines):
         raise DataError(f"Data file {file} holds a JSON object a line, not prose; name it {file.stem}.jsonl.")
-    rows = _json(text) if text.lstrip()[:1] == "[" else None
-    if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
-        raise DataError(f"Data file {file} holds a JSON list of objects, not prose; name it {file.stem}.json.")
+    if _json(text):
+        raise DataError(f"Data file {file} holds a JSON document, not prose; name it {file.stem}.json.")
+    if _PYTHON.match(text):
+        advice = f"write them to {file.stem}.json with json.dumps"
+        raise DataError(f"Data file {file} holds conversations as Python writes them, not prose; {advice}.")
 
 
 def _json(text: str) -> Any:

@@ -38,6 +38,7 @@ from kvconvert.data.sources import (
     read_text,
     refuse_spelled_conversations,
     source_name,
+    spells_conversation,
 )
 from kvconvert.errors import DataError, UsageError, counted, first_line
 from kvconvert.io.records import DataInfo, shortened
@@ -257,10 +258,18 @@ def _row_ids(
     first = table.first(ROWS_INSPECTED)
     for name in table.read_columns:
         refuse_spelled_conversations((row.get(name) for row in first), f"{source}, column {name}")
-    conversations, empty = Conversations(tokenizer), 0
+    conversations, empty, spelled = Conversations(tokenizer), 0, False
     named = ("columns " if len(table.read_columns) > 1 else "column ") + " and ".join(table.read_columns)
     for place, row in table.shuffled(seed):
-        ids = _encode_row(row.get(column), tokenizer, conversations, f"{place}, {named}")
+        value = row.get(column)
+        if not spelled and isinstance(value, str) and spells_conversation(value):
+            spelled = True
+            logger.warning(
+                "%s, %s: a conversation spelled as JSON or Python text is read as prose; store a list of messages.",
+                place,
+                named,
+            )
+        ids = _encode_row(value, tokenizer, conversations, f"{place}, {named}")
         if ids:
             yield ids
         else:

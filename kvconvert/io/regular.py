@@ -1,4 +1,4 @@
-"""Opening files that another program may replace between a look at them and their reading."""
+"""Finding and opening files that another program may replace or remove between a look at them and their reading."""
 
 from __future__ import annotations
 
@@ -28,6 +28,13 @@ def read_regular(path: Path, most: int) -> bytes | None:
             return None
         content = stream.read(most + 1)
     return content if len(content) <= most else None
+
+
+def files_below(directory: Path) -> list[Path]:
+    """All files in a directory and its folders, sorted; a folder that cannot be read, or is removed meanwhile, has
+    none.
+    """
+    return sorted(Path(folder, name) for folder, _, names in os.walk(directory) for name in names)
 
 
 @contextmanager

@@ -128,7 +128,7 @@ def tokenizer_of(processor: ProcessorMixin | PreTrainedTokenizerBase) -> PreTrai
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model; CheckpointError where transformers cannot load one."""
+    """The tokenizer of a model (CheckpointError: transformers cannot load one; MissingError: it needs packages)."""
     check_tokenizer(directory)
     _check_class(directory, "tokenizer_class")
     try:
@@ -143,6 +143,9 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
         _check_vocabulary(directory, _named_tokenizer(directory))
         if not (directory / "tokenizer.json").is_file():  # transformers then lists what it tried, line by line
             reason = "there is no tokenizer.json, and no older file that sentencepiece or tiktoken, installed, convert"
+        elif isinstance(error, ImportError):
+            reason = first_line(" ".join(str(error).split()))
+            raise MissingError(f"The tokenizer of {directory} needs more packages: {reason}.") from error
         raise CheckpointError(
             f"{directory} has no tokenizer that transformers can load ({reason}); fetch the model's tokenizer again."
         ) from error
@@ -247,10 +250,11 @@ def _check_vocabulary(directory: Path, kind: type | None) -> None:
 
 
 def _named_tokenizer(directory: Path) -> type | None:
-    """The class that a tokenizer's settings name, where transformers has it."""
+    """The class that a tokenizer's settings name, where transformers has it, and no stand-in for it."""
     with suppress(OSError, ValueError, ImportError):
         name = get_tokenizer_config(directory, local_files_only=True).get("tokenizer_class")
-        return tokenizer_class_from_name(name) if isinstance(name, str) else None
+        found = tokenizer_class_from_name(name) if isinstance(name, str) else None
+        return None if isinstance(found, DummyObject) else found  # whose attributes raise
     return None
 
 

@@ -88,6 +88,8 @@ class BundleModel:
         config, rest = super()._prepare_generation_config(*args, **kwargs)
         for name in ("max_new_tokens", "max_length", "prefill_chunk_size"):
             value = getattr(config, name, None)
+            if name == "max_length" and config.max_new_tokens is not None:  # which goes before it
+                continue
             if value is not None and not (hasattr(value, "__index__") and value > 0):
                 raise UsageError(f"generate cannot use its input or settings ({name} is {value!r}); correct them.")
         values = {name: getattr(config, name, None) for name in PROCESSED}

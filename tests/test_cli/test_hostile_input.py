@@ -105,6 +105,7 @@ def test_output_that_cannot_be_written_is_one_sentence(monkeypatch, capsys):
         ["serve", str(GOLDEN), "--host", "a..b", "--port", "0"],
         ["serve", str(GOLDEN), "--host", "a" * 70, "--port", "0"],
         ["calibrate", str(GOLDEN), "-o", "work", "--data", "~nobody-of-that-name/x"],
+        ["pull", "someone/something", "-o", "/"],
     ],
     ids=lambda arguments: " ".join(part[:20] for part in arguments if not part.startswith("/")),
 )

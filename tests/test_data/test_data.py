@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import tracemalloc
+from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -103,6 +104,21 @@ def test_a_directory_of_texts_is_joined_with_document_ends(tmp_path):
     (tmp_path / ".hidden.txt").write_text("not data")
     data = load_token_samples(str(tmp_path), tokenizer, 1, 11, seed=0)
     assert spoken(tokenizer, data.ids[0]) == [*words(0, 5).split(), "</s>", *words(5, 10).split()]
+
+
+def test_a_folder_that_goes_away_while_files_are_looked_for_is_left_out(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "a.txt").write_text(words(0, 20))
+    scandir = os.scandir
+
+    def scan(folder="."):
+        if Path(folder).name == "gone":
+            raise FileNotFoundError(2, "No such file or directory", folder)
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    check_sources(str(tmp_path))
+    assert local_files(str(tmp_path)) == [tmp_path / "a.txt"]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])

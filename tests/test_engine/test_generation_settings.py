@@ -90,6 +90,7 @@ FIRST = 3  # place of a token of the plain answer that settings take away
         {"forced_bos_token_id": 9, "forced_eos_token_id": 77},
         {"exponential_decay_length_penalty": [2, 40.0], "eos_token_id": 33},
         {"watermarking_config": {"bias": 40.0, "seeding_scheme": "lefthash"}},
+        {"watermarking_config": {}},
         {"do_sample": True, "temperature": 0.0, "repetition_penalty": 2.0},
         {"do_sample": True, "min_p": 1.0, "suppress_tokens": ["first"]},
         {"do_sample": True, "temperature": 0.7, "top_k": 1, "top_p": 0.5, "repetition_penalty": 3.0},
@@ -120,6 +121,11 @@ def test_the_file_says_how_long_a_text_becomes_where_nobody_else_does(fields, ro
     assert model.generate(torch.tensor([prompt])).shape[1] == 10 + room
     for_vllm = read_generation(fields).for_vllm()[1] or ""
     assert ("max_length = 14" in for_vllm) == ("max_new_tokens" not in fields)
+
+
+def test_a_length_of_the_file_means_nothing_beside_a_stated_number_of_new_tokens(stating, plain):
+    asked, found = answers(*load(stating(max_length=0), dtype=torch.float32))
+    assert asked == found == plain
 
 
 def test_settings_of_one_request_leave_the_others_alone(bundle, plain):

@@ -163,6 +163,7 @@ def test_a_deadline_that_ends_requests_is_told_by_the_exit_code(bundle):
         (["--port", "PORT"], None, r"127\.0\.0\.1:\d+ cannot be served .*choose another --host or --port"),
         (["--host", "no.such.host.invalid"], None, r"no\.such\.host\.invalid:8000 cannot be served"),
         (["--api-key-file", "missing"], None, r"--api-key-file missing cannot be read \(No such file"),
+        (["--api-key-file", "/dev/zero"], None, "--api-key-file /dev/zero has more than 1,048,576 bytes"),
         (["--api-key-file", "empty"], None, "--api-key-file empty has no key"),
         (["--api-key-file", "binary"], None, r"--api-key-file binary cannot be read \(not UTF-8"),
         (["--api-key-file", "keys"], "x", "There are keys in KVCONVERT_API_KEY and in --api-key-file"),

@@ -72,13 +72,14 @@ def test_a_branch_is_made_and_pulled_by_its_name(hub, golden, tmp_path):
     assert "no revision third" in refusal(1, "pull", NAME, "-o", tmp_path / "b", "--revision", "third")
 
 
-def test_what_a_link_in_place_of_the_card_points_to_is_never_uploaded(hub, golden, tmp_path, caplog):
+@pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to])
+def test_what_a_link_in_place_of_the_card_points_to_is_never_uploaded(hub, golden, tmp_path, caplog, link):
     (tmp_path / "secret").write_text("TOP SECRET")
     (golden / "README.md").unlink(missing_ok=True)
-    (golden / "README.md").symlink_to(tmp_path / "secret")
+    link(golden / "README.md", tmp_path / "secret")
     result = kvconvert("push", golden, NAME)
     assert result.exit_code == 0, result.output
-    assert "Not uploaded, because they are symbolic links: README.md" in caplog.text
+    assert "Not uploaded, because they are links: README.md" in caplog.text
     files = hub.repositories[NAME].files()
     assert "README.md" not in files
     assert not any(b"TOP SECRET" in content for content in files.values())

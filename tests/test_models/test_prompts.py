@@ -1,5 +1,6 @@
 """Token ids of prompts and conversations: as transformers makes them, and what is said ends no turn."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -421,6 +422,12 @@ def test_samples_of_conversations_begin_with_one_token(fresh, tmp_path):
     [
         ("a.txt", '{"messages": [{"role": "user", "content": "Hi"}]}\n' * 3, "name it a.jsonl"),
         ("a.txt", '[{"instruction": "Hi", "output": "Ho"},\n {"instruction": "Hi", "output": "Ho"}]', "name it a.json"),
+        ("a.txt", '{\n "messages": [\n  {"role": "user", "content": "Hi"}\n ]\n}', "name it a.json"),
+        ("a.txt", '[[{"role": "user", "content": "Hi"}]]', "name it a.json"),
+        ("a.txt", "# chats\n" + '{"messages": [{"role": "user", "content": "Hi"}]}\n' * 9, "name it a.jsonl"),
+        ("a.txt", "[{'messages': [{'role': 'user', 'content': 'Hi'}]}]", "as Python writes them"),
+        ("a.txt", "{'conversations': [{'from': 'human', 'value': 'Hi'}]}", "as Python writes them"),
+        ("a.jsonl", "{\"text\": \"{'messages': [{'role': 'user', 'content': 'Hi'}]}\"}\n" * 9, "JSON or Python text"),
         (
             "a.jsonl",
             '{"text": "[{\\"role\\": \\"user\\", \\"content\\": \\"Hi\\"}]"}\n' * 9,
@@ -443,6 +450,13 @@ def test_what_is_no_prose_is_refused_with_what_to_do(name, content, words, fresh
     fresh.chat_template = CHATML
     with pytest.raises(DataError, match=words):
         load_token_samples(str(tmp_path / name), fresh, 1, 8, 0)
+
+
+def test_conversations_spelled_as_text_among_prose_are_told(fresh, tmp_path, caplog):
+    rows = [{"text": "It was a dark night."}] * 99 + [{"text": '[{"role": "user", "content": "Hi"}]'}] * 99
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert len(load_token_samples(str(tmp_path / "a.jsonl"), fresh, 2, 256, 0).ids) == 2
+    assert caplog.text.count("a conversation spelled as JSON or Python text is read as prose") == 1
 
 
 def test_json_among_prose_is_read(fresh, tmp_path):

@@ -13,13 +13,15 @@ import torch
 import transformers
 from tiny.bundle import edit_json, reseal
 from transformers import AutoModelForCausalLM
+from transformers.models.auto import tokenization_auto
+from transformers.utils import import_utils
 
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.convert.work_files import check_place
-from kvconvert.errors import BundleError, CheckpointError, KvconvertError, UsageError
+from kvconvert.errors import BundleError, CheckpointError, KvconvertError, MissingError, UsageError
 from kvconvert.io.records import MAX_LAYERS
 from kvconvert.methods import KVScheme
-from kvconvert.models import configuration
+from kvconvert.models import configuration, processors
 from kvconvert.models.configuration import make_config
 from kvconvert.models.processors import load_processor, load_tokenizer
 from kvconvert.runtime import KVCache, load
@@ -189,6 +191,22 @@ def test_what_is_no_tokenizer_or_writes_no_token_is_refused(bundle, change):
     edit_json(bundle / "tokenizer_config.json", **change)
     reseal(bundle)
     with pytest.raises(KvconvertError, match=r"has no tokenizer that transformers can load \([^\n]*$"):
+        load(bundle, verify="headers")
+
+
+def test_a_tokenizer_whose_packages_are_missing_is_one_sentence(bundle, monkeypatch):
+    class SiglipTokenizer(metaclass=import_utils.DummyObject):
+        _backends = ("sentencepiece",)
+
+    missing = import_utils.BACKENDS_MAPPING["sentencepiece"][1]
+    monkeypatch.setitem(import_utils.BACKENDS_MAPPING, "sentencepiece", (lambda: False, missing))
+    for module in (tokenization_auto, processors):
+        monkeypatch.setattr(module, "tokenizer_class_from_name", lambda name: SiglipTokenizer)
+    edit_json(bundle / "tokenizer_config.json", tokenizer_class="SiglipTokenizer")
+    reseal(bundle)
+    with pytest.raises(
+        MissingError, match=r"^The tokenizer of \S+ needs more packages: .*SentencePiece library[^\n]*$"
+    ):
         load(bundle, verify="headers")
 
 
