@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvconvert.errors import KvconvertError, listed
+from kvconvert.tables import beside
 from kvconvert.version import __version__
 
 if TYPE_CHECKING:
@@ -212,7 +213,8 @@ def _extras() -> Iterator[Finding]:
 
 def line(found: Finding) -> str:
     """A finding as a line, which begins with what it means."""
-    return f"{'!!' if found.problem else '--' if found.is_missing else 'ok'}  {found.name.ljust(WIDTH)}  {found.state}"
+    sign = "!!" if found.problem else "--" if found.is_missing else "ok"
+    return beside(f"{sign}  {found.name.ljust(WIDTH)}  ", found.state)
 
 
 @click.command()
