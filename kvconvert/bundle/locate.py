@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvconvert.arguments import BundlePlace, checked
-from kvconvert.errors import NO_SYSTEM, BundleError, HubError, UsageError, did_you_mean
+from kvconvert.errors import NO_SYSTEM, NOTHING_DRAWN, BundleError, HubError, UsageError, did_you_mean
 from kvconvert.io.disk import MANIFEST_NAME, STATE_NAME
 from kvconvert.io.hub import ask_hub, is_hub_id, missing_below
 from kvconvert.io.json_text import read_json
@@ -76,6 +76,17 @@ def check_system(bundle: BundlePlace) -> None:
         if not isinstance(stated, dict) or stated.get("chat_template") is not None:
             return
     raise UsageError(NO_SYSTEM)
+
+
+def check_seed(bundle: BundlePlace) -> None:
+    """Refuse a seed (UsageError) for a local bundle whose generation_config.json asks for no sampling."""
+    file = Path(bundle) / "generation_config.json"
+    try:
+        stated = read_json(file) if file.is_file() else None
+    except (OSError, ValueError):  # loading the bundle says so
+        return
+    if isinstance(stated, dict) and not stated.get("do_sample"):
+        raise UsageError(NOTHING_DRAWN)
 
 
 def check_place(bundle: BundlePlace) -> None:
