@@ -200,7 +200,7 @@ class _Commands(click.Group):
             return result
         except click.UsageError as error:
             if "unexpected extra argument" in error.message and ctx.invoked_subcommand in _EXTRA:
-                error.message += f". {_EXTRA[ctx.invoked_subcommand]}"
+                raise click.UsageError(f"{error.message}. {_EXTRA[ctx.invoked_subcommand]}", error.ctx) from error
             raise
         except KvconvertError as error:
             message = self._with_options(_shortened(str(error)), ctx.invoked_subcommand)
