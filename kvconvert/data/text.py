@@ -257,14 +257,19 @@ def _row_ids(
     first = table.first(ROWS_INSPECTED)
     for name in table.read_columns:
         refuse_spelled_conversations((row.get(name) for row in first), f"{source}, column {name}")
-    conversations, empty = Conversations(tokenizer), 0
+    conversations, rows, empty = Conversations(tokenizer), 0, 0
     named = ("columns " if len(table.read_columns) > 1 else "column ") + " and ".join(table.read_columns)
     for place, row in table.shuffled(seed):
+        rows += 1
         ids = _encode_row(row.get(column), tokenizer, conversations, f"{place}, {named}")
         if ids:
             yield ids
         else:
             empty += 1
+    if rows == empty:
+        raise DataError(
+            f"Data source {source} has no text in {named} of any row; name another column, or another source."
+        )
     if empty:
         logger.info("%s: %d rows without text in column %s were skipped", table.place, empty, column)
 
