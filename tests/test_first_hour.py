@@ -110,6 +110,7 @@ WRONG = [
     (["serve", "gone"], 1, "no such directory"),
     (["serve", "BUNDLE", "--api-key-file", "gone.txt"], 1, "; check the file and its permissions."),
     (["warm", "gone"], 1, "no such directory"),
+    (["warm", "BUNDLE", "--cache", "BUNDLE"], 2, "which stays as it was sealed"),
     (["rm", "someone/gone"], 1, "no bundle"),
     (["completion", "csh"], 2, "is not one of"),
     (["eval", "BUNDLE", "--full", "--only", "kl"], 2, "leave --only out"),
@@ -417,6 +418,15 @@ def test_pulled_bundles_are_listed_and_removed(tmp_path, monkeypatch):
         assert "did you mean someone/golden?" in refused.stderr
         assert kvconvert("rm", "someone/golden").exit_code == 0
         assert "No bundle" in kvconvert("list").stdout
+
+
+def test_a_hub_cache_that_is_a_file_is_said_so(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "file"))
+    for command in (("list",), ("rm", "someone/golden")):
+        refused = kvconvert(*command)
+        assert (refused.exit_code, "file, is no directory; set HF_HOME" in refused.stderr) == (1, True)
+    assert "cannot be written" in kvconvert("doctor").stdout
 
 
 class _Slow:

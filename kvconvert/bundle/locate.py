@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvconvert.arguments import BundlePlace, checked
-from kvconvert.errors import NO_SYSTEM, NOTHING_DRAWN, BundleError, HubError, UsageError, did_you_mean
+from kvconvert.errors import NO_SYSTEM, NOTHING_DRAWN, BundleError, HubError, UsageError, did_you_mean, printable
 from kvconvert.io.disk import MANIFEST_NAME, STATE_NAME
 from kvconvert.io.hub import ask_hub, is_hub_id, missing_below
 from kvconvert.io.json_text import read_json
@@ -275,6 +275,9 @@ def _scan() -> Any:
         return scan_cache_dir(constants.HF_HUB_CACHE)
     except CacheNotFound:
         return None
+    except ValueError as error:
+        place = printable(constants.HF_HUB_CACHE)
+        raise HubError(f"The Hub's cache, {place}, is no directory; set HF_HOME or HF_HUB_CACHE to one.") from error
 
 
 def _bundles(cache: Any) -> list[Any]:

@@ -183,7 +183,7 @@ def _disk() -> Finding:
     cache = Path(HF_HUB_CACHE)
     existing = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
     free = f"{shutil.disk_usage(existing).free / GIB:.1f} GiB free"
-    if not os.access(existing, os.W_OK):
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
         free += "; cannot be written, so models of the Hub cannot be fetched: set HF_HOME"
     return Finding("Hub cache", f"{cache}, {free}")
 
