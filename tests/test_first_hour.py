@@ -121,6 +121,7 @@ WRONG = [
     (["recipes", ""], 2, "There is no recipe preset ''"),
     (["rm", ""], 2, "'' is no id"),
     (["report", "BUNDLE", "-o", ""], 2, "'-o' / '--output': it is empty; give a path."),
+    (["convert", "MODEL", "/"], 2, "/ exists and is a directory of other files"),
     (["convert", "MODEL", ""], 2, "'BUNDLE': it is empty; give a path."),
     (["calibrate", "MODEL", "-o", ""], 2, "'-o' / '--output': it is empty; give a path."),
     (["serve", "BUNDLE", "--api-key-file", ""], 2, "it is empty; give a path."),
@@ -359,6 +360,16 @@ def test_force_replaces_what_is_of_the_same_kind_and_the_message_says_what_else_
                 check_output(output, True, kind)
     with pytest.raises(UsageError, match="is a file, not a bundle"):
         check_output(Path(__file__), True)
+
+
+def test_no_output_takes_the_place_of_the_current_directory(tmp_path, monkeypatch):
+    shutil.copytree(GOLDEN, tmp_path / "bundle")
+    (tmp_path / "empty").mkdir()
+    for current, output in (("empty", "."), ("bundle", "."), ("bundle/kvconvert", "..")):
+        monkeypatch.chdir(tmp_path / current)
+        with pytest.raises(UsageError, match="takes the place of the current directory"):
+            check_output(Path(output), True)
+        check_output(tmp_path / "new", True)
 
 
 def test_inspect_and_verify_are_ten_lines_and_import_no_modeling_code():

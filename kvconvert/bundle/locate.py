@@ -127,25 +127,30 @@ def check_output(output: Path, force: bool, kind: str = BUNDLE) -> None:
     An empty directory may be filled. With `force` an earlier result of the same kind, see `kind_of`, may be replaced.
 
     Raises:
-        UsageError: the output exists and may not be replaced, or its name is too long for those of temporary
-            directories beside it.
+        UsageError: the output exists and may not be replaced, lies around or in the place of the current directory, or
+            its name is too long for those of temporary directories beside it.
     """
     check_outside(output)
-    folder = next(folder for folder in output.absolute().parents if folder.is_dir())
+    folder = next(folder for folder in (*output.absolute().parents, Path("/")) if folder.is_dir())
     length, most = len(os.fsencode(output.name)), os.pathconf(folder, "PC_NAME_MAX") - _BESIDE
     if length > most:
         raise UsageError(
             f"The name of the output {output} has {length} bytes and may have {most}, because temporary directories "
             "beside it have longer names; choose a shorter one."
         )
-    if not os.path.lexists(output) or (output.is_dir() and not any(output.iterdir())):
+    if not os.path.lexists(output):
         return
-    found = kind_of(output)
-    if found != kind:
+    is_empty, found = output.is_dir() and not any(output.iterdir()), kind_of(output)
+    if not is_empty and found != kind:
         advice = "choose another path" + ", or remove it first" * (found in WRITTEN)
         raise UsageError(f"The output {output} exists and is {found}, not {kind}, so it is not replaced; {advice}.")
-    if not force:
+    if not is_empty and not force:
         raise UsageError(f"The output {output} exists; choose another path, or replace it with `force=True`.")
+    if Path.cwd().is_relative_to(output.resolve()):  # which programs and shells would go on using as it was
+        raise UsageError(
+            f"The output {output} takes the place of the current directory; choose another path, or change to another "
+            "directory first."
+        )
 
 
 def kind_of(path: Path) -> str:
