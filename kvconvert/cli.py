@@ -56,6 +56,7 @@ _OPTIONS_ELSEWHERE = {
     "--against": ("--model", "--source", "--baseline", "--reference", "-m"),
     "--seq-len": ("--max-length", "--max-seq-length", "--max-seq-len", "--context-length"),
     "--max-new-tokens": ("--max-length", "--length", "-n"),
+    "--max-prompt-tokens": ("--max-model-len", "--context-length", "--ctx-size", "-c"),
     "--prompt": ("-p",),
     "--port": ("-p",),
     "--device": ("--gpu", "--cuda", "--cpu"),

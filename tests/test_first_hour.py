@@ -127,6 +127,7 @@ WRONG = [
     (["serve", "BUNDLE", "--api-key-file", ""], 2, "it is empty; give a path."),
     (["eval", "BUNDLE", "--against", ""], 2, "is ''; give its directory"),
     (["eval", "BUNDLE", "--only", ""], 2, "--only: no part is named; choose"),
+    (["serve", "BUNDLE", "--max-model-len", "9"], 2, "Did you mean '--max-prompt-tokens'?"),
     (["serve", "BUNDLE", "--port", "80x"], 2, "'80x' is not a valid whole number."),
     (["warm", "BUNDLE", "--jobs", "many"], 2, "'many' is not a valid whole number."),
     (["generate", "BUNDLE", "x", "--seed", "one"], 2, "'one' is not a valid whole number."),
