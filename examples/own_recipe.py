@@ -36,6 +36,8 @@ max_kl = 10.0         # export measures the bundle and refuses it beyond this
 def main(model: str, output: str, samples: int = 64, seq_len: int = 512) -> Path:
     """Write OUTPUT/recipe.toml, convert with it, and return the bundle."""
     folder = Path(output)
+    if (folder / "kvconvert.json").exists():
+        raise kvconvert.KvconvertError(f"{folder} is a bundle, which stays as it was sealed; name another directory.")
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "recipe.toml"
     file.write_text(RECIPE)

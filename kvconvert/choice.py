@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvconvert.arguments import Natural, Temperature, TopP, checked_fields
-from kvconvert.errors import UsageError
+from kvconvert.errors import NOTHING_DRAWN, UsageError
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -53,5 +53,5 @@ class Choice:
             given = {name: value for name, value in given.items() if value is not None}
             config.update(**given, **({"do_sample": True} if given else {}))
         if self.seed is not None and not config.do_sample:
-            raise UsageError("Nothing is drawn here, so `seed` changes nothing; give a `temperature` above 0 as well.")
+            raise UsageError(NOTHING_DRAWN)
         return config

@@ -56,6 +56,7 @@ _OPTIONS_ELSEWHERE = {
     "--against": ("--model", "--source", "--baseline", "--reference", "-m"),
     "--seq-len": ("--max-length", "--max-seq-length", "--max-seq-len", "--context-length"),
     "--max-new-tokens": ("--max-length", "--length", "-n"),
+    "--max-prompt-tokens": ("--max-model-len", "--context-length", "--ctx-size", "-c"),
     "--prompt": ("-p",),
     "--port": ("-p",),
     "--device": ("--gpu", "--cuda", "--cpu"),
@@ -64,6 +65,11 @@ _OPTIONS_ELSEWHERE = {
     "MODEL BUNDLE": ("--output", "--out", "--output-dir", "--out-dir", "--model", "-o", "-m"),
     "MODEL": ("--model", "-m"),
     "BUNDLE": ("--model", "--bundle", "-m"),
+}
+# What an argument too many may be.
+_EXTRA = {
+    "generate": "Put a prompt of several words in quotes.",
+    **dict.fromkeys(("eval", "bench"), "Name the model to compare with by --against."),
 }
 _STEPS = """\
 From a model to a bundle in five steps, where MODEL is a directory or a Hub id:
@@ -81,7 +87,8 @@ _RESUMED = {
     "pull": "go on with the files that are missing",
 }
 _LONGEST_MESSAGE = 2000
-_PATH_ERRORS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+# ENOENT: moved or removed while a command runs, which checked before that it is there.
+_PATH_ERRORS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENOENT, errno.ESTALE)
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT, errno.EBADF)
 
 
@@ -192,6 +199,10 @@ class _Commands(click.Group):
             # Output that waits in a buffer is part of the command, and so is its failure.
             sys.stdout.flush()
             return result
+        except click.UsageError as error:
+            if "unexpected extra argument" in error.message and ctx.invoked_subcommand in _EXTRA:
+                raise click.UsageError(f"{error.message}. {_EXTRA[ctx.invoked_subcommand]}", error.ctx) from error
+            raise
         except KvconvertError as error:
             message = self._with_options(_shortened(str(error)), ctx.invoked_subcommand)
             click.echo(f"Error: {message}", err=True)
@@ -293,7 +304,13 @@ _LAUNCHED, _NUMBERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK"), ("HF_HUB_ETAG_TIMEOU
 
 
 def _check_environment() -> None:
-    """Refuse (UsageError) variables of the environment that have to be whole numbers, and are none."""
+    """Refuse (UsageError) a current directory that is gone, with which libraries end otherwise, and variables of the
+    environment that have to be whole numbers, and are none.
+    """
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise UsageError("The current directory was removed; change to one that exists, and run it again.") from error
     launched = "TORCHELASTIC_RUN_ID" in os.environ
     for name in (*_LAUNCHED, *_NUMBERS) if launched else _NUMBERS:
         value = os.environ.get(name)

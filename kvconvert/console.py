@@ -140,18 +140,10 @@ class Console:
         an image before the text.
 
         Raises:
-            UsageError: the prompt is empty or does not fit the model's positions, the model does not support images,
-                or `raw` is given with images or a system message.
+            UsageError: the prompt is empty or does not fit the model's positions, or the model does not support images.
             DataError: a file that is missing or no image.
         """
         opened = self._open(images)
-        if raw and (opened or self.system is not None):
-            raise UsageError(
-                "`raw` continues the text as it is, which has no place for an image or a `system` message; leave "
-                "one of them out."
-            )
-        if not prompt:
-            raise UsageError("The prompt has no tokens; give some text.")
         if opened or (self.prompts.templated and not raw):
             messages = [*self._begin(), self.prompts.message("user", prompt, len(opened))]
             inputs = self.prompts.encode(messages, opened)

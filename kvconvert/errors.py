@@ -41,6 +41,7 @@ def first_line(error: BaseException | str) -> str:
     return printable(line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]}...")
 
 
+NOTHING_DRAWN = "Nothing is drawn here, so `seed` changes nothing; give a `temperature` above 0 as well."
 NO_SYSTEM = (
     "This model has no chat template, so it knows no system message; leave `system` out, and say it in the prompt."
 )

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterable, Sequence
+
+LEAST = 16  # characters of a column that are worth continuing below it
+
+
+def beside(left: str, text: str) -> str:
+    """A text to the right of another; where a terminal is too narrow for it, it goes on below itself."""
+    room = shutil.get_terminal_size().columns - len(left) if sys.stdout.isatty() else 0
+    parts = textwrap.wrap(text, room, break_on_hyphens=False) if LEAST <= room < len(text) else [text]
+    return ("\n" + " " * len(left)).join([left + parts[0], *parts[1:]]).rstrip()
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns padded to their widest cell."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (header, *rows)
-    ]
+    lines = []
+    for *cells, last in (header, *rows):
+        begun = "".join(f"{cell.ljust(width)}  " for cell, width in zip(cells, widths, strict=False))
+        lines.append(beside(begun, last))
     return "\n".join(lines)
 
 

@@ -4,6 +4,7 @@ own.
 
 import contextlib
 import hashlib
+import os
 import re
 import runpy
 import shutil
@@ -115,6 +116,13 @@ def test_own_recipe_is_what_the_bundle_says(folder, tmp_path, capsys):
     assert manifest.layers[0].kv is None
     assert manifest.layers[1].scheme().key_bits == 4
     assert {m.bits for m in manifest.modules if m.method == "rtn" and m.name.endswith("down_proj")} == {8}
+
+
+def test_own_recipe_writes_nothing_into_a_bundle(tmp_path):
+    (tmp_path / "kvconvert.json").write_text("{}")
+    with pytest.raises(KvconvertError, match="is a bundle, which stays as it was sealed"):
+        own_recipe.main("model", str(tmp_path))
+    assert os.listdir(tmp_path) == ["kvconvert.json"]
 
 
 @pytest.mark.full

@@ -110,6 +110,7 @@ WRONG = [
     (["serve", "gone"], 1, "no such directory"),
     (["serve", "BUNDLE", "--api-key-file", "gone.txt"], 1, "; check the file and its permissions."),
     (["warm", "gone"], 1, "no such directory"),
+    (["warm", "BUNDLE", "--cache", "BUNDLE"], 2, "which stays as it was sealed"),
     (["rm", "someone/gone"], 1, "no bundle"),
     (["completion", "csh"], 2, "is not one of"),
     (["eval", "BUNDLE", "--full", "--only", "kl"], 2, "leave --only out"),
@@ -120,11 +121,13 @@ WRONG = [
     (["recipes", ""], 2, "There is no recipe preset ''"),
     (["rm", ""], 2, "'' is no id"),
     (["report", "BUNDLE", "-o", ""], 2, "'-o' / '--output': it is empty; give a path."),
+    (["convert", "MODEL", "/"], 2, "/ exists and is a directory of other files"),
     (["convert", "MODEL", ""], 2, "'BUNDLE': it is empty; give a path."),
     (["calibrate", "MODEL", "-o", ""], 2, "'-o' / '--output': it is empty; give a path."),
     (["serve", "BUNDLE", "--api-key-file", ""], 2, "it is empty; give a path."),
     (["eval", "BUNDLE", "--against", ""], 2, "is ''; give its directory"),
     (["eval", "BUNDLE", "--only", ""], 2, "--only: no part is named; choose"),
+    (["serve", "BUNDLE", "--max-model-len", "9"], 2, "Did you mean '--max-prompt-tokens'?"),
     (["serve", "BUNDLE", "--port", "80x"], 2, "'80x' is not a valid whole number."),
     (["warm", "BUNDLE", "--jobs", "many"], 2, "'many' is not a valid whole number."),
     (["generate", "BUNDLE", "x", "--seed", "one"], 2, "'one' is not a valid whole number."),
@@ -134,6 +137,16 @@ WRONG = [
     (["generate", "BUNDLE", "x", "--top-k", "-2"], 2, "--top-k is -2; give a whole number of at least 0"),
     (["generate", "BUNDLE", "x", "--stop", ""], 2, "--stop is empty text"),
     (["generate", "BUNDLE", "x", "--temperature", "0", "--seed", "1"], 2, "leave --top-p, --top-k and --seed out"),
+    (["generate", "BUNDLE", "What", "is", "it?"], 2, "(is it?). Put a prompt of several words in quotes."),
+    (["eval", "BUNDLE", "MODEL"], 2, "(MODEL). Name the model to compare with by --against."),
+    (["generate", "BUNDLE", ""], 2, "The prompt has no tokens; give some text."),
+    (["generate", "BUNDLE", "x", "--raw", "--system", "x"], 2, "--raw continues the text as it is, which has no place"),
+    (
+        ["generate", "BUNDLE", "x", "--raw", "--image", "MODEL/bad.txt"],
+        2,
+        "no place for an image or a --system message",
+    ),
+    (["generate", "BUNDLE", "x", "--seed", "1"], 2, "so --seed changes nothing; give a --temperature above 0"),
     (["generate", "BUNDLE", "x", "--image", "gone.png"], 1, "--image: there is no image gone.png"),
     (["eval", "BUNDLE", "--task", "gsm8k"], 2, "give --data, JSON lines with question and answer"),
     (["eval", "BUNDLE", "--task", "gsm8k", "--data", "gone.jsonl"], 1, "cannot be read (No such file or directory)"),
@@ -350,6 +363,16 @@ def test_force_replaces_what_is_of_the_same_kind_and_the_message_says_what_else_
         check_output(Path(__file__), True)
 
 
+def test_no_output_takes_the_place_of_the_current_directory(tmp_path, monkeypatch):
+    shutil.copytree(GOLDEN, tmp_path / "bundle")
+    (tmp_path / "empty").mkdir()
+    for current, output in (("empty", "."), ("bundle", "."), ("bundle/kvconvert", "..")):
+        monkeypatch.chdir(tmp_path / current)
+        with pytest.raises(UsageError, match="takes the place of the current directory"):
+            check_output(Path(output), True)
+        check_output(tmp_path / "new", True)
+
+
 def test_inspect_and_verify_are_ten_lines_and_import_no_modeling_code():
     program = (
         "import sys; from kvconvert.cli import cli\n"
@@ -407,6 +430,15 @@ def test_pulled_bundles_are_listed_and_removed(tmp_path, monkeypatch):
         assert "did you mean someone/golden?" in refused.stderr
         assert kvconvert("rm", "someone/golden").exit_code == 0
         assert "No bundle" in kvconvert("list").stdout
+
+
+def test_a_hub_cache_that_is_a_file_is_said_so(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "file"))
+    for command in (("list",), ("rm", "someone/golden")):
+        refused = kvconvert(*command)
+        assert (refused.exit_code, "file, is no directory; set HF_HOME" in refused.stderr) == (1, True)
+    assert "cannot be written" in kvconvert("doctor").stdout
 
 
 class _Slow:

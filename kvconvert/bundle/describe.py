@@ -17,7 +17,7 @@ from kvconvert.errors import counted, printable
 from kvconvert.io.records import DataInfo, Record
 from kvconvert.methods import spread_ratios
 from kvconvert.methods.auto import stated_context
-from kvconvert.tables import text_table
+from kvconvert.tables import beside, text_table
 
 
 @dataclass(frozen=True)
@@ -419,7 +419,7 @@ def summary(manifest: Manifest, windows: Sequence[int | None] = (), positions: i
 
 
 def _fact_lines(facts: Iterable[tuple[str, str]]) -> str:
-    return "\n".join(f"{name:<{NAME_WIDTH}}{value}" for name, value in facts)
+    return "\n".join(beside(f"{name:<{NAME_WIDTH}}", value) for name, value in facts)
 
 
 def _fidelity_line(manifest: Manifest) -> str:

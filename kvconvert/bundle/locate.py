@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvconvert.arguments import BundlePlace, checked
-from kvconvert.errors import NO_SYSTEM, BundleError, HubError, UsageError, did_you_mean
+from kvconvert.errors import NO_SYSTEM, NOTHING_DRAWN, BundleError, HubError, UsageError, did_you_mean, printable
 from kvconvert.io.disk import MANIFEST_NAME, STATE_NAME
 from kvconvert.io.hub import ask_hub, is_hub_id, missing_below
 from kvconvert.io.json_text import read_json
@@ -78,6 +78,17 @@ def check_system(bundle: BundlePlace) -> None:
     raise UsageError(NO_SYSTEM)
 
 
+def check_seed(bundle: BundlePlace) -> None:
+    """Refuse a seed (UsageError) for a local bundle whose generation_config.json asks for no sampling."""
+    file = Path(bundle) / "generation_config.json"
+    try:
+        stated = read_json(file) if file.is_file() else None
+    except (OSError, ValueError):  # loading the bundle says so
+        return
+    if isinstance(stated, dict) and not stated.get("do_sample"):
+        raise UsageError(NOTHING_DRAWN)
+
+
 def check_place(bundle: BundlePlace) -> None:
     """Refuse what is neither a directory with a manifest nor the id of a repository (BundleError)."""
     if os.path.exists(bundle):
@@ -116,8 +127,8 @@ def check_output(output: Path, force: bool, kind: str = BUNDLE) -> None:
     An empty directory may be filled. With `force` an earlier result of the same kind, see `kind_of`, may be replaced.
 
     Raises:
-        UsageError: the output exists and may not be replaced, or its name is too long for those of temporary
-            directories beside it.
+        UsageError: the output exists and may not be replaced, lies around or in the place of the current directory, or
+            its name is too long for those of temporary directories beside it.
     """
     check_outside(output)
     place = output.absolute()
@@ -128,14 +139,19 @@ def check_output(output: Path, force: bool, kind: str = BUNDLE) -> None:
             f"The name of the output {output} has {length} bytes and may have {most}, because temporary directories "
             "beside it have longer names; choose a shorter one."
         )
-    if not os.path.lexists(output) or (output.is_dir() and not any(output.iterdir())):
+    if not os.path.lexists(output):
         return
-    found = kind_of(output)
-    if found != kind:
+    is_empty, found = output.is_dir() and not any(output.iterdir()), kind_of(output)
+    if not is_empty and found != kind:
         advice = "choose another path" + ", or remove it first" * (found in WRITTEN)
         raise UsageError(f"The output {output} exists and is {found}, not {kind}, so it is not replaced; {advice}.")
-    if not force:
+    if not is_empty and not force:
         raise UsageError(f"The output {output} exists; choose another path, or replace it with `force=True`.")
+    if Path.cwd().is_relative_to(output.resolve()):  # which programs and shells would go on using as it was
+        raise UsageError(
+            f"The output {output} takes the place of the current directory; choose another path, or change to another "
+            "directory first."
+        )
 
 
 def kind_of(path: Path) -> str:
@@ -265,6 +281,9 @@ def _scan() -> Any:
         return scan_cache_dir(constants.HF_HUB_CACHE)
     except CacheNotFound:
         return None
+    except ValueError as error:
+        place = printable(constants.HF_HUB_CACHE)
+        raise HubError(f"The Hub's cache, {place}, is no directory; set HF_HOME or HF_HUB_CACHE to one.") from error
 
 
 def _bundles(cache: Any) -> list[Any]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvconvert.errors import KvconvertError, listed
+from kvconvert.tables import beside
 from kvconvert.version import __version__
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ def _disk() -> Finding:
     cache = Path(HF_HUB_CACHE)
     existing = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
     free = f"{shutil.disk_usage(existing).free / GIB:.1f} GiB free"
-    if not os.access(existing, os.W_OK):
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
         free += "; cannot be written, so models of the Hub cannot be fetched: set HF_HOME"
     return Finding("Hub cache", f"{cache}, {free}")
 
@@ -212,7 +213,8 @@ def _extras() -> Iterator[Finding]:
 
 def line(found: Finding) -> str:
     """A finding as a line, which begins with what it means."""
-    return f"{'!!' if found.problem else '--' if found.is_missing else 'ok'}  {found.name.ljust(WIDTH)}  {found.state}"
+    sign = "!!" if found.problem else "--" if found.is_missing else "ok"
+    return beside(f"{sign}  {found.name.ljust(WIDTH)}  ", found.state)
 
 
 @click.command()

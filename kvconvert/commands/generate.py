@@ -64,17 +64,26 @@ def generate(
         raise UsageError("kvconvert generate takes one of PROMPT, --prompt TEXT or --chat; leave the others out.")
     if chat and raw:
         raise UsageError("--raw is for a PROMPT; a conversation goes through the model's chat template if it has one.")
+    if raw and (images or options["system"] is not None):
+        raise UsageError(
+            "--raw continues the text as it is, which has no place for an image or a --system message; leave one of "
+            "them out."
+        )
+    if given == [""]:
+        raise UsageError("The prompt has no tokens; give some text.")
     options["system"] = None if options["system"] is None else _decoded(options["system"], "--system")
     options["stop"] = tuple(_decoded(each, "--stop") for each in options["stop"])
     from kvconvert.choice import Choice
 
     choice = Choice(**{field.name: options.pop(field.name) for field in fields(Choice)})
-    from kvconvert.bundle.locate import check_place, check_system
+    from kvconvert.bundle.locate import check_place, check_seed, check_system
     from kvconvert.data.images import read_image
 
     check_place(bundle)
-    if options["system"] is not None and not raw:
+    if options["system"] is not None:
         check_system(bundle)
+    if choice.seed is not None and choice.temperature is None and choice.top_p is None and choice.top_k is None:
+        check_seed(bundle)
     for image in images:
         read_image(image, None, "`images`")
     if given in ([], ["-"]) and not chat:

@@ -27,10 +27,12 @@ def warm(bundle: str, cache: Path | None, jobs: int | None, revision: str | None
     They go to Triton's cache, which every later process of kvconvert reads. After another version of kvconvert, Triton
     or Python, run it again.
     """
-    from kvconvert.bundle.locate import check_place
+    from kvconvert.bundle.locate import check_outside, check_place
     from kvconvert.commands import has_driver, quiet
 
     check_place(bundle)
+    if cache is not None:
+        check_outside(cache / "kernels")
     if not has_driver():
         raise MissingError(NO_GPU)
     if cache is not None:

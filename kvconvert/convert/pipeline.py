@@ -236,7 +236,9 @@ def _calibrate_layers(
                 searches.say(f"Layer {index} in {directory.path} is damaged and is computed again.")
             todo = directory.uncommitted()
             if len(todo) < count:
-                searches.say(f"Going on with {len(todo)} of {counted(count, 'layer')} in {directory.path}.")
+                searches.say(
+                    f"Going on in {directory.path}, where {count - len(todo)} of {counted(count, 'layer')} are done."
+                )
             if ranks.size > 1:  # whose other ranks have to be told
                 source.check_finite(directory.state.kept_tensors)
     todo = ranks.of_first(todo)

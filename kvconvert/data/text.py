@@ -258,9 +258,10 @@ def _row_ids(
     first = table.first(ROWS_INSPECTED)
     for name in table.read_columns:
         refuse_spelled_conversations((row.get(name) for row in first), f"{source}, column {name}")
-    conversations, empty, spelled = Conversations(tokenizer), 0, False
+    conversations, rows, empty, spelled = Conversations(tokenizer), 0, 0, False
     named = ("columns " if len(table.read_columns) > 1 else "column ") + " and ".join(table.read_columns)
     for place, row in table.shuffled(seed):
+        rows += 1
         value = row.get(column)
         if not spelled and isinstance(value, str) and spells_conversation(value):
             spelled = True
@@ -274,6 +275,10 @@ def _row_ids(
             yield ids
         else:
             empty += 1
+    if rows == empty:
+        raise DataError(
+            f"Data source {source} has no text in {named} of any row; name another column, or another source."
+        )
     if empty:
         logger.info("%s: %d rows without text in column %s were skipped", table.place, empty, column)
 

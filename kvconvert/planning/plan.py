@@ -23,7 +23,7 @@ from kvconvert.auto.weight_widths import budget_of, weight_units
 from kvconvert.cache import LayerCache, ModelCache
 from kvconvert.calibration.activations import input_points
 from kvconvert.calibration.protocol import LayerJob
-from kvconvert.convert.checks import check_purpose, check_recipe
+from kvconvert.convert.checks import check_packed, check_purpose, check_recipe
 from kvconvert.convert.layer_runner import LayerRunner
 from kvconvert.convert.passes import layer_jobs
 from kvconvert.convert.pipeline import kept_bytes, kept_tensors, make_runner, with_fitted_weights
@@ -271,6 +271,7 @@ def plan(
     runner = make_runner(source, recipe.weights, target)
     runner.check_headers()
     check_recipe(runner, recipe)
+    check_packed(runner, recipe)
     if runner.architecture is not None:
         recipe = with_fitted_weights(runner, recipe, False)
     positions = context_length(runner.config)

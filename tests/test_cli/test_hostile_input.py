@@ -16,6 +16,7 @@ from tiny.bundle import edit_json, reseal
 from kvconvert.cli import cli
 from kvconvert.commands.generate import _lines
 from kvconvert.errors import UsageError, first_line
+from kvconvert.tables import text_table
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "format-1"
 
@@ -158,6 +159,21 @@ def test_what_a_bundle_says_reaches_the_terminal_as_text_alone(tmp_path, sign):
     assert f"is {ascii(sign)[1:-1]}x" in refusal(["generate", str(bundle), "--prompt", "x"])
 
 
+def test_a_current_directory_that_was_removed_is_one_sentence(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert "The current directory was removed; change to one that exists" in refusal(["inspect", "bundle"])
+
+
+def test_a_file_that_goes_while_a_command_runs_is_one_sentence(tmp_path, monkeypatch):
+    def read(*args):
+        (tmp_path / "hidden.f32").read_bytes()
+
+    monkeypatch.setattr("kvconvert.recipes.text.list_recipes", read)
+    assert "hidden.f32 cannot be used (No such file or directory); check the path" in refusal(["recipes"])
+
+
 @pytest.mark.parametrize(
     "variables",
     [
@@ -175,3 +191,15 @@ def test_a_variable_of_the_environment_that_is_no_number_is_one_sentence(variabl
         else:
             monkeypatch.setenv(name, value)
     assert re.search(r"The environment variable \w+ is .{1,45}, and has to be a whole number", refusal(["recipes"]))
+
+
+def test_the_last_column_goes_on_below_itself_on_a_narrow_terminal_alone(monkeypatch):
+    rows = [("default", "a good start: 3-bit keys"), ("auto", "by size")]
+    assert text_table(("recipe", "when"), rows) == "recipe   when\ndefault  a good start: 3-bit keys\nauto     by size"
+    monkeypatch.setenv("COLUMNS", "28")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert text_table(("recipe", "when"), rows).splitlines()[1:] == [
+        "default  a good start: 3-bit",
+        "         keys",
+        "auto     by size",
+    ]

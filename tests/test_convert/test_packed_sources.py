@@ -30,6 +30,7 @@ from kvconvert.io.tensorfile import Mapped
 from kvconvert.kernels.linear.awq_format import dequantize_weight
 from kvconvert.kernels.packing import pack_words, unpack_words
 from kvconvert.models.source import open_source
+from kvconvert.planning.plan import plan
 from kvconvert.recipes.recipe import Recipe, WeightsRecipe
 
 PARTS = ("qweight", "qzeros", "scales")
@@ -143,6 +144,8 @@ def test_a_recipe_that_would_quantize_again_is_refused(tmp_path):
     with pytest.raises(RecipeError, match=r"quantized already \(AWQ.*recipe default.*kv-only"):
         calibrate(tmp_path / "model", tmp_path / "work", progress=False)
     assert not (tmp_path / "work").exists()
+    with pytest.raises(RecipeError, match=r"quantized already \(AWQ.*recipe default.*kv-only"):
+        plan(tmp_path / "model", probe=False)
 
 
 def test_quantized_weights_outside_decoder_layers_are_refused(tmp_path):

@@ -34,7 +34,7 @@ def test_what_is_done_of_the_first_layer_is_said(model, text, tmp_path, capsys):
     assert "layer 1" not in said
 
 
-def test_a_real_kill_between_layer_and_hidden_states_costs_nothing(place, model, text, finished, monkeypatch):
+def test_a_real_kill_between_layer_and_hidden_states_costs_nothing(place, model, text, finished, monkeypatch, capsys):
     work, commit = place / "sigkill", HiddenWriter.commit
 
     def killed(self):
@@ -47,7 +47,8 @@ def test_a_real_kill_between_layer_and_hidden_states_costs_nothing(place, model,
         assert forked.wait(forked.start(lambda: run(model, work, text))) == -signal.SIGKILL
     with pytest.raises(UsageError, match="stopped after 1 of 2 layers"):
         WorkDir.open(work)
-    run(model, work, text)
+    run(model, work, text, progress=True)
+    assert f"Going on in {work}, where 1 of 2 layers are done." in capsys.readouterr().err
     assert contents(work) == contents(finished.path)
 
 

@@ -185,6 +185,7 @@ def test_bad_sources_are_one_sentence_each(tmp_path):
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
     write_jsonl(tmp_path / "columns.jsonl", [{"question": "w1", "label": 3}])
     write_jsonl(tmp_path / "numbers.jsonl", [{"text": 3}])
+    write_jsonl(tmp_path / "nothing.jsonl", [{"prompt": "w1", "output": None}] * 2)
     os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "none").mkdir()
     (tmp_path / "mixed").mkdir()
@@ -200,6 +201,7 @@ def test_bad_sources_are_one_sentence_each(tmp_path):
         "broken.parquet": "cannot be read",
         "columns.jsonl": "its columns are question and label",
         "numbers.jsonl": "int is neither text nor a list of messages",
+        "nothing.jsonl": "has no text in columns prompt and output of any row; name another column",
         "none": "holds no .txt, .jsonl, .json, .csv or .parquet file",
         "mixed": "mixes .jsonl and .txt files",
         "missing.txt": "does not exist",
