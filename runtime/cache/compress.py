@@ -19,8 +19,7 @@ from kvconvert.kernels.pages import (
 )
 from kvconvert.runtime.cache.forward_pass import Compression, PendingPages, UnreadFlags
 from kvconvert.runtime.cache.pool import UNIT, TokenBuffer, remove_tokens
-from kvconvert.runtime.cache.prompts import SealSpan
-from kvconvert.runtime.cache.sequence import Sequence
+from kvconvert.runtime.cache.sequence import SealSpan, Sequence
 from kvconvert.runtime.cache.store import Group, LayerStore
 
 # Tokens of a pass that may lie in full precision in all layers at once: 256 MiB in bfloat16 for 32 layers with 8 KV

@@ -28,8 +28,7 @@ from kvconvert.runtime.cache.forward_pass import (
     is_pure,
 )
 from kvconvert.runtime.cache.pool import PageNumbers
-from kvconvert.runtime.cache.prompts import prompt_policy
-from kvconvert.runtime.cache.sequence import Sequence, Side
+from kvconvert.runtime.cache.sequence import Sequence, Side, prompt_policy
 
 Store = TypeVar("Store")
 FREE = Sequence(occupied=False)

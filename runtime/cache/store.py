@@ -21,8 +21,7 @@ from kvconvert.methods import KVScheme
 from kvconvert.runtime.cache.forward_pass import ForwardPass, PassTokens
 from kvconvert.runtime.cache.groups import LayerGroup
 from kvconvert.runtime.cache.pool import CPU_GROWTH, GPU_GROWTH, PageStorage, TokenBuffer
-from kvconvert.runtime.cache.prompts import SealEviction, SealSpan
-from kvconvert.runtime.cache.sequence import Sequence
+from kvconvert.runtime.cache.sequence import SealEviction, SealSpan, Sequence
 
 
 @dataclass

@@ -191,7 +191,8 @@ class IndexedLayer(PagedLayer):
 
     Attributes:
         index: these keys.
-        rows: those that the indexer reads now, with masks of these keys (`runtime/hf/indexers.py`); None elsewhere.
+        rows: those that the indexer reads now, with masks of these keys (`runtime/hf/sequence_modules.py`); None
+            elsewhere.
     """
 
     def __init__(self, store: LayerStore):

@@ -20,7 +20,7 @@ from kvconvert.kernels.rotate import many_rows
 from kvconvert.models import CACHE
 from kvconvert.models.configuration import context_length
 from kvconvert.runtime.hf.captured import prepare_steps
-from kvconvert.runtime.hf.packed_experts import PackedExperts
+from kvconvert.runtime.hf.fused_modules import PackedExperts
 from kvconvert.runtime.hf.reconstruct import seal_prompt
 
 # Tokens of passes: alone, and after stored ones, such that kernels for few and for many queries are chosen. Of the last

@@ -32,8 +32,15 @@ from kvconvert.methods import KVScheme
 from kvconvert.runtime.hf.fused_modules import ATTENTION
 from kvconvert.runtime.hf.layer import StateLayer, read_each, write_each
 from kvconvert.runtime.hf.packed import PackedCache, Segment
-from kvconvert.runtime.hf.state_scans import mamba2_scan, takes_kernels
-from kvconvert.runtime.hf.state_steps import ACTIVATIONS, RULES, StoredStates, replaced, with_kernels
+from kvconvert.runtime.hf.state_steps import (
+    ACTIVATIONS,
+    RULES,
+    StoredStates,
+    mamba2_scan,
+    replaced,
+    takes_kernels,
+    with_kernels,
+)
 
 logger = logging.getLogger(__name__)
 

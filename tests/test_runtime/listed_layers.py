@@ -7,8 +7,7 @@ import torch
 
 from kvconvert.runtime.cache.forward_pass import PassTokens
 from kvconvert.runtime.cache.groups import LayerGroup
-from kvconvert.runtime.cache.prompts import SealSpan
-from kvconvert.runtime.cache.sequence import Sequence
+from kvconvert.runtime.cache.sequence import SealSpan, Sequence
 
 P = 128
 
