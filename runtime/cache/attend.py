@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from kvconvert.errors import CacheError
@@ -34,7 +35,7 @@ from kvconvert.runtime.cache.compress import end_forward, seal
 from kvconvert.runtime.cache.forward_pass import ForwardPass, PassTokens
 from kvconvert.runtime.cache.group_tables import GroupTables
 from kvconvert.runtime.cache.sequence import Sequence
-from kvconvert.runtime.cache.store import LayerStore
+from kvconvert.runtime.cache.store import LayerStore, buffer_places
 
 
 def commit(store: LayerStore, chunk: PassTokens, queries: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -91,15 +92,13 @@ def commit(store: LayerStore, chunk: PassTokens, queries: torch.Tensor | None = 
 
 def _append_table(store: LayerStore, latest: ForwardPass) -> tuple[torch.Tensor, torch.Tensor]:
     """Where one layer's new tokens go: the table of `GroupTables.appends`, and the first token's index of each row."""
-    rows, origin, size = len(store.rows), store.origin.data_ptr(), store.dtype.itemsize
-    first, lines = [-1] * rows, [0] * (4 * rows)
-    for row, start, shift in ((d.row, d.first_key, d.first_value - d.first_key) for d in latest.destinations):
-        first[row] = start
-        keys, values = store.rows[row].keys, store.rows[row].values
-        at_values = (values.address - origin) // size + shift * values.tensor.shape[2]
-        lines[4 * row : 4 * row + 4] = (keys.address - origin) // size, keys.head_stride, at_values, values.head_stride
-    table = upload(lines + first, store.device)
-    return table[: 4 * rows].view(rows, 4), table[4 * rows :]
+    first, shift = np.full(len(store.rows), -1), [0] * len(store.rows)
+    for destination in latest.destinations:
+        first[destination.row] = destination.first_key
+        shift[destination.row] = destination.first_value - destination.first_key
+    places = buffer_places(store.rows, store.origin, store.dtype, shift)
+    table, first_tokens = upload(np.concatenate([places.ravel(), first]), store.device).split([places.size, len(first)])
+    return table.view(-1, 4), first_tokens
 
 
 EVERY = slice(None)
@@ -444,19 +443,14 @@ def _over_dequantized(call: AttentionCall, latent: torch.Tensor, rope: torch.Ten
     """Sums of latents, float32 [B, Hq, T, R], for queries of latents of that shape and of RoPE parts [B, Hq, T, r]."""
     store, chunk, length = call.store, call.chunk, latent.shape[2]
     attended = torch.zeros(latent.shape, dtype=torch.float32, device=latent.device)
-    first = store.logical - length
     for row, sequence in enumerate(store.sequences):
-        positions = sequence.positions
-        own = len(positions) - positions.before(first)
+        prefill, visible = ChunkedPrefill(call, row), None
+        own, at = prefill.newest(length, latent.device)
         if not own:
             continue
-        at = slice(None)
-        if own < length:
-            at = positions.slice(len(positions) - own, len(positions), latent.device) - first
-        parts, visible = ChunkedPrefill(call, row).parts(0, addressed=False), None
         if not chunk.is_causal:
-            every = positions.slice(0, len(positions), latent.device)
+            every = sequence.positions.slice(0, len(sequence.positions), latent.device)
             visible = chunk.visible(row, chunk.query_positions[at].to(latent.device), every)[0]
-        own = latent[row][:, at], rope[row][:, at]
-        attended[row, :, at] = latent_attention(*own, parts, call.scoring, visible=visible)
+        queries, parts = (latent[row][:, at], rope[row][:, at]), prefill.parts(0, addressed=False)
+        attended[row, :, at] = latent_attention(*queries, parts, call.scoring, visible=visible)
     return attended

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from kvconvert.kernels.spans import Span
 from kvconvert.runtime.cache.forward_pass import ForwardPass, PassTokens
 from kvconvert.runtime.cache.pool import UNIT
 from kvconvert.runtime.cache.sequence import Sequence
-from kvconvert.runtime.cache.store import Group, LayerStore
+from kvconvert.runtime.cache.store import Group, LayerStore, buffer_places
 
 # Full-precision tokens by which a sequence grows at most before its work is divided again.
 GROWTH = 128
@@ -33,19 +32,6 @@ FEWEST_ENTRIES = 16
 FEWEST_ITEMS = 16
 # Rows from which there are programs enough to merge the slots of one in a program of its own.
 MANY_ROWS = 16
-
-
-@dataclass(frozen=True)
-class StepWork:
-    """A division of work, in tensors of fixed addresses with room for more of it.
-
-    Attributes:
-        plan: what kernels take.
-        sequences: what it was planned for.
-    """
-
-    plan: WorkPlan
-    sequences: list[SequencePlan]
 
 
 class GroupTables:
@@ -106,7 +92,8 @@ class GroupTables:
         self._owner: weakref.ref[Group] | None = None
         self._written = -1
         self.plans = [SequencePlan((), 0)] * rows
-        self._work: dict[tuple[int, bool], StepWork] = {}
+        # Divisions of work, in tensors of fixed addresses with room for more of it.
+        self._work: dict[tuple[int, bool], WorkPlan] = {}
         self._checked: tuple[Sequence, ...] | None = None
         self._room: dict[tuple[int, int], WorkPlan] = {}
         self.capacity = [(0, 0)] * rows
@@ -152,20 +139,12 @@ class GroupTables:
             sequence = sequences[row]
             self.plans[row] = self._plan(group, row, sequence, first_span[row])
             self._write_positions(group, row, sequence)
-            skips = [sequence.skip(side) for side in (sequence.keys, sequence.values)]
-            tables[:, column, 4:8] = [sequence.sink_tokens, *skips, sequence.residual]
-        shift = np.array([sequences[row].values.buffered - sequences[row].keys.buffered for row in rows])
-        origin, least = self.base.data_ptr(), []
+            tables[:, column, 4:8] = sequence.residual_places
+        shift, least = [sequences[row].values.buffered - sequences[row].keys.buffered for row in rows], []
         for layer, store in enumerate(stores):
             lines = [store.rows[row] for row in rows]
-            for side, buffers in enumerate(([line.keys for line in lines], [line.values for line in lines])):
-                # An empty buffer has no address.
-                address = np.array([buffer.address or origin for buffer in buffers]) - origin
-                stride = np.array([buffer.head_stride for buffer in buffers])
-                elements = address // store.dtype.itemsize
-                width = buffers[0].tensor.shape[2] if side else 0
-                tables[layer, :, 2 * side], tables[layer, :, 2 * side + 1] = elements // 8, stride // 8
-                tables[layer, :, 8 + 2 * side], tables[layer, :, 9 + 2 * side] = elements + shift * width, stride
+            tables[layer, :, :4] = buffer_places(lines, self.base, store.dtype) // 8
+            tables[layer, :, 8:] = buffer_places(lines, self.base, store.dtype, shift)
             least.append([(line.keys.tensor.shape[1], line.values.tensor.shape[1]) for line in lines])
         for row, room in zip(rows, np.array(least).min(0).tolist(), strict=True):
             self.capacity[row] = tuple(room)
@@ -307,9 +286,8 @@ class GroupTables:
             self._work = {}
         found = self._work.get((programs, self.max_capacity))
         if found is None:
-            written = self._written_plan(plan_work(plans, programs), programs)
-            found = self._work[programs, self.max_capacity] = StepWork(written, plans)
-        return found.plan
+            found = self._work[programs, self.max_capacity] = self._written_plan(plan_work(plans, programs), programs)
+        return found
 
     def work_key(self, group: Group, continues: bool) -> Hashable:
         """Addresses that a recording of this step's kernels would know: of the divisions of work that steps have asked
@@ -323,7 +301,7 @@ class GroupTables:
             for programs in self.asked:
                 self.work(group, group.sequences, programs)
         shared = tuple(0 if table is None else table.data_ptr() for table in self.shared)
-        return (*((n, self._work[n, self.max_capacity].plan.items.data_ptr()) for n in sorted(self.asked)), shared)
+        return (*((n, self._work[n, self.max_capacity].items.data_ptr()) for n in sorted(self.asked)), shared)
 
     def rooms(self, group: Group, sequences: tuple[Sequence, ...]) -> Hashable:
         """Of all that `work_key` says of a step after which the sequences are these, what differs between steps,

@@ -194,6 +194,11 @@ class Sequence:
         """How much further on than in `residual` tokens that are no sink tokens lie in a side's buffer."""
         return side.buffered - self.residual
 
+    @property
+    def residual_places(self) -> list[int]:
+        """The last four columns of `GroupTables.described`."""
+        return [self.sink_tokens, self.skip(self.keys), self.skip(self.values), self.residual]
+
     def page_position(self, page: int, page_size: int) -> int:
         """How many tokens came before page `page`, 0 being the first one that is not dropped."""
         return (self.dropped + page) * page_size

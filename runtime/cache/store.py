@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
 from kvconvert.cache import layer_format
 from kvconvert.cache.plan_tensors import token_scorer, with_plan
 from kvconvert.errors import CacheError, UsageError, counted, first_line
-from kvconvert.kernels.device import fall_back
+from kvconvert.kernels.device import fall_back, upload
 from kvconvert.kernels.latent import unsupported as latents_unsupported
 from kvconvert.kernels.page_formats import page_bytes
 from kvconvert.kernels.pages import PageTensors
@@ -412,14 +414,9 @@ class LayerStore:
 
     def described_rows(self) -> torch.Tensor:
         """The layer's lines of `GroupTables.described`, as of now, counted from its origin."""
-        lines, origin, unit = [], self.origin.data_ptr(), 8 * self.dtype.itemsize
-        for sequence, row in zip(self.sequences, self.rows, strict=True):
-            line, skips = [], []
-            for side, buffer in ((sequence.keys, row.keys), (sequence.values, row.values)):
-                line += [(buffer.address - origin) // unit if buffer.address else 0, buffer.head_stride // 8]
-                skips.append(sequence.skip(side))
-            lines.append([*line, sequence.sink_tokens, *skips, sequence.residual])
-        return torch.tensor(lines, dtype=torch.int64).to(self.device, non_blocking=True)
+        places = buffer_places(self.rows, self.origin, self.dtype) // 8
+        tokens = np.array([sequence.residual_places for sequence in self.sequences])
+        return upload(np.concatenate([places, tokens], 1), self.device)
 
     def stored_mask(self, chunk: PassTokens, queries: slice = slice(None)) -> torch.Tensor | None:
         """Which stored tokens these queries of a forward pass attend to; None where each attends to all.
@@ -487,6 +484,27 @@ class LayerStore:
 
 # The layers of a cache that are planned together.
 Group = LayerGroup[LayerStore]
+
+
+def buffer_places(
+    rows: Sequence_[LayerRow], base: torch.Tensor, dtype: torch.dtype, shift: Sequence_[int] | None = None
+) -> np.ndarray:
+    """Where buffers of tokens of a dtype lie: int64 [n, 4], of each row the distance of its keys from `base` and from
+    one head to the next, and the same for its values, in elements. Empty buffers lie nowhere, so their distance is 0.
+
+    Args:
+        rows: of one layer.
+        base: a tensor on the same device.
+        dtype: the dtype of the tokens.
+        shift: by how many tokens each row's values are to begin later; None for none.
+    """
+    origin, size = base.data_ptr(), dtype.itemsize
+    sides = [side for row in rows for side in (row.keys, row.values)]
+    places = [(((side.address or origin) - origin) // size, side.head_stride) for side in sides]
+    found = np.array(places, np.int64).reshape(-1, 4)
+    if shift is not None:
+        found[:, 2] += np.array(shift, np.int64) * rows[0].values.tensor.shape[2]
+    return found
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -41,32 +41,59 @@ SIZES = (
     *(2304, 2816, 3328, 3840, 4224, 4864, 5184, 5696, 6080, 7040, 7808, 8320),
 )
 MOST_TOKENS = 2 * SIZES[-1]  # of a recorded pass
+# How far logits of a replay may differ: kernels are the same, but libraries may choose others within a graph.
 TOLERANCE = 0.02
 
 
 @dataclass(frozen=True)
-class _Recording:
-    """One recorded pass.
+class Recording:
+    """A recorded pass, of prompts or of a decoding step.
 
     Attributes:
         graph: of its launches.
-        read: int64 [2, N], ids and positions of its tokens; keep: int64 [rows], those whose logits are wanted.
-        logits: [rows, V], overwritten by the next replay of any recording.
+        inputs: what it reads, and every replay overwrites.
+        output: what it writes, which the next replay of any recording overwrites.
         formats: of the caches' layers, whose tensors its launches read.
     """
 
     graph: torch.cuda.CUDAGraph
-    read: Tensor
-    keep: Tensor
-    logits: Tensor
+    inputs: tuple[Tensor, ...]
+    output: Any
     formats: list[Any]
 
-    def replay(self, read: Tensor, keep: Tensor) -> Tensor:
-        """The pass over other tokens, [2, N]; its logits are overwritten by the next replay."""
-        self.read.copy_(read)
-        self.keep.copy_(keep)
+    @classmethod
+    def of(
+        cls, captured: Any, launch: Callable[..., Any], inputs: Sequence[Tensor], formats: list[Any], mode: str
+    ) -> Recording:
+        """Record a pass.
+
+        Args:
+            captured: the model's `CapturedSteps`, whose memory all recordings share.
+            launch: gives the output for tensors like `inputs`; it is called once.
+            inputs: what it reads.
+            formats: see above.
+            mode: `capture_error_mode` of `torch.cuda.graph`.
+
+        Raises:
+            RuntimeError: it cannot be recorded; torch.OutOfMemoryError for want of memory.
+        """
+        graph, static = torch.cuda.CUDAGraph(), tuple(part.clone() for part in inputs)
+        torch.cuda.synchronize()
+        try:
+            with torch.cuda.graph(graph, pool=captured.pool, capture_error_mode=mode):
+                output = launch(*static)
+        except RuntimeError:
+            torch.cuda.synchronize()
+            raise
+        captured.pool = captured.pool or graph.pool()
+        return cls(graph, static, output, formats)
+
+    def replay(self, *inputs: Tensor) -> Any:
+        """The output for other inputs."""
+        for own, given in zip(self.inputs, inputs, strict=True):
+            own.copy_(given)
         self.graph.replay()
-        return self.logits
+        return self.output
 
 
 class CapturedPasses:
@@ -95,7 +122,7 @@ class CapturedPasses:
         self._seen: set[Hashable] = set()
         self._tested: set[Hashable] = set()
         self._prepares = False
-        self._recordings: dict[Hashable, _Recording] = {}
+        self._recordings: dict[Hashable, Recording] = {}
 
     def padded(self, tokens: int, device: torch.device) -> int | None:
         """To how many tokens a pass over so many is padded; None where it is not recorded.
@@ -191,7 +218,14 @@ class CapturedPasses:
             # flash-linear-attention tries its kernels where their number of programs is another one.
             self._launch(cache, read, keep)
         try:
-            recording = self._recording(cache, read, keep)
+            room = self._captured.room_for_logits(keep)
+
+            def launch(*static: Tensor) -> Tensor:
+                # Their own memory is the next recording's.
+                return room.copy_(self._launch(cache, *static))
+
+            # Other threads, which add requests, may go on meanwhile.
+            recording = Recording.of(self._captured, launch, (read, keep), cache.formats(), "thread_local")
         except torch.OutOfMemoryError:
             if cache.key[0].pages > ROOM_PAGES:
                 self.records_long, which = False, f"after more than {ROOM_PAGES * PAGE_SIZE}"
@@ -206,41 +240,18 @@ class CapturedPasses:
         else:
             if expected is None:
                 # What a prepared pass computes is of no use.
-                logits = recording.logits if self._prepares else recording.replay(read, keep).clone()
+                logits = recording.output if self._prepares else recording.replay(read, keep).clone()
             else:
                 put_back()
                 with cache.counted_once():
                     logits = recording.replay(read, keep).clone()
-                if not _alike(logits[stored], expected[stored]):
+                if not alike(logits[stored], expected[stored]):
                     self._give_up("a replay gives other logits")
                     return expected
                 self._tested.add(kind)
             self._recordings[key], self.recorded = recording, self.recorded + 1
             return logits
         return self._launch(cache, read, keep) if expected is None else expected
-
-    def _recording(self, cache: Any, read: Tensor, keep: Tensor) -> _Recording:
-        """Record a pass.
-
-        Raises:
-            RuntimeError: it cannot be recorded; torch.OutOfMemoryError for want of memory.
-        """
-        graph, static, logits = (
-            torch.cuda.CUDAGraph(),
-            (read.clone(), keep.clone()),
-            self._captured.room_for_logits(keep),
-        )
-        torch.cuda.synchronize()
-        try:
-            # Other threads, which add requests, may go on meanwhile.
-            with torch.cuda.graph(graph, pool=self._captured.pool, capture_error_mode="thread_local"):
-                # Their own memory is the next recording's.
-                logits.copy_(self._launch(cache, *static))
-        except RuntimeError:
-            torch.cuda.synchronize()
-            raise
-        self._captured.pool = self._captured.pool or graph.pool()
-        return _Recording(graph, *static, logits, cache.formats())
 
     def _give_up(self, reason: str) -> None:
         self.reason = reason
@@ -258,8 +269,9 @@ def states_of(layers: Iterable[StateLayer]) -> Callable[[], None]:
     return put_back
 
 
-def _alike(logits: Tensor, expected: Tensor) -> bool:
-    found, wanted = (part.float().nan_to_num() for part in (logits, expected))
+def alike(logits: Tensor, expected: Tensor) -> bool:
+    """Whether a replay's logits are those of the layers' own launches; tokens that a model rules out have -inf."""
+    found, wanted = (part.float().nan_to_num(neginf=-1e4) for part in (logits, expected))
     return float((found - wanted).norm() / wanted.norm().clamp(min=1e-30)) <= TOLERANCE
 
 
