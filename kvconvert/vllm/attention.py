@@ -150,7 +150,7 @@ class LayerStep:
         def pages(begin: int, end: int) -> list[PageReader | PageAddresses]:
             return [blocks.source(plan.pages(request, begin, end), f) for f in (format.keys, format.values)]
 
-        return stored_parts(counts, pages, exact, PAGE_SIZE, format.key_tensors.center, sinks=first)
+        return stored_parts(counts, pages, exact, format.key_tensors.center, sinks=first)
 
     def _decode(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, output: torch.Tensor) -> None:
         """Store the tokens of the requests with one, and write their attention [B, Hq, E].

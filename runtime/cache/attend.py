@@ -341,7 +341,7 @@ class StoredRows:
         sequences = store.sequences
         counts = ((row, len(sequences[row].keys.pages), len(sequences[row].values.pages)) for row in self.rows)
         parts = divided_pages(counts, step)
-        return [PagePart.of(part, sequences, store.page_size, store.device) for part in parts]
+        return [PagePart.of(part, sequences, store.device) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -364,9 +364,7 @@ class PagePart:
     hidden: list[tuple[int, int]]
 
     @classmethod
-    def of(
-        cls, pages: list[tuple[int, int]], sequences: tuple[Sequence, ...], page_size: int, device: torch.device
-    ) -> PagePart:
+    def of(cls, pages: list[tuple[int, int]], sequences: tuple[Sequence, ...], device: torch.device) -> PagePart:
         """Pages that are quantized on both sides, or one that is quantized on one side."""
         numbers = []
         for is_key in (True, False):
@@ -374,7 +372,7 @@ class PagePart:
             is_paged = sides[0][1] < len(sides[0][0].pages)
             numbers.append(tuple(side.pages[page] for side, page in sides) if is_paged else None)
         rows = torch.tensor([row for row, _ in pages], device=device) if len(sequences) > 1 else None
-        positions = torch.tensor([sequences[row].page_position(page, page_size) for row, page in pages], device=device)
+        positions = torch.tensor([sequences[row].page_position(page) for row, page in pages], device=device)
         hidden = [(i, n) for i, (row, page) in enumerate(pages) if (n := sequences[row].hidden(page))]
         return cls(pages, *numbers, rows, positions, hidden)
 

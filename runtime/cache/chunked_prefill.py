@@ -18,7 +18,7 @@ from kvconvert.kernels.chunked_prefill import (
     stored_parts,
     unsupported,
 )
-from kvconvert.kernels.pages import PageAddresses, PageFormat
+from kvconvert.kernels.pages import PAGE_SIZE, PageAddresses, PageFormat
 from kvconvert.runtime.cache.forward_pass import PassTokens
 from kvconvert.runtime.cache.group_tables import GroupTables
 from kvconvert.runtime.cache.store import LayerStore
@@ -85,7 +85,7 @@ class ChunkedPrefill:
         if self.window is None or not self._sees_window():
             return "its mask is neither causal nor the layer's sliding window"
         # Once pages were dropped, sink tokens are outside.
-        first = sequence.page_position(0, store.page_size)
+        first = sequence.page_position(0)
         positions, count = sequence.positions, len(sequence.positions)
         if count > first and positions.position(count - 1) - positions.position(first) != count - 1 - first:
             return "there is padding within its sliding window"
@@ -98,7 +98,7 @@ class ChunkedPrefill:
         def positions() -> list[torch.Tensor]:
             found = []
             for sequence in store.sequences:
-                kept = sequence.page_position(0, store.page_size)
+                kept = sequence.page_position(0)
                 parts = [(0, min(kept, sequence.sink_tokens)), (kept, len(sequence.positions))]
                 found.append(torch.cat([sequence.positions.slice(*part, store.device) for part in parts]))
             return found
@@ -133,18 +133,17 @@ class ChunkedPrefill:
 
         Pages come by their `addressed` places, by default where kernels run, or are read as tensors.
         """
-        store, row, sequence, size = self.store, self.row, self.sequence, self.store.page_size
+        store, row, sequence = self.store, self.row, self.sequence
         sides = (sequence.keys, store.rows[row].keys), (sequence.values, store.rows[row].values)
         exact = [
-            buffer.tokens(sequence.buffer_index(side, len(side.pages), size), side.buffered - own)
-            for side, buffer in sides
+            buffer.tokens(sequence.buffer_index(side, len(side.pages)), side.buffered - own) for side, buffer in sides
         ]
         keys, values = (buffer.tokens(0, sequence.hidden(0)) for _, buffer in sides)
         addressed = device.runs_triton(store.device) if addressed is None else addressed
         counts = len(sequence.keys.pages), len(sequence.values.pages)
-        position, sinks = sequence.page_position(0, size), (keys, values) if keys.shape[1] else None
+        position, sinks = sequence.page_position(0), (keys, values) if keys.shape[1] else None
         pages = self._addressed_pages if addressed else self._read_pages
-        found = stored_parts(counts, pages, exact, size, store.format.key_tensors.center, position, sinks)
+        found = stored_parts(counts, pages, exact, store.format.key_tensors.center, position, sinks)
         if not addressed or store.format.span is None:  # `is_served` refuses rows with spans where no kernel runs
             return found
         tables, _ = self._tables
@@ -170,7 +169,7 @@ class ChunkedPrefill:
         tables, _ = self._tables
         plan = tables.plans[self.row]
         # A row's pages come first in the tables, those quantized on one side after the others.
-        first = plan.half_quantized_begin - plan.half_quantized_token // self.store.page_size
+        first = plan.half_quantized_begin - plan.half_quantized_token // PAGE_SIZE
         return self._addresses(self.store.format.keys, self.store.format.values, slice(first + begin, first + end), 0)
 
     def _addresses(self, keys: PageFormat, values: PageFormat, entries: slice, scales: int) -> list[PageAddresses]:

@@ -10,6 +10,7 @@ import torch
 from kvconvert.errors import CacheError, KvconvertError, NumericError
 from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.pages import (
+    PAGE_SIZE,
     PageWrites,
     new_flag,
     quantize_at,
@@ -165,7 +166,7 @@ def _check_crop(group: Group, row: int, sequence: Sequence, length: int) -> None
             "time."
         )
     if removed and sequence.dropped and group.sliding_window:
-        oldest = sequence.position(sequence.page_position(0, group.page_size))
+        oldest = sequence.position(sequence.page_position(0))
         if oldest > length - group.sliding_window + 1:
             raise CacheError(
                 f"Sequence {row} cannot give back its newest {removed} tokens: {group.name} has dropped tokens "
@@ -194,7 +195,7 @@ def _flush(group: Group, stores: list[LayerStore], plan: Compression) -> None:
     """Move complete pages of all rows to their storage: keys, then values."""
     if not (plan.keys or plan.values):
         return
-    size, launches = stores[0].page_size, []
+    launches = []
     for some in _launched_together(stores):
         first = some[0]
         if first.flag is None:
@@ -217,23 +218,23 @@ def _flush(group: Group, stores: list[LayerStore], plan: Compression) -> None:
         for pending, is_key in ((plan.keys, True), (plan.values, False)):
             for part in pending:
                 store.flushes += len(part.numbers)
-                stop = part.start + len(part.numbers) * size
+                stop = part.start + len(part.numbers) * PAGE_SIZE
                 removed.append((store.buffer(part.row, is_key), part.start + part.hidden, stop, part.used))
     remove_tokens(removed)
 
 
 def _quantize(stores: list[LayerStore], pending: tuple[PendingPages, ...], is_key: bool) -> None:
     """Write the pages of one side of some layers that one launch serves."""
-    first, size = stores[0], stores[0].page_size
+    first = stores[0]
     f, tensors = first.format.side(is_key)
     storages = [store.key_pages if is_key else store.value_pages for store in stores]
-    sample = _tokens(first.buffer(pending[0].row, is_key), pending[0], size)
+    sample = _tokens(first.buffer(pending[0].row, is_key), pending[0])
     plain = f if is_key and tensors.feedback is None and tensors.center is None else None
-    reason = unsupported(sample, size, plain)
+    reason = unsupported(sample, plain_keys=plain)
     if reason is not None:
         positions, hidden = [part.position for part in pending], [part.hidden for part in pending]
         for store, storage in zip(stores, storages, strict=True):
-            tokens = [_tokens(store.buffer(part.row, is_key), part, size) for part in pending]
+            tokens = [_tokens(store.buffer(part.row, is_key), part) for part in pending]
             pages = [view for part in pending for view in storage.views(part.numbers)]
             if runs_triton(store.device):
                 store.fall_back("page quantization", reason)
@@ -246,20 +247,20 @@ def _quantize(stores: list[LayerStore], pending: tuple[PendingPages, ...], is_ke
     counts = [len(part.numbers) for part in pending]
     part_of = np.repeat(np.arange(len(pending)), counts)
     within = np.concatenate([np.arange(count) for count in counts])
-    width = size * sample.shape[2] * sample.element_size()
-    distance = np.array([part.start * width // size for part in pending])[part_of] + width * within
+    width = PAGE_SIZE * sample.shape[2] * sample.element_size()
+    distance = np.array([part.start * width // PAGE_SIZE for part in pending])[part_of] + width * within
     buffers = [[store.buffer(part.row, is_key) for part in pending] for store in stores]
     starts = np.array([[buffer.address for buffer in line] for line in buffers])[:, part_of] + distance
     strides = np.array([[buffer.head_stride for buffer in line] for line in buffers])[:, part_of]
-    positions = np.array([part.position for part in pending])[part_of] + size * within
+    positions = np.array([part.position for part in pending])[part_of] + PAGE_SIZE * within
     hidden = np.where(within, 0, np.array([part.hidden for part in pending])[part_of])
     writes = PageWrites(starts, strides, np.stack(records), positions, hidden)
     sides = [store.format.side(is_key)[1] for store in stores]
     quantize_at(writes, sample, storages[0].views(pending[0].numbers)[0], first.flag, sides)
 
 
-def _tokens(buffer: TokenBuffer, part: PendingPages, size: int) -> torch.Tensor:
-    return buffer.tokens(part.start, part.start + len(part.numbers) * size)
+def _tokens(buffer: TokenBuffer, part: PendingPages) -> torch.Tensor:
+    return buffer.tokens(part.start, part.start + len(part.numbers) * PAGE_SIZE)
 
 
 def _launched_together(stores: list[LayerStore]) -> list[list[LayerStore]]:

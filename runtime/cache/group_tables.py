@@ -128,12 +128,11 @@ class GroupTables:
 
     def write(self, group: Group, stores: list[LayerStore], sequences: tuple[Sequence, ...], rows: list[int]) -> None:
         """Write the tables of some rows, for all layers at once; `stores` are those that the tables were made for."""
-        size = group.page_size
         first_span = self._write_shared(sequences, stores)
         self._write_entries(stores, sequences, rows)
         if self.key_rows is not None:
             # Not last: a kernel that is launched early reads them before it waits for the one before it.
-            self._write_key_rows(sequences, size)
+            self._write_key_rows(sequences)
         tables = np.zeros((self._layers, len(rows), 12), dtype=np.int64)
         for column, row in enumerate(rows):
             sequence = sequences[row]
@@ -179,10 +178,10 @@ class GroupTables:
                     begin = last + sequences[row].pages
                     self._place(table, list(range(begin, begin + len(blocks[0]))), np.stack(blocks))
 
-    def _write_key_rows(self, sequences: tuple[Sequence, ...], page_size: int) -> None:
+    def _write_key_rows(self, sequences: tuple[Sequence, ...]) -> None:
         """Write where all rows' key pages begin, how many there are, and at which position."""
         lines = [
-            [row * self.entries, len(sequence.keys.pages), sequence.page_position(0, page_size)]
+            [row * self.entries, len(sequence.keys.pages), sequence.page_position(0)]
             for row, sequence in enumerate(sequences)
         ]
         self.key_rows.copy_(upload(lines, self.device))
@@ -233,18 +232,18 @@ class GroupTables:
 
     def _plan(self, group: Group, row: int, sequence: Sequence, first_span: int) -> SequencePlan:
         """What a row has stored, for the division of work; `first_span` is the number of its first span in `shared`."""
-        size, first = group.page_size, row * self.entries
+        first = row * self.entries
         both = min(len(sequence.keys.pages), len(sequence.values.pages))
         hidden = sequence.hidden(0)
-        segments = [Segment(first, first + both, both * size, hidden=hidden)] if both else []
-        tokens, begin = sequence.pages * size, first + sequence.pages
+        segments = [Segment(first, first + both, both * PAGE_SIZE, hidden=hidden)] if both else []
+        tokens, begin = sequence.pages * PAGE_SIZE, first + sequence.pages
         for number, span in enumerate(sequence.spans):
             end = begin + -(-span.tokens // PAGE_SIZE)
             segments.append(Segment(begin, end, span.tokens, first_span + number, tokens))
             tokens, begin = tokens + span.tokens, end
         half, residual = sequence.pages - both, self._reserved(group, sequence)
         hidden = hidden if half and not both else 0
-        return SequencePlan(tuple(segments), residual, half, first + both, both * size, tokens, hidden)
+        return SequencePlan(tuple(segments), residual, half, first + both, both * PAGE_SIZE, tokens, hidden)
 
     def _reserved(self, group: Group, sequence: Sequence) -> int:
         """Residual tokens once the next page is complete: work is divided for as many from the start."""
@@ -252,15 +251,15 @@ class GroupTables:
         if not group.policy.flushes:
             return tokens + GROWTH - 1
         recent = min(side.recent_tokens for side in group.scheme.sides)
-        behind = max(sequence.buffer_index(s, len(s.pages), group.page_size) for s in (sequence.keys, sequence.values))
+        behind = max(sequence.buffer_index(s, len(s.pages)) for s in (sequence.keys, sequence.values))
         return tokens + (behind + recent - tokens) % GROWTH
 
     def _write_positions(self, group: Group, row: int, sequence: Sequence) -> None:
         """Positions in the order of kernels; where an eviction kept tokens they differ by layer and are not here."""
         if not group.sliding_window or sequence.kept:
             return
-        size, positions = group.page_size, sequence.positions
-        begin, end = (sequence.page_position(page, size) for page in (0, sequence.pages))
+        positions = sequence.positions
+        begin, end = (sequence.page_position(page) for page in (0, sequence.pages))
         parts = [positions.slice(begin, end)]
         parts += [span.positions.slice(0, span.tokens) for span in sequence.spans]
         parts += [positions.slice(0, sequence.sink_tokens)]
@@ -353,7 +352,7 @@ class GroupTables:
 
     def _count_steps(self, group: Group) -> int:
         """Single tokens that fit before a page is complete or dropped, a buffer full, or work to be divided again."""
-        scheme, size, left = group.scheme, group.page_size, []
+        scheme, left = group.scheme, []
         occupied = [row for row, sequence in enumerate(group.sequences) if sequence.occupied]
         for row in occupied:
             sequence, plan, room = group.sequences[row], self.plans[row], self.capacity[row]
@@ -361,11 +360,11 @@ class GroupTables:
             for side, stored, capacity in zip((sequence.keys, sequence.values), scheme.sides, room, strict=True):
                 left.append(capacity - side.buffered)
                 if group.policy.flushes:
-                    begin = sequence.buffer_index(side, len(side.pages), size)
-                    left.append(begin + stored.recent_tokens + size - 1 - side.buffered)
-            if group.sliding_window and len(sequence) // size > sequence.dropped:
+                    begin = sequence.buffer_index(side, len(side.pages))
+                    left.append(begin + stored.recent_tokens + PAGE_SIZE - 1 - side.buffered)
+            if group.sliding_window and len(sequence) // PAGE_SIZE > sequence.dropped:
                 # The oldest page leaves the window.
-                last = sequence.position(sequence.page_position(1, size) - 1)
+                last = sequence.position(sequence.page_position(1) - 1)
                 left.append(last + group.sliding_window - 1 - group.logical)
             if sequence.untouched and sequence.keys.buffered < scheme.sink_tokens:
                 # The first tokens become sink tokens one by one.

@@ -104,7 +104,7 @@ class GroupWriter:
         self.group, self.stores = group, group.stores
         self.base = self.group.registry.base(self.stores[0].device)
         sequences = [part.sequence for part in parts]
-        positions = [sequence.page_position(0, PAGE_SIZE) for sequence in sequences]
+        positions = [sequence.page_position(0) for sequence in sequences]
         about = [
             (part.first, part.count, len(sequence) - position, 0, len(sequence.keys.pages), len(sequence.values.pages))
             for part, sequence, position in zip(parts, sequences, positions, strict=True)
@@ -176,7 +176,7 @@ class GroupWriter:
         found = []
         for number, (sequence, begin) in enumerate(zip(sequences, begins.tolist(), strict=True)):
             for which, side in enumerate((sequence.keys, sequence.values)):
-                own, first = len(side.pages), sequence.buffer_index(side, len(side.pages), PAGE_SIZE)
+                own, first = len(side.pages), sequence.buffer_index(side, len(side.pages))
                 found.append((number, which, 0, begin, sequence.hidden(0) if own else 0))
                 found.append((number, which, first, begin + own * PAGE_SIZE, side.buffered - first))
         stretches = np.array(found, np.int64)
@@ -386,7 +386,7 @@ class PromptPass:
 
 def _stored(group: Group) -> int:
     """Tokens of a cache's sequences that attention reads."""
-    return sum(sequence.stored(group.page_size) for sequence in group.sequences)
+    return sum(sequence.stored for sequence in group.sequences)
 
 
 def workspace_tokens(group: Group) -> int:

@@ -4,7 +4,6 @@ of its tokens in the padded input. And how schemes treat whole prompts: as pages
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -12,7 +11,7 @@ import torch
 
 from kvconvert import methods
 from kvconvert.errors import CacheError
-from kvconvert.kernels.spans import span_lengths
+from kvconvert.kernels.page_formats import PAGE_SIZE, span_lengths
 
 
 class TokenPositions:
@@ -22,18 +21,16 @@ class TokenPositions:
     stored, so positions skip it. Sequences almost always have one run, hence integers on the host instead of a tensor.
     """
 
-    __slots__ = ("_count", "_firsts", "_positions")
+    __slots__ = ("_count", "_runs")
 
-    def __init__(self, firsts: tuple[int, ...] = (), positions: tuple[int, ...] = (), count: int = 0):
-        self._firsts, self._positions, self._count = firsts, positions, count
+    def __init__(self, runs: tuple[tuple[int, int], ...] = (), count: int = 0):
+        self._runs, self._count = runs, count
 
     def __len__(self) -> int:
         return self._count
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, TokenPositions):
-            return NotImplemented
-        return (self._firsts, self._positions, self._count) == (other._firsts, other._positions, other._count)
+        return self._runs == other._runs if isinstance(other, TokenPositions) else NotImplemented
 
     __hash__ = None
 
@@ -41,25 +38,25 @@ class TokenPositions:
         """These, then `count` tokens at consecutive positions from `position` on."""
         if count <= 0:
             return self
-        if self._firsts and self._positions[-1] + self._count - self._firsts[-1] == position:
-            return TokenPositions(self._firsts, self._positions, self._count + count)
-        return TokenPositions((*self._firsts, self._count), (*self._positions, position), self._count + count)
+        runs, run = self._runs, (position, count)
+        if runs and sum(runs[-1]) == position:
+            runs, run = runs[:-1], (runs[-1][0], runs[-1][1] + count)
+        return TokenPositions((*runs, run), self._count + count)
 
     def part(self, start: int, stop: int) -> TokenPositions:
         """Those of tokens start..stop-1."""
-        found = TokenPositions()
-        while start < stop:
-            run = bisect_right(self._firsts, start) - 1
-            end = min(stop, self._firsts[run + 1] if run + 1 < len(self._firsts) else self._count)
-            found = found.append(self._positions[run] + start - self._firsts[run], end - start)
-            start = end
+        found, begin = TokenPositions(), 0
+        for position, count in self._runs:
+            first, end = max(start, begin), min(stop, begin + count)
+            found = found.append(position + first - begin, end - first)
+            begin += count
         return found
 
     def extend(self, other: TokenPositions) -> TokenPositions:
         """These, then others."""
         joined = self
-        for position, count in other.runs():
-            joined = joined.append(position, count)
+        for run in other._runs:
+            joined = joined.append(*run)
         return joined
 
     def take(self, parts: list[tuple[int, int]]) -> tuple[TokenPositions, TokenPositions]:
@@ -73,29 +70,30 @@ class TokenPositions:
 
     def shift(self, by: int) -> TokenPositions:
         """All of them, `by` further."""
-        return TokenPositions(self._firsts, tuple(position + by for position in self._positions), self._count)
+        return TokenPositions(tuple((position + by, count) for position, count in self._runs), self._count)
 
     def runs(self) -> list[tuple[int, int]]:
         """(first position, how many) of each run."""
-        ends = (*self._firsts[1:], self._count)[: len(self._firsts)]
-        return [(p, end - first) for p, first, end in zip(self._positions, self._firsts, ends, strict=True)]
+        return list(self._runs)
 
     def position(self, index: int) -> int:
         """The position of token `index`."""
-        run = bisect_right(self._firsts, index) - 1
-        return self._positions[run] + index - self._firsts[run]
+        for position, count in self._runs:
+            if index < count:
+                return position + index
+            index -= count
+        raise IndexError(f"there are {self._count} tokens")
 
     def before(self, position: int) -> int:
         """How many tokens have a position below `position`."""
-        run = bisect_left(self._positions, position) - 1
-        if run < 0:
-            return 0
-        end = self._firsts[run + 1] if run + 1 < len(self._firsts) else self._count
-        return min(end, self._firsts[run] + position - self._positions[run])
+        found = 0
+        for first, count in self._runs:
+            found += min(max(0, position - first), count)
+        return found
 
     def slice(self, start: int, stop: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """Positions of tokens start..stop-1: int64 [n]."""
-        runs = [torch.arange(first, first + count) for first, count in self.part(max(0, start), max(0, stop)).runs()]
+        runs = [torch.arange(first, first + count) for first, count in self.part(max(0, start), max(0, stop))._runs]
         return (torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)).to(device)
 
 
@@ -175,9 +173,10 @@ class Sequence:
         """Tokens in sink, pages (dropped ones included) and residual window; spans are apart."""
         return self.kept + len(self.positions)
 
-    def stored(self, page_size: int) -> int:
+    @property
+    def stored(self) -> int:
         """Tokens stored, each once, however often its key and value are."""
-        outside = self.page_position(0, page_size)
+        outside = self.page_position(0)
         return len(self) - max(0, outside - self.sink_tokens) + sum(span.tokens for span in self.spans)
 
     @property
@@ -199,17 +198,17 @@ class Sequence:
         """The last four columns of `GroupTables.described`."""
         return [self.sink_tokens, self.skip(self.keys), self.skip(self.values), self.residual]
 
-    def page_position(self, page: int, page_size: int) -> int:
+    def page_position(self, page: int) -> int:
         """How many tokens came before page `page`, 0 being the first one that is not dropped."""
-        return (self.dropped + page) * page_size
+        return (self.dropped + page) * PAGE_SIZE
 
-    def buffer_index(self, side: Side, page: int, page_size: int) -> int:
+    def buffer_index(self, side: Side, page: int) -> int:
         """Index in a side's buffer of the first token of a page, or page to come, that is not among the side's own.
 
         The buffer holds sink tokens, then the tokens after the side's last page; before there was one, all tokens.
         """
         behind = self.sink_tokens if self.dropped + len(side.pages) else 0
-        return behind + (page - len(side.pages)) * page_size
+        return behind + (page - len(side.pages)) * PAGE_SIZE
 
     def hidden(self, page: int) -> int:
         """Tokens at the beginning of a page that are sink tokens, kept elsewhere."""
@@ -237,11 +236,6 @@ class Sequence:
         """The same tokens at positions that are all `by` further."""
         spans = tuple(SpanTokens(span.tokens, span.positions.shift(by)) for span in self.spans)
         return replace(self, positions=self.positions.shift(by), spans=spans, kept_before=self.kept_before + by)
-
-    def without_newest(self) -> Sequence:
-        """Without the newest token, which has to be in full precision."""
-        keys, values = (replace(side, buffered=side.buffered - 1) for side in (self.keys, self.values))
-        return replace(self, keys=keys, values=values, positions=self.positions.part(0, len(self.positions) - 1))
 
     def crop(self, length: int) -> Sequence:
         """Without the tokens from position `length` on, which have to be in full precision."""

@@ -142,7 +142,7 @@ class TableRegistry:
 
 def follows_tables(store: LayerStore) -> bool:
     """Whether kernels can follow tables of a layer that is allocated."""
-    served = store.page_size == PAGE_SIZE and runs_triton(store.device) and store.appends_in_one_launch
+    served = runs_triton(store.device) and store.appends_in_one_launch
     return served and not (store.is_latent and store.latents_unsupported)
 
 

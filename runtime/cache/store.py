@@ -15,7 +15,7 @@ from kvconvert.errors import CacheError, UsageError, counted, first_line
 from kvconvert.kernels.device import fall_back, upload
 from kvconvert.kernels.latent import unsupported as latents_unsupported
 from kvconvert.kernels.page_formats import page_bytes
-from kvconvert.kernels.pages import PageTensors
+from kvconvert.kernels.pages import PAGE_SIZE, PageTensors
 from kvconvert.kernels.rotate import KERNEL_DTYPES, largest_appended
 from kvconvert.kernels.select import select_tokens
 from kvconvert.kernels.spans import Span, quantize_span
@@ -111,11 +111,6 @@ class LayerStore:
         self.heads_apart = 1
         group.add(self, index)
         self.reset()
-
-    @property
-    def page_size(self) -> int:
-        """Tokens per page."""
-        return self.scheme.page_size
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
@@ -377,7 +372,7 @@ class LayerStore:
         """Positions of the tokens of `residual`: int64 [n] or [H, n]."""
         sequence = self.sequences[row]
         first = self.positions(row, 0, sequence.sink_tokens)
-        after = sequence.page_position(sequence.pages, self.page_size)
+        after = sequence.page_position(sequence.pages)
         rest = self.positions(row, max(after, sequence.sink_tokens), len(sequence))
         if first.dim() != rest.dim():
             heads = max(first, rest, key=torch.Tensor.dim).shape[0]
@@ -386,9 +381,8 @@ class LayerStore:
 
     def page_positions(self, row: int, page: int, count: int = 1) -> torch.Tensor:
         """Positions of the tokens of pages from page `page` on (0 is the first one not dropped): [n] or [H, n]."""
-        sequence, size = self.sequences[row], self.page_size
-        first = sequence.page_position(page, size)
-        return self.positions(row, first, first + count * size)
+        first = self.sequences[row].page_position(page)
+        return self.positions(row, first, first + count * PAGE_SIZE)
 
     def residual(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of sink tokens, then of the residual window after the last page of either side: [H, n, .]."""
@@ -409,8 +403,8 @@ class LayerStore:
             return (self.key_pages if is_key else self.value_pages).parts(numbers, most)
         row, page = part[0]
         sequence = self.sequences[row]
-        start = sequence.buffer_index(sequence.keys if is_key else sequence.values, page, self.page_size)
-        return self.buffer(row, is_key).tokens(start, start + self.page_size)[None]
+        start = sequence.buffer_index(sequence.keys if is_key else sequence.values, page)
+        return self.buffer(row, is_key).tokens(start, start + PAGE_SIZE)[None]
 
     def described_rows(self) -> torch.Tensor:
         """The layer's lines of `GroupTables.described`, as of now, counted from its origin."""
@@ -445,7 +439,7 @@ class LayerStore:
 
     def tokens(self) -> int:
         """Tokens stored over all sequences, the mean over heads; shared pages counted once per sequence."""
-        return sum(sequence.stored(self.page_size) for sequence in self.sequences) // self.heads_apart
+        return sum(sequence.stored for sequence in self.sequences) // self.heads_apart
 
     def residual_tokens(self) -> int:
         """Tokens over all sequences whose key or value is in full precision, sink tokens included."""

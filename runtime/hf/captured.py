@@ -35,6 +35,7 @@ from transformers.cache_utils import DummyLayer
 from transformers.utils import ModelOutput
 
 from kvconvert.kernels.launches import skips_launches
+from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme
 from kvconvert.models import CACHE
 from kvconvert.models.configuration import context_length
@@ -444,7 +445,7 @@ class ShortBatch:
 
 def tokens_with_pages(schemes: Sequence_[KVScheme]) -> int:
     """Of a prompt that fills a page in every layer."""
-    return max(scheme.exact_tokens + scheme.page_size for scheme in schemes) + 1
+    return max(scheme.exact_tokens + PAGE_SIZE for scheme in schemes) + 1
 
 
 @torch.no_grad()
@@ -468,7 +469,7 @@ def _set_dummy_lengths(
 
     Their residual windows stay as they are, so that they may claim to have up to a page of tokens more.
     """
-    size, scheme = group.page_size, group.scheme
+    size, scheme = PAGE_SIZE, group.scheme
     exact = scheme.exact_tokens
     group.logical = group.attended = longest + size
     found = []

@@ -118,11 +118,12 @@ class PagedLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Keep the sequences of `beam_idx`, in its order; pages are shared, full-precision tokens copied."""
         if self._leads and self.is_initialized:
-            self.store.group.reorder(beam_idx.tolist())
+            heads = self.store.heads_apart
+            self.store.group.reorder([row * heads + head for row in beam_idx.tolist() for head in range(heads)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence."""
-        self.reorder_cache(torch.arange(len(self.store.rows)).repeat_interleave(repeats))
+        self.reorder_cache(torch.arange(len(self.store.rows) // self.store.heads_apart).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep some sequences."""
@@ -148,16 +149,6 @@ class HeadwiseLayer(PagedLayer):
             self.store.heads_apart = key_states.shape[1]
             super().update(*(part.flatten(0, 1).unsqueeze(1) for part in (key_states, value_states)), *args, **kwargs)
         return KeyHandle.wrap(key_states, self.store), value_states
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Keep the sequences of `beam_idx`, in its order, with all heads."""
-        heads = self.store.heads_apart
-        rows = beam_idx.unsqueeze(1) * heads + torch.arange(heads, device=beam_idx.device)
-        super().reorder_cache(rows.flatten())
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence."""
-        self.reorder_cache(torch.arange(len(self.store.rows) // self.store.heads_apart).repeat_interleave(repeats))
 
     def activate_past_recording(self) -> None:
         """Refused: drafts are taken back, and what a head keeps is decided once."""
