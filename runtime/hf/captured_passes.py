@@ -218,14 +218,7 @@ class CapturedPasses:
             # flash-linear-attention tries its kernels where their number of programs is another one.
             self._launch(cache, read, keep)
         try:
-            room = self._captured.room_for_logits(keep)
-
-            def launch(*static: Tensor) -> Tensor:
-                # Their own memory is the next recording's.
-                return room.copy_(self._launch(cache, *static))
-
-            # Other threads, which add requests, may go on meanwhile.
-            recording = Recording.of(self._captured, launch, (read, keep), cache.formats(), "thread_local")
+            recording = self._recording(cache, read, keep)
         except torch.OutOfMemoryError:
             if cache.key[0].pages > ROOM_PAGES:
                 self.records_long, which = False, f"after more than {ROOM_PAGES * PAGE_SIZE}"
@@ -252,6 +245,16 @@ class CapturedPasses:
             self._recordings[key], self.recorded = recording, self.recorded + 1
             return logits
         return self._launch(cache, read, keep) if expected is None else expected
+
+    def _recording(self, cache: Any, read: Tensor, keep: Tensor) -> Recording:
+        room = self._captured.room_for_logits(keep)
+
+        def launch(*static: Tensor) -> Tensor:
+            # Their own memory is the next recording's.
+            return room.copy_(self._launch(cache, *static))
+
+        # Other threads, which add requests, may go on meanwhile.
+        return Recording.of(self._captured, launch, (read, keep), cache.formats(), "thread_local")
 
     def _give_up(self, reason: str) -> None:
         self.reason = reason

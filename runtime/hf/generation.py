@@ -26,8 +26,7 @@ from kvconvert.runtime.hf.attention import NAME
 from kvconvert.runtime.hf.cache import LOST, KVCache
 from kvconvert.runtime.hf.cache_layers import CacheLayers
 from kvconvert.runtime.hf.captured import CapturedSteps, prepare_steps
-from kvconvert.runtime.hf.prompts import PackedPrompts
-from kvconvert.runtime.hf.reconstruct import seal_prompt
+from kvconvert.runtime.hf.prompts import PackedPrompts, seal_prompt
 from kvconvert.runtime.hf.rehearsal import rehearse
 from kvconvert.runtime.hf.sequence_modules import choose_by_sequence, tell_positions
 from kvconvert.runtime.hf.states import read_by_sequence, state_bits
