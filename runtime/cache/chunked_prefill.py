@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -24,34 +23,20 @@ from kvconvert.runtime.cache.group_tables import GroupTables
 from kvconvert.runtime.cache.store import LayerStore
 
 
-@dataclass(frozen=True)
-class AttentionCall:
-    """The attention of one layer in one forward pass.
-
-    Attributes:
-        store: what is attended to.
-        chunk: of the forward pass.
-        scoring: the layer's scoring, without its window.
-    """
-
-    store: LayerStore
-    chunk: PassTokens
-    scoring: Scoring
-
-
 class ChunkedPrefill:
     """What one row stores, attended to by many queries at once.
 
     Args:
-        call: the layer's attention.
+        store: of one layer.
         row: of the batch.
+        chunk: of the forward pass.
+        scoring: the layer's scoring, without its window.
     """
 
-    def __init__(self, call: AttentionCall, row: int):
-        self.call, self.row, self.store = call, row, call.store
-        self.sequence = call.store.sequences[row]
-        self.window = None if call.chunk.is_causal else call.store.group.sliding_window
-        self.scoring = call.scoring._replace(window=self.window)
+    def __init__(self, store: LayerStore, row: int, chunk: PassTokens, scoring: Scoring):
+        self.store, self.row, self.chunk, self.sequence = store, row, chunk, store.sequences[row]
+        self.window = None if chunk.is_causal else store.group.sliding_window
+        self.scoring = scoring._replace(window=self.window)
 
     def is_served(self, queries: torch.Tensor) -> bool:
         """Whether the row's queries, of [B, Hq, T, D], are attended to here and not with pages as they are stored.
@@ -70,7 +55,7 @@ class ChunkedPrefill:
 
     def _unsupported(self, queries: torch.Tensor) -> str | None:
         """Why the row's queries, of [B, Hq, T, D], cannot be attended to here; None if they can."""
-        store, sequence, chunk = self.store, self.sequence, self.call.chunk
+        store, sequence, chunk = self.store, self.sequence, self.chunk
         reason = unsupported(queries, store.format, store.dtype, self.scoring)
         if reason is not None:
             return reason
@@ -82,7 +67,7 @@ class ChunkedPrefill:
             return None
         if any(other.kept or other.spans for other in store.sequences):
             return "the tokens within its sliding window are not consecutive"
-        if self.window is None or not self._sees_window():
+        if self.window is None or not chunk.is_window(self.window):
             return "its mask is neither causal nor the layer's sliding window"
         # Once pages were dropped, sink tokens are outside.
         first = sequence.page_position(0)
@@ -90,21 +75,6 @@ class ChunkedPrefill:
         if count > first and positions.position(count - 1) - positions.position(first) != count - 1 - first:
             return "there is padding within its sliding window"
         return None
-
-    def _sees_window(self) -> bool:
-        """Whether the mask of all rows is causal within the window, for all tokens that are there."""
-        store = self.store
-
-        def positions() -> list[torch.Tensor]:
-            found = []
-            for sequence in store.sequences:
-                kept = sequence.page_position(0)
-                parts = [(0, min(kept, sequence.sink_tokens)), (kept, len(sequence.positions))]
-                found.append(torch.cat([sequence.positions.slice(*part, store.device) for part in parts]))
-            return found
-
-        stored = tuple((len(sequence.positions), sequence.dropped) for sequence in store.sequences)
-        return self.call.chunk.is_window(self.window, stored, positions)
 
     def attend(self, queries: torch.Tensor, output: torch.Tensor) -> None:
         """Attention of queries [Hq, T, D], at the last T positions, into `output` [Hq, T, E], except at padding.
