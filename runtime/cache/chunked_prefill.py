@@ -67,7 +67,7 @@ class ChunkedPrefill:
             return None
         if any(other.kept or other.spans for other in store.sequences):
             return "the tokens within its sliding window are not consecutive"
-        if self.window is None or not chunk.is_window(self.window):
+        if self.window is None or not self._sees_window():
             return "its mask is neither causal nor the layer's sliding window"
         # Once pages were dropped, sink tokens are outside.
         first = sequence.page_position(0)
@@ -75,6 +75,21 @@ class ChunkedPrefill:
         if count > first and positions.position(count - 1) - positions.position(first) != count - 1 - first:
             return "there is padding within its sliding window"
         return None
+
+    def _sees_window(self) -> bool:
+        """Whether the mask of all rows is causal within the window, for all tokens that are there."""
+        store = self.store
+
+        def positions() -> list[torch.Tensor]:
+            found = []
+            for sequence in store.sequences:
+                kept = sequence.page_position(0)
+                parts = [(0, min(kept, sequence.sink_tokens)), (kept, len(sequence.positions))]
+                found.append(torch.cat([sequence.positions.slice(*part, store.device) for part in parts]))
+            return found
+
+        stored = tuple((len(sequence.positions), sequence.dropped) for sequence in store.sequences)
+        return self.chunk.is_window(self.window, stored, positions)
 
     def attend(self, queries: torch.Tensor, output: torch.Tensor) -> None:
         """Attention of queries [Hq, T, D], at the last T positions, into `output` [Hq, T, E], except at padding.

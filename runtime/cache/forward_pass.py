@@ -23,6 +23,9 @@ MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 Tables = TypeVar("Tables")
 
+# Entries of a mask, queries times keys, that are evaluated at once.
+BLOCK = 1 << 24
+
 
 def is_pure(function: MaskFunction | None) -> bool:
     """Whether a mask depends on positions alone, rather than on tensors that a function holds."""
@@ -45,10 +48,6 @@ def is_pure(function: MaskFunction | None) -> bool:
     return True
 
 
-def _never(window: int) -> bool:
-    return False
-
-
 class PassTokens:
     """The tokens of one forward pass: which positions they have, which are padding, which keys each query attends to.
 
@@ -56,8 +55,6 @@ class PassTokens:
         query_positions: int64 [T].
         padding_mask: [B, positions so far], nonzero where a token is real; None when nothing is padding.
         mask_function: which keys a query attends to; None is causal attention, to all positions up to its own.
-        is_window: whether that is causal attention within this number of tokens, the query's own included; None where
-            nothing is known of it.
 
     Attributes:
         query_positions: as given.
@@ -70,9 +67,7 @@ class PassTokens:
         query_positions: torch.Tensor,
         padding_mask: torch.Tensor | None = None,
         mask_function: MaskFunction | None = None,
-        is_window: Callable[[int], bool] | None = None,
     ):
-        self.is_window = is_window or _never
         self.query_positions = query_positions
         self.mask_function = mask_function
         self.is_causal = mask_function is None
@@ -80,6 +75,7 @@ class PassTokens:
         self._length = None if padding_mask is None else padding_mask.shape[1]
         self._checked: torch.Tensor | bool | None = False  # the past that was compared already; layers share one
         self._host: list[list[bool]] | None = None
+        self._windows: dict[tuple[int, tuple], bool] = {}
 
     def check_past(self, past: torch.Tensor | None, length: int, where: str) -> None:
         """Compare this pass's mask with that of the first `length` positions, which are stored.
@@ -140,6 +136,31 @@ class PassTokens:
             seen = self.mask_function(batch, head, queries, keys)
         return seen.expand(keys.shape[0], len(query_positions), keys.shape[2])
 
+    def is_window(self, window: int, stored: tuple, positions: Callable[[], list[torch.Tensor]]) -> bool:
+        """Whether each query attends to the `window` positions up to its own, as far as stored tokens go.
+
+        Args:
+            window: tokens that a query attends to, its own included.
+            stored: identifies what is stored; layers that store the same tokens share one evaluation of the mask.
+            positions: gives int64 [n] of each row's stored tokens.
+        """
+        key = (window, stored)
+        if key not in self._windows:
+            self._windows[key] = self._shows_window(window, positions())
+        return self._windows[key]
+
+    def _shows_window(self, window: int, positions: list[torch.Tensor]) -> bool:
+        differs = torch.zeros((), dtype=torch.bool, device=self.query_positions.device)
+        for row, part in enumerate(positions):
+            if not len(part):
+                continue
+            part = part.to(differs.device)
+            for queries in self.query_positions.split(max(1, BLOCK // len(part))):
+                own = queries.unsqueeze(1)
+                expected = (part <= own) & (part > own - window)
+                differs |= (self.visible(row, queries, part)[0] != expected).any()
+        return not bool(differs)
+
 
 class LayerTokens(PassTokens):
     """The tokens of a pass whose queries attend to what their row's own first token decides.
@@ -154,7 +175,6 @@ class LayerTokens(PassTokens):
     def __init__(self, chunk: PassTokens, store: Any, choice: Choice | None, in_chunks: bool):
         self.__dict__.update(chunk.__dict__)
         self.store, self.choice, self.in_chunks, self.is_causal = store, choice, in_chunks, False
-        self.is_window = _never
 
     def visible(self, row: int, query_positions: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """See `PassTokens`; H is the number of KV heads where an indexer chose tokens for each."""

@@ -9,13 +9,11 @@ allocated.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from types import FunctionType
 from typing import Any, Self
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
-from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+from transformers.masking_utils import causal_mask_function
 
 from kvconvert.errors import CacheError
 from kvconvert.models.masks import tensor_mask
@@ -162,8 +160,7 @@ class MaskHandle(torch.Tensor):
             padding_mask, mask_function = self.arguments["attention_mask"], self.arguments["mask_function"]
             padding_mask = None if padding_mask is None else padding_mask.to(device).repeat_interleave(rows, 0)
             causal = mask_function is causal_mask_function
-            window = partial(shows_window, mask_function)
-            self.cached[key] = PassTokens(positions.to(device), padding_mask, None if causal else mask_function, window)
+            self.cached[key] = PassTokens(positions.to(device), padding_mask, None if causal else mask_function)
         return self.cached[key]
 
     def materialise(self, allow_causal_skip: bool) -> torch.Tensor | None:
@@ -174,21 +171,3 @@ class MaskHandle(torch.Tensor):
             arguments = arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         mask = tensor_mask(**arguments)
         return mask[:, :, positions - arguments["q_offset"]] if sliced else mask
-
-
-def shows_window(function: Callable, window: int | None) -> bool:
-    """Whether a mask function of transformers is causal, within a sliding window if there is one, and nothing else."""
-    expected = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
-    return _alike(function, expected)
-
-
-def _alike(one: Any, other: Any) -> bool:
-    """Whether two functions have the same code over the same values."""
-    if type(one) is not type(other) or isinstance(one, torch.Tensor):
-        return False
-    if isinstance(one, FunctionType):
-        contents = [[cell.cell_contents for cell in f.__closure__ or ()] for f in (one, other)]
-        return one.__code__ is other.__code__ and one.__defaults__ == other.__defaults__ and _alike(*contents)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_alike, one, other))
-    return one is other or one == other

@@ -13,12 +13,13 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from kvconvert.errors import CacheError
 from kvconvert.kernels.attention import Choice, Scoring
@@ -31,7 +32,7 @@ from kvconvert.runtime.cache.prompt_pass import PlannedChunk, PromptPass, TableC
 from kvconvert.runtime.cache.steps import PlannedStep, can_plan_steps
 from kvconvert.runtime.cache.store import LayerStore
 from kvconvert.runtime.hf.captured_passes import PromptPlaces
-from kvconvert.runtime.hf.handles import KeyHandle, LatentHandle, MaskHandle, shows_window
+from kvconvert.runtime.hf.handles import KeyHandle, LatentHandle, MaskHandle
 from kvconvert.runtime.hf.layer import PagedLayer, StateLayer
 
 
@@ -394,6 +395,24 @@ def _refuse_padding(mask: MaskHandle) -> None:
         mask.cached["no padding"] = True
 
 
+def shows_window(function: Callable, window: int | None) -> bool:
+    """Whether a mask function of transformers is causal, within a sliding window if there is one, and nothing else."""
+    expected = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
+    return _alike(function, expected)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two functions have the same code over the same values."""
+    if type(one) is not type(other) or isinstance(one, Tensor):
+        return False
+    if isinstance(one, FunctionType):
+        contents = [[cell.cell_contents for cell in f.__closure__ or ()] for f in (one, other)]
+        return one.__code__ is other.__code__ and one.__defaults__ == other.__defaults__ and _alike(*contents)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    return one is other or one == other
+
+
 def _chunk(mask: MaskHandle, segment: Segment, start: int, device: torch.device) -> PassTokens:
     """A segment's new tokens, from position `start` on; one object for all layers that share the mask."""
     key = (segment, str(device))
@@ -402,6 +421,5 @@ def _chunk(mask: MaskHandle, segment: Segment, start: int, device: torch.device)
         positions, real = torch.arange(start, start + segment.length, device=device), None
         if segment.padded:
             real = segment.padded.chunk.real
-        causal = function is causal_mask_function
-        mask.cached[key] = PassTokens(positions, real, None if causal else function, partial(shows_window, function))
+        mask.cached[key] = PassTokens(positions, real, None if function is causal_mask_function else function)
     return mask.cached[key]

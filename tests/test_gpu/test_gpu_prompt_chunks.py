@@ -110,7 +110,7 @@ def test_what_is_not_served_has_a_reason_and_is_counted(
     monkeypatch.setattr(dispatch, "fallbacks", type(dispatch.fallbacks)())
     store, positions = layer.store, torch.arange(400, 460, device=device)
     store.fallbacks = 0
-    chunk = PassTokens(positions, None, mask_function, lambda size: mask_function is window and size == WINDOW)
+    chunk = PassTokens(positions, None, mask_function)
     queries = torch.zeros(3, 4, 60, 32, dtype=HALF, device=device)
     history = ChunkedPrefill(store, row, chunk, Scoring(0.2))
     for few in (1, 32):
