@@ -106,7 +106,7 @@ class LayerStep:
             firsts = [page * PAGE_SIZE for page in range(first, end)]
             for side, f in zip(every, (self.blocks.format.keys, self.blocks.format.values), strict=True):
                 tokens = side[:, first * PAGE_SIZE - begin : end * PAGE_SIZE - begin]
-                self.blocks.quantize(plan.pages(request, first, end), tokens.clone(), firsts, f)
+                LayerBatch([self.blocks]).quantize(plan.pages(request, first, end), tokens[None].clone(), firsts, f)
         kept = max(min(self.blocks.layout.quantized(request.tokens - 1)) * PAGE_SIZE, request.stored)
         kept = request.stored if request.drafted else kept
         if kept < request.tokens:

@@ -92,11 +92,10 @@ def commit(store: LayerStore, chunk: PassTokens, queries: torch.Tensor | None = 
 
 def _append_table(store: LayerStore, latest: ForwardPass) -> tuple[torch.Tensor, torch.Tensor]:
     """Where one layer's new tokens go: the table of `GroupTables.appends`, and the first token's index of each row."""
-    first, shift = np.full(len(store.rows), -1), [0] * len(store.rows)
-    for destination in latest.destinations:
-        first[destination.row] = destination.first_key
-        shift[destination.row] = destination.first_value - destination.first_key
-    places = buffer_places(store.rows, store.origin, store.dtype, shift)
+    first, places = np.full(len(store.rows), -1), buffer_places(store.rows, store.origin, store.dtype)
+    for row, _, first_key, first_value in latest.destinations:
+        first[row] = first_key
+        places[row, 2] += (first_value - first_key) * store.format.values.head_dim
     table, first_tokens = upload(np.concatenate([places.ravel(), first]), store.device).split([places.size, len(first)])
     return table.view(-1, 4), first_tokens
 

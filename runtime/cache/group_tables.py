@@ -139,11 +139,13 @@ class GroupTables:
             self.plans[row] = self._plan(group, row, sequence, first_span[row])
             self._write_positions(group, row, sequence)
             tables[:, column, 4:8] = sequence.residual_places
-        shift, least = [sequences[row].values.buffered - sequences[row].keys.buffered for row in rows], []
+        shift = np.array([sequences[row].values.buffered - sequences[row].keys.buffered for row in rows])
+        least = []
         for layer, store in enumerate(stores):
             lines = [store.rows[row] for row in rows]
-            tables[layer, :, :4] = buffer_places(lines, self.base, store.dtype) // 8
-            tables[layer, :, 8:] = buffer_places(lines, self.base, store.dtype, shift)
+            tables[layer, :, 8:] = buffer_places(lines, self.base, store.dtype)
+            tables[layer, :, :4] = tables[layer, :, 8:] // 8
+            tables[layer, :, 10] += shift * store.format.values.head_dim
             least.append([(line.keys.tensor.shape[1], line.values.tensor.shape[1]) for line in lines])
         for row, room in zip(rows, np.array(least).min(0).tolist(), strict=True):
             self.capacity[row] = tuple(room)

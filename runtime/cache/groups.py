@@ -148,8 +148,7 @@ class LayerGroup(Generic[Store]):
         """Add a layer, whose number in the model is `index`."""
         self.stores.append(store)
         self.indices.append(index)
-        for numbers in (self.key_numbers, self.value_numbers):
-            numbers.name = f"{self.name} of the KV cache"
+        self.key_numbers.name = self.value_numbers.name = f"{self.name} of the KV cache"
 
     @property
     def name(self) -> str:
@@ -161,8 +160,7 @@ class LayerGroup(Generic[Store]):
         self.release(self.sequences)
         if not self.shares_pages:
             self.key_numbers, self.value_numbers = PageNumbers(), PageNumbers()
-            for numbers in (self.key_numbers, self.value_numbers):
-                numbers.name = f"{self.name} of the KV cache"
+            self.key_numbers.name = self.value_numbers.name = f"{self.name} of the KV cache"
         self._clear()
         self.touch()
 

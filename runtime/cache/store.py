@@ -480,9 +480,7 @@ class LayerStore:
 Group = LayerGroup[LayerStore]
 
 
-def buffer_places(
-    rows: Sequence_[LayerRow], base: torch.Tensor, dtype: torch.dtype, shift: Sequence_[int] | None = None
-) -> np.ndarray:
+def buffer_places(rows: Sequence_[LayerRow], base: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
     """Where buffers of tokens of a dtype lie: int64 [n, 4], of each row the distance of its keys from `base` and from
     one head to the next, and the same for its values, in elements. Empty buffers lie nowhere, so their distance is 0.
 
@@ -490,15 +488,11 @@ def buffer_places(
         rows: of one layer.
         base: a tensor on the same device.
         dtype: the dtype of the tokens.
-        shift: by how many tokens each row's values are to begin later; None for none.
     """
     origin, size = base.data_ptr(), dtype.itemsize
     sides = [side for row in rows for side in (row.keys, row.values)]
     places = [(((side.address or origin) - origin) // size, side.head_stride) for side in sides]
-    found = np.array(places, np.int64).reshape(-1, 4)
-    if shift is not None:
-        found[:, 2] += np.array(shift, np.int64) * rows[0].values.tensor.shape[2]
-    return found
+    return np.array(places, np.int64).reshape(-1, 4)
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

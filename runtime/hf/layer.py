@@ -56,13 +56,12 @@ class PagedLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Learn shape, dtype and device from the first keys [B, H, T, D] and values [B, H, T, E]."""
-        self.dtype, self.device = key_states.dtype, key_states.device
         self.store.allocate(key_states, value_states)
-        self.is_initialized = True
+        self.adopt()
 
-    def adopt(self, other: PagedLayer) -> None:
-        """Know shape, dtype and device from another cache's layer, one of whose sequences has joined."""
-        self.dtype, self.device, self.is_initialized = other.dtype, other.device, True
+    def adopt(self) -> None:
+        """Say of shape, dtype and device what the store has learned."""
+        self.dtype, self.device, self.is_initialized = self.store.dtype, self.store.device, True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -146,7 +145,6 @@ class HeadwiseLayer(PagedLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Park new keys [B, H, T, D] and values [B, H, T, E]; those of a repetition are only handed on."""
         if self.store.group.repetition is None:
-            self.store.heads_apart = key_states.shape[1]
             super().update(*(part.flatten(0, 1).unsqueeze(1) for part in (key_states, value_states)), *args, **kwargs)
         return KeyHandle.wrap(key_states, self.store), value_states
 
