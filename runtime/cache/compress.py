@@ -121,6 +121,18 @@ def compress(group: Group, seal: bool) -> None:
         store.sequences = plan.after
 
 
+def end_planned(group: Group, seal: bool = False) -> None:
+    """End a pass that was planned for all layers of a group, and compress what is complete; errors as above."""
+    latest = group.forward_pass
+    for store in group.stores:
+        store.forward_pass = store.ended = latest
+        store.passes, store.sequences = group.passes, latest.appended
+    latest.ended = len(group.stores)
+    group.attended = latest.start + latest.length
+    if not group.keep_for_sharing:
+        compress(group, seal)
+
+
 def crop(group: Group, tokens_to_remove: int) -> None:
     """Remove the newest tokens; `tokens_to_remove` is zero or negative, as transformers passes it.
 

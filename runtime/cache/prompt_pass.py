@@ -29,7 +29,7 @@ from kvconvert.kernels.ragged.tables import (
     ranges,
     unflattened,
 )
-from kvconvert.runtime.cache.compress import compress, read_flags
+from kvconvert.runtime.cache.compress import end_planned, read_flags
 from kvconvert.runtime.cache.forward_pass import PassTokens
 from kvconvert.runtime.cache.sequence import Sequence
 from kvconvert.runtime.cache.steps import runs_steps
@@ -375,13 +375,8 @@ class PromptPass:
             NumericError: a page holds numbers that cannot be stored.
         """
         for group in chunk.groups:
-            latest = group.forward_pass
-            for store in group.stores:
-                store.ended = latest
-            latest.ended = len(group.stores)
-            group.attended = latest.start + latest.length
             seal, group.seal_at_once = group.seal_at_once, False
-            compress(group, seal)
+            end_planned(group, seal)
 
 
 def _stored(group: Group) -> int:

@@ -14,7 +14,7 @@ import torch
 from kvconvert.kernels import ragged
 from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.pages import PAGE_SIZE
-from kvconvert.runtime.cache.compress import compress, read_flags, seal
+from kvconvert.runtime.cache.compress import compress, end_planned, read_flags, seal
 from kvconvert.runtime.cache.forward_pass import ForwardPass, PassTokens
 from kvconvert.runtime.cache.group_tables import FEWEST_ENTRIES, GroupTables
 from kvconvert.runtime.cache.pool import UNIT
@@ -273,14 +273,7 @@ class PlannedStep:
                 group.attended = group.logical
             return
         for group in self.groups:
-            latest = group.forward_pass
-            for store in group.stores:
-                store.forward_pass = store.ended = latest
-                store.passes, store.sequences = group.passes, latest.appended
-            latest.ended = len(group.stores)
-            group.attended = latest.start + latest.length
-            if not group.keep_for_sharing:
-                compress(group, seal=False)
+            end_planned(group)
 
 
 def _continues(group: Group) -> bool:
