@@ -279,7 +279,7 @@ def _launched_together(stores: list[LayerStore]) -> list[list[LayerStore]]:
     """Layers whose pages one launch of the kernels can write."""
     groups: dict[Hashable, list[LayerStore]] = {}
     for store in stores:
-        together = store.format.shares_launches and runs_triton(store.device)
+        together = runs_triton(store.device) and store.format.shares_launches
         key = (store.format.kind, store.dtype, store.device) if together else store.index
         groups.setdefault(key, []).append(store)
     return list(groups.values())

@@ -189,8 +189,8 @@ class LayerGroup(Generic[Store]):
                 f"The cache lost tokens of {self.name} after this error and cannot be used further: {self.error}"
             ) from self.error
         self._settle()
-        all_allocated = all(store.is_allocated for store in self.stores)
-        self.forward_pass = ForwardPass(self.logical, length, all_allocated=all_allocated)
+        # Layers learn the shape of their tokens one after another.
+        self.forward_pass = ForwardPass(self.logical, length, all_allocated=self.stores[-1].is_allocated)
         self.passes += 1
         self.logical += length
         return self.forward_pass

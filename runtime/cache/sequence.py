@@ -252,9 +252,9 @@ class Sequence:
 
     def extend(self, runs: list[tuple[int, int]], sink_tokens: int) -> Sequence:
         """With new tokens at runs of (first position, how many); the sequence's first ones become sink tokens."""
-        count, positions = sum(n for _, n in runs), self.positions
+        count, positions = 0, self.positions
         for first, n in runs:
-            positions = positions.append(first, n)
+            count, positions = count + n, positions.append(first, n)
         keys, values = (Side(side.buffered + count, side.pages) for side in (self.keys, self.values))
         sink_tokens = min(sink_tokens, keys.buffered) if self.untouched else self.sink_tokens
         return replace(self, keys=keys, values=values, positions=positions, sink_tokens=sink_tokens)
