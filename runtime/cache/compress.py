@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -98,7 +99,7 @@ def raise_found(flushes: Iterable[UnreadFlags]) -> None:
     for unread in flushes:
         unread.arrived(wait=True)
         for value, (stores, pages) in zip(unread.flags.tolist(), unread.launches, strict=True):
-            with _NamedErrors(stores, 1, pages):
+            with _named_errors(stores, 1, pages):
                 raise_if_flagged(value, stores[0].format.keys.heads)
 
 
@@ -191,7 +192,7 @@ def _execute(group: Group, stores: list[LayerStore], plan: Compression) -> None:
     try:
         for store in stores:
             for work in plan.seals:
-                with _NamedErrors([store], 0):
+                with _named_errors([store], 0):
                     store.seal_span(work) if isinstance(work, SealSpan) else store.evict(work)
             for row, side, start, stop, used in plan.discards:
                 store.buffer(row, side == 0).remove([(start, stop)], used)
@@ -250,7 +251,7 @@ def _quantize(stores: list[LayerStore], pending: tuple[PendingPages, ...], is_ke
             pages = [view for part in pending for view in storage.views(part.numbers)]
             if runs_triton(store.device):
                 store.fall_back("page quantization", reason)
-            with _NamedErrors([store], 1):
+            with _named_errors([store], 1):
                 quantize_by_reference(tokens, pages, store.format.side(is_key)[1], positions, hidden)
         return
     numbers = np.array([number for part in pending for number in part.numbers], dtype=np.int64)
@@ -285,28 +286,23 @@ def _launched_together(stores: list[LayerStore]) -> list[list[LayerStore]]:
     return list(groups.values())
 
 
-class _NamedErrors:
-    """Adds layer and head to a numeric error.
+@contextmanager
+def _named_errors(stores: list[LayerStore], position: int, pages: int = 1) -> Iterator[None]:
+    """Add layer and head to a numeric error.
 
     Args:
         stores: whose pages were quantized, one after another.
         position: the head's place in the quantized tensor's shape; the page's is before it.
         pages: of each store.
     """
-
-    def __init__(self, stores: list[LayerStore], position: int, pages: int = 1):
-        self.stores, self.position, self.pages = stores, position, pages
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, NumericError):
-            index, layer, head = getattr(error, "index", None), str(self.stores[0].index), ""
-            if index is not None and len(index) > self.position:
-                head = f", KV head {index[self.position]}"
-                if len(self.stores) > 1:
-                    layer = str(self.stores[min(index[0] // self.pages, len(self.stores) - 1)].index)
-            elif len(self.stores) > 1:
-                layer += f" or one of {len(self.stores) - 1} more"
-            raise NumericError(f"Layer {layer}{head}: the cache cannot store these keys or values: {error}") from error
+    try:
+        yield
+    except NumericError as error:
+        index, layer, head = getattr(error, "index", None), str(stores[0].index), ""
+        if index is not None and len(index) > position:
+            head = f", KV head {index[position]}"
+            if len(stores) > 1:
+                layer = str(stores[min(index[0] // pages, len(stores) - 1)].index)
+        elif len(stores) > 1:
+            layer += f" or one of {len(stores) - 1} more"
+        raise NumericError(f"Layer {layer}{head}: the cache cannot store these keys or values: {error}") from error
