@@ -123,7 +123,7 @@ def compress(group: Group, seal: bool) -> None:
 
 
 def end_planned(group: Group, seal: bool = False) -> None:
-    """End a pass that was planned for all layers of a group, and compress what is complete; errors as above."""
+    """End a pass that was planned for all layers of a group, as `end_forward` ends it layer by layer."""
     latest = group.forward_pass
     for store in group.stores:
         store.forward_pass = store.ended = latest
