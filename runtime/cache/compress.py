@@ -245,14 +245,13 @@ def _quantize(stores: list[LayerStore], pending: tuple[PendingPages, ...], is_ke
     plain = f if is_key and tensors.feedback is None and tensors.center is None else None
     reason = unsupported(sample, plain_keys=plain)
     if reason is not None:
-        positions, hidden = [part.position for part in pending], [part.hidden for part in pending]
         for store, storage in zip(stores, storages, strict=True):
-            tokens = [_tokens(store.buffer(part.row, is_key), part) for part in pending]
-            pages = [view for part in pending for view in storage.views(part.numbers)]
             if runs_triton(store.device):
                 store.fall_back("page quantization", reason)
-            with _named_errors([store], 1):
-                quantize_by_reference(tokens, pages, store.format.side(is_key)[1], positions, hidden)
+            for part in pending:
+                tokens, own = _tokens(store.buffer(part.row, is_key), part), store.format.side(is_key)[1]
+                with _named_errors([store], 1):
+                    quantize_by_reference([tokens], storage.views(part.numbers), own, [part.position], [part.hidden])
         return
     numbers = np.array([number for part in pending for number in part.numbers], dtype=np.int64)
     records = [storage.offsets(numbers, first.origin) * UNIT + first.origin.data_ptr() for storage in storages]
