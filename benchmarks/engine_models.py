@@ -19,8 +19,8 @@ from kvconvert.runtime.cache.attend import commit
 from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import PassTokens
 from kvconvert.runtime.hf.fuse import fuse
+from kvconvert.runtime.hf.fused_modules import PackedExperts
 from kvconvert.runtime.hf.generation import adopt
-from kvconvert.runtime.hf.packed_experts import PackedExperts
 
 GROUP_SIZE = 128
 # So that weights have the standard deviation of transformers' initialisation, 0.02.

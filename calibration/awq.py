@@ -206,7 +206,6 @@ class AwqPass(CalibrationPass):
 
     Args:
         bits, group_size: bits and group size of the weights; `LayerWork.bits` says which Linears have other bits.
-        quantize_values: see `search_scales`; None takes what the layer's own cache makes of values.
         compensated: another pass rounds the weights: it gets all scales, and no clips are searched.
 
     Attributes:
@@ -218,15 +217,8 @@ class AwqPass(CalibrationPass):
 
     name = "awq"
 
-    def __init__(
-        self,
-        bits: int,
-        group_size: int,
-        quantize_values: Callable[[Tensor], Tensor] | None = None,
-        compensated: bool = False,
-    ) -> None:
-        self.bits, self.group_size, self.quantize_values = bits, group_size, quantize_values
-        self.compensated = compensated
+    def __init__(self, bits: int, group_size: int, compensated: bool = False) -> None:
+        self.bits, self.group_size, self.compensated = bits, group_size, compensated
         self.input_scales: dict[str, Tensor] = {}
         self.clips: dict[str, tuple[Tensor, float, float]] = {}
         self.remaining: dict[str, Tensor] = {}
@@ -276,7 +268,7 @@ class AwqPass(CalibrationPass):
                     self._widths(work),
                     self.group_size,
                     dtype=work.dtype,
-                    quantize_values=self.quantize_values or value_rounding(work.cache),
+                    quantize_values=value_rounding(work.cache),
                     ranks=work.ranks,
                 )
                 clips = {} if self.compensated else self._clips(work, observed, scalings)

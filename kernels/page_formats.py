@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from kvconvert.errors import UsageError
@@ -100,6 +100,11 @@ class PageFormat:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_norm", TokenNorm(self.token_norm))  # its name is taken, too
+
+    @cached_property
+    def layout(self) -> PageLayout:
+        """Where the parts of a page lie."""
+        return PageLayout.of(self)
 
     @classmethod
     def keys(cls, *attributes: Any, **named: Any) -> Self:
@@ -389,4 +394,4 @@ def page_bytes(f: PageFormat, number_bytes: int) -> int:
     """
     if f.bits == 16:
         return f.heads * f.page_size * f.head_dim * number_bytes
-    return 2 * PageLayout.of(f).record
+    return 2 * f.layout.record

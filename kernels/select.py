@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from kvconvert.kernels import device, prompt
 from kvconvert.kernels.attention import Scoring, capped
-from kvconvert.kernels.prompt import BLOCK_SCORES, attention_and_log_sum_exp, is_fallback, weight_blocks
+from kvconvert.kernels.prompt import BLOCK_SCORES, is_fallback, prompt_attention, weight_blocks
 
 
 def select_tokens(scores: torch.Tensor, heavy: int, recent: int, sink_tokens: int = 0) -> torch.Tensor:
@@ -55,11 +55,6 @@ def blockwise_column_sums(
     return sums
 
 
-def unsupported(queries: torch.Tensor, keys: torch.Tensor, scaling: float) -> str | None:
-    """Why the Triton kernels cannot sum these queries' causal attention; None if they can."""
-    return prompt.unsupported(queries, keys, None, scaling)
-
-
 def column_sums(
     queries: torch.Tensor,
     keys: torch.Tensor,
@@ -81,7 +76,7 @@ def column_sums(
     Returns:
         float32 [H, n].
     """
-    reason = unsupported(queries, keys, scoring.scaling) if visible is None else None
+    reason = prompt.unsupported(queries, keys, None, scoring.scaling) if visible is None else None
     if visible is None and reason is None:
         from kvconvert.kernels.prompt import triton as launch
 
@@ -106,7 +101,7 @@ def selective_attention(
     Returns:
         the output [Hq, T, E], and float32 [H, n], summed over the T queries and the query heads of each KV head.
     """
-    output, log_sum_exp = attention_and_log_sum_exp(queries, keys, values, scoring)
+    output, log_sum_exp = prompt_attention(queries, keys, values, scoring)
     return output, column_sums(queries, keys, None, scoring, log_sum_exp)
 
 

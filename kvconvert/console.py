@@ -28,10 +28,10 @@ from kvconvert.models.processors import tokenizer_of
 from kvconvert.models.prompts import encode_text
 from kvconvert.models.templates import shared_renderer
 from kvconvert.runtime import load
-from kvconvert.runtime.engine.processors import check_settings
 from kvconvert.runtime.engine.request import TextStream
+from kvconvert.runtime.engine.sampling import check_settings
 from kvconvert.runtime.hf.generation import BundleModel
-from kvconvert.runtime.hf.generation_config import generation_settings
+from kvconvert.runtime.hf.load import generation_settings
 
 if TYPE_CHECKING:
     from PIL.Image import Image

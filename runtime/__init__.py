@@ -13,7 +13,7 @@ from kvconvert.runtime.hf.cache import KVCache
 from kvconvert.runtime.hf.cache_layers import CacheStats
 from kvconvert.runtime.hf.generation import watch_inputs
 from kvconvert.runtime.hf.load import load
-from kvconvert.runtime.hf.reconstruct import seal_prompt
+from kvconvert.runtime.hf.prompts import seal_prompt
 
 if TYPE_CHECKING:
     from kvconvert.runtime.engine import Engine, Sampling

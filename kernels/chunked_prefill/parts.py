@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kvconvert.errors import UsageError
-from kvconvert.kernels.page_formats import NO_TENSORS, SideTensors
+from kvconvert.kernels.page_formats import NO_TENSORS, PAGE_SIZE, SideTensors
 from kvconvert.kernels.pages import (
     KeyCenter,
     PageAddresses,
@@ -78,7 +78,6 @@ def stored_parts(
     counts: tuple[int, int],
     pages: Callable[[int, int], Sequence[Source]],
     exact: Sequence[torch.Tensor],
-    page_size: int,
     center: KeyCenter | None,
     position: int = 0,
     sinks: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -89,20 +88,19 @@ def stored_parts(
         counts: the number of its pages of keys, and of values.
         pages: gives the keys and values of pages begin to end - 1, of which a side with fewer pages is not read.
         exact: full-precision keys [H, n, D] and values [H, m, E] that follow the last page of each side.
-        page_size: tokens of a page.
         center, position: as for `StoredPart`, of the first page.
         sinks: as `StoredPart.exact`, of the first page.
     """
     both, total = min(counts), max(counts)
-    half = (total - both) * page_size
+    half = (total - both) * PAGE_SIZE
     mixed = [
         tokens[:, :half] if count < total else paged
         for tokens, count, paged in zip(exact, counts, pages(both, total), strict=True)
     ]
     newest = [tokens[:, half:] if count < total else tokens for tokens, count in zip(exact, counts, strict=True)]
     found = [
-        StoredPart(both * page_size, *pages(0, both), center, position, sinks),
-        StoredPart(half, *mixed, center, position + both * page_size, None if both else sinks),
+        StoredPart(both * PAGE_SIZE, *pages(0, both), center, position, sinks),
+        StoredPart(half, *mixed, center, position + both * PAGE_SIZE, None if both else sinks),
         StoredPart(newest[0].shape[1], *newest),
     ]
     return [part for part in found if part.tokens]

@@ -102,24 +102,17 @@ def page_centers(starts: Tensor, count: int, center: KeyCenter) -> Tensor:
     return features.unsqueeze(1) @ center.matrix.float().transpose(1, 2)
 
 
-def center_scores(queries: Tensor, starts: Tensor, count: int, center: KeyCenter) -> Tensor:
-    """q . c(t), to be added to the dot products of queries with N pages' stored keys.
+def projected_scores(projected: Tensor, starts: Tensor, count: int, center: KeyCenter) -> Tensor:
+    """q . c(t), to be added to the dot products of queries with N pages' stored keys: float32 [N, H, R, count].
+
+    Queries are turned back by each page's first position, which is less work than turning `count` tokens' features on,
+    then multiplied with features that all pages share.
 
     Args:
-        queries: float32 [N or 1, H, R, D], in the coordinates of stored keys.
+        projected: q M, float32 [N or 1, H, R, 2F].
         starts: [N], the position of each page's first token.
         count: tokens of a page.
         center: the layer's key center.
-
-    Returns:
-        float32 [N, H, R, count].
-    """
-    return projected_scores(queries @ center.matrix.float(), starts, count, center)
-
-
-def projected_scores(projected: Tensor, starts: Tensor, count: int, center: KeyCenter) -> Tensor:
-    """`center_scores` of q M, float32 [N or 1, H, R, 2F]: turned back by each page's first position, which is less work
-    than turning `count` tokens' features on, then multiplied with features that all pages share.
     """
     angle = (starts.float().unsqueeze(1) * center.frequencies)[:, None, None]
     cos, sin = angle.cos(), angle.sin()

@@ -145,18 +145,14 @@ def static_offsets(format: LayerFormat, base: torch.Tensor) -> list[int] | None:
 
 def pages_of(buffer: torch.Tensor, f: PageFormat) -> PageTensors:
     """The pages that a buffer holds, as views: records int16 [N, units], or the codes of 16-bit pages."""
-    return (
-        PageTensors(buffer, f)
-        if f.bits == 16
-        else PageTensors(format=f, record=buffer, **_fields(PageLayout.of(f), buffer, f))
-    )
+    return PageTensors(buffer, f) if f.bits == 16 else PageTensors(format=f, record=buffer, **_fields(buffer, f))
 
 
 def empty_pages(count: int, f: PageFormat, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Uninitialised room for `count` pages, as `pages_of` takes it; `dtype` is the model's, used by 16-bit codes."""
     if f.bits == 16:
         return torch.empty(count, f.heads, f.page_size, f.head_dim, dtype=dtype, device=device)
-    return torch.empty(count, PageLayout.of(f).record, dtype=torch.int16, device=device)
+    return torch.empty(count, f.layout.record, dtype=torch.int16, device=device)
 
 
 def new_pages(count: int, f: PageFormat, dtype: torch.dtype, device: torch.device) -> PageTensors:
@@ -169,14 +165,15 @@ def record_of(f: PageFormat, **tensors: torch.Tensor | None) -> PageTensors:
     codes = tensors["codes"]
     if f.scale_bits == 8:
         tensors["grid"] = pack_grid(tensors["scale"], tensors["offset"])
-    pages = pages_of(codes.new_zeros(len(codes), PageLayout.of(f).record), f)
+    pages = pages_of(codes.new_zeros(len(codes), f.layout.record), f)
     for name, target in pages.tensors():
         target.copy_(tensors[name])
     return pages
 
 
-def _fields(layout: PageLayout, record: torch.Tensor, f: PageFormat) -> dict[str, torch.Tensor]:
+def _fields(record: torch.Tensor, f: PageFormat) -> dict[str, torch.Tensor]:
     """The fields that the format has, views of records int16 [N, record] in the shapes of `PageTensors`."""
+    layout = f.layout
     heads = record[:, : layout.heads * layout.head_stride].unflatten(1, (layout.heads, layout.head_stride))
     found = {"codes": heads[..., : layout.rows * layout.lanes].unflatten(2, (layout.lanes, layout.rows))}
     if layout.groups:

@@ -45,7 +45,7 @@ def prompt_attention(
     keys: torch.Tensor,
     values: torch.Tensor,
     scoring: Scoring,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Causal attention of one sequence's last T of n tokens.
 
     Sequences of one length may share a call: their heads, and sink_logits, one after another.
@@ -56,18 +56,9 @@ def prompt_attention(
         scoring: the layer's scoring.
 
     Returns:
-        [Hq, T, E] in the queries' dtype.
+        [Hq, T, E] in the queries' dtype, and the log-sum-exp of each query's scores, float32 [Hq, T], where the path
+        has it.
     """
-    return attention_and_log_sum_exp(queries, keys, values, scoring)[0]
-
-
-def attention_and_log_sum_exp(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scoring: Scoring,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`prompt_attention`, and the log-sum-exp of each query's scores, float32 [Hq, T], where the path has it."""
     reason = unsupported(queries, keys, values, scoring.scaling)
     if reason is None:
         from kvconvert.kernels.prompt.triton import attention
@@ -90,7 +81,7 @@ def blockwise_attention(
     *,
     block_scores: int = BLOCK_SCORES,
 ) -> torch.Tensor:
-    """`prompt_attention` on every device; memory is linear in n, `block_scores` scores at a time.
+    """The output of `prompt_attention` on every device; memory is linear in n, `block_scores` scores at a time.
 
     Plain prompts take torch's own attention. cuDNN's, its fastest on a GPU, is about a tenth faster for long prompts
     but takes some 60 ms to prepare for every new length.

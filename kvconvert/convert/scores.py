@@ -20,7 +20,7 @@ from kvconvert.methods import KVScheme
 from kvconvert.models import CACHE
 from kvconvert.runtime import KVCache
 from kvconvert.runtime.hf.attention import NAME as KVCONVERT_ATTENTION
-from kvconvert.runtime.hf.reconstruct import score_prompt
+from kvconvert.runtime.hf.prompts import score_prompt
 
 __all__ = ["KVCONVERT_ATTENTION", "predicts", "rows_read", "scorer_seconds", "with_scorers"]
 

@@ -28,7 +28,7 @@ from kvconvert.models.processors import load_tokenizer
 from kvconvert.onnx import check_installed
 from kvconvert.onnx.architecture import DecoderShape, StaticCache, has_plan, static_bits, static_cache
 from kvconvert.runtime.hf.bundle_quantizer import check_fits
-from kvconvert.runtime.hf.generation_config import generation_settings
+from kvconvert.runtime.hf.load import generation_settings
 from kvconvert.version import __version__
 
 logger = logging.getLogger(__name__)

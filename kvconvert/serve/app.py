@@ -34,7 +34,7 @@ from kvconvert.models.responses import ResponseFormat, response_format
 from kvconvert.models.templates import TemplateLimitError, TemplateRenderer, bounded, quickly
 from kvconvert.models.token_bytes import TokenTexts, token_bytes
 from kvconvert.runtime import Engine
-from kvconvert.runtime.engine.processors import recommended
+from kvconvert.runtime.engine.sampling import recommended
 from kvconvert.serve.access import Access, Hosts, in_origin_form
 from kvconvert.serve.answers import Answer, Bell, Generation
 from kvconvert.serve.forms import Form

@@ -35,11 +35,10 @@ from kvconvert.kernels.attention import Scoring
 from kvconvert.kernels.decode import unsupported
 from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.pages import PAGE_SIZE, LayerFormat
-from kvconvert.vllm.attention import LayerStep, quantize_pending
+from kvconvert.vllm.attention import STAND_INS, LayerStep, quantize_pending, stand_ins
 from kvconvert.vllm.blocks import BlockLayout, LayerBatch, LayerBlocks, alike
 from kvconvert.vllm.bundle import MODEL_DRAFTS, ServedBundle, layer_index, served_bundle
 from kvconvert.vllm.passes import LowBitMetadata, PassPlanner
-from kvconvert.vllm.rehearsal import STAND_INS, stand_ins
 
 
 class LowBitBackend(AttentionBackend):

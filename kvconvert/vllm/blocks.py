@@ -298,10 +298,6 @@ class LayerBlocks:
         """A copy of the pages of one side in these blocks, int64 [N]."""
         return pages_of(self.buffer(self.records(self.words, f)[blocks], f), f)
 
-    def quantize(self, blocks: torch.Tensor, tokens: torch.Tensor, firsts: list[int], f: PageFormat) -> None:
-        """Quantize pages; arguments as for `LayerBatch.quantize`, tokens [H, 128 N, channels]."""
-        LayerBatch([self]).quantize(blocks, tokens.unsqueeze(0), firsts, f)
-
     def records(self, words: torch.Tensor, f: PageFormat) -> torch.Tensor:
         """Every block's record of one side, a view int16 [..., units] of such words as the layer's."""
         keys, values = self.layout.key_bytes // 2, self.layout.value_bytes // 2

@@ -17,9 +17,9 @@ from kvconvert.kernels import ragged
 from kvconvert.kernels.attention import Scoring
 from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.vllm.attention import begin, prepare, rehearse
 from kvconvert.vllm.blocks import LayerBlocks
 from kvconvert.vllm.prompts import WORKSPACE_BYTES, Flash, PackedPrompts, Packing, divide_prompts
-from kvconvert.vllm.rehearsal import begin, prepare, rehearse
 from kvconvert.vllm.step import DecodeTables, Request, StepPlan, plan_step
 from kvconvert.vllm.weights import rehearse_products
 

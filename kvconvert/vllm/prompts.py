@@ -7,11 +7,11 @@ there pages that are complete are quantized into their blocks, and the tokens th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kvconvert.kernels.attention import Scoring
 from kvconvert.kernels.blocks import BlockGeometry, copy_tokens
@@ -36,30 +36,11 @@ BOTH_SIDES = 3
 PLANNED = "buffers", "tokens", "key_places", "value_places", "center_pages", "centers", "tiles"
 
 
-class Flash(Protocol):
-    """Causal attention of several sequences side by side."""
-
-    def __call__(
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        query_ends: torch.Tensor,
-        key_ends: torch.Tensor,
-        most_queries: int,
-        most_keys: int,
-        scaling: float,
-        output: torch.Tensor,
-    ) -> None:
-        """Write the attention of each sequence's queries, which are of its last tokens.
-
-        Args:
-            queries: [N, Hq, D]; keys: [W, H, D]; values: [W, H, E]; channels side by side.
-            query_ends, key_ends: int32 [S + 1] on the device, 0 and where each sequence ends.
-            most_queries, most_keys: of a sequence.
-            scaling: factor of the dot products.
-            output: [N, Hq, E].
-        """
+# Writes the causal attention of several sequences side by side, each sequence's queries being of its last tokens:
+# queries [N, Hq, D], keys [W, H, D], values [W, H, E] (channels side by side); where the queries and keys of each end,
+# int32 [S + 1] on the device from 0 on; the most queries and keys of a sequence; the factor of the dot products; and
+# the output [N, Hq, E].
+Flash = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float, Tensor], None]
 
 
 class Packing:

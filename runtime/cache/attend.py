@@ -5,9 +5,10 @@ With latent attention (MLA) a layer stores latents as its keys, and RoPE parts a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from kvconvert.errors import CacheError
@@ -29,12 +30,12 @@ from kvconvert.kernels.latent import latent_attention, latent_decode
 from kvconvert.kernels.prompt import prompt_attention
 from kvconvert.kernels.rotate import hadamard_transform, rotate_and_append, rotate_new_tokens, unsupported_append
 from kvconvert.kernels.select import column_sums, selective_attention
-from kvconvert.runtime.cache.chunked_prefill import AttentionCall, ChunkedPrefill
+from kvconvert.runtime.cache.chunked_prefill import ChunkedPrefill
 from kvconvert.runtime.cache.compress import end_forward, seal
 from kvconvert.runtime.cache.forward_pass import ForwardPass, PassTokens
 from kvconvert.runtime.cache.group_tables import GroupTables
 from kvconvert.runtime.cache.sequence import Sequence
-from kvconvert.runtime.cache.store import LayerStore
+from kvconvert.runtime.cache.store import LayerStore, buffer_places
 
 
 def commit(store: LayerStore, chunk: PassTokens, queries: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -91,15 +92,12 @@ def commit(store: LayerStore, chunk: PassTokens, queries: torch.Tensor | None = 
 
 def _append_table(store: LayerStore, latest: ForwardPass) -> tuple[torch.Tensor, torch.Tensor]:
     """Where one layer's new tokens go: the table of `GroupTables.appends`, and the first token's index of each row."""
-    rows, origin, size = len(store.rows), store.origin.data_ptr(), store.dtype.itemsize
-    first, lines = [-1] * rows, [0] * (4 * rows)
-    for row, start, shift in ((d.row, d.first_key, d.first_value - d.first_key) for d in latest.destinations):
-        first[row] = start
-        keys, values = store.rows[row].keys, store.rows[row].values
-        at_values = (values.address - origin) // size + shift * values.tensor.shape[2]
-        lines[4 * row : 4 * row + 4] = (keys.address - origin) // size, keys.head_stride, at_values, values.head_stride
-    table = upload(lines + first, store.device)
-    return table[: 4 * rows].view(rows, 4), table[4 * rows :]
+    first, places = np.full(len(store.rows), -1), buffer_places(store.rows, store.origin, store.dtype)
+    for row, _, first_key, first_value in latest.destinations:
+        first[row] = first_key
+        places[row, 2] += (first_value - first_key) * store.format.values.head_dim
+    table, first_tokens = upload(np.concatenate([places.ravel(), first]), store.device).split([places.size, len(first)])
+    return table.view(-1, 4), first_tokens
 
 
 EVERY = slice(None)
@@ -144,8 +142,19 @@ def attend(
     return hadamard_transform(output, inverse=True) if unrotate_output and store.format.rotations.values else output
 
 
-class LayerAttention(AttentionCall):
-    """The attention of one layer over everything that it stores, in one forward pass."""
+@dataclass(frozen=True)
+class LayerAttention:
+    """The attention of one layer over everything that it stores, in one forward pass.
+
+    Attributes:
+        store: what is attended to.
+        chunk: of the forward pass.
+        scoring: the layer's scoring, without its window.
+    """
+
+    store: LayerStore
+    chunk: PassTokens
+    scoring: Scoring
 
     def output(self, queries: torch.Tensor) -> torch.Tensor:
         """[B, Hq, T, E], in the coordinates in which values are stored, for queries in those of keys."""
@@ -165,7 +174,7 @@ class LayerAttention(AttentionCall):
             if not (sequence.untouched and chunk.is_causal):
                 if selecting:
                     self._add_attention_mass(row, queries[row])
-                prefill = ChunkedPrefill(self, row)
+                prefill = ChunkedPrefill(store, row, chunk, self.scoring)
                 if prefill.is_served(queries):
                     prefill.attend(queries[row], output[row])
                 else:
@@ -183,7 +192,7 @@ class LayerAttention(AttentionCall):
                 attended, sums = selective_attention(*arguments)
                 tensors.add_attention_mass(sums)
             else:
-                attended = prompt_attention(*arguments)
+                attended, _ = prompt_attention(*arguments)
             if len(store.rows) == 1 and not padded:
                 return attended[None].to(output.dtype)
             output[row, :, at] = attended.to(output.dtype)
@@ -199,7 +208,7 @@ class LayerAttention(AttentionCall):
         tables = store.group.registry.step_tables(store)
         return decode_attention(
             queries,
-            StoredRows(store, rows, self.chunk, queries.shape[2], tables),
+            StoredRows(store, rows, self.chunk, tables),
             store.format,
             store.dtype,
             self.scoring,
@@ -233,14 +242,12 @@ class StoredRows:
         store: of one layer.
         rows: of the batch.
         chunk: of the forward pass.
-        length: queries of each row.
         tables: of a planned step; None for other passes.
     """
 
     store: LayerStore
     rows: list[int]
     chunk: PassTokens
-    length: int
     tables: GroupTables | None
 
     def _tables(self) -> tuple[GroupTables, int]:
@@ -287,11 +294,8 @@ class StoredRows:
             if count:
                 by_length.setdefault(count, []).append(row)
         for rows in by_length.values():
-            visible = None
-            if self.length > 1 or not chunk.is_causal:
-                seen = [chunk.visible(row, chunk.query_positions, store.residual_positions(row)) for row in rows]
-                heads = max(x.shape[0] for x in seen)
-                visible = torch.stack([x.expand(heads, -1, -1) for x in seen])
+            hides = len(chunk.query_positions) > 1 or not chunk.is_causal
+            visible = self._visible((row, store.residual_positions(row)) for row in rows) if hides else None
             keys, values = (_stacked(list(side)) for side in zip(*map(store.residual, rows), strict=True))
             every = len(rows) == len(store.rows)
             yield ResidualTokens(None if every else torch.tensor(rows, device=store.device), keys, values, visible)
@@ -314,16 +318,8 @@ class StoredRows:
         store, chunk = self.store, self.chunk
         most = pages_per_tile(num_query_heads, num_queries, store.format)
         for part in self._page_parts(pages_at_once(num_query_heads, num_queries, store.format)):
-            visible = None
             # Pages are older than every query, so only windows and other special masks can hide them.
-            if not chunk.is_causal:
-                seen = [
-                    chunk.visible(row, chunk.query_positions, store.page_positions(row, page))
-                    for row, page in part.pages
-                ]
-                # Tokens that survived an eviction have positions per KV head, those of later pages do not.
-                heads = max(x.shape[0] for x in seen)
-                visible = torch.stack([x.expand(heads, -1, -1) for x in seen])
+            visible = None if chunk.is_causal else self._visible((r, store.page_positions(r, p)) for r, p in part.pages)
             keys = store.read_pages(part.pages, part.keys, True, most)
             values = store.read_pages(part.pages, part.values, False, most)
             positions = None if store.format.key_tensors.center is None else part.positions
@@ -331,18 +327,22 @@ class StoredRows:
 
     def _page_parts(self, step: int) -> list[PagePart]:
         """All pages, `step` at a time; planned by the first of the group's layers that asks for it."""
-        store, latest = self.store, self.store.forward_pass
+        latest, sequences = self.store.forward_pass, self.store.sequences
         known = latest.page_parts
-        if known is None or known[0] is not store.sequences or known[1:3] != (step, self.rows):
-            known = latest.page_parts = (store.sequences, step, self.rows, self._planned_parts(step))
+        if known is None or known[0] is not sequences or known[1:3] != (step, self.rows):
+            counts = [(row, len(sequences[row].keys.pages), len(sequences[row].values.pages)) for row in self.rows]
+            parts = [PagePart.of(part, sequences, self.store.device) for part in divided_pages(counts, step)]
+            known = latest.page_parts = (sequences, step, self.rows, parts)
         return known[3]
 
-    def _planned_parts(self, step: int) -> list[PagePart]:
-        store = self.store
-        sequences = store.sequences
-        counts = ((row, len(sequences[row].keys.pages), len(sequences[row].values.pages)) for row in self.rows)
-        parts = divided_pages(counts, step)
-        return [PagePart.of(part, sequences, store.page_size, store.device) for part in parts]
+    def _visible(self, tokens: Iterable[tuple[int, torch.Tensor]]) -> torch.Tensor:
+        """Which of some rows' tokens, at these positions, the queries attend to: bool [N, H or 1, T, n].
+
+        Tokens that survived an eviction have positions per KV head, others do not.
+        """
+        seen = [self.chunk.visible(row, self.chunk.query_positions, positions) for row, positions in tokens]
+        heads = max(part.shape[0] for part in seen)
+        return torch.stack([part.expand(heads, -1, -1) for part in seen])
 
 
 @dataclass(frozen=True)
@@ -365,9 +365,7 @@ class PagePart:
     hidden: list[tuple[int, int]]
 
     @classmethod
-    def of(
-        cls, pages: list[tuple[int, int]], sequences: tuple[Sequence, ...], page_size: int, device: torch.device
-    ) -> PagePart:
+    def of(cls, pages: list[tuple[int, int]], sequences: tuple[Sequence, ...], device: torch.device) -> PagePart:
         """Pages that are quantized on both sides, or one that is quantized on one side."""
         numbers = []
         for is_key in (True, False):
@@ -375,7 +373,7 @@ class PagePart:
             is_paged = sides[0][1] < len(sides[0][0].pages)
             numbers.append(tuple(side.pages[page] for side, page in sides) if is_paged else None)
         rows = torch.tensor([row for row, _ in pages], device=device) if len(sequences) > 1 else None
-        positions = torch.tensor([sequences[row].page_position(page, page_size) for row, page in pages], device=device)
+        positions = torch.tensor([sequences[row].page_position(page) for row, page in pages], device=device)
         hidden = [(i, n) for i, (row, page) in enumerate(pages) if (n := sequences[row].hidden(page))]
         return cls(pages, *numbers, rows, positions, hidden)
 
@@ -429,34 +427,30 @@ def attend_latents(
     if reason is None and (scoring.softcap is not None or scoring.sink_logits is not None):
         reason = "there are soft caps or sink logits"
     if reason is None:
-        rows = StoredRows(store, list(range(len(queries))), chunk, 1, store.group.registry.step_tables(store))
+        rows = StoredRows(store, list(range(len(queries))), chunk, store.group.registry.step_tables(store))
         attended = latent_decode(latent[:, :, 0], rope[:, :, 0], rows, store.format, scoring.scaling).unsqueeze(2)
     else:
         if runs_triton(store.device):
             store.fall_back("attention over latents", reason)
-        attended = _over_dequantized(AttentionCall(store, chunk, scoring), latent, rope)
+        attended = _over_dequantized(store, chunk, scoring, latent, rope)
     if store.format.rotations.keys:
         attended = hadamard_transform(attended, inverse=True)
     return attended.to(queries.dtype) @ up_values.mT
 
 
-def _over_dequantized(call: AttentionCall, latent: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+def _over_dequantized(
+    store: LayerStore, chunk: PassTokens, scoring: Scoring, latent: torch.Tensor, rope: torch.Tensor
+) -> torch.Tensor:
     """Sums of latents, float32 [B, Hq, T, R], for queries of latents of that shape and of RoPE parts [B, Hq, T, r]."""
-    store, chunk, length = call.store, call.chunk, latent.shape[2]
     attended = torch.zeros(latent.shape, dtype=torch.float32, device=latent.device)
-    first = store.logical - length
     for row, sequence in enumerate(store.sequences):
-        positions = sequence.positions
-        own = len(positions) - positions.before(first)
+        prefill, visible = ChunkedPrefill(store, row, chunk, scoring), None
+        own, at = prefill.newest(latent.shape[2], latent.device)
         if not own:
             continue
-        at = slice(None)
-        if own < length:
-            at = positions.slice(len(positions) - own, len(positions), latent.device) - first
-        parts, visible = ChunkedPrefill(call, row).parts(0, addressed=False), None
         if not chunk.is_causal:
-            every = positions.slice(0, len(positions), latent.device)
+            every = sequence.positions.slice(0, len(sequence.positions), latent.device)
             visible = chunk.visible(row, chunk.query_positions[at].to(latent.device), every)[0]
-        own = latent[row][:, at], rope[row][:, at]
-        attended[row, :, at] = latent_attention(*own, parts, call.scoring, visible=visible)
+        queries, parts = (latent[row][:, at], rope[row][:, at]), prefill.parts(0, addressed=False)
+        attended[row, :, at] = latent_attention(*queries, parts, scoring, visible=visible)
     return attended

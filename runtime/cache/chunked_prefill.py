@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -17,39 +17,26 @@ from kvconvert.kernels.chunked_prefill import (
     stored_parts,
     unsupported,
 )
-from kvconvert.kernels.pages import PageAddresses, PageFormat
+from kvconvert.kernels.pages import PAGE_SIZE, PageAddresses, PageFormat
 from kvconvert.runtime.cache.forward_pass import PassTokens
+from kvconvert.runtime.cache.group_tables import GroupTables
 from kvconvert.runtime.cache.store import LayerStore
-
-
-@dataclass(frozen=True)
-class AttentionCall:
-    """The attention of one layer in one forward pass.
-
-    Attributes:
-        store: what is attended to.
-        chunk: of the forward pass.
-        scoring: the layer's scoring, without its window.
-    """
-
-    store: LayerStore
-    chunk: PassTokens
-    scoring: Scoring
 
 
 class ChunkedPrefill:
     """What one row stores, attended to by many queries at once.
 
     Args:
-        call: the layer's attention.
+        store: of one layer.
         row: of the batch.
+        chunk: of the forward pass.
+        scoring: the layer's scoring, without its window.
     """
 
-    def __init__(self, call: AttentionCall, row: int):
-        self.call, self.row, self.store = call, row, call.store
-        self.sequence = call.store.sequences[row]
-        self.window = None if call.chunk.is_causal else call.store.group.sliding_window
-        self.scoring = call.scoring._replace(window=self.window)
+    def __init__(self, store: LayerStore, row: int, chunk: PassTokens, scoring: Scoring):
+        self.store, self.row, self.chunk, self.sequence = store, row, chunk, store.sequences[row]
+        self.window = None if chunk.is_causal else store.group.sliding_window
+        self.scoring = scoring._replace(window=self.window)
 
     def is_served(self, queries: torch.Tensor) -> bool:
         """Whether the row's queries, of [B, Hq, T, D], are attended to here and not with pages as they are stored.
@@ -68,7 +55,7 @@ class ChunkedPrefill:
 
     def _unsupported(self, queries: torch.Tensor) -> str | None:
         """Why the row's queries, of [B, Hq, T, D], cannot be attended to here; None if they can."""
-        store, sequence, chunk = self.store, self.sequence, self.call.chunk
+        store, sequence, chunk = self.store, self.sequence, self.chunk
         reason = unsupported(queries, store.format, store.dtype, self.scoring)
         if reason is not None:
             return reason
@@ -83,7 +70,7 @@ class ChunkedPrefill:
         if self.window is None or not self._sees_window():
             return "its mask is neither causal nor the layer's sliding window"
         # Once pages were dropped, sink tokens are outside.
-        first = sequence.page_position(0, store.page_size)
+        first = sequence.page_position(0)
         positions, count = sequence.positions, len(sequence.positions)
         if count > first and positions.position(count - 1) - positions.position(first) != count - 1 - first:
             return "there is padding within its sliding window"
@@ -96,104 +83,83 @@ class ChunkedPrefill:
         def positions() -> list[torch.Tensor]:
             found = []
             for sequence in store.sequences:
-                kept = sequence.page_position(0, store.page_size)
+                kept = sequence.page_position(0)
                 parts = [(0, min(kept, sequence.sink_tokens)), (kept, len(sequence.positions))]
                 found.append(torch.cat([sequence.positions.slice(*part, store.device) for part in parts]))
             return found
 
         stored = tuple((len(sequence.positions), sequence.dropped) for sequence in store.sequences)
-        return self.call.chunk.is_window(self.window, stored, positions)
+        return self.chunk.is_window(self.window, stored, positions)
 
     def attend(self, queries: torch.Tensor, output: torch.Tensor) -> None:
         """Attention of queries [Hq, T, D], at the last T positions, into `output` [Hq, T, E], except at padding.
 
         `is_served` is true of them.
         """
-        sequence, length = self.sequence, queries.shape[1]
-        first = self.store.logical - length
-        positions = sequence.positions
-        own = len(positions) - positions.before(first)
+        sequence = self.sequence
+        own, at = self.newest(queries.shape[1], queries.device)
         if not own:
             return
-        at = slice(None)
-        if own < length:
-            at = positions.slice(len(positions) - own, len(positions), queries.device) - first
         tensors = self.store.rows[self.row]
         keys = tensors.keys.tokens(sequence.keys.buffered - own, sequence.keys.buffered)
         values = tensors.values.tokens(sequence.values.buffered - own, sequence.values.buffered)
         attended = chunk_attention(queries[:, at], self.parts(own), keys, values, self.scoring)
         output[:, at] = attended.to(output.dtype)
 
+    def newest(self, length: int, on: torch.device) -> tuple[int, slice | torch.Tensor]:
+        """How many of the newest `length` positions are tokens of the row, and which, the others being padding."""
+        positions, first = self.sequence.positions, self.store.logical - length
+        own = len(positions) - positions.before(first)
+        every = slice(None)
+        return own, every if own == length else positions.slice(len(positions) - own, len(positions), on) - first
+
     def parts(self, own: int, addressed: bool | None = None) -> list[StoredPart]:
         """Everything stored before the row's newest `own` tokens, in the order of positions; spans come last.
 
         Pages come by their `addressed` places, by default where kernels run, or are read as tensors.
         """
-        store, row, sequence, size = self.store, self.row, self.sequence, self.store.page_size
+        store, row, sequence = self.store, self.row, self.sequence
         sides = (sequence.keys, store.rows[row].keys), (sequence.values, store.rows[row].values)
         exact = [
-            buffer.tokens(sequence.buffer_index(side, len(side.pages), size), side.buffered - own)
-            for side, buffer in sides
+            buffer.tokens(sequence.buffer_index(side, len(side.pages)), side.buffered - own) for side, buffer in sides
         ]
         keys, values = (buffer.tokens(0, sequence.hidden(0)) for _, buffer in sides)
         addressed = device.runs_triton(store.device) if addressed is None else addressed
-        source = _Addresses(store, row) if addressed else _Readers(store, row)
         counts = len(sequence.keys.pages), len(sequence.values.pages)
-        position, sinks = sequence.page_position(0, size), (keys, values) if keys.shape[1] else None
-        found = stored_parts(counts, source.pages, exact, size, store.format.key_tensors.center, position, sinks)
-        return found + [StoredPart(tokens, *sides) for tokens, sides in source.spans()]
+        position, sinks = sequence.page_position(0), (keys, values) if keys.shape[1] else None
+        pages = self._addressed_pages if addressed else self._read_pages
+        found = stored_parts(counts, pages, exact, store.format.key_tensors.center, position, sinks)
+        if not addressed or store.format.span is None:  # `is_served` refuses rows with spans where no kernel runs
+            return found
+        tables, _ = self._tables
+        spans = tables.plans[row].segments
+        addresses = [self._addresses(*store.format.stored, slice(s.begin, s.end), s.scales) for s in spans]
+        return found + [StoredPart(span.tokens, *sides) for span, sides in zip(spans, addresses, strict=True)]
 
+    @cached_property
+    def _tables(self) -> tuple[GroupTables, int]:
+        return self.store.group.registry.chunk_tables(self.store)
 
-class _Readers:
-    """A row's pages as tensors, for devices without kernels, and for latents."""
-
-    def __init__(self, store: LayerStore, row: int):
-        self.store, self.sequence = store, store.sequences[row]
-
-    def pages(self, begin: int, end: int) -> list[PageReader]:
-        """Keys and values of pages begin..end-1."""
-        store, f, sequence = self.store, self.store.format, self.sequence
+    def _read_pages(self, begin: int, end: int) -> list[PageReader]:
+        """Keys and values of pages begin..end-1 as tensors, for devices without kernels, and for latents."""
+        store, sequence = self.store, self.sequence
+        sides = (store.key_pages, sequence.keys, True), (store.value_pages, sequence.values, False)
         return [
-            PageReader(lambda part, p=pool, n=side.pages[begin:end]: p.read(n[part]), *f.side(is_key))
-            for pool, side, is_key in (
-                (store.key_pages, sequence.keys, True),
-                (store.value_pages, sequence.values, False),
-            )
+            PageReader(lambda part, p=pool, n=side.pages[begin:end]: p.read(n[part]), *store.format.side(is_key))
+            for pool, side, is_key in sides
         ]
 
-    def spans(self) -> list:
-        """None: `ChunkedPrefill.is_served` refuses rows with spans on these devices."""
-        return []
-
-
-class _Addresses:
-    """A row's pages and spans by their addresses, for kernels."""
-
-    def __init__(self, store: LayerStore, row: int):
-        self.store = store
-        self.tables, self.layer = store.group.registry.chunk_tables(store)
-        self.plan = self.tables.plans[row]
+    def _addressed_pages(self, begin: int, end: int) -> list[PageAddresses]:
+        """The same for kernels; a side that has no such page gets an address not to be used."""
+        tables, _ = self._tables
+        plan = tables.plans[self.row]
         # A row's pages come first in the tables, those quantized on one side after the others.
-        self.first = self.plan.half_quantized_begin - self.plan.half_quantized_token // store.page_size
-
-    def pages(self, begin: int, end: int) -> list[PageAddresses]:
-        """Keys and values of pages begin..end-1; a side that has no such page gets an address not to be used."""
-        f = self.store.format
-        entries = slice(self.first + begin, self.first + end)
-        return self._addresses(f.keys, f.values, entries, 0)
-
-    def spans(self) -> list:
-        """Tokens, and keys and values, of each span."""
-        format = self.store.format
-        if format.span is None:
-            return []
-        return [
-            (part.tokens, self._addresses(*format.stored, slice(part.begin, part.end), part.scales))
-            for part in self.plan.segments
-        ]
+        first = plan.half_quantized_begin - plan.half_quantized_token // PAGE_SIZE
+        return self._addresses(self.store.format.keys, self.store.format.values, slice(first + begin, first + end), 0)
 
     def _addresses(self, keys: PageFormat, values: PageFormat, entries: slice, scales: int) -> list[PageAddresses]:
-        tables, layer = self.tables, self.layer
+        """Pages, or blocks of a span, at some entries of the tables."""
+        tables, layer = self._tables
         shared = [
             tables.shared[layer][scales, 2 * number : 2 * number + 2] if f.static else None
             for number, f in enumerate((keys, values))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ import torch
 from kvconvert.errors import CacheError, KvconvertError, NumericError
 from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.pages import (
+    PAGE_SIZE,
     PageWrites,
     new_flag,
     quantize_at,
@@ -19,8 +21,7 @@ from kvconvert.kernels.pages import (
 )
 from kvconvert.runtime.cache.forward_pass import Compression, PendingPages, UnreadFlags
 from kvconvert.runtime.cache.pool import UNIT, TokenBuffer, remove_tokens
-from kvconvert.runtime.cache.prompts import SealSpan
-from kvconvert.runtime.cache.sequence import Sequence
+from kvconvert.runtime.cache.sequence import SealSpan, Sequence
 from kvconvert.runtime.cache.store import Group, LayerStore
 
 # Tokens of a pass that may lie in full precision in all layers at once: 256 MiB in bfloat16 for 32 layers with 8 KV
@@ -98,7 +99,7 @@ def raise_found(flushes: Iterable[UnreadFlags]) -> None:
     for unread in flushes:
         unread.arrived(wait=True)
         for value, (stores, pages) in zip(unread.flags.tolist(), unread.launches, strict=True):
-            with _NamedErrors(stores, 1, pages):
+            with _named_errors(stores, 1, pages):
                 raise_if_flagged(value, stores[0].format.keys.heads)
 
 
@@ -119,6 +120,18 @@ def compress(group: Group, seal: bool) -> None:
         _execute(group, group.stores, plan)
     for store in group.stores:
         store.sequences = plan.after
+
+
+def end_planned(group: Group, seal: bool = False) -> None:
+    """End a pass that was planned for all layers of a group, as `end_forward` ends it layer by layer."""
+    latest = group.forward_pass
+    for store in group.stores:
+        store.forward_pass = store.ended = latest
+        store.passes, store.sequences = group.passes, latest.appended
+    latest.ended = len(group.stores)
+    group.attended = latest.start + latest.length
+    if not group.keep_for_sharing:
+        compress(group, seal)
 
 
 def crop(group: Group, tokens_to_remove: int) -> None:
@@ -166,7 +179,7 @@ def _check_crop(group: Group, row: int, sequence: Sequence, length: int) -> None
             "time."
         )
     if removed and sequence.dropped and group.sliding_window:
-        oldest = sequence.position(sequence.page_position(0, group.page_size))
+        oldest = sequence.position(sequence.page_position(0))
         if oldest > length - group.sliding_window + 1:
             raise CacheError(
                 f"Sequence {row} cannot give back its newest {removed} tokens: {group.name} has dropped tokens "
@@ -179,7 +192,7 @@ def _execute(group: Group, stores: list[LayerStore], plan: Compression) -> None:
     try:
         for store in stores:
             for work in plan.seals:
-                with _NamedErrors([store], 0):
+                with _named_errors([store], 0):
                     store.seal_span(work) if isinstance(work, SealSpan) else store.evict(work)
             for row, side, start, stop, used in plan.discards:
                 store.buffer(row, side == 0).remove([(start, stop)], used)
@@ -195,7 +208,7 @@ def _flush(group: Group, stores: list[LayerStore], plan: Compression) -> None:
     """Move complete pages of all rows to their storage: keys, then values."""
     if not (plan.keys or plan.values):
         return
-    size, launches = stores[0].page_size, []
+    launches = []
     for some in _launched_together(stores):
         first = some[0]
         if first.flag is None:
@@ -218,28 +231,27 @@ def _flush(group: Group, stores: list[LayerStore], plan: Compression) -> None:
         for pending, is_key in ((plan.keys, True), (plan.values, False)):
             for part in pending:
                 store.flushes += len(part.numbers)
-                stop = part.start + len(part.numbers) * size
+                stop = part.start + len(part.numbers) * PAGE_SIZE
                 removed.append((store.buffer(part.row, is_key), part.start + part.hidden, stop, part.used))
     remove_tokens(removed)
 
 
 def _quantize(stores: list[LayerStore], pending: tuple[PendingPages, ...], is_key: bool) -> None:
     """Write the pages of one side of some layers that one launch serves."""
-    first, size = stores[0], stores[0].page_size
+    first = stores[0]
     f, tensors = first.format.side(is_key)
     storages = [store.key_pages if is_key else store.value_pages for store in stores]
-    sample = _tokens(first.buffer(pending[0].row, is_key), pending[0], size)
+    sample = _tokens(first.buffer(pending[0].row, is_key), pending[0])
     plain = f if is_key and tensors.feedback is None and tensors.center is None else None
-    reason = unsupported(sample, size, plain)
+    reason = unsupported(sample, plain_keys=plain)
     if reason is not None:
-        positions, hidden = [part.position for part in pending], [part.hidden for part in pending]
         for store, storage in zip(stores, storages, strict=True):
-            tokens = [_tokens(store.buffer(part.row, is_key), part, size) for part in pending]
-            pages = [view for part in pending for view in storage.views(part.numbers)]
             if runs_triton(store.device):
                 store.fall_back("page quantization", reason)
-            with _NamedErrors([store], 1):
-                quantize_by_reference(tokens, pages, store.format.side(is_key)[1], positions, hidden)
+            for part in pending:
+                tokens, own = _tokens(store.buffer(part.row, is_key), part), store.format.side(is_key)[1]
+                with _named_errors([store], 1):
+                    quantize_by_reference([tokens], storage.views(part.numbers), own, [part.position], [part.hidden])
         return
     numbers = np.array([number for part in pending for number in part.numbers], dtype=np.int64)
     records = [storage.offsets(numbers, first.origin) * UNIT + first.origin.data_ptr() for storage in storages]
@@ -247,54 +259,49 @@ def _quantize(stores: list[LayerStore], pending: tuple[PendingPages, ...], is_ke
     counts = [len(part.numbers) for part in pending]
     part_of = np.repeat(np.arange(len(pending)), counts)
     within = np.concatenate([np.arange(count) for count in counts])
-    width = size * sample.shape[2] * sample.element_size()
-    distance = np.array([part.start * width // size for part in pending])[part_of] + width * within
+    width = PAGE_SIZE * sample.shape[2] * sample.element_size()
+    distance = np.array([part.start * width // PAGE_SIZE for part in pending])[part_of] + width * within
     buffers = [[store.buffer(part.row, is_key) for part in pending] for store in stores]
     starts = np.array([[buffer.address for buffer in line] for line in buffers])[:, part_of] + distance
     strides = np.array([[buffer.head_stride for buffer in line] for line in buffers])[:, part_of]
-    positions = np.array([part.position for part in pending])[part_of] + size * within
+    positions = np.array([part.position for part in pending])[part_of] + PAGE_SIZE * within
     hidden = np.where(within, 0, np.array([part.hidden for part in pending])[part_of])
     writes = PageWrites(starts, strides, np.stack(records), positions, hidden)
     sides = [store.format.side(is_key)[1] for store in stores]
     quantize_at(writes, sample, storages[0].views(pending[0].numbers)[0], first.flag, sides)
 
 
-def _tokens(buffer: TokenBuffer, part: PendingPages, size: int) -> torch.Tensor:
-    return buffer.tokens(part.start, part.start + len(part.numbers) * size)
+def _tokens(buffer: TokenBuffer, part: PendingPages) -> torch.Tensor:
+    return buffer.tokens(part.start, part.start + len(part.numbers) * PAGE_SIZE)
 
 
 def _launched_together(stores: list[LayerStore]) -> list[list[LayerStore]]:
     """Layers whose pages one launch of the kernels can write."""
     groups: dict[Hashable, list[LayerStore]] = {}
     for store in stores:
-        together = store.format.shares_launches and runs_triton(store.device)
+        together = runs_triton(store.device) and store.format.shares_launches
         key = (store.format.kind, store.dtype, store.device) if together else store.index
         groups.setdefault(key, []).append(store)
     return list(groups.values())
 
 
-class _NamedErrors:
-    """Adds layer and head to a numeric error.
+@contextmanager
+def _named_errors(stores: list[LayerStore], position: int, pages: int = 1) -> Iterator[None]:
+    """Add layer and head to a numeric error.
 
     Args:
         stores: whose pages were quantized, one after another.
         position: the head's place in the quantized tensor's shape; the page's is before it.
         pages: of each store.
     """
-
-    def __init__(self, stores: list[LayerStore], position: int, pages: int = 1):
-        self.stores, self.position, self.pages = stores, position, pages
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, NumericError):
-            index, layer, head = getattr(error, "index", None), str(self.stores[0].index), ""
-            if index is not None and len(index) > self.position:
-                head = f", KV head {index[self.position]}"
-                if len(self.stores) > 1:
-                    layer = str(self.stores[min(index[0] // self.pages, len(self.stores) - 1)].index)
-            elif len(self.stores) > 1:
-                layer += f" or one of {len(self.stores) - 1} more"
-            raise NumericError(f"Layer {layer}{head}: the cache cannot store these keys or values: {error}") from error
+    try:
+        yield
+    except NumericError as error:
+        index, layer, head = getattr(error, "index", None), str(stores[0].index), ""
+        if index is not None and len(index) > position:
+            head = f", KV head {index[position]}"
+            if len(stores) > 1:
+                layer = str(stores[min(index[0] // pages, len(stores) - 1)].index)
+        elif len(stores) > 1:
+            layer += f" or one of {len(stores) - 1} more"
+        raise NumericError(f"Layer {layer}{head}: the cache cannot store these keys or values: {error}") from error

@@ -16,8 +16,7 @@ import torch
 
 from kvconvert.errors import CacheError
 from kvconvert.kernels.attention import Choice
-from kvconvert.runtime.cache.prompts import SealEviction, SealSpan
-from kvconvert.runtime.cache.sequence import Sequence
+from kvconvert.runtime.cache.sequence import SealEviction, SealSpan, Sequence
 
 # (batch, head, query positions, key positions) -> bool, broadcast over all four; as transformers' mask functions.
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

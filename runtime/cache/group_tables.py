@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from kvconvert.kernels.spans import Span
 from kvconvert.runtime.cache.forward_pass import ForwardPass, PassTokens
 from kvconvert.runtime.cache.pool import UNIT
 from kvconvert.runtime.cache.sequence import Sequence
-from kvconvert.runtime.cache.store import Group, LayerStore
+from kvconvert.runtime.cache.store import Group, LayerStore, buffer_places
 
 # Full-precision tokens by which a sequence grows at most before its work is divided again.
 GROWTH = 128
@@ -33,19 +32,6 @@ FEWEST_ENTRIES = 16
 FEWEST_ITEMS = 16
 # Rows from which there are programs enough to merge the slots of one in a program of its own.
 MANY_ROWS = 16
-
-
-@dataclass(frozen=True)
-class StepWork:
-    """A division of work, in tensors of fixed addresses with room for more of it.
-
-    Attributes:
-        plan: what kernels take.
-        sequences: what it was planned for.
-    """
-
-    plan: WorkPlan
-    sequences: list[SequencePlan]
 
 
 class GroupTables:
@@ -106,7 +92,8 @@ class GroupTables:
         self._owner: weakref.ref[Group] | None = None
         self._written = -1
         self.plans = [SequencePlan((), 0)] * rows
-        self._work: dict[tuple[int, bool], StepWork] = {}
+        # Divisions of work, in tensors of fixed addresses with room for more of it.
+        self._work: dict[tuple[int, bool], WorkPlan] = {}
         self._checked: tuple[Sequence, ...] | None = None
         self._room: dict[tuple[int, int], WorkPlan] = {}
         self.capacity = [(0, 0)] * rows
@@ -141,31 +128,24 @@ class GroupTables:
 
     def write(self, group: Group, stores: list[LayerStore], sequences: tuple[Sequence, ...], rows: list[int]) -> None:
         """Write the tables of some rows, for all layers at once; `stores` are those that the tables were made for."""
-        size = group.page_size
         first_span = self._write_shared(sequences, stores)
         self._write_entries(stores, sequences, rows)
         if self.key_rows is not None:
             # Not last: a kernel that is launched early reads them before it waits for the one before it.
-            self._write_key_rows(sequences, size)
+            self._write_key_rows(sequences)
         tables = np.zeros((self._layers, len(rows), 12), dtype=np.int64)
         for column, row in enumerate(rows):
             sequence = sequences[row]
             self.plans[row] = self._plan(group, row, sequence, first_span[row])
             self._write_positions(group, row, sequence)
-            skips = [sequence.skip(side) for side in (sequence.keys, sequence.values)]
-            tables[:, column, 4:8] = [sequence.sink_tokens, *skips, sequence.residual]
+            tables[:, column, 4:8] = sequence.residual_places
         shift = np.array([sequences[row].values.buffered - sequences[row].keys.buffered for row in rows])
-        origin, least = self.base.data_ptr(), []
+        least = []
         for layer, store in enumerate(stores):
             lines = [store.rows[row] for row in rows]
-            for side, buffers in enumerate(([line.keys for line in lines], [line.values for line in lines])):
-                # An empty buffer has no address.
-                address = np.array([buffer.address or origin for buffer in buffers]) - origin
-                stride = np.array([buffer.head_stride for buffer in buffers])
-                elements = address // store.dtype.itemsize
-                width = buffers[0].tensor.shape[2] if side else 0
-                tables[layer, :, 2 * side], tables[layer, :, 2 * side + 1] = elements // 8, stride // 8
-                tables[layer, :, 8 + 2 * side], tables[layer, :, 9 + 2 * side] = elements + shift * width, stride
+            tables[layer, :, 8:] = buffer_places(lines, self.base, store.dtype)
+            tables[layer, :, :4] = tables[layer, :, 8:] // 8
+            tables[layer, :, 10] += shift * store.format.values.head_dim
             least.append([(line.keys.tensor.shape[1], line.values.tensor.shape[1]) for line in lines])
         for row, room in zip(rows, np.array(least).min(0).tolist(), strict=True):
             self.capacity[row] = tuple(room)
@@ -200,10 +180,10 @@ class GroupTables:
                     begin = last + sequences[row].pages
                     self._place(table, list(range(begin, begin + len(blocks[0]))), np.stack(blocks))
 
-    def _write_key_rows(self, sequences: tuple[Sequence, ...], page_size: int) -> None:
+    def _write_key_rows(self, sequences: tuple[Sequence, ...]) -> None:
         """Write where all rows' key pages begin, how many there are, and at which position."""
         lines = [
-            [row * self.entries, len(sequence.keys.pages), sequence.page_position(0, page_size)]
+            [row * self.entries, len(sequence.keys.pages), sequence.page_position(0)]
             for row, sequence in enumerate(sequences)
         ]
         self.key_rows.copy_(upload(lines, self.device))
@@ -254,18 +234,18 @@ class GroupTables:
 
     def _plan(self, group: Group, row: int, sequence: Sequence, first_span: int) -> SequencePlan:
         """What a row has stored, for the division of work; `first_span` is the number of its first span in `shared`."""
-        size, first = group.page_size, row * self.entries
+        first = row * self.entries
         both = min(len(sequence.keys.pages), len(sequence.values.pages))
         hidden = sequence.hidden(0)
-        segments = [Segment(first, first + both, both * size, hidden=hidden)] if both else []
-        tokens, begin = sequence.pages * size, first + sequence.pages
+        segments = [Segment(first, first + both, both * PAGE_SIZE, hidden=hidden)] if both else []
+        tokens, begin = sequence.pages * PAGE_SIZE, first + sequence.pages
         for number, span in enumerate(sequence.spans):
             end = begin + -(-span.tokens // PAGE_SIZE)
             segments.append(Segment(begin, end, span.tokens, first_span + number, tokens))
             tokens, begin = tokens + span.tokens, end
         half, residual = sequence.pages - both, self._reserved(group, sequence)
         hidden = hidden if half and not both else 0
-        return SequencePlan(tuple(segments), residual, half, first + both, both * size, tokens, hidden)
+        return SequencePlan(tuple(segments), residual, half, first + both, both * PAGE_SIZE, tokens, hidden)
 
     def _reserved(self, group: Group, sequence: Sequence) -> int:
         """Residual tokens once the next page is complete: work is divided for as many from the start."""
@@ -273,15 +253,15 @@ class GroupTables:
         if not group.policy.flushes:
             return tokens + GROWTH - 1
         recent = min(side.recent_tokens for side in group.scheme.sides)
-        behind = max(sequence.buffer_index(s, len(s.pages), group.page_size) for s in (sequence.keys, sequence.values))
+        behind = max(sequence.buffer_index(s, len(s.pages)) for s in (sequence.keys, sequence.values))
         return tokens + (behind + recent - tokens) % GROWTH
 
     def _write_positions(self, group: Group, row: int, sequence: Sequence) -> None:
         """Positions in the order of kernels; where an eviction kept tokens they differ by layer and are not here."""
         if not group.sliding_window or sequence.kept:
             return
-        size, positions = group.page_size, sequence.positions
-        begin, end = (sequence.page_position(page, size) for page in (0, sequence.pages))
+        positions = sequence.positions
+        begin, end = (sequence.page_position(page) for page in (0, sequence.pages))
         parts = [positions.slice(begin, end)]
         parts += [span.positions.slice(0, span.tokens) for span in sequence.spans]
         parts += [positions.slice(0, sequence.sink_tokens)]
@@ -307,9 +287,8 @@ class GroupTables:
             self._work = {}
         found = self._work.get((programs, self.max_capacity))
         if found is None:
-            written = self._written_plan(plan_work(plans, programs), programs)
-            found = self._work[programs, self.max_capacity] = StepWork(written, plans)
-        return found.plan
+            found = self._work[programs, self.max_capacity] = self._written_plan(plan_work(plans, programs), programs)
+        return found
 
     def work_key(self, group: Group, continues: bool) -> Hashable:
         """Addresses that a recording of this step's kernels would know: of the divisions of work that steps have asked
@@ -323,7 +302,7 @@ class GroupTables:
             for programs in self.asked:
                 self.work(group, group.sequences, programs)
         shared = tuple(0 if table is None else table.data_ptr() for table in self.shared)
-        return (*((n, self._work[n, self.max_capacity].plan.items.data_ptr()) for n in sorted(self.asked)), shared)
+        return (*((n, self._work[n, self.max_capacity].items.data_ptr()) for n in sorted(self.asked)), shared)
 
     def rooms(self, group: Group, sequences: tuple[Sequence, ...]) -> Hashable:
         """Of all that `work_key` says of a step after which the sequences are these, what differs between steps,
@@ -375,7 +354,7 @@ class GroupTables:
 
     def _count_steps(self, group: Group) -> int:
         """Single tokens that fit before a page is complete or dropped, a buffer full, or work to be divided again."""
-        scheme, size, left = group.scheme, group.page_size, []
+        scheme, left = group.scheme, []
         occupied = [row for row, sequence in enumerate(group.sequences) if sequence.occupied]
         for row in occupied:
             sequence, plan, room = group.sequences[row], self.plans[row], self.capacity[row]
@@ -383,11 +362,11 @@ class GroupTables:
             for side, stored, capacity in zip((sequence.keys, sequence.values), scheme.sides, room, strict=True):
                 left.append(capacity - side.buffered)
                 if group.policy.flushes:
-                    begin = sequence.buffer_index(side, len(side.pages), size)
-                    left.append(begin + stored.recent_tokens + size - 1 - side.buffered)
-            if group.sliding_window and len(sequence) // size > sequence.dropped:
+                    begin = sequence.buffer_index(side, len(side.pages))
+                    left.append(begin + stored.recent_tokens + PAGE_SIZE - 1 - side.buffered)
+            if group.sliding_window and len(sequence) // PAGE_SIZE > sequence.dropped:
                 # The oldest page leaves the window.
-                last = sequence.position(sequence.page_position(1, size) - 1)
+                last = sequence.position(sequence.page_position(1) - 1)
                 left.append(last + group.sliding_window - 1 - group.logical)
             if sequence.untouched and sequence.keys.buffered < scheme.sink_tokens:
                 # The first tokens become sink tokens one by one.

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from kvconvert.errors import CacheError, counted
+from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme
 from kvconvert.runtime.cache.forward_pass import (
     Compression,
@@ -28,8 +29,7 @@ from kvconvert.runtime.cache.forward_pass import (
     is_pure,
 )
 from kvconvert.runtime.cache.pool import PageNumbers
-from kvconvert.runtime.cache.prompts import prompt_policy
-from kvconvert.runtime.cache.sequence import Sequence, Side
+from kvconvert.runtime.cache.sequence import Sequence, Side, prompt_policy
 
 Store = TypeVar("Store")
 FREE = Sequence(occupied=False)
@@ -37,7 +37,7 @@ FREE = Sequence(occupied=False)
 
 def geometry(scheme: KVScheme, sliding_window: int | None, keep_for_sharing: bool) -> Hashable:
     """What layers have to share to be planned together."""
-    windows = (scheme.page_size, scheme.sink_tokens, *(side.recent_tokens for side in scheme.sides))
+    windows = (scheme.sink_tokens, *(side.recent_tokens for side in scheme.sides))
     return (windows, scheme.prompt, sliding_window, keep_for_sharing)
 
 
@@ -86,7 +86,6 @@ class LayerGroup(Generic[Store]):
         numbers: tuple[PageNumbers, PageNumbers] | None = None,
     ):
         self.scheme, self.sliding_window, self.keep_for_sharing = scheme, sliding_window, keep_for_sharing
-        self.page_size = scheme.page_size
         self.registry: Any = None
         self.made_for: Any = None
         self.policy = prompt_policy(scheme)
@@ -139,18 +138,17 @@ class LayerGroup(Generic[Store]):
         self._replace_sequences(tuple(s.extend(runs, sinks) if s.occupied else s for s in self._sequences))
 
     def drop_newest(self) -> None:
-        """Forget the newest token of every occupied row, which only waits or lies in the buffers."""
+        """Forget the newest token of every occupied row, at position `logical`: it waits, or lies in the buffers."""
         if self.unapplied_tokens:
             self.unapplied_tokens -= 1
             return
-        self._replace_sequences(tuple(s.without_newest() if s.occupied else s for s in self._sequences))
+        self._replace_sequences(tuple(s.crop(self.logical) if s.occupied else s for s in self._sequences))
 
     def add(self, store: Store, index: int) -> None:
         """Add a layer, whose number in the model is `index`."""
         self.stores.append(store)
         self.indices.append(index)
-        for numbers in (self.key_numbers, self.value_numbers):
-            numbers.name = f"{self.name} of the KV cache"
+        self.key_numbers.name = self.value_numbers.name = f"{self.name} of the KV cache"
 
     @property
     def name(self) -> str:
@@ -162,8 +160,7 @@ class LayerGroup(Generic[Store]):
         self.release(self.sequences)
         if not self.shares_pages:
             self.key_numbers, self.value_numbers = PageNumbers(), PageNumbers()
-            for numbers in (self.key_numbers, self.value_numbers):
-                numbers.name = f"{self.name} of the KV cache"
+            self.key_numbers.name = self.value_numbers.name = f"{self.name} of the KV cache"
         self._clear()
         self.touch()
 
@@ -192,8 +189,8 @@ class LayerGroup(Generic[Store]):
                 f"The cache lost tokens of {self.name} after this error and cannot be used further: {self.error}"
             ) from self.error
         self._settle()
-        all_allocated = all(store.is_allocated for store in self.stores)
-        self.forward_pass = ForwardPass(self.logical, length, all_allocated=all_allocated)
+        # Layers learn the shape of their tokens one after another.
+        self.forward_pass = ForwardPass(self.logical, length, all_allocated=self.stores[-1].is_allocated)
         self.passes += 1
         self.logical += length
         return self.forward_pass
@@ -300,21 +297,20 @@ class LayerGroup(Generic[Store]):
 
         These pages are added to `keys` and `values`.
         """
-        size, scheme = self.page_size, self.scheme
-        held_back = size if self.record_past else 0
+        scheme, held_back = self.scheme, PAGE_SIZE if self.record_past else 0
         sides = []
         for side, stored, numbers, pending in (
             (sequence.keys, scheme.keys, self.key_numbers, keys),
             (sequence.values, scheme.values, self.value_numbers, values),
         ):
             page = len(side.pages)
-            start = sequence.buffer_index(side, page, size)
-            count = (side.buffered - start - stored.recent_tokens - held_back) // size
+            start = sequence.buffer_index(side, page)
+            count = (side.buffered - start - stored.recent_tokens - held_back) // PAGE_SIZE
             if count > 0:
                 taken, hidden = numbers.reserve(count), sequence.hidden(page)
-                position = sequence.page_position(page, size)
+                position = sequence.page_position(page)
                 pending.append(PendingPages(row, start, hidden, taken, side.buffered, position))
-                side = Side(side.buffered - count * size + hidden, side.pages + taken)
+                side = Side(side.buffered - count * PAGE_SIZE + hidden, side.pages + taken)
                 self.touch(row)
             sides.append(side)
         if sides == [sequence.keys, sequence.values]:
@@ -334,13 +330,12 @@ class LayerGroup(Generic[Store]):
         """
         if not self.sliding_window:
             return sequence
-        size = self.page_size
-        slack = size if self.record_past else 0
+        slack = PAGE_SIZE if self.record_past else 0
         horizon = self.attended - self.sliding_window + 1 - slack  # positions below it are masked from now on
-        whole = len(sequence) // size - sequence.dropped
+        whole = len(sequence) // PAGE_SIZE - sequence.dropped
         outside = 0
         while outside < whole:
-            if sequence.position(sequence.page_position(outside + 1, size) - 1) >= horizon:
+            if sequence.position(sequence.page_position(outside + 1) - 1) >= horizon:
                 break
             outside += 1
         if not outside:
@@ -351,8 +346,8 @@ class LayerGroup(Generic[Store]):
         ):
             paged = min(outside, len(side.pages))
             outside_pages.append((pool, side.pages[:paged]))
-            start = sequence.buffer_index(side, paged, size) + sequence.hidden(paged)
-            stop = sequence.buffer_index(side, outside, size)
+            start = sequence.buffer_index(side, paged) + sequence.hidden(paged)
+            stop = sequence.buffer_index(side, outside)
             if paged < outside:
                 discards.append(Discard(row, number, start, stop, side.buffered))
                 side = replace(side, buffered=side.buffered - (stop - start))

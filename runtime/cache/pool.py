@@ -288,14 +288,15 @@ class TokenBuffer:
 
     def remove(self, parts: list[tuple[int, int]], used: int) -> None:
         """Remove tokens start..stop-1 of each part (start, stop), ascending, out of `used` ones."""
-        ends = [*(start for start, _ in parts), used]
-        rest = [slice(0, ends[0]), *(slice(stop, end) for (_, stop), end in zip(parts, ends[1:], strict=True))]
-        kept = sum(part.stop - part.start for part in rest)
+        rest, begin, kept = [], 0, 0
+        for start, stop in (*parts, (used, used)):
+            rest.append(slice(begin, start))
+            begin, kept = stop, kept + start - begin
         if self.shrinks_to(kept):
             # With room for the next page, so that a sequence that has been read need not move while it grows.
             self._move(kept + self.growth.spare, rest)
-        elif kept > ends[0]:
-            self.tensor[:, ends[0] : kept] = torch.cat([self.tensor[:, part] for part in rest[1:]], 1)
+        elif kept > (first := rest[0].stop):
+            self.tensor[:, first:kept] = torch.cat([self.tensor[:, part] for part in rest[1:]], 1)
 
     def replace(self, tokens: torch.Tensor) -> None:
         """Hold these tokens [H, n, channels] instead of the present ones."""
@@ -310,10 +311,11 @@ def remove_tokens(parts: list[tuple[TokenBuffer, int, int, int]]) -> None:
     sources: list[torch.Tensor] = []
     for buffer, start, stop, used in parts:
         kept, moved = used - (stop - start), used - stop
-        if not moved and not buffer.shrinks_to(kept):
+        shrinks = buffer.shrinks_to(kept)
+        if not moved and not shrinks:
             continue
         # Tokens that overlap with their destination have to be copied twice.
-        if buffer.shrinks_to(kept) or not 0 < moved <= stop - start:
+        if shrinks or moved > stop - start:
             buffer.remove([(start, stop)], used)
             continue
         # Heads lie apart, and only contiguous tensors share a launch.

@@ -29,11 +29,11 @@ from kvconvert.kernels.ragged.tables import (
     ranges,
     unflattened,
 )
-from kvconvert.runtime.cache.compress import compress, read_flags
+from kvconvert.runtime.cache.compress import end_planned, read_flags
 from kvconvert.runtime.cache.forward_pass import PassTokens
 from kvconvert.runtime.cache.sequence import Sequence
 from kvconvert.runtime.cache.steps import runs_steps
-from kvconvert.runtime.cache.store import Group, LayerStore
+from kvconvert.runtime.cache.store import Group, LayerStore, buffer_places
 
 # Pages that tables of fixed addresses have room for, of all prompts in a pass: 32,768 tokens. Passes after longer
 # histories have larger tables, see `CapturedPasses.capacity`.
@@ -101,10 +101,10 @@ class GroupWriter:
     """
 
     def __init__(self, group: Group, parts: list[ChunkRow], tokens: int, limits: TableCapacity | None):
-        self.group, self.stores, self.parts = group, group.stores, parts
+        self.group, self.stores = group, group.stores
         self.base = self.group.registry.base(self.stores[0].device)
         sequences = [part.sequence for part in parts]
-        positions = [sequence.page_position(0, PAGE_SIZE) for sequence in sequences]
+        positions = [sequence.page_position(0) for sequence in sequences]
         about = [
             (part.first, part.count, len(sequence) - position, 0, len(sequence.keys.pages), len(sequence.values.pages))
             for part, sequence, position in zip(parts, sequences, positions, strict=True)
@@ -116,8 +116,9 @@ class GroupWriter:
         self.capacity = int(ends[-1]) if limits is None else limits.workspace_tokens
         self.fits = int(ends[-1]) <= self.capacity
         newest = np.array([(s.keys.buffered, s.values.buffered) for s in sequences]).T - packed.lengths
+        rows = zip(*([store.rows[part.row] for store in part.group.stores] for part in parts), strict=True)
         lines = {
-            "buffers": self._buffers(),
+            "buffers": np.stack([buffer_places(line, self.base, self.stores[0].dtype) for line in rows]),
             "tokens": packed.new_tokens(tokens if limits is None else limits.tokens, *newest),
             "keys": self._offsets([n for s in sequences for n in s.keys.pages], True),
             "values": self._offsets([n for s in sequences for n in s.values.pages], False),
@@ -170,27 +171,12 @@ class GroupWriter:
             return np.zeros((len(storages), 0), np.int64)
         return np.stack([storage.offsets(numbers, self.base) for storage in storages])
 
-    def _buffers(self) -> np.ndarray:
-        origin, width = self.base.data_ptr(), self.stores[0].dtype.itemsize
-        stores = zip(*([store.rows[part.row] for store in part.group.stores] for part in self.parts), strict=True)
-        lines = [[(row.keys, row.values) for row in line] for line in stores]
-        return np.array(
-            [
-                [
-                    [(k.address - origin) // width, k.head_stride, (v.address - origin) // width, v.head_stride]
-                    for k, v in line
-                ]
-                for line in lines
-            ],
-            np.int64,
-        )
-
     def _copies(self, sequences: list[Sequence], begins: np.ndarray) -> np.ndarray:
         """Sink tokens, over what pages hold of them, and the tokens behind the last page of each side."""
         found = []
         for number, (sequence, begin) in enumerate(zip(sequences, begins.tolist(), strict=True)):
             for which, side in enumerate((sequence.keys, sequence.values)):
-                own, first = len(side.pages), sequence.buffer_index(side, len(side.pages), PAGE_SIZE)
+                own, first = len(side.pages), sequence.buffer_index(side, len(side.pages))
                 found.append((number, which, 0, begin, sequence.hidden(0) if own else 0))
                 found.append((number, which, first, begin + own * PAGE_SIZE, side.buffered - first))
         stretches = np.array(found, np.int64)
@@ -389,18 +375,13 @@ class PromptPass:
             NumericError: a page holds numbers that cannot be stored.
         """
         for group in chunk.groups:
-            latest = group.forward_pass
-            for store in group.stores:
-                store.ended = latest
-            latest.ended = len(group.stores)
-            group.attended = latest.start + latest.length
             seal, group.seal_at_once = group.seal_at_once, False
-            compress(group, seal)
+            end_planned(group, seal)
 
 
 def _stored(group: Group) -> int:
     """Tokens of a cache's sequences that attention reads."""
-    return sum(sequence.stored(group.page_size) for sequence in group.sequences)
+    return sum(sequence.stored for sequence in group.sequences)
 
 
 def workspace_tokens(group: Group) -> int:

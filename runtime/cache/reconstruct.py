@@ -14,6 +14,7 @@ import torch
 from kvconvert.errors import NumericError
 from kvconvert.kernels.attention import Scoring
 from kvconvert.kernels.launches import skips_launches
+from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.kernels.select import repeated_attention, share_pages
 from kvconvert.runtime.cache.store import Group, LayerStore
@@ -102,14 +103,15 @@ def share_budget(groups: list[Group], heads: int) -> None:
         sequence = groups[0].sequences[begin]
         if sequence.open_from is None:
             continue
-        n, page, shares = sequence.keys.buffered, groups[0].page_size, groups[0].scheme.prompt
-        pages = len(groups) * shares.shared_pages(n, heads, sequence.sink_tokens, page)
+        n, shares = sequence.keys.buffered, groups[0].scheme.prompt
+        pages = len(groups) * shares.shared_pages(n, heads, sequence.sink_tokens, PAGE_SIZE)
         rows = [(group, begin + head) for group in groups for head in range(heads)]
         if not pages:
             kept = [n] * len(rows)
         else:
             masses = [group.stores[0].rows[row].attention_mass for group, row in rows]
-            newest = min(shares.budget(n)[1], (n - 1) // page * page - sequence.sink_tokens)  # that fit whole pages
+            whole = (n - 1) // PAGE_SIZE * PAGE_SIZE  # tokens of whole pages
+            newest = min(shares.budget(n)[1], whole - sequence.sink_tokens)
             for mass in masses:
                 mass[:, : sequence.sink_tokens] = mass[:, n - newest :] = math.inf
             scores = torch.cat([mass.to(masses[0].device) for mass in masses])
@@ -118,6 +120,6 @@ def share_budget(groups: list[Group], heads: int) -> None:
                     f'selection = "{shares.selection}" scores tokens of this prompt by NaN, so none can be chosen; '
                     "the model or its KV plan is damaged, so fetch or calibrate it again."
                 )
-            kept = [page * count for count in share_pages(scores, pages, page)]
+            kept = [PAGE_SIZE * count for count in share_pages(scores, pages, PAGE_SIZE)]
         for (group, row), count in zip(rows, kept, strict=True):
             group.policy.kept[row] = count

@@ -1,13 +1,17 @@
 """What the host knows of one sequence: how many tokens lie where, the same for all layers of a group, and the positions
-of its tokens in the padded input.
+of its tokens in the padded input. And how schemes treat whole prompts: as pages, as spans, or by eviction.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
+
+from kvconvert import methods
+from kvconvert.errors import CacheError
+from kvconvert.kernels.page_formats import PAGE_SIZE, span_lengths
 
 
 class TokenPositions:
@@ -17,18 +21,16 @@ class TokenPositions:
     stored, so positions skip it. Sequences almost always have one run, hence integers on the host instead of a tensor.
     """
 
-    __slots__ = ("_count", "_firsts", "_positions")
+    __slots__ = ("_count", "_runs")
 
-    def __init__(self, firsts: tuple[int, ...] = (), positions: tuple[int, ...] = (), count: int = 0):
-        self._firsts, self._positions, self._count = firsts, positions, count
+    def __init__(self, runs: tuple[tuple[int, int], ...] = (), count: int = 0):
+        self._runs, self._count = runs, count
 
     def __len__(self) -> int:
         return self._count
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, TokenPositions):
-            return NotImplemented
-        return (self._firsts, self._positions, self._count) == (other._firsts, other._positions, other._count)
+        return self._runs == other._runs if isinstance(other, TokenPositions) else NotImplemented
 
     __hash__ = None
 
@@ -36,25 +38,25 @@ class TokenPositions:
         """These, then `count` tokens at consecutive positions from `position` on."""
         if count <= 0:
             return self
-        if self._firsts and self._positions[-1] + self._count - self._firsts[-1] == position:
-            return TokenPositions(self._firsts, self._positions, self._count + count)
-        return TokenPositions((*self._firsts, self._count), (*self._positions, position), self._count + count)
+        runs, run = self._runs, (position, count)
+        if runs and sum(runs[-1]) == position:
+            runs, run = runs[:-1], (runs[-1][0], runs[-1][1] + count)
+        return TokenPositions((*runs, run), self._count + count)
 
     def part(self, start: int, stop: int) -> TokenPositions:
         """Those of tokens start..stop-1."""
-        found = TokenPositions()
-        while start < stop:
-            run = bisect_right(self._firsts, start) - 1
-            end = min(stop, self._firsts[run + 1] if run + 1 < len(self._firsts) else self._count)
-            found = found.append(self._positions[run] + start - self._firsts[run], end - start)
-            start = end
+        found, begin = TokenPositions(), 0
+        for position, count in self._runs:
+            first, end = max(start, begin), min(stop, begin + count)
+            found = found.append(position + first - begin, end - first)
+            begin += count
         return found
 
     def extend(self, other: TokenPositions) -> TokenPositions:
         """These, then others."""
         joined = self
-        for position, count in other.runs():
-            joined = joined.append(position, count)
+        for run in other._runs:
+            joined = joined.append(*run)
         return joined
 
     def take(self, parts: list[tuple[int, int]]) -> tuple[TokenPositions, TokenPositions]:
@@ -68,29 +70,30 @@ class TokenPositions:
 
     def shift(self, by: int) -> TokenPositions:
         """All of them, `by` further."""
-        return TokenPositions(self._firsts, tuple(position + by for position in self._positions), self._count)
+        return TokenPositions(tuple((position + by, count) for position, count in self._runs), self._count)
 
     def runs(self) -> list[tuple[int, int]]:
         """(first position, how many) of each run."""
-        ends = (*self._firsts[1:], self._count)[: len(self._firsts)]
-        return [(p, end - first) for p, first, end in zip(self._positions, self._firsts, ends, strict=True)]
+        return list(self._runs)
 
     def position(self, index: int) -> int:
         """The position of token `index`."""
-        run = bisect_right(self._firsts, index) - 1
-        return self._positions[run] + index - self._firsts[run]
+        for position, count in self._runs:
+            if index < count:
+                return position + index
+            index -= count
+        raise IndexError(f"there are {self._count} tokens")
 
     def before(self, position: int) -> int:
         """How many tokens have a position below `position`."""
-        run = bisect_left(self._positions, position) - 1
-        if run < 0:
-            return 0
-        end = self._firsts[run + 1] if run + 1 < len(self._firsts) else self._count
-        return min(end, self._firsts[run] + position - self._positions[run])
+        found = 0
+        for first, count in self._runs:
+            found += min(max(0, position - first), count)
+        return found
 
     def slice(self, start: int, stop: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """Positions of tokens start..stop-1: int64 [n]."""
-        runs = [torch.arange(first, first + count) for first, count in self.part(max(0, start), max(0, stop)).runs()]
+        runs = [torch.arange(first, first + count) for first, count in self.part(max(0, start), max(0, stop))._runs]
         return (torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)).to(device)
 
 
@@ -170,9 +173,10 @@ class Sequence:
         """Tokens in sink, pages (dropped ones included) and residual window; spans are apart."""
         return self.kept + len(self.positions)
 
-    def stored(self, page_size: int) -> int:
+    @property
+    def stored(self) -> int:
         """Tokens stored, each once, however often its key and value are."""
-        outside = self.page_position(0, page_size)
+        outside = self.page_position(0)
         return len(self) - max(0, outside - self.sink_tokens) + sum(span.tokens for span in self.spans)
 
     @property
@@ -189,17 +193,22 @@ class Sequence:
         """How much further on than in `residual` tokens that are no sink tokens lie in a side's buffer."""
         return side.buffered - self.residual
 
-    def page_position(self, page: int, page_size: int) -> int:
-        """How many tokens came before page `page`, 0 being the first one that is not dropped."""
-        return (self.dropped + page) * page_size
+    @property
+    def residual_places(self) -> list[int]:
+        """The last four columns of `GroupTables.described`."""
+        return [self.sink_tokens, self.skip(self.keys), self.skip(self.values), self.residual]
 
-    def buffer_index(self, side: Side, page: int, page_size: int) -> int:
+    def page_position(self, page: int) -> int:
+        """How many tokens came before page `page`, 0 being the first one that is not dropped."""
+        return (self.dropped + page) * PAGE_SIZE
+
+    def buffer_index(self, side: Side, page: int) -> int:
         """Index in a side's buffer of the first token of a page, or page to come, that is not among the side's own.
 
         The buffer holds sink tokens, then the tokens after the side's last page; before there was one, all tokens.
         """
         behind = self.sink_tokens if self.dropped + len(side.pages) else 0
-        return behind + (page - len(side.pages)) * page_size
+        return behind + (page - len(side.pages)) * PAGE_SIZE
 
     def hidden(self, page: int) -> int:
         """Tokens at the beginning of a page that are sink tokens, kept elsewhere."""
@@ -228,11 +237,6 @@ class Sequence:
         spans = tuple(SpanTokens(span.tokens, span.positions.shift(by)) for span in self.spans)
         return replace(self, positions=self.positions.shift(by), spans=spans, kept_before=self.kept_before + by)
 
-    def without_newest(self) -> Sequence:
-        """Without the newest token, which has to be in full precision."""
-        keys, values = (replace(side, buffered=side.buffered - 1) for side in (self.keys, self.values))
-        return replace(self, keys=keys, values=values, positions=self.positions.part(0, len(self.positions) - 1))
-
     def crop(self, length: int) -> Sequence:
         """Without the tokens from position `length` on, which have to be in full precision."""
         removed = len(self) - self.before(length)
@@ -248,9 +252,190 @@ class Sequence:
 
     def extend(self, runs: list[tuple[int, int]], sink_tokens: int) -> Sequence:
         """With new tokens at runs of (first position, how many); the sequence's first ones become sink tokens."""
-        count, positions = sum(n for _, n in runs), self.positions
+        count, positions = 0, self.positions
         for first, n in runs:
-            positions = positions.append(first, n)
+            count, positions = count + n, positions.append(first, n)
         keys, values = (Side(side.buffered + count, side.pages) for side in (self.keys, self.values))
         sink_tokens = min(sink_tokens, keys.buffered) if self.untouched else self.sink_tokens
         return replace(self, keys=keys, values=values, positions=positions, sink_tokens=sink_tokens)
+
+
+@dataclass(frozen=True)
+class SealSpan:
+    """One row's open prompt becomes one span or several.
+
+    Attributes:
+        row: of the batch.
+        parts: (start, stop) of its tokens in the buffers, ascending.
+        used: tokens in the buffers before.
+        lengths: tokens of each span, in order; together those of all parts.
+    """
+
+    row: int
+    parts: tuple[tuple[int, int], ...]
+    used: int
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SealEviction:
+    """One row's open prompt is reduced to sink tokens, heavy hitters and the newest tokens of each KV head.
+
+    Attributes:
+        row: of the batch.
+        tokens: of the prompt, all in the buffers.
+        sink_tokens, heavy_hitters, recent: how many are kept; nothing is evicted where their sum reaches `tokens`.
+    """
+
+    row: int
+    tokens: int
+    sink_tokens: int
+    heavy_hitters: int
+    recent: int
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing is evicted."""
+        return self.sink_tokens + self.heavy_hitters + self.recent >= self.tokens
+
+
+class PromptPolicy:
+    """Prompt tokens are like all others: complete pages are quantized, and nothing waits for a prompt's end.
+
+    Attributes:
+        flushes: whether complete pages are quantized as tokens arrive.
+        selects: whether only some of a prompt's tokens are kept.
+        sums_attention: whether the attention that they receive from the prompt decides which.
+        is_plain: whether what is stored of a token depends on no token after its page.
+    """
+
+    flushes = True
+    selects = False
+    sums_attention = False
+    is_plain = True
+
+    def opens(self, sequence: Sequence, decoding: bool) -> bool:
+        """Whether new tokens begin a prompt that will be compressed as a whole."""
+        return False
+
+    def seal(self, row: int, sequence: Sequence) -> tuple[Sequence, SealSpan | SealEviction | None]:
+        """The sequence once its open prompt is complete, and what layers have to do."""
+        return sequence, None
+
+
+class SpanPolicy(PromptPolicy):
+    """Every prompt becomes a span (CalibQuant); tokens of other modalities, and generated ones, are left alone.
+
+    Args:
+        spans: which tokens go to spans, and how many to one.
+    """
+
+    flushes = False
+    is_plain = False
+
+    def __init__(self, spans: methods.Spans):
+        self.spans = spans
+
+    def opens(self, sequence: Sequence, decoding: bool) -> bool:
+        """The first prompt, even of one token, and every later one."""
+        return not decoding or (sequence.untouched and not sequence.keys.buffered)
+
+    def seal(self, row: int, sequence: Sequence) -> tuple[Sequence, SealSpan | None]:
+        """Move the open prompt's tokens to spans."""
+        sealed = replace(sequence, open_from=None, modality_runs=())
+        parts = self._parts(sequence)
+        if not parts:
+            return sealed, None
+        taken, rest = sequence.positions.take(parts)
+        keys, values = (replace(s, buffered=s.buffered - len(taken)) for s in (sealed.keys, sealed.values))
+        lengths = span_lengths(len(taken), self.spans.tokens)
+        ends = [*accumulate(lengths)]
+        spans = [SpanTokens(n, taken.part(end - n, end)) for n, end in zip(lengths, ends, strict=True)]
+        work = SealSpan(row, tuple(parts), sequence.keys.buffered, lengths)
+        sealed = replace(sealed, keys=keys, values=values, positions=rest, spans=(*sequence.spans, *spans))
+        return sealed, work
+
+    def _parts(self, sequence: Sequence) -> list[tuple[int, int]]:
+        """The open prompt's tokens that go to its span, as (start, stop) in the buffers."""
+        start, stop = max(sequence.open_from, sequence.sink_tokens), sequence.keys.buffered
+        if self.spans.modality == "all":
+            return [(start, stop)] if stop > start else []
+        parts = []
+        for position, count in sequence.modality_runs:
+            first, end = max(start, sequence.before(position)), sequence.before(position + count)
+            if end > first:
+                parts.append((first, end))
+        return parts
+
+
+class EvictionPolicy(PromptPolicy):
+    """Keeps a budget of the first prompt's tokens (MiniKV), and all later ones.
+
+    Args:
+        shares: of the prompt's tokens that are kept as heavy hitters and as the newest ones.
+    """
+
+    selects = True
+    sums_attention = True
+    is_plain = False
+
+    def __init__(self, shares: methods.Evict):
+        self.shares = shares
+
+    def opens(self, sequence: Sequence, decoding: bool) -> bool:
+        """The first prompt alone."""
+        return sequence.untouched and not sequence.keys.buffered
+
+    def seal(self, row: int, sequence: Sequence) -> tuple[Sequence, SealEviction]:
+        """Reduce the open prompt to its budget."""
+        sealed, n = replace(sequence, open_from=None), sequence.keys.buffered
+        work = self._work(row, n, sequence.sink_tokens)
+        if work.keeps_all:
+            return sealed, work
+        kept = work.sink_tokens + work.heavy_hitters + work.recent
+        keys, values = (replace(side, buffered=kept) for side in (sealed.keys, sealed.values))
+        bound = sequence.positions.position(n - 1) + 1
+        empty = TokenPositions()
+        kept_tokens = {"kept": kept, "kept_before": bound, "evicted": n - kept, "positions": empty}
+        return replace(sealed, keys=keys, values=values, **kept_tokens), work
+
+    def _work(self, row: int, tokens: int, sink_tokens: int) -> SealEviction:
+        return SealEviction(row, tokens, sink_tokens, *self.shares.budget(tokens))
+
+
+class SharedBudgetPolicy(EvictionPolicy):
+    """Keeps what a repetition of the prompt attends to most (KVzip), or would by prediction; rows are KV heads, each
+    with a budget of its own.
+
+    Attributes:
+        kept: of each row, the tokens of its open prompt that are to be kept, once that is scored.
+    """
+
+    sums_attention = False
+
+    def __init__(self, shares: methods.Evict):
+        super().__init__(shares)
+        self.kept: dict[int, int] = {}
+
+    def _work(self, row: int, tokens: int, sink_tokens: int) -> SealEviction:
+        if row not in self.kept:
+            why = (
+                "keeps what a second reading of the prompt attends to, and this prompt was read once: call "
+                "kvconvert.runtime.seal_prompt(model, cache, input_ids) after it"
+                if self.shares.selection == "reconstruction"
+                else "shares a budget among all layers, and this prompt is not sealed: call cache.begin_prompt() "
+                "before it and cache.seal() after it"
+            )
+            raise CacheError(f'selection = "{self.shares.selection}" {why}, or generate with a bundle\'s model.')
+        # Sink tokens and the newest ones have the highest scores of all.
+        return SealEviction(row, tokens, 0, self.kept.pop(row), 0)
+
+
+def prompt_policy(scheme: methods.KVScheme) -> PromptPolicy:
+    """How a scheme treats prompts."""
+    prompt = scheme.prompt
+    if isinstance(prompt, methods.Spans):
+        return SpanPolicy(prompt)
+    if isinstance(prompt, methods.Evict):
+        return SharedBudgetPolicy(prompt) if prompt.heads_apart else EvictionPolicy(prompt)
+    return PromptPolicy()

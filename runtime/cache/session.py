@@ -28,6 +28,7 @@ from kvconvert.io.json_text import parse_json
 from kvconvert.io.regular import open_tensors
 from kvconvert.io.tensorfile import replace_tensors
 from kvconvert.io.tensorheader import read_header
+from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.kernels.states import is_packed
 from kvconvert.kernels.states.reference import unpack_reference
 from kvconvert.runtime.cache.pool import PageNumbers, TokenBuffer
@@ -191,12 +192,12 @@ def _check_tensors(
     file: Path, group: Group, described: _Group, length: int, tensors: Mapping[str, torch.Tensor]
 ) -> None:
     """Refuse (CacheError) tokens and pages of other counts than a sequence of this length has, before room is made."""
-    sinks, page = described.sink_tokens, group.scheme.page_size
+    sinks = described.sink_tokens
     whole = sinks <= min(length, group.scheme.sink_tokens) and (not described.dropped or bool(group.sliding_window))
     for name in ("keys", "values"):
         side = getattr(described, name)
         paged = described.dropped + side.pages
-        whole = whole and side.buffered == length - page * paged + (sinks if paged else 0) >= sinks
+        whole = whole and side.buffered == length - PAGE_SIZE * paged + (sinks if paged else 0) >= sinks
         for layer in group.indices:
             kept, pages = tensors.get(f"layers.{layer}.{name}"), tensors.get(f"layers.{layer}.{name[:-1]}_pages")
             whole = whole and kept is not None and kept.dim() == 3 and kept.shape[1] == side.buffered

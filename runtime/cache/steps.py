@@ -4,15 +4,17 @@ that the kernels of a pass follow: those of all the group's layers, or one layer
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 
 from kvconvert.kernels import ragged
 from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.pages import PAGE_SIZE
-from kvconvert.runtime.cache.compress import compress, read_flags, seal
+from kvconvert.runtime.cache.compress import compress, end_planned, read_flags, seal
 from kvconvert.runtime.cache.forward_pass import ForwardPass, PassTokens
 from kvconvert.runtime.cache.group_tables import FEWEST_ENTRIES, GroupTables
 from kvconvert.runtime.cache.pool import UNIT
@@ -31,37 +33,31 @@ class TableRegistry:
     def __init__(self) -> None:
         self.least_entries: dict[int, int] = {}
         self._tables: dict[Hashable, GroupTables] = {}
-        self._bases: dict[torch.device, torch.Tensor] = {}
-        self._reasons: dict[Hashable, str | None] = {}
-        self._boosted: dict[Hashable, torch.Tensor | None] = {}
-        self._kept: dict[Hashable, torch.Tensor] = {}
+        self._known: dict[Hashable, Any] = {}
+
+    def _once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
 
     def base(self, device: torch.device) -> torch.Tensor:
         """A small tensor that never moves, int16 and aligned to 16 bytes, from which addresses on a device count."""
-        if device not in self._bases:
-            self._bases[device] = torch.zeros(UNIT, dtype=torch.int16, device=device)
-        return self._bases[device]
+        return self._once(device, lambda: torch.zeros(UNIT, dtype=torch.int16, device=device))
 
     def kept(self, key: Hashable, numbers: torch.Tensor) -> torch.Tensor:
         """Numbers on a device at the address where those of this key were before."""
-        if key not in self._kept:
-            self._kept[key] = torch.empty_like(numbers, memory_format=torch.contiguous_format)
-        return self._kept[key].copy_(numbers)
+        like = partial(torch.empty_like, numbers, memory_format=torch.contiguous_format)
+        return self._once(("kept", key), like).copy_(numbers)
 
     def boosted(self, store: LayerStore) -> torch.Tensor | None:
         """int32 [H, n], a layer's boosted channels where its scheme fixes them; else None."""
-        key = store.index, store.device
-        if key not in self._boosted:
-            boosted = store.format.key_tensors.boosted
-            self._boosted[key] = None if boosted is None else boosted.int()
-        return self._boosted[key]
+        boosted = store.format.key_tensors.boosted
+        return None if boosted is None else self._once(("boosted", store.index, store.device), boosted.int)
 
     def ragged_unsupported(self, store: LayerStore) -> str | None:
         """Why `kernels/ragged` does not serve a layer; None if it does."""
-        key = store.index, store.dtype, store.device
-        if key not in self._reasons:
-            self._reasons[key] = ragged.unsupported(store.format, store.dtype, store.device)
-        return self._reasons[key]
+        about = store.format, store.dtype, store.device
+        return self._once(("ragged", store.index, *about[1:]), lambda: ragged.unsupported(*about))
 
     def tables_of(self, group: Group) -> list[GroupTables]:
         """The tables whose contents are a group's."""
@@ -142,7 +138,7 @@ class TableRegistry:
 
 def follows_tables(store: LayerStore) -> bool:
     """Whether kernels can follow tables of a layer that is allocated."""
-    served = store.page_size == PAGE_SIZE and runs_triton(store.device) and store.appends_in_one_launch
+    served = runs_triton(store.device) and store.appends_in_one_launch
     return served and not (store.is_latent and store.latents_unsupported)
 
 
@@ -277,14 +273,7 @@ class PlannedStep:
                 group.attended = group.logical
             return
         for group in self.groups:
-            latest = group.forward_pass
-            for store in group.stores:
-                store.forward_pass = store.ended = latest
-                store.passes, store.sequences = group.passes, latest.appended
-            latest.ended = len(group.stores)
-            group.attended = latest.start + latest.length
-            if not group.keep_for_sharing:
-                compress(group, seal=False)
+            end_planned(group)
 
 
 def _continues(group: Group) -> bool:

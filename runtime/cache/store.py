@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
 from kvconvert.cache import layer_format
 from kvconvert.cache.plan_tensors import token_scorer, with_plan
 from kvconvert.errors import CacheError, UsageError, counted, first_line
-from kvconvert.kernels.device import fall_back
+from kvconvert.kernels.device import fall_back, upload
 from kvconvert.kernels.latent import unsupported as latents_unsupported
 from kvconvert.kernels.page_formats import page_bytes
-from kvconvert.kernels.pages import PageTensors
+from kvconvert.kernels.pages import PAGE_SIZE, PageTensors
 from kvconvert.kernels.rotate import KERNEL_DTYPES, largest_appended
 from kvconvert.kernels.select import select_tokens
 from kvconvert.kernels.spans import Span, quantize_span
@@ -21,8 +23,7 @@ from kvconvert.methods import KVScheme
 from kvconvert.runtime.cache.forward_pass import ForwardPass, PassTokens
 from kvconvert.runtime.cache.groups import LayerGroup
 from kvconvert.runtime.cache.pool import CPU_GROWTH, GPU_GROWTH, PageStorage, TokenBuffer
-from kvconvert.runtime.cache.prompts import SealEviction, SealSpan
-from kvconvert.runtime.cache.sequence import Sequence
+from kvconvert.runtime.cache.sequence import SealEviction, SealSpan, Sequence
 
 
 @dataclass
@@ -110,11 +111,6 @@ class LayerStore:
         self.heads_apart = 1
         group.add(self, index)
         self.reset()
-
-    @property
-    def page_size(self) -> int:
-        """Tokens per page."""
-        return self.scheme.page_size
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
@@ -376,7 +372,7 @@ class LayerStore:
         """Positions of the tokens of `residual`: int64 [n] or [H, n]."""
         sequence = self.sequences[row]
         first = self.positions(row, 0, sequence.sink_tokens)
-        after = sequence.page_position(sequence.pages, self.page_size)
+        after = sequence.page_position(sequence.pages)
         rest = self.positions(row, max(after, sequence.sink_tokens), len(sequence))
         if first.dim() != rest.dim():
             heads = max(first, rest, key=torch.Tensor.dim).shape[0]
@@ -385,9 +381,8 @@ class LayerStore:
 
     def page_positions(self, row: int, page: int, count: int = 1) -> torch.Tensor:
         """Positions of the tokens of pages from page `page` on (0 is the first one not dropped): [n] or [H, n]."""
-        sequence, size = self.sequences[row], self.page_size
-        first = sequence.page_position(page, size)
-        return self.positions(row, first, first + count * size)
+        first = self.sequences[row].page_position(page)
+        return self.positions(row, first, first + count * PAGE_SIZE)
 
     def residual(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of sink tokens, then of the residual window after the last page of either side: [H, n, .]."""
@@ -408,19 +403,14 @@ class LayerStore:
             return (self.key_pages if is_key else self.value_pages).parts(numbers, most)
         row, page = part[0]
         sequence = self.sequences[row]
-        start = sequence.buffer_index(sequence.keys if is_key else sequence.values, page, self.page_size)
-        return self.buffer(row, is_key).tokens(start, start + self.page_size)[None]
+        start = sequence.buffer_index(sequence.keys if is_key else sequence.values, page)
+        return self.buffer(row, is_key).tokens(start, start + PAGE_SIZE)[None]
 
     def described_rows(self) -> torch.Tensor:
         """The layer's lines of `GroupTables.described`, as of now, counted from its origin."""
-        lines, origin, unit = [], self.origin.data_ptr(), 8 * self.dtype.itemsize
-        for sequence, row in zip(self.sequences, self.rows, strict=True):
-            line, skips = [], []
-            for side, buffer in ((sequence.keys, row.keys), (sequence.values, row.values)):
-                line += [(buffer.address - origin) // unit if buffer.address else 0, buffer.head_stride // 8]
-                skips.append(sequence.skip(side))
-            lines.append([*line, sequence.sink_tokens, *skips, sequence.residual])
-        return torch.tensor(lines, dtype=torch.int64).to(self.device, non_blocking=True)
+        places = buffer_places(self.rows, self.origin, self.dtype) // 8
+        tokens = np.array([sequence.residual_places for sequence in self.sequences])
+        return upload(np.concatenate([places, tokens], 1), self.device)
 
     def stored_mask(self, chunk: PassTokens, queries: slice = slice(None)) -> torch.Tensor | None:
         """Which stored tokens these queries of a forward pass attend to; None where each attends to all.
@@ -449,7 +439,7 @@ class LayerStore:
 
     def tokens(self) -> int:
         """Tokens stored over all sequences, the mean over heads; shared pages counted once per sequence."""
-        return sum(sequence.stored(self.page_size) for sequence in self.sequences) // self.heads_apart
+        return sum(sequence.stored for sequence in self.sequences) // self.heads_apart
 
     def residual_tokens(self) -> int:
         """Tokens over all sequences whose key or value is in full precision, sink tokens included."""
@@ -488,6 +478,21 @@ class LayerStore:
 
 # The layers of a cache that are planned together.
 Group = LayerGroup[LayerStore]
+
+
+def buffer_places(rows: Sequence_[LayerRow], base: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
+    """Where buffers of tokens of a dtype lie: int64 [n, 4], of each row the distance of its keys from `base` and from
+    one head to the next, and the same for its values, in elements. Empty buffers lie nowhere, so their distance is 0.
+
+    Args:
+        rows: of one layer.
+        base: a tensor on the same device.
+        dtype: the dtype of the tokens.
+    """
+    origin, size = base.data_ptr(), dtype.itemsize
+    sides = [side for row in rows for side in (row.keys, row.values)]
+    places = [(((side.address or origin) - origin) // size, side.head_stride) for side in sides]
+    return np.array(places, np.int64).reshape(-1, 4)
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -17,11 +17,10 @@ from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.kernels.device import upload
 from kvconvert.runtime.engine.model_steps import ModelSteps, PromptChunk
 from kvconvert.runtime.engine.prefixes import Prefixes, no_prefixes
-from kvconvert.runtime.engine.processors import check_settings, recommended
 from kvconvert.runtime.engine.request import EngineStats, Event, FinishReason, Request, UnreadStep, new_request
-from kvconvert.runtime.engine.sampling import Sampling, log_probabilities
+from kvconvert.runtime.engine.sampling import Sampling, check_settings, log_probabilities, recommended
 from kvconvert.runtime.engine.scheduler import RowState, Scheduler
-from kvconvert.runtime.hf.generation_config import generation_settings
+from kvconvert.runtime.hf.load import generation_settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -25,11 +25,10 @@ from kvconvert.runtime.cache.compress import raise_found
 from kvconvert.runtime.cache.prompt_pass import TableCapacity
 from kvconvert.runtime.hf.cache_layers import rotary_switch
 from kvconvert.runtime.hf.captured import ShortBatch, prepare_steps, tokens_with_pages
-from kvconvert.runtime.hf.captured_passes import MOST_TOKENS
+from kvconvert.runtime.hf.captured_passes import MOST_TOKENS, PromptPlaces
 from kvconvert.runtime.hf.layer import StateLayer
-from kvconvert.runtime.hf.lengths import asks_length
-from kvconvert.runtime.hf.prompt_places import PromptPlaces
 from kvconvert.runtime.hf.rehearsal import packed_linears, rehearse, shortened
+from kvconvert.runtime.hf.sequence_modules import asks_length
 from kvconvert.runtime.hf.states import bytes_of_states, not_split, reads_places, state_bits, state_modules
 
 if TYPE_CHECKING:

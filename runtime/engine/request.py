@@ -11,8 +11,7 @@ from torch import Tensor, int32, int64
 
 from kvconvert.errors import UsageError, counted
 from kvconvert.runtime.engine.model_steps import ModelSteps
-from kvconvert.runtime.engine.processors import Processors, logits_processors
-from kvconvert.runtime.engine.sampling import Sampling, TokenLogprobs
+from kvconvert.runtime.engine.sampling import Processors, Sampling, TokenLogprobs, logits_processors
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor, PreTrainedTokenizerBase

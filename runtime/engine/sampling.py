@@ -1,18 +1,36 @@
-"""How a request's tokens are chosen, and how likely they were; `kernels/sampling` chooses them."""
+"""How a request's tokens are chosen, and how likely they were; `kernels/sampling` chooses them.
+
+Settings that change logits before that are applied by transformers' own processors. They look at all tokens so far,
+which on a GPU the host does not know yet: each such request keeps its tokens in a tensor on the device. Other requests
+of a batch do without.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
 
 from kvconvert.arguments import Natural, Temperature, TopP, checked_fields
-from kvconvert.bundle.generation import PROCESSED
-from kvconvert.errors import UsageError, did_you_mean
+from kvconvert.bundle.generation import DRAWING, PROCESSED
+from kvconvert.errors import UsageError, did_you_mean, first_line
+from kvconvert.kernels.sampling import COLDEST, HOTTEST
 from kvconvert.kernels.sampling import sample as sample  # kept importable from here
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @checked_fields
@@ -87,3 +105,132 @@ def log_probabilities(logits: Tensor, chosen: Tensor, most: int) -> Tensor:
     logs = logits.float().log_softmax(-1)
     values, ids = logs.topk(most, dim=-1)
     return torch.cat([logs.gather(1, chosen[:, None]).double(), ids.double(), values.double()], 1)
+
+
+Processors = Callable[[torch.device], LogitsProcessorList]
+
+
+def recommended(settings: Mapping[str, Any], unstated: float = 0.0) -> Sampling:
+    """How tokens are chosen according to a model's generation settings.
+
+    Args:
+        settings: see `kvconvert.bundle.generation`; without `do_sample` its temperature, top_k, and top_p mean nothing.
+        unstated: the temperature where nothing is said of sampling.
+
+    Raises:
+        UsageError: a value out of range.
+    """
+    draws = settings.get("do_sample")
+    drawn: dict[str, Any] = {"temperature": unstated if draws is None else 1.0 if draws else 0.0}
+    drawn |= {name: settings[name] for name in DRAWING[:3] if draws and name in settings}
+    processed = {name: settings[name] for name in PROCESSED if name in settings}
+    return Sampling(**drawn, settings=processed)
+
+
+def check_settings(model: PreTrainedModel, settings: Mapping[str, Any]) -> None:
+    """Refuse a model's generation settings that transformers would refuse while it generates (UsageError)."""
+    sampling = recommended(settings)
+    stops = settings.get("eos_token_id", [])
+    logits_processors(model, sampling, [0], 1, stops if isinstance(stops, list) else [stops])
+
+
+def logits_processors(
+    model: PreTrainedModel,
+    sampling: Sampling,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    stops: Collection[int],
+    constraint: LogitsProcessor | None = None,
+) -> Processors | None:
+    """What makes the processors of a request on a device, those of temperature, top_k, and top_p included; None for a
+    request without `settings` and without a constraint.
+
+    Args:
+        model: as transformers' `generate` has it.
+        sampling: of the request.
+        prompt: its token ids.
+        max_new_tokens: of the request.
+        stops: tokens that end it.
+        constraint: applied before all others.
+
+    Raises:
+        UsageError: a setting that transformers does not accept.
+    """
+    settings = {n: v for n, v in sampling.settings.items() if not (sampling.greedy and n in DRAWING)}
+    if not stops:
+        settings.pop("exponential_decay_length_penalty", None)  # there is nothing that it could make likelier
+    if not settings and constraint is None:
+        return None
+    drawn: dict[str, Any] = {} if sampling.greedy else {name: getattr(sampling, name) for name in DRAWING[:3]}
+    if drawn:  # transformers takes no integer
+        drawn["temperature"] = float(sampling.temperature)
+
+    def make(
+        device: torch.device, constrained: bool = True, prompt: Sequence[int] = prompt, new: int = max_new_tokens
+    ) -> LogitsProcessorList:
+        config = GenerationConfig(**settings, **drawn, do_sample=not sampling.greedy)
+        config.max_length = len(prompt) + new
+        config._eos_token_tensor = torch.tensor(sorted(stops), device=device) if stops else None
+        ids = torch.tensor([prompt], device=device)
+        made = model._get_logits_processor(config, len(prompt), ids, None, LogitsProcessorList(), str(device), {})
+        made = [_Temperature(p) if isinstance(p, TemperatureLogitsWarper) else p for p in made]
+        for n, (first, second) in enumerate(pairwise(made)):
+            if isinstance(first, _Temperature) and isinstance(second, TopKLogitsWarper):
+                # The likeliest are chosen before logits are divided, which may make different ones equal.
+                made[n : n + 2] = second, first
+        return LogitsProcessorList(made if constraint is None or not constrained else [constraint, *made])
+
+    # Some values are looked at only when the processors are called, or many tokens later.
+    try:
+        start, factor = settings.get("exponential_decay_length_penalty", (0, 1.0))
+        pow(factor + 0.0, max(max_new_tokens - operator.index(start), 0))
+        for ids, new in ((prompt, max_new_tokens), (prompt[:1], 1)):  # some apply to the first or last token alone
+            made = make(torch.device("cpu"), False, ids, new)
+            made(torch.tensor([ids]), torch.zeros(1, model.config.get_text_config(decoder=True).vocab_size))
+    except Exception as error:  # processors do many things with their values
+        raise UsageError(
+            f"The generation settings {', '.join(settings)} cannot be applied ({first_line(error)}); correct them in "
+            "`sampling`, or in the model's generation_config.json."
+        ) from error
+    return make
+
+
+class _Temperature(LogitsProcessor):
+    """A temperature as `sampling` divides by it, where transformers' own goes to infinity or to no number at all."""
+
+    def __init__(self, warper: TemperatureLogitsWarper) -> None:
+        self._temperature = warper.temperature
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return (scores - scores.amax(-1, keepdim=True)) / min(max(self._temperature, COLDEST), HOTTEST)
+
+
+@dataclass
+class ProcessedRow:
+    """The logits processors of one row, and its tokens so far.
+
+    Attributes:
+        processors: of the request.
+        ids: int64 [1, tokens that it may come to].
+        length: tokens so far.
+    """
+
+    processors: LogitsProcessorList
+    ids: Tensor
+    length: int
+
+    @classmethod
+    def of(cls, make: Processors, prompt: Sequence[int], max_new_tokens: int, device: torch.device) -> ProcessedRow:
+        """The row of a request whose prompt has been read."""
+        ids = torch.tensor([[*prompt, *[0] * max_new_tokens]], device=device)
+        return cls(make(device), ids, len(prompt))
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """Logits [1, V] in float32, from which a token is chosen at temperature 1, or the most likely one."""
+        return self.processors(self.ids[:, : self.length], logits.to(torch.float32, copy=True))
+
+    def append(self, token: Tensor) -> None:
+        """Add the token that was chosen, int64 [1]; one beyond the request's last is not needed."""
+        if self.length < self.ids.shape[1]:
+            self.ids[0, self.length : self.length + 1] = token
+            self.length += 1

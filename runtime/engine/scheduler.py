@@ -17,9 +17,8 @@ from torch import Tensor
 from kvconvert.errors import QueueFullError, UsageError
 from kvconvert.kernels.device import upload
 from kvconvert.kernels.sampling import HOTTEST, sample
-from kvconvert.runtime.engine.processors import ProcessedRow
 from kvconvert.runtime.engine.request import Request
-from kvconvert.runtime.engine.sampling import Sampling
+from kvconvert.runtime.engine.sampling import ProcessedRow, Sampling
 
 
 class Scheduler:

@@ -34,8 +34,8 @@ from kvconvert.methods import KVScheme
 from kvconvert.models.configuration import bounded_modules, model_class, no_model, read_config, sliding_windows
 from kvconvert.runtime.hf.attention import NAME
 from kvconvert.runtime.hf.fuse import fuse_on_gpus
+from kvconvert.runtime.hf.fused_modules import SeparateExperts, merges_experts, place_packed_experts
 from kvconvert.runtime.hf.generation import adopt
-from kvconvert.runtime.hf.packed_experts import SeparateExperts, merges_experts, place_packed_experts
 
 
 class SavedAsBundle:

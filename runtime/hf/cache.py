@@ -321,7 +321,7 @@ class KVCache(Cache):
                     return False
                 store.group.sequences = store.group.sequences or (Sequence(),)
                 store.adopt(twin, 1)
-                layer.dtype, layer.device, layer.is_initialized = twin.dtype, twin.device, True
+                layer.adopt()
         return True
 
     @checked
@@ -334,8 +334,8 @@ class KVCache(Cache):
         for group, source in zip(self.groups, other.groups, strict=True):
             read_flags(source)
             group.join(row * group.stores[0].heads_apart, source)
-        for layer, twin in zip(self.paged_layers(), other.paged_layers(), strict=True):
-            layer.adopt(twin)
+        for layer in self.paged_layers():
+            layer.adopt()
         copies = []
         for layer, twin in zip(self.state_layers().values(), other.state_layers().values(), strict=True):
             copies += layer.join(row, twin, self.groups[0].rows)
@@ -479,7 +479,7 @@ class KVCache(Cache):
     def _go_on(self, states: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
         """Go on with the sequence that the groups have been given, and with these states of its layers."""
         for layer in self.paged_layers():
-            layer.dtype, layer.device, layer.is_initialized = layer.store.dtype, layer.store.device, True
+            layer.adopt()
         for index, tensors in states.items():
             self.layers[index].go_on(tensors)
 

@@ -35,6 +35,7 @@ from transformers.cache_utils import DummyLayer
 from transformers.utils import ModelOutput
 
 from kvconvert.kernels.launches import skips_launches
+from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme
 from kvconvert.models import CACHE
 from kvconvert.models.configuration import context_length
@@ -43,40 +44,15 @@ from kvconvert.runtime.cache.sequence import Sequence, Side
 from kvconvert.runtime.cache.steps import PlannedStep, TableRegistry, can_plan_steps, entries_needed
 from kvconvert.runtime.cache.store import Group
 from kvconvert.runtime.hf.cache import KVCache
-from kvconvert.runtime.hf.captured_passes import CapturedPasses, states_of
+from kvconvert.runtime.hf.captured_passes import CapturedPasses, Recording, alike, states_of
 from kvconvert.runtime.hf.layer import HeadwiseLayer, HybridLayer, IndexedLayer, PagedLayer, StateLayer
 
 logger = logging.getLogger(__name__)
 
-# By how much positions are moved for the test of a recording (back, if there are as many), and how far logits may
-# differ then: kernels are the same, but libraries may choose others within a graph.
+# By how much positions are moved for the test of a recording (back, if there are as many).
 SHIFT = 13
-TOLERANCE = 0.02
 # Arguments that change nothing about the last token's logits.
 HARMLESS = frozenset({"return_dict", "use_cache", "logits_to_keep", "cache_position"})
-
-
-@dataclass(frozen=True)
-class Recording:
-    """One recorded step.
-
-    Attributes:
-        graph: of its launches.
-        ids, positions: what it reads: int64 [B, 1], and positions of the shape that the model was given.
-        output: what it writes, the model's own output; tensors are overwritten by every replay.
-    """
-
-    graph: torch.cuda.CUDAGraph
-    ids: torch.Tensor
-    positions: torch.Tensor
-    output: ModelOutput
-
-    def replay(self, ids: torch.Tensor, positions: torch.Tensor) -> ModelOutput:
-        """Run the step for other tokens ids [B, 1] and positions; the output is overwritten by the next replay."""
-        self.ids.copy_(ids)
-        self.positions.copy_(positions)
-        self.graph.replay()
-        return self.output
 
 
 class StateSlots:
@@ -269,17 +245,15 @@ class CapturedSteps:
                 self._logits = seen.new_empty(0, seen.shape[-1])
         key = (*batch, planned.key())
         try:
-            graph = torch.cuda.CUDAGraph()
-            torch.cuda.synchronize()
-            static, logits = (ids.clone(), positions.clone()), self.room_for_logits(ids)
-            with torch.cuda.graph(graph, pool=self.pool):
+            room = self.room_for_logits(ids)
+
+            def launch(*static: torch.Tensor) -> ModelOutput:
                 recorded = self._launch(planned, cache, *static)
-                # Their own memory is the next recording's.
-                recorded.logits = logits.copy_(recorded.logits)
-            self.pool = self.pool or graph.pool()
-            # A recording keeps no cache alive.
-            recorded[CACHE] = None
-            recording = Recording(graph, *static, recorded)
+                # Their own memory is the next recording's, which keeps no cache alive.
+                recorded.logits, recorded[CACHE] = room.copy_(recorded.logits), None
+                return recorded
+
+            recording = Recording.of(self, launch, (ids, positions), [], "global")
             moved = planned, cache, recording, ids, positions
             if batch not in self._tested and not self._holds_elsewhere(*moved, put_back):
                 self.reason = "its forward pass depends on positions that are counted on the host"
@@ -331,13 +305,11 @@ class CapturedSteps:
         move(by)
         try:
             put_back()
-            expected = _finite(self._launch(planned, cache, ids, positions + by).logits)
+            expected = self._launch(planned, cache, ids, positions + by).logits.clone()
             put_back()
-            got = _finite(recording.replay(ids, positions + by).logits)
-            error = float((got - expected).norm() / expected.norm().clamp(min=1e-30))
+            return alike(recording.replay(ids, positions + by).logits, expected)
         finally:
             move(-by)
-        return error <= TOLERANCE
 
 
 def is_plain(cache: KVCache) -> bool:
@@ -356,11 +328,6 @@ def _records(cache: KVCache) -> bool:
         return isinstance(layer, known) and not isinstance(layer, other)
 
     return all(map(found, cache.layers))
-
-
-def _finite(logits: torch.Tensor) -> torch.Tensor:
-    """Logits as float32; tokens that a model rules out have -inf."""
-    return logits.float().nan_to_num(neginf=-1e4)
 
 
 def _copied(output: ModelOutput, cache: KVCache) -> ModelOutput:
@@ -478,7 +445,7 @@ class ShortBatch:
 
 def tokens_with_pages(schemes: Sequence_[KVScheme]) -> int:
     """Of a prompt that fills a page in every layer."""
-    return max(scheme.exact_tokens + scheme.page_size for scheme in schemes) + 1
+    return max(scheme.exact_tokens + PAGE_SIZE for scheme in schemes) + 1
 
 
 @torch.no_grad()
@@ -502,7 +469,7 @@ def _set_dummy_lengths(
 
     Their residual windows stay as they are, so that they may claim to have up to a page of tokens more.
     """
-    size, scheme = group.page_size, group.scheme
+    size, scheme = PAGE_SIZE, group.scheme
     exact = scheme.exact_tokens
     group.logical = group.attended = longest + size
     found = []

@@ -23,6 +23,7 @@ from kvconvert.kernels.elementwise import add_rms_norm, unsupported
 from kvconvert.kernels.linear import QuantizedLinear, share_input
 from kvconvert.models import CACHE
 from kvconvert.runtime.hf.fused_modules import (
+    PackedExperts,
     fuse_gated_mlp,
     fuse_gated_norm,
     fuse_norm,
@@ -30,7 +31,6 @@ from kvconvert.runtime.hf.fused_modules import (
     norm_ahead,
     norm_kind,
 )
-from kvconvert.runtime.hf.packed_experts import PackedExperts
 
 # Names of Linears beside each other that read one input: attention, a gated MLP, latent attention.
 SHARED_INPUTS = (

@@ -26,11 +26,9 @@ from kvconvert.runtime.hf.attention import NAME
 from kvconvert.runtime.hf.cache import LOST, KVCache
 from kvconvert.runtime.hf.cache_layers import CacheLayers
 from kvconvert.runtime.hf.captured import CapturedSteps, prepare_steps
-from kvconvert.runtime.hf.indexers import choose_by_sequence
-from kvconvert.runtime.hf.lengths import tell_positions
-from kvconvert.runtime.hf.prompts import PackedPrompts
-from kvconvert.runtime.hf.reconstruct import seal_prompt
+from kvconvert.runtime.hf.prompts import PackedPrompts, seal_prompt
 from kvconvert.runtime.hf.rehearsal import rehearse
+from kvconvert.runtime.hf.sequence_modules import choose_by_sequence, tell_positions
 from kvconvert.runtime.hf.states import read_by_sequence, state_bits
 
 # Generated tokens whose steps are recorded before a prompt is read.
@@ -82,8 +80,7 @@ class BundleModel:
 
     def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> Any:
         """Settings of a call, tried before anything is computed: on a GPU a wrong token id ends the process."""
-        from kvconvert.runtime.engine.processors import logits_processors
-        from kvconvert.runtime.engine.sampling import Sampling
+        from kvconvert.runtime.engine.sampling import Sampling, logits_processors
 
         config, rest = super()._prepare_generation_config(*args, **kwargs)
         for name in ("max_new_tokens", "max_length", "prefill_chunk_size"):

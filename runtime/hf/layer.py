@@ -56,13 +56,12 @@ class PagedLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Learn shape, dtype and device from the first keys [B, H, T, D] and values [B, H, T, E]."""
-        self.dtype, self.device = key_states.dtype, key_states.device
         self.store.allocate(key_states, value_states)
-        self.is_initialized = True
+        self.adopt()
 
-    def adopt(self, other: PagedLayer) -> None:
-        """Know shape, dtype and device from another cache's layer, one of whose sequences has joined."""
-        self.dtype, self.device, self.is_initialized = other.dtype, other.device, True
+    def adopt(self) -> None:
+        """Say of shape, dtype and device what the store has learned."""
+        self.dtype, self.device, self.is_initialized = self.store.dtype, self.store.device, True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -118,11 +117,12 @@ class PagedLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Keep the sequences of `beam_idx`, in its order; pages are shared, full-precision tokens copied."""
         if self._leads and self.is_initialized:
-            self.store.group.reorder(beam_idx.tolist())
+            heads = self.store.heads_apart
+            self.store.group.reorder([row * heads + head for row in beam_idx.tolist() for head in range(heads)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence."""
-        self.reorder_cache(torch.arange(len(self.store.rows)).repeat_interleave(repeats))
+        self.reorder_cache(torch.arange(len(self.store.rows) // self.store.heads_apart).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep some sequences."""
@@ -145,19 +145,8 @@ class HeadwiseLayer(PagedLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Park new keys [B, H, T, D] and values [B, H, T, E]; those of a repetition are only handed on."""
         if self.store.group.repetition is None:
-            self.store.heads_apart = key_states.shape[1]
             super().update(*(part.flatten(0, 1).unsqueeze(1) for part in (key_states, value_states)), *args, **kwargs)
         return KeyHandle.wrap(key_states, self.store), value_states
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Keep the sequences of `beam_idx`, in its order, with all heads."""
-        heads = self.store.heads_apart
-        rows = beam_idx.unsqueeze(1) * heads + torch.arange(heads, device=beam_idx.device)
-        super().reorder_cache(rows.flatten())
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence."""
-        self.reorder_cache(torch.arange(len(self.store.rows) // self.store.heads_apart).repeat_interleave(repeats))
 
     def activate_past_recording(self) -> None:
         """Refused: drafts are taken back, and what a head keeps is decided once."""
@@ -191,7 +180,8 @@ class IndexedLayer(PagedLayer):
 
     Attributes:
         index: these keys.
-        rows: those that the indexer reads now, with masks of these keys (`runtime/hf/indexers.py`); None elsewhere.
+        rows: those that the indexer reads now, with masks of these keys (`runtime/hf/sequence_modules.py`); None
+            elsewhere.
     """
 
     def __init__(self, store: LayerStore):

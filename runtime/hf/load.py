@@ -1,23 +1,25 @@
-"""Loading a bundle."""
+"""Loading a bundle, with its generation_config.json as transformers' object."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from kvconvert.arguments import BundlePlace, checked
 from kvconvert.bundle.files import read_settings
 from kvconvert.bundle.generation import NAME as GENERATION_CONFIG
+from kvconvert.bundle.generation import GenerationSettings, read_generation, stop_tokens
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.errors import UsageError
+from kvconvert.errors import BundleError, UsageError, first_line
 from kvconvert.models.configuration import model_class, read_config, supports_images
 from kvconvert.models.devices import choose_device
 from kvconvert.models.processors import has_processor, load_processor, load_tokenizer, tokenizer_of
 from kvconvert.runtime.hf.bundle_quantizer import WHOLE, BundleConfig, Verify, check_fits
-from kvconvert.runtime.hf.generation_config import read_generation_config
 
 Place = str | int | torch.device
 MAPS = ("auto", "balanced", "balanced_low_0", "sequential")  # places that are no devices
@@ -96,3 +98,58 @@ def _default_dtype(config: PretrainedConfig, device_map: Any) -> torch.dtype | L
     """The bundle's own dtype, unless it is float16 and the model goes to a CPU."""
     on_cpu = device_map is None or str(device_map) == "cpu" or (device_map == "auto" and not torch.cuda.is_available())
     return torch.float32 if on_cpu and getattr(config, "dtype", None) == torch.float16 else "auto"
+
+
+logger = logging.getLogger(__name__)
+
+
+def generation_settings(
+    stated: Any, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> GenerationSettings:
+    """The fields of a generation_config.json, checked and translated; its end-of-sequence tokens are all there are.
+
+    Args:
+        stated: contents of the file, or of transformers' object.
+        config: of the model.
+        tokenizer: the model's tokenizer; None leaves its end-of-sequence token out.
+
+    Raises:
+        BundleError: a field that nothing can apply.
+    """
+    if not isinstance(stated, Mapping):
+        raise BundleError(
+            f"generation_config.json holds {stated!r:.40} and no object; correct the source and export it."
+        )
+    parts = (config, config.get_text_config(decoder=True))
+    configured = [getattr(part, "eos_token_id", None) for part in parts]
+    if tokenizer is None:
+        return read_generation(stated, stop_tokens(stated, configured))
+    special = {*getattr(tokenizer, "added_tokens_decoder", ()), *getattr(tokenizer, "all_special_ids", ())}
+    end = getattr(tokenizer, "eos_token_id", None)
+    return read_generation(stated, stop_tokens(stated, configured, end, special))
+
+
+def read_generation_config(
+    stated: Any, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> GenerationConfig:
+    """The same as transformers' object; warns of fields that are left out.
+
+    Args:
+        stated: contents of the file; None where there is none, so that the configuration tells.
+        config, tokenizer: of the model.
+
+    Raises:
+        BundleError: a field that nothing can apply.
+    """
+    if stated is None:
+        stated = GenerationConfig.from_model_config(config).to_dict()
+    settings = generation_settings(stated, config, tokenizer)
+    if warning := settings.warning("kvconvert"):
+        logger.warning("%s", warning)
+    try:
+        return GenerationConfig(**settings.values)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise BundleError(
+            f"transformers does not accept generation_config.json ({first_line(error)}); correct the source and "
+            "export it."
+        ) from error

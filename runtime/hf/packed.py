@@ -31,9 +31,9 @@ from kvconvert.runtime.cache.forward_pass import PassTokens, layer_tokens
 from kvconvert.runtime.cache.prompt_pass import PlannedChunk, PromptPass, TableCapacity, unplanned
 from kvconvert.runtime.cache.steps import PlannedStep, can_plan_steps
 from kvconvert.runtime.cache.store import LayerStore
+from kvconvert.runtime.hf.captured_passes import PromptPlaces
 from kvconvert.runtime.hf.handles import KeyHandle, LatentHandle, MaskHandle
 from kvconvert.runtime.hf.layer import PagedLayer, StateLayer
-from kvconvert.runtime.hf.prompt_places import PromptPlaces
 
 
 @dataclass(eq=False)
@@ -107,7 +107,7 @@ class PackedLayer(CacheLayerMixin):
         index: the layer's number in the model.
 
     Attributes:
-        length: what attention modules are told of it, see `runtime/hf/lengths.py`; 0 for others.
+        length: what attention modules are told of it, see `runtime/hf/sequence_modules.py`; 0 for others.
     """
 
     is_compileable = False

@@ -18,10 +18,9 @@ from kvconvert.kernels.linear import QuantizedLinear, gpu_row_counts, packed_pro
 from kvconvert.kernels.linear.packed_layout import PackedWeight
 from kvconvert.kernels.rotate import many_rows
 from kvconvert.models import CACHE
-from kvconvert.models.configuration import context_length
 from kvconvert.runtime.hf.captured import prepare_steps
-from kvconvert.runtime.hf.packed_experts import PackedExperts
-from kvconvert.runtime.hf.reconstruct import seal_prompt
+from kvconvert.runtime.hf.fused_modules import PackedExperts
+from kvconvert.runtime.hf.prompts import max_positions, seal_prompt
 
 # Tokens of passes: alone, and after stored ones, such that kernels for few and for many queries are chosen. Of the last
 # ones pages become complete.
@@ -144,11 +143,6 @@ def _without_floats(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_without_floats(entry) for entry in value]
     return isinstance(value, float) or value
-
-
-def max_positions(model: Any) -> int:
-    """Positions that a model has; very many where it states none."""
-    return context_length(model.config) or 1 << 40
 
 
 def packed_linears(model: Any) -> list[QuantizedLinear]:

@@ -32,8 +32,15 @@ from kvconvert.methods import KVScheme
 from kvconvert.runtime.hf.fused_modules import ATTENTION
 from kvconvert.runtime.hf.layer import StateLayer, read_each, write_each
 from kvconvert.runtime.hf.packed import PackedCache, Segment
-from kvconvert.runtime.hf.state_scans import mamba2_scan, takes_kernels
-from kvconvert.runtime.hf.state_steps import ACTIVATIONS, RULES, StoredStates, replaced, with_kernels
+from kvconvert.runtime.hf.state_steps import (
+    ACTIVATIONS,
+    RULES,
+    StoredStates,
+    mamba2_scan,
+    replaced,
+    takes_kernels,
+    with_kernels,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -433,6 +440,7 @@ def _passes(
     like: Tensor,
     trial: Callable[[Tensor, torch.Generator], bool],
     without: str,
+    hooked: bool = False,
 ) -> bool:
     """Whether a module passes a trial, which is made once and kept as an attribute of the module.
 
@@ -443,6 +451,7 @@ def _passes(
         like: the module's input, hidden states [B, T, C].
         trial: given the tokens and a generator, whether the outputs are as they should be.
         without: what is logged of a module that does not pass.
+        hooked: whether modules that are moved between devices are tried, too.
     """
     if skips_launches():
         return True
@@ -451,7 +460,7 @@ def _passes(
         x = torch.randn(1, tokens, like.shape[2], generator=generator).to(like)
         passed, reason = False, "a trial gave other outputs"
         try:
-            passed = not hasattr(module, "_hf_hook") and trial(x, generator)
+            passed = (hooked or not hasattr(module, "_hf_hook")) and trial(x, generator)
         except Exception as error:  # code of any model, which may do what the stand-in for a cache does not
             reason = f"a trial failed: {error}"
         setattr(module, name, passed)
@@ -544,31 +553,22 @@ def _one_by_one(own: Callable, states: Tensor, args: tuple, kwargs: dict[str, An
 
 @torch.no_grad()
 def _continues(module: nn.Module, layer: StateLayer, like: Tensor) -> bool:
-    """Whether a module reads several tokens from a stored state on, found by a trial with a random state.
+    """Whether a module reads several tokens from a stored state on, found by a trial; arguments as above."""
+    without = (
+        "passes over its stored state where it is given several tokens, so these are read one by one; that is slow for "
+        "prompts which are read in chunks"
+    )
+    return _passes(module, "continues", 1 + _TRIAL, like, lambda *own: _goes_on(module, layer, *own), without, True)
 
-    Args:
-        layer: of a cache.
-        like: hidden states [B, T, C] that it is given.
-    """
-    if skips_launches():
-        return True
-    if "continues" not in module.__dict__:
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(1, 1 + _TRIAL, like.shape[2], generator=generator).to(like)
-        found = []
-        for size in (_TRIAL, 1):
-            cache, name = _trial_cache(module, layer, x[:, :1], generator.manual_seed(0)), _cache_name(module)
-            own = cache.layers[module.layer_idx]
-            parts = x[:, 1:].split(size, 1)
-            found.append(_joined([_run(module, own, cache, (part,), {name: cache}) for part in parts]))
-        module.continues = _close(*found)
-        if not module.continues:
-            logger.warning(
-                "%s passes over its stored state where it is given several tokens, so these are read one by one; that "
-                "is slow for prompts which are read in chunks.",
-                type(module).__name__,
-            )
-    return module.continues
+
+def _goes_on(module: nn.Module, layer: StateLayer, x: Tensor, generator: torch.Generator) -> bool:
+    """Whether all but the first of tokens x [1, 1 + T, C] give the same together as one by one."""
+    found, name = [], _cache_name(module)
+    for size in (_TRIAL, 1):
+        cache = _trial_cache(module, layer, x[:, :1], generator.manual_seed(0))
+        own = cache.layers[module.layer_idx]
+        found.append(_joined([_run(module, own, cache, (part,), {name: cache}) for part in x[:, 1:].split(size, 1)]))
+    return _close(*found)
 
 
 def _cache_name(module: nn.Module) -> str:

@@ -171,7 +171,7 @@ def test_value_scaling_is_taken_only_if_the_cache_loses_nothing(setting):
         assert "raises the error of the quantized values" in skipped["self_attn.v_proj -> self_attn.o_proj"]
 
 
-def test_a_cache_that_suffers_from_every_scale_vetoes_them_all_with_the_reason(setting):
+def test_a_cache_that_suffers_from_every_scale_vetoes_them_all_with_the_reason(setting, monkeypatch):
     work = LayerWork("model.layers.7", copy.deepcopy(setting.layer), STRUCTURE, SAMPLES, LENGTH, torch.float32)
     reference = setting.layer.self_attn.v_proj(setting.observed.tokens["self_attn.q_proj"]).unflatten(-1, (2, 16))
 
@@ -179,7 +179,8 @@ def test_a_cache_that_suffers_from_every_scale_vetoes_them_all_with_the_reason(s
         same = values.shape == reference.shape and torch.allclose(values, reference)
         return values if same else values + 1
 
-    awq = AwqPass(3, GROUP, stubborn_cache)
+    monkeypatch.setattr("kvconvert.calibration.awq.value_rounding", lambda cache: stubborn_cache)
+    awq = AwqPass(3, GROUP)
     with awq.observe(work):
         setting.run(work.layer)
     awq.solve(work)

@@ -16,7 +16,7 @@ from kvconvert.bundle.generation import PROCESSED, read_generation, stop_tokens
 from kvconvert.console import Console
 from kvconvert.errors import BundleError, UsageError
 from kvconvert.runtime import Engine, Sampling
-from kvconvert.runtime.engine.processors import logits_processors
+from kvconvert.runtime.engine.sampling import logits_processors
 
 PROMPT = [5, 6, 7, 8, 5, 6, 7, 8, 9, 10]
 NEW = 12

@@ -30,7 +30,7 @@ class Passes(CapturedPasses):
     def _recording(self, cache, read, keep):
         if read.shape[1] > self.memory:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return SimpleNamespace(replay=lambda read, keep: self.replays, logits=self.replays)
+        return SimpleNamespace(replay=lambda read, keep: self.replays, output=self.replays)
 
     def run(self, tokens):
         """A pass over so many tokens; launches, recordings and replays so far."""

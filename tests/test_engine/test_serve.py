@@ -10,7 +10,7 @@ from serving import NAME, serving
 from kvconvert import load
 from kvconvert.bundle.generation import read_generation
 from kvconvert.runtime import Sampling
-from kvconvert.runtime.engine.processors import recommended
+from kvconvert.runtime.engine.sampling import recommended
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"

@@ -185,7 +185,7 @@ def test_a_models_experts_take_the_kernels_and_a_copy_does(name, device, monkeyp
     from tiny.mixtures import tiny_mixture
 
     from kvconvert.models.experts import EXPERT_ROLES, SeparateExperts, is_fused, split_fused
-    from kvconvert.runtime.hf import packed_experts as runtime
+    from kvconvert.runtime.hf import fused_modules as runtime
 
     model = tiny_mixture(name)
     for layer in model.model.layers:

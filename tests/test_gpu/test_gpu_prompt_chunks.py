@@ -11,7 +11,7 @@ from kvconvert.kernels import decode
 from kvconvert.kernels import device as dispatch
 from kvconvert.kernels.attention import Scoring
 from kvconvert.kernels.chunked_prefill import FEWEST_QUERIES
-from kvconvert.runtime.cache.chunked_prefill import AttentionCall, ChunkedPrefill
+from kvconvert.runtime.cache.chunked_prefill import ChunkedPrefill
 from kvconvert.runtime.cache.forward_pass import PassTokens
 
 HALF = torch.float16
@@ -112,7 +112,7 @@ def test_what_is_not_served_has_a_reason_and_is_counted(
     store.fallbacks = 0
     chunk = PassTokens(positions, None, mask_function)
     queries = torch.zeros(3, 4, 60, 32, dtype=HALF, device=device)
-    history = ChunkedPrefill(AttentionCall(store, chunk, Scoring(0.2)), row)
+    history = ChunkedPrefill(store, row, chunk, Scoring(0.2))
     for few in (1, 32):
         assert not history.is_served(queries[:, :, :few])
     assert store.fallbacks == 0

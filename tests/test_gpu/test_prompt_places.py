@@ -12,8 +12,8 @@ from kvconvert.methods import KVScheme
 from kvconvert.models import CACHE
 from kvconvert.runtime import Engine
 from kvconvert.runtime.cache.prompt_pass import TableCapacity
+from kvconvert.runtime.hf.captured_passes import PromptPlaces
 from kvconvert.runtime.hf.generation import adopt
-from kvconvert.runtime.hf.prompt_places import PromptPlaces
 
 PADDED = 128
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}

@@ -14,7 +14,7 @@ from kvconvert.bundle.hub import fetch, upload
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import HubError
-from kvconvert.io import hub_answers
+from kvconvert.io import hub as client
 from kvconvert.models.source import open_source
 
 NAME = "somebody/tiny"
@@ -98,14 +98,14 @@ def test_answers_without_end_are_given_up(published, tmp_path, monkeypatch):
     published.pages = False
     published.endless = "/api/"
     refused(lambda: fetch(NAME, tmp_path / "copy"), "more than 16 MiB")
-    monkeypatch.setattr(hub_answers, "MOST_UNANNOUNCED", 2**20)
+    monkeypatch.setattr(client, "MOST_UNANNOUNCED", 2**20)
     published.endless = "/resolve/"
     refused(lambda: locate(NAME), "more than 1 MiB without its length")
 
 
 def test_answers_that_come_slowly_or_never_are_given_up(published, tmp_path, monkeypatch):
-    monkeypatch.setattr(hub_answers, "ANSWER_SECONDS", 0.5)
-    monkeypatch.setattr(hub_answers, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(client, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(client, "SILENCE_SECONDS", 0.5)
     published.pause = 0.1, 100
     began = time.monotonic()
     refused(lambda: fetch(NAME, tmp_path / "copy"), "takes more than")

@@ -147,7 +147,7 @@ def test_exact_tokens_take_the_places_of_what_pages_hold_of_them():
 @pytest.mark.parametrize("length", [1, 63, 129])
 def test_prompts_attend_causally_to_themselves(dtype, length):
     queries, keys, values = torch.randn(6, length, 80), torch.randn(2, length, 80), torch.randn(2, length, 80)
-    got = prompt_attention(queries.to(dtype), keys.to(dtype), values.to(dtype), Scoring(0.1))
+    got, _ = prompt_attention(queries.to(dtype), keys.to(dtype), values.to(dtype), Scoring(0.1))
     expected = attention_reference(
         queries.to(dtype), keys.to(dtype), values.to(dtype), causal_mask(length, length), 0.1
     ).output

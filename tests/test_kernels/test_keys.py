@@ -24,7 +24,7 @@ from kvconvert.kernels.pages import (
     page_centers,
     quantize_pages,
 )
-from kvconvert.kernels.pages.center import center_scores
+from kvconvert.kernels.pages.center import projected_scores
 from kvconvert.kernels.pages.reference import page_codes, round_with_feedback, round_with_feedback_reference
 from kvconvert.kernels.quantizer import quantize
 from kvconvert.kernels.spans import SpanFormat, quantize_span_reference, span_keys
@@ -189,7 +189,8 @@ def test_scores_are_products_with_it(rotated):
     center = center_of(torch.randn(2, 64, generator=generator), rotated)
     queries, starts = torch.randn(1, 2, 5, 64, generator=generator), torch.tensor([4, 1284])
     expected = queries @ page_centers(starts, 32, center).transpose(2, 3)
-    torch.testing.assert_close(center_scores(queries, starts, 32, center), expected, rtol=1e-4, atol=1e-4)
+    found = projected_scores(queries @ center.matrix.float(), starts, 32, center)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_what_is_taken_away_comes_back_whatever_pages_are_computed_at_a_time():

@@ -11,13 +11,13 @@ import pytest
 import torch
 from tiny import forked
 
+from kvconvert.commands.warm import compile_kernels
 from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.kernels import device
 from kvconvert.kernels import launches as launches_module
 from kvconvert.kernels.device import GPU, imagined
 from kvconvert.kernels.launches import Pointer, begin_to_compile, record_specializations
 from kvconvert.kernels.linear import QuantizedLinear
-from kvconvert.runtime.engine.warm import warm
 
 # Scripts in processes without the interpreter, forked from one that has imported torch and Triton.
 SERVER = """
@@ -98,7 +98,7 @@ def test_a_cache_that_cannot_be_written_is_one_sentence_before_the_model_is_read
     with pytest.raises(
         KvconvertError, match=r"cannot be kept in .*/file/cache \(Not a directory\); set TRITON_CACHE_DIR"
     ):
-        warm("nowhere")
+        compile_kernels("nowhere")
 
 
 def test_a_cpu_that_passes_for_no_gpu_launches_nothing():
@@ -235,11 +235,11 @@ def test_where_triton_is_not_installed_launches_are_named_and_not_imported():
 def test_where_there_is_no_gpu_warming_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="no GPU here"):
-        warm("nowhere")
+        compile_kernels("nowhere")
 
 
 def test_a_gpu_that_there_are_no_kernels_for_is_refused_by_its_capability(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(device, "gpu", lambda _: GPU((7, 5), 40))
     with pytest.raises(UsageError, match=r"7\.5 is below 8\.0"):
-        warm("nowhere")
+        compile_kernels("nowhere")

@@ -148,6 +148,6 @@ def kv_cell(entry: TinyModel, recipe: KVRecipe) -> KVResult:
         tokens,
         pages=cache.stats().pages,
         spans=sum(len(sequence.spans) for sequence in sequences),
-        evicted=sum(length - sequence.stored(128) for sequence in sequences) if recipe.scheme.evicts else 0,
+        evicted=sum(length - sequence.stored for sequence in sequences) if recipe.scheme.evicts else 0,
         other_layers=cache.stats().other_layers,
     )

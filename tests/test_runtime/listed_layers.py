@@ -7,8 +7,7 @@ import torch
 
 from kvconvert.runtime.cache.forward_pass import PassTokens
 from kvconvert.runtime.cache.groups import LayerGroup
-from kvconvert.runtime.cache.prompts import SealSpan
-from kvconvert.runtime.cache.sequence import Sequence
+from kvconvert.runtime.cache.sequence import SealSpan, Sequence
 
 P = 128
 
@@ -154,9 +153,9 @@ class Cache:
                 assert stored.positions.slice(0, len(span)).tolist() == span
             assert sequence.positions.slice(0, len(sequence.positions)).tolist() == left[sequence.kept :]
             outside = max(0, sequence.dropped * P - sequence.sink_tokens)
-            assert sequence.stored(P) == len(everything) - len(layer.evicted[row]) - outside
+            assert sequence.stored == len(everything) - len(layer.evicted[row]) - outside
             twice = sequence.hidden(0) if sequence.pages else 0
-            here = sequence.stored(P) - sum(map(len, layer.spans[row])) + twice
+            here = sequence.stored - sum(map(len, layer.spans[row])) + twice
             assert sequence.residual + sequence.pages * P == here
 
 

@@ -17,7 +17,7 @@ from kvconvert.bundle.manifest import ModuleCoverage
 from kvconvert.errors import BundleError
 from kvconvert.kernels.linear import QuantizedLinear
 from kvconvert.kernels.linear.awq_format import dequantize_weight, quantize_weight
-from kvconvert.runtime.hf.packed_experts import (
+from kvconvert.runtime.hf.fused_modules import (
     EXPERT_ROLES,
     SeparateExperts,
     expert_names,

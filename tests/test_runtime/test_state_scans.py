@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
 
-from kvconvert.runtime.hf.state_scans import MAMBA_SCAN, mamba2_scan
+from kvconvert.runtime.hf.state_steps import MAMBA_SCAN, mamba2_scan
 
 LENGTHS, HEADS, GROUPS, HEAD_DIM, STATE = (5, 1, 70), 4, 2, 16, 32
 

@@ -16,10 +16,9 @@ from kvconvert.kernels.launches import record_specializations
 from kvconvert.kernels.pages import dequantize_pages, page_centers, quantize_pages
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.methods import KVScheme
-from kvconvert.vllm.attention import LayerStep, quantize_pending
+from kvconvert.vllm.attention import LayerStep, quantize_pending, rehearse
 from kvconvert.vllm.blocks import BlockLayout, LayerBatch, LayerBlocks, alike, block_layouts
 from kvconvert.vllm.prompts import Flash, PackedPrompts, Packing, divide_prompts
-from kvconvert.vllm.rehearsal import rehearse
 from kvconvert.vllm.step import DecodeTables, StepPlan, plan_step
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")

@@ -38,7 +38,7 @@ from kvconvert.models.prompts import Conversations, encode_text, token_ids
 from kvconvert.models.source import open_source
 from kvconvert.runtime import load
 from kvconvert.runtime.engine import Engine, Sampling
-from kvconvert.runtime.engine.processors import recommended
+from kvconvert.runtime.engine.sampling import recommended
 from kvconvert.runtime.hf.generation import adopt
 from kvconvert.tables import text_table
 

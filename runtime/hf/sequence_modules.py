@@ -1,4 +1,6 @@
-"""Indexers, which choose the tokens that sparse attention attends to, over what this cache keeps of their keys.
+"""Modules that ask the cache for what each sequence has of its own: indexers for keys, attention for its length.
+
+Indexers choose the tokens that sparse attention attends to, over what this cache keeps of their keys.
 
 transformers' modules of this kind give a layer of the cache their new keys, get those of all tokens, and score them.
 Here a sequence's keys are counted from its own first token, whatever stands beside it, and what was chosen is counted
@@ -8,6 +10,7 @@ pass (`runtime/hf/packed.py`) it runs once for each of the caches.
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Any
 
@@ -16,6 +19,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from kvconvert.models.configuration import INDEX_UPDATES
+from kvconvert.runtime.hf.fused_modules import ATTENTION
 from kvconvert.runtime.hf.handles import MaskHandle
 from kvconvert.runtime.hf.layer import IndexedLayer
 from kvconvert.runtime.hf.packed import PackedCache
@@ -99,3 +103,23 @@ def _visible(layer: IndexedLayer, mask: MaskHandle) -> Tensor:
     if padding is not None and padding.shape == (len(layer.rows), len(columns)):
         visible &= padding.to(device).bool()[:, None]
     return visible
+
+
+def asks_length(module: nn.Module) -> bool:
+    """Whether a module is attention that asks for the length of the cache."""
+    return names_in(module) >= {"get_seq_length", ATTENTION}
+
+
+def tell_positions(model: nn.Module) -> None:
+    """Let all of these know the positions of a packed pass's tokens, which the layers around them are given."""
+    for name, module in model.named_modules():
+        if asks_length(module):
+            around, index = model.get_submodule(name.rpartition(".")[0]), module.layer_idx
+            around.register_forward_pre_hook(functools.partial(_tell, index), with_kwargs=True)
+
+
+def _tell(index: int, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
+    if isinstance(cache, PackedCache):
+        positions = kwargs["position_ids"][0]
+        cache.layers[index].length = positions - torch.arange(len(positions), device=positions.device)
