@@ -9,7 +9,8 @@
 prompts at once, greedily and, without context, with each seed at --sampling; requests with the same seed draw with the
 same noise, so that differences are the quantization's. With --cache transformers answers greedily, without context.
 `compare` says how many problems each file solves, and how much more than the first, with a 95% bootstrap interval over
-problems. Where vLLM needs another Python, KVCONVERT_VLLM_PYTHON names it.
+problems, for each kind of question and for all of a task's. Where vLLM needs another Python, KVCONVERT_VLLM_PYTHON
+names it.
 """
 
 from __future__ import annotations
@@ -141,11 +142,16 @@ def compare(files: Sequence[Path]) -> None:
     opened = {file.name.partition(".")[0]: json.loads(gzip.decompress(file.read_bytes())) for file in files}
     first = next(iter(opened.values()))
     rows: list[tuple[str, ...]] = []
-    for how, exact in first.items():
+    ways = {how: [how] for how in first}
+    for task in dict.fromkeys(how.partition(",")[0] for how in first):
+        ways[f"{task}, all"] = [how for how in first if how.startswith(task)]
+    for way, hows in ways.items():
+        exact = together(first, hows)
         for name, answers in opened.items():
-            if how not in answers:
+            if not set(hows) <= answers.keys():
                 continue
-            pairs = [(exact[problem], answers[how][problem]) for problem in exact]
+            other = together(answers, hows)
+            pairs = [(own, other[problem]) for problem, own in exact.items()]
             right = [torch.tensor([[float(a["right"]) for a in pair[side]] for pair in pairs]) for side in (0, 1)]
             every = [answer for _, own in pairs for answer in own]
             agreed = [same(a, b) for x, y in pairs for a, b in zip(x, y, strict=True)]
@@ -153,7 +159,7 @@ def compare(files: Sequence[Path]) -> None:
             spread = "" if change.bounds is None else " ({:+.1f} to {:+.1f})".format(*(100 * x for x in change.bounds))
             rows.append(
                 (
-                    how,
+                    way,
                     name,
                     f"{right[1].mean():.1%}",
                     "" if answers is first else f"{100 * change.mean:+.1f}{spread}",
@@ -163,6 +169,11 @@ def compare(files: Sequence[Path]) -> None:
                 )
             )
     print(text_table(("", "", "right", "change in points", "tokens", "cut off", "the same"), rows))
+
+
+def together(answers: dict[str, dict[str, list[Any]]], hows: Sequence[str]) -> dict[str, list[Any]]:
+    """Each problem's answers to several kinds of question."""
+    return {problem: [answer for how in hows for answer in answers[how][problem]] for problem in answers[hows[0]]}
 
 
 def same(first: dict[str, Any], second: dict[str, Any]) -> int:

@@ -131,9 +131,7 @@ def fitted_weights(runner: LayerRunner, weights: WeightsRecipe) -> WeightsRecipe
         return weights
     structures = [runner.structure(index) for index in range(runner.num_layers)]
     routed = any(structure.experts is not None for structure in structures)
-    # Where GPTQ makes up for the layers before, no gain was measured.
-    corrected = all(structure.writers for structure in structures)
-    chosen = weights.method == "auto" and weights.plain and not weights.modules and not routed and not corrected
+    chosen = weights.method == "auto" and weights.plain and not weights.modules and not routed
     if weights.kept_share is None and chosen:
         weights = weights.model_copy(update={"kept_share": auto_kept_share(runner.config.hidden_size)})
     if weights.kept_share and routed:

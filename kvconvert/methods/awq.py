@@ -79,8 +79,7 @@ class WeightsRecipe(BaseModel):
         modules: Linears of another width; where several entries apply to one, the last of them counts.
         kept_share: share of the bundle's bytes that may be added to leave the Linears as they are that lose most at 4
             bits, by measuring; half of the weights at most. None becomes what `auto_kept_share` says for a dense model
-            where the method is "auto", all widths are 4 bits, and GPTQ does not make up for the layers before; it means
-            0 elsewhere.
+            where the method is "auto" and all widths are 4 bits; it means 0 elsewhere.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)

@@ -184,10 +184,8 @@ def test_a_rule_of_16_bits_keeps_linears(method, kept, source, tmp_path):
     ("hidden_size", "method", "share"),
     [(640, "auto", 0.1), (1536, "auto", 0.05), (2048, "auto", 0.0), (640, "awq", None), (640, "none", None)],
 )
-@pytest.mark.parametrize("corrected", [False, True])
-def test_small_models_that_gptq_does_not_correct_keep_some_linears_by_default(hidden_size, method, share, corrected):
-    architecture = SimpleNamespace(experts=None, linears=(), writers={"o_proj": ("", "")} if corrected else {})
-    share = None if corrected else share
+def test_small_models_keep_some_linears_by_default(hidden_size, method, share):
+    architecture = SimpleNamespace(experts=None, linears=(), writers={})
     runner = SimpleNamespace(
         num_layers=1,
         config=SimpleNamespace(hidden_size=hidden_size),

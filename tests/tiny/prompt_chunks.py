@@ -24,7 +24,7 @@ SCHEMES = {
     ),
     "keys stay longer": KVScheme(key_recent_tokens=200, sink_tokens=5, value_bits=4, value_group_size=16),
     "values stay longer": KVScheme(value_recent_tokens=200, boost_fraction=0.25, key_group_size=128),
-    "16 and 8 bits": KVScheme(key_bits=16, value_bits=8, key_recent_tokens=20, value_recent_tokens=20),
+    "16 and 8 bits": KVScheme(key_bits=16, value_bits=8, key_recent_tokens=10, value_recent_tokens=10),
     "scales of 8 bits": KVScheme(key_bits=3, value_bits=1, key_scale_bits=8, value_scale_bits=8, sink_tokens=3),
     "eviction": replace(KVScheme.preset("minikv"), key_group_size=32),
     "spans": replace(KVScheme.preset("calibquant-2bit"), tau1=0.0, tau2=0.0, sink_tokens=2),
