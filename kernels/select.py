@@ -25,19 +25,23 @@ from kvconvert.kernels.attention import Scoring, capped
 from kvconvert.kernels.prompt import BLOCK_SCORES, is_fallback, prompt_attention, weight_blocks
 
 
-def select_tokens(scores: torch.Tensor, heavy: int, recent: int, sink_tokens: int = 0) -> torch.Tensor:
+def select_tokens(scores: torch.Tensor, heavy: int | list[int], recent: int, sink_tokens: int = 0) -> torch.Tensor:
     """The tokens that each KV head keeps: int64 [H, kept], ascending.
 
     The first `sink_tokens`, the newest `recent`, and of the others the `heavy` with the highest score [H, n], ties to
-    the older token. Counts that exceed what there is keep everything.
+    the older token. Counts that exceed what there is keep everything. `heavy` may differ by head where `recent` is 0;
+    lines are then as long as the longest, and of the others the last entries are to be ignored.
     """
     heads, n = scores.shape
     sink_tokens = min(sink_tokens, n)
     recent = min(recent, n - sink_tokens)
-    heavy = min(heavy, n - sink_tokens - recent)
+    counts = [min(count, n - sink_tokens - recent) for count in ([heavy] * heads if isinstance(heavy, int) else heavy)]
     middle = scores[:, sink_tokens : n - recent]
-    order = torch.sort(middle, dim=-1, descending=True, stable=True).indices[:, :heavy] + sink_tokens
+    order = torch.sort(middle, dim=-1, descending=True, stable=True).indices[:, : max(counts)] + sink_tokens
     every = torch.arange(n, device=scores.device).expand(heads, n)
+    if min(counts) < max(counts):
+        limits = device.upload([counts], scores.device)[0]
+        order = order.masked_fill(every[:, : max(counts)] >= limits[:, None], n - 1)
     return torch.cat([every[:, :sink_tokens], order.sort(-1).values, every[:, n - recent :]], 1)
 
 

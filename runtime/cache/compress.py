@@ -21,7 +21,7 @@ from kvconvert.kernels.pages import (
 )
 from kvconvert.runtime.cache.forward_pass import Compression, PendingPages, UnreadFlags
 from kvconvert.runtime.cache.pool import UNIT, TokenBuffer, remove_tokens
-from kvconvert.runtime.cache.sequence import SealSpan, Sequence
+from kvconvert.runtime.cache.sequence import Sequence
 from kvconvert.runtime.cache.store import Group, LayerStore
 
 # Tokens of a pass that may lie in full precision in all layers at once: 256 MiB in bfloat16 for 32 layers with 8 KV
@@ -191,9 +191,12 @@ def _execute(group: Group, stores: list[LayerStore], plan: Compression) -> None:
     """Do what is planned in some layers of a group."""
     try:
         for store in stores:
-            for work in plan.seals:
-                with _named_errors([store], 0):
-                    store.seal_span(work) if isinstance(work, SealSpan) else store.evict(work)
+            if group.policy.selects:
+                store.evict(plan.seals)
+            else:
+                for work in plan.seals:
+                    with _named_errors([store], 0):
+                        store.seal_span(work)
             for row, side, start, stop, used in plan.discards:
                 store.buffer(row, side == 0).remove([(start, stop)], used)
         _flush(group, stores, plan)

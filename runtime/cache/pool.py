@@ -298,11 +298,10 @@ class TokenBuffer:
         elif kept > (first := rest[0].stop):
             self.tensor[:, first:kept] = torch.cat([self.tensor[:, part] for part in rest[1:]], 1)
 
-    def replace(self, tokens: torch.Tensor) -> None:
-        """Hold these tokens [H, n, channels] instead of the present ones."""
-        new = self.tensor.new_empty(self.tensor.shape[0], self._room(tokens.shape[1]), self.tensor.shape[2])
-        new[:, : tokens.shape[1]] = tokens
-        self._hold(new)
+    def renew(self, tokens: int) -> torch.Tensor:
+        """Room for other tokens instead of the present ones, to be written: [H, tokens, channels]."""
+        self._hold(self.tensor.new_empty(self.tensor.shape[0], self._room(tokens), self.tensor.shape[2]))
+        return self.tensor[:, :tokens]
 
 
 def remove_tokens(parts: list[tuple[TokenBuffer, int, int, int]]) -> None:

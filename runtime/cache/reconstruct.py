@@ -112,9 +112,10 @@ def share_budget(groups: list[Group], heads: int) -> None:
             masses = [group.stores[0].rows[row].attention_mass for group, row in rows]
             whole = (n - 1) // PAGE_SIZE * PAGE_SIZE  # tokens of whole pages
             newest = min(shares.budget(n)[1], whole - sequence.sink_tokens)
-            for mass in masses:
-                mass[:, : sequence.sink_tokens] = mass[:, n - newest :] = math.inf
             scores = torch.cat([mass.to(masses[0].device) for mass in masses])
+            scores[:, : sequence.sink_tokens] = scores[:, n - newest :] = math.inf
+            for (group, row), mass, own in zip(rows, masses, scores, strict=True):
+                group.stores[0].rows[row].attention_mass = own[None].to(mass.device)
             if not skips_launches() and bool(scores.isnan().any()):
                 raise NumericError(
                     f'selection = "{shares.selection}" scores tokens of this prompt by NaN, so none can be chosen; '

@@ -342,17 +342,33 @@ class LayerStore:
         for side in (row.keys, row.values):
             side.remove(parts, work.used)
 
-    def evict(self, work: SealEviction) -> None:
-        """Keep the sink tokens, heavy hitters and the newest tokens of each KV head."""
-        row, before = self.rows[work.row], self.sequences[work.row]
-        attention_mass, row.attention_mass = row.attention_mass, None
-        if work.keeps_all:
-            return
-        index = select_tokens(attention_mass, work.heavy_hitters, work.recent, work.sink_tokens)
-        row.kept = before.positions.slice(0, work.tokens, index.device)[index].to(torch.int32)
-        for side in (row.keys, row.values):
-            tokens = side.tokens(0, work.tokens)
-            side.replace(tokens.gather(1, index.unsqueeze(2).expand(-1, -1, tokens.shape[2])))
+    def evict(self, works: tuple[SealEviction, ...]) -> None:
+        """Keep the sink tokens, heavy hitters and the newest tokens of each KV head; rows with prompts of one length
+        share launches.
+        """
+        alike: dict[tuple[int, ...], list[SealEviction]] = {}
+        for work in works:
+            if work.keeps_all:
+                self.rows[work.row].attention_mass = None
+            else:
+                alike.setdefault((work.tokens, work.sink_tokens, work.recent), []).append(work)
+        for (n, sink_tokens, recent), some in alike.items():
+            rows, befores = [self.rows[work.row] for work in some], [self.sequences[work.row] for work in some]
+            scores = _joined([row.attention_mass for row in rows], 0)
+            heads = len(scores) // len(rows)
+            index = select_tokens(scores, [w.heavy_hitters for w in some for _ in range(heads)], recent, sink_tokens)
+            different = befores if any(s.positions != befores[0].positions for s in befores) else befores[:1]
+            positions = torch.stack([s.positions.slice(0, n, index.device) for s in different])
+            positions = positions.repeat_interleave(heads, 0) if len(different) > 1 else positions.expand(len(index), n)
+            counts = [work.sink_tokens + work.heavy_hitters + work.recent for work in some]
+            for row, count in zip(rows, counts, strict=True):
+                row.attention_mass = None
+                row.kept = torch.empty(heads, count, dtype=torch.int32, device=index.device)
+            _copy_beginnings(positions.gather(1, index).to(torch.int32), [row.kept for row in rows])
+            for sides in ([row.keys for row in rows], [row.values for row in rows]):
+                tokens = _joined([side.tokens(0, n) for side in sides], 0)
+                chosen = tokens.gather(1, index.unsqueeze(2).expand(-1, -1, tokens.shape[2]))
+                _copy_beginnings(chosen, [side.renew(count) for side, count in zip(sides, counts, strict=True)])
 
     def fall_back(self, operation: str, reason: str) -> None:
         """Count a call that a slower path serves than the one meant for this device, and warn once."""
@@ -495,6 +511,12 @@ def buffer_places(rows: Sequence_[LayerRow], base: torch.Tensor, dtype: torch.dt
     return np.array(places, np.int64).reshape(-1, 4)
 
 
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Tokens [H, n, channels] one after another; a whole prompt needs no copy."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+def _joined(parts: list[torch.Tensor], dim: int = 1) -> torch.Tensor:
+    """Tokens [H, n, channels] one after another, or heads; a whole prompt needs no copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _copy_beginnings(lines: torch.Tensor, targets: list[torch.Tensor]) -> None:
+    """Fill targets [H, count, ...] with the beginnings of lines [all heads, n, ...], in few launches."""
+    into = [head for target in targets for head in target.unbind(0)]
+    torch._foreach_copy_(into, [line[: len(head)] for line, head in zip(lines.unbind(0), into, strict=True)])

@@ -77,6 +77,13 @@ def test_selection_keeps_sink_tokens_the_heaviest_and_the_newest_in_order(heavy,
     assert select_tokens(scores, heavy, recent, sink_tokens).tolist() == expected
 
 
+def test_heads_may_keep_different_numbers_of_tokens():
+    scores, counts = torch.rand(4, 50).round(decimals=1), [7, 50, 0, 13]
+    together = select_tokens(scores, counts, 0)
+    for line, own, count in zip(together, scores, counts, strict=True):
+        assert torch.equal(line[:count], select_tokens(own[None], count, 0)[0])
+
+
 @pytest.mark.parametrize("length", [1, 64, 130, 192])
 @pytest.mark.parametrize(("start", "sinks"), [(0, 0), (4, 4), (70, 4)])
 @pytest.mark.parametrize("softcap", [None, 5.0])
