@@ -13,8 +13,10 @@ import pytest
 from click.testing import CliRunner
 from tiny.bundle import edit_json, reseal
 
+from kvconvert.bundle.locate import check_output
 from kvconvert.cli import cli
 from kvconvert.commands.generate import _lines, _whole_input
+from kvconvert.convert.work_files import check_place
 from kvconvert.errors import UsageError, first_line
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "format-1"
@@ -80,6 +82,13 @@ def test_lines_of_a_conversation_that_are_not_text_are_refused(monkeypatch):
         monkeypatch.setattr(sys, "stdin", stream)
         with pytest.raises(UsageError, match="standard input is not"):
             list(_lines())
+
+
+@pytest.mark.parametrize("check", [check_output, check_place])
+def test_an_output_whose_path_is_no_text_is_refused(check, tmp_path):
+    for path in (tmp_path / "b\udcff", tmp_path / "b\udcff" / "c"):
+        with pytest.raises(UsageError, match=r"b\\udcff.* is not UTF-8 text"):
+            check(path, *[False] * (check is check_output))
 
 
 class Endless(io.RawIOBase):
