@@ -16,6 +16,7 @@ from kvconvert.bundle.writer import is_own_directory, locked, put_in_place
 from kvconvert.errors import BundleError, HubError, UsageError, listed, printable
 from kvconvert.io import disk
 from kvconvert.io.hub import ask_hub, check_can_push, check_id
+from kvconvert.io.regular import files_below
 
 logger = logging.getLogger(__name__)
 CLIENT_FOLDER = ".cache"  # where the client notes, inside a directory that it fetches into, what it has
@@ -178,7 +179,7 @@ def fetch(
         if not held:
             raise UsageError(f"Another pull of {repository} to {output} is at work; wait for it.")
         ask_hub(repository, lambda: _snapshot(repository, commit, staging), revision=revision)
-        for path in [path for path in staging.rglob("*") if path.is_file()]:  # of an earlier revision
+        for path in filter(Path.is_file, files_below(staging)):  # of an earlier revision
             name = path.relative_to(staging).as_posix()
             if name not in names and not name.startswith(f"{CLIENT_FOLDER}/"):
                 disk.remove(path)

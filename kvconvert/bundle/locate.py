@@ -172,9 +172,15 @@ def kind_of(path: Path) -> str:
 
 
 def check_outside(output: Path) -> None:
-    """Refuse (UsageError) an output within a bundle, which would not verify with further files in it, or nowhere."""
+    """Refuse (UsageError) an output within a bundle, which would not verify with further files in it, or nowhere, or at
+    a path that safetensors does not open.
+    """
     try:
-        folders = output.resolve().parents
+        place = output.resolve()
+        folders = place.parents
+        os.fsencode(place).decode()
+    except UnicodeError as error:
+        raise UsageError(f"The path {printable(str(output))} is not UTF-8 text; choose another.") from error
     except (OSError, RuntimeError) as error:  # Python before 3.13 raises the latter
         raise UsageError(f"{output} leads through a symbolic link to itself; choose another path.") from error
     for folder in folders:

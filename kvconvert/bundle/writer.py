@@ -19,6 +19,7 @@ from kvconvert.bundle.manifest import Manifest
 from kvconvert.errors import KvconvertError
 from kvconvert.io import disk
 from kvconvert.io.records import FileInfo, TensorInfo
+from kvconvert.io.regular import files_below, folders_below
 from kvconvert.io.tensorfile import write_tensors
 from kvconvert.io.tensorheader import nbytes
 
@@ -144,7 +145,7 @@ def put_in_place(prepared: Path, output: Path, force: bool) -> None:
     Raises:
         UsageError: see `check_output`.
     """
-    for path in prepared.rglob("*"):
+    for path in files_below(prepared):
         if path.is_file():
             disk.sync_file(path)
     _sync(prepared)
@@ -154,8 +155,8 @@ def put_in_place(prepared: Path, output: Path, force: bool) -> None:
 
 def _sync(directory: Path) -> None:
     """Wait for the names in a directory and its folders; every file was synced when it was written."""
-    for folder, _, _ in os.walk(directory):
-        disk.sync_directory(Path(folder))
+    for folder, _ in folders_below(directory):
+        disk.sync_directory(folder)
 
 
 def write_weights(

@@ -15,6 +15,8 @@ import click
 from kvconvert.commands import AnyWhole, Number, Place, count_option, device_option, dtype_option, quiet, seed_option
 from kvconvert.errors import UsageError
 
+_MOST_INPUT = 2**24  # characters of standard input, which may have no end
+
 
 @click.command()
 @click.argument("bundle")
@@ -102,12 +104,25 @@ def generate(
 
 def _whole_input() -> str:
     """The prompt that standard input holds (UsageError: there is none)."""
-    text = "" if sys.stdin.isatty() else "".join(_lines()).removesuffix("\n")
+    text = ""
+    if not sys.stdin.isatty():
+        lines, length = [], 0
+        for line in _lines():
+            lines.append(line)
+            length += len(line)
+            _check_input(length)
+        text = "".join(lines).removesuffix("\n")
     if not text:
         raise UsageError(
             "kvconvert generate needs a prompt: give it after BUNDLE, with --prompt TEXT or --chat, or as input."
         )
     return text
+
+
+def _check_input(length: int) -> None:
+    """Refuse (UsageError) standard input that may have no end."""
+    if length > _MOST_INPUT:
+        raise UsageError(f"The standard input has more than {_MOST_INPUT:,} characters; give a shorter prompt.")
 
 
 def _lines() -> Iterator[str]:
@@ -119,7 +134,8 @@ def _lines() -> Iterator[str]:
                 yield input("> ") + "\n"
         return
     try:
-        for line in sys.stdin:
+        while line := sys.stdin.readline(_MOST_INPUT + 1):
+            _check_input(len(line))
             yield _decoded(line, "The standard input")
     except UnicodeDecodeError as error:
         raise UsageError(f"The standard input is not {error.encoding} text; convert it first.") from error

@@ -379,7 +379,7 @@ def read_text(file: Path) -> str:
         raise DataError(f"Data file {file} cannot be read ({error.strerror}); check it and its permissions.") from error
     if not text.strip():
         raise DataError(f"Data file {file} holds no text; give a file with text.")
-    if file.suffix == ".txt":
+    if file.suffix in (".txt", *MARKDOWN):
         refuse_table(text, file)
     return text
 
@@ -726,9 +726,10 @@ ROWS_INSPECTED = 64  # of a table, to tell what it holds
 _LINES_INSPECTED = 8
 # Names of lists of messages, and of the fields that a message has in one form or another.
 _LISTS = ("messages", "conversations", "conversation", "dialog", "dialogue", "turns", "chosen")
-# How Python writes such a list, which tables made by pandas hold.
-_PYTHON = re.compile(r"\s*(?:[\[{]\s*(?:'\w+': )?){0,4}\{\s*'(?:role|from|speaker|content|value)': ")
-_SPEAKERS, _SAID = {"role", "from", "speaker"}, {"content", "value", "text"}
+_SPEAKERS, _SAID = {"role", "from", "speaker"}, {"content", "value", "text", "parts"}
+# How they are written: by JSON, also twice over, and by Python, whose lists and arrays tables made by pandas hold.
+_BEGINS = re.compile(r"[\s\ufeff]*(?:b?[\"']\s*)?(?:\w+\(\s*)?[\[({]")
+_NAMES = [re.compile(rf"[\"'](?:{'|'.join(sorted(names))})\\*[\"']\s*:") for names in (_SPEAKERS, _SAID)]
 
 
 def is_conversation(value: Any) -> bool:
@@ -740,8 +741,8 @@ def is_conversation(value: Any) -> bool:
 
 
 def spells_conversation(text: str) -> bool:
-    """Whether a text is a conversation as JSON or Python writes it."""
-    return is_conversation(_json(text)) or _PYTHON.match(text) is not None
+    """Whether a text is a conversation, or several, as JSON or Python writes them."""
+    return _BEGINS.match(text) is not None and all(names.search(text) for names in _NAMES)
 
 
 def refuse_spelled_conversations(values: Iterable[Any], place: str) -> None:
@@ -756,17 +757,15 @@ def refuse_spelled_conversations(values: Iterable[Any], place: str) -> None:
 
 
 def refuse_table(text: str, file: Path) -> None:
-    """Refuse (DataError) a text most of whose first lines, or which as a whole, are JSON, or conversations as Python
-    writes them.
-    """
+    """Refuse (DataError) a text most of whose first lines, or which as a whole, are JSON, or spell conversations."""
     lines = list(islice((line for line in text.splitlines() if line.strip()), _LINES_INSPECTED))
     if 2 * sum(isinstance(_json(line), dict) for line in lines) > len(lines):
         raise DataError(f"Data file {file} holds a JSON object a line, not prose; name it {file.stem}.jsonl.")
     if _json(text):
         raise DataError(f"Data file {file} holds a JSON document, not prose; name it {file.stem}.json.")
-    if _PYTHON.match(text):
-        advice = f"write them to {file.stem}.json with json.dumps"
-        raise DataError(f"Data file {file} holds conversations as Python writes them, not prose; {advice}.")
+    if spells_conversation(text) or 2 * sum(map(spells_conversation, lines)) > len(lines):
+        advice = f'write each to a line of {file.stem}.jsonl, as {{"messages": [...]}}'
+        raise DataError(f"Data file {file} holds conversations spelled as JSON or Python text, not prose; {advice}.")
 
 
 def _json(text: str) -> Any:

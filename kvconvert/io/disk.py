@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvconvert.errors import MissingError, UsageError
-from kvconvert.io.regular import open_regular
+from kvconvert.io.regular import folders_below, open_regular
 
 TEMPORARY = ".partial"
 _HASHED_ASIDE = 2**22  # bytes
@@ -220,14 +220,11 @@ def remove_directory(path: Path) -> None:
 
 def remove_tree(path: Path) -> None:
     """Remove a directory, if it is there, with everything in it; links are removed, not followed."""
-    for folder, folders, files in os.walk(path, topdown=False):
-        for name in files:
-            remove(Path(folder, name))
-        for name in folders:
-            inner = Path(folder, name)
-            (remove if inner.is_symlink() else remove_directory)(inner)
-    if path.is_dir():
-        remove_directory(path)
+    for folder, names in reversed([*folders_below(path)]):
+        for name in names:
+            remove(folder / name)
+        if folder != path or path.is_dir():
+            remove_directory(folder)
 
 
 def sync_directory(path: Path) -> None:

@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,27 @@ def read_regular(path: Path, most: int) -> bytes | None:
     return content if len(content) <= most else None
 
 
-def files_below(directory: Path) -> list[Path]:
-    """All files in a directory and its folders, sorted; a folder that cannot be read, or is removed meanwhile, has
-    none.
+def folders_below(directory: Path) -> Iterator[tuple[Path, list[str]]]:
+    """A directory and the folders in it, outer ones first, each with the names of what is no folder in it: `os.walk`
+    and `Path.rglob` recurse, and fail with a thousand folders in each other. Links are not followed; a folder that
+    cannot be read, or is removed meanwhile, has none.
     """
-    return sorted(Path(folder, name) for folder, _, names in os.walk(directory) for name in names)
+    folders = [directory]
+    while folders:
+        folder, names = folders.pop(), []
+        with suppress(OSError), os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(Path(entry.path))
+                else:
+                    names.append(entry.name)
+        yield folder, names
+
+
+def files_below(directory: Path) -> list[Path]:
+    """All files in a directory and its folders, see `folders_below`, sorted."""
+    paths = (folder / name for folder, names in folders_below(directory) for name in names)
+    return sorted(path for path in paths if not os.path.isdir(path))
 
 
 @contextmanager

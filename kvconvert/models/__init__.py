@@ -17,6 +17,7 @@ from kvconvert.errors import CheckpointError, HubError, MissingError
 from kvconvert.io.disk import MANIFEST_NAME, STATE_NAME
 from kvconvert.io.hub import ask_hub, check_content, is_hub_id, missing_below
 from kvconvert.io.json_text import read_json
+from kvconvert.io.regular import files_below
 
 # The versions of transformers that kvconvert was tried with, of which pyproject.toml has the first and the last. Others
 # may hand the cache over in another way, and then generate without it.
@@ -167,7 +168,7 @@ def _snapshot(model: str, files: list[str], commit: str | None = None) -> Path:
     found = Path(ask_hub(model, fetch, revision=commit, or_path=True))
     if not found.is_dir():
         raise HubError(f"What answers in place of the Hub has no files of {model}; check HF_ENDPOINT and the network.")
-    for file in found.rglob("*"):
+    for file in files_below(found):
         if file.is_file() and file.suffix != ".safetensors":  # weights are hashed once, beside other work
             check_content(file)
     return found

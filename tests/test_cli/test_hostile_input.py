@@ -13,8 +13,10 @@ import pytest
 from click.testing import CliRunner
 from tiny.bundle import edit_json, reseal
 
+from kvconvert.bundle.locate import check_output
 from kvconvert.cli import cli
-from kvconvert.commands.generate import _lines
+from kvconvert.commands.generate import _lines, _whole_input
+from kvconvert.convert.work_files import check_place
 from kvconvert.errors import UsageError, first_line
 from kvconvert.tables import text_table
 
@@ -81,6 +83,37 @@ def test_lines_of_a_conversation_that_are_not_text_are_refused(monkeypatch):
         monkeypatch.setattr(sys, "stdin", stream)
         with pytest.raises(UsageError, match="standard input is not"):
             list(_lines())
+
+
+@pytest.mark.parametrize("check", [check_output, check_place])
+def test_an_output_whose_path_is_no_text_is_refused(check, tmp_path):
+    for path in (tmp_path / "b\udcff", tmp_path / "b\udcff" / "c"):
+        with pytest.raises(UsageError, match=r"b\\udcff.* is not UTF-8 text"):
+            check(path, *[False] * (check is check_output))
+
+
+class Endless(io.RawIOBase):
+    """The same bytes without an end."""
+
+    def __init__(self, content):
+        self.content, self.given = content, 0
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        assert self.given < 2**26, "it is read without end"
+        part = (self.content * (len(buffer) // len(self.content) + 1))[: len(buffer)]
+        buffer[:] = part
+        self.given += len(part)
+        return len(part)
+
+
+@pytest.mark.parametrize(("content", "chat"), [(b"\0", False), (b"\0", True), (b"y\n" * 2**10, False)])
+def test_standard_input_without_end_is_refused(content, chat, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(Endless(content)), encoding="utf-8"))
+    with pytest.raises(UsageError, match="more than 16,777,216 characters"):
+        list(_lines()) if chat else _whole_input()
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")

@@ -31,6 +31,7 @@ from kvconvert.data.sources import (
 )
 from kvconvert.data.text import load_held_out_samples, load_token_samples, token_data, with_random_tokens
 from kvconvert.errors import DataError, UsageError
+from kvconvert.io.disk import remove_tree
 
 CHAT = "{% for m in messages %}<{{ m.role }}> {{ m.content }} {{ m.name if m.name is defined }} {% endfor %}"
 
@@ -119,6 +120,26 @@ def test_a_folder_that_goes_away_while_files_are_looked_for_is_left_out(tmp_path
     monkeypatch.setattr(os, "scandir", scan)
     check_sources(str(tmp_path))
     assert local_files(str(tmp_path)) == [tmp_path / "a.txt"]
+
+
+def nest(directory, levels):
+    """Make folders in each other."""
+    inner = os.open(directory, os.O_RDONLY)
+    for _ in range(levels):
+        os.mkdir("d", dir_fd=inner)
+        outer, inner = inner, os.open("d", os.O_RDONLY, dir_fd=inner)
+        os.close(outer)
+    os.close(inner)
+
+
+def test_a_thousand_folders_in_each_other_are_looked_into_and_removed(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.txt").write_text(words(0, 20))
+    nest(tmp_path / "data", 1200)
+    check_sources(str(tmp_path / "data"))
+    assert local_files(str(tmp_path / "data")) == [tmp_path / "data" / "a.txt"]
+    remove_tree(tmp_path / "data")
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])

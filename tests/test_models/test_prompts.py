@@ -425,8 +425,11 @@ def test_samples_of_conversations_begin_with_one_token(fresh, tmp_path):
         ("a.txt", '{\n "messages": [\n  {"role": "user", "content": "Hi"}\n ]\n}', "name it a.json"),
         ("a.txt", '[[{"role": "user", "content": "Hi"}]]', "name it a.json"),
         ("a.txt", "# chats\n" + '{"messages": [{"role": "user", "content": "Hi"}]}\n' * 9, "name it a.jsonl"),
-        ("a.txt", "[{'messages': [{'role': 'user', 'content': 'Hi'}]}]", "as Python writes them"),
-        ("a.txt", "{'conversations': [{'from': 'human', 'value': 'Hi'}]}", "as Python writes them"),
+        ("a.txt", "[{'messages': [{'role': 'user', 'content': 'Hi'}]}]", "JSON or Python text"),
+        ("a.txt", "{'conversations': [{'from': 'human', 'value': 'Hi'}]}", "JSON or Python text"),
+        ("a.txt", '[{"role": "user", "content": "Hi"}]\n' * 9, "write each to a line of a.jsonl"),
+        ("a.md", "# chats\n" + "({'id': 1, 'role': 'user', 'content': 'Hi'},)\n" * 9, "JSON or Python text"),
+        ("a.txt", "array([{'role': 'user', 'content': 'Hi'}], dtype=object)", "JSON or Python text"),
         ("a.jsonl", "{\"text\": \"{'messages': [{'role': 'user', 'content': 'Hi'}]}\"}\n" * 9, "JSON or Python text"),
         (
             "a.jsonl",
@@ -450,6 +453,28 @@ def test_what_is_no_prose_is_refused_with_what_to_do(name, content, words, fresh
     fresh.chat_template = CHATML
     with pytest.raises(DataError, match=words):
         load_token_samples(str(tmp_path / name), fresh, 1, 8, 0)
+
+
+SAID = [{"id": 1, "role": "user", "content": "Hi"}, {"role": "assistant", "content": None}]
+SPELLINGS = {
+    "lists": json.dumps([SAID]),
+    "lines": "\n".join(map(json.dumps, SAID)),
+    "twice": json.dumps(json.dumps(SAID)),
+    "marked": "\ufeff" + json.dumps(SAID),
+    "parts": json.dumps({"contents": [{"role": "user", "parts": [{"text": "Hi"}]}]}),
+    "further names": str(SAID),
+    "tuple": str((*SAID,)),
+    "array": f"array({SAID}, dtype=object)",
+    "bytes": str(json.dumps(SAID).encode()),
+}
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("kind", SPELLINGS)
+def test_a_column_of_conversations_is_refused_however_they_are_spelled(kind, fresh, tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps([SPELLINGS[kind]] * 9))
+    with pytest.raises(DataError, match="spelled as JSON or Python text"):
+        load_token_samples(str(tmp_path / "a.json"), fresh, 1, 8, 0)
 
 
 def test_conversations_spelled_as_text_among_prose_are_told(fresh, tmp_path, caplog):
