@@ -266,8 +266,9 @@ def test_a_recipe_is_changed_for_a_plan_as_for_a_calibration(tmp_path):
     narrow, wide = planned("--weight-bits", "3.5"), planned("--weight-bits", "8")
     assert narrow["disk"]["bundle"] < plain["disk"]["bundle"]
     assert narrow["disk"]["bundle"] < wide["disk"]["bundle"]
-    shared = planned("--set", "weights.kept_share=0.1")
-    assert plain["disk"]["bundle"] * 1.1 == pytest.approx(shared["disk"]["bundle"], 1e-4)
+    # Models as small as this one keep Linears for a tenth more bytes by default.
+    without = planned("--set", "weights.kept_share=0")
+    assert without["disk"]["bundle"] * 1.1 == pytest.approx(plain["disk"]["bundle"], 1e-4)
     refused = CliRunner().invoke(cli, ["plan", model, "--no-probe", "--weight-bits", "1"])
     assert "--weight-bits is 1, and with scales" in refused.stderr
 
