@@ -29,8 +29,8 @@ def select_tokens(scores: torch.Tensor, heavy: int | list[int], recent: int, sin
     """The tokens that each KV head keeps: int64 [H, kept], ascending.
 
     The first `sink_tokens`, the newest `recent`, and of the others the `heavy` with the highest score [H, n], ties to
-    the older token. Counts that exceed what there is keep everything. `heavy` may differ by head where `recent` is 0;
-    lines are then as long as the longest, and of the others the last entries are to be ignored.
+    the older token. Counts that exceed what there is keep everything. `heavy` may be one number for each head if
+    `recent` is 0; the lines of heads that keep fewer tokens are then filled up with entries to ignore.
     """
     heads, n = scores.shape
     sink_tokens = min(sink_tokens, n)

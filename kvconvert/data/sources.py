@@ -730,6 +730,7 @@ _SPEAKERS, _SAID = {"role", "from", "speaker"}, {"content", "value", "text", "pa
 # How they are written: by JSON, also twice over, and by Python, whose lists and arrays tables made by pandas hold.
 _BEGINS = re.compile(r"[\s\ufeff]*(?:b?[\"']\s*)?(?:\w+\(\s*)?[\[({]")
 _NAMES = [re.compile(rf"[\"'](?:{'|'.join(sorted(names))})\\*[\"']\s*:") for names in (_SPEAKERS, _SAID)]
+_NEAR = 200  # characters of a text within which one of them stands
 
 
 def is_conversation(value: Any) -> bool:
@@ -741,8 +742,14 @@ def is_conversation(value: Any) -> bool:
 
 
 def spells_conversation(text: str) -> bool:
-    """Whether a text is a conversation, or several, as JSON or Python writes them."""
-    return _BEGINS.match(text) is not None and all(names.search(text) for names in _NAMES)
+    """Whether a text is a conversation, or several, as JSON or Python writes them.
+
+    One of a message's fields is near the beginning then; prose may begin with a bracket and quote a message later.
+    """
+    if _BEGINS.match(text) is None:
+        return False
+    found = [names.search(text) for names in _NAMES]
+    return all(found) and min(one.start() for one in found if one) < _NEAR
 
 
 def refuse_spelled_conversations(values: Iterable[Any], place: str) -> None:

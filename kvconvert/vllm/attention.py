@@ -263,7 +263,7 @@ def rehearse(
     Nothing but what kernels would write is computed, and only block 0, which vLLM leaves to no request, may change.
 
     Args:
-        layers: of the cache.
+        layers: the cache's layers.
         heads: query heads of each, and what becomes of its dot products.
         tables: of decoding steps, written anew before each of these.
         packing: of prompts, if they are packed.

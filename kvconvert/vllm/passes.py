@@ -74,7 +74,7 @@ class PassPlanner:
 
         Args:
             config: vLLM's.
-            layers: of a builder.
+            layers: a builder's layers.
             common: of the pass.
         """
         known = cls.newest
@@ -115,7 +115,7 @@ class PassPlanner:
         """Compile what those of these layers launch that it serves, all side by side, and describe their blocks.
 
         Args:
-            layers: of the model.
+            layers: the model's layers.
             heads: of each, see `rehearse`.
             ahead: only begin to compile.
         """

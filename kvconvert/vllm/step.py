@@ -33,7 +33,7 @@ class Request(NamedTuple):
     """One request's part of a forward pass.
 
     Attributes:
-        row: of the block table.
+        row: the row of the block table.
         first: index of its first new token among those of the pass.
         stored: tokens stored before.
         length: new tokens, at least one.
@@ -72,7 +72,7 @@ class PendingBlocks:
     Attributes:
         blocks: int64 [N], where they go.
         firsts: position of each page's first token.
-        rows: of the block table.
+        rows: the rows of the block table.
     """
 
     blocks: torch.Tensor
@@ -295,7 +295,7 @@ class DecodeTables:
     """Where the tokens of requests with one new token lie.
 
     Args:
-        layers: of the cache, all of the same heads, windows, and sink tokens.
+        layers: the cache's layers, all of the same heads, windows, and sink tokens.
         rows: requests of a step at most.
         pages: of all requests together at most.
 
@@ -338,8 +338,8 @@ class DecodeTables:
 
         Args:
             block_table: int32 [requests, entries] on the device.
-            rows: of the block table, one for each request with one new token; without any there is nothing to do.
-            tokens: of each once the step is over; 0 for rows that take no part.
+            rows: the rows of the block table, one for each request with one new token; there may be none.
+            tokens: the number of tokens of each once the step is over; 0 for rows that take no part.
             recent: `Request.recent` for each row; True for all by default.
         """
         count = len(rows)

@@ -43,7 +43,7 @@ def commit(store: LayerStore, chunk: PassTokens, queries: torch.Tensor | None = 
 
     Args:
         store: where tokens are parked.
-        chunk: of the forward pass.
+        chunk: the tokens of the forward pass.
         queries: [B, Hq, T, D] of the same pass, to be rotated along with the keys. Those of latents come later, and
             are None.
 
@@ -148,7 +148,7 @@ class LayerAttention:
 
     Attributes:
         store: what is attended to.
-        chunk: of the forward pass.
+        chunk: the tokens of the forward pass.
         scoring: the layer's scoring, without its window.
     """
 
@@ -239,9 +239,9 @@ class StoredRows:
     """The tokens of some rows of a store, in the forms that `decode_attention` takes; tables hold every row.
 
     Attributes:
-        store: of one layer.
-        rows: of the batch.
-        chunk: of the forward pass.
+        store: the store of one layer.
+        rows: the rows of the batch.
+        chunk: the tokens of the forward pass.
         tables: of a planned step; None for other passes.
     """
 
@@ -397,7 +397,7 @@ def attend_latents(
         store: whose newest T positions are the queries'.
         queries: [B, Hq, T, D + r], the channels without RoPE first.
         up_keys: W_UK [Hq, D, R]; up_values: W_UV [Hq, E, R].
-        chunk: of the forward pass.
+        chunk: the tokens of the forward pass.
         scoring: the layer's scoring.
 
     Returns:

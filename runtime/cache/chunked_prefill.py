@@ -27,9 +27,9 @@ class ChunkedPrefill:
     """What one row stores, attended to by many queries at once.
 
     Args:
-        store: of one layer.
-        row: of the batch.
-        chunk: of the forward pass.
+        store: the store of one layer.
+        row: the row of the batch.
+        chunk: the tokens of the forward pass.
         scoring: the layer's scoring, without its window.
     """
 

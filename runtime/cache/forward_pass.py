@@ -239,7 +239,7 @@ class Destination(NamedTuple):
     """Where one row's new tokens go.
 
     Attributes:
-        row: of the batch.
+        row: the row of the batch.
         runs: (first, how many) of the row's real tokens among the new ones, without padding.
         first_key, first_value: index of the first one in each buffer; the runs are written there one after another.
     """
@@ -254,7 +254,7 @@ class PendingPages(NamedTuple):
     """Complete pages in one row's buffer of one side.
 
     Attributes:
-        row: of the batch.
+        row: the row of the batch.
         start: index of their first token.
         hidden: how many of the first tokens are sink tokens, which stay in the buffer and which no scale takes part in.
         numbers: under which they will be stored.

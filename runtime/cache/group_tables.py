@@ -39,7 +39,7 @@ class GroupTables:
 
     Args:
         stores: the layers.
-        rows: of the batch.
+        rows: the rows of the batch.
         entries: pages and span blocks that a row has room for.
         place: of the cache among those of a pass, which all need tables of their own.
 

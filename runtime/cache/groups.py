@@ -200,7 +200,7 @@ class LayerGroup(Generic[Store]):
 
         Args:
             forward_pass: the latest.
-            chunk: of it.
+            chunk: its tokens.
             check: compare its padding with that of the tokens stored.
 
         Raises:

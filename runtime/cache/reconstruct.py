@@ -32,7 +32,7 @@ def score_and_attend(
     """Attention of the repeated tokens of all rows, whose scores are added to what rows hold.
 
     Args:
-        store: of one layer.
+        store: the store of one layer.
         queries: [rows, G, T, D]; keys: [rows, 1, T, D]; values: [rows, 1, T, E]; none rotated.
         scoring: the layer's scoring, which has no sink logits.
 

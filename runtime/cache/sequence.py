@@ -265,7 +265,7 @@ class SealSpan:
     """One row's open prompt becomes one span or several.
 
     Attributes:
-        row: of the batch.
+        row: the row of the batch.
         parts: (start, stop) of its tokens in the buffers, ascending.
         used: tokens in the buffers before.
         lengths: tokens of each span, in order; together those of all parts.
@@ -282,8 +282,8 @@ class SealEviction:
     """One row's open prompt is reduced to sink tokens, heavy hitters and the newest tokens of each KV head.
 
     Attributes:
-        row: of the batch.
-        tokens: of the prompt, all in the buffers.
+        row: the row of the batch.
+        tokens: the number of tokens of the prompt, all in the buffers.
         sink_tokens, heavy_hitters, recent: how many are kept; nothing is evicted where their sum reaches `tokens`.
     """
 
@@ -372,7 +372,7 @@ class EvictionPolicy(PromptPolicy):
     """Keeps a budget of the first prompt's tokens (MiniKV), and all later ones.
 
     Args:
-        shares: of the prompt's tokens that are kept as heavy hitters and as the newest ones.
+        shares: the shares of the prompt's tokens that are kept as heavy hitters and as the newest ones.
     """
 
     selects = True
@@ -408,7 +408,7 @@ class SharedBudgetPolicy(EvictionPolicy):
     with a budget of its own.
 
     Attributes:
-        kept: of each row, the tokens of its open prompt that are to be kept, once that is scored.
+        kept: by row, the number of tokens to keep of its open prompt, once these are scored.
     """
 
     sums_attention = False

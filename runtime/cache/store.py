@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -343,30 +344,28 @@ class LayerStore:
             side.remove(parts, work.used)
 
     def evict(self, works: tuple[SealEviction, ...]) -> None:
-        """Keep the sink tokens, heavy hitters and the newest tokens of each KV head; rows with prompts of one length
-        share launches.
+        """Keep the sink tokens, heavy hitters and the newest tokens of each KV head; rows of one sequence share
+        launches.
         """
-        alike: dict[tuple[int, ...], list[SealEviction]] = {}
-        for work in works:
-            if work.keeps_all:
-                self.rows[work.row].attention_mass = None
-            else:
-                alike.setdefault((work.tokens, work.sink_tokens, work.recent), []).append(work)
-        for (n, sink_tokens, recent), some in alike.items():
-            rows, befores = [self.rows[work.row] for work in some], [self.sequences[work.row] for work in some]
-            scores = _joined([row.attention_mass for row in rows], 0)
+        for _, together in groupby(works, lambda work: work.row // self.heads_apart):
+            some = list(together)
+            rows, first = [self.rows[work.row] for work in some], some[0]
+            masses = [row.attention_mass for row in rows]
+            for row in rows:
+                row.attention_mass = None
+            if all(work.keeps_all for work in some):
+                continue
+            scores = _joined(masses, 0)
             heads = len(scores) // len(rows)
-            index = select_tokens(scores, [w.heavy_hitters for w in some for _ in range(heads)], recent, sink_tokens)
-            different = befores if any(s.positions != befores[0].positions for s in befores) else befores[:1]
-            positions = torch.stack([s.positions.slice(0, n, index.device) for s in different])
-            positions = positions.repeat_interleave(heads, 0) if len(different) > 1 else positions.expand(len(index), n)
+            heavy = [work.heavy_hitters for work in some for _ in range(heads)]
+            index = select_tokens(scores, heavy, first.recent, first.sink_tokens)
             counts = [work.sink_tokens + work.heavy_hitters + work.recent for work in some]
             for row, count in zip(rows, counts, strict=True):
-                row.attention_mass = None
                 row.kept = torch.empty(heads, count, dtype=torch.int32, device=index.device)
-            _copy_beginnings(positions.gather(1, index).to(torch.int32), [row.kept for row in rows])
+            positions = self.sequences[first.row].positions.slice(0, first.tokens, index.device)
+            _copy_beginnings(positions[index].to(torch.int32), [row.kept for row in rows])
             for sides in ([row.keys for row in rows], [row.values for row in rows]):
-                tokens = _joined([side.tokens(0, n) for side in sides], 0)
+                tokens = _joined([side.tokens(0, first.tokens) for side in sides], 0)
                 chosen = tokens.gather(1, index.unsqueeze(2).expand(-1, -1, tokens.shape[2]))
                 _copy_beginnings(chosen, [side.renew(count) for side, count in zip(sides, counts, strict=True)])
 
@@ -501,7 +500,7 @@ def buffer_places(rows: Sequence_[LayerRow], base: torch.Tensor, dtype: torch.dt
     one head to the next, and the same for its values, in elements. Empty buffers lie nowhere, so their distance is 0.
 
     Args:
-        rows: of one layer.
+        rows: the rows of one layer.
         base: a tensor on the same device.
         dtype: the dtype of the tokens.
     """

@@ -115,7 +115,7 @@ class ModelSteps:
 
     Args:
         model: of a bundle with a KV plan.
-        rows: of the batch.
+        rows: the rows of the batch.
         kv_memory: bytes for pages, see `KVCache`, and for the rows' states.
 
     Attributes:

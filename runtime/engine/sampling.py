@@ -147,9 +147,9 @@ def logits_processors(
 
     Args:
         model: as transformers' `generate` has it.
-        sampling: of the request.
+        sampling: the request's sampling.
         prompt: its token ids.
-        max_new_tokens: of the request.
+        max_new_tokens: the number of tokens that the request may generate.
         stops: tokens that end it.
         constraint: applied before all others.
 
@@ -210,7 +210,7 @@ class ProcessedRow:
     """The logits processors of one row, and its tokens so far.
 
     Attributes:
-        processors: of the request.
+        processors: the request's processors.
         ids: int64 [1, tokens that it may come to].
         length: tokens so far.
     """

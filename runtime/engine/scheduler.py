@@ -28,7 +28,7 @@ class Scheduler:
     fail once it runs. The oldest one waiting is always the next: while it does not fit, nothing overtakes it.
 
     Args:
-        rows: of the batch.
+        rows: the rows of the batch.
         pages: in all, or None where they are not limited.
         max_waiting: requests that may wait, or None for any number.
     """

@@ -246,7 +246,7 @@ def fingerprint_of(
     """A hash of model, schemes and KV plan.
 
     Args:
-        config: of the model.
+        config: the model's config.
         schemes: of all layers.
         plan: see `KVCache`.
         seal: of the manifest of the model's bundle; with "" the model is known by its config alone.

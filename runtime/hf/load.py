@@ -110,7 +110,7 @@ def generation_settings(
 
     Args:
         stated: contents of the file, or of transformers' object.
-        config: of the model.
+        config: the model's config.
         tokenizer: the model's tokenizer; None leaves its end-of-sequence token out.
 
     Raises:
@@ -136,7 +136,7 @@ def read_generation_config(
 
     Args:
         stated: contents of the file; None where there is none, so that the configuration tells.
-        config, tokenizer: of the model.
+        config, tokenizer: the model's config and tokenizer.
 
     Raises:
         BundleError: a field that nothing can apply.

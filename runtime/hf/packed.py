@@ -84,7 +84,7 @@ class PaddedBatch:
     """Which of a batch's new positions are tokens.
 
     Attributes:
-        chunk: of the forward pass, whose mask has padding.
+        chunk: the tokens of the forward pass, whose mask has padding.
         places: int64 [N] of the tokens, one row's after the other's, among all positions of the batch; on the device,
             and on the host.
     """

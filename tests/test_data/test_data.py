@@ -122,6 +122,13 @@ def test_a_folder_that_goes_away_while_files_are_looked_for_is_left_out(tmp_path
     assert local_files(str(tmp_path)) == [tmp_path / "a.txt"]
 
 
+@pytest.mark.parametrize("name", ["guide.md", "guide.txt"])
+def test_prose_that_begins_with_a_bracket_and_quotes_a_message_is_prose(tmp_path, name):
+    text = "[![tests](badge.svg)](tests)\n\n" + 40 * "How to call the server.\n" + json.dumps(SAID[0]) + "\n"
+    (tmp_path / name).write_text(text)
+    assert sources.read_text(tmp_path / name) == text
+
+
 def nest(directory, levels):
     """Make folders in each other."""
     inner = os.open(directory, os.O_RDONLY)
