@@ -265,8 +265,8 @@ def rehearse(
     Args:
         layers: the cache's layers.
         heads: query heads of each, and what becomes of its dot products.
-        tables: of decoding steps, written anew before each of these.
-        packing: of prompts, if they are packed.
+        tables: the tables of decoding steps, written anew before each step.
+        packing: how prompts are packed; None if they are not.
     """
     first = layers[0]
     layout, device, dtype = first.layout, first.words.device, first.dtype

@@ -272,8 +272,8 @@ def seal_prompt(model: torch.nn.Module, cache: KVCache, input_ids: torch.Tensor)
     `generate` of a bundle's model does this by itself.
 
     Args:
-        model: that has read the prompt.
-        cache: that it was read into.
+        model: the model that has read the prompt.
+        cache: the cache that it was read into.
         input_ids: int64 [B, n], all tokens read so far, padding included.
 
     Raises:
