@@ -17,7 +17,7 @@ from torch.nn import functional
 from kvconvert.calibration.protocol import CalibrationPass, LayerJob, LayerWork, PassResult, significant
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.kernels.select import TokenScorer
-from kvconvert.methods.kvzip import SCORER_CHANNELS, scorer_shapes
+from kvconvert.methods.kvzip import SCORE_QUANTILES, SCORER_CHANNELS, scorer_shapes
 
 SMALLEST = 1e-5  # scores below it count as this
 STEPS = 1200
@@ -32,10 +32,12 @@ class FittedScorer:
     Attributes:
         scorer: for values that are not rotated.
         explained: share of the variance of held-out tokens' logarithms of scores that it explains.
+        quantiles: float32 [H, SCORE_QUANTILES], of the logarithms of the scores that it predicts.
     """
 
     scorer: TokenScorer
     explained: float
+    quantiles: Tensor
 
 
 def fit_scorer(features: Tensor, scores: Tensor, held_out: int, seed: int = 0) -> FittedScorer:
@@ -84,7 +86,9 @@ def fit_scorer(features: Tensor, scores: Tensor, held_out: int, seed: int = 0) -
         # Without means and spreads of features.
         hidden_weight = weights[0] / spread
         scorer = TokenScorer(hidden_weight, weights[1] - hidden_weight @ mean, weights[2].detach(), weights[3] + offset)
-    return FittedScorer(scorer, explained)
+        ordered = torch.cat([predicted(part) for part in features.split(batch)]).sort(0, descending=True).values
+        places = torch.linspace(0, len(ordered) - 1, SCORE_QUANTILES).round().long()
+    return FittedScorer(scorer, explained, ordered[places.to(device)].T)
 
 
 class KVzipPass(CalibrationPass):
@@ -110,6 +114,7 @@ class KVzipPass(CalibrationPass):
     def result(self) -> PassResult:
         """The network's tensors, and how well it predicts."""
         job, (hidden_weight, *others) = self.job, self.job.scorer.scorer
+        others.append(job.scorer.quantiles)
         if job.scheme.rotate_values != "none":
             values = hidden_weight[:, : job.heads * job.value_dim].unflatten(1, (job.heads, -1))
             rotated = hadamard_transform(values.contiguous()).flatten(1)

@@ -51,6 +51,7 @@ def token_scorer(
                 f"[kv] {setting} needs numbers, and {name} of the KV plan is not finite; use another bundle, or "
                 f"{instead}."
             )
+    del tensors["scorer_quantiles"]  # the host decides by them
     return TokenScorer(*(tensor.to(device, torch.float32) for tensor in tensors.values()))
 
 

@@ -14,6 +14,7 @@ from pydantic.dataclasses import dataclass
 from kvconvert.methods.part import STRICT, LayerShape, Part, PlanTensor, option
 
 SCORER_CHANNELS = 256  # of the hidden layer of the network that predicts scores
+SCORE_QUANTILES = 129  # of each KV head
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -30,6 +31,7 @@ class KVzip(Part):
         "scorer_hidden_bias": "its bias",
         "scorer_weight": "second layer",
         "scorer_bias": "its bias",
+        "scorer_quantiles": "logarithms of its scores on calibration text, evenly spaced, highest first",
     }
 
     from_calibration = ("selection", ("predicted",), None)
@@ -117,14 +119,14 @@ class KVzip(Part):
             "values are, then for each KV head and i < head_dim / 2 the norms of (key_i, key_{i + head_dim / 2}) after "
             "RoPE, not rotated"
         )
-        return {
-            "eviction": {
-                "score": predicted if any(scheme.predicts for scheme, _ in layers) else read,
-                "kept": "sinks, the newest round(recent_ratio * n) and, of the others of all layers and KV heads, "
-                "those with the highest scores, in whole pages of 128 tokens of a head: "
-                "floor((heavy_ratio + recent_ratio) * n * KV heads / 128) pages per layer on average",
-            }
-        }
+        kept = (
+            "sinks, the newest round(recent_ratio * n) and, of the others of all layers and KV heads, those with the "
+            "highest scores, in whole pages of 128 tokens of a head: "
+            "floor((heavy_ratio + recent_ratio) * n * KV heads / 128) pages per layer on average"
+        )
+        shared = "; how many pages a head has follows from scores distributed as its scorer_quantiles"
+        predicts = any(scheme.predicts for scheme, _ in layers)
+        return {"eviction": {"score": predicted if predicts else read, "kept": kept + shared * predicts}}
 
 
 def scorer_shapes(heads: int, key_dim: int, value_dim: int) -> dict[str, tuple[int, ...]]:
@@ -135,4 +137,5 @@ def scorer_shapes(heads: int, key_dim: int, value_dim: int) -> dict[str, tuple[i
         "scorer_hidden_bias": (SCORER_CHANNELS,),
         "scorer_weight": (heads, SCORER_CHANNELS),
         "scorer_bias": (heads,),
+        "scorer_quantiles": (heads, SCORE_QUANTILES),
     }

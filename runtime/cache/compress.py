@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -98,9 +99,13 @@ def raise_found(flushes: Iterable[UnreadFlags]) -> None:
     """Raise what flushes could not store (NumericError); waits until it is known."""
     for unread in flushes:
         unread.arrived(wait=True)
-        for value, (stores, pages) in zip(unread.flags.tolist(), unread.launches, strict=True):
-            with _named_errors(stores, 1, pages):
-                raise_if_flagged(value, stores[0].format.keys.heads)
+        for value, raises in zip(unread.flags.tolist(), unread.raises, strict=True):
+            raises(value)
+
+
+def _raise_pages(stores: list[LayerStore], pages: int, value: int) -> None:
+    with _named_errors(stores, 1, pages):
+        raise_if_flagged(value, stores[0].format.keys.heads)
 
 
 def seal(group: Group) -> None:
@@ -224,11 +229,8 @@ def _flush(group: Group, stores: list[LayerStore], plan: Compression) -> None:
             launches.append((some, sum(len(part.numbers) for part in plan.keys or plan.values)))
     for device in {some[0].device for some, _ in launches}:
         here = [launch for launch in launches if launch[0][0].device == device]
-        flags, copied = torch.cat([some[0].flag for some, _ in here]), None
-        if flags.is_cuda:
-            flags, copied = flags.to("cpu", non_blocking=True), torch.cuda.Event()
-            copied.record(torch.cuda.current_stream(device))
-        group.unread_flags.append(UnreadFlags(flags, copied, here))
+        flags = torch.cat([some[0].flag for some, _ in here])
+        group.unread_flags.append(UnreadFlags.of(flags, [partial(_raise_pages, *launch) for launch in here]))
     removed = []
     for store in stores:
         for pending, is_key in ((plan.keys, True), (plan.values, False)):

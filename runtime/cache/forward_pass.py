@@ -307,17 +307,27 @@ class Compression:
 
 @dataclass
 class UnreadFlags:
-    """What a flush could not store, as kernels say it, and nobody has looked at.
+    """What kernels could not store or choose, as they say it, and nobody has looked at.
 
     Attributes:
-        flags: int32 [n], on their way to the host.
+        flags: [n], on their way to the host.
         copied: when they are there; None where they are.
-        launches: of each flag the layers that share it, and how many pages each of them wrote.
+        raises: of each flag, the function that raises the error that its value stands for, if any.
     """
 
     flags: torch.Tensor
     copied: torch.cuda.Event | None
-    launches: list[tuple[list[Any], int]]
+    raises: list[Callable[[Any], None]]
+
+    @classmethod
+    def of(cls, flags: torch.Tensor, raises: list[Callable[[Any], None]]) -> UnreadFlags:
+        """Begin to copy flags to the host."""
+        if not flags.is_cuda:
+            return cls(flags, None, raises)
+        copied = torch.cuda.Event()
+        on_host = flags.to("cpu", non_blocking=True)
+        copied.record(torch.cuda.current_stream(flags.device))
+        return cls(on_host, copied, raises)
 
     def arrived(self, wait: bool) -> bool:
         """Whether they can be read; with `wait`, once they can."""
@@ -330,7 +340,7 @@ class UnreadFlags:
 
     def __deepcopy__(self, memo: dict) -> UnreadFlags:
         self.arrived(wait=True)
-        return UnreadFlags(self.flags.clone(), None, deepcopy(self.launches, memo))
+        return UnreadFlags(self.flags.clone(), None, deepcopy(self.raises, memo))
 
 
 @dataclass(eq=False)

@@ -1,5 +1,5 @@
-"""Selection by reconstruction (KVzip): prompts are read again and scored, or their scores predicted, and all heads
-share one budget.
+"""Selection by reconstruction (KVzip): prompts are read again and scored, or their scores predicted, and the heads of
+all layers share one budget.
 
 Every KV head is a row of its own here: row `b * heads + h` of a layer is head h of sequence b, so that each holds as
 many tokens as the scores leave it. While a group's `repetition` is set, tokens that reach its layers are not stored.
@@ -8,7 +8,9 @@ many tokens as the scores leave it. While a group's `repetition` is set, tokens 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from kvconvert.errors import NumericError
@@ -16,7 +18,8 @@ from kvconvert.kernels.attention import Scoring
 from kvconvert.kernels.launches import skips_launches
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.kernels.rotate import hadamard_transform
-from kvconvert.kernels.select import repeated_attention, share_pages
+from kvconvert.kernels.select import expected_pages, repeated_attention, share_pages
+from kvconvert.methods.scheme import Evict
 from kvconvert.runtime.cache.store import Group, LayerStore
 
 PART = 512  # tokens of the prompt that a repeated token attends to; 512 and 1,024 keep alike
@@ -70,23 +73,43 @@ def score_and_attend(
     return hadamard_transform(output, inverse=True) if store.format.rotations.values else output
 
 
-def predict_scores(groups: list[Group], heads: int) -> None:
-    """Predict how much a repetition would attend to each token of open prompts; arguments as of `share_budget`."""
-    for group in groups:
-        store = group.stores[0]
-        for begin in range(0, group.rows, heads):
-            sequence = group.sequences[begin]
-            if sequence.open_from is None:
-                continue
-            rows = store.rows[begin : begin + heads]
-            keys, values = (
-                torch.stack([side.tokens(0, sequence.keys.buffered)[0] for side in sides])
-                for sides in ([row.keys for row in rows], [row.values for row in rows])
-            )
-            if store.format.rotations.keys:
-                keys = hadamard_transform(keys, inverse=True)
-            for row, own in zip(rows, store.scorer.scores(keys, values), strict=True):
-                row.attention_mass = own[None]
+class PredictedBudgets:
+    """How many tokens of a prompt each KV head keeps where scores are predicted: as many as would be its share of the
+    text that the networks were fitted to. So no layer waits for the others, or the host for the GPU.
+
+    Args:
+        stores: of all layers.
+    """
+
+    def __init__(self, stores: Sequence[LayerStore]):
+        self._stores = stores
+        self._quantiles: np.ndarray | None = None
+        self._tokens, self._found = 0, ([[0]], 0)
+
+    def of(self, tokens: int, layer: int) -> tuple[list[int], int]:
+        """Tokens that each KV head of a layer keeps of a prompt of `tokens`, and how many of them are the newest."""
+        if tokens != self._tokens:
+            self._tokens, self._found = tokens, self._share(tokens)
+        kept, newest = self._found
+        return kept[layer], newest
+
+    def _share(self, tokens: int) -> tuple[list[list[int]], int]:
+        heads, scheme = self._stores[0].heads_apart, self._stores[0].scheme
+        pages = len(self._stores) * scheme.prompt.shared_pages(tokens, heads, scheme.sink_tokens, PAGE_SIZE)
+        if not pages:
+            return [[tokens] * heads] * len(self._stores), 0
+        if self._quantiles is None:
+            parts = [store.plan["scorer_quantiles"].float().cpu() for store in self._stores]
+            self._quantiles = torch.cat(parts).numpy()
+        newest = _newest(scheme.prompt, tokens, scheme.sink_tokens)
+        found = expected_pages(self._quantiles, pages, tokens, scheme.sink_tokens + newest, PAGE_SIZE)
+        kept = [PAGE_SIZE * count for count in found]
+        return [kept[first : first + heads] for first in range(0, len(kept), heads)], newest
+
+
+def _newest(shares: Evict, tokens: int, sink_tokens: int) -> int:
+    """Newest tokens that are kept of a prompt: no more than whole pages hold beside the sink tokens."""
+    return min(shares.budget(tokens)[1], (tokens - 1) // PAGE_SIZE * PAGE_SIZE - sink_tokens)
 
 
 def share_budget(groups: list[Group], heads: int) -> None:
@@ -110,8 +133,7 @@ def share_budget(groups: list[Group], heads: int) -> None:
             kept = [n] * len(rows)
         else:
             masses = [group.stores[0].rows[row].attention_mass for group, row in rows]
-            whole = (n - 1) // PAGE_SIZE * PAGE_SIZE  # tokens of whole pages
-            newest = min(shares.budget(n)[1], whole - sequence.sink_tokens)
+            newest = _newest(shares, n, sequence.sink_tokens)
             scores = torch.cat([mass.to(masses[0].device) for mass in masses])
             scores[:, : sequence.sink_tokens] = scores[:, n - newest :] = math.inf
             for (group, row), mass, own in zip(rows, masses, scores, strict=True):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -403,9 +404,30 @@ class EvictionPolicy(PromptPolicy):
         return SealEviction(row, tokens, sink_tokens, *self.shares.budget(tokens))
 
 
+class PredictionPolicy(EvictionPolicy):
+    """Keeps what a repetition of the prompt would attend to most, by prediction; rows are KV heads.
+
+    Attributes:
+        budgets: the tokens that each KV head of each layer keeps of a prompt; layer: which of them is this one.
+    """
+
+    sums_attention = False
+
+    def __init__(self, shares: methods.Evict):
+        super().__init__(shares)
+        self.budgets: Any = None
+        self.layer = 0
+
+    def _work(self, row: int, tokens: int, sink_tokens: int) -> SealEviction:
+        kept, newest = self.budgets.of(tokens, self.layer)
+        count = kept[row % len(kept)]
+        if count == tokens:
+            return SealEviction(row, tokens, 0, tokens, 0)
+        return SealEviction(row, tokens, sink_tokens, count - sink_tokens - newest, newest)
+
+
 class SharedBudgetPolicy(EvictionPolicy):
-    """Keeps what a repetition of the prompt attends to most (KVzip), or would by prediction; rows are KV heads, each
-    with a budget of its own.
+    """Keeps what a repetition of the prompt attends to most (KVzip); rows are KV heads, each with a budget of its own.
 
     Attributes:
         kept: by row, the number of tokens to keep of its open prompt, once these are scored.
@@ -419,14 +441,11 @@ class SharedBudgetPolicy(EvictionPolicy):
 
     def _work(self, row: int, tokens: int, sink_tokens: int) -> SealEviction:
         if row not in self.kept:
-            why = (
-                "keeps what a second reading of the prompt attends to, and this prompt was read once: call "
-                "kvconvert.runtime.seal_prompt(model, cache, input_ids) after it"
-                if self.shares.selection == "reconstruction"
-                else "shares a budget among all layers, and this prompt is not sealed: call cache.begin_prompt() "
-                "before it and cache.seal() after it"
+            raise CacheError(
+                f'selection = "{self.shares.selection}" keeps what a second reading of the prompt attends to, and this '
+                "prompt was read once: call kvconvert.runtime.seal_prompt(model, cache, input_ids) after it, or "
+                "generate with a bundle's model."
             )
-            raise CacheError(f'selection = "{self.shares.selection}" {why}, or generate with a bundle\'s model.')
         # Sink tokens and the newest ones have the highest scores of all.
         return SealEviction(row, tokens, 0, self.kept.pop(row), 0)
 
@@ -437,5 +456,6 @@ def prompt_policy(scheme: methods.KVScheme) -> PromptPolicy:
     if isinstance(prompt, methods.Spans):
         return SpanPolicy(prompt)
     if isinstance(prompt, methods.Evict):
-        return SharedBudgetPolicy(prompt) if prompt.heads_apart else EvictionPolicy(prompt)
+        kinds = {"predicted": PredictionPolicy, "reconstruction": SharedBudgetPolicy}
+        return kinds.get(prompt.selection, EvictionPolicy)(prompt)
     return PromptPolicy()

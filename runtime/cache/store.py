@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -12,16 +14,16 @@ import torch
 
 from kvconvert.cache import layer_format
 from kvconvert.cache.plan_tensors import token_scorer, with_plan
-from kvconvert.errors import CacheError, UsageError, counted, first_line
+from kvconvert.errors import CacheError, NumericError, UsageError, counted, first_line
 from kvconvert.kernels.device import fall_back, upload
 from kvconvert.kernels.latent import unsupported as latents_unsupported
 from kvconvert.kernels.page_formats import page_bytes
 from kvconvert.kernels.pages import PAGE_SIZE, PageTensors
 from kvconvert.kernels.rotate import KERNEL_DTYPES, largest_appended
-from kvconvert.kernels.select import select_tokens
+from kvconvert.kernels.select import keep_tokens, predicted_scores, select_tokens
 from kvconvert.kernels.spans import Span, quantize_span
 from kvconvert.methods import KVScheme
-from kvconvert.runtime.cache.forward_pass import ForwardPass, PassTokens
+from kvconvert.runtime.cache.forward_pass import ForwardPass, PassTokens, UnreadFlags
 from kvconvert.runtime.cache.groups import LayerGroup
 from kvconvert.runtime.cache.pool import CPU_GROWTH, GPU_GROWTH, PageStorage, TokenBuffer
 from kvconvert.runtime.cache.sequence import SealEviction, SealSpan, Sequence
@@ -355,19 +357,29 @@ class LayerStore:
                 row.attention_mass = None
             if all(work.keeps_all for work in some):
                 continue
-            scores = _joined(masses, 0)
-            heads = len(scores) // len(rows)
-            heavy = [work.heavy_hitters for work in some for _ in range(heads)]
-            index = select_tokens(scores, heavy, first.recent, first.sink_tokens)
+            sides = [row.keys for row in rows], [row.values for row in rows]
+            keys, values = ([x for part in side for x in part.tokens(0, first.tokens).unbind(0)] for side in sides)
+            heads = len(keys) // len(rows)
             counts = [work.sink_tokens + work.heavy_hitters + work.recent for work in some]
-            for row, count in zip(rows, counts, strict=True):
-                row.kept = torch.empty(heads, count, dtype=torch.int32, device=index.device)
+            if self.scorer is None:
+                heavy = [work.heavy_hitters for work in some for _ in range(heads)]
+                index = select_tokens(_joined(masses, 0), heavy, first.recent, first.sink_tokens)
+            else:
+                rotated = self.format.rotations.keys
+                scores = predicted_scores(self.scorer, keys, values, rotated, first.sink_tokens, first.recent)
+                # Infinite in any case, and NaN if a score is.
+                unread = UnreadFlags.of(scores.sum()[None], [partial(_raise_scores, self.scheme)])
+                self.group.unread_flags.append(unread)
+                index = select_tokens(scores, counts, 0)
             positions = self.sequences[first.row].positions.slice(0, first.tokens, index.device)
-            _copy_beginnings(positions[index].to(torch.int32), [row.kept for row in rows])
-            for sides in ([row.keys for row in rows], [row.values for row in rows]):
-                tokens = _joined([side.tokens(0, first.tokens) for side in sides], 0)
-                chosen = tokens.gather(1, index.unsqueeze(2).expand(-1, -1, tokens.shape[2]))
-                _copy_beginnings(chosen, [side.renew(count) for side, count in zip(sides, counts, strict=True)])
+            kept = positions[index].to(torch.int32)
+            for number, (row, count) in enumerate(zip(rows, counts, strict=True)):
+                row.kept = kept[number * heads : (number + 1) * heads, :count]
+            targets = tuple(
+                [x for part, count in zip(side, counts, strict=True) for x in part.renew(count).unbind(0)]
+                for side in sides
+            )
+            keep_tokens((keys, values), targets, index)
 
     def fall_back(self, operation: str, reason: str) -> None:
         """Count a call that a slower path serves than the one meant for this device, and warn once."""
@@ -515,7 +527,9 @@ def _joined(parts: list[torch.Tensor], dim: int = 1) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def _copy_beginnings(lines: torch.Tensor, targets: list[torch.Tensor]) -> None:
-    """Fill targets [H, count, ...] with the beginnings of lines [all heads, n, ...], in few launches."""
-    into = [head for target in targets for head in target.unbind(0)]
-    torch._foreach_copy_(into, [line[: len(head)] for line, head in zip(lines.unbind(0), into, strict=True)])
+def _raise_scores(scheme: KVScheme, total: float) -> None:
+    if math.isnan(total):
+        raise NumericError(
+            f'selection = "{scheme.prompt.selection}" scores tokens of this prompt by NaN, so none can be chosen; the '
+            "model or its KV plan is damaged, so fetch or calibrate it again."
+        )

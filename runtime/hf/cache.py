@@ -36,7 +36,7 @@ from kvconvert.runtime.cache import session
 from kvconvert.runtime.cache.compress import compress, read_flags, seal
 from kvconvert.runtime.cache.forward_pass import ModalityMask
 from kvconvert.runtime.cache.groups import LayerGroup, geometry
-from kvconvert.runtime.cache.reconstruct import predict_scores, share_budget
+from kvconvert.runtime.cache.reconstruct import PredictedBudgets
 from kvconvert.runtime.cache.sequence import Sequence
 from kvconvert.runtime.cache.session import Snapshot
 from kvconvert.runtime.cache.steps import TableRegistry
@@ -151,6 +151,11 @@ class KVCache(Cache):
                 layers.append(PagedLayer(store))
         super().__init__(layers=layers)
         self.groups = list(groups.values())
+        if self.heads_apart and self.schemes[0].predicts:
+            known = None if beside is None else beside.groups[0].policy.budgets
+            budgets = known or PredictedBudgets([group.stores[0] for group in self.groups])
+            for layer, group in enumerate(self.groups):
+                group.policy.budgets, group.policy.layer = budgets, layer
         self.replays = True
         self.is_replaced = False
         self.model_seal = ""
@@ -212,25 +217,17 @@ class KVCache(Cache):
         `begin_prompt()` was called. Page methods have nothing left to do, except where later layers read earlier
         layers' keys again: there complete pages are written now instead of at the next step.
         """
-        if (
-            self.heads_apart
-            and self.schemes[0].predicts
-            and any(s.open_from is not None for s in self.groups[0].sequences)
-        ):
-            heads = self.groups[0].stores[0].heads_apart
-            predict_scores(self.groups, heads)
-            share_budget(self.groups, heads)
         for group in self.groups:
             group.reading_prompt = False
             seal(group)
 
     def expect_whole_prompt(self) -> None:
-        """State that the next forward pass holds the whole prompt.
+        """State that the next forward pass holds the whole prompt, or the end of one that `begin_prompt` began.
 
         Each layer then compresses it before the next layer runs, so that the prefill's peak is one layer's keys and
         values. Where later layers read earlier layers' keys again, compression waits until the first step.
         """
-        if self.heads_apart:  # what is kept is known when all layers have read it
+        if self.reconstructs:  # what is kept is known when the prompt has been read again
             self.begin_prompt()
             return
         for group in self.groups:

@@ -185,7 +185,7 @@ class BundleModel:
         cache = model_kwargs.get(CACHE)
         if not generation_config.is_assistant:
             _check_prompt(self, input_ids, generation_config, model_kwargs)
-        if isinstance(cache, KVCache) and (generation_config.prefill_chunk_size is not None or cache.heads_apart):
+        if isinstance(cache, KVCache) and (generation_config.prefill_chunk_size is not None or cache.reconstructs):
             cache.begin_prompt()
         output = super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
         wanted = generation_config.use_cache is not False and generation_config.cache_implementation is None

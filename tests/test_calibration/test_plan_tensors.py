@@ -49,9 +49,10 @@ def centering(sampler):
 def predicting():
     """The pass of a layer whose network was fitted."""
     scheme = KVScheme(heavy_ratio=0.3, recent_ratio=0.1, selection="predicted")
-    scorer = TokenScorer(*map(torch.zeros, scorer_shapes(2, 8, 8).values()))
+    *parts, quantiles = map(torch.zeros, scorer_shapes(2, 8, 8).values())
     sizes = {"heads": 2, "key_dim": 8, "value_dim": 8}
-    return KVzipPass(LayerJob(0, "", None, scheme, None, None, **sizes, scorer=FittedScorer(scorer, 0.0)))
+    fit = FittedScorer(TokenScorer(*parts), 0.0, quantiles)
+    return KVzipPass(LayerJob(0, "", None, scheme, None, None, **sizes, scorer=fit))
 
 
 # The method of each pass, if it leaves tensors; the pass with every option on; and the format of the layer's cache.

@@ -14,8 +14,8 @@ from kvconvert.calibration.kvzip import FittedScorer, KVzipPass, fit_scorer
 from kvconvert.calibration.protocol import LayerJob
 from kvconvert.errors import CacheError, NumericError, RecipeError, UnsupportedModelError, UsageError
 from kvconvert.fidelity.scoring import Decoder, Work, compare, estimate_seconds, generate_greedily
-from kvconvert.kernels.select import TokenScorer, share_pages, token_features
-from kvconvert.methods.kvzip import scorer_shapes
+from kvconvert.kernels.select import TokenScorer, expected_pages, share_pages, token_features
+from kvconvert.methods.kvzip import SCORE_QUANTILES, scorer_shapes
 from kvconvert.models.configuration import model_cache
 from kvconvert.runtime import Engine, seal_prompt
 from kvconvert.runtime.cache.reconstruct import PART
@@ -284,8 +284,13 @@ def test_an_engine_refuses_it():
 def scorers():
     """A random network for each layer, for values that are not rotated."""
     generator = torch.Generator().manual_seed(1)
-    shapes = scorer_shapes(HEADS, 16, 16).values()
-    return [TokenScorer(*(torch.randn(shape, generator=generator) for shape in shapes)) for _ in range(LAYERS)]
+    shapes = [shape for name, shape in scorer_shapes(HEADS, 16, 16).items() if name != "scorer_quantiles"]
+    return [TokenScorer(*(0.1 * torch.randn(shape, generator=generator) for shape in shapes)) for _ in range(LAYERS)]
+
+
+def quantiles(layer):
+    """Those of scores that are spread otherwise in each head."""
+    return torch.linspace(2, -2, SCORE_QUANTILES) * torch.arange(1, HEADS + 1)[:, None] - layer
 
 
 def plan_for(scheme):
@@ -293,8 +298,9 @@ def plan_for(scheme):
     plan = {}
     for index, scorer in enumerate(scorers()):
         job = LayerJob(
-            index, "", None, scheme, None, None, heads=HEADS, key_dim=16, value_dim=16, scorer=FittedScorer(scorer, 1.0)
-        )
+            index, "", None, scheme, None, None, heads=HEADS, key_dim=16, value_dim=16,
+            scorer=FittedScorer(scorer, 1.0, quantiles(index)),
+        )  # fmt: skip
         plan |= {f"layers.{index}.{name}": tensor for name, tensor in KVzipPass(job).result().plan.items()}
     return plan
 
@@ -320,7 +326,9 @@ def test_predicted_scores_follow_from_keys_and_values(llama, changes):
     ]
     scores = torch.cat(found)
     scores[:, : EXACT.sink_tokens] = scores[:, -round(0.02 * TOKENS) :] = torch.inf
-    pages = share_pages(scores, LAYERS * int(0.42 * TOKENS * HEADS / 128), 128)
+    every = torch.cat([quantiles(layer) for layer in range(LAYERS)]).numpy()
+    pages = expected_pages(every, LAYERS * int(0.42 * TOKENS * HEADS / 128), TOKENS, 4 + round(0.02 * TOKENS), 128)
+    assert len({*pages}) > 1
     expected = [row.topk(128 * count).indices.sort().values.tolist() for row, count in zip(scores, pages, strict=True)]
     rows = [tokens for layer in kept(cache) for tokens in layer]
     for tokens, wanted in zip(rows, expected, strict=True):
@@ -392,15 +400,20 @@ def test_predicted_scores_that_are_no_numbers_are_refused(llama):
     cache = KVCache(llama.config, PREDICTED, plan=plan)
     cache.begin_prompt()
     llama(random_ids(1, TOKENS), past_key_values=cache)
+    cache.seal()
     with pytest.raises(NumericError, match="scores tokens of this prompt by NaN"):
-        cache.seal()
-
-
-def test_a_prompt_whose_scores_are_predicted_has_to_be_sealed(llama):
-    cache = KVCache(llama.config, PREDICTED, plan=plan_for(PREDICTED))
-    llama(random_ids(1, 300), past_key_values=cache)
-    with pytest.raises(CacheError, match=r"shares a budget among all layers.*begin_prompt"):
         llama(random_ids(1, 1), past_key_values=cache)
+
+
+def test_a_prompt_whose_scores_are_predicted_is_sealed_by_the_first_step(llama):
+    ids, caches = random_ids(1, TOKENS), []
+    for seal in (True, False):
+        caches.append(KVCache(llama.config, PREDICTED, plan=plan_for(PREDICTED)))
+        llama(ids, past_key_values=caches[-1])
+        if seal:
+            caches[-1].seal()
+        llama(random_ids(1, 1), past_key_values=caches[-1])
+    assert kept(caches[0]) == kept(caches[1])
 
 
 def test_networks_learn_scores_that_keys_and_values_tell(monkeypatch):

@@ -14,15 +14,18 @@ from model to model far more than tokens do. A `TokenScorer` predicts the scores
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.nn import functional
 
 from kvconvert.kernels import device, prompt
 from kvconvert.kernels.attention import Scoring, capped
 from kvconvert.kernels.prompt import BLOCK_SCORES, is_fallback, prompt_attention, weight_blocks
+from kvconvert.kernels.rotate import KERNEL_DTYPES, LARGEST_HEAD, hadamard_transform
 
 
 def select_tokens(scores: torch.Tensor, heavy: int | list[int], recent: int, sink_tokens: int = 0) -> torch.Tensor:
@@ -244,6 +247,71 @@ def token_features(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return torch.cat([part.transpose(0, 1).flatten(1) for part in (values.float(), norms)], 1)
 
 
+def predicted_scores(
+    scorer: TokenScorer,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    rotated: bool,
+    sink_tokens: int,
+    newest: int,
+) -> torch.Tensor:
+    """The scores of a prompt's tokens as the cache holds them, infinite for those that have to be kept.
+
+    Args:
+        scorer: the layer's.
+        keys, values: [n, D] and [n, E] of each KV head.
+        rotated: whether keys are rotated.
+        sink_tokens, newest: how many of the first and of the last tokens have to be kept.
+
+    Returns:
+        float32 [H, n]; NaN where the network computes NaN.
+    """
+    if device.runs_triton(keys[0].device):
+        reason = _unsupported(keys[0], values[0])
+        if reason is None:
+            from kvconvert.kernels.select import triton as launch
+
+            return launch.scores(scorer, keys, values, rotated, sink_tokens, newest, _LARGEST_LOGARITHM)
+        device.fall_back("The prediction of scores", reason)
+    stacked = torch.stack([*keys])
+    stacked = hadamard_transform(stacked, inverse=True) if rotated else stacked
+    scores = scorer.scores(stacked, torch.stack([*values])).contiguous()
+    for part in (scores[:, :sink_tokens], scores[:, scores.shape[1] - newest :]):
+        part[~part.isnan()] = math.inf
+    return scores
+
+
+def keep_tokens(
+    sources: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
+    targets: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
+    index: torch.Tensor,
+) -> None:
+    """Copy chosen tokens of each KV head.
+
+    Args:
+        sources: keys [n, D] of each head, then values [n, E].
+        targets: where they go, for each head [kept, D] and [kept, E]; heads may keep different numbers.
+        index: int64 [H, most kept], the tokens; entries beyond what a head keeps are ignored.
+    """
+    if device.runs_triton(index.device) and _unsupported(sources[0][0], sources[1][0]) is None:
+        from kvconvert.kernels.select import triton as launch
+
+        launch.keep(sources, targets, index)
+        return
+    for source, target in zip(sources, targets, strict=True):
+        for tokens, kept, chosen in zip(source, target, index, strict=True):
+            torch.index_select(tokens, 0, chosen[: len(kept)], out=kept)
+
+
+def _unsupported(keys: torch.Tensor, values: torch.Tensor) -> str | None:
+    """Why the kernels cannot take tokens like these; None if they can."""
+    if keys.dtype not in KERNEL_DTYPES:
+        return f"the kernels do not take {keys.dtype}"
+    if keys.shape[1] % 2 or max(keys.shape[1], values.shape[1]) > LARGEST_HEAD:
+        return f"the kernels take even head sizes up to {LARGEST_HEAD}, not {keys.shape[1]} and {values.shape[1]}"
+    return None
+
+
 def share_pages(scores: torch.Tensor, pages: int, page_size: int) -> list[int]:
     """How many pages each head keeps, so that together they keep the best tokens that fit `pages` pages.
 
@@ -260,3 +328,27 @@ def share_pages(scores: torch.Tensor, pages: int, page_size: int) -> list[int]:
     means = ordered.unflatten(1, (whole, page_size)).mean(2)
     best = means.flatten().sort(descending=True, stable=True).indices[:pages] // whole
     return torch.bincount(best, minlength=len(scores)).tolist()
+
+
+_PER_PAGE = 8  # scores that stand for those of a page
+
+
+def expected_pages(quantiles: np.ndarray, pages: int, tokens: int, kept: int, page_size: int) -> list[int]:
+    """`share_pages` for scores that are distributed as those of the calibration text: known before a prompt is read.
+
+    Args:
+        quantiles: float32 [heads of all layers, n], of logarithms, evenly spaced from the highest to the lowest.
+        pages, page_size: as there.
+        tokens: of the prompt.
+        kept: of these, the tokens that have to be kept.
+    """
+    whole = (tokens - 1) // page_size
+    places = (np.arange(whole * _PER_PAGE) + 0.5) * (page_size / _PER_PAGE)  # in descending order of scores
+    levels = ((places - kept) / max(1, tokens - kept)).clip(0, 1) * (quantiles.shape[1] - 1)
+    below = np.minimum(levels.astype(np.int64), quantiles.shape[1] - 2)
+    between = levels - below
+    scores = np.exp(quantiles[:, below] * (1 - between) + quantiles[:, below + 1] * between)
+    scores[:, places < kept] = np.inf
+    means = scores.reshape(len(quantiles), whole, _PER_PAGE).mean(2)
+    best = np.argsort(-means, axis=None, kind="stable")[:pages] // whole
+    return np.bincount(best, minlength=len(quantiles)).tolist()
