@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -32,6 +32,11 @@ class PageWrites(NamedTuple):
     records: np.ndarray
     positions: np.ndarray
     hidden: np.ndarray
+
+    @staticmethod
+    def side_by_side(parts: Sequence[PageWrites]) -> PageWrites:
+        """The pages of several layers, as many as each has, as those of one."""
+        return PageWrites(*(np.concatenate(part, -1) for part in zip(*parts, strict=True)))
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,9 @@ from kvconvert.runtime.cache.pool import UNIT, TokenBuffer, remove_tokens
 from kvconvert.runtime.cache.sequence import Sequence
 from kvconvert.runtime.cache.store import Group, LayerStore
 
+# Layers and what is planned for each.
+Works = list[tuple[LayerStore, Compression]]
+
 # Tokens of a pass that may lie in full precision in all layers at once: 256 MiB in bfloat16 for 32 layers with 8 KV
 # heads of 128 channels.
 FEW_TOKENS = 2048
@@ -71,7 +74,7 @@ def end_forward(store: LayerStore) -> None:
     if latest.compression is None:
         seal_now, group.seal_at_once = group.seal_at_once, False
         latest.compression = group.plan_compression(seal_now)
-    _execute(group, [store], latest.compression)
+    _execute([(store, latest.compression)])
 
 
 def read_flags(group: Group, wait: bool = True) -> None:
@@ -103,8 +106,9 @@ def raise_found(flushes: Iterable[UnreadFlags]) -> None:
             raises(value)
 
 
-def _raise_pages(stores: list[LayerStore], pages: int, value: int) -> None:
-    with _named_errors(stores, 1, pages):
+def _raise_pages(stores: list[LayerStore], value: int) -> None:
+    """Raise what a launch has found in the pages of these layers, one for each page."""
+    with _named_errors(stores, 1):
         raise_if_flagged(value, stores[0].format.keys.heads)
 
 
@@ -122,7 +126,7 @@ def compress(group: Group, seal: bool) -> None:
     """Compress, in all layers of a group, what is complete between passes; errors are those of `end_forward`."""
     plan = group.plan_compression(seal)
     if not plan.is_empty:
-        _execute(group, group.stores, plan)
+        _execute([(store, plan) for store in group.stores])
     for store in group.stores:
         store.sequences = plan.after
 
@@ -192,11 +196,23 @@ def _check_crop(group: Group, row: int, sequence: Sequence, length: int) -> None
             )
 
 
-def _execute(group: Group, stores: list[LayerStore], plan: Compression) -> None:
-    """Do what is planned in some layers of a group."""
+def seal_together(groups: list[Group]) -> None:
+    """Seal the open prompts of groups whose layers hold different numbers of tokens, in as few launches as for one."""
+    is_open = [group for group in groups if any(sequence.open_from is not None for sequence in group.sequences)]
+    works = [
+        (store, plan)
+        for group, plan in [(group, group.plan_compression(seal=True)) for group in is_open if group.error is None]
+        for store in group.stores
+    ]
+    if works:
+        _execute(works)
+
+
+def _execute(works: Works) -> None:
+    """Do what is planned in some layers."""
     try:
-        for store in stores:
-            if group.policy.selects:
+        for store, plan in works:
+            if store.group.policy.selects:
                 store.evict(plan.seals)
             else:
                 for work in plan.seals:
@@ -204,35 +220,36 @@ def _execute(group: Group, stores: list[LayerStore], plan: Compression) -> None:
                         store.seal_span(work)
             for row, side, start, stop, used in plan.discards:
                 store.buffer(row, side == 0).remove([(start, stop)], used)
-        _flush(group, stores, plan)
+        _flush([(store, plan) for store, plan in works if plan.keys or plan.values])
     except Exception as error:
-        group.error = error
+        for store, _ in works:
+            store.group.error = error
         raise
-    for store in stores:
+    for store, plan in works:
         store.sequences = plan.after
 
 
-def _flush(group: Group, stores: list[LayerStore], plan: Compression) -> None:
+def _flush(works: Works) -> None:
     """Move complete pages of all rows to their storage: keys, then values."""
-    if not (plan.keys or plan.values):
-        return
     launches = []
-    for some in _launched_together(stores):
-        first = some[0]
+    for some in _launched_together(works):
+        first = some[0][0]
         if first.flag is None:
             first.flag = new_flag(first.device)
-        for pending, is_key in ((plan.keys, True), (plan.values, False)):
-            if not pending:
-                continue
-            _quantize(some, pending, is_key)
+        for is_key in (True, False):
+            parts = [(store, plan.keys if is_key else plan.values) for store, plan in some]
+            _quantize([(store, pending) for store, pending in parts if pending], is_key)
         if runs_triton(first.device):
-            launches.append((some, sum(len(part.numbers) for part in plan.keys or plan.values)))
-    for device in {some[0].device for some, _ in launches}:
-        here = [launch for launch in launches if launch[0][0].device == device]
-        flags = torch.cat([some[0].flag for some, _ in here])
-        group.unread_flags.append(UnreadFlags.of(flags, [partial(_raise_pages, *launch) for launch in here]))
+            # The layer of each page, in the order of the tables.
+            counts = [(store, plan.keys or plan.values) for store, plan in some]
+            launches.append([store for store, pending in counts for part in pending for _ in part.numbers])
+    for device in {pages[0].device for pages in launches}:
+        here = [pages for pages in launches if pages[0].device == device]
+        flags = torch.cat([pages[0].flag for pages in here])
+        unread = UnreadFlags.of(flags, [partial(_raise_pages, pages) for pages in here])
+        works[0][0].group.unread_flags.append(unread)
     removed = []
-    for store in stores:
+    for store, plan in works:
         for pending, is_key in ((plan.keys, True), (plan.values, False)):
             for part in pending:
                 store.flushes += len(part.numbers)
@@ -241,25 +258,45 @@ def _flush(group: Group, stores: list[LayerStore], plan: Compression) -> None:
     remove_tokens(removed)
 
 
-def _quantize(stores: list[LayerStore], pending: tuple[PendingPages, ...], is_key: bool) -> None:
-    """Write the pages of one side of some layers that one launch serves."""
-    first = stores[0]
+def _quantize(parts: list[tuple[LayerStore, tuple[PendingPages, ...]]], is_key: bool) -> None:
+    """Write pages of one side of some layers, in one launch where kernels run."""
+    if not parts:
+        return
+    stores, (first, pending) = [store for store, _ in parts], parts[0]
+    alike = all(own is pending for _, own in parts)
     f, tensors = first.format.side(is_key)
-    storages = [store.key_pages if is_key else store.value_pages for store in stores]
     sample = _tokens(first.buffer(pending[0].row, is_key), pending[0])
     plain = f if is_key and tensors.feedback is None and tensors.center is None else None
     reason = unsupported(sample, plain_keys=plain)
     if reason is not None:
-        for store, storage in zip(stores, storages, strict=True):
+        for store, own in parts:
             if runs_triton(store.device):
                 store.fall_back("page quantization", reason)
-            for part in pending:
-                tokens, own = _tokens(store.buffer(part.row, is_key), part), store.format.side(is_key)[1]
+            storage = store.key_pages if is_key else store.value_pages
+            for part in own:
+                tokens, side = _tokens(store.buffer(part.row, is_key), part), store.format.side(is_key)[1]
                 with _named_errors([store], 1):
-                    quantize_by_reference([tokens], storage.views(part.numbers), own, [part.position], [part.hidden])
+                    quantize_by_reference([tokens], storage.views(part.numbers), side, [part.position], [part.hidden])
         return
+    if alike:
+        writes = _page_writes(stores, pending, is_key, sample)
+        sides = [store.format.side(is_key)[1] for store in stores]
+    else:
+        # KV heads that are stored apart have no tables (`KVzip.check`).
+        writes = PageWrites.side_by_side([_page_writes([store], own, is_key, sample) for store, own in parts])
+        sides = [tensors]
+    storage = first.key_pages if is_key else first.value_pages
+    quantize_at(writes, sample, storage.views(pending[0].numbers)[0], first.flag, sides)
+
+
+def _page_writes(
+    stores: list[LayerStore], pending: tuple[PendingPages, ...], is_key: bool, sample: torch.Tensor
+) -> PageWrites:
+    """Where pages of one side lie and go, the same of all layers; `sample` is some of the tokens."""
+    storages = [store.key_pages if is_key else store.value_pages for store in stores]
     numbers = np.array([number for part in pending for number in part.numbers], dtype=np.int64)
-    records = [storage.offsets(numbers, first.origin) * UNIT + first.origin.data_ptr() for storage in storages]
+    origin = stores[0].origin
+    records = [storage.offsets(numbers, origin) * UNIT + origin.data_ptr() for storage in storages]
     # Of each page, the part that it is of, and which one of these.
     counts = [len(part.numbers) for part in pending]
     part_of = np.repeat(np.arange(len(pending)), counts)
@@ -271,33 +308,30 @@ def _quantize(stores: list[LayerStore], pending: tuple[PendingPages, ...], is_ke
     strides = np.array([[buffer.head_stride for buffer in line] for line in buffers])[:, part_of]
     positions = np.array([part.position for part in pending])[part_of] + PAGE_SIZE * within
     hidden = np.where(within, 0, np.array([part.hidden for part in pending])[part_of])
-    writes = PageWrites(starts, strides, np.stack(records), positions, hidden)
-    sides = [store.format.side(is_key)[1] for store in stores]
-    quantize_at(writes, sample, storages[0].views(pending[0].numbers)[0], first.flag, sides)
+    return PageWrites(starts, strides, np.stack(records), positions, hidden)
 
 
 def _tokens(buffer: TokenBuffer, part: PendingPages) -> torch.Tensor:
     return buffer.tokens(part.start, part.start + len(part.numbers) * PAGE_SIZE)
 
 
-def _launched_together(stores: list[LayerStore]) -> list[list[LayerStore]]:
+def _launched_together(works: Works) -> list[Works]:
     """Layers whose pages one launch of the kernels can write."""
-    groups: dict[Hashable, list[LayerStore]] = {}
-    for store in stores:
+    groups: dict[Hashable, Works] = {}
+    for store, plan in works:
         together = runs_triton(store.device) and store.format.shares_launches
         key = (store.format.kind, store.dtype, store.device) if together else store.index
-        groups.setdefault(key, []).append(store)
+        groups.setdefault(key, []).append((store, plan))
     return list(groups.values())
 
 
 @contextmanager
-def _named_errors(stores: list[LayerStore], position: int, pages: int = 1) -> Iterator[None]:
+def _named_errors(stores: list[LayerStore], position: int) -> Iterator[None]:
     """Add layer and head to a numeric error.
 
     Args:
-        stores: whose pages were quantized, one after another.
+        stores: the layer of each quantized page, or of all.
         position: the head's place in the quantized tensor's shape; the page's is before it.
-        pages: of each store.
     """
     try:
         yield
@@ -306,7 +340,7 @@ def _named_errors(stores: list[LayerStore], position: int, pages: int = 1) -> It
         if index is not None and len(index) > position:
             head = f", KV head {index[position]}"
             if len(stores) > 1:
-                layer = str(stores[min(index[0] // pages, len(stores) - 1)].index)
-        elif len(stores) > 1:
-            layer += f" or one of {len(stores) - 1} more"
+                layer = str(stores[min(index[0], len(stores) - 1)].index)
+        elif len(others := {store.index for store in stores}) > 1:
+            layer += f" or one of {len(others) - 1} more"
         raise NumericError(f"Layer {layer}{head}: the cache cannot store these keys or values: {error}") from error

@@ -298,10 +298,19 @@ class TokenBuffer:
         elif kept > (first := rest[0].stop):
             self.tensor[:, first:kept] = torch.cat([self.tensor[:, part] for part in rest[1:]], 1)
 
-    def renew(self, tokens: int) -> torch.Tensor:
-        """Room for other tokens instead of the present ones, to be written: [H, tokens, channels]."""
-        self._hold(self.tensor.new_empty(self.tensor.shape[0], self._room(tokens), self.tensor.shape[2]))
-        return self.tensor[:, :tokens]
+
+def renew_all(buffers: Sequence[TokenBuffer], counts: Sequence[int]) -> list[torch.Tensor]:
+    """Room for so many other tokens of each buffer instead of the present ones, in one allocation; to be written.
+
+    Returns:
+        of each buffer [H, tokens, channels].
+    """
+    heads, _, channels = buffers[0].tensor.shape
+    rooms = [buffer._room(count) for buffer, count in zip(buffers, counts, strict=True)]
+    parts = buffers[0].tensor.new_empty(heads * sum(rooms), channels).split([heads * room for room in rooms])
+    for buffer, part in zip(buffers, parts, strict=True):
+        buffer._hold(part.unflatten(0, (heads, -1)))
+    return [buffer.tensor[:, :count] for buffer, count in zip(buffers, counts, strict=True)]
 
 
 def remove_tokens(parts: list[tuple[TokenBuffer, int, int, int]]) -> None:

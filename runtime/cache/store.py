@@ -25,7 +25,7 @@ from kvconvert.kernels.spans import Span, quantize_span
 from kvconvert.methods import KVScheme
 from kvconvert.runtime.cache.forward_pass import ForwardPass, PassTokens, UnreadFlags
 from kvconvert.runtime.cache.groups import LayerGroup
-from kvconvert.runtime.cache.pool import CPU_GROWTH, GPU_GROWTH, PageStorage, TokenBuffer
+from kvconvert.runtime.cache.pool import CPU_GROWTH, GPU_GROWTH, PageStorage, TokenBuffer, renew_all
 from kvconvert.runtime.cache.sequence import SealEviction, SealSpan, Sequence
 
 
@@ -375,11 +375,8 @@ class LayerStore:
             kept = positions[index].to(torch.int32)
             for number, (row, count) in enumerate(zip(rows, counts, strict=True)):
                 row.kept = kept[number * heads : (number + 1) * heads, :count]
-            targets = tuple(
-                [x for part, count in zip(side, counts, strict=True) for x in part.renew(count).unbind(0)]
-                for side in sides
-            )
-            keep_tokens((keys, values), targets, index)
+            new_keys, new_values = ([x for part in renew_all(side, counts) for x in part.unbind(0)] for side in sides)
+            keep_tokens((keys, values), (new_keys, new_values), index)
 
     def fall_back(self, operation: str, reason: str) -> None:
         """Count a call that a slower path serves than the one meant for this device, and warn once."""

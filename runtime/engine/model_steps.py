@@ -473,8 +473,6 @@ class ModelSteps:
 
     def _read_alone(self, chunk: PromptChunk) -> Tensor:
         """Logits [V] after a prompt with images, or after a part of one whose KV heads have rows of their own."""
-        if chunk.last:
-            chunk.cache.expect_whole_prompt()
         if chunk.inputs is None:
             read = upload([chunk.ids, [*chunk.positions]], self.device)[:, None]
             logits = self._logits(*read, chunk.cache, **({"logits_to_keep": 1} if self._keeps_logits else {}))

@@ -33,7 +33,7 @@ from kvconvert.models.configuration import (
 )
 from kvconvert.models.devices import Device, choose_device
 from kvconvert.runtime.cache import session
-from kvconvert.runtime.cache.compress import compress, read_flags, seal
+from kvconvert.runtime.cache.compress import compress, read_flags, seal, seal_together
 from kvconvert.runtime.cache.forward_pass import ModalityMask
 from kvconvert.runtime.cache.groups import LayerGroup, geometry
 from kvconvert.runtime.cache.reconstruct import PredictedBudgets
@@ -219,6 +219,10 @@ class KVCache(Cache):
         """
         for group in self.groups:
             group.reading_prompt = False
+        if self.heads_apart:
+            seal_together(self.groups)
+            return
+        for group in self.groups:
             seal(group)
 
     def expect_whole_prompt(self) -> None:

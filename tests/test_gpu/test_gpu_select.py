@@ -2,10 +2,14 @@
 
 import pytest
 import torch
+from tiny.models import random_ids, tiny_model
 
+from kvconvert import KVCache, KVScheme
+from kvconvert.kernels.device import interpreted
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.kernels.select import TokenScorer, keep_tokens, predicted_scores
 from kvconvert.methods.kvzip import SCORE_QUANTILES, SCORER_CHANNELS, scorer_shapes
+from kvconvert.runtime.cache.compress import seal
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -82,3 +86,36 @@ def test_chosen_tokens_are_copied(device, dtype, heads, count, dim, value_dim):
         for head, (own, target) in enumerate(zip(counts, found, strict=True)):
             assert torch.equal(target[:own].cpu(), side[head][index[head, :own]])
             assert (target[own:] == 7.0).all()
+
+
+@torch.no_grad()
+def test_layers_that_keep_different_tokens_are_sealed_together(device):
+    """As one by one, and with the tokens that are kept without the kernels."""
+    scheme = KVScheme(
+        key_bits=3, value_bits=2, key_group_size=16, value_group_size=16, sink_tokens=4, rotate_keys="hadamard",
+        token_norm="per_head", heavy_ratio=0.4, recent_ratio=0.02, selection="predicted",
+    )  # fmt: skip
+    generator, plan = torch.Generator().manual_seed(0), {}
+    for layer in range(2):
+        for name, shape in scorer_shapes(2, 16, 16).items():
+            plan[f"layers.{layer}.{name}"] = 0.1 * torch.randn(shape, generator=generator)
+        plan[f"layers.{layer}.scorer_quantiles"] = torch.linspace(2, -2, SCORE_QUANTILES) * torch.tensor([[1.0], [2.0]])
+    kept, logits = [], []
+    for place, together in ((device, True), (device, False), (torch.device("cpu"), True)):
+        model = tiny_model("llama", "kvconvert", num_hidden_layers=2, gain=8.0).to(place)
+        cache = KVCache(model.config, scheme, plan=plan)
+        with interpreted(place is device and device.type == "cpu"):
+            cache.begin_prompt()
+            model(random_ids(2, 500).to(place), past_key_values=cache)
+            for group in [] if together else cache.groups:
+                seal(group)
+            cache.seal()
+            logits.append(model(random_ids(2, 1).to(place), past_key_values=cache).logits.cpu())
+        kept.append([row.kept.cpu() for store in cache.stores() for row in store.rows])
+    assert torch.equal(logits[0], logits[1])
+    assert len({part.shape for part in kept[0]}) > 1
+    for found, alone, expected in zip(*kept, strict=True):
+        assert torch.equal(found, alone)
+        assert found.shape == expected.shape
+        # Repeated tokens have equal scores.
+        assert len({*found[0].tolist()} & {*expected[0].tolist()}) >= found.shape[1] - 2
