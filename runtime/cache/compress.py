@@ -106,7 +106,7 @@ def raise_found(flushes: Iterable[UnreadFlags]) -> None:
             raises(value)
 
 
-def _raise_pages(stores: list[LayerStore], value: int) -> None:
+def raise_pages(stores: list[LayerStore], value: int) -> None:
     """Raise what a launch has found in the pages of these layers, one for each page."""
     with _named_errors(stores, 1):
         raise_if_flagged(value, stores[0].format.keys.heads)
@@ -246,7 +246,7 @@ def _flush(works: Works) -> None:
     for device in {pages[0].device for pages in launches}:
         here = [pages for pages in launches if pages[0].device == device]
         flags = torch.cat([pages[0].flag for pages in here])
-        unread = UnreadFlags.of(flags, [partial(_raise_pages, pages) for pages in here])
+        unread = UnreadFlags.of(flags, [partial(raise_pages, pages) for pages in here])
         works[0][0].group.unread_flags.append(unread)
     removed = []
     for store, plan in works:

@@ -22,6 +22,7 @@ from kvconvert.kernels.select import expected_pages, repeated_attention, share_p
 from kvconvert.methods.scheme import Evict
 from kvconvert.runtime.cache.store import Group, LayerStore
 
+_LENGTHS = 256  # of prompts whose budgets are remembered
 PART = 512  # tokens of the prompt that a repeated token attends to; 512 and 1,024 keep alike
 
 
@@ -84,13 +85,15 @@ class PredictedBudgets:
     def __init__(self, stores: Sequence[LayerStore]):
         self._stores = stores
         self._quantiles: np.ndarray | None = None
-        self._tokens, self._found = 0, ([[0]], 0)
+        self._found: dict[int, tuple[list[list[int]], int]] = {}  # by the prompt's tokens
 
     def of(self, tokens: int, layer: int) -> tuple[list[int], int]:
         """Tokens that each KV head of a layer keeps of a prompt of `tokens`, and how many of them are the newest."""
-        if tokens != self._tokens:
-            self._tokens, self._found = tokens, self._share(tokens)
-        kept, newest = self._found
+        if tokens not in self._found:
+            if len(self._found) == _LENGTHS:
+                self._found.clear()
+            self._found[tokens] = self._share(tokens)
+        kept, newest = self._found[tokens]
         return kept[layer], newest
 
     def _share(self, tokens: int) -> tuple[list[list[int]], int]:

@@ -1,6 +1,7 @@
 """Packed passes of the Engine on real models: prompts and decoding rows in one pass do not change each other."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from tiny.models import ARCHITECTURES, GREEDY, tiny_model
 from kvconvert.errors import CacheError, NumericError
 from kvconvert.methods import PRESETS, KVScheme
 from kvconvert.runtime import Engine
+from kvconvert.runtime.cache.compress import raise_pages
 from kvconvert.runtime.cache.forward_pass import UnreadFlags
 from kvconvert.runtime.engine import model_steps
 from kvconvert.runtime.engine.model_steps import ModelSteps, PromptChunk
@@ -176,7 +178,8 @@ def test_what_kernels_could_not_store_of_a_prompt_is_told_after_it_has_joined():
     steps.forward(none, none, False, [PromptChunk(0, prompt, [5] * 300, 0, last=True)])
     (group,) = prompt.groups
     group.stores[0].flag = torch.ones(1, dtype=torch.int32)
-    group.unread_flags.append(UnreadFlags(torch.ones(1, dtype=torch.int32), None, [(group.stores, 2)]))
+    raises = partial(raise_pages, [store for store in group.stores for _ in range(2)])
+    group.unread_flags.append(UnreadFlags.of(torch.ones(1, dtype=torch.int32), [raises]))
     raise_if_lost = steps.join(0, prompt)
     for _ in range(2):
         with pytest.raises(NumericError, match="Layer 0"):
