@@ -43,23 +43,34 @@ def listed(
     writes: PageWrites, like: torch.Tensor, pages: PageTensors, tensors: Sequence[SideTensors]
 ) -> dict[str, Any]:
     """The tables on the device that `quantize_listed` takes; arguments as for `quantize_at`."""
-    records, (layers, count), first = pages.buffer, writes.tokens.shape, tensors[0]
-    table = np.empty((layers, count, 5), dtype=np.int64)
+    records = pages.buffer
+    table = np.empty((*writes.tokens.shape, 5), dtype=np.int64)
     table[..., 0] = (writes.tokens - like.data_ptr()) // like.element_size()
     table[..., 1] = writes.head_strides
     table[..., 2] = (writes.records - records.data_ptr()) // records.element_size()
     table[..., 3] = pages.format.page_size
     table[..., 4] = writes.hidden
-    found = {"table": upload(table.reshape(-1, 5), like.device)}
+    return {"table": upload(table.reshape(-1, 5), like.device)} | tables_of(tensors, writes.positions, like.device)
+
+
+def tables_of(tensors: Sequence[SideTensors], positions: np.ndarray, device: torch.device) -> dict[str, torch.Tensor]:
+    """Where `quantize_listed` finds what belongs to each layer.
+
+    Args:
+        tensors: those of each layer.
+        positions: the position of the first token of each page, the same in every layer.
+        device: where the tables go.
+    """
+    found, first = {}, tensors[0]
     if first.feedback is not None:
         offsets = [(own.feedback.data_ptr() - first.feedback.data_ptr()) // 2 for own in tensors]
-        found["matrices"] = upload(np.repeat(offsets, count), like.device)
+        found["matrices"] = upload(np.repeat(offsets, len(positions)), device)
     if first.center is not None:
         bases = first.center.matrix, first.center.frequencies
         own = [[side.center.matrix.data_ptr(), side.center.frequencies.data_ptr()] for side in tensors]
         offsets = (np.array(own) - [base.data_ptr() for base in bases]) // [base.element_size() for base in bases]
-        centers = np.column_stack([np.tile(writes.positions, layers), np.repeat(offsets, count, axis=0)])
-        found["centers"] = upload(centers, like.device)
+        centers = np.column_stack([np.tile(positions, len(tensors)), np.repeat(offsets, len(positions), axis=0)])
+        found["centers"] = upload(centers, device)
     return found
 
 
