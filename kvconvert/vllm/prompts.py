@@ -177,7 +177,7 @@ class PackedPrompts:
             "places": np.column_stack([np.concatenate(places), np.concatenate([full[0], side, *full[1:]])]),
             "settled_keys": self._listed_pages(settled, dim),
             "settled_values": self._listed_pages(settled, value_dim),
-            "ends": np.cumsum(np.pad([self.lengths, totals], ((0, 0), (1, 0))), 1),
+            "ends": np.cumsum([[0, *self.lengths], [0, *totals]], 1),
         }
         flat = upload(flattened(lines), plan.device)
         self._on_device = unflattened(flat, {name: line.shape for name, line in lines.items()})
@@ -288,12 +288,15 @@ class PackedPrompts:
             g, tokens = blocks.geometry, [[self._in_blocks(blocks.layout, *some) for some in t] for t in self._tokens]
             listed = [*self._found, *(np.concatenate(part, 1) for part in tokens)]
             # What a kernel is given begins at a multiple of 16 bytes, on which it is specialized.
-            found = np.concatenate([np.pad(part, ((0, 0), (0, part.shape[1] % 2))) for part in listed], 1)
+            sizes = [part.shape[1] + part.shape[1] % 2 for part in listed]
+            found = np.zeros((3, sum(sizes)), np.int64)
+            for part, end, size in zip(listed, itertools.accumulate(sizes), sizes, strict=True):
+                found[:, end - size : end - size + part.shape[1]] = part
             # A rehearsed length may need more entries than there are.
             found[1] = np.minimum(found[1], self.block_table.shape[1] - 1)
             rows, entries, slots = upload(found, self.block_table.device)
             every = torch.add(self.block_table[rows, entries].long() * g.block_units, slots, alpha=g.token_units)
-            parts = every.split([part.shape[1] + part.shape[1] % 2 for part in listed])
+            parts = every.split(sizes)
             # Values lie behind keys.
             parts[1].add_(g.key_units)
             parts[3].add_(g.key_units)
