@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-import triton
 import triton.language as tl
 
 from kvconvert.kernels.blocks import tables
@@ -103,7 +102,7 @@ def locate(
         dtype: the dtype of full-precision tokens.
         found: those of the first geometry for B sequences; what a sequence without tokens gets is block 0.
     """
-    locate_kernel[(len(rows), 1 + triton.cdiv(most_pages, PAGES), len(geometries))](
+    locate_kernel[(len(rows), 1 + -(-most_pages // PAGES), len(geometries))](
         block_table, rows, geometries, found.places, block_table.stride(0), block_table.shape[1],
         len(found.key_pages), **locate_constants(geometry, head_sizes, dtype, found.places.shape[1]), num_warps=4,
     )  # fmt: skip
@@ -193,11 +192,12 @@ def copy_tokens(
         keys, values: [H, W, D] and [H, W, E], channels side by side.
         to_blocks: from the workspace.
     """
-    if not len(records):
+    count = records.shape[0]
+    if not count:
         return
     (heads, _, size), value_size = keys.shape, values.shape[2]
-    copy_tokens_kernel[(triton.cdiv(len(records), TOKENS), 2 * heads)](
-        records, places, words.view(keys.dtype), keys, values, len(records), *keys.stride()[:2], *values.stride()[:2],
+    copy_tokens_kernel[(-(-count // TOKENS), 2 * heads)](
+        records, places, words.view(keys.dtype), keys, values, count, *keys.stride()[:2], *values.stride()[:2],
         **copy_constants((heads, size, value_size), keys.dtype, to_blocks), num_warps=4,
     )  # fmt: skip
 

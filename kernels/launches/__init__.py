@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -33,8 +34,12 @@ def deferred(module: str, *names: str) -> list[Callable[..., Any]]:
     """Functions of a module of `kvconvert.kernels` that needs Triton and is therefore imported by the first call."""
 
     def of(name: str) -> Callable[..., Any]:
+        @lru_cache(maxsize=1)
+        def found() -> Callable[..., Any]:
+            return getattr(import_module(f"kvconvert.kernels.{module}"), name)
+
         def call(*arguments: Any, **named: Any) -> Any:
-            return getattr(import_module(f"kvconvert.kernels.{module}"), name)(*arguments, **named)
+            return found()(*arguments, **named)
 
         return call
 

@@ -37,8 +37,10 @@ class Kernel:
     @property
     def key(self) -> str:
         """What Triton's cache knows the source by."""
-        self._has_key = True
-        return _source_key(self.function)
+        key, self._has_key = _source_key(self.function), True
+        # Triton compares globals with what they were before every launch; those of kernels are constants.
+        self.function.used_global_vals = {}
+        return key
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         if not self._has_key:

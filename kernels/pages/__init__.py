@@ -44,9 +44,10 @@ from kvconvert.kernels.pages.reference import dequantize_pages, normalised_keys,
 from kvconvert.kernels.quantizer import new_flag, raise_if_flagged
 
 if TYPE_CHECKING:
-    from kvconvert.kernels.pages.triton.launch import quantize_at, quantize_listed
+    from kvconvert.kernels.pages.triton.launch import quantize_at, quantize_listed, tables_of
 else:
-    quantize_at, quantize_listed = deferred("pages.triton.launch", "quantize_at", "quantize_listed")
+    names = "quantize_at", "quantize_listed", "tables_of"
+    quantize_at, quantize_listed, tables_of = deferred("pages.triton.launch", *names)
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD = 256

@@ -157,7 +157,7 @@ def append(
     value_signs = hadamard_signs(value_dim, dtype, keys.device) if rotations.values else (values, 1.0)
     constants = append_constants(format, *rotations)
     lines = 2 * heads + (query_heads if rotations.keys else 0)
-    append_kernel[(triton.cdiv(count, constants["ROWS"]) * lines,)](
+    append_kernel[(-(-count // ROWS) * lines,)](
         queries, output, keys, values, tables.base, tables.buffers, tables.tokens, key_signs[0], value_signs[0],
         key_signs[1], value_signs[1], count, *queries.stride()[:2], *output.stride()[:2], *keys.stride()[:2],
         *values.stride()[:2], **constants, num_warps=4,

@@ -101,8 +101,8 @@ def unsupported_append(
             return reason
         if x.dtype != dtype:
             return f"new tokens are {x.dtype} and stored ones {dtype}"
-        aligned = x.stride(3) == 1 and x.data_ptr() % 16 == 0 and not any(stride % 8 for stride in x.stride()[:3])
-        if x.shape[3] % 8 or not aligned:
+        batch, head, token, channel = x.stride()
+        if channel != 1 or x.data_ptr() % 16 or (batch | head | token | x.shape[3]) % 8:
             return "the append kernel needs channels side by side and tokens at multiples of 16 bytes"
     return None
 

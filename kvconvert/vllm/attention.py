@@ -300,6 +300,8 @@ def rehearse(
             tokens = [torch.zeros(count, *size, dtype=dtype, device=device) for size in sizes]
             output = tokens[0].new_empty(count, query_heads, f.values.head_dim)
             LayerStep(blocks, plan, scoring, parts, tables).run(*tokens, output)
+        if packing is not None:
+            packing.workspace.finish()
 
 
 def stand_ins(layouts: Sequence[BlockLayout], count: int, device: torch.device) -> list[torch.Tensor]:

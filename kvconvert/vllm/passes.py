@@ -19,7 +19,7 @@ from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.vllm.attention import begin, prepare, rehearse
 from kvconvert.vllm.blocks import LayerBlocks
-from kvconvert.vllm.prompts import WORKSPACE_BYTES, Flash, PackedPrompts, Packing, divide_prompts
+from kvconvert.vllm.prompts import WORKSPACE_BYTES, Flash, PackedPrompts, Packing, Workspace, divide_prompts
 from kvconvert.vllm.step import DecodeTables, Request, StepPlan, plan_step
 from kvconvert.vllm.weights import rehearse_products
 
@@ -51,7 +51,7 @@ class PassPlanner:
 
     # The planner of the newest pass. All builders of a group are given the same object for a pass.
     newest: ClassVar[PassPlanner | None] = None
-    _workspace: ClassVar[torch.Tensor | None] = None
+    _workspace: ClassVar[Workspace | None] = None
 
     def __init__(self, config: VllmConfig, layers: list[LayerBlocks]):
         self.config, self.like = config, layers[0]
@@ -83,11 +83,17 @@ class PassPlanner:
         return known
 
     @classmethod
-    def workspace(cls, device: torch.device) -> torch.Tensor:
+    def workspace(cls, device: torch.device) -> Workspace:
         """Memory for prompts, reserved once and before vLLM gives the rest to the cache."""
-        if cls._workspace is None or cls._workspace.device != device:
-            cls._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        if cls._workspace is None or cls._workspace.memory.device != device:
+            cls._workspace = Workspace(torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device))
         return cls._workspace
+
+    @classmethod
+    def _finish(cls) -> None:
+        """Store what the pass before has left in the workspace, which this one reads."""
+        if cls._workspace is not None:
+            cls._workspace.finish()
 
     @property
     def is_new(self) -> bool:
@@ -121,6 +127,7 @@ class PassPlanner:
         """
         if self._tables is None:
             return
+        self._finish()
         own = [(blocks, own) for blocks, own in zip(layers, heads, strict=True) if self._serves([blocks])]
         served, heads = zip(*own, strict=True)
         self._tables.include(served)
@@ -139,6 +146,7 @@ class PassPlanner:
     def plan(self, common: CommonAttentionMetadata) -> LowBitMetadata:
         """The plan of a pass, made when the first builder asks for it."""
         if self._metadata is None or self._common is not common:
+            self._finish()
             lengths = common.seq_lens_cpu_upper_bound
             if lengths is None:
                 lengths = common.seq_lens

@@ -1,13 +1,14 @@
 """Chunks of several prompts in one pass on a GPU: planned once for all layers, few launches in each.
 
 Everything that the prompts have stored comes to lie in a workspace, their new tokens behind it (`kernels/ragged`). From
-there pages that are complete are quantized into their blocks, and the tokens that stay in full precision are copied.
+there pages that are complete are quantized into their blocks, and the tokens that stay in full precision are copied,
+of as many layers at once as the workspace has room for.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 import torch
@@ -16,12 +17,11 @@ from torch import Tensor
 from kvconvert.kernels.attention import Scoring
 from kvconvert.kernels.blocks import BlockGeometry, copy_tokens
 from kvconvert.kernels.device import upload
-from kvconvert.kernels.pages import PAGE_SIZE, PageAddresses, PageFormat, quantize_listed
+from kvconvert.kernels.pages import PAGE_SIZE, PageAddresses, quantize_listed, tables_of
 from kvconvert.kernels.ragged import RaggedTables, TokensInBlocks, append, attend, fill_workspace
 from kvconvert.kernels.ragged.tables import (
     PackedSequences,
     flattened,
-    listed_centers,
     listed_pages,
     ranges,
     unflattened,
@@ -31,9 +31,11 @@ from kvconvert.vllm.step import Request, StepPlan
 
 # Room for the keys and values of the prompts of a pass in one layer: 131,072 tokens of 8 KV heads of 128 channels.
 WORKSPACE_BYTES = 512 << 20
+# Layers that have their own part of it at most.
+MOST_LAYERS = 32
 BOTH_SIDES = 3
 # Tables of `RaggedTables` that are the same in all layers.
-PLANNED = "buffers", "tokens", "key_places", "value_places", "center_pages", "centers", "tiles"
+PLANNED = "tokens", "key_places", "value_places", "center_pages", "centers", "tiles"
 
 
 # Writes the causal attention of several sequences side by side, each sequence's queries being of its last tokens:
@@ -43,20 +45,43 @@ PLANNED = "buffers", "tokens", "key_places", "value_places", "center_pages", "ce
 Flash = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float, Tensor], None]
 
 
+class Workspace:
+    """Memory of any dtype that prompts use one after another, and what the newest of them still have to store from it.
+
+    That is finished before the memory is used anew, and before the next pass is planned.
+    """
+
+    def __init__(self, memory: torch.Tensor):
+        self.memory = memory
+        self._user: PackedPrompts | None = None
+
+    def take(self, user: PackedPrompts) -> None:
+        """Let `user` have it, who may have had it before."""
+        if self._user is not user:
+            self.finish()
+            self._user = user
+
+    def finish(self) -> None:
+        """Store what is still to be stored."""
+        if self._user is not None:
+            self._user.finish()
+            self._user = None
+
+
 class Packing:
     """What prompts are packed with, made once.
 
     Args:
         like: a layer's blocks; all layers have its heads and dtype, and `kernels/ragged` serves all.
         flash: attends instead of our kernel, if given.
-        memory: for the keys and values of one layer, any dtype.
+        workspace: for keys and values.
 
     Attributes:
-        tokens: that the workspace has room for.
+        tokens: that the workspace has room for, those of all layers that use it at a time together.
     """
 
-    def __init__(self, like: LayerBlocks, flash: Flash | None, memory: torch.Tensor):
-        f = like.format
+    def __init__(self, like: LayerBlocks, flash: Flash | None, workspace: Workspace):
+        f, memory, self.workspace = like.format, workspace.memory, workspace
         self.flash, self.sides = flash, ((f.keys.heads, f.keys.head_dim), (f.values.heads, f.values.head_dim))
         # Whole pages, so that no size of a pass gives kernels a number of another kind.
         self.tokens = memory.nbytes // like.layout.token_bytes // PAGE_SIZE * PAGE_SIZE
@@ -98,7 +123,7 @@ class PackedPrompts:
     Args:
         plan: of the pass.
         requests: which of its prompts.
-        packing: whose workspace each layer fills anew.
+        packing: of whose workspace each layer fills a part, until there is no room for another.
     """
 
     def __init__(self, plan: StepPlan, requests: Sequence[Request], packing: Packing):
@@ -113,9 +138,13 @@ class PackedPrompts:
         zeros = np.zeros_like(totals)
         self.packed = PackedSequences(firsts, self.lengths, totals, begins, keys, values, zeros)
         self.block_table = plan.block_table
+        # What a layer takes of the workspace, in whole pages, so that every part begins at a multiple of 16 bytes.
+        self._room = -(-int(totals.sum()) // PAGE_SIZE) * PAGE_SIZE
+        self._at_once = min(MOST_LAYERS, packing.tokens // self._room)
+        self._waiting: list[LayerBlocks] = []
+        self._continues = requests[-1].continues
         self._write(plan)
         self._of_geometry: dict[BlockGeometry, list[torch.Tensor]] = {}
-        self._listed: dict[tuple[BlockGeometry, bool, int], torch.Tensor] = {}
 
     def _write(self, plan: StepPlan) -> None:
         """Upload what does not depend on the layer."""
@@ -139,21 +168,23 @@ class PackedPrompts:
         self._tokens = ((*sinks, True), (owner, position, False)), ((*new_sinks, True), (*kept, False))
         full = [np.full(len(part[0]), BOTH_SIDES) for part in (sinks, new_sinks, kept)]
         places = [packed.begins[who] + where for who, where, _ in itertools.chain(*self._tokens)]
-        # A sequence's part of the workspace is its buffer.
+        # A sequence's part of a layer's part of the workspace is its buffer.
+        begins = np.arange(self._at_once)[:, None] * self._room + packed.begins
         whole = np.array([0, capacity * dim, heads * capacity * dim, capacity * value_dim])
         lines = packed.lines(capacity, dim) | {
-            "buffers": whole + np.outer(packed.begins, [dim, 0, value_dim, 0]),
+            "buffers": whole + np.multiply.outer(begins, [dim, 0, value_dim, 0]),
             "tokens": packed.new_tokens(int(self.lengths.sum()), self.stored, self.stored),
             "places": np.column_stack([np.concatenate(places), np.concatenate([full[0], side, *full[1:]])]),
             "settled_keys": self._listed_pages(settled, dim),
             "settled_values": self._listed_pages(settled, value_dim),
-            "settled_centers": listed_centers(settled[1] * PAGE_SIZE),
-            "ends": np.cumsum(np.pad([self.lengths, totals], ((0, 0), (1, 0))), 1),
+            "ends": np.cumsum([[0, *self.lengths], [0, *totals]], 1),
         }
         flat = upload(flattened(lines), plan.device)
         self._on_device = unflattened(flat, {name: line.shape for name, line in lines.items()})
+        self._places = self._on_device["places"].split([len(sinks[0]) + len(owner), len(new_sinks[0]) + len(kept[0])])
         self._ends = self._on_device["ends"].int().unbind()
         self._most, self._all = (int(self.lengths.max()), int(totals.max())), int(totals.sum())
+        self._settled_positions = settled[1] * PAGE_SIZE
 
     def _listed_pages(self, pages: tuple[np.ndarray, np.ndarray], dim: int) -> np.ndarray:
         hidden = np.where(pages[1], 0, self.layout.sink_tokens)
@@ -185,21 +216,24 @@ class PackedPrompts:
             scoring: the layer's scoring.
             output: [N, Hq, E], for attention in the coordinates in which values are stored.
         """
+        packing, waiting = self.packing, self._waiting
+        packing.workspace.take(self)
+        if len(waiting) == self._at_once:
+            self.finish()
         device, f, records = self._on_device, blocks.format, self._records(blocks)
-        shared = blocks.static_scales
+        shared, begin = blocks.static_scales, len(waiting) * self._room
         scales = (None, None) if shared is None else (shared[0, :2], shared[0, 2:])
-        places = device["places"].split([len(records[4]), len(records[5])])
-        packing = self.packing
+        workspace = packing.keys[:, begin:], packing.values[:, begin:]
         tables = RaggedTables(
             base=packing.memory,
+            buffers=device["buffers"][len(waiting)],
             key_pages=PageAddresses(f.keys, blocks.words, records[0], scales[0], f.key_tensors.boosted),
             value_pages=PageAddresses(f.values, blocks.words, records[1], scales[1]),
-            copies=TokensInBlocks(blocks.tokens, records[4], places[0]),
+            copies=TokensInBlocks(blocks.tokens, records[4], self._places[0]),
             capacity=packing.tokens,
             **{name: device[name] for name in PLANNED},
         )
         turned = append(*(x.transpose(0, 1) for x in (queries, keys, values)), tables, f, f.rotations)
-        workspace = packing.keys, packing.values
         if packing.flash is None or scoring.softcap or scoring.sink_logits is not None:
             attend(turned, tables, f, scoring, workspace=workspace, output=output)
         else:
@@ -207,18 +241,43 @@ class PackedPrompts:
             # Behind them is what was never written.
             written = (side[:, : self._all].transpose(0, 1) for side in workspace)
             packing.flash(turned.transpose(0, 1), *written, *self._ends, *self._most, scoring.scaling, output)
-        copy_tokens(records[5], places[1], blocks.tokens, *workspace, to_blocks=True)
-        self._quantize(blocks, f.keys, packing.keys)
-        self._quantize(blocks, f.values, packing.values)
+        waiting.append(blocks)
+        if self._continues:
+            # What comes next of the sequence reads what these tokens complete.
+            self.finish()
 
-    def _quantize(self, blocks: LayerBlocks, f: PageFormat, tokens: torch.Tensor) -> None:
-        """Quantize one side of what the pass has completed, from the workspace, whose tokens may change."""
-        words = blocks.words if f.bits < 16 else blocks.words.view(blocks.dtype)
-        table = self._settled(blocks, f.is_key, words.itemsize)
-        if len(table):
-            centers = self._on_device["settled_centers"]
-            tensors = blocks.format.side(f.is_key)[1]
-            quantize_listed(tokens, table, words, f, blocks.flag, centers=centers, tensors=tensors)
+    def finish(self) -> None:
+        """Store what the layers that have attended leave in the workspace."""
+        groups: dict[Hashable, list[int]] = {}
+        for number, blocks in enumerate(self._waiting):
+            own = None if blocks.format.shares_launches else number
+            groups.setdefault((blocks.format.kind, blocks.geometry, own), []).append(number)
+        for numbers in groups.values():
+            self._store([self._waiting[number] for number in numbers], np.array(numbers) * self._room)
+        self._waiting.clear()
+
+    def _store(self, layers: list[LayerBlocks], begins: np.ndarray) -> None:
+        """Store tokens and pages of layers that are alike, given where their parts of the workspace begin."""
+        first, records, packing = layers[0], self._records(layers[0]), self.packing
+        apart = [[(blocks.words.data_ptr() - first.words.data_ptr()) // 16 for blocks in layers]]
+        apart += [[(blocks.tokens.data_ptr() - first.tokens.data_ptr()) // 16 for blocks in layers]]
+        offsets = upload(np.stack([begins, *apart]), self.block_table.device)
+        begin, words_apart, tokens_apart = offsets[:, :, None]
+        places = self._places[1].repeat(len(layers), 1, 1)
+        places[:, :, 0] += begin
+        every = (records[5] + tokens_apart).flatten()
+        workspace = packing.keys, packing.values
+        copy_tokens(every, places.flatten(0, 1), first.tokens, *workspace, to_blocks=True)
+        if not len(self._settled_positions):
+            return
+        for f, tokens, where in zip((first.format.keys, first.format.values), workspace, records[2:4], strict=True):
+            words = first.words if f.bits < 16 else first.words.view(first.dtype)
+            table = self._on_device["settled_keys" if f.is_key else "settled_values"].repeat(len(layers), 1, 1)
+            table[:, :, 0] += begin * f.head_dim
+            table[:, :, 2] = (where + words_apart) * (16 // words.itemsize)
+            tensors = [blocks.format.side(f.is_key)[1] for blocks in layers]
+            more = tables_of(tensors, self._settled_positions, tokens.device)
+            quantize_listed(tokens, table.flatten(0, 1), words, f, first.flag, tensors=tensors[0], **more)
 
     def _records(self, blocks: LayerBlocks) -> list[torch.Tensor]:
         """Offsets in units of 16 bytes from a layer's blocks: pages of keys and of values before the pass, those that
@@ -229,24 +288,18 @@ class PackedPrompts:
             g, tokens = blocks.geometry, [[self._in_blocks(blocks.layout, *some) for some in t] for t in self._tokens]
             listed = [*self._found, *(np.concatenate(part, 1) for part in tokens)]
             # What a kernel is given begins at a multiple of 16 bytes, on which it is specialized.
-            found = np.concatenate([np.pad(part, ((0, 0), (0, part.shape[1] % 2))) for part in listed], 1)
+            sizes = [part.shape[1] + part.shape[1] % 2 for part in listed]
+            found = np.zeros((3, sum(sizes)), np.int64)
+            for part, end, size in zip(listed, itertools.accumulate(sizes), sizes, strict=True):
+                found[:, end - size : end - size + part.shape[1]] = part
             # A rehearsed length may need more entries than there are.
             found[1] = np.minimum(found[1], self.block_table.shape[1] - 1)
             rows, entries, slots = upload(found, self.block_table.device)
             every = torch.add(self.block_table[rows, entries].long() * g.block_units, slots, alpha=g.token_units)
-            parts = every.split([part.shape[1] + part.shape[1] % 2 for part in listed])
+            parts = every.split(sizes)
             # Values lie behind keys.
             parts[1].add_(g.key_units)
             parts[3].add_(g.key_units)
             known = [part[: line.shape[1]] for part, line in zip(parts, listed, strict=True)]
             self._of_geometry[g] = known
         return known
-
-    def _settled(self, blocks: LayerBlocks, is_key: bool, itemsize: int) -> torch.Tensor:
-        """The pages of one side that the pass completes, as `quantize_listed` takes them."""
-        key = blocks.geometry, is_key, itemsize
-        if key not in self._listed:
-            table = self._on_device["settled_keys" if is_key else "settled_values"].clone()
-            table[:, 2] = self._records(blocks)[2 if is_key else 3] * (16 // itemsize)
-            self._listed[key] = table
-        return self._listed[key]

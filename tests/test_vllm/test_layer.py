@@ -18,7 +18,7 @@ from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.methods import KVScheme
 from kvconvert.vllm.attention import LayerStep, quantize_pending, rehearse
 from kvconvert.vllm.blocks import BlockLayout, LayerBatch, LayerBlocks, alike, block_layouts
-from kvconvert.vllm.prompts import Flash, PackedPrompts, Packing, divide_prompts
+from kvconvert.vllm.prompts import Flash, PackedPrompts, Packing, Workspace, divide_prompts
 from kvconvert.vllm.step import DecodeTables, StepPlan, plan_step
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
@@ -57,17 +57,18 @@ class Layer:
         memory: torch.Tensor | None = None,
         shares: bool = False,
         value_dim: int = DIM,
+        tensors: dict[str, torch.Tensor] = PLAN,
     ):
         cache = layer_format(scheme, heads=HEADS, key_dim=DIM, value_dim=value_dim)
         self.device, self.dtype, self.value_dim = torch.device(device), dtype, value_dim
-        self.format = with_plan(cache, scheme, PLAN, torch.device("cpu"))
+        self.format = with_plan(cache, scheme, tensors, torch.device("cpu"))
         self.layout, self.scoring, self.beside = layout or BlockLayout.of(cache, dtype, drafts), scoring, beside
         self.rotations, self.kernels = cache.rotations, kernels
         each = self.layout.blocks_for(LONGEST)
         shape = (1 + each * REQUESTS, 1, 1, self.layout.block_bytes // 2)
         if memory is None:
             memory = torch.full(shape, POISON, dtype=torch.int16, device=self.device)
-        format = with_plan(cache, scheme, PLAN, self.device)
+        format = with_plan(cache, scheme, tensors, self.device)
         self.blocks = LayerBlocks(format, self.layout, dtype, memory)
         # Scattered, and never block 0, which vLLM leaves to no request.
         self.table = torch.zeros(REQUESTS, each + 3, dtype=torch.int32)
@@ -75,7 +76,8 @@ class Layer:
         self.table = self.table.to(self.device)
         self.marks = torch.zeros(shape[0], dtype=torch.uint8, device=self.device) if shares else None
         self.tables = DecodeTables([self.blocks], REQUESTS + 2, 6 * REQUESTS) if kernels else None
-        self.packing = Packing(self.blocks, flash, self.blocks.words.new_empty(1 << 19)) if kernels else None
+        memory = Workspace(self.blocks.words.new_empty(1 << 19))
+        self.packing = Packing(self.blocks, flash, memory) if kernels else None
         if beside is not None:
             self.table, self.tables, self.packing = beside.table, beside.tables, beside.packing
         if beside is not None and kernels:
@@ -103,6 +105,8 @@ class Layer:
             self.plan, self.prompts = self.beside.plan, self.beside.prompts
         plan = self.plan
         with interpreted() if self.kernels and self.device.type == "cpu" else nullcontext():
+            if self.packing is not None and self.beside is None:
+                self.packing.workspace.finish()
             quantize_pending([LayerBatch([self.blocks])], plan)
             if self.tables is not None and self.beside is None:
                 decodes = plan.decodes
@@ -236,7 +240,7 @@ def test_prompts_are_packed_as_far_as_the_workspace_has_room_and_others_go_alone
     starts = [sum(lengths[:row]) for row in range(7)]
     table = layer.table[:1].repeat(6, 1)
     plan = plan_step(layer.layout, starts, [200, 90, 100, 250, 650, 30], table)
-    memory = torch.empty(300 * layer.layout.token_bytes, dtype=torch.uint8)
+    memory = Workspace(torch.empty(300 * layer.layout.token_bytes, dtype=torch.uint8))
     parts = divide_prompts(plan, Packing(layer.blocks, None, memory))
     assert [(part.start, part.stop) for part, _ in parts] == [(1, 191), (191, 441), (441, 1091), (1091, 1121)]
     assert [isinstance(prompts, PackedPrompts) for _, prompts in parts] == [True, True, False, True]
@@ -296,6 +300,26 @@ def test_layers_with_blocks_of_different_sizes_follow_one_plan(kernels, side_by_
     for lengths in PASSES[:5] if kernels else PASSES + STEPS:
         for layer in layers:
             assert layer.run(lengths) < (1e-3 if kernels else 2e-6), lengths
+
+
+@pytest.mark.full
+def test_layers_that_are_alike_store_what_prompts_leave_together_as_far_as_the_workspace_has_room(monkeypatch):
+    torch.manual_seed(0)
+    scheme, count = KVScheme(sink_tokens=4, key_center="calibrated", key_rounding="error_feedback"), 3
+    layers = [Layer(scheme, kernels=True)]
+    first = layers[0].blocks
+    room = Workspace(first.words.new_empty(7 * 128 * first.layout.token_bytes // 2))
+    layers[0].packing = Packing(first, None, room)
+    for factor in range(2, count + 1):
+        own = {name: PLAN[name] * factor for name in ("key_mean", "key_feedback")}
+        layers.append(Layer(scheme, kernels=True, beside=layers[0], tensors=PLAN | own))
+    stored, store = [], PackedPrompts._store
+    monkeypatch.setattr(PackedPrompts, "_store", lambda *args: stored.append(len(args[1])) or store(*args))
+    # Two pages of the workspace, three, and five in each layer.
+    for lengths in [[127, 40, 0], [0, 100, 200], [1, 20, 130], [1, 1, 1]]:
+        for layer in layers:
+            assert layer.run(lengths) < 1e-3, lengths
+    assert stored == [3, 2, 1, 1, 1, 1]
 
 
 @pytest.mark.quick("value window", "kitty", "calibrated", "scales of 8 bits")

@@ -9,7 +9,7 @@ from kvconvert.kernels.launches import record_specializations
 from kvconvert.vllm import attention
 from kvconvert.vllm.blocks import LayerBlocks
 from kvconvert.vllm.bundle import served_bundle
-from kvconvert.vllm.prompts import Packing
+from kvconvert.vllm.prompts import Packing, Workspace
 from kvconvert.vllm.step import DecodeTables
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ def launches(served, blocks):
     with imagined(GPU((9, 0), 132)):
         tables = DecodeTables(layers, 32, blocks)
         tables.include(layers)
-        packing = Packing(layers[0], None, torch.empty(16 << 20, dtype=torch.uint8))
+        packing = Packing(layers[0], None, Workspace(torch.empty(16 << 20, dtype=torch.uint8)))
         with record_specializations() as found:
             attention.rehearse(layers, [(TINY["num_attention_heads"], Scoring(1.0))] * len(layers), tables, packing)
     return list(found)

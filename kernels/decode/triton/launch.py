@@ -15,7 +15,7 @@ from kvconvert.kernels.decode.triton.kernel import decode_kernel, extremes_kerne
 from kvconvert.kernels.decode.triton.softmax import combine_kernel
 from kvconvert.kernels.device import compiles, multiprocessors, overlaps_launches
 from kvconvert.kernels.launches import skips_launches
-from kvconvert.kernels.page_formats import PAGE_SIZE, LayerFormat, PageLayout
+from kvconvert.kernels.page_formats import PAGE_SIZE, LayerFormat
 
 # Registers of a thread, and how many one-warp programs with that many fit a multiprocessor, whose four parts hold
 # 16,384 registers each: two or three programs. Where three would spill, two are faster.
@@ -79,23 +79,15 @@ def decode_shape(
     inline_asm: bool = True,
 ) -> DecodeShape:
     """The specialisation for a layer."""
-    (key, value), span = format.stored, format.span
-    return DecodeShape(
-        PageLayout.of(key),
-        PageLayout.of(value),
-        group=group,
-        queries=queries,
-        split_query=dtype == torch.float32,
-        half_quantized=half_quantized,
-        masked=masked,
-        ragged=format.sink_tokens > 0 or span is not None,
-        softcap=softcap,
-        tau=span is not None and span.shifts,
-        centered=format.key_tensors.center is not None,
-        placed=placed,
-        tile=TILE,
-        inline_asm=inline_asm,
-    )
+    span = format.span
+    ragged, tau = format.sink_tokens > 0 or span is not None, span is not None and span.shifts
+    layouts, centered = [side.layout for side in format.stored], format.key_tensors.center is not None
+    about = group, queries, dtype == torch.float32, half_quantized, masked, ragged, softcap, tau, centered, placed
+    return _shape(*layouts, *about, TILE, inline_asm)
+
+
+# Every layer of every pass asks for few of them.
+_shape = lru_cache(maxsize=1024)(DecodeShape)
 
 
 def decode_attention(
@@ -143,10 +135,10 @@ def decode_attention(
         placed=windows.places is not None,
         inline_asm=compiles(queries.device),
     )
-    plan, rows, value_dim = tables.plan, query_rows(shape), format.values.head_dim
-    device = queries.device
-    partial = torch.empty(plan.slots * blocks, heads, rows, value_dim, dtype=torch.float32, device=device)
-    stats = torch.empty(plan.slots * blocks, heads, rows, 2, dtype=torch.float32, device=device)
+    plan, value_dim, device = tables.plan, format.values.head_dim, queries.device
+    slots = plan.slots * blocks, heads, rows_of(shape)
+    partial = torch.empty(*slots, value_dim, dtype=torch.float32, device=device)
+    stats = torch.empty(*slots, 2, dtype=torch.float32, device=device)
     unused = plan.item_rows
     mask, mask_row, mask_head, mask_query = unused, 0, 0, 0
     if visibility is not None:
@@ -176,7 +168,7 @@ def decode_attention(
     if shape.centered:
         rest, mean = launch_center_scores(queries, tables, scaling, blocks, shape, dependent)
     if shape.tau:
-        extremes = torch.empty(grid[0] * blocks, heads, rows, 2, dtype=torch.float32, device=device)
+        extremes = torch.empty(grid[0] * blocks, *slots[1:], 2, dtype=torch.float32, device=device)
         counter = torch.zeros((), dtype=torch.int64, device=device) if clamped_rows is None else clamped_rows
         extremes_kernel[grid](**arguments, extremes=extremes, STAGES=STAGES)
     decode_kernel[grid](
@@ -244,6 +236,7 @@ def merge_slots(
         )  # fmt: skip
 
 
+@lru_cache(maxsize=1024)
 def combine_block(most_slots: int, value_dim: int) -> tuple[int, int]:
     """Slots and channels of one step of the merge: few slots need one step; many are divided by channels, too."""
     few, some, _ = MOST_SLOTS
@@ -255,6 +248,9 @@ def combine_block(most_slots: int, value_dim: int) -> tuple[int, int]:
 def combine_warps(slots: int, channels: int) -> int:
     """Warps of a merging program: sixteen numbers per thread."""
     return max(1, slots * channels // 512)
+
+
+rows_of = lru_cache(maxsize=1024)(query_rows)
 
 
 @lru_cache(maxsize=1024)

@@ -191,8 +191,8 @@ def dequantize_addressed(pages: PageAddresses, output: torch.Tensor, places: tor
         places: int64 [N], the token of `output` that each page begins at, negative for one that is left out; None puts
             one page after another.
     """
-    layout, records = PageLayout.of(pages.format), pages.base.view(torch.int16)
-    programs = (len(pages.offsets) * layout.heads,)
+    layout, records = pages.format.layout, pages.base.view(torch.int16)
+    programs = (pages.offsets.shape[0] * layout.heads,)
     # Recorded passes have room for pages where those of their rehearsal have none.
     if not programs[0] and not (skips_launches() and places is not None):
         return

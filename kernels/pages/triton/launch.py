@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
 
 from kvconvert.kernels.device import upload
 from kvconvert.kernels.page_formats import NO_TENSORS, PageFormat, PageLayout, SideTensors, TokenNorm
@@ -44,23 +43,34 @@ def listed(
     writes: PageWrites, like: torch.Tensor, pages: PageTensors, tensors: Sequence[SideTensors]
 ) -> dict[str, Any]:
     """The tables on the device that `quantize_listed` takes; arguments as for `quantize_at`."""
-    records, (layers, count), first = pages.buffer, writes.tokens.shape, tensors[0]
-    table = np.empty((layers, count, 5), dtype=np.int64)
+    records = pages.buffer
+    table = np.empty((*writes.tokens.shape, 5), dtype=np.int64)
     table[..., 0] = (writes.tokens - like.data_ptr()) // like.element_size()
     table[..., 1] = writes.head_strides
     table[..., 2] = (writes.records - records.data_ptr()) // records.element_size()
     table[..., 3] = pages.format.page_size
     table[..., 4] = writes.hidden
-    found = {"table": upload(table.reshape(-1, 5), like.device)}
+    return {"table": upload(table.reshape(-1, 5), like.device)} | tables_of(tensors, writes.positions, like.device)
+
+
+def tables_of(tensors: Sequence[SideTensors], positions: np.ndarray, device: torch.device) -> dict[str, torch.Tensor]:
+    """Where `quantize_listed` finds what belongs to each layer.
+
+    Args:
+        tensors: those of each layer.
+        positions: the position of the first token of each page, the same in every layer.
+        device: where the tables go.
+    """
+    found, first = {}, tensors[0]
     if first.feedback is not None:
         offsets = [(own.feedback.data_ptr() - first.feedback.data_ptr()) // 2 for own in tensors]
-        found["matrices"] = upload(np.repeat(offsets, count), like.device)
+        found["matrices"] = upload(np.repeat(offsets, len(positions)), device)
     if first.center is not None:
         bases = first.center.matrix, first.center.frequencies
         own = [[side.center.matrix.data_ptr(), side.center.frequencies.data_ptr()] for side in tensors]
         offsets = (np.array(own) - [base.data_ptr() for base in bases]) // [base.element_size() for base in bases]
-        centers = np.column_stack([np.tile(writes.positions, layers), np.repeat(offsets, count, axis=0)])
-        found["centers"] = upload(centers, like.device)
+        centers = np.column_stack([np.tile(positions, len(tensors)), np.repeat(offsets, len(positions), axis=0)])
+        found["centers"] = upload(centers, device)
     return found
 
 
@@ -107,21 +117,21 @@ def quantize_listed(
         matrices: int64 [N], where each page's matrix of error feedback is, in elements from the layer's; None for that.
         partial: whether pages, of 8 bits or fewer, may have fewer tokens than `f.page_size`.
     """
-    tile, layout, stride = tile_of(f.head_dim, f.bits), PageLayout.of(f), tokens.stride(1)
+    layout, stride, count = f.layout, tokens.stride(1), table.shape[0]
     if tensors.center is not None:
         launch_centers(tokens, stride, table, centers, tensors.center, f.page_size, sign=-1)
     if f.bits == 16:
-        copy_page_kernel[(len(table) * f.heads,)](
-            tokens, records, table, stride, layout, num_warps=warps_for(f.page_size * tile), **UNFUSED
+        copy_page_kernel[(count * f.heads,)](
+            tokens, records, table, stride, layout, num_warps=token_warps(f, f.page_size), **UNFUSED
         )
         return
     if f.token_norm is not TokenNorm.NONE:
         own = norm_constants(f)
         heads = 1 if f.token_norm is TokenNorm.JOINT else f.heads
-        norm_kernel[(len(table) * heads * (f.page_size // own["TOKENS"]),)](
-            tokens, records, table, flag, stride, **own, num_warps=warps_for(own["TOKENS"] * tile), **UNFUSED
+        norm_kernel[(count * heads * (f.page_size // own["TOKENS"]),)](
+            tokens, records, table, flag, stride, **own, num_warps=token_warps(f, own["TOKENS"]), **UNFUSED
         )
-    constants = page_constants(f, partial)
+    constants, blocks, warps = page_launch(f, partial)
     shared = {
         "tokens": tokens,
         "records": records,
@@ -135,10 +145,9 @@ def quantize_listed(
         "PARTIAL": partial,
     }
     factor, shrink = shrinkage(f.clip_ratio)
-    programs = len(table) * f.heads
-    rows = layout.grid_rows // channel_parts(f.bits, f.by_token)
-    page_kernel[(programs * triton.cdiv(rows, constants["ROW_TILE"]),)](
-        **shared | constants, flag=flag, factor=factor, shrink=shrink, num_warps=page_warps(constants), **UNFUSED
+    programs = count * f.heads
+    page_kernel[(programs * blocks,)](
+        **shared | constants, flag=flag, factor=factor, shrink=shrink, num_warps=warps, **UNFUSED
     )
     if tensors.feedback is None:
         return
@@ -154,6 +163,13 @@ def quantize_listed(
 
 
 @lru_cache(maxsize=1024)
+def page_launch(f: PageFormat, partial: bool) -> tuple[dict[str, Any], int, int]:
+    """Compile-time arguments of `page_kernel`, its programs for one head of a page, and their warps."""
+    constants = page_constants(f, partial)
+    rows = f.layout.grid_rows // channel_parts(f.bits, f.by_token)
+    return constants, -(-rows // constants["ROW_TILE"]), page_warps(constants)
+
+
 def page_constants(f: PageFormat, partial: bool = False) -> dict[str, Any]:
     """Compile-time arguments of `page_kernel`."""
     layout, tile, halves = PageLayout.of(f), tile_of(f.head_dim, f.bits), halves_of(f.bits)
@@ -167,6 +183,7 @@ def page_constants(f: PageFormat, partial: bool = False) -> dict[str, Any]:
     return {"F": layout, "ROW_TILE": rows, "CHUNK": chunk, "PARTIAL": partial}
 
 
+@lru_cache(maxsize=1024)
 def norm_constants(f: PageFormat) -> dict[str, Any]:
     """Compile-time arguments of `norm_kernel`."""
     measure = f.token_norm_measure == "mean_abs"
@@ -181,6 +198,12 @@ def shrinkage(factor: float) -> tuple[float, float]:
 def warps_for(elements: int) -> int:
     """Warps of a program whose tile has this number of elements."""
     return min(32, max(1, elements // (32 * PER_THREAD)))
+
+
+@lru_cache(maxsize=1024)
+def token_warps(f: PageFormat, tokens: int) -> int:
+    """Warps of a program that takes this number of one head's tokens."""
+    return warps_for(tokens * tile_of(f.head_dim, f.bits))
 
 
 def page_warps(constants: dict[str, Any]) -> int:
