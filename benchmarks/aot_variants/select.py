@@ -26,7 +26,7 @@ def variants(capability: int) -> Iterator[Variant]:
                 dtype,
                 sizes | constants | {"STEP": STEP},
                 num_warps=8,
-                num_stages=2,
+                num_stages=1,
                 types=types,
                 axes=axes | {"kernel": "score", "rotated": rotated},
                 tensor_cores=True,

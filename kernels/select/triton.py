@@ -163,11 +163,12 @@ def scores(
     found = torch.zeros(len(keys), tokens, dtype=torch.float32, device=base.device)
     signs, normaliser = hadamard_signs(dim, base.dtype, base.device) if rotated else (base, 1.0)
     places = upload(_distances(base, keys, values), base.device)
+    # Pipelined in two stages, Triton 3.6 computes other numbers on Hopper where heads have 128 rotated channels.
     block = TOKENS if capability(base.device) >= (9, 0) else FEW_TOKENS
     score_kernel[(triton.cdiv(tokens, block),)](
         base, places, signs, normaliser, hidden_weight, hidden_bias, weight, bias, found, tokens, sink_tokens, newest,
         HEADS=len(keys), KEY_SIZE=dim, VALUE_SIZE=values[0].shape[1], CHANNELS=len(hidden_bias), ROTATED=rotated,
-        LARGEST=largest, TOKENS=block, STEP=STEP, num_warps=8, num_stages=2,
+        LARGEST=largest, TOKENS=block, STEP=STEP, num_warps=8, num_stages=1,
     )  # fmt: skip
     return found
 
