@@ -345,7 +345,7 @@ def _divergence(found: Allocation | WeightAllocation, of: str, tried: str) -> st
     text = found.data
     return (
         f"KL {found.measured_kl:.3g} measured {of}, {found.predicted_kl:.3g} as the sum of its parts ({tried} "
-        f"measured, {text.samples} x {text.length} tokens of {text.source}, {found.dtype})"
+        f"measured, {text.samples} x {text.length:,} tokens of {text.source}, {found.dtype})"
     )
 
 

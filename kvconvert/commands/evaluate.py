@@ -21,10 +21,10 @@ from kvconvert.errors import UsageError
     metavar="SOURCE",
     help="Held-out text; the text that ships with kvconvert by default. With --task gsm8k, the file of its problems.",
 )
-@count_option("--tokens", help="Tokens to score, rounded up to whole segments; 4096 by default, 8192 with --full.")
+@count_option("--tokens", help="Tokens to score, rounded up to whole segments; 4,096 by default, 8,192 with --full.")
 @count_option(
     "--context",
-    help="Tokens of a segment, and of the prompts of retrieval and probes; 1024 by default. With --task: before each "
+    help="Tokens of a segment, and of the prompts of retrieval and probes; 1,024 by default. With --task: before each "
     "problem, none by default.",
 )
 @click.option(

@@ -340,8 +340,8 @@ def load_samples(
     _check_tokens(model, data)
     if positions and data.ids.shape[1] > positions:
         raise UsageError(
-            f"One image and some text take {data.ids.shape[1]} tokens, more than the {positions} positions this model "
-            "has; give smaller images."
+            f"One image and some text take {data.ids.shape[1]:,} tokens, more than the {positions:,} positions this "
+            "model has; give smaller images."
         )
     return data
 

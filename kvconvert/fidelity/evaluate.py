@@ -186,7 +186,7 @@ def evaluate(
     vocabularies = [m.get_output_embeddings().weight.shape[0] for m in (source_model, model)]
     if vocabularies[0] != vocabularies[1]:
         raise UsageError(
-            f"{checkpoint.id} has a vocabulary of {vocabularies[0]} tokens, the bundle one of {vocabularies[1]}; "
+            f"{checkpoint.id} has a vocabulary of {vocabularies[0]:,} tokens, the bundle one of {vocabularies[1]:,}; "
             "compare a bundle with the model it was made from."
         )
     source = Decoder.plain(source_model)
@@ -194,7 +194,7 @@ def evaluate(
     plan = _Drills.plan(parts, checkpoint, tokenizer, samples.ids, shape.length, drills, seed)
     if not plan.work and parts <= {"retrieval", "probes", "free-running"}:
         raise UsageError(
-            f"`only`: a context of {shape.length} tokens holds no prompt of {listed(sorted(parts), 'or')}; take a "
+            f"`only`: a context of {shape.length:,} tokens holds no prompt of {listed(sorted(parts), 'or')}; take a "
             "longer `context` if the model has one, or measure other parts."
         )
     if progress:
@@ -239,7 +239,7 @@ def evaluate(
     notes = []
     if comparison is not None and shape.scored < SCORED_TOKENS_WANTED:
         notes.append(
-            f"{'the model has' if context is None else 'you asked for'} a context of {shape.length} tokens, "
+            f"{'the model has' if context is None else 'you asked for'} a context of {shape.length:,} tokens, "
             f"which leaves {shape.scored} scored tokens a segment, fewer than the {SCORED_TOKENS_WANTED} wanted"
         )
     if comparison is not None and tokens < shape.scored:
@@ -270,7 +270,7 @@ def evaluate(
         retrieval=found,
         retrieval_form=None if found is None else "chat template" if plan.templated else "plain text",
         probes=probes,
-        verdict=verdict(abilities(probes or {}, found), text, scored),
+        verdict=verdict(abilities(probes or {}, found), text, scored, vocabularies[0]),
         free_running=continued,
         images=images,
         kv=cache,

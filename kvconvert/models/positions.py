@@ -19,7 +19,7 @@ def check_length(name: str, tokens: int | None, positions: int | None) -> None:
     """Refuse (UsageError) the value of a parameter that is a length beyond a model's positions."""
     if tokens is not None and positions is not None and tokens > positions:
         raise UsageError(
-            f"`{name}` is {tokens}, more than the {positions} positions this model has; choose a shorter one."
+            f"`{name}` is {tokens:,}, more than the {positions:,} positions this model has; choose a shorter one."
         )
 
 

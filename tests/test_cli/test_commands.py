@@ -310,15 +310,29 @@ def test_completion_leaves_paths_to_the_shell(shell, words, monkeypatch, capsys)
     assert capsys.readouterr().out.replace("\n", ",").startswith("file,ne")
 
 
-@pytest.mark.parametrize("words", ["calibrate MODEL --recipe", "recipes"])
-def test_completion_offers_presets_beside_recipe_files(words, monkeypatch, capsys):
+_CHOICES = {
+    "calibrate MODEL --recipe kv": ["file,kv", "plain,kv-only"],
+    "recipes kv": ["file,kv", "plain,kv-only"],
+    "serve BUNDLE --dtype bf": ["plain,bfloat16"],
+    "serve BUNDLE --device ": ["plain,cpu", "plain,cuda"],
+    "eval BUNDLE --only k": ["plain,kl"],
+    "eval BUNDLE --only kl,pr": ["plain,kl,probes"],
+    "eval BUNDLE --only kl,k": [],
+    "plan MODEL --weights g": ["plain,gptq"],
+    "generate BUNDLE --system a": [],  # words of one's own are no paths
+    "recipes default --key-bits ": [],
+}
+
+
+@pytest.mark.parametrize("words", _CHOICES)
+def test_completion_offers_the_values_that_there_are(words, monkeypatch, capsys):
     words = f"kvconvert {words}"
-    known = {"_KVCONVERT_COMPLETE": "bash_complete", "COMP_WORDS": f"{words} kv", "COMP_CWORD": len(words.split())}
+    known = {"_KVCONVERT_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": words.count(" ")}
     for name, value in known.items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(SystemExit):
         cli([], prog_name="kvconvert")
-    assert capsys.readouterr().out.split() == ["file,kv", "plain,kv-only"]
+    assert capsys.readouterr().out.split() == _CHOICES[words.removeprefix("kvconvert ")]
 
 
 def test_what_prints_a_table_prints_json(monkeypatch, tmp_path):
