@@ -148,6 +148,8 @@ WRONG = [
     ),
     (["generate", "BUNDLE", "x", "--seed", "1"], 2, "so --seed changes nothing; give a --temperature above 0"),
     (["generate", "BUNDLE", "x", "--image", "gone.png"], 1, "--image: there is no image gone.png"),
+    (["generate", "BUNDLE", "x", "--image", "https://a.b/c.png"], 1, "c.png is on the network; fetch it"),
+    (["eval", "BUNDLE", "--only", "kl,images"], 2, "--only: the bundle's model reads text alone"),
     (["eval", "BUNDLE", "--task", "gsm8k"], 2, "give --data, JSON lines with question and answer"),
     (["eval", "BUNDLE", "--task", "gsm8k", "--data", "gone.jsonl"], 1, "cannot be read (No such file or directory)"),
     (["eval", "BUNDLE", "--data", "MODEL/bad.jsonl"], 1, "cannot be read (Expecting ',' delimiter"),

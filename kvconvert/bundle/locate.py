@@ -87,11 +87,11 @@ def check_system(bundle: BundlePlace) -> None:
     raise UsageError(NO_SYSTEM)
 
 
-def check_images(bundle: BundlePlace) -> None:
+def check_images(bundle: BundlePlace, refusal: str = NO_IMAGES) -> None:
     """Refuse images (UsageError) for a local bundle without a processor, as those of text models are."""
     directory = Path(bundle)
     if directory.is_dir() and not any((directory / name).is_file() for name in PROCESSOR_FILES):
-        raise UsageError(NO_IMAGES)
+        raise UsageError(refusal)
 
 
 def check_seed(bundle: BundlePlace) -> None:

@@ -280,7 +280,7 @@ def serve(
         beside = "and the pages grow beside them"
         if stats.pages_free is not None:
             beside = f"and the rest of --kv-memory holds pages of {PAGE_SIZE * stats.pages_free:,} tokens"
-        click.echo(f"Recurrent states of {max_batch} sequences take {stats.state_bytes:,} bytes, {beside}.", err=True)
+        click.echo(f"Recurrent states of {max_batch:,} sequences take {stats.state_bytes:,} bytes, {beside}.", err=True)
     shown = f"[{address[0]}]" if ":" in address[0] else address[0]
     ready = f"Serving {name} at http://{shown}:{address[1]}/v1"
     if not no_page:

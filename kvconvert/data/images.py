@@ -131,7 +131,7 @@ def read_image(value: Any, folder: Path | None, place: str) -> Image:
             value = _decoded(name, place)
         elif name.startswith(("hf://", "zip://", "gzip://")):
             value = _from_archive(name, place)
-        elif name.startswith(("http://", "https://")):
+        elif name.startswith(("http:/", "https:/")):  # of which a Path keeps one slash
             raise _on_network(name, place)
         else:
             name = name.removeprefix("file://")

@@ -115,7 +115,7 @@ def load_token_samples(
         if available == 0:
             raise DataError(f"{found}, but one sample needs {window}; give more text, or a smaller `{asked[1]}`.")
         raise DataError(
-            f"{found}, which make {counted(available, 'sample')} of {length}, but "
+            f"{found}, which make {counted(available, 'sample')} of {length:,}, but "
             f"{counted(samples, 'sample')} ({counted(samples * window, 'token')}) "
             f"are requested; give more text, or a smaller `{asked[0]}` or `{asked[1]}`."
         )

@@ -32,6 +32,9 @@ PARTS = {
 }
 
 
+TEXT_ALONE = "`only`: the bundle's model reads text alone, so leave images out."
+
+
 def parts_asked(only: Collection[str] | None) -> set[str]:
     """The parts to measure, all of them for None.
 

@@ -585,7 +585,7 @@ def plan_text(plan: Plan) -> str:
 
 
 def _sequences(count: int) -> str:
-    return "one sequence" if count == 1 else f"each of {count} sequences"
+    return "one sequence" if count == 1 else f"each of {count:,} sequences"
 
 
 def size(count: int) -> str:

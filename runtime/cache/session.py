@@ -387,7 +387,7 @@ def not_taken(group: Group) -> str | None:
     if not group.policy.is_plain:
         return "its scheme compresses whole prompts (spans, eviction), which no other prompt begins with"
     if len(group.sequences) != 1:
-        return f"there are {len(group.sequences)} sequences, and one can be kept"
+        return f"there are {len(group.sequences):,} sequences, and one can be kept"
     sequence = group.sequences[0]
     if group.real is not None:
         return "it has padding"

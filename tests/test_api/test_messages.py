@@ -34,7 +34,7 @@ def calibration(folder, **changed):
 # The command, the function's arguments, and what the message says of them: in the library, and on the command line.
 CASES = {
     "device": (calibration, {"device": "abacus"}, "`device` may be", "--device may be"),
-    "length": (calibration, {"seq_len": 10**6}, "`seq_len` is 1000000", "--seq-len is 1000000"),
+    "length": (calibration, {"seq_len": 10**6}, "`seq_len` is 1,000,000", "--seq-len is 1,000,000"),
     "other inputs": (
         calibration,
         {"seed": 1},
@@ -95,7 +95,7 @@ _NAMES = "only|only_tokens|modality|name|MOST|UNIT|text|dtype|listed|join|PAGE_S
 
 @pytest.mark.parametrize("room", ["kvconvert", "calibration", "kernels", "runtime"])
 def test_numbers_in_messages_have_separators(room):
-    nouns = r" (new )?(tokens|positions|bytes|characters|pixels|inputs|numbers|values)\b"
+    nouns = r" (new )?(tokens|positions|bytes|characters|pixels|inputs|numbers|values|sequences)\b"
     for path in (ROOT / room).rglob("*.py"):
         for text in (node for node in ast.walk(parsed(path)) if isinstance(node, ast.JoinedStr)):
             for value, after in pairwise(text.values):
