@@ -39,6 +39,7 @@ from kvconvert.version import __version__
 # What other programs call what is here.
 _ELSEWHERE = {
     **dict.fromkeys(("quantize", "quantise", "compress"), "kvconvert convert quantizes a model."),
+    "version": "kvconvert --version says it.",
     "help": "kvconvert --help lists those that there are, and kvconvert COMMAND --help describes one.",
     "auto": "kvconvert convert MODEL BUNDLE --recipe auto chooses the widths.",
     **dict.fromkeys(("compare", "evaluate"), "kvconvert eval compares a bundle with its source."),
@@ -63,6 +64,8 @@ _OPTIONS_ELSEWHERE = {
     "--port": ("-p",),
     "--device": ("--gpu", "--cuda", "--cpu"),
     "--force": ("--overwrite", "-f"),
+    "--restart": ("--overwrite", "--force", "-f"),
+    "--json": ("--format", "--output-format"),
     "--output": ("--out", "--output-dir", "--out-dir", "--work"),
     "MODEL BUNDLE": ("--output", "--out", "--output-dir", "--out-dir", "--model", "-o", "-m"),
     "MODEL": ("--model", "-m"),

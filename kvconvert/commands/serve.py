@@ -119,7 +119,7 @@ class _Seconds(click.FloatRange):
 @click.option(
     "--max-body",
     metavar="SIZE",
-    type=ByteSize(bare=True),
+    type=ByteSize(bare=True, least=1000),
     help="Size of a request at most. [default: 4 MiB; 16 where the model reads images]",
 )
 @click.option(

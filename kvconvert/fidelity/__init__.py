@@ -101,7 +101,7 @@ def source_of(manifest: Manifest, against: str | Path | None) -> str:
     is_here = Path(recorded.id).name == recorded.id != ".." and os.path.exists(recorded.id)
     if not is_hub_id(recorded.id) and not is_here:
         raise MissingError(
-            f"The bundle was made from a local directory named {recorded.id}, which is not in the current directory; "
+            f"The bundle was made from a local model named {recorded.id}, which is not in the current directory; "
             "give its path as `against`."
         )
     return recorded.id

@@ -228,7 +228,7 @@ class ModalityMask:
         """
         if tuple(self.chosen.shape) != (rows, length):
             raise CacheError(
-                f"The modality mask of layer {layer} of the cache has shape {list(self.chosen.shape)}, but {rows} "
+                f"The modality mask of layer {layer} of the cache has shape {list(self.chosen.shape)}, but {rows:,} "
                 f"sequences of {length:,} tokens arrived; the mask describes the input whose keys and values the cache "
                 "receives, one placeholder token for each."
             )
