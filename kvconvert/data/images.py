@@ -346,8 +346,8 @@ def _reader(folder: Path | None, place: str) -> Callable[[Any], Image]:
         count, pixels = count + 1, pixels + image.width * image.height
         if count > MOST_IMAGES or pixels > MOST_DOCUMENT_PIXELS:
             raise DataError(
-                f"{place} has more than {MOST_IMAGES:,} images, or they have more than {MOST_DOCUMENT_PIXELS:,} pixels; "
-                "divide it."
+                f"{place} has more than {MOST_IMAGES:,} images, or they have more than {MOST_DOCUMENT_PIXELS:,} pixels"
+                "; divide it."
             )
         return image
 

@@ -289,6 +289,7 @@ def test_completion_is_one_command(shell, monkeypatch, capsys):
     source = kvconvert("completion", shell).stdout
     assert "_KVCONVERT_COMPLETE" in source
     assert ("compinit" in source) == (shell == "zsh")
+    assert ('string split --max 1 ","' in source) == (shell == "fish")
     words = {"COMP_WORDS": "kvconvert rec", "COMP_CWORD": "rec" if shell == "fish" else "1"}
     for name, value in {"_KVCONVERT_COMPLETE": f"{shell}_complete", **words}.items():
         monkeypatch.setenv(name, value)
