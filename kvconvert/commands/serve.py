@@ -200,8 +200,10 @@ def serve(
     for variable, count in _KEPT_PROGRAMS.items():  # read when torch is imported
         os.environ.setdefault(variable, count)
     from kvconvert.bundle.locate import check_place
+    from kvconvert.models.positions import check_chunk
 
     check_place(bundle)
+    check_chunk(prompt_chunk, max_batch_tokens)
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401

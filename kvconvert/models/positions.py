@@ -32,6 +32,15 @@ def check_prompts(contexts: Collection[int], new_tokens: int, positions: int | N
         )
 
 
+def check_chunk(prompt_chunk: int, max_batch_tokens: int) -> None:
+    """Refuse (UsageError) chunks of a prompt that are more than a step of the Engine may read."""
+    if prompt_chunk > max_batch_tokens:
+        raise UsageError(
+            f"`max_batch_tokens` is {max_batch_tokens:,}; it has to be at least `prompt_chunk`, which is "
+            f"{prompt_chunk:,}."
+        )
+
+
 def stated_positions(model: Path) -> int | None:
     """The positions that config.json of a model's directory states, at least as many as the model has; None where it
     does not state them by the usual names.
