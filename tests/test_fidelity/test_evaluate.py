@@ -189,7 +189,7 @@ def test_a_person_reads_some_twenty_rows_and_what_the_bundle_is_fit_for(report):
     assert sum("the source cannot do it" in row for row in rows) == 6
     assert rows[1].split()[:3] == [
         "perplexity",
-        *(f"{x:.2f}" for x in (report[1].perplexity.source, report[1].perplexity.bundle)),
+        *(f"{x:,.2f}" for x in (report[1].perplexity.source, report[1].perplexity.bundle)),
     ]
 
 
