@@ -442,7 +442,7 @@ class KeyTreatmentPass(SampleReader):
                 choices = treatments(self.scheme, keys.shape[3])
                 self._chosen, self._errors = search.best(self.scheme, choices, work.ranks)
             else:
-                self._note = f"sequences of {work.seq_len} tokens are too short to choose a treatment of keys"
+                self._note = f"sequences of {work.seq_len:,} tokens are too short to choose a treatment of keys"
         scheme = self.scheme if self._chosen is None else self._chosen.over(self.scheme)
         self._cache = search.format_of(scheme)
         self.sampler.sample = search.sample(self._cache.rotations.keys)

@@ -275,9 +275,9 @@ class ClipRatioPass(SampleReader):
         for side, recent in (("key", cache.key_window), ("value", cache.value_window)):
             if search[side] and not pages_read(work.seq_len, recent, page):
                 search[side] = False
-                missing.append(f"{side}_clip_ratio ({page + recent + 1} tokens are needed)")
+                missing.append(f"{side}_clip_ratio ({page + recent + 1:,} tokens are needed)")
         if missing:
-            self._note = f"sequences of {work.seq_len} tokens are too short to calibrate {' and '.join(missing)}"
+            self._note = f"sequences of {work.seq_len:,} tokens are too short to calibrate {' and '.join(missing)}"
         for side, measure in (("key", key_clip_ratio_errors), ("value", value_clip_ratio_errors)):
             if not search[side]:
                 continue

@@ -109,6 +109,7 @@ _TYPES: dict[Any, Rule] = {
     int: (_is_whole, "a whole number"),
     float: (lambda value: _is_whole(value) or (isinstance(value, float) and math.isfinite(value)), "a number"),
     str: (lambda value: isinstance(value, str), "text"),
+    bytes: (lambda value: isinstance(value, bytes), "bytes"),
     Path: (lambda value: isinstance(value, os.PathLike), "a path"),
     Callable: (callable, "a function"),
 }

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
@@ -16,6 +17,7 @@ import click
 from click.shell_completion import CompletionItem
 from click.types import StringParamType
 
+from kvconvert.commands import DEVICES, DTYPES
 from kvconvert.commands.bench import bench
 from kvconvert.commands.calibrate import calibrate, convert
 from kvconvert.commands.completion import completion
@@ -37,6 +39,7 @@ from kvconvert.version import __version__
 # What other programs call what is here.
 _ELSEWHERE = {
     **dict.fromkeys(("quantize", "quantise", "compress"), "kvconvert convert quantizes a model."),
+    "version": "kvconvert --version says it.",
     "help": "kvconvert --help lists those that there are, and kvconvert COMMAND --help describes one.",
     "auto": "kvconvert convert MODEL BUNDLE --recipe auto chooses the widths.",
     **dict.fromkeys(("compare", "evaluate"), "kvconvert eval compares a bundle with its source."),
@@ -61,6 +64,8 @@ _OPTIONS_ELSEWHERE = {
     "--port": ("-p",),
     "--device": ("--gpu", "--cuda", "--cpu"),
     "--force": ("--overwrite", "-f"),
+    "--restart": ("--overwrite", "--force", "-f"),
+    "--json": ("--format", "--output-format"),
     "--output": ("--out", "--output-dir", "--out-dir", "--work"),
     "MODEL BUNDLE": ("--output", "--out", "--output-dir", "--out-dir", "--model", "-o", "-m"),
     "MODEL": ("--model", "-m"),
@@ -149,33 +154,42 @@ def _check_dashes(ctx: click.Context, words: list[str]) -> None:
                     raise click.NoSuchOption(name, f"No such option {name!r}. {advice}", ctx=ctx)
 
 
-class _Text(StringParamType):
-    """Any text; a shell completes it to paths, which most models, bundles, and data are."""
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Paths, which the shell lists itself."""
-        return [CompletionItem(incomplete, type="file")]
+_PATHS = ("model", "bundle", "work", "data", "against", "tasks", "recipe")  # or ids on the Hub
 
 
-class _Recipe(_Text):
-    """A preset or a recipe file."""
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Paths and presets; bash forgets what it was given before a path."""
+def _possible(name: str | None) -> Iterable[str]:
+    """What a parameter may be, besides paths; read when a shell asks."""
+    if name == "recipe":
         from kvconvert.recipes.recipe import preset_names
 
-        presets = (name for name in preset_names() if name.startswith(incomplete))
-        return [*super().shell_complete(ctx, param, incomplete), *map(CompletionItem, presets)]
+        return preset_names()
+    if name == "only":
+        from kvconvert.fidelity import PARTS
+
+        return PARTS
+    values = {"dtype": DTYPES, "device": DEVICES, "weights": ("auto", "awq", "gptq", "awq+gptq", "rtn", "none")}
+    return values.get(name or "", ())
+
+
+class _Text(StringParamType):
+    """Any text; a shell completes it to paths where it is a model, a bundle or data, and to the values that it has."""
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Paths, which the shell lists itself, first: bash forgets what it was given before one."""
+        paths = [CompletionItem(incomplete, type="file")] if param.name in _PATHS else []
+        before, comma, begun = incomplete.rpartition(",") if param.name == "only" else ("", "", incomplete)
+        known = (value for value in _possible(param.name) if value.startswith(begun) and value not in before.split(","))
+        return [*paths, *(CompletionItem(f"{before}{comma}{value}") for value in known)]
 
 
 class _Commands(click.Group):
     """Commands in the order of their use; kvconvert's own errors become one sentence and their exit code."""
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
-        """Add a command; what is plain text in its usage completes to paths, a recipe also to presets."""
+        """Add a command, whose plain text a shell completes."""
         for parameter in cmd.params:
             if parameter.type is click.STRING:
-                parameter.type = _Recipe() if parameter.name == "recipe" else _Text()
+                parameter.type = _Text()
         super().add_command(cmd, name)
 
     def list_commands(self, ctx: click.Context) -> list[str]:

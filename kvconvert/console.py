@@ -19,10 +19,10 @@ from transformers.utils import logging
 
 from kvconvert.choice import Choice
 from kvconvert.data.images import read_image
-from kvconvert.errors import NO_SYSTEM, KvconvertError, UsageError, counted, first_line
+from kvconvert.errors import NO_IMAGES, NO_SYSTEM, KvconvertError, UsageError, counted, first_line
 from kvconvert.models import CACHE
 from kvconvert.models.chat import ChatPrompts
-from kvconvert.models.configuration import context_length, supports_images
+from kvconvert.models.configuration import context_length
 from kvconvert.models.devices import choose_device, compute_dtype
 from kvconvert.models.processors import tokenizer_of
 from kvconvert.models.prompts import encode_text
@@ -222,10 +222,7 @@ class Console:
     def _open(self, images: Iterable[Path]) -> list[Image]:
         images = list(images)
         if images and self.prompts.images is None:
-            reason = "has no processor" if supports_images(self.model.config) else "does not support images"
-            raise UsageError(
-                f"This bundle's model {reason}; leave `images` out, or give a bundle whose model supports them."
-            )
+            raise UsageError(NO_IMAGES)
         return [read_image(path, None, "`images`") for path in images]
 
     def _named(self, line: str, interactive: bool) -> list[Image]:
@@ -256,7 +253,7 @@ class Console:
         if self.positions is not None:
             if length >= self.positions:
                 raise UsageError(
-                    f"The text has {counted(length, 'token')}, but this model has {self.positions} "
+                    f"The text has {counted(length, 'token')}, but this model has {self.positions:,} "
                     "positions; give a shorter one."
                 )
             count = min(count, self.positions - length)
@@ -287,7 +284,7 @@ class Console:
                     **({"stopping_criteria": [Stopped(printer)]} if self.choice.stop or interruptible else {}),
                 )
             if count < self.max_new_tokens and result.sequences.shape[1] == self.positions:
-                print(f"\n(The model's {self.positions} positions are full.)", file=sys.stderr)
+                print(f"\n(The model's {self.positions:,} positions are full.)", file=sys.stderr)
         except ValueError as error:
             if not seen:
                 raise

@@ -45,6 +45,10 @@ NOTHING_DRAWN = "Nothing is drawn here, so `seed` changes nothing; give a `tempe
 NO_SYSTEM = (
     "This model has no chat template, so it knows no system message; leave `system` out, and say it in the prompt."
 )
+NO_IMAGES = (
+    "This bundle takes text alone, for it holds no processor of images; leave `images` out, or give a bundle whose "
+    "model supports them."
+)
 NO_GPU = "There is no GPU here to compile kernels for; run this where the bundle will be served."
 FROM_THE_LAST_LAYER = "from the last finished layer, if there is one"  # where the same command goes on
 

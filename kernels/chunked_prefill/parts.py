@@ -148,7 +148,7 @@ class Workspace:
         filled = 0
         for part in parts:
             if part.step > self.capacity:
-                raise UsageError(f"A workspace of {self.capacity} tokens has no room for a page of {part.step}.")
+                raise UsageError(f"A workspace of {self.capacity:,} tokens has no room for a page of {part.step}.")
             start = 0
             while start < part.tokens:
                 count = min(self.capacity - filled, part.tokens - start)

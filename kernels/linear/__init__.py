@@ -190,7 +190,7 @@ class QuantizedLinear(nn.Module):
         if bits not in WEIGHT_BITS:
             raise UsageError(f"Weights are stored at 2, 3, 4 or 8 bits, not {bits}.")
         if group_size < 1 or in_features % group_size:
-            raise UsageError(f"A group size of {group_size} does not divide the {in_features} inputs of this Linear.")
+            raise UsageError(f"A group size of {group_size} does not divide the {in_features:,} inputs of this Linear.")
         if out_features % 8:
             raise UsageError(
                 f"Outputs are packed by eight; a Linear with {out_features} of them has to stay unquantized."

@@ -205,7 +205,9 @@ def fake_quantize_weight(weight: Tensor, bits: int, group_size: int, clip: Tenso
 def clipped_groups(weight: Tensor, group_size: int, clip: Tensor | None) -> Tensor:
     """A weight [..., in] in float32 by groups of inputs, [..., in / group_size, group_size], within +- clip."""
     if group_size < 1 or weight.shape[-1] % group_size:
-        raise UsageError(f"A group size of {group_size} does not divide the {weight.shape[-1]} inputs of this weight.")
+        raise UsageError(
+            f"A group size of {group_size} does not divide the {weight.shape[-1]:,} inputs of this weight."
+        )
     groups = weight.to(torch.float32).unflatten(-1, (-1, group_size))
     if clip is None:
         return groups

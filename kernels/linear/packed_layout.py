@@ -161,7 +161,7 @@ def pack_weight(weight: AwqWeight, chunk_codes: int = CHUNK_CODES, k_block: int 
     group_size = inputs // groups
     if not has_layout(group_size):
         raise UsageError(
-            f"The GPU layout has groups of 32, 64 or a multiple of 128 inputs, not {inputs} inputs in groups of "
+            f"The GPU layout has groups of 32, 64 or a multiple of 128 inputs, not {inputs:,} inputs in groups of "
             f"{group_size}."
         )
     k_block = k_block or k_block_for(group_size, bits, inputs)

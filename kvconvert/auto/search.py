@@ -313,8 +313,8 @@ def search_task(config: PretrainedConfig, jobs: Sequence[LayerJob], recipe: Reci
     least = 2 * PAGE_SIZE
     if length < least:
         raise UsageError(
-            f"`context` leaves sequences of {length} tokens to measure on, and {least} are needed to read a quantized "
-            "page; give a longer one, or choose a preset."
+            f"`context` leaves sequences of {length:,} tokens to measure on, and {least} are needed to read a "
+            "quantized page; give a longer one, or choose a preset."
         )
     layers = searched_layers(config, jobs, context)
     if not layers:
@@ -512,7 +512,7 @@ class _Measuring:
         plans = f"up to {self.task.repairs + 1} plans of the whole model"
         what = f"{sum(len(layer.candidates) for layer in left)} candidates in {len(left)} layers, then {plans}"
         time_left = _duration(self.seconds(left))
-        self.run.say(f"Measuring {what if left else plans} on {rows} x {length} tokens: about {time_left}.")
+        self.run.say(f"Measuring {what if left else plans} on {rows} x {length:,} tokens: about {time_left}.")
 
     def seconds(self, left: Sequence[SearchedLayer]) -> float:
         """Estimate the seconds of measuring layers and plans: the first layer and one candidate of it are timed."""

@@ -120,7 +120,7 @@ def find_widths(units: list[Unit], weights: WeightsRecipe, run: SearchRun) -> We
     text = run.text
     search = _Search(run, units, weights.group_size, run.model.read(text.ids, 1))
     run.say(
-        f"Measuring {len(units)} groups of Linears at {len(BITS)} widths on {text.info.samples} x {text.info.length} "
+        f"Measuring {len(units)} groups of Linears at {len(BITS)} widths on {text.info.samples} x {text.info.length:,} "
         f"tokens for {weights.average_bits:g} bits per weight."
     )
     tables = search.tables()

@@ -238,7 +238,7 @@ def table(report: BenchReport) -> str:
     failures = [
         f"{m.model}, {m.batch} x {m.context}: not measured ({m.failure})" for m in report.measurements if m.failure
     ]
-    where = f"{report.device}; {report.new_tokens} new tokens per sequence, greedy"
+    where = f"{report.device}; {report.new_tokens:,} new tokens per sequence, greedy"
     against = [] if report.against is None else [f"source: {report.against}; speed-up over its fastest row"]
     return "\n".join([text_table(HEADER, rows), "", where, *against, *failures, *report.notes])
 

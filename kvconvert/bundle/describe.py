@@ -345,7 +345,7 @@ def _divergence(found: Allocation | WeightAllocation, of: str, tried: str) -> st
     text = found.data
     return (
         f"KL {found.measured_kl:.3g} measured {of}, {found.predicted_kl:.3g} as the sum of its parts ({tried} "
-        f"measured, {text.samples} x {text.length} tokens of {text.source}, {found.dtype})"
+        f"measured, {text.samples} x {text.length:,} tokens of {text.source}, {found.dtype})"
     )
 
 
@@ -427,7 +427,9 @@ def _fidelity_line(manifest: Manifest) -> str:
         return "not measured at export; kvconvert eval measures it"
     kl, fit = number(manifest.fidelity.report, "kl.mean"), text(manifest.fidelity.report, "verdict")
     said = [] if kl is None else [f"mean KL {kl:.4g} nats per token"]
-    said += manifest.fidelity.missed or ["all limits of the recipe met"]
+    said += [f"limit missed: {sentence}" for sentence in manifest.fidelity.missed]
+    if manifest.fidelity.limits and not manifest.fidelity.missed:
+        said.append("all limits of the recipe met")
     said += [fit] if fit else []
     return "; ".join(said)
 

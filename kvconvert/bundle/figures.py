@@ -81,7 +81,7 @@ def fidelity_rows(report: Mapping[str, Any]) -> list[Row]:
 
     rise = number(report, "perplexity.increase")
     spread = _interval(report, "perplexity.increase_interval", ".1%")
-    pair("perplexity", "perplexity", ".2f", "" if rise is None else f"{rise:+.1%} {spread}".rstrip())
+    pair("perplexity", "perplexity", ",.2f", "" if rise is None else f"{rise:+.1%} {spread}".rstrip())
     single("KL from the source, mean", "kl.mean", ".4g", "0", _interval(report, "kl.mean_interval", ".4g"))
     tails = [number(report, name) for name in ("kl.p99", "kl.p999")]
     if None not in tails:

@@ -189,11 +189,11 @@ class BundleFiles:
             behind = self.links & {name, *map(str, PurePosixPath(name).parents)}
             raise mismatch(name, "the file", "present", "a link" if behind else "no such file")
         if info.size > MAX_JSON and not name.endswith(".safetensors"):  # which loaders read as a whole
-            raise mismatch(name, "size", f"at most {MAX_JSON} bytes", f"{info.size} bytes")
+            raise mismatch(name, "size", f"at most {MAX_JSON:,} bytes", f"{info.size:,} bytes")
         with open_regular(self.directory / name) as stream:
             before = os.fstat(stream.fileno())
             if before.st_size != info.size:
-                raise mismatch(name, "size", f"{info.size} bytes", f"{before.st_size} bytes")
+                raise mismatch(name, "size", f"{info.size:,} bytes", f"{before.st_size:,} bytes")
             if full:
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()
                 if digest != info.sha256:
@@ -240,7 +240,7 @@ def _stamp(status: os.stat_result) -> _Stamp:
 def _content(path: Path) -> bytes:
     content = read_regular(path, MAX_JSON)
     if content is None:
-        raise mismatch(path.name, "its length", f"at most {MAX_JSON} bytes", f"{path.stat().st_size} bytes")
+        raise mismatch(path.name, "its length", f"at most {MAX_JSON:,} bytes", f"{path.stat().st_size:,} bytes")
     return content
 
 

@@ -222,7 +222,7 @@ def _checked(name: str, value: Any) -> Any:
     if name == "stop_strings":
         texts = _listed(value)
         if len(texts) > MAX_STOPS or not all(isinstance(text, str) and len(text) <= MAX_STOP for text in texts):
-            raise _wrong(name, value, f"text of at most {MAX_STOP} characters or a list of at most {MAX_STOPS} of it")
+            raise _wrong(name, value, f"text of at most {MAX_STOP:,} characters or a list of at most {MAX_STOPS} of it")
         return [text for text in texts if text]
     return value
 

@@ -14,8 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from kvconvert.arguments import BundlePlace, checked
-from kvconvert.errors import NO_SYSTEM, NOTHING_DRAWN, BundleError, HubError, UsageError, did_you_mean, printable
-from kvconvert.io.disk import MANIFEST_NAME, STATE_NAME
+from kvconvert.errors import (
+    NO_IMAGES,
+    NO_SYSTEM,
+    NOTHING_DRAWN,
+    BundleError,
+    HubError,
+    UsageError,
+    did_you_mean,
+    printable,
+)
+from kvconvert.io.disk import MANIFEST_NAME, PROCESSOR_FILES, STATE_NAME
 from kvconvert.io.hub import ask_hub, is_hub_id, missing_below
 from kvconvert.io.json_text import read_json
 
@@ -78,6 +87,13 @@ def check_system(bundle: BundlePlace) -> None:
     raise UsageError(NO_SYSTEM)
 
 
+def check_images(bundle: BundlePlace, refusal: str = NO_IMAGES) -> None:
+    """Refuse images (UsageError) for a local bundle without a processor, as those of text models are."""
+    directory = Path(bundle)
+    if directory.is_dir() and not any((directory / name).is_file() for name in PROCESSOR_FILES):
+        raise UsageError(refusal)
+
+
 def check_seed(bundle: BundlePlace) -> None:
     """Refuse a seed (UsageError) for a local bundle whose generation_config.json asks for no sampling."""
     file = Path(bundle) / "generation_config.json"
@@ -136,7 +152,7 @@ def check_output(output: Path, force: bool, kind: str = BUNDLE) -> None:
     length, most = len(os.fsencode(output.name)), os.pathconf(folder, "PC_NAME_MAX") - _BESIDE
     if length > most:
         raise UsageError(
-            f"The name of the output {output} has {length} bytes and may have {most}, because temporary directories "
+            f"The name of the output {output} has {length:,} bytes and may have {most}, because temporary directories "
             "beside it have longer names; choose a shorter one."
         )
     if not os.path.lexists(output):

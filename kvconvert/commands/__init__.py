@@ -13,12 +13,13 @@ import click
 
 from kvconvert.errors import UsageError, did_you_mean
 
+DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 def check_device(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     """--device, refused before torch is imported where it is neither a CPU nor a GPU of CUDA."""
-    if value is not None and value.partition(":")[0] not in ("cpu", "cuda"):
+    if value is not None and value.partition(":")[0] not in DEVICES:
         raise UsageError(f"There is no device {value}; --device may be cpu or cuda.")
     if value is not None and value.startswith("cuda") and not has_driver():
         raise UsageError(f"There is no GPU driver here for the device {value}; leave --device out.")

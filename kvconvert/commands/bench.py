@@ -15,7 +15,7 @@ from kvconvert.commands import count_option, device_option, dtype_option
 @click.argument("bundle")
 @click.option("--against", metavar="MODEL", help="Source model to measure as well.")
 @count_option(
-    "--context", "contexts", multiple=True, help="Tokens of the prompts, 1024 by default; may be given again."
+    "--context", "contexts", multiple=True, help="Tokens of the prompts, 1,024 by default; may be given again."
 )
 @count_option(
     "--batch",

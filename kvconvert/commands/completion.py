@@ -23,4 +23,6 @@ def completion(ctx: click.Context, shell: str) -> None:
     """
     completer = get_completion_class(shell)
     assert completer is not None
-    click.echo(_FIRST.get(shell, "") + completer(ctx.find_root().command, {}, "kvconvert", _VARIABLE).source())
+    source = completer(ctx.find_root().command, {}, "kvconvert", _VARIABLE).source()
+    # For fish: values may have commas of their own, as in --only kl,cache.
+    click.echo(_FIRST.get(shell, "") + source.replace('string split ","', 'string split --max 1 ","'))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 # Of kvconvert's own requirements these are large and compiled, so that having them does not mean that they load.
 IMPORTED = ("torch", "triton", "transformers")
-NOT_FOR_USERS = ("dev",)
+NOT_FOR_USERS = ("dev", "site")
 WIDTH = len("transformers")  # of names in the list
 
 

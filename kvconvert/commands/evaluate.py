@@ -21,10 +21,10 @@ from kvconvert.errors import UsageError
     metavar="SOURCE",
     help="Held-out text; the text that ships with kvconvert by default. With --task gsm8k, the file of its problems.",
 )
-@count_option("--tokens", help="Tokens to score, rounded up to whole segments; 4096 by default, 8192 with --full.")
+@count_option("--tokens", help="Tokens to score, rounded up to whole segments; 4,096 by default, 8,192 with --full.")
 @count_option(
     "--context",
-    help="Tokens of a segment, and of the prompts of retrieval and probes; 1024 by default. With --task: before each "
+    help="Tokens of a segment, and of the prompts of retrieval and probes; 1,024 by default. With --task: before each "
     "problem, none by default.",
 )
 @click.option(
@@ -86,16 +86,18 @@ def evaluate(
     given = [f"--{name}" for name, value in others.items() if value is not None]
     if instead is not None and given:
         raise UsageError(f"{given[0]} does not apply to {instead}; leave one of them out.")
-    from kvconvert.fidelity import check_context, check_tasks, parts_asked
+    from kvconvert.fidelity import TEXT_ALONE, check_context, check_tasks, parts_asked
 
     parts = None if only is None else [name.strip() for name in only.split(",") if name.strip()]
     parts_asked(parts)
     named = None if tasks is None else [name.strip() for name in tasks.split(",") if name.strip()]
     if named is not None:
         check_tasks(named)
-    from kvconvert.bundle.locate import check_place
+    from kvconvert.bundle.locate import check_images, check_place
 
     check_place(bundle)
+    if parts is not None and "images" in parts:
+        check_images(bundle, TEXT_ALONE)
     model = Path(bundle)
     if options["against"] is not None:
         from kvconvert.models import check_model

@@ -78,7 +78,7 @@ def generate(
     from kvconvert.choice import Choice
 
     choice = Choice(**{field.name: options.pop(field.name) for field in fields(Choice)})
-    from kvconvert.bundle.locate import check_place, check_seed, check_system
+    from kvconvert.bundle.locate import check_images, check_place, check_seed, check_system
     from kvconvert.data.images import read_image
 
     check_place(bundle)
@@ -88,6 +88,8 @@ def generate(
         check_seed(bundle)
     for image in images:
         read_image(image, None, "`images`")
+    if images:
+        check_images(bundle)
     if given in ([], ["-"]) and not chat:
         given = [_whole_input()]
     if sys.stderr.isatty():

@@ -119,7 +119,7 @@ class _Seconds(click.FloatRange):
 @click.option(
     "--max-body",
     metavar="SIZE",
-    type=ByteSize(bare=True),
+    type=ByteSize(bare=True, least=1000),
     help="Size of a request at most. [default: 4 MiB; 16 where the model reads images]",
 )
 @click.option(
@@ -200,8 +200,10 @@ def serve(
     for variable, count in _KEPT_PROGRAMS.items():  # read when torch is imported
         os.environ.setdefault(variable, count)
     from kvconvert.bundle.locate import check_place
+    from kvconvert.models.positions import check_chunk
 
     check_place(bundle)
+    check_chunk(prompt_chunk, max_batch_tokens)
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
@@ -280,7 +282,7 @@ def serve(
         beside = "and the pages grow beside them"
         if stats.pages_free is not None:
             beside = f"and the rest of --kv-memory holds pages of {PAGE_SIZE * stats.pages_free:,} tokens"
-        click.echo(f"Recurrent states of {max_batch} sequences take {stats.state_bytes:,} bytes, {beside}.", err=True)
+        click.echo(f"Recurrent states of {max_batch:,} sequences take {stats.state_bytes:,} bytes, {beside}.", err=True)
     shown = f"[{address[0]}]" if ":" in address[0] else address[0]
     ready = f"Serving {name} at http://{shown}:{address[1]}/v1"
     if not no_page:

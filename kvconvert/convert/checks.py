@@ -163,4 +163,4 @@ def fitted_weights(runner: LayerRunner, weights: WeightsRecipe) -> WeightsRecipe
     advice = f"set group_size = {fitting[0]}" if fitting else "no group size from 16 to 128 fits all of them"
     count, full = next((count, name) for count, name in inputs.items() if count % candidates[-1])
     what = f"{candidates[-1]} does not divide" if len(candidates) == 1 else f"none of {candidates} divides"
-    raise RecipeError(f"[weights] group_size = {weights.group_size}: {what} the {count} inputs of {full}; {advice}.")
+    raise RecipeError(f"[weights] group_size = {weights.group_size}: {what} the {count:,} inputs of {full}; {advice}.")

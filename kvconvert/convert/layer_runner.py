@@ -367,7 +367,7 @@ def build_without_weights(
         reason = first_line(error).rstrip(".")
         if "adding_idx" in reason:  # as torch says it, without the field's name
             text = config.get_text_config()
-            reason = f"its pad_token_id, {text.pad_token_id}, is not among its {text.vocab_size} tokens"
+            reason = f"its pad_token_id, {text.pad_token_id}, is not among its {text.vocab_size:,} tokens"
         if RECORDING_ATTENTION in reason:
             raise UnsupportedModelError(
                 f"{config.model_type} models compute attention in code of their own, which does not go through "

@@ -82,7 +82,7 @@ class Document:
     def __post_init__(self) -> None:
         parts = [part for message in self.messages for part in message["content"]]
         if sum(len(str(part.get("text", ""))) for part in parts) > MOST_CHARACTERS:
-            raise DataError(f"{self.place} has more than {MOST_CHARACTERS} characters of text; divide it.")
+            raise DataError(f"{self.place} has more than {MOST_CHARACTERS:,} characters of text; divide it.")
 
     @classmethod
     def captioned(cls, images: Iterable[Image], caption: str, place: str) -> Document:
@@ -131,7 +131,7 @@ def read_image(value: Any, folder: Path | None, place: str) -> Image:
             value = _decoded(name, place)
         elif name.startswith(("hf://", "zip://", "gzip://")):
             value = _from_archive(name, place)
-        elif name.startswith(("http://", "https://")):
+        elif name.startswith(("http:/", "https:/")):  # of which a Path keeps one slash
             raise _on_network(name, place)
         else:
             name = name.removeprefix("file://")
@@ -187,7 +187,8 @@ def _opened(source: Path | io.BytesIO, place: str) -> Image:
     image = pillow.open(source, formats=_FORMATS)
     if image.width * image.height > MOST_PIXELS:
         raise DataError(
-            f"{place} has {image.width} x {image.height} pixels, more than {MOST_PIXELS}; make it smaller or remove it."
+            f"{place} has {image.width:,} x {image.height:,} pixels, more than {MOST_PIXELS:,}; make it smaller or "
+            "remove it."
         )
     if too_many_scans(image):
         raise DataError(f"{place} comes in more than {MOST_SCANS} scans; store it as a baseline JPEG.")
@@ -345,8 +346,8 @@ def _reader(folder: Path | None, place: str) -> Callable[[Any], Image]:
         count, pixels = count + 1, pixels + image.width * image.height
         if count > MOST_IMAGES or pixels > MOST_DOCUMENT_PIXELS:
             raise DataError(
-                f"{place} has more than {MOST_IMAGES} images, or they have more than {MOST_DOCUMENT_PIXELS} pixels; "
-                "divide it."
+                f"{place} has more than {MOST_IMAGES:,} images, or they have more than {MOST_DOCUMENT_PIXELS:,} pixels"
+                "; divide it."
             )
         return image
 

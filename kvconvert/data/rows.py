@@ -57,7 +57,7 @@ class CsvRows:
 def _lines(stream: TextIO) -> Iterator[str]:
     while line := stream.readline(MOST_AT_ONCE + 1):
         if len(line) > MOST_AT_ONCE:
-            raise csv.Error(f"a line has more than {MOST_AT_ONCE} characters")
+            raise csv.Error(f"a line has more than {MOST_AT_ONCE:,} characters")
         yield line
 
 

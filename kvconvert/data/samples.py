@@ -223,8 +223,8 @@ class _Packer:
                 raise DataError(f"Data source {self.source} holds no image with text; give some.")
             raise DataError(
                 f"Data source {self.source} holds {counted(self._used, 'document')}, which make "
-                f"{counted(made, 'sample')}, but {wanted} are "
-                "requested; give more images, or request fewer or shorter samples."
+                f"{counted(made, 'sample')}, but {wanted:,} are "
+                "requested; give more images, or smaller `samples` or `seq_len`."
             )
         self._used += 1
         return document
@@ -340,8 +340,8 @@ def load_samples(
     _check_tokens(model, data)
     if positions and data.ids.shape[1] > positions:
         raise UsageError(
-            f"One image and some text take {data.ids.shape[1]} tokens, more than the {positions} positions this model "
-            "has; give smaller images."
+            f"One image and some text take {data.ids.shape[1]:,} tokens, more than the {positions:,} positions this "
+            "model has; give smaller images."
         )
     return data
 

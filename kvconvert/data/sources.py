@@ -94,7 +94,7 @@ def _lines(file: Path | str, stream: BinaryIO) -> Iterator[bytes]:
             yield bytes(rest)
             rest = bytearray(line)
         if len(rest) > MOST_AT_ONCE:
-            raise _unreadable(file, f"a line has more than {MOST_AT_ONCE} bytes")
+            raise _unreadable(file, f"a line has more than {MOST_AT_ONCE:,} bytes")
     if rest:
         yield bytes(rest)
 
@@ -115,7 +115,7 @@ def _rows(file: Path | str, stream: BinaryIO, field: str | None) -> Iterator[dic
         while chunk := stream.read(2**20):
             content += chunk
             if len(content) > MOST_AT_ONCE:
-                raise _unreadable(file, f"a JSON document has more than {MOST_AT_ONCE} bytes")
+                raise _unreadable(file, f"a JSON document has more than {MOST_AT_ONCE:,} bytes")
         yield from _document_rows(file, bytes(content).removeprefix(_MARK), field)
         return
     for number, line in chain([(start, first)], [] if following is None else [following], lines):

@@ -113,9 +113,9 @@ def load_token_samples(
     if available < samples:
         found = f"Data source {name} holds {counted(len(ids), 'token')}"
         if available == 0:
-            raise DataError(f"{found}, but one sample needs {window}; give more text, or a smaller `{asked[1]}`.")
+            raise DataError(f"{found}, but one sample needs {window:,}; give more text, or a smaller `{asked[1]}`.")
         raise DataError(
-            f"{found}, which make {counted(available, 'sample')} of {length}, but "
+            f"{found}, which make {counted(available, 'sample')} of {length:,}, but "
             f"{counted(samples, 'sample')} ({counted(samples * window, 'token')}) "
             f"are requested; give more text, or a smaller `{asked[0]}` or `{asked[1]}`."
         )
@@ -242,7 +242,7 @@ def spaced_samples(source: str, tokenizer: PreTrainedTokenizerBase, samples: int
     if len(ids) < samples * window:
         raise DataError(
             f"{source} holds {counted(len(ids), 'token')}, fewer than {counted(samples, 'sample')} of "
-            f"{length}; request fewer or shorter "
+            f"{length:,}; request fewer or shorter "
             "ones."
         )
     step = len(ids) // samples

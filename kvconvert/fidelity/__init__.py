@@ -32,6 +32,9 @@ PARTS = {
 }
 
 
+TEXT_ALONE = "`only`: the bundle's model reads text alone, so leave images out."
+
+
 def parts_asked(only: Collection[str] | None) -> set[str]:
     """The parts to measure, all of them for None.
 
@@ -98,7 +101,7 @@ def source_of(manifest: Manifest, against: str | Path | None) -> str:
     is_here = Path(recorded.id).name == recorded.id != ".." and os.path.exists(recorded.id)
     if not is_hub_id(recorded.id) and not is_here:
         raise MissingError(
-            f"The bundle was made from a local directory named {recorded.id}, which is not in the current directory; "
+            f"The bundle was made from a local model named {recorded.id}, which is not in the current directory; "
             "give its path as `against`."
         )
     return recorded.id

@@ -25,7 +25,7 @@ from kvconvert.bundle.reader import open_bundle
 from kvconvert.data.sources import EVALUATION
 from kvconvert.data.text import load_token_samples
 from kvconvert.errors import UsageError, listed
-from kvconvert.fidelity import PARTS, check_context, parts_asked, source_of
+from kvconvert.fidelity import PARTS, TEXT_ALONE, check_context, parts_asked, source_of
 from kvconvert.fidelity.images import DRAWINGS, image_figures
 from kvconvert.fidelity.probes import PROBES, ProbePrompt, Writer, abilities, measure_probes, probe_tokens, verdict
 from kvconvert.fidelity.report import (
@@ -80,7 +80,6 @@ CACHE_TOKENS = (512, 2048)  # that the cache is filled with, at least and at mos
 NOISE_TOKENS = 512
 TOKENS = 8192  # to score; half of them where not everything is measured
 SCORED = ("perplexity", "kl", "top1")
-TEXT_ALONE = "`only`: the bundle's model reads text alone, so leave images out."
 SLOW = ("probes", "free-running")  # four fifths of the time
 TEXT_PARTS = (*SCORED, "retrieval", *SLOW)  # of a vision-language model, too
 ROWS = {"cpu": 4, "cuda": 16}  # segments scored at a time
@@ -146,6 +145,8 @@ def evaluate(
     checkpoint = open_source(source_of(about.manifest, against), was_fetched=was_fetched)
     computed_in = compute_dtype(dtype, place, checkpoint.config.dtype)
     check_context(context, _positions(checkpoint))
+    stated = (getattr(c.get_text_config(decoder=True), "vocab_size", None) for c in (checkpoint.config, config))
+    _check_vocabularies(checkpoint.id, *stated)
     say("Verifying the bundle.")
     opened = open_bundle(directory)
     manifest = opened.manifest
@@ -183,18 +184,14 @@ def evaluate(
             noise = _noise(checkpoint, place, computed_in, samples.ids[:1, : NOISE_TOKENS + 1])
     with loading_bars(progress):
         source_model = _source_model(checkpoint, place, computed_in)
-    vocabularies = [m.get_output_embeddings().weight.shape[0] for m in (source_model, model)]
-    if vocabularies[0] != vocabularies[1]:
-        raise UsageError(
-            f"{checkpoint.id} has a vocabulary of {vocabularies[0]} tokens, the bundle one of {vocabularies[1]}; "
-            "compare a bundle with the model it was made from."
-        )
+    vocabulary, own = (m.get_output_embeddings().weight.shape[0] for m in (source_model, model))
+    _check_vocabularies(checkpoint.id, vocabulary, own)
     source = Decoder.plain(source_model)
     drills = drills or DrillCounts.for_tokens(tokens)
     plan = _Drills.plan(parts, checkpoint, tokenizer, samples.ids, shape.length, drills, seed)
     if not plan.work and parts <= {"retrieval", "probes", "free-running"}:
         raise UsageError(
-            f"`only`: a context of {shape.length} tokens holds no prompt of {listed(sorted(parts), 'or')}; take a "
+            f"`only`: a context of {shape.length:,} tokens holds no prompt of {listed(sorted(parts), 'or')}; take a "
             "longer `context` if the model has one, or measure other parts."
         )
     if progress:
@@ -239,7 +236,7 @@ def evaluate(
     notes = []
     if comparison is not None and shape.scored < SCORED_TOKENS_WANTED:
         notes.append(
-            f"{'the model has' if context is None else 'you asked for'} a context of {shape.length} tokens, "
+            f"{'the model has' if context is None else 'you asked for'} a context of {shape.length:,} tokens, "
             f"which leaves {shape.scored} scored tokens a segment, fewer than the {SCORED_TOKENS_WANTED} wanted"
         )
     if comparison is not None and tokens < shape.scored:
@@ -270,7 +267,7 @@ def evaluate(
         retrieval=found,
         retrieval_form=None if found is None else "chat template" if plan.templated else "plain text",
         probes=probes,
-        verdict=verdict(abilities(probes or {}, found), text, scored),
+        verdict=verdict(abilities(probes or {}, found), text, scored, vocabulary),
         free_running=continued,
         images=images,
         kv=cache,
@@ -290,6 +287,15 @@ def evaluate(
         versions=versions(),
         notes=tuple(notes),
     )
+
+
+def _check_vocabularies(source: str, vocabulary: int | None, own: int | None) -> None:
+    """Refuse (UsageError) a source of other tokens than the bundle's, as far as they are known."""
+    if vocabulary is not None and own is not None and vocabulary != own:
+        raise UsageError(
+            f"{source} has a vocabulary of {vocabulary:,} tokens, the bundle one of {own:,}; compare a bundle with the "
+            "model it was made from."
+        )
 
 
 def versions() -> dict[str, str]:

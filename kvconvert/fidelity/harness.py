@@ -251,7 +251,7 @@ class CachedLM(TemplateLM):
         for _, context, continuation in requests:
             if len(continuation) > self.max_length:
                 raise UsageError(
-                    f"A continuation of {len(continuation)} tokens is longer than the model's {self.max_length} "
+                    f"A continuation of {len(continuation):,} tokens is longer than the model's {self.max_length:,} "
                     "positions; choose another task."
                 )
             prompts.append((context[-(self.max_length + 1 - len(continuation)) :], continuation))
@@ -301,7 +301,8 @@ class CachedLM(TemplateLM):
             ids = self.tok_encode(prompt)[-(self.max_length - count) :] if count < self.max_length else []
             if not ids:
                 raise UsageError(
-                    f"A task wants {count} new tokens, and the model has {self.max_length} positions; choose another."
+                    f"A task wants {count:,} new tokens, and the model has {self.max_length:,} positions; choose "
+                    "another."
                 )
             inputs = torch.tensor([ids], device=model.device)
             output = model.generate(

@@ -16,6 +16,7 @@ more of them.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -451,17 +452,20 @@ def losses(found: Sequence[Ability]) -> list[str]:
     ]
 
 
-def verdict(found: Sequence[Ability], text: tuple[float, float] | None, tokens: int) -> str | None:
+def verdict(
+    found: Sequence[Ability], text: tuple[float, float] | None, tokens: int, vocabulary: float = math.inf
+) -> str | None:
     """The sentence; None where nothing was measured.
 
     Args:
         found: the results of retrieval and probes.
         text: perplexities of source and bundle; None if not measured.
         tokens: scored for them.
+        vocabulary: tokens that the models know; a source with a perplexity above that does worse than guessing.
     """
     kept = {each.name: each.kept for each in found}
     if text is not None:
-        kept = {TEXT: text[0] / text[1] if tokens >= MIN_TOKENS else None} | kept
+        kept = {TEXT: text[0] / text[1] if tokens >= MIN_TOKENS and text[0] <= vocabulary else None} | kept
     fit = [name for name, share in kept.items() if share is not None and share >= KEPT]
     # Rounded down: what is lost never looks like what is kept.
     lost = {name: f"{name} (keeps {int(100 * k)}%)" for name, k in kept.items() if k is not None and k < KEPT}

@@ -323,7 +323,7 @@ class NumberBook:
         head, fact = self.encode(self.head), self.encode(FACT.format(city=city, number=number))
         length = context - len(head) - len(fact)
         if length < 1:
-            raise UsageError(f"{context} tokens have no room for a number in prose; ask with longer contexts.")
+            raise UsageError(f"{context:,} tokens have no room for a number in prose; ask with longer contexts.")
         begin = self.random.randrange(max(1, len(self.prose) - length + 1))
         body = [self.prose[(begin + i) % len(self.prose)] for i in range(length)]
         place = round(depth * length)

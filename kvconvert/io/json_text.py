@@ -72,7 +72,7 @@ def parse_json(content: bytes | str, *, unique: bool = False, bounded: bool = Fa
 def read_json(file: Path) -> Any:
     """The value of a file of at most `MAX_JSON` bytes (OSError, ValueError: see `parse_json`)."""
     if (content := read_regular(file, MAX_JSON)) is None:
-        raise ValueError(f"{file.stat().st_size} bytes, more than {MAX_JSON}")
+        raise ValueError(f"{file.stat().st_size:,} bytes, more than {MAX_JSON:,}")
     return parse_json(content)
 
 

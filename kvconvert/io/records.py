@@ -52,7 +52,7 @@ def _few_facts(values: dict[str, Any]) -> dict[str, Any]:
         value = containers.pop()
         left -= len(value)
         if left < 0:
-            raise PydanticCustomError("too_long", f"Object should have at most {MAX_FACTS} values in all")
+            raise PydanticCustomError("too_long", f"Object should have at most {MAX_FACTS:,} values in all")
         entries = value.values() if isinstance(value, dict) else value
         containers += [entry for entry in entries if isinstance(entry, dict | list)]
     return values

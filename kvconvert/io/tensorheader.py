@@ -69,7 +69,7 @@ def read_header(path: Path, refuse: Refusal = mismatch, any_dtype: bool = False)
     with open_regular(path) as stream:
         start = stream.read(8)
         if len(start) < 8:
-            raise refuse(file, "its length", "at least 8 bytes", f"{size} bytes")
+            raise refuse(file, "its length", "at least 8 bytes", f"{size:,} bytes")
         (length,) = struct.unpack("<Q", start)
         if length > min(MAX_HEADER, size - 8):
             raise refuse(file, "the length of its header", f"at most {min(MAX_HEADER, size - 8)} bytes", length)
@@ -86,7 +86,7 @@ def read_header(path: Path, refuse: Refusal = mismatch, any_dtype: bool = False)
             raise refuse(file, f"the offset of tensor {name}", position, begin)
         position = end
     if position != size - 8 - length:
-        raise refuse(file, "its length", f"{8 + length + position} bytes", f"{size} bytes")
+        raise refuse(file, "its length", f"{8 + length + position:,} bytes", f"{size:,} bytes")
     return infos
 
 

@@ -137,7 +137,7 @@ class CalibQuant(Part):
     def clauses(self, shape: LayerShape) -> list[str]:
         """Tokens that go to spans, their width, and the shift."""
         what = "prompts" if self.modality == "all" else f"{self.modality} tokens of prompts"
-        length = f"spans of {self.span_tokens} tokens" if self.span_tokens else "spans"
+        length = f"spans of {self.span_tokens:,} tokens" if self.span_tokens else "spans"
         said = [f"{what} as {length}, {self.key_bits}-bit keys and {self.value_bits}-bit values per channel"]
         if self.tau1 or self.tau2:
             said.append(f"scores shifted by tau1 = {self.tau1:g}, tau2 = {self.tau2:g}")

@@ -75,11 +75,17 @@ def check_model(model: ModelPlace, was_fetched: bool = False) -> Path:
         raise CheckpointError(
             f"{model} is a file; give the directory that holds config.json and the weights, or a .gguf file."
         )
+    owner = missing_below(model) if is_hub_id(model) else path.parent
+    if path.suffix == _GGUF and owner is not None and not was_fetched:
+        raise CheckpointError(
+            f"There is no GGUF file {model}; check the path, or fetch the file from the Hub first (`hf download "
+            "user/name FILE --local-dir DIR`)."
+        )
     if not is_hub_id(model):
         raise CheckpointError(
             f"There is no model directory {model}; check the path, or give the id of a model on the Hub, user/name."
         )
-    if not was_fetched and (owner := missing_below(model)) is not None:
+    if not was_fetched and owner is not None:
         raise CheckpointError(
             f"There is no model directory {model}, and as {owner} is a directory here, the Hub was not asked; if you "
             f"mean its model {model}, fetch it with `hf download {model} --local-dir DIR`."

@@ -388,7 +388,7 @@ def make_config(directory: Path, contents: Mapping[str, Any], refuse: Refusal = 
             raise refuse("config.json", f"is_encoder_decoder{where}", "false", repr(value)[:80])
     layers = getattr(text, "num_hidden_layers", None)
     if isinstance(layers, int) and layers > MAX_LAYERS:
-        raise refuse("config.json", "the number of layers", f"at most {MAX_LAYERS}", layers)
+        raise refuse("config.json", "the number of layers", f"at most {MAX_LAYERS:,}", layers)
     if isinstance(layers, int) and layers < 1:
         raise refuse("config.json", "the number of layers", "at least 1", layers)
     return config

@@ -19,7 +19,7 @@ def check_length(name: str, tokens: int | None, positions: int | None) -> None:
     """Refuse (UsageError) the value of a parameter that is a length beyond a model's positions."""
     if tokens is not None and positions is not None and tokens > positions:
         raise UsageError(
-            f"`{name}` is {tokens}, more than the {positions} positions this model has; choose a shorter one."
+            f"`{name}` is {tokens:,}, more than the {positions:,} positions this model has; choose a shorter one."
         )
 
 
@@ -29,6 +29,15 @@ def check_prompts(contexts: Collection[int], new_tokens: int, positions: int | N
         raise UsageError(
             f"A prompt of {max(contexts):,} tokens and {new_tokens:,} new ones do not fit the model's {positions:,} "
             "positions; lower `contexts` or `new_tokens`."
+        )
+
+
+def check_chunk(prompt_chunk: int, max_batch_tokens: int) -> None:
+    """Refuse (UsageError) chunks of a prompt that are more than a step of the Engine may read."""
+    if prompt_chunk > max_batch_tokens:
+        raise UsageError(
+            f"`max_batch_tokens` is {max_batch_tokens:,}; it has to be at least `prompt_chunk`, which is "
+            f"{prompt_chunk:,}."
         )
 
 

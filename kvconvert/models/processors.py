@@ -53,6 +53,7 @@ from kvconvert.errors import (
     printable,
     unreadable,
 )
+from kvconvert.io.disk import PROCESSOR_FILES
 from kvconvert.io.json_text import MAX_JSON, read_json
 from kvconvert.io.regular import open_regular
 from kvconvert.models.configuration import placeholder_ids
@@ -61,7 +62,6 @@ from kvconvert.models.templates import panics_as_errors, shared_renderer
 
 logger = logging.getLogger(__name__)
 
-PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _VIDEO = "video_processor"
 
 
@@ -274,7 +274,7 @@ def _check_tekken(path: Path) -> None:
     special = config.get("default_num_special_tokens") if isinstance(config, dict) else None
     if isinstance(special, int) and special > _MOST_SPECIAL:
         raise CheckpointError(
-            f"{path} states {special} special tokens, more than {_MOST_SPECIAL}; fetch the model's tokenizer again."
+            f"{path} states {special:,} special tokens, more than {_MOST_SPECIAL:,}; fetch the model's tokenizer again."
         )
     entries = vocabulary if isinstance(vocabulary, list) else []
     tokens = [entry.get("token_bytes") for entry in entries if isinstance(entry, dict)]

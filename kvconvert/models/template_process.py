@@ -101,7 +101,7 @@ def _rendered(asked: dict[str, Any], template: str) -> str:
     (text,), _ = render_jinja_template([asked["messages"]], chat_template=template, **variables)
     most = asked["further_bytes"] + 4 * asked["bytes"]
     if len(text) > most:
-        raise ValueError(f"its text has more than {most} characters")
+        raise ValueError(f"its text has more than {most:,} characters")
     return text
 
 
@@ -143,9 +143,9 @@ def _try_tokenizer(path: str) -> str:
     for text in _probes({key: stated.get(key) for key in ("normalizer", "pre_tokenizer", "decoder")}):
         for special in (False, True):
             if len(tokenizer.encode(text, add_special_tokens=special).ids) > _GROWTH * _PROBE:
-                return f"{len(text)} characters become more than {_GROWTH * _PROBE} tokens"
+                return f"{len(text):,} characters become more than {_GROWTH * _PROBE:,} tokens"
         if tokenizer.decoder is not None and len(tokenizer.decoder.decode([text])) > _GROWTH * _PROBE:
-            return f"a token of {len(text)} characters becomes more than {_GROWTH * _PROBE}"
+            return f"a token of {len(text):,} characters becomes more than {_GROWTH * _PROBE:,}"
     return ""
 
 
@@ -164,7 +164,7 @@ def _decoded_unbounded(stated: dict[str, Any]) -> str:
     names = vocabulary if isinstance(vocabulary, dict) else [entry[0] for entry in vocabulary]
     added = [token["content"] for token in stated.get("added_tokens") or ()]
     longest = max(map(len, (*names, *added)), default=0)
-    return f"a token has {longest} characters, more than {_GROWTH * _PROBE}" if longest > _GROWTH * _PROBE else ""
+    return f"a token has {longest:,} characters, more than {_GROWTH * _PROBE:,}" if longest > _GROWTH * _PROBE else ""
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:

@@ -139,7 +139,7 @@ class DecoderShape:
             raise _unsupported(f"it has {kind} layers")
         _check_rope(config, layer_types)
         if not 1 <= config.max_position_embeddings <= MOST_POSITIONS:
-            raise _unsupported(f"it has {config.max_position_embeddings} positions, not 1 to {MOST_POSITIONS}")
+            raise _unsupported(f"it has {config.max_position_embeddings:,} positions, not 1 to {MOST_POSITIONS:,}")
         return cls(
             config=config,
             model_type=config.model_type,

@@ -585,7 +585,7 @@ def plan_text(plan: Plan) -> str:
 
 
 def _sequences(count: int) -> str:
-    return "one sequence" if count == 1 else f"each of {count} sequences"
+    return "one sequence" if count == 1 else f"each of {count:,} sequences"
 
 
 def size(count: int) -> str:
@@ -593,7 +593,7 @@ def size(count: int) -> str:
     for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= factor:
             return f"{count / factor:.2f} {unit}" if unit == "GB" else f"{count / factor:.0f} {unit}"
-    return f"{count} bytes"
+    return f"{count:,} bytes"
 
 
 def duration(seconds: float) -> str:

@@ -496,7 +496,7 @@ class Recipe(RecipeTable):
             except UnicodeDecodeError as error:
                 raise RecipeError(f"The recipe file {name} is not text in UTF-8; save it as that.") from error
             if len(text) > _MOST_TEXT:
-                raise RecipeError(f"The recipe file {name} has more than {_MOST_TEXT} characters; check its path.")
+                raise RecipeError(f"The recipe file {name} has more than {_MOST_TEXT:,} characters; check its path.")
             return cls._parse(text, where=name, name=path.stem, changes=changes or {})
         refuse_renamed(name)
         if name not in preset_names():
@@ -647,7 +647,7 @@ def _check_size(values: Any, where: str) -> None:
                 below += ((name, entry) for entry in value)
             elif isinstance(value, str) and len(value) > _MOST_CHARACTERS:
                 raise RecipeError(
-                    f"The recipe {where} has a text of {len(value)} characters for {name} ({value[:40]!r} ... ); "
+                    f"The recipe {where} has a text of {len(value):,} characters for {name} ({value[:40]!r} ... ); "
                     "shorten it."
                 )
             elif isinstance(value, int) and abs(value) >= 2**63:
@@ -655,7 +655,9 @@ def _check_size(values: Any, where: str) -> None:
         count += len(below)
         level = below
         if count > _MOST_VALUES:
-            raise RecipeError(f"The recipe {where} has more than {_MOST_VALUES} values; remove what it does not need.")
+            raise RecipeError(
+                f"The recipe {where} has more than {_MOST_VALUES:,} values; remove what it does not need."
+            )
     if level:
         raise RecipeError(f"The recipe {where} has tables and lists in each other, more than {_MOST_LEVELS - 1} deep.")
 

@@ -163,7 +163,7 @@ def _tiles(found: Description, measured: dict[str, Any] | None) -> list[tuple[st
     if kl is not None:
         tiles.append((f"{kl:.3g}", "KL from the source, nats per token"))
     if before is not None and after is not None:
-        tiles.append((f"{after:.2f}", f"perplexity; the source has {before:.2f}"))
+        tiles.append((f"{after:,.2f}", f"perplexity; the source has {before:,.2f}"))
     if agreement is not None:
         tiles.append((f"{agreement:.1%}", "same most likely token"))
     return tiles

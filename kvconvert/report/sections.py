@@ -388,7 +388,7 @@ def _keys(c: Contents) -> None:
     before, after = data.shown_channels(c.sample.keys[layer][head])
     scheme = c.bundle.manifest.layers[layer].scheme()
     rotates = scheme is not None and scheme.rotate_keys != "none"
-    caption = f"Keys of KV head {head} in layer {layer}, where channels are most uneven, on {before.shape[0]} tokens "
+    caption = f"Keys of KV head {head} in layer {layer}, where channels are most uneven, on {before.shape[0]:,} tokens "
     caption += f"of {c.sample.text}. Rotation spreads what lies in single channels over all; this bundle "
     caption += f"{'rotates' if rotates else 'does not rotate'} the keys of this layer."
     if not c.sample.is_recorded_source:
@@ -425,7 +425,7 @@ def _norms(c: Contents) -> None:
     caption = "Norm of each token's key over the median of its layer. Tokens that differ from their neighbors, mostly "
     caption += "the first ones, stretch the scale of every channel that they share; sink tokens and token norms are "
     caption += f"for them. Below, layer {layers[at]}, where norms differ most."
-    alt = f"Heat map of key norms, {norms.shape[0]} layers by {norms.shape[1]} tokens; norms reach from "
+    alt = f"Heat map of key norms, {norms.shape[0]} layers by {norms.shape[1]:,} tokens; norms reach from "
     alt += f"{float(ratio.min()):.2g} to {float(ratio.max()):.2g} times their layer's median."
     c.add("norms", "Token norms", caption, alt, figures.draw_norms(layers, norms, layers[at]))
 

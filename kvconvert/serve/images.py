@@ -34,7 +34,7 @@ def read_images(urls: Sequence[str], most_pixels: int, param: str) -> list[Image
     for place, image in enumerate(opened, 1):
         if max(image.size) > LONGEST_SIDES * min(image.size):
             said = f"one side is more than {LONGEST_SIDES} times the other; crop it"
-            raise _refused(f"Image {place} has {image.width} x {image.height} pixels, of which {said}.", param)
+            raise _refused(f"Image {place} has {image.width:,} x {image.height:,} pixels, of which {said}.", param)
     if (pixels := sum(image.width * image.height for image in opened)) > most_pixels:
         message = f"The images have {pixels:,} pixels; this server takes at most {most_pixels:,} in a conversation."
         raise _refused(message, param)

@@ -426,7 +426,7 @@ class _Asked(BaseModel, extra="allow", strict=True):
             raise Refusal(400, f"n times prompts is {choices}; at most {limits.choices} are served.", param="n")
         stops = self.stop or []
         if len(stops) > limits.stops or any(not 1 <= len(text) <= limits.stop_characters for text in stops):
-            message = f"stop may have {limits.stops} strings of 1 to {limits.stop_characters} characters."
+            message = f"stop may have {limits.stops} strings of 1 to {limits.stop_characters:,} characters."
             raise Refusal(400, message, param="stop")
 
     def sampling(self, defaults: Sampling, choice: int, vocabulary: int) -> Sampling:

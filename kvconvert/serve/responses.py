@@ -78,7 +78,7 @@ def _messages(given: Any) -> list[Any]:
     if not isinstance(given, list):
         raise _refused("input", "give text, or a list of items")
     if len(given) > MOST_MESSAGES:
-        raise _refused("input", f"a conversation has {MOST_MESSAGES} items at most, and this one has {len(given)}")
+        raise _refused("input", f"a conversation has {MOST_MESSAGES:,} items at most, and this one has {len(given):,}")
     messages: list[Any] = []
     for place, item in enumerate(given):
         where = f"input.{place}"

@@ -183,7 +183,7 @@ def _check_crop(group: Group, row: int, sequence: Sequence, length: int) -> None
     in_span = any(span.positions.before(length) < span.tokens for span in sequence.spans)
     if removed > loose or in_span:
         raise CacheError(
-            f"Sequence {row} cannot give back its newest {removed} tokens: {group.name} has already quantized "
+            f"Sequence {row} cannot give back its newest {removed:,} tokens: {group.name} has already quantized "
             "some of them; call activate_past_recording() before the tokens are added, and crop at most a page at a "
             "time."
         )
@@ -191,7 +191,7 @@ def _check_crop(group: Group, row: int, sequence: Sequence, length: int) -> None
         oldest = sequence.position(sequence.page_position(0))
         if oldest > length - group.sliding_window + 1:
             raise CacheError(
-                f"Sequence {row} cannot give back its newest {removed} tokens: {group.name} has dropped tokens "
+                f"Sequence {row} cannot give back its newest {removed:,} tokens: {group.name} has dropped tokens "
                 "that its sliding window would need again; call activate_past_recording() before the tokens are added."
             )
 

@@ -228,8 +228,8 @@ class ModalityMask:
         """
         if tuple(self.chosen.shape) != (rows, length):
             raise CacheError(
-                f"The modality mask of layer {layer} of the cache has shape {list(self.chosen.shape)}, but {rows} "
-                f"sequences of {length} tokens arrived; the mask describes the input whose keys and values the cache "
+                f"The modality mask of layer {layer} of the cache has shape {list(self.chosen.shape)}, but {rows:,} "
+                f"sequences of {length:,} tokens arrived; the mask describes the input whose keys and values the cache "
                 "receives, one placeholder token for each."
             )
         return self.runs[row]

@@ -83,7 +83,7 @@ class TokenPositions:
             if index < count:
                 return position + index
             index -= count
-        raise IndexError(f"there are {self._count} tokens")
+        raise IndexError(f"there are {self._count:,} tokens")
 
     def before(self, position: int) -> int:
         """How many tokens have a position below `position`."""

@@ -206,7 +206,7 @@ def _check_tensors(
             whole = whole and kept.is_floating_point() and (len(kept), kept.dtype) == (len(keys), keys.dtype)
             whole = whole and (0 if pages is None or not pages.dim() else len(pages)) == side.pages
     if not whole:
-        raise _refusal(file, f"what it holds of {group.name} is no sequence of {length} tokens")
+        raise _refusal(file, f"what it holds of {group.name} is no sequence of {length:,} tokens")
 
 
 def _sides(store: LayerStore, sequence: Sequence) -> Iterator[tuple[str, Any, Side]]:
@@ -387,7 +387,7 @@ def not_taken(group: Group) -> str | None:
     if not group.policy.is_plain:
         return "its scheme compresses whole prompts (spans, eviction), which no other prompt begins with"
     if len(group.sequences) != 1:
-        return f"there are {len(group.sequences)} sequences, and one can be kept"
+        return f"there are {len(group.sequences):,} sequences, and one can be kept"
     sequence = group.sequences[0]
     if group.real is not None:
         return "it has padding"

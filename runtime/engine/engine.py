@@ -15,6 +15,7 @@ from transformers import LogitsProcessor
 from kvconvert.arguments import Count, Natural, checked
 from kvconvert.errors import KvconvertError, UsageError
 from kvconvert.kernels.device import upload
+from kvconvert.models.positions import check_chunk
 from kvconvert.runtime.engine.model_steps import ModelSteps, PromptChunk
 from kvconvert.runtime.engine.prefixes import Prefixes, no_prefixes
 from kvconvert.runtime.engine.request import EngineStats, Event, FinishReason, Request, UnreadStep, new_request
@@ -97,11 +98,7 @@ class Engine:
             raise UsageError(
                 f"`tokenizer` is of type {type(tokenizer).__name__}; give the one that `load` returns, or leave it out."
             )
-        if prompt_chunk > max_batch_tokens:
-            raise UsageError(
-                f"`max_batch_tokens` is {max_batch_tokens}; it has to be at least `prompt_chunk`, which is "
-                f"{prompt_chunk}."
-            )
+        check_chunk(prompt_chunk, max_batch_tokens)
         self._tokenizer, self._prompt_chunk, self._max_batch_tokens = tokenizer, prompt_chunk, max_batch_tokens
         self._steps = ModelSteps(model, max_batch, kv_memory)
         stated = generation_settings(model.generation_config.to_dict(), model.config, tokenizer)

@@ -153,8 +153,9 @@ class ModelSteps:
         if kv_memory is not None and self.state_bytes:
             if kv_memory <= self.state_bytes:
                 raise UsageError(
-                    f"`kv_memory` = {kv_memory} bytes are not enough for the recurrent states of "
-                    f"{counted(rows, 'sequence')}, which take {self.state_bytes}; give more, or a smaller `max_batch`."
+                    f"`kv_memory` = {kv_memory:,} bytes are not enough for the recurrent states of "
+                    f"{counted(rows, 'sequence')}, which take {self.state_bytes:,}; give more, or a smaller "
+                    "`max_batch`."
                 )
             kv_memory -= self.state_bytes
         self.cache = model.new_kv_cache(kv_memory=kv_memory)
@@ -179,7 +180,7 @@ class ModelSteps:
             self.discard(first)
             self.pages = self.cache.free_pages()
         if self.pages == 0:
-            raise UsageError(f"`kv_memory` = {kv_memory} bytes are not enough for one page of {PAGE_SIZE} tokens.")
+            raise UsageError(f"`kv_memory` = {kv_memory:,} bytes are not enough for one page of {PAGE_SIZE} tokens.")
         schemes = [scheme for scheme in self.cache.schemes if scheme is not None]
         self.whole_prompts = any(scheme.compresses_prompts() for scheme in schemes)
 

@@ -331,8 +331,8 @@ def new_request(
     if extras is not None:
         if len(ids) > most_tokens:
             raise UsageError(
-                f"A prompt with images is read in one pass, of at most {most_tokens} tokens, and this one has "
-                f"{len(ids)}; give fewer or smaller images, or less text."
+                f"A prompt with images is read in one pass, of at most {most_tokens:,} tokens, and this one has "
+                f"{len(ids):,}; give fewer or smaller images, or less text."
             )
         request.inputs, request.position_shift = steps.inputs(ids, extras)
     request.pages = steps.pages_needed(len(ids), max_new_tokens)

@@ -175,9 +175,9 @@ class KVCache(Cache):
         stored = self.get_seq_length()
         if stored and stored == self.like.rotary_switch and not self.is_replaced:
             raise CacheError(
-                f"This model turns keys by other factors beyond {stored} tokens, so that those in the cache would have "
-                f"to be read again; end at {stored} tokens, begin with a longer prompt, or generate with a bundle of "
-                "the model, which reads them again."
+                f"This model turns keys by other factors beyond {stored:,} tokens, so that those in the cache would "
+                f"have to be read again; end at {stored:,} tokens, begin with a longer prompt, or generate with a "
+                "bundle of the model, which reads them again."
             )
         return stored > 0
 

@@ -291,8 +291,8 @@ def score_prompt(model: PreTrainedModel, cache: KVCache, input_ids: torch.Tensor
     heads = first.stores[0].heads_apart
     if (batch * heads, length) != (first.rows, cache.get_seq_length()):
         raise UsageError(
-            f"`input_ids` are {counted(batch, 'row')} of {length} tokens, and the cache holds {first.rows // heads} of "
-            f"{cache.get_seq_length()}; pass all tokens that were read into it."
+            f"`input_ids` are {counted(batch, 'row')} of {length:,} tokens, and the cache holds {first.rows // heads} "
+            f"of {cache.get_seq_length():,}; pass all tokens that were read into it."
         )
     real = torch.ones(batch, length, dtype=torch.int64) if first.real is None else first.real[::heads].long().cpu()
     before = real.cumsum(1) - 1  # index of a token among its sequence's own

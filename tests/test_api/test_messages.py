@@ -3,6 +3,7 @@
 import ast
 import re
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def calibration(folder, **changed):
 # The command, the function's arguments, and what the message says of them: in the library, and on the command line.
 CASES = {
     "device": (calibration, {"device": "abacus"}, "`device` may be", "--device may be"),
-    "length": (calibration, {"seq_len": 10**6}, "`seq_len` is 1000000", "--seq-len is 1000000"),
+    "length": (calibration, {"seq_len": 10**6}, "`seq_len` is 1,000,000", "--seq-len is 1,000,000"),
     "other inputs": (
         calibration,
         {"seed": 1},
@@ -86,3 +87,19 @@ def test_no_message_of_the_library_names_an_option(room):
         for node in raised:
             found = options & set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", ast.unparse(node)))
             assert not found, f"{path}, line {node.lineno}: {found}"
+
+
+# What stands before a noun as text, or is a number of at most three digits.
+_NAMES = "only|only_tokens|modality|name|MOST|UNIT|text|dtype|listed|join|PAGE_SIZES?|page|group_size|min|first|last"
+
+
+@pytest.mark.parametrize("room", ["kvconvert", "calibration", "kernels", "runtime"])
+def test_numbers_in_messages_have_separators(room):
+    nouns = r" (new )?(tokens|positions|bytes|characters|pixels|inputs|numbers|values|sequences)\b"
+    for path in (ROOT / room).rglob("*.py"):
+        for text in (node for node in ast.walk(parsed(path)) if isinstance(node, ast.JoinedStr)):
+            for value, after in pairwise(text.values):
+                if isinstance(value, ast.FormattedValue) and isinstance(after, ast.Constant):
+                    bare = value.format_spec is None and value.conversion == -1 and re.match(nouns, after.value)
+                    is_text = re.search(rf"(?<![a-z])({_NAMES})(\b|$)", ast.unparse(value.value), re.IGNORECASE)
+                    assert is_text or not bare, f"{path}, line {value.lineno}: {ast.unparse(value.value)}"

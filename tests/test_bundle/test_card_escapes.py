@@ -67,9 +67,7 @@ def test_the_card_says_what_the_bundle_is_fit_for_and_what_each_probe_found():
     fidelity = Fidelity(measured_on="0" * 64, report=report, limits={})
     manifest = tiny_manifest(tiny_tensors(), {}).model_copy(update={"fidelity": fidelity})
     card = model_card(manifest)
-    assert "Fidelity: all limits of the recipe met; Not fit for looking up values (keeps 55%)." in manifest_text(
-        manifest
-    )
+    assert "Fidelity: Not fit for looking up values (keeps 55%)." in manifest_text(manifest)
     assert "\n**Not fit for looking up values (keeps 55%).**\n" in card
     assert "| looking up values | 90% | 50% |" in card
     assert "code" not in card.split("## Fidelity")[1].split("## Key-value cache")[0]

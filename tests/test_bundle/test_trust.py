@@ -114,7 +114,7 @@ def test_what_loaders_read_as_a_whole_is_no_larger_than_they_can_hold(bundle):
     fields = json.loads((bundle / MANIFEST_NAME).read_text())
     fields["files"]["chat_template.jinja"]["size"] = size
     (bundle / MANIFEST_NAME).write_bytes(sealed(fields))
-    assert "at most 256000000 bytes" in refusal(bundle)
+    assert "at most 256,000,000 bytes" in refusal(bundle)
 
 
 def test_what_is_neither_file_nor_directory_is_refused_unread(bundle):

@@ -289,6 +289,7 @@ def test_completion_is_one_command(shell, monkeypatch, capsys):
     source = kvconvert("completion", shell).stdout
     assert "_KVCONVERT_COMPLETE" in source
     assert ("compinit" in source) == (shell == "zsh")
+    assert ('string split --max 1 ","' in source) == (shell == "fish")
     words = {"COMP_WORDS": "kvconvert rec", "COMP_CWORD": "rec" if shell == "fish" else "1"}
     for name, value in {"_KVCONVERT_COMPLETE": f"{shell}_complete", **words}.items():
         monkeypatch.setenv(name, value)
@@ -310,15 +311,29 @@ def test_completion_leaves_paths_to_the_shell(shell, words, monkeypatch, capsys)
     assert capsys.readouterr().out.replace("\n", ",").startswith("file,ne")
 
 
-@pytest.mark.parametrize("words", ["calibrate MODEL --recipe", "recipes"])
-def test_completion_offers_presets_beside_recipe_files(words, monkeypatch, capsys):
+_CHOICES = {
+    "calibrate MODEL --recipe kv": ["file,kv", "plain,kv-only"],
+    "recipes kv": ["file,kv", "plain,kv-only"],
+    "serve BUNDLE --dtype bf": ["plain,bfloat16"],
+    "serve BUNDLE --device ": ["plain,cpu", "plain,cuda"],
+    "eval BUNDLE --only k": ["plain,kl"],
+    "eval BUNDLE --only kl,pr": ["plain,kl,probes"],
+    "eval BUNDLE --only kl,k": [],
+    "plan MODEL --weights g": ["plain,gptq"],
+    "generate BUNDLE --system a": [],  # words of one's own are no paths
+    "recipes default --key-bits ": [],
+}
+
+
+@pytest.mark.parametrize("words", _CHOICES)
+def test_completion_offers_the_values_that_there_are(words, monkeypatch, capsys):
     words = f"kvconvert {words}"
-    known = {"_KVCONVERT_COMPLETE": "bash_complete", "COMP_WORDS": f"{words} kv", "COMP_CWORD": len(words.split())}
+    known = {"_KVCONVERT_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": words.count(" ")}
     for name, value in known.items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(SystemExit):
         cli([], prog_name="kvconvert")
-    assert capsys.readouterr().out.split() == ["file,kv", "plain,kv-only"]
+    assert capsys.readouterr().out.split() == _CHOICES[words.removeprefix("kvconvert ")]
 
 
 def test_what_prints_a_table_prints_json(monkeypatch, tmp_path):
@@ -447,7 +462,7 @@ def test_force_writes_a_bundle_that_misses_its_limit_with_what_was_measured(limi
     bundle = tmp_path / "bundle"
     monkeypatch.setattr("kvconvert.fidelity.evaluate.evaluate", functools.partial(evaluate, tokens=64, full=False))
     assert kvconvert("export", limited_work, "-o", bundle, "--force").exit_code == 0
-    assert "max_kl is 1e-09" in kvconvert("inspect", bundle).stdout
+    assert re.search(r"limit missed: .*max_kl is 1e-09", kvconvert("inspect", bundle).stdout)
     assert "misses the fidelity limits of its own recipe" in (bundle / "README.md").read_text()
     assert kvconvert("verify", bundle).exit_code == 0
     assert json.loads((bundle / "kvconvert.json").read_text())["fidelity"]["report"]["kl"]["mean"] > 0

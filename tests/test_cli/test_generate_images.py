@@ -13,7 +13,7 @@ from tiny.processors import quick_and_full, write_vision_model
 
 from kvconvert.console import Console
 from kvconvert.data.drawings import draw
-from kvconvert.errors import UsageError
+from kvconvert.errors import NO_IMAGES, UsageError
 from kvconvert.fidelity.images import image_figures
 from kvconvert.fidelity.scoring import Decoder
 from kvconvert.methods import KVScheme
@@ -152,8 +152,12 @@ def test_missing_files_and_bundles_without_vision_are_one_sentence(folder, tmp_p
     assert "not an image that can be read" in result.stderr
     (tmp_path / "plain").mkdir()
     ARCHITECTURES["llama"].write(tmp_path / "plain" / "model")
-    with pytest.raises(UsageError, match="does not support images"):
-        Console(converted(tmp_path / "plain"), 4).complete("x", [folder / "1.png"])
+    plain = converted(tmp_path / "plain")
+    with pytest.raises(UsageError, match="holds no processor of images"):
+        Console(plain, 4).complete("x", [folder / "1.png"])
+    (plain / "model.safetensors").unlink()  # it is not loaded to say so
+    result = kvconvert("generate", plain, "x", "--image", folder / "1.png")
+    assert (result.exit_code, result.stderr) == (2, f"Error: {NO_IMAGES.replace('`images`', '--image')}\n")
 
 
 def test_the_bundle_carries_the_processors_files(folder):

@@ -152,9 +152,14 @@ def test_an_argument_that_no_system_takes_is_a_sentence(arguments, monkeypatch, 
     ("arguments", "said"),
     [
         (["serve", str(GOLDEN), "--kv-memory", "4", "--port", "0"], "'4' is less than 100,000 bytes"),
+        (["serve", str(GOLDEN), "--max-body", "4", "--port", "0"], "'4' is less than 1,000 bytes"),
+        (
+            ["serve", str(GOLDEN), "--max-batch-tokens", "1000", "--port", "0"],
+            "at least --prompt-chunk, which is",
+        ),
         (["generate", str(GOLDEN), "Hi", "--system", "x"], "no chat template"),
     ],
-    ids=["kv-memory", "system"],
+    ids=["kv-memory", "max-body", "max-batch-tokens", "system"],
 )
 def test_what_can_be_known_before_a_bundle_is_loaded_is_said_before(arguments, said, monkeypatch):
     monkeypatch.setattr("kvconvert.console.load", None)  # first, for its import would keep the other

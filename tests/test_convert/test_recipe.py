@@ -207,10 +207,10 @@ def test_a_missing_recipe_file_is_named(tmp_path):
     [
         ("[kv]\npreset = [[1]]\n", r"\[kv\] preset = \[\[1\]\], which is no name"),
         (f"[weights]\nbits = 0x{'f' * 5000}\n", "an integer of more than 64 bits"),
-        (f'[kv]\npreset = "{"x" * 5000}"\n', "a text of 5000 characters"),
+        (f'[kv]\npreset = "{"x" * 5000}"\n', "a text of 5,000 characters"),
         (f"kv.{'.'.join('a' * 3000)} = 1\n", "3000 dots in line 1"),
         (f"kv.{'.'.join('a' * 30)} = 1\n", "more than 7 deep"),
-        ("# " + "x" * 2**18, "more than 262144 characters"),
+        ("# " + "x" * 2**18, "more than 262,144 characters"),
     ],
 )
 def test_values_of_which_no_sentence_can_be_made_are_refused_in_a_short_one(tmp_path, text, words):

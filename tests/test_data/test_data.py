@@ -656,7 +656,7 @@ def test_a_file_of_terabytes_without_a_line_is_refused(tmp_path, monkeypatch, su
 def test_a_json_document_of_many_lines_is_bounded_as_one_of_a_single_line(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "MOST_AT_ONCE", 1000)
     (tmp_path / "x.json").write_text("[\n" + "{},\n" * 1000 + "{}]")
-    with pytest.raises(DataError, match="a JSON document has more than 1000 bytes"):
+    with pytest.raises(DataError, match="a JSON document has more than 1,000 bytes"):
         load_token_samples(str(tmp_path / "x.json"), word_tokenizer(), 1, 8, seed=0)
 
 

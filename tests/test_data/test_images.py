@@ -267,7 +267,7 @@ def test_an_image_longer_than_a_sample_and_too_few_images_are_refused(model, pic
         samples(model, pictures, length=8)
     with pytest.raises(DataError, match=r"holds 6 documents, which make \d samples, but 9 are requested"):
         samples(model, pictures, count=9)
-    with pytest.raises(UsageError, match="1024 positions"):
+    with pytest.raises(UsageError, match="1,024 positions"):
         samples(model, pictures, length=2048)
 
 
@@ -387,7 +387,7 @@ def test_a_processor_without_its_packages_says_which(model, monkeypatch):
 def test_a_small_file_of_many_pixels_is_refused_before_it_is_decoded(tmp_path):
     Image.new("1", (9000, 9000)).save(tmp_path / "big.png")
     assert (tmp_path / "big.png").stat().st_size < 20_000
-    with pytest.raises(DataError, match="has 9000 x 9000 pixels, more than 67108864"):
+    with pytest.raises(DataError, match="has 9,000 x 9,000 pixels, more than 67,108,864"):
         read_image("big.png", tmp_path, "row 1")
 
 
@@ -401,7 +401,7 @@ def test_images_of_one_row_are_bounded_together(tmp_path, monkeypatch, where):
         row = {"images": [name] * count, "text": "x"}
         if where == "messages":
             row = {"messages": [{"role": "user", "content": [{"type": "image", "path": name}] * count}]}
-        with pytest.raises(DataError, match="row 1 has more than 1000 images, or they have more than 100000 pixels"):
+        with pytest.raises(DataError, match="row 1 has more than 1,000 images, or they have more than 100,000 pixels"):
             row_document(row, None, tmp_path, "row 1")
 
 
@@ -416,7 +416,7 @@ def test_images_of_one_row_are_bounded_together(tmp_path, monkeypatch, where):
 )
 def test_the_text_of_one_row_is_bounded(text):
     picture = {"image": Image.new("1", (4, 4))}
-    with pytest.raises(DataError, match="row 1 has more than 1048576 characters of text; divide it"):
+    with pytest.raises(DataError, match="row 1 has more than 1,048,576 characters of text; divide it"):
         row_document(picture | text, None, None, "row 1")
     assert row_document(picture | {"text": "a" * 2**20}, None, None, "row 1") is not None
 

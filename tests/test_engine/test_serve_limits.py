@@ -315,7 +315,7 @@ def test_places_of_many_tokens_in_the_text():
 
 @pytest.mark.parametrize("item", [{"type": "function_call"}, {}, {"type": "reasoning"}])
 def test_items_of_an_input_are_counted_before_anything_is_made_of_them(item):
-    with pytest.raises(Refusal, match="input: a conversation has 8192 items at most, and this one has 50000") as told:
+    with pytest.raises(Refusal, match="input: a conversation has 8,192 items at most, and this one has 50,000") as told:
         ResponsesChat.of({"input": [item] * 50_000})
     assert told.value.param == "input"
 

@@ -127,6 +127,11 @@ def test_another_source_is_noticed_and_an_absent_one_refused(report, source, tmp
         evaluate(bundle, against=str(source), context=64)
     with pytest.raises(UsageError, match="reads text alone, so leave images out"):
         evaluate(bundle, against=str(source), only=["images"])
+    foreign = shutil.copytree(source, tmp_path / "foreign")
+    config = json.loads((foreign / "config.json").read_text())
+    (foreign / "config.json").write_text(json.dumps(config | {"vocab_size": 5000}))
+    with pytest.raises(UsageError, match="foreign has a vocabulary of 5,000 tokens, the bundle one of"):
+        evaluate(bundle, against=str(foreign))
     assert not capsys.readouterr().err, "nothing was hashed or loaded before"
     with pytest.raises(UsageError, match="a context of 256 tokens holds no prompt of probes"):
         evaluate(bundle, against=str(source), context=256, tokens=300, only=["probes"], progress=False)
@@ -184,7 +189,7 @@ def test_a_person_reads_some_twenty_rows_and_what_the_bundle_is_fit_for(report):
     assert sum("the source cannot do it" in row for row in rows) == 6
     assert rows[1].split()[:3] == [
         "perplexity",
-        *(f"{x:.2f}" for x in (report[1].perplexity.source, report[1].perplexity.bundle)),
+        *(f"{x:,.2f}" for x in (report[1].perplexity.source, report[1].perplexity.bundle)),
     ]
 
 

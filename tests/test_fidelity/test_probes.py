@@ -186,6 +186,9 @@ def test_the_verdict_says_what_is_kept_what_is_lost_and_what_is_not_judged():
     # A ninth more perplexity is a tenth less probability.
     assert verdict([], (20.0, 22.3), 512) == "Not fit for continuing text (keeps 89%)."
     assert verdict([], (20.0, 20.0), 511) == "Not judged: continuing text."
+    # A source that guesses worse than at random, as a model of drawings does on novels, is no measure of a bundle.
+    assert verdict([], (2e9, 2e9), 512, 436) == "Not judged: continuing text."
+    assert verdict([], (20.0, 2e9), 512, 436) == "Not fit for continuing text (keeps 0%)."
     assert verdict([], None, 0) is None
 
 

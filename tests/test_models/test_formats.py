@@ -468,7 +468,7 @@ def test_the_lists_of_a_gguf_header_are_counted_together(tmp_path):
     for lists, reason in (
         ([texts] * 2, "more than 800,000 texts"),
         ([numbers] * 2, "more than 800,000 numbers"),
-        ([numbers], "450000 numbers beside 0 texts"),
+        ([numbers], "450,000 numbers beside 0 texts"),
     ):
         (tmp_path / "x.gguf").write_bytes(gguf_header(*lists))
         with pytest.raises(ValueError, match=reason):
@@ -673,7 +673,7 @@ def test_a_source_whose_bundle_would_be_refused_is_refused_itself(tmp_path, name
 def test_a_configuration_of_terabytes_is_refused_unread(tmp_path):
     save_checkpoint(tmp_path)
     os.truncate(tmp_path / "config.json", 10**12)
-    with pytest.raises(CheckpointError, match=r"config\.json cannot be read \(1000000000000 bytes"):
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read \(1,000,000,000,000 bytes"):
         open_source(str(tmp_path))
 
 

@@ -295,7 +295,7 @@ def test_a_model_that_is_no_decoder_of_text_is_called_that_and_not_damaged(model
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("pad_token_id", 4096, "its pad_token_id, 4096, is not among its 4096 tokens"),
+        ("pad_token_id", 4096, "its pad_token_id, 4096, is not among its 4,096 tokens"),
         ("rope_theta", "10000", "'str'"),
         (
             "rope_scaling",

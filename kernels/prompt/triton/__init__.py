@@ -291,7 +291,7 @@ def _checked(
         shapes = [tuple(x.shape) for x in (queries, keys, values) if x is not None]
         raise UsageError(f"Queries, keys and values of shapes {shapes} do not belong together.")
     if window is not None and window < 1:
-        raise UsageError(f"A sliding window of {window} tokens shows a query not even itself.")
+        raise UsageError(f"A sliding window of {window:,} tokens shows a query not even itself.")
     hides = window is not None and window < first_query + length
     return heads, length, size, tokens, window if hides else 0, first_query
 

@@ -324,7 +324,7 @@ def _say_time(
         rows = len(prompts) * samplings
         work = Work(rows, round(statistics.fmean(map(len, prompts))), new_tokens, ROWS[decoder.model.device.type])
         seconds = words(estimate_seconds([decoder], page, [work]))
-        said = f"{counted(rows, 'answer')} of up to {new_tokens} tokens by the {name}: at most {seconds}."
+        said = f"{counted(rows, 'answer')} of up to {new_tokens:,} tokens by the {name}: at most {seconds}."
         print(said, file=sys.stderr, flush=True)
 
 

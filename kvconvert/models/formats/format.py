@@ -125,9 +125,9 @@ def packed_linear(
     outputs, inputs = shape
     if group_size not in GROUP_SIZES or inputs % group_size or outputs % 8:
         raise CheckpointError(
-            f"{directory} holds {module} with {outputs} outputs and {inputs} inputs in groups of {group_size}, which a "
-            f"bundle cannot hold (groups of {', '.join(map(str, GROUP_SIZES))} inputs, outputs in eights); convert the "
-            "model that it was made from."
+            f"{directory} holds {module} with {outputs} outputs and {inputs:,} inputs in groups of {group_size}, which "
+            f"a bundle cannot hold (groups of {', '.join(map(str, GROUP_SIZES))} inputs, outputs in eights); convert "
+            "the model that it was made from."
         )
 
     def checked(tensors: list[Tensor]) -> AwqWeight:

@@ -422,7 +422,7 @@ class _Walk:
             self._text()
             self._value(self._number("I"))
         if self._numbers > _NUMBERS_BESIDE + _NUMBERS_OF_TEXT * self._texts:
-            raise ValueError(f"its lists have {self._numbers} numbers beside {self._texts} texts")
+            raise ValueError(f"its lists have {self._numbers:,} numbers beside {self._texts} texts")
         for _ in range(tensors):
             self._text()
             dimensions = self._number("I")
@@ -430,7 +430,7 @@ class _Walk:
                 raise ValueError(f"a tensor has {dimensions} dimensions")
             size = math.prod(self._number("Q") for _ in range(dimensions))
             if size > 8 * len(self._content):  # no type has less than a bit
-                raise ValueError(f"a tensor has {size} numbers, more than the file can hold")
+                raise ValueError(f"a tensor has {size:,} numbers, more than the file can hold")
             self._skip(4 + 8)
 
     def _value(self, kind: int) -> None:
