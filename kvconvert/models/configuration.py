@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -408,6 +409,15 @@ def check_values(value: object, refuse: Refusal, path: str = "") -> None:
             raise refuse("config.json", where, "true or false", repr(entry)[:80])
         if where in _CAUSAL and entry is not None and not entry:
             raise refuse("config.json", where, "true, for tokens to be generated one after another", repr(entry)[:80])
+        if _OF_ROPE.fullmatch(where) and entry is not None:
+            # Some are computed with only where a sequence is long.
+            numbers = entry if isinstance(entry, list) and key in _FACTORS else [entry]
+            for number in numbers:
+                if isinstance(number, bool) or not isinstance(number, int | float):
+                    raise refuse("config.json", where, "a number", repr(number)[:80])
+            short = value.get(_FACTORS[0])
+            if key == _FACTORS[1] and isinstance(short, list) and len(short) != len(numbers):
+                raise refuse("config.json", where, f"{len(short)} numbers, as in {_FACTORS[0]}", len(numbers))
         # Of other lists a 0 may say of a layer that it has none, such as a RoPE.
         for number in entry if isinstance(entry, list) and where.endswith("_factor") else [entry]:
             if isinstance(number, int | float) and not isinstance(number, bool):
@@ -431,6 +441,9 @@ def _check_number(number: float, where: str, refuse: Refusal) -> None:
         raise refuse("config.json", where, f"a number below {_MOST_SCALE:g}", number)
 
 
+# Numbers of a RoPE by the paths of their entries, and those of which there is one for each angle.
+_OF_ROPE = re.compile(r"(.*\.)?rope\w*\.(\w+\.)?\w*(factor|theta|embeddings|base_freq)", re.DOTALL)
+_FACTORS = ("short_factor", "long_factor")
 _SWITCHES = ("output_attentions", "output_hidden_states", "output_router_logits", "return_dict")
 _CAUSAL = ("is_causal", "text_config.is_causal")
 _DIVISORS = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")

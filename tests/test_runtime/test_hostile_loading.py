@@ -95,6 +95,15 @@ NO_NUMBERS = [
     {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "mscale": 1e300, "mscale_all_dim": 1.0}},
     *({"rope_parameters": {"rope_type": kind, "factor": 1e-300}} for kind in ("yarn", "linear", "llama3")),
     {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0, 0.0], "long_factor": [1.0, 1.0]}},
+    *(
+        {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": factors}}
+        for factors in ([1.0] * 7, [], ["1"] * 8, [None] * 8, [[1.0]] * 8, {"a": 1}, "x")
+    ),
+    *(
+        {rope: {"rope_type": "yarn", "factor": 4.0, "attention_factor": factor}}
+        for rope in ("rope_parameters", "rope_scaling")
+        for factor in ("1.0", [], [1.0], {}, True)
+    ),
     *({"attn_logit_softcapping": cap} for cap in (0.0, -5.0, 1e-40)),
     {"query_pre_attn_scalar": -4},
     {"is_causal": False},
