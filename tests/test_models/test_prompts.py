@@ -190,6 +190,16 @@ def test_special_tokens_of_space_alone_are_not_made_either():
     assert fresh.decode(ids) == "a\n\nb"
 
 
+@pytest.mark.parametrize("said", ["\n", "\n\n", " \n"])
+def test_space_that_is_all_of_a_message_makes_none_with_the_templates_own(said):
+    fresh = AutoTokenizer.from_pretrained(REFERENCE)
+    fresh.add_special_tokens({"additional_special_tokens": ["\n\n"]})
+    fresh.chat_template = "{% for m in messages %}{{ m.role }}\n{{ m.content }}\n{% endfor %}"
+    ids = Conversations(fresh).encode([{"role": "user", "content": said}], False)
+    assert fresh.convert_tokens_to_ids("\n\n") not in ids
+    assert fresh.decode(ids) == f"user\n{said}\n"
+
+
 def test_a_template_may_write_special_tokens_by_what_is_said(tokenizer):
     tokenizer.chat_template = (
         "{% for m in messages %}{% for line in m.content.split('\\n') %}<|im_start|>{{ line }}{% endfor %}{% endfor %}"
