@@ -227,7 +227,7 @@ class Conversations:
         if isinstance(content, str) and takes_parts and not takes_text:
             fitted["content"] = [{"type": "text", "text": content}]
         elif isinstance(content, list):
-            given = (part for part in content if part is not None)
+            given = (part for part in content if part not in _NO_PARTS)
             parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in given]
             other = next((part for part in parts if not _is_text(part)), None)
             if takes_parts or not takes_text:
@@ -445,6 +445,7 @@ def _is_text(part: Any) -> bool:
 
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_NO_PARTS = (None, *({"type": kind} for kind in _TEXT_PARTS))  # of which a null was left out
 
 
 def _without_nulls(value: Any) -> Any:
