@@ -24,7 +24,7 @@ from kvconvert.errors import (
     did_you_mean,
     printable,
 )
-from kvconvert.io.disk import MANIFEST_NAME, PROCESSOR_FILES, STATE_NAME
+from kvconvert.io.disk import LOCK_NAME, MANIFEST_NAME, PROCESSOR_FILES, STATE_NAME
 from kvconvert.io.hub import ask_hub, is_hub_id, missing_below
 from kvconvert.io.json_text import read_json
 
@@ -188,8 +188,8 @@ def kind_of(path: Path) -> str:
 
 
 def check_outside(output: Path) -> None:
-    """Refuse (UsageError) an output within a bundle, which would not verify with further files in it, or nowhere, or at
-    a path that safetensors does not open.
+    """Refuse (UsageError) an output within a bundle, which would not verify with further files in it, or within a
+    working directory, or nowhere, or at a path that safetensors does not open.
     """
     try:
         place = output.resolve()
@@ -203,6 +203,11 @@ def check_outside(output: Path) -> None:
         if (folder / MANIFEST_NAME).exists():
             raise UsageError(
                 f"{output} lies in the bundle {folder}, which stays as it was sealed; choose a path outside of it."
+            )
+        if (folder / STATE_NAME).is_file() and (folder / LOCK_NAME).exists():
+            raise UsageError(
+                f"{output} lies in the working directory {folder}, where another calibration may remove it; choose a "
+                "path outside of it."
             )
 
 

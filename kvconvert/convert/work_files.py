@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING, Any
 from kvconvert.bundle.locate import MANIFEST_NAME, check_outside
 from kvconvert.errors import FROM_THE_LAST_LAYER, KvconvertError, MissingError, UsageError, counted, printable
 from kvconvert.io import disk
-from kvconvert.io.disk import STATE_NAME
+from kvconvert.io.disk import LOCK_NAME, STATE_NAME
 from kvconvert.io.json_text import read_json
 
 if TYPE_CHECKING:
     from kvconvert.recipes.recipe import Recipe
 
-LOCK_NAME = "lock"
 _FILES = (LOCK_NAME, STATE_NAME)
 logger = logging.getLogger(__name__)
 

@@ -390,7 +390,9 @@ def row_document(row: Mapping[str, Any], wanted: str | None, folder: Path | None
 def _conversation(messages: Any, images: list[Image], read: Callable[[Any], Image], place: str) -> Document:
     """Messages with their images gathered; parts without a source of their own take those of the row in order."""
     rest, gathered, rendered = iter(images), [], []
-    if not isinstance(messages, list) or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+    if not isinstance(messages, list) or not all(
+        isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages
+    ):
         raise DataError(f"{place}: messages are no list of objects with a role; correct the row.")
     for message in messages:
         parts = []

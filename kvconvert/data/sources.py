@@ -379,6 +379,8 @@ def read_text(file: Path) -> str:
         raise DataError(f"Data file {file} cannot be read ({error.strerror}); check it and its permissions.") from error
     if not text.strip():
         raise DataError(f"Data file {file} holds no text; give a file with text.")
+    if text.count("\0") > len(text) // _RARE:  # as in UTF-16, whose letters of English UTF-8 reads as well
+        raise DataError(f"Data file {file} is not UTF-8 text (it has NULs between letters); convert it to UTF-8.")
     if file.suffix in (".txt", *MARKDOWN):
         refuse_table(text, file)
     return text
@@ -724,6 +726,8 @@ def text_column_of(columns: list[str], wanted: str | None, place: str) -> str:
 
 ROWS_INSPECTED = 64  # of a table, to tell what it holds
 _LINES_INSPECTED = 8
+_MOST_TRIED = 2**16  # characters of a row that may be JSON
+_RARE = 10  # characters for each NUL that a text may have
 # Names of lists of messages, and of the fields that a message has in one form or another.
 _LISTS = ("messages", "conversations", "conversation", "dialog", "dialogue", "turns", "chosen")
 _SPEAKERS, _SAID = {"role", "from", "speaker"}, {"content", "value", "text", "parts"}
@@ -763,16 +767,34 @@ def refuse_spelled_conversations(values: Iterable[Any], place: str) -> None:
         )
 
 
+def spells_records(values: Iterable[Any]) -> bool:
+    """Whether most texts of a column are JSON objects, or lists of them."""
+    texts = [value for value in values if isinstance(value, str) and value.strip()]
+    return 2 * sum(len(text) <= _MOST_TRIED and _is_record(_json(text)) for text in texts) > len(texts)
+
+
 def refuse_table(text: str, file: Path) -> None:
     """Refuse (DataError) a text most of whose first lines, or which as a whole, are JSON, or spell conversations."""
     lines = list(islice((line for line in text.splitlines() if line.strip()), _LINES_INSPECTED))
-    if 2 * sum(isinstance(_json(line), dict) for line in lines) > len(lines):
+    found = [_json(line) for line in lines]
+    if 2 * sum(isinstance(value, dict) for value in found) > len(lines):
         raise DataError(f"Data file {file} holds a JSON object a line, not prose; name it {file.stem}.jsonl.")
     if _json(text):
         raise DataError(f"Data file {file} holds a JSON document, not prose; name it {file.stem}.json.")
     if spells_conversation(text) or 2 * sum(map(spells_conversation, lines)) > len(lines):
         advice = f'write each to a line of {file.stem}.jsonl, as {{"messages": [...]}}'
         raise DataError(f"Data file {file} holds conversations spelled as JSON or Python text, not prose; {advice}.")
+    if 2 * sum(map(_is_record, found)) > len(lines):
+        raise DataError(
+            f"Data file {file} holds a list of JSON objects a line, not prose; write each object to a line of "
+            f"{file.stem}.jsonl."
+        )
+
+
+def _is_record(value: Any) -> bool:
+    """Whether a value of JSON is an object, or a list of objects."""
+    values = value if isinstance(value, list) else [value]
+    return bool(values) and all(isinstance(value, dict) for value in values)
 
 
 def _json(text: str) -> Any:

@@ -39,6 +39,7 @@ from kvconvert.data.sources import (
     refuse_spelled_conversations,
     source_name,
     spells_conversation,
+    spells_records,
 )
 from kvconvert.errors import DataError, UsageError, counted, first_line
 from kvconvert.io.records import DataInfo, shortened
@@ -258,6 +259,8 @@ def _row_ids(
     first = table.first(ROWS_INSPECTED)
     for name in table.read_columns:
         refuse_spelled_conversations((row.get(name) for row in first), f"{source}, column {name}")
+    if table.read_columns == [column] and spells_records(row.get(column) for row in first):
+        logger.warning("%s, column %s: JSON is read as prose; store what it says in columns.", source, column)
     conversations, rows, empty, spelled = Conversations(tokenizer), 0, 0, False
     named = ("columns " if len(table.read_columns) > 1 else "column ") + " and ".join(table.read_columns)
     for place, row in table.shuffled(seed):
@@ -289,7 +292,7 @@ def _encode_row(value: Any, tokenizer: PreTrainedTokenizerBase, conversations: C
         return []
     if isinstance(value, str):
         return _encode(value, tokenizer) if value.strip() else []
-    if isinstance(value, list) and all(isinstance(message, dict) and "role" in message for message in value):
+    if isinstance(value, list) and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value):
         if not getattr(tokenizer, "chat_template", None):
             raise DataError(
                 f"Data source {place}: a conversation, but the tokenizer {tokenizer.name_or_path!r} has no chat "

@@ -21,7 +21,7 @@ from kvconvert.io.regular import folders_below, open_regular
 
 TEMPORARY = ".partial"
 _HASHED_ASIDE = 2**22  # bytes
-STATE_NAME = "state.json"  # what tells a working directory of `calibrate` from others
+STATE_NAME, LOCK_NAME = "state.json", "lock"  # what tells a working directory of `calibrate` from others
 MANIFEST_NAME = "kvconvert.json"  # and a bundle
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")  # and a model of images
 _FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -386,12 +387,31 @@ def make_config(directory: Path, contents: Mapping[str, Any], refuse: Refusal = 
             raise refuse("config.json", f"dtype{where}", listed(map(str, _DTYPES), "or"), dtype)
         if value := getattr(part, "is_encoder_decoder", False):
             raise refuse("config.json", f"is_encoder_decoder{where}", "false", repr(value)[:80])
+    _check_experts(text, refuse)
     layers = getattr(text, "num_hidden_layers", None)
     if isinstance(layers, int) and layers > MAX_LAYERS:
         raise refuse("config.json", "the number of layers", f"at most {MAX_LAYERS:,}", layers)
     if isinstance(layers, int) and layers < 1:
         raise refuse("config.json", "the number of layers", "at least 1", layers)
     return config
+
+
+def _check_experts(text: PretrainedConfig, refuse: Refusal) -> None:
+    """Refuse numbers of experts for a token, or of their groups, that a router cannot choose: it would fail later."""
+    experts = next((count for name in _EXPERTS if isinstance(count := getattr(text, name, None), int)), 0)
+    if experts < 2:  # a dense model, whose other numbers mean nothing
+        return
+    groups, of_groups = getattr(text, "n_group", None), getattr(text, "topk_group", None)
+    for name in _PER_TOKEN:
+        chosen = getattr(text, name, None)
+        for count in chosen if isinstance(chosen, list) else [chosen]:
+            if isinstance(count, int) and not 0 <= count <= experts:
+                raise refuse("config.json", name, f"a number of the {experts} experts", count)
+    if isinstance(groups, int):
+        if groups < 1 or experts % groups or experts < 2 * groups:
+            raise refuse("config.json", "n_group", f"a number of groups of the {experts} experts", groups)
+        if isinstance(of_groups, int) and not 0 <= of_groups <= groups:
+            raise refuse("config.json", "topk_group", f"a number of the {groups} groups", of_groups)
 
 
 def check_values(value: object, refuse: Refusal, path: str = "") -> None:
@@ -408,6 +428,15 @@ def check_values(value: object, refuse: Refusal, path: str = "") -> None:
             raise refuse("config.json", where, "true or false", repr(entry)[:80])
         if where in _CAUSAL and entry is not None and not entry:
             raise refuse("config.json", where, "true, for tokens to be generated one after another", repr(entry)[:80])
+        if _OF_ROPE.fullmatch(where) and entry is not None:
+            # Some are computed with only where a sequence is long.
+            numbers = entry if isinstance(entry, list) and key in _FACTORS else [entry]
+            for number in numbers:
+                if isinstance(number, bool) or not isinstance(number, int | float):
+                    raise refuse("config.json", where, "a number", repr(number)[:80])
+            short = value.get(_FACTORS[0])
+            if key == _FACTORS[1] and isinstance(short, list) and len(short) != len(numbers):
+                raise refuse("config.json", where, f"{len(short)} numbers, as in {_FACTORS[0]}", len(numbers))
         # Of other lists a 0 may say of a layer that it has none, such as a RoPE.
         for number in entry if isinstance(entry, list) and where.endswith("_factor") else [entry]:
             if isinstance(number, int | float) and not isinstance(number, bool):
@@ -431,6 +460,12 @@ def _check_number(number: float, where: str, refuse: Refusal) -> None:
         raise refuse("config.json", where, f"a number below {_MOST_SCALE:g}", number)
 
 
+# Names of the number of experts, and of those for each token.
+_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk", "moe_top_k")
+# Numbers of a RoPE by the paths of their entries, and those of which there is one for each angle.
+_OF_ROPE = re.compile(r"(.*\.)?rope\w*\.(\w+\.)?\w*(factor|theta|embeddings|base_freq)", re.DOTALL)
+_FACTORS = ("short_factor", "long_factor")
 _SWITCHES = ("output_attentions", "output_hidden_states", "output_router_logits", "return_dict")
 _CAUSAL = ("is_causal", "text_config.is_causal")
 _DIVISORS = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")

@@ -194,7 +194,7 @@ class Conversations:
 
     def _outline(self, messages: list[dict[str, Any]], answer: bool, variables: Mapping[str, Any]) -> _Outline:
         """The template's output around texts that spell no special token."""
-        plain = self._said(messages, answer, variables, lambda text: _OTHER if text.strip() else text)
+        plain = self._said(messages, answer, variables, lambda text: _OTHER if self._spoken(text) else text)
         key = hashlib.sha256(json.dumps([self.template, *plain], default=str).encode()).digest()
         if key not in self._outlines:
             if len(self._outlines) >= _OUTLINES:
@@ -227,7 +227,7 @@ class Conversations:
         if isinstance(content, str) and takes_parts and not takes_text:
             fitted["content"] = [{"type": "text", "text": content}]
         elif isinstance(content, list):
-            given = (part for part in content if part is not None)
+            given = (part for part in content if part not in _NO_PARTS)
             parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in given]
             other = next((part for part in parts if not _is_text(part)), None)
             if takes_parts or not takes_text:
@@ -290,12 +290,15 @@ class Conversations:
         """Characters that every special token contains: signs, where all have some."""
         return re.compile(r"[\W_]" if all(re.search(r"[\W_]", token) for token in self._tokens) else "(?s:.)")
 
+    def _spoken(self, text: str) -> str:
+        """A text without the space around it, unless space alone may be a special token."""
+        return text if any(map(str.isspace, self._tokens)) else text.strip()
+
     def _apart(self, text: str) -> str:
         """A text with a mark on both sides of each sign, and of all of it but the space around it, which a template may
         cut off; it may ask whether there is any text at all, too.
         """
-        said = text if any(map(str.isspace, self._tokens)) else text.strip()
-        if not said:
+        if not (said := self._spoken(text)):
             return text
         apart = re.sub(rf"{MARK}+", MARK, MARK + self._signs.sub(rf"{MARK}\g<0>{MARK}", said) + MARK)
         return text.replace(said, apart)
@@ -442,6 +445,7 @@ def _is_text(part: Any) -> bool:
 
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_NO_PARTS = (None, *({"type": kind} for kind in _TEXT_PARTS))  # of which a null was left out
 
 
 def _without_nulls(value: Any) -> Any:

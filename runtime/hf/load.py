@@ -16,7 +16,7 @@ from kvconvert.bundle.generation import GenerationSettings, read_generation, sto
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import BundleError, UsageError, first_line
-from kvconvert.models.configuration import model_class, read_config, supports_images
+from kvconvert.models.configuration import context_length, model_class, read_config, supports_images
 from kvconvert.models.devices import choose_device
 from kvconvert.models.processors import has_processor, load_processor, load_tokenizer, tokenizer_of
 from kvconvert.runtime.hf.bundle_quantizer import WHOLE, BundleConfig, Verify, check_fits
@@ -146,8 +146,12 @@ def read_generation_config(
     settings = generation_settings(stated, config, tokenizer)
     if warning := settings.warning("kvconvert"):
         logger.warning("%s", warning)
+    values, positions = dict(settings.values), context_length(config)
+    for name in ("max_length", "max_new_tokens"):  # a stranger's may be a billion
+        if name in values and positions is not None:
+            values[name] = min(values[name], positions)
     try:
-        return GenerationConfig(**settings.values)
+        return GenerationConfig(**values)
     except (ValueError, TypeError, AttributeError) as error:
         raise BundleError(
             f"transformers does not accept generation_config.json ({first_line(error)}); correct the source and "

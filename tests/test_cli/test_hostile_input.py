@@ -92,6 +92,16 @@ def test_an_output_whose_path_is_no_text_is_refused(check, tmp_path):
             check(path, *[False] * (check is check_output))
 
 
+@pytest.mark.parametrize("check", [check_output, check_place])
+def test_an_output_in_a_working_directory_is_refused(check, tmp_path):
+    (tmp_path / "state.json").write_text("{}")
+    check(tmp_path / "hidden", *[False] * (check is check_output))  # a file of that name may be anybody's
+    (tmp_path / "lock").touch()
+    for path in (tmp_path / "hidden", tmp_path / "auto" / "bundle"):
+        with pytest.raises(UsageError, match="lies in the working directory"):
+            check(path, *[False] * (check is check_output))
+
+
 class Endless(io.RawIOBase):
     """The same bytes without an end."""
 

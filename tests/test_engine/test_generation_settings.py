@@ -51,6 +51,12 @@ def test_an_answer_without_a_stated_length_has_that_of_the_settings_as_far_as_th
         assert request.max_new_tokens == (room if expected is None else min(expected, room))
 
 
+@pytest.mark.parametrize("name", ["max_length", "max_new_tokens"])
+def test_generate_takes_no_more_tokens_from_the_settings_than_the_model_has_positions(name, stating):
+    model, _ = load(stating(**{name: 10**9}), dtype=torch.float32)
+    assert getattr(model.generation_config, name) == model.config.max_position_embeddings
+
+
 def answers(model, tokenizer, **options):
     """The tokens of `generate`, and those of an Engine's request that says nothing."""
     ids = torch.tensor([PROMPT])

@@ -190,6 +190,16 @@ def test_special_tokens_of_space_alone_are_not_made_either():
     assert fresh.decode(ids) == "a\n\nb"
 
 
+@pytest.mark.parametrize("said", ["\n", "\n\n", " \n"])
+def test_space_that_is_all_of_a_message_makes_none_with_the_templates_own(said):
+    fresh = AutoTokenizer.from_pretrained(REFERENCE)
+    fresh.add_special_tokens({"additional_special_tokens": ["\n\n"]})
+    fresh.chat_template = "{% for m in messages %}{{ m.role }}\n{{ m.content }}\n{% endfor %}"
+    ids = Conversations(fresh).encode([{"role": "user", "content": said}], False)
+    assert fresh.convert_tokens_to_ids("\n\n") not in ids
+    assert fresh.decode(ids) == f"user\n{said}\n"
+
+
 def test_a_template_may_write_special_tokens_by_what_is_said(tokenizer):
     tokenizer.chat_template = (
         "{% for m in messages %}{% for line in m.content.split('\\n') %}<|im_start|>{{ line }}{% endfor %}{% endfor %}"
@@ -317,7 +327,7 @@ def test_the_longest_special_token_is_found_first():
             "One\ntwo",
         ),
         ("{{ messages[0].content }}", ["One", {"text": "two", "type": None}], "One\ntwo"),
-        ("{{ messages[0].content }}", ["One", None, "two"], "One\ntwo"),
+        ("{{ messages[0].content }}", ["One", None, {"type": "text", "text": None}, "two"], "One\ntwo"),
         ("{{ messages[0].content }}", {"text": "One"}, "One"),
         ("{{ messages[0].content | tojson }}", {"degrees": 3}, '{"degrees": 3}'),
         ("{{ messages[0].content | trim }}", {"degrees": None, "is": "3 °C"}, '{"is": "3 °C"}'),
@@ -446,6 +456,10 @@ def test_samples_of_conversations_begin_with_one_token(fresh, tmp_path):
         ("a.jsonl", '{"text": "a"}\n{"text": "half \\ud83d"}\n', "line 2: half of a surrogate pair"),
         ("a.json", '[{"text": "\\ud83d\\ude00 whole"}, {"\\udc00": 1}]', "half of a surrogate pair"),
         ("a.jsonl", '{"text": [{"from": "human", "value": "Hi"}]}\n', "messages have no role"),
+        ("a.jsonl", '{"messages": [{"role": 5, "content": "Hi"}]}\n', "neither text nor a list of messages"),
+        ("a.jsonl", '{"messages": [{"role": {"a": 1}, "content": "Hi"}]}\n', "neither text nor a list of messages"),
+        ("a.txt", '[{"speaker_id": 1, "utterance": "Hi"}]\n' * 9, "a list of JSON objects a line"),
+        ("a.txt", "H\0e\0l\0l\0o\0 \0" * 99, "not UTF-8 text .it has NULs"),
     ],
 )
 def test_what_is_no_prose_is_refused_with_what_to_do(name, content, words, fresh, tmp_path):
@@ -484,11 +498,20 @@ def test_conversations_spelled_as_text_among_prose_are_told(fresh, tmp_path, cap
     assert caplog.text.count("a conversation spelled as JSON or Python text is read as prose") == 1
 
 
-def test_json_among_prose_is_read(fresh, tmp_path):
+@pytest.mark.parametrize("said", [{"q": "Hi", "a": "Ho"}, [{"user": "Hi"}, {"bot": "Ho"}]], ids=["object", "list"])
+def test_a_column_of_json_of_other_fields_is_told(said, fresh, tmp_path, caplog):
+    (tmp_path / "a.jsonl").write_text((json.dumps({"text": json.dumps(said)}) + "\n") * 9)
+    assert len(load_token_samples(str(tmp_path / "a.jsonl"), fresh, 2, 16, 0).ids) == 2
+    assert caplog.text.count("column text: JSON is read as prose") == 1
+
+
+def test_json_among_prose_is_read(fresh, tmp_path, caplog):
     (tmp_path / "a.jsonl").write_text('{"text": "[1, 2] is a list of two numbers, and so on."}\n' * 9)
     (tmp_path / "b.txt").write_text('{"role": "user"}\n' + "It was a dark night, and so on it went.\n" * 9)
-    for name in ("a.jsonl", "b.txt"):
+    (tmp_path / "c.txt").write_text("[1]\n" * 9 + "It was a dark\0 night, and so on it went.\n" * 9)
+    for name in ("a.jsonl", "b.txt", "c.txt"):
         assert len(load_token_samples(str(tmp_path / name), fresh, 2, 16, 0).ids) == 2
+    assert "JSON" not in caplog.text
 
 
 def test_a_tokenizer_whose_beginning_fills_a_sample_is_refused(fresh):

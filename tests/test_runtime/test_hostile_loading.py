@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from tiny.bundle import edit_json, reseal
+from tiny.mixtures import MIXTURES
 from transformers import AutoModelForCausalLM
 from transformers.models.auto import tokenization_auto
 from transformers.utils import import_utils
@@ -95,6 +96,15 @@ NO_NUMBERS = [
     {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "mscale": 1e300, "mscale_all_dim": 1.0}},
     *({"rope_parameters": {"rope_type": kind, "factor": 1e-300}} for kind in ("yarn", "linear", "llama3")),
     {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0, 0.0], "long_factor": [1.0, 1.0]}},
+    *(
+        {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": factors}}
+        for factors in ([1.0] * 7, [], ["1"] * 8, [None] * 8, [[1.0]] * 8, {"a": 1}, "x")
+    ),
+    *(
+        {rope: {"rope_type": "yarn", "factor": 4.0, "attention_factor": factor}}
+        for rope in ("rope_parameters", "rope_scaling")
+        for factor in ("1.0", [], [1.0], {}, True)
+    ),
     *({"attn_logit_softcapping": cap} for cap in (0.0, -5.0, 1e-40)),
     {"query_pre_attn_scalar": -4},
     {"is_causal": False},
@@ -112,6 +122,28 @@ def test_values_of_a_config_that_make_no_numbers_are_refused(bundle, change):
     reseal(bundle)
     with pytest.raises(BundleError, match=rf"config\.json does not fit the bundle: {next(iter(change))}.* should be"):
         load(bundle, verify="headers")
+
+
+ROUTERS = [
+    *(("mixtral", {"num_experts_per_tok": count}) for count in (-1, 5, 2**20)),
+    ("ernie4_5_moe", {"moe_k": 5}),
+    ("hunyuan_v1_moe", {"moe_topk": [2, 5]}),
+    *(("deepseek_v3", {"n_group": groups}) for groups in (0, 3, 4)),
+    *(("deepseek_v3", {"n_group": groups, "topk_group": 3}) for groups in (1, 2)),
+]
+
+
+@pytest.mark.parametrize(("kind", "change"), ROUTERS, ids=str)
+def test_numbers_of_experts_that_no_router_can_choose_are_refused(kind, change, tmp_path):
+    def made(**change):
+        contents = {"model_type": kind, **MIXTURES[kind], **change}
+        (tmp_path / "config.json").write_text(json.dumps(contents))
+        return make_config(tmp_path, contents)
+
+    chosen = {"num_experts_per_tok": 2} if kind == "deepseek_v3" else {}
+    assert made(**chosen)
+    with pytest.raises(BundleError, match=r"config\.json does not fit .* should be a number of"):
+        made(**chosen, **change)
 
 
 def test_layers_of_another_name_are_as_many_as_a_bundle_holds(tmp_path):
