@@ -21,10 +21,13 @@ _calibration = with_options(
         "--data",
         metavar="SOURCE[=WEIGHT]",
         multiple=True,
-        help="Calibration data, may be repeated; by default text that ships, kvconvert:books-calib.txt and "
-        "kvconvert:code-calib.txt, or drawings.",
+        help="Calibration data, may be repeated; by default text that ships, kvconvert:books-calib.txt, "
+        "kvconvert:code-calib.txt and kvconvert:chat-calib.jsonl, or drawings.",
     ),
-    count_option("--samples", help="Sequences; 16 of 2,048 tokens by default, 64 of 512 or fewer or with images."),
+    count_option(
+        "--samples",
+        help="Sequences; by default 16 of 2,048 tokens, 24 for small chat models, 64 of 512 or fewer or with images.",
+    ),
     count_option("--seq-len", least=2, metavar="L", help="Tokens in each; 2,048 by default, or what an image needs."),
     seed_option(default=0, show_default=True, help="Seed of the choice of samples."),
     device_option("cpu or cuda, where layers are computed; a GPU by default if there is one."),

@@ -37,6 +37,7 @@ from kvconvert.data.images import (
 )
 from kvconvert.data.sources import (
     CALIBRATION,
+    CONVERSATIONS,
     ROWS_INSPECTED,
     SHIPPED,
     Sources,
@@ -53,6 +54,7 @@ from kvconvert.data.text import TokenData, load_held_out_samples, load_token_sam
 from kvconvert.errors import CheckpointError, DataError, UsageError, counted, listed
 from kvconvert.io.records import DataInfo, shortened
 from kvconvert.io.tensorfile import Mapped
+from kvconvert.methods.awq import SMALL_HIDDEN_SIZE
 from kvconvert.models.configuration import context_length, supports_images
 from kvconvert.models.positions import check_length
 from kvconvert.models.processors import ImagePrompts, has_processor, load_processor, load_tokenizer
@@ -254,13 +256,26 @@ def _fingerprint(ids: Tensor, extras: Iterable[dict[str, Tensor]]) -> str:
 # By default. Weights that are corrected on short samples lose what lies far back: benchmarks/WEIGHTS.md.
 TEXT_LENGTH = 2048  # tokens of a sample of text
 TEXT_TOKENS = 32768  # of all of them
+CHAT_TOKENS = 16384  # further ones of small models that have a chat template
 MOST_SAMPLES = 64  # of text, and with images
 
 
-def text_shape(samples: int | None, length: int | None, positions: int | None) -> tuple[int, int]:
-    """How many samples of text, and tokens in each, for a model of so many positions; None takes the default."""
+def text_shape(
+    samples: int | None, length: int | None, positions: int | None, tokens: int = TEXT_TOKENS
+) -> tuple[int, int]:
+    """How many samples of text, and tokens in each, for a model of so many positions; None takes the default.
+
+    Args:
+        tokens: of all samples by default.
+    """
     length = min(TEXT_LENGTH, positions or TEXT_LENGTH) if length is None else length
-    return min(MOST_SAMPLES, max(1, TEXT_TOKENS // length)) if samples is None else samples, length
+    return min(MOST_SAMPLES, max(1, tokens // length)) if samples is None else samples, length
+
+
+def default_tokens(config: PretrainedConfig, source: Sources, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Tokens of all samples by default, for the configuration of a model's text decoder."""
+    small = config.hidden_size < SMALL_HIDDEN_SIZE
+    return TEXT_TOKENS + CHAT_TOKENS * (source is None and small and bool(tokenizer.chat_template))
 
 
 def sample_shape(
@@ -268,7 +283,9 @@ def sample_shape(
 ) -> tuple[int, int]:
     """How many samples `load_samples` takes with the same arguments, and tokens in each."""
     if not _takes_images(model, source):
-        return text_shape(samples, length, context_length(model.config.get_text_config()))
+        config = model.config.get_text_config()
+        tokens = default_tokens(config, source, load_tokenizer(model.directory)) if samples is None else TEXT_TOKENS
+        return text_shape(samples, length, context_length(config), tokens)
     if length is None:
         length = load_samples(model, source, 1, None, seed).info.length
     return MOST_SAMPLES if samples is None else samples, length
@@ -333,8 +350,8 @@ def load_samples(
         count = MOST_SAMPLES if samples is None else samples
         data = load_image_samples(only, _processor(model), model.config, count, length, seed, mapped)
     else:
-        samples, length = text_shape(samples, length, positions)
         tokenizer = load_tokenizer(model.directory)
+        samples, length = text_shape(samples, length, positions, default_tokens(config, source, tokenizer))
         data = load_mixture(source, tokenizer, samples, length, seed)
         data = replace(data, warnings=tuple(unlike_the_model(source, data, tokenizer)))
     _check_tokens(model, data)
@@ -379,7 +396,7 @@ def shares(weights: Sequence[float], samples: int) -> list[int]:
 
 def load_mixture(data: Sources, tokenizer: PreTrainedTokenizerBase, samples: int, length: int, seed: int) -> TokenData:
     """Samples of one or several text sources; see `load_token_samples`, which cuts those of each."""
-    sources = _sources(data, samples)
+    sources = _sources(data, samples, tokenizer)
     if len(sources) == 1:
         return load_token_samples(sources[0].source, tokenizer, samples, length, seed)
     counts = shares([source.weight for source in sources], samples)
@@ -394,7 +411,7 @@ def load_held_out_mixture(
     data: Sources, tokenizer: PreTrainedTokenizerBase, samples: int, length: int, seed: int, apart_from: tuple[int, int]
 ) -> TokenData:
     """The same of `load_held_out_samples`: of each source what calibration left over."""
-    sources = _sources(data, apart_from[0])
+    sources = _sources(data, apart_from[0], tokenizer)
     if len(sources) == 1:
         return load_held_out_samples(sources[0].source, tokenizer, samples, length, seed, apart_from)
     weights = [source.weight for source in sources]
@@ -406,10 +423,14 @@ def load_held_out_mixture(
     return _joined(sources, parts, seed)
 
 
-def _sources(data: Sources, samples: int) -> list[WeightedSource]:
-    """All that are named; of the texts that ship with kvconvert no more than there are samples."""
+def _sources(data: Sources, samples: int | None, tokenizer: PreTrainedTokenizerBase) -> list[WeightedSource]:
+    """All that are named; of the texts that ship with kvconvert no more than there are samples, and conversations for
+    models that have a template for them.
+    """
     sources = weighted_sources(data)
-    return sources[:samples] if data is None else sources
+    if data is not None:
+        return sources
+    return [own for own in sources if tokenizer.chat_template or own.source != CONVERSATIONS][:samples]
 
 
 def _joined(sources: list[WeightedSource], parts: list[TokenData], seed: int) -> TokenData:
@@ -430,9 +451,10 @@ def unlike_the_model(data: Sources, tokens: TokenData, tokenizer: PreTrainedToke
     named = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.pad_token_id}
     special = torch.tensor(sorted(set(tokenizer.all_special_ids) - named), dtype=torch.int64)
     rendered = bool(torch.isin(ids, special).any())
-    names = [source_name(source.source) for source in weighted_sources(data)]
+    sources = _sources(data, None, tokenizer)
+    names = [source_name(source.source) for source in sources]
     named_text, verb = listed(names, "and"), "is" if len(names) == 1 else "are"
-    plain = not rendered and not any(holds_conversations(source.source) for source in weighted_sources(data))
+    plain = not rendered and not any(holds_conversations(source.source) for source in sources)
     if tokenizer.chat_template and plain:
         said.append(
             f"The tokenizer has a chat template, and {named_text} {verb} plain text; if the model is to serve "

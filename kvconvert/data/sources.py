@@ -168,7 +168,8 @@ def _unreadable(file: Path | str, reason: str) -> DataError:
 Sources = str | Sequence[str] | None
 Data = Annotated[str | Path | Sequence[str], "a source, or a list of sources"]
 SHIPPED = "kvconvert:"  # begins the SOURCE of a text that ships with kvconvert
-CALIBRATION = (f"{SHIPPED}books-calib.txt", f"{SHIPPED}code-calib.txt")  # why two: benchmarks/WEIGHTS.md
+CONVERSATIONS = f"{SHIPPED}chat-calib.jsonl"  # for models that have a template for them
+CALIBRATION = (f"{SHIPPED}books-calib.txt", f"{SHIPPED}code-calib.txt", CONVERSATIONS)  # why: benchmarks/WEIGHTS.md
 EVALUATION = f"{SHIPPED}books-val.txt"
 _WEIGHTED = re.compile(r"(.+)=(\d+(?:\.\d+)?)")
 LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}

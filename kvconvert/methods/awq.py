@@ -12,17 +12,18 @@ GROUP_SIZES = (16, 32, 64, 128, 256)
 # What "auto" chooses from, the largest first. Smaller models lose more: groups of 32 take a quarter off the KL of those
 # of 64 at 4% more bytes, and 64 half of that of 128 at 2 to 4% (benchmarks/WEIGHTS.md).
 AUTO_GROUP_SIZES = (128, 64, 32)
+SMALL_HIDDEN_SIZE = 2048  # of models below it, whose weights are given more bytes and calibration text by default
 
 
 def auto_group_sizes(hidden_size: int) -> tuple[int, ...]:
     """Group sizes that "auto" chooses from for a model, the largest first."""
-    largest = 128 if hidden_size >= 3584 else 64 if hidden_size >= 2048 else 32
+    largest = 128 if hidden_size >= 3584 else 64 if hidden_size >= SMALL_HIDDEN_SIZE else 32
     return tuple(size for size in AUTO_GROUP_SIZES if size <= largest)
 
 
 def auto_kept_share(hidden_size: int) -> float:
     """How much larger a bundle becomes by default for the Linears that lose most, see `WeightsRecipe.kept_share`."""
-    return 0.1 if hidden_size < 1024 else 0.05 if hidden_size < 2048 else 0.0
+    return 0.1 if hidden_size < SMALL_HIDDEN_SIZE else 0.0
 
 
 # What a recipe can ask for.

@@ -182,7 +182,7 @@ def test_a_rule_of_16_bits_keeps_linears(method, kept, source, tmp_path):
 
 @pytest.mark.parametrize(
     ("hidden_size", "method", "share"),
-    [(640, "auto", 0.1), (1536, "auto", 0.05), (2048, "auto", 0.0), (640, "awq", None), (640, "none", None)],
+    [(640, "auto", 0.1), (1536, "auto", 0.1), (2048, "auto", 0.0), (640, "awq", None), (640, "none", None)],
 )
 def test_small_models_keep_some_linears_by_default(hidden_size, method, share):
     architecture = SimpleNamespace(experts=None, linears=(), writers={})

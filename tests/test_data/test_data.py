@@ -84,7 +84,7 @@ def test_info_fingerprints_the_ids_and_keeps_private_paths_to_itself(tmp_path):
 
 @pytest.mark.parametrize("source", [*CALIBRATION, EVALUATION])
 def test_texts_that_ship_with_kvconvert_are_named_as_sources(source):
-    assert load_token_samples(source, word_tokenizer(), 2, 64, seed=0).info.source == source
+    assert load_token_samples(source, word_tokenizer(chat_template=CHAT), 2, 64, seed=0).info.source == source
     with pytest.raises(DataError, match="does not ship with kvconvert; name kvconvert:books"):
         load_token_samples(f"{source}x", word_tokenizer(), 2, 64, seed=0)
 

@@ -4,8 +4,16 @@ import hashlib
 
 import pytest
 from test_data import CHAT, spoken, word_tokenizer, words, write_jsonl
+from transformers import LlamaConfig
 
-from kvconvert.data.samples import load_held_out_mixture, load_mixture, shares, unlike_the_model
+from kvconvert.data.samples import (
+    default_tokens,
+    load_held_out_mixture,
+    load_mixture,
+    shares,
+    text_shape,
+    unlike_the_model,
+)
 from kvconvert.data.sources import weighted_sources
 from kvconvert.data.text import load_token_samples
 from kvconvert.errors import DataError, UsageError
@@ -124,3 +132,26 @@ def test_by_default_novels_and_code_are_read_in_equal_parts():
     assert data.ids[2:].equal(load_token_samples("kvconvert:code-calib.txt", tokenizer, 2, 16, seed=0).ids)
     assert load_mixture(None, tokenizer, 1, 16, seed=0).info.source == "kvconvert:books-calib.txt"
     assert load_held_out_mixture(None, tokenizer, 4, 16, seed=0, apart_from=(1, 16)).ids.shape == (4, 16)
+
+
+def test_by_default_models_with_a_template_read_conversations_too(tmp_path):
+    tokenizer = word_tokenizer(chat_template=CHAT)
+    data = load_mixture(None, tokenizer, 6, 16, seed=0)
+    assert data.info.source.endswith("code-calib.txt=1, kvconvert:chat-calib.jsonl=1")
+    assert data.ids[4:].equal(load_token_samples("kvconvert:chat-calib.jsonl", tokenizer, 2, 16, seed=0).ids)
+    assert not any("chat template" in sentence for sentence in unlike_the_model(None, data, tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("template", "hidden_size", "data", "samples"),
+    [
+        (CHAT, 1536, None, 24),
+        (CHAT, 2048, None, 16),
+        (None, 1536, None, 16),
+        (CHAT, 1536, "kvconvert:books-calib.txt", 16),
+    ],
+)
+def test_small_chat_models_read_more_by_default(template, hidden_size, data, samples):
+    config = LlamaConfig(hidden_size=hidden_size, max_position_embeddings=4096)
+    tokens = default_tokens(config, data, word_tokenizer(chat_template=template))
+    assert text_shape(None, None, 4096, tokens) == (samples, 2048)

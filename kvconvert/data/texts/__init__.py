@@ -1,1 +1,3 @@
-"""Text that ships with kvconvert, for calibration and evaluation: public-domain novels, and code of its own."""
+"""Text that ships with kvconvert, for calibration and evaluation: public-domain novels, code of its own, and
+conversations written for it.
+"""
