@@ -436,7 +436,7 @@ def check_values(value: object, refuse: Refusal, path: str = "") -> None:
                     raise refuse("config.json", where, "a number", repr(number)[:80])
             short = value.get(_FACTORS[0])
             if key == _FACTORS[1] and isinstance(short, list) and len(short) != len(numbers):
-                raise refuse("config.json", where, f"{len(short)} numbers, as in {_FACTORS[0]}", len(numbers))
+                raise refuse("config.json", where, f"{len(short):,} numbers, as in {_FACTORS[0]}", len(numbers))
         # Of other lists a 0 may say of a layer that it has none, such as a RoPE.
         for number in entry if isinstance(entry, list) and where.endswith("_factor") else [entry]:
             if isinstance(number, int | float) and not isinstance(number, bool):

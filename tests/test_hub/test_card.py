@@ -284,7 +284,7 @@ def test_a_bundle_that_cannot_be_written_to_is_refused_with_what_helps(golden, m
 def test_a_source_that_will_not_be_recorded_is_refused_before_it_is_measured(golden, monkeypatch):
     monkeypatch.setattr(fidelity, "load", lambda *args, **kwargs: pytest.fail("the bundle was loaded"))
     other = SimpleNamespace(config_sha256="0" * 64, weights_sha256={})
-    checkpoint = SimpleNamespace(id="other", config=LlamaConfig(dtype=torch.float32))
+    checkpoint = SimpleNamespace(id="other", config=LlamaConfig(dtype=torch.float32, vocab_size=256))
     checkpoint.info = lambda progress: other
     monkeypatch.setattr(fidelity, "open_source", lambda *args, **kwargs: checkpoint)
     with pytest.raises(UsageError, match="other is not the checkpoint that"):

@@ -153,7 +153,7 @@ def test_layers_of_another_name_are_as_many_as_a_bundle_holds(tmp_path):
         return make_config(tmp_path, contents)
 
     assert made(MAX_LAYERS).num_hidden_layers == MAX_LAYERS
-    with pytest.raises(BundleError, match=f"the number of layers should be at most {MAX_LAYERS}, found"):
+    with pytest.raises(BundleError, match=f"the number of layers should be at most {MAX_LAYERS:,}, found"):
         made(MAX_LAYERS + 1)
 
 
