@@ -58,6 +58,7 @@ from kvconvert.methods.awq import SMALL_HIDDEN_SIZE
 from kvconvert.models.configuration import context_length, supports_images
 from kvconvert.models.positions import check_length
 from kvconvert.models.processors import ImagePrompts, has_processor, load_processor, load_tokenizer
+from kvconvert.models.prompts import Conversations
 from kvconvert.models.source import SourceModel
 
 if TYPE_CHECKING:
@@ -275,7 +276,7 @@ def text_shape(
 def default_tokens(config: PretrainedConfig, source: Sources, tokenizer: PreTrainedTokenizerBase) -> int:
     """Tokens of all samples by default, for the configuration of a model's text decoder."""
     small = config.hidden_size < SMALL_HIDDEN_SIZE
-    return TEXT_TOKENS + CHAT_TOKENS * (source is None and small and bool(tokenizer.chat_template))
+    return TEXT_TOKENS + CHAT_TOKENS * (source is None and small and _writes_answers(tokenizer))
 
 
 def sample_shape(
@@ -425,12 +426,17 @@ def load_held_out_mixture(
 
 def _sources(data: Sources, samples: int | None, tokenizer: PreTrainedTokenizerBase) -> list[WeightedSource]:
     """All that are named; of the texts that ship with kvconvert no more than there are samples, and conversations for
-    models that have a template for them.
+    models with a template that writes them.
     """
     sources = weighted_sources(data)
     if data is not None:
         return sources
-    return [own for own in sources if tokenizer.chat_template or own.source != CONVERSATIONS][:samples]
+    return [own for own in sources if own.source != CONVERSATIONS or _writes_answers(tokenizer)][:samples]
+
+
+def _writes_answers(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether there is a chat template, which writes an answer to a user."""
+    return bool(tokenizer.chat_template) and Conversations(tokenizer).takes("user", "assistant")
 
 
 def _joined(sources: list[WeightedSource], parts: list[TokenData], seed: int) -> TokenData:

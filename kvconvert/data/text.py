@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvconvert.data.sources import (
+    CONVERSATIONS,
     ROWS_INSPECTED,
     SourceTable,
     is_conversation,
@@ -264,9 +265,12 @@ def _row_ids(
         logger.warning("%s, column %s: JSON is read as prose; store what it says in columns.", source, column)
     conversations, rows, empty, spelled = Conversations(tokenizer), 0, 0, False
     named = ("columns " if len(table.read_columns) > 1 else "column ") + " and ".join(table.read_columns)
+    drops_system = source == CONVERSATIONS and not conversations.takes("system", "user", "assistant")
     for place, row in table.shuffled(seed):
         rows += 1
         value = row.get(column)
+        if drops_system:
+            value = [message for message in value if message["role"] != "system"]
         if not spelled and isinstance(value, str) and spells_conversation(value):
             spelled = True
             logger.warning(

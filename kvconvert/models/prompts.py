@@ -102,6 +102,14 @@ class Conversations:
         self._outlines: dict[bytes, _Outline] = {}
         self._controls: dict[tuple[str, frozenset[str]], re.Pattern[str]] = {}
 
+    def takes(self, *roles: str) -> bool:
+        """Whether the template writes a conversation of messages with these roles."""
+        try:
+            self.text([{"role": role, "content": "Yes."} for role in roles], answer=False)
+        except UsageError:
+            return False
+        return True
+
     def text(
         self, messages: Sequence[Mapping[str, Any]], answer: bool, variables: Mapping[str, Any] | None = None
     ) -> str:

@@ -155,3 +155,21 @@ def test_small_chat_models_read_more_by_default(template, hidden_size, data, sam
     config = LlamaConfig(hidden_size=hidden_size, max_position_embeddings=4096)
     tokens = default_tokens(config, data, word_tokenizer(chat_template=template))
     assert text_shape(None, None, 4096, tokens) == (samples, 2048)
+
+
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + CHAT
+
+
+def test_conversations_have_no_system_message_where_the_template_takes_none():
+    tokenizer = word_tokenizer(chat_template=NO_SYSTEM)
+    data = load_mixture(None, tokenizer, 6, 16, seed=0)
+    assert data.info.source.endswith("kvconvert:chat-calib.jsonl=1")
+    assert "<user>" in spoken(
+        tokenizer, load_token_samples("kvconvert:chat-calib.jsonl", tokenizer, 1, 400, seed=0).ids[0]
+    )
+
+
+def test_a_template_that_writes_no_answers_leaves_conversations_out():
+    refusing = "{{ raise_exception('nothing') }}"
+    data = load_mixture(None, word_tokenizer(chat_template=refusing), 6, 16, seed=0)
+    assert data.info.source.endswith("kvconvert:code-calib.txt=1")
