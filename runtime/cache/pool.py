@@ -147,7 +147,7 @@ class PageStorage:
         known = self._parts.get((numbers, most))
         if known is None:
             runs: list[list[torch.Tensor]] = []
-            for run in self._runs(numbers):
+            for run in self.runs(numbers):
                 if runs and sum(map(len, runs[-1])) + len(run) <= most:
                     runs[-1].append(run)
                 else:
@@ -159,12 +159,10 @@ class PageStorage:
             self._parts[numbers, most] = known
         return [pages_of(torch.cat(part), self.format) if isinstance(part, list) else part for part in known]
 
-    def views(self, numbers: Sequence[int]) -> list[PageTensors]:
-        """The pages of these numbers as views to read or write in place, in order: one per contiguous run."""
-        return [pages_of(run, self.format) for run in self._runs(numbers)]
-
-    def _runs(self, numbers: Sequence[int]) -> list[torch.Tensor]:
-        """Records or 16-bit codes of the pages of these numbers, in order, one view per contiguous run."""
+    def runs(self, numbers: Sequence[int]) -> list[torch.Tensor]:
+        """Records or 16-bit codes of the pages of these numbers, to read or write in place, in order: one view per
+        contiguous run.
+        """
         self.follow()
         runs, begin, starts = [], 0, self.numbers.starts
         for end in range(1, len(numbers) + 1):

@@ -51,7 +51,7 @@ def addresses(engine):
     """Of all pages."""
     cache = engine._steps.cache
     storages = [side for store in cache.stores() for side in (store.key_pages, store.value_pages)]
-    return [view.buffer.data_ptr() for side in storages for view in side.views(range(engine._steps.pages))]
+    return [run.data_ptr() for side in storages for run in side.runs(range(engine._steps.pages))]
 
 
 @pytest.mark.parametrize(
