@@ -210,6 +210,7 @@ class BufferGrowth:
 CPU_GROWTH = BufferGrowth(16, 0)
 # Kernels keep the addresses of buffers, so steps are as long as a page, and one step may stay unused.
 GPU_GROWTH = BufferGrowth(128, 128)
+BUFFER_GROWTH = {"cpu": CPU_GROWTH, "cuda": GPU_GROWTH}
 
 
 class TokenBuffer:
@@ -219,13 +220,13 @@ class TokenBuffer:
 
     Args:
         tensor: [H, capacity, channels].
-        growth: how it grows and shrinks.
+        growth: how it grows and shrinks; None for what suits its device.
     """
 
     __slots__ = ("address", "growth", "head_stride", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, growth: BufferGrowth = CPU_GROWTH):
-        self.growth = growth
+    def __init__(self, tensor: torch.Tensor, growth: BufferGrowth | None = None):
+        self.growth = growth or BUFFER_GROWTH.get(tensor.device.type, CPU_GROWTH)
         self._hold(tensor)
 
     def _hold(self, tensor: torch.Tensor) -> None:

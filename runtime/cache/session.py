@@ -353,7 +353,7 @@ class Snapshot:
                 if source is not store:
                     store.adopt(source, 1)
                 store.sequences = group.sequences
-                store.rows = [LayerRow(TokenBuffer(keys, store.growth), TokenBuffer(values, store.growth))]
+                store.rows = [LayerRow(TokenBuffer(keys), TokenBuffer(values))]
 
     def pages_beyond(self, earlier: Snapshot | None) -> Iterator[tuple[PageNumbers, list[int]]]:
         """Pages of each side of each group that an earlier snapshot of the same prompt has not."""
