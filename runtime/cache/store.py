@@ -92,6 +92,7 @@ class LayerStore:
         format: how they are stored; scorer: what predicts scores where the scheme says so, or None.
         key_pages, value_pages: their storage.
         origin: a small tensor of the tokens' dtype and device, from which addresses of buffers count.
+        empty_tokens: keys [H, 0, D] and values [H, 0, E] of the shape, dtype and device of tokens.
         clamped_rows: int64 scalar, query rows for which CalibQuant's shift had to make different scores equal.
         flag: what page kernels raise on numbers that cannot be stored; None before the first flush.
     """
@@ -187,7 +188,7 @@ class LayerStore:
         self.clamped_rows = torch.zeros((), dtype=torch.int64, device=self.device)
         self.flag: torch.Tensor | None = None
         self.origin = keys.new_zeros(8)
-        self._empty = keys.new_empty(heads, 0, key_dim), values.new_empty(heads, 0, value_dim)
+        self.empty_tokens = keys.new_empty(heads, 0, key_dim), values.new_empty(heads, 0, value_dim)
         if twin is not None and not twin.knows_tokens:
             twin._learn(self)
         # The group may be further already: the first layers of the first pass come before this one.
@@ -220,7 +221,7 @@ class LayerStore:
 
     def _learn(self, other: LayerStore) -> None:
         """Know what another store of this layer knows of its tokens."""
-        for name in ("dtype", "device", "format", "scorer", "key_pages", "value_pages", "origin", "_empty"):
+        for name in ("dtype", "device", "format", "scorer", "key_pages", "value_pages", "origin", "empty_tokens"):
             setattr(self, name, getattr(other, name))
 
     def take_rows(self, row: int, other: LayerStore, by: int, rows: int) -> None:
@@ -239,7 +240,7 @@ class LayerStore:
 
     def empty_row(self) -> LayerRow:
         """Room for a sequence without tokens."""
-        return LayerRow(*map(TokenBuffer, self._empty))
+        return LayerRow(*map(TokenBuffer, self.empty_tokens))
 
     def park(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Hold new keys [B, H, T, D] and values [B, H, T, E] until their padding is known.
@@ -277,12 +278,7 @@ class LayerStore:
     @property
     def knows_tokens(self) -> bool:
         """Whether it has seen the shape, dtype and device of tokens, here or in a cache beside."""
-        return "_empty" in self.__dict__ and self.is_allocated_storage
-
-    @property
-    def empty_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [H, 0, D] and values [H, 0, E] of its shape, dtype and device, once it has seen tokens."""
-        return self._empty
+        return "empty_tokens" in self.__dict__ and self.is_allocated_storage
 
     @property
     def is_allocated(self) -> bool:
