@@ -123,7 +123,7 @@ class Job:
             each = [page for sequence in tokens for page in sequence]
             layers = [SideTensors(feedback=own) for own in matrices or [None]]
             writes = page_writes(each, [records], len(layers))
-            tables = gpu.listed(writes, each[0], records, layers)
+            tables = gpu.listed(writes, each[0], records.buffer, records.format, layers)
             arguments = each[0], tables.pop("table"), records.buffer, records.format, new_flag(cuda)
             self.launches.append(partial(gpu.quantize_listed, *arguments, tensors=layers[0], **tables))
 

@@ -111,7 +111,8 @@ def add_centers(tokens: torch.Tensor, position: int, page_size: int, center: Key
 
 def quantize_by_reference(
     tokens: Sequence[torch.Tensor],
-    pages: Sequence[PageTensors],
+    records: Sequence[torch.Tensor],
+    f: PageFormat,
     tensors: SideTensors,
     positions: Sequence[int],
     hidden: Sequence[int],
@@ -120,7 +121,8 @@ def quantize_by_reference(
 
     Args:
         tokens: views [H, n P, channels] of n >= 1 pages' tokens each, in buffers of any capacity.
-        pages: views of the records that these pages take, in the same order; as many pages as there are tokens for.
+        records: where these pages go, in the same order, as `pages_of` takes them; as many as there are tokens for.
+        f: the format of the pages.
         tensors: the layer's.
         positions: the position of each tensor's first token in its sequence.
         hidden: as for `quantize_pages`, for the first page of each tensor.
@@ -128,8 +130,7 @@ def quantize_by_reference(
     Raises:
         NumericError: what cannot be quantized; `index` is (page, head, ...).
     """
-    f = pages[0].format
-    rooms = (room for view in pages for room in view.buffer)
+    rooms = (room for part in records for room in part)
     for part, position, count in zip(tokens, positions, hidden, strict=True):
         for begin in range(0, part.shape[1], REFERENCE_PAGES * f.page_size):
             some = part[:, begin : begin + REFERENCE_PAGES * f.page_size]

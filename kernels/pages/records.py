@@ -171,8 +171,10 @@ def record_of(f: PageFormat, **tensors: torch.Tensor | None) -> PageTensors:
     if f.scale_bits == 8:
         tensors["grid"] = pack_grid(tensors["scale"], tensors["offset"])
     pages = pages_of(codes.new_zeros(len(codes), f.layout.record), f)
-    for name, target in pages.tensors():
-        target.copy_(tensors[name])
+    for name, tensor in tensors.items():
+        target = getattr(pages, name)
+        if target is not None:
+            target.copy_(tensor)
     return pages
 
 

@@ -358,24 +358,22 @@ class LayerBatch:
         first, count = self.layers[0], len(blocks)
         hidden = [0 if position else first.layout.sink_tokens for position in firsts]
         records = first.records(self.words, f)
-        pages = pages_of(first.buffer(records.new_empty(len(self.layers) * count, records.shape[2]), f), f)
+        new = first.buffer(records.new_empty(len(self.layers) * count, records.shape[2]), f)
         tensors = [layer.format.side(f.is_key)[1] for layer in self.layers]
         if runs_triton(tokens.device):
-            quantize_at(self._writes(tokens, pages, firsts, hidden), tokens[0], pages, first.flag, tensors)
+            quantize_at(self._writes(tokens, new, firsts, hidden), tokens[0], new, f, first.flag, tensors)
         else:
-            rooms = [pages.select(slice(page, page + 1)) for page in range(len(pages))]
-            for number, (own, side) in enumerate(zip(tokens, tensors, strict=True)):
-                into = rooms[number * count : (number + 1) * count]
-                quantize_by_reference(own.split(PAGE_SIZE, 1), into, side, firsts, hidden)
-        records[:, blocks] = pages.buffer.flatten(1).view(torch.int16).unflatten(0, (len(self.layers), -1))
+            for own, into, side in zip(tokens, new.split(count), tensors, strict=True):
+                quantize_by_reference(own.split(PAGE_SIZE, 1), [into], f, side, firsts, hidden)
+        records[:, blocks] = new.flatten(1).view(torch.int16).unflatten(0, (len(self.layers), -1))
 
-    def _writes(self, tokens: torch.Tensor, pages: PageTensors, firsts: list[int], hidden: list[int]) -> PageWrites:
+    def _writes(self, tokens: torch.Tensor, new: torch.Tensor, firsts: list[int], hidden: list[int]) -> PageWrites:
         """Where pages' tokens lie and where their records go."""
         shape = len(self.layers), len(firsts)
         layer, page = np.indices(shape)
         distance = layer * tokens.stride(0) + page * (tokens.stride(2) * PAGE_SIZE)
         starts = tokens.data_ptr() + tokens.element_size() * distance
-        records = pages.buffer.data_ptr() + np.arange(layer.size).reshape(shape) * pages.buffer[0].nbytes
+        records = new.data_ptr() + np.arange(layer.size).reshape(shape) * new[0].nbytes
         return PageWrites(starts, np.full(shape, tokens.stride(1)), records, np.array(firsts), np.array(hidden))
 
 

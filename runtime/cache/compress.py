@@ -276,7 +276,8 @@ def _quantize(parts: list[tuple[LayerStore, tuple[PendingPages, ...]]], is_key: 
             for part in own:
                 tokens, side = _tokens(store.buffer(part.row, is_key), part), store.format.side(is_key)[1]
                 with _named_errors([store], 1):
-                    quantize_by_reference([tokens], storage.views(part.numbers), side, [part.position], [part.hidden])
+                    rooms, about = storage.runs(part.numbers), ([part.position], [part.hidden])
+                    quantize_by_reference([tokens], rooms, storage.format, side, *about)
         return
     if alike:
         writes = _page_writes(stores, pending, is_key, sample)
@@ -286,7 +287,7 @@ def _quantize(parts: list[tuple[LayerStore, tuple[PendingPages, ...]]], is_key: 
         writes = PageWrites.side_by_side([_page_writes([store], own, is_key, sample) for store, own in parts])
         sides = [tensors]
     storage = first.key_pages if is_key else first.value_pages
-    quantize_at(writes, sample, storage.views(pending[0].numbers)[0], first.flag, sides)
+    quantize_at(writes, sample, storage.runs(pending[0].numbers)[0], f, first.flag, sides)
 
 
 def _page_writes(

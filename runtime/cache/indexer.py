@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvconvert.runtime.cache.pool import CPU_GROWTH, GPU_GROWTH, TokenBuffer
+from kvconvert.runtime.cache.pool import TokenBuffer
 
 _LARGEST = 127
 
@@ -73,8 +73,7 @@ class IndexerKeys:
             before = self.counts[row]
             after = self.counts[row] = before + keys.shape[1]
             if not self._rows[row]:
-                growth = GPU_GROWTH if keys.is_cuda else CPU_GROWTH
-                self._rows[row] = [TokenBuffer(part.new_empty(1, 0, part.shape[2]), growth) for part in parts]
+                self._rows[row] = [TokenBuffer(part.new_empty(1, 0, part.shape[2])) for part in parts]
             stored = []
             for buffer, part in zip(self._rows[row], parts, strict=True):
                 buffer.reserve(after, before)
@@ -138,7 +137,7 @@ class IndexerKeys:
         for number in sorted(parts):
             whole = torch.cat(parts[number], 1)
             self._rows = self._rows or [[]]
-            self._rows[0].append(TokenBuffer(whole, GPU_GROWTH if whole.is_cuda else CPU_GROWTH))
+            self._rows[0].append(TokenBuffer(whole))
             self.counts = [whole.shape[1]]
 
 

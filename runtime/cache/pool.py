@@ -147,7 +147,7 @@ class PageStorage:
         known = self._parts.get((numbers, most))
         if known is None:
             runs: list[list[torch.Tensor]] = []
-            for run in self._runs(numbers):
+            for run in self.runs(numbers):
                 if runs and sum(map(len, runs[-1])) + len(run) <= most:
                     runs[-1].append(run)
                 else:
@@ -159,12 +159,10 @@ class PageStorage:
             self._parts[numbers, most] = known
         return [pages_of(torch.cat(part), self.format) if isinstance(part, list) else part for part in known]
 
-    def views(self, numbers: Sequence[int]) -> list[PageTensors]:
-        """The pages of these numbers as views to read or write in place, in order: one per contiguous run."""
-        return [pages_of(run, self.format) for run in self._runs(numbers)]
-
-    def _runs(self, numbers: Sequence[int]) -> list[torch.Tensor]:
-        """Records or 16-bit codes of the pages of these numbers, in order, one view per contiguous run."""
+    def runs(self, numbers: Sequence[int]) -> list[torch.Tensor]:
+        """Records or 16-bit codes of the pages of these numbers, to read or write in place, in order: one view per
+        contiguous run.
+        """
         self.follow()
         runs, begin, starts = [], 0, self.numbers.starts
         for end in range(1, len(numbers) + 1):
@@ -212,6 +210,7 @@ class BufferGrowth:
 CPU_GROWTH = BufferGrowth(16, 0)
 # Kernels keep the addresses of buffers, so steps are as long as a page, and one step may stay unused.
 GPU_GROWTH = BufferGrowth(128, 128)
+BUFFER_GROWTH = {"cpu": CPU_GROWTH, "cuda": GPU_GROWTH}
 
 
 class TokenBuffer:
@@ -221,13 +220,13 @@ class TokenBuffer:
 
     Args:
         tensor: [H, capacity, channels].
-        growth: how it grows and shrinks.
+        growth: how it grows and shrinks; None for what suits its device.
     """
 
     __slots__ = ("address", "growth", "head_stride", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, growth: BufferGrowth = CPU_GROWTH):
-        self.growth = growth
+    def __init__(self, tensor: torch.Tensor, growth: BufferGrowth | None = None):
+        self.growth = growth or BUFFER_GROWTH.get(tensor.device.type, CPU_GROWTH)
         self._hold(tensor)
 
     def _hold(self, tensor: torch.Tensor) -> None:

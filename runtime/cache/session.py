@@ -28,7 +28,7 @@ from kvconvert.io.json_text import parse_json
 from kvconvert.io.regular import open_tensors
 from kvconvert.io.tensorfile import replace_tensors
 from kvconvert.io.tensorheader import read_header
-from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.kernels.pages import PAGE_SIZE, pages_of
 from kvconvert.kernels.states import is_packed
 from kvconvert.kernels.states.reference import unpack_reference
 from kvconvert.runtime.cache.pool import PageNumbers, TokenBuffer
@@ -172,14 +172,14 @@ def load(
         for store in group.stores:
             for name, storage, side in _sides(store, sequences[-1]):
                 at = 0
-                for view in storage.views(side.pages):
-                    pages = tensors[name][at : at + len(view)]
-                    if (pages.shape, pages.dtype) != (view.buffer.shape, view.buffer.dtype):
+                for run in storage.runs(side.pages):
+                    pages = tensors[name][at : at + len(run)]
+                    if (pages.shape, pages.dtype) != (run.shape, run.dtype):
                         raise _refusal(file, f"{name} is of other pages than this cache has")
-                    view.buffer.copy_(pages)
-                    if not view.is_sound():
+                    run.copy_(pages)
+                    if not pages_of(run, storage.format).is_sound():
                         raise _refusal(file, f"{name} holds numbers that no page can hold")
-                    at += len(view)
+                    at += len(run)
     stores = tuple(tuple(group.stores) for group in groups)
     Snapshot(length, tuple(sequences), stores, tuple(tokens)).put(groups)
     for group, sequence in zip(groups, sequences, strict=True):
@@ -353,7 +353,7 @@ class Snapshot:
                 if source is not store:
                     store.adopt(source, 1)
                 store.sequences = group.sequences
-                store.rows = [LayerRow(TokenBuffer(keys, store.growth), TokenBuffer(values, store.growth))]
+                store.rows = [LayerRow(TokenBuffer(keys), TokenBuffer(values))]
 
     def pages_beyond(self, earlier: Snapshot | None) -> Iterator[tuple[PageNumbers, list[int]]]:
         """Pages of each side of each group that an earlier snapshot of the same prompt has not."""

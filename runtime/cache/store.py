@@ -25,7 +25,7 @@ from kvconvert.kernels.spans import Span, quantize_span
 from kvconvert.methods import KVScheme
 from kvconvert.runtime.cache.forward_pass import ForwardPass, PassTokens, UnreadFlags
 from kvconvert.runtime.cache.groups import LayerGroup
-from kvconvert.runtime.cache.pool import CPU_GROWTH, GPU_GROWTH, PageStorage, TokenBuffer, renew_all
+from kvconvert.runtime.cache.pool import PageStorage, TokenBuffer, renew_all
 from kvconvert.runtime.cache.sequence import SealEviction, SealSpan, Sequence
 
 
@@ -82,7 +82,6 @@ class LayerStore:
         in_chunks: whether tokens attend to their own chunk alone, of those that a sequence falls into from its first
             token on (Llama 4).
         up_projections: of a layer of latents, W_UK [Hq, D, R] and W_UV [Hq, E, R], once attention needs them.
-        growth: how the full-precision buffers grow; chosen by device at the first tokens.
         pending: parked keys [B, H, T, D] and values [B, H, T, E]; None once they are committed.
         rows: the tensors of each sequence.
         forward_pass: the latest that the layer took part in; passes: how many there were.
@@ -93,6 +92,7 @@ class LayerStore:
         format: how they are stored; scorer: what predicts scores where the scheme says so, or None.
         key_pages, value_pages: their storage.
         origin: a small tensor of the tokens' dtype and device, from which addresses of buffers count.
+        empty_tokens: keys [H, 0, D] and values [H, 0, E] of the shape, dtype and device of tokens.
         clamped_rows: int64 scalar, query rows for which CalibQuant's shift had to make different scores equal.
         flag: what page kernels raise on numbers that cannot be stored; None before the first flush.
     """
@@ -110,7 +110,7 @@ class LayerStore:
     ):
         self.is_latent, self.up_projections, self.is_indexed, self.in_chunks = is_latent, None, False, False
         self.scheme, self.index, self.group, self.page_bytes = scheme, index, group, page_bytes
-        self.plan, self.growth, self.pages = plan or {}, None, pages
+        self.plan, self.pages = plan or {}, pages
         self.heads_apart = 1
         group.add(self, index)
         self.reset()
@@ -185,11 +185,10 @@ class LayerStore:
                 ) from error
             if self.pages is not None:
                 self.pages.key_pages, self.pages.value_pages = self.key_pages, self.value_pages
-        self.growth = self.growth or (GPU_GROWTH if keys.is_cuda else CPU_GROWTH)
         self.clamped_rows = torch.zeros((), dtype=torch.int64, device=self.device)
         self.flag: torch.Tensor | None = None
         self.origin = keys.new_zeros(8)
-        self._empty = keys.new_empty(heads, 0, key_dim), values.new_empty(heads, 0, value_dim)
+        self.empty_tokens = keys.new_empty(heads, 0, key_dim), values.new_empty(heads, 0, value_dim)
         if twin is not None and not twin.knows_tokens:
             twin._learn(self)
         # The group may be further already: the first layers of the first pass come before this one.
@@ -222,17 +221,7 @@ class LayerStore:
 
     def _learn(self, other: LayerStore) -> None:
         """Know what another store of this layer knows of its tokens."""
-        for name in (
-            "dtype",
-            "device",
-            "format",
-            "scorer",
-            "key_pages",
-            "value_pages",
-            "growth",
-            "origin",
-            "_empty",
-        ):
+        for name in ("dtype", "device", "format", "scorer", "key_pages", "value_pages", "origin", "empty_tokens"):
             setattr(self, name, getattr(other, name))
 
     def take_rows(self, row: int, other: LayerStore, by: int, rows: int) -> None:
@@ -251,7 +240,7 @@ class LayerStore:
 
     def empty_row(self) -> LayerRow:
         """Room for a sequence without tokens."""
-        return LayerRow(*(TokenBuffer(empty, self.growth) for empty in self._empty))
+        return LayerRow(*map(TokenBuffer, self.empty_tokens))
 
     def park(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Hold new keys [B, H, T, D] and values [B, H, T, E] until their padding is known.
@@ -289,12 +278,7 @@ class LayerStore:
     @property
     def knows_tokens(self) -> bool:
         """Whether it has seen the shape, dtype and device of tokens, here or in a cache beside."""
-        return "_empty" in self.__dict__ and self.is_allocated_storage
-
-    @property
-    def empty_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [H, 0, D] and values [H, 0, E] of its shape, dtype and device, once it has seen tokens."""
-        return self._empty
+        return "empty_tokens" in self.__dict__ and self.is_allocated_storage
 
     @property
     def is_allocated(self) -> bool:

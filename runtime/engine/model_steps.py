@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -26,8 +25,10 @@ from kvconvert.runtime.cache.prompt_pass import TableCapacity
 from kvconvert.runtime.hf.cache_layers import rotary_switch
 from kvconvert.runtime.hf.captured import ShortBatch, prepare_steps, tokens_with_pages
 from kvconvert.runtime.hf.captured_passes import MOST_TOKENS, PromptPlaces
+from kvconvert.runtime.hf.fused_modules import packed_linears
 from kvconvert.runtime.hf.layer import StateLayer
-from kvconvert.runtime.hf.rehearsal import packed_linears, rehearse, shortened
+from kvconvert.runtime.hf.prompts import takes
+from kvconvert.runtime.hf.rehearsal import rehearse, shortened
 from kvconvert.runtime.hf.sequence_modules import asks_length
 from kvconvert.runtime.hf.states import bytes_of_states, not_split, reads_places, state_bits, state_modules
 
@@ -64,7 +65,7 @@ def unsupported(model: PreTrainedModel) -> str | None:
         latent = hasattr(model, "config") and is_latent(model.config)
         way = "; convert it with a recipe for latent attention, such as latent-4bit" if latent else ""
         return f"it was not loaded from a bundle with a KV plan{way}"
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    if not takes(model, "position_ids"):
         return f"{model.config.model_type} models take no position_ids, and the rows of a batch are at different ones"
     if _drops_positions(model):
         return f"{model.config.model_type} models count positions in a way of their own, for one sequence at a time"
@@ -138,7 +139,7 @@ class ModelSteps:
         self.lag = 1 if self.device.type == "cuda" else 0
         config = model.config.get_text_config(decoder=True)
         # Without it logits of all tokens are computed.
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._keeps_logits = takes(model, "logits_to_keep")
         # Attention that asks for the length of its cache gets one for each token of a packed pass.
         self._packs_rows = any(map(asks_length, model.modules()))
         self.vocabulary: int = config.vocab_size
@@ -418,8 +419,8 @@ class ModelSteps:
         Raises:
             UsageError: they do not belong together.
         """
-        tokens, takes = torch.tensor([ids]), inspect.signature(self.model.forward).parameters
-        if extras and not {*extras} & {*takes}:
+        tokens = torch.tensor([ids])
+        if extras and not any(takes(self.model, name) for name in extras):
             raise UsageError(
                 f"`extras` has {', '.join(extras)}, and this model takes none of them; give its token ids alone."
             )
@@ -427,7 +428,7 @@ class ModelSteps:
             prepared = {"input_ids": tokens, **extras}
             positions = self.model._prepare_position_ids_for_generation(tokens, prepared)
             options: dict[str, Any] = {"use_cache": True, "position_ids": positions}
-            if "logits_to_keep" in takes:
+            if self._keeps_logits:
                 options["logits_to_keep"] = 1
             made = self.model.prepare_inputs_for_generation(tokens, is_first_iteration=True, **options, **extras)
         except Exception as error:  # whatever transformers meets in tensors that are not those of the prompt

@@ -180,13 +180,7 @@ class CapturedSteps:
             return "some layers are transformers' own, or have other tokens in each KV head"
         if not can_plan_steps(cache.groups):
             return "the kernels do not serve its layers, or these lie on several devices"
-        known = {CACHE, "input_ids", "attention_mask", "position_ids"} | HARMLESS
-        others = [n for n, value in arguments.items() if n not in known and value is not None and value is not False]
-        if others:
-            return f"the model was given {', '.join(sorted(others))}"
-        if arguments.get("use_cache") is False or arguments.get("return_dict") is False:
-            return "use_cache or return_dict is False"
-        return None
+        return other_arguments(arguments)
 
     def step(self, arguments: dict[str, Any]) -> ModelOutput:
         """A forward pass that `serves` accepts; errors are those of `PlannedStep`."""
@@ -310,6 +304,17 @@ class CapturedSteps:
             return alike(recording.replay(ids, positions + by).logits, expected)
         finally:
             move(-by)
+
+
+def other_arguments(arguments: dict[str, Any]) -> str | None:
+    """What a forward pass is given that no recording and no packed pass takes; None if there is nothing."""
+    known = {CACHE, "input_ids", "attention_mask", "position_ids"} | HARMLESS
+    others = [n for n, value in arguments.items() if n not in known and value is not None and value is not False]
+    if others:
+        return f"the model was given {', '.join(sorted(others))}"
+    if arguments.get("use_cache") is False or arguments.get("return_dict") is False:
+        return "use_cache or return_dict is False"
+    return None
 
 
 def is_plain(cache: KVCache) -> bool:

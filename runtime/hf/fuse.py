@@ -20,16 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from kvconvert.kernels.elementwise import add_rms_norm, unsupported
-from kvconvert.kernels.linear import QuantizedLinear, share_input
+from kvconvert.kernels.linear import share_input
 from kvconvert.models import CACHE
 from kvconvert.runtime.hf.fused_modules import (
-    PackedExperts,
     fuse_gated_mlp,
     fuse_gated_norm,
     fuse_norm,
     fuse_rotary,
     norm_ahead,
     norm_kind,
+    packed_linears,
 )
 
 # Names of Linears beside each other that read one input: attention, a gated MLP, latent attention.
@@ -89,16 +89,11 @@ def fuse_on_gpus(model: nn.Module) -> None:
 def share_inputs(model: nn.Module) -> Counter[str]:
     """Give quantized Linears that read the same tensor one product; see `kvconvert.kernels.linear.share_input`."""
     fused: Counter[str] = Counter()
-    # These have a product of their own for all experts.
-    packed = {
-        id(part) for experts in model.modules() if isinstance(experts, PackedExperts) for part in experts.modules()
-    }
+    packed = {id(linear) for linear in packed_linears(model)}
     for module in model.modules():
-        if id(module) in packed:
-            continue
         for names in SHARED_INPUTS:
             linears = {name: getattr(module, name, None) for name in names}
-            linears = {name: linear for name, linear in linears.items() if isinstance(linear, QuantizedLinear)}
+            linears = {name: linear for name, linear in linears.items() if id(linear) in packed}
             if len(linears) > 1 and share_input(list(linears.values())) is None:
                 fused["+".join(linears)] += 1
     return fused

@@ -345,6 +345,12 @@ def place_packed_experts(model: nn.Module, modules: Iterable[ModuleCoverage]) ->
         model.set_submodule(name, packed)
 
 
+def packed_linears(model: nn.Module) -> list[QuantizedLinear]:
+    """A model's Linears with packed weights, but for those of experts, which have a product of their own."""
+    experts = {id(part) for m in model.modules() if isinstance(m, PackedExperts) for part in m.modules()}
+    return [module for module in model.modules() if isinstance(module, QuantizedLinear) and id(module) not in experts]
+
+
 def merges_experts(conversion: Any) -> bool:
     """Whether one of transformers' weight conversions makes fused experts."""
     return isinstance(conversion, WeightConverter) and any(

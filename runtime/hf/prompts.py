@@ -31,7 +31,7 @@ from kvconvert.runtime.cache.forward_pass import PassTokens
 from kvconvert.runtime.cache.prompt_pass import MOST_TOKENS, PromptPass, unplanned
 from kvconvert.runtime.cache.reconstruct import PART, share_budget
 from kvconvert.runtime.hf.cache import KVCache
-from kvconvert.runtime.hf.captured import DELAY, HARMLESS, is_plain
+from kvconvert.runtime.hf.captured import DELAY, is_plain, other_arguments
 from kvconvert.runtime.hf.captured_passes import SIZES
 from kvconvert.runtime.hf.packed import PackedCache, PaddedBatch
 
@@ -203,6 +203,11 @@ class PackedPrompts:
         return CausalLMOutputWithPast(logits=logits, **{CACHE: prompt.cache})
 
 
+def takes(model: Any, *arguments: str) -> bool:
+    """Whether a model's forward pass has arguments of these names."""
+    return set(arguments) <= inspect.signature(model.forward).parameters.keys()
+
+
 def max_positions(model: Any) -> int:
     """Positions that a model has; very many where it states none."""
     return context_length(model.config) or 1 << 40
@@ -215,15 +220,11 @@ def logits_room(count: int) -> int:
 
 def _is_known(model: Any, arguments: dict[str, Any]) -> bool:
     """Whether a forward pass has no arguments but those of a packed one, and the model takes these."""
-    takes = inspect.signature(model.forward).parameters
-    if "position_ids" not in takes or "logits_to_keep" not in takes:
+    if not takes(model, "position_ids", "logits_to_keep"):
         return False
     if any(getattr(model.config, extra, False) for extra in _EXTRAS):
         return False
-    if arguments.get("use_cache") is False or arguments.get("return_dict") is False:
-        return False
-    known = {CACHE, "input_ids", "attention_mask", "position_ids"} | HARMLESS
-    return not any(n not in known and value is not None and value is not False for n, value in arguments.items())
+    return other_arguments(arguments) is None
 
 
 def _place(model: Any, ids: Tensor, cache: KVCache) -> Hashable:

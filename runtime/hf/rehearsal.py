@@ -6,7 +6,6 @@ chosen for it, does not depend on them.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,8 +18,8 @@ from kvconvert.kernels.linear.packed_layout import PackedWeight
 from kvconvert.kernels.rotate import many_rows
 from kvconvert.models import CACHE
 from kvconvert.runtime.hf.captured import prepare_steps
-from kvconvert.runtime.hf.fused_modules import PackedExperts
-from kvconvert.runtime.hf.prompts import max_positions, seal_prompt
+from kvconvert.runtime.hf.fused_modules import packed_linears
+from kvconvert.runtime.hf.prompts import max_positions, seal_prompt, takes
 
 # Tokens of passes: alone, and after stored ones, such that kernels for few and for many queries are chosen. Of the last
 # ones pages become complete.
@@ -78,11 +77,6 @@ def _read_padded(model: Any) -> None:
     mask = torch.ones(2, min(300, max_positions(model)), dtype=torch.int64, device=model.device)
     mask[0, :7] = 0
     model(input_ids=torch.zeros_like(mask), attention_mask=mask, **{CACHE: model.new_kv_cache()})
-
-
-def takes(model: Any, argument: str) -> bool:
-    """Whether a model's forward pass has an argument of this name."""
-    return argument in inspect.signature(model.forward).parameters
 
 
 @contextmanager
@@ -143,12 +137,6 @@ def _without_floats(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_without_floats(entry) for entry in value]
     return isinstance(value, float) or value
-
-
-def packed_linears(model: Any) -> list[QuantizedLinear]:
-    """A model's Linears with packed weights, but for those of experts, which have a product of their own."""
-    experts = {id(part) for m in model.modules() if isinstance(m, PackedExperts) for part in m.modules()}
-    return [module for module in model.modules() if isinstance(module, QuantizedLinear) and id(module) not in experts]
 
 
 @torch.no_grad()

@@ -45,9 +45,9 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         if segment.error is None:
             take = Part(segment.cache, segment.tokens, segment.rows, states.shape[1])
             try:
-                own = tuple(map(take, args)), {name: take(value) for name, value in kwargs.items()}
+                chosen = _chosen(self, segment.cache, *take.all(args, kwargs))
                 # [rows, (heads,) length, k] to [tokens, (heads,) k]
-                found.append((segment.tokens, _chosen(self, segment.cache, *own).movedim(-2, 1).flatten(0, 1)))
+                found.append((segment.tokens, chosen.movedim(-2, 1).flatten(0, 1)))
             except Exception as error:
                 cache.fail(segment, error)
     most = max(part.shape[-1] for _, part in found)

@@ -157,8 +157,7 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         for segment in part:
             try:
                 take = Part(segment.cache, segment.tokens, segment.rows, states.shape[1])
-                own = tuple(map(take, args)), {name: take(value) for name, value in kwargs.items()}
-                found.append((segment.tokens, _read(self, segment.cache, take(states), *own)))
+                found.append((segment.tokens, _read(self, segment.cache, take(states), *take.all(args, kwargs))))
             except Exception as error:
                 cache.fail(segment, error)
     return _placed(found, states)
@@ -217,8 +216,7 @@ def _read_side_by_side(
 ) -> tuple[slice, Any]:
     """Tokens of a pass that are those of prompts, and the module's output of them."""
     stand_in = _SideBySide(layers, sequences)
-    take = Part(stand_in, tokens, 1, states.shape[1])
-    own = tuple(map(take, args)), {name: take(value) for name, value in kwargs.items()}
+    own = Part(stand_in, tokens, 1, states.shape[1]).all(args, kwargs)
     return tokens, stand_in.read(module, *own)
 
 
@@ -226,10 +224,9 @@ def _read_placed(module: nn.Module, cache: PackedCache, states: Tensor, args: tu
     """The module's output in a pass that can be recorded: decoding rows, then what `PromptPlaces` has."""
     rows, placed = cache.segments[0], cache.placed
     take = Part(rows.cache, rows.tokens, rows.rows, states.shape[1])
-    own = tuple(map(take, args)), {name: take(value) for name, value in kwargs.items()}
     layers, prompts = [placed.layers[module.layer_idx]], slice(rows.tokens.stop, states.shape[1])
     found = [
-        (rows.tokens, _read(module, rows.cache, take(states), *own)),
+        (rows.tokens, _read(module, rows.cache, take(states), *take.all(args, kwargs))),
         _read_side_by_side(module, layers, placed.sequences, prompts, states, args, kwargs),
     ]
     return _placed(found, states)
@@ -276,6 +273,10 @@ class Part:
             raise CacheError(f"A module with states was given a tensor of shape {list(value.shape)} in a packed pass.")
         own = value.select(axis, 0)[(slice(None),) * axis + (self.tokens,)]
         return own.unflatten(axis, (self.rows, -1))
+
+    def all(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """The same of all arguments of a call."""
+        return tuple(map(self, args)), {name: self(value) for name, value in kwargs.items()}
 
 
 class _SideBySide:

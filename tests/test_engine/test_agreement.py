@@ -5,13 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny.models import ARCHITECTURES, GREEDY, REFERENCE, random_ids
+from tiny.models import ARCHITECTURES, GREEDY, REFERENCE, low_bit, random_ids
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvconvert.errors import UnsupportedModelError
-from kvconvert.methods import KVScheme
 from kvconvert.runtime import Engine
-from kvconvert.runtime.hf.generation import adopt
 
 REFUSED = {
     "bloom": "bloom models take no position_ids",
@@ -34,13 +32,6 @@ BEGINNINGS = (
     "The captain looked at the sea for a long time. " * 12,
     "My dear friend, I have to tell you that",
 )
-
-
-def low_bit(model, scheme="kivi"):
-    """The model with the attention and the caches of a bundle."""
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    adopt(model, [KVScheme.preset(scheme).with_online_rotation()] * layers, {})
-    return model
 
 
 @torch.no_grad()
@@ -71,13 +62,13 @@ def check_agreement(model, prompts, new):
 def test_engine_generate_and_a_loop_agree_on_every_architecture(name):
     lengths = (5, 60, 90) if name in ONE_BASED else (5, 126, 131)
     prompts = [random_ids(1, length, seed=length) for length in lengths]
-    check_agreement(low_bit(ARCHITECTURES[name].build()), prompts, 6)
+    check_agreement(low_bit(ARCHITECTURES[name].build(), "kivi"), prompts, 6)
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_an_engine_cannot_serve_is_refused_by_name(name):
     with pytest.raises(UnsupportedModelError, match=REFUSED[name]):
-        Engine(low_bit(ARCHITECTURES[name].build()), max_batch=2)
+        Engine(low_bit(ARCHITECTURES[name].build(), "kivi"), max_batch=2)
 
 
 def written(directory, new, scheme):

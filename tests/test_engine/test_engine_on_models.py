@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny.models import GREEDY, random_ids, tiny_model
+from tiny.models import GREEDY, low_bit, random_ids, tiny_model
 
 from kvconvert.errors import UsageError
 from kvconvert.methods import KVScheme
@@ -16,9 +16,7 @@ MEMORY = 2**18
 
 def bundle_model(scheme, architecture="llama"):
     """A tiny model with the attention and the cache of a bundle."""
-    model = tiny_model(architecture, num_hidden_layers=2, gain=3.0)
-    adopt(model, [KVScheme.preset(scheme).with_online_rotation()] * 2, {})
-    return model
+    return low_bit(tiny_model(architecture, num_hidden_layers=2, gain=3.0), scheme)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

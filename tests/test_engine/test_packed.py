@@ -5,17 +5,16 @@ from functools import partial
 
 import pytest
 import torch
-from tiny.models import ARCHITECTURES, GREEDY, tiny_model
+from tiny.models import ARCHITECTURES, GREEDY, low_bit, tiny_model
 
 from kvconvert.errors import CacheError, NumericError
-from kvconvert.methods import PRESETS, KVScheme
+from kvconvert.methods import PRESETS
 from kvconvert.runtime import Engine
 from kvconvert.runtime.cache.compress import raise_pages
 from kvconvert.runtime.cache.forward_pass import UnreadFlags
 from kvconvert.runtime.engine import model_steps
 from kvconvert.runtime.engine.model_steps import ModelSteps, PromptChunk
 from kvconvert.runtime.hf import packed
-from kvconvert.runtime.hf.generation import adopt
 
 LENGTHS = (1, 2, 127, 128, 129, 300)
 CHUNK = 130
@@ -26,13 +25,6 @@ ALWAYS = ("oscar-g128", "kitty", "calibquant-1bit", "calibquant-2bit-visual", "m
 def few_rows(monkeypatch):
     """Steps have two rows as long as no request has a later one."""
     monkeypatch.setattr(model_steps, "FEW_ROWS", 2)
-
-
-def low_bit(model, scheme):
-    """The model with the attention and the caches of a bundle."""
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    adopt(model, [KVScheme.preset(scheme).with_online_rotation()] * layers, {})
-    return model
 
 
 def prompts_of(vocabulary, lengths, seed=0):
@@ -208,8 +200,7 @@ def test_keys_that_cannot_be_stored_end_their_own_request_alone():
 
 
 def test_the_pass_that_takes_the_memory_of_the_longest_one_leaves_no_trace():
-    model = tiny_model("llama", num_hidden_layers=2)
-    adopt(model, [KVScheme.preset("oscar-g128").with_online_rotation()] * 2, {})
+    model = low_bit(tiny_model("llama", num_hidden_layers=2), "oscar-g128")
     steps = ModelSteps(model, 3, 1 << 20)
     chunks, forward = [], steps.forward
 

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from fake_model import FakeModel, next_logits
-from tiny.models import ARCHITECTURES, tiny_model
+from tiny.models import ARCHITECTURES, low_bit, tiny_model
 
 from kvconvert.errors import UsageError
 from kvconvert.methods import PRESETS, KVScheme
@@ -18,14 +18,6 @@ from kvconvert.runtime.hf.generation import adopt
 CHUNK = 128
 WHOLE = [name for name in PRESETS if PRESETS[name].compresses_prompts()]
 ALWAYS = ("oscar-g128", "kitty", "kivi", "default")
-
-
-def low_bit(model, *schemes):
-    """The model with the attention and the caches of a bundle, layers taking turns with these schemes."""
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    chosen = [s if isinstance(s, KVScheme) else KVScheme.preset(s).with_online_rotation() for s in schemes]
-    adopt(model, [chosen[i % len(chosen)] for i in range(layers)], {})
-    return model
 
 
 def llama(*schemes):

@@ -5,13 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny.models import tiny_model
+from tiny.models import low_bit, tiny_model
 
-from kvconvert.methods import KVScheme
 from kvconvert.runtime.cache.prompt_pass import TableCapacity
 from kvconvert.runtime.engine.model_steps import ModelSteps
 from kvconvert.runtime.hf.captured_passes import SIZES, CapturedPasses
-from kvconvert.runtime.hf.generation import adopt
 
 KEEP, GPU = torch.tensor([0]), torch.device("cuda")
 
@@ -118,8 +116,7 @@ def test_replays_that_give_other_logits_are_not_used(caplog):
 
 @pytest.mark.parametrize(("chunk", "most"), [(256, 1024), (2048, 8192), (300, 8256)])
 def test_an_engine_records_its_smallest_pass_first_and_then_from_the_largest_down(monkeypatch, chunk, most):
-    model = tiny_model("llama", num_hidden_layers=2)
-    adopt(model, [KVScheme.preset("oscar-g128").with_online_rotation()] * 2, {})
+    model = low_bit(tiny_model("llama", num_hidden_layers=2), "oscar-g128")
     steps, read = ModelSteps(model, 32, None), []
     passes = model.captured.passes
     monkeypatch.setattr(passes, "padded", lambda tokens, _: next(size for size in SIZES if tokens <= size))

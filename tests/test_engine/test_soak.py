@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny.models import GREEDY
+from tiny.models import GREEDY, low_bit
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvconvert.methods import KVScheme
 from kvconvert.runtime import Engine
-from kvconvert.runtime.hf.generation import adopt
 
 REFERENCE = Path(__file__).resolve().parents[2] / "examples" / "reference-lm"
 CHUNK, NEW, ROWS = 128, 20, 6
@@ -25,8 +23,7 @@ def trained(scheme):
     """The first layers of a trained model, which repeat themselves, with a bundle's cache, and its tokenizer."""
     model = AutoModelForCausalLM.from_pretrained(REFERENCE, dtype=torch.float32, num_hidden_layers=LAYERS)
     model.eval().requires_grad_(False)
-    adopt(model, [KVScheme.preset(scheme).with_online_rotation()] * LAYERS, {})
-    return model, AutoTokenizer.from_pretrained(REFERENCE)
+    return low_bit(model, scheme), AutoTokenizer.from_pretrained(REFERENCE)
 
 
 def prompts_of(tokenizer, dice, count):
@@ -51,7 +48,7 @@ def addresses(engine):
     """Of all pages."""
     cache = engine._steps.cache
     storages = [side for store in cache.stores() for side in (store.key_pages, store.value_pages)]
-    return [view.buffer.data_ptr() for side in storages for view in side.views(range(engine._steps.pages))]
+    return [run.data_ptr() for side in storages for run in side.runs(range(engine._steps.pages))]
 
 
 @pytest.mark.parametrize(

@@ -34,5 +34,6 @@ def store_pages(
     Those of several matrices [H, D, D] are of as many layers.
     """
     flag, layers = new_flag(tokens[0].device), [SideTensors(channels, static, own) for own in feedback or [None]]
-    quantize_at(page_writes(tokens, pages, len(layers), hidden), tokens[0], pages[0], flag, layers)
+    writes = page_writes(tokens, pages, len(layers), hidden)
+    quantize_at(writes, tokens[0], pages[0].buffer, pages[0].format, flag, layers)
     raise_if_flagged(flag, tokens[0].shape[0])

@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from tiny.models import GREEDY, random_ids, tiny_model
+from tiny.models import GREEDY, low_bit, random_ids, tiny_model
 
 from kvconvert.kernels.sampling import gumbel_noise, sample
-from kvconvert.methods import KVScheme
 from kvconvert.runtime import Engine, Sampling
 from kvconvert.runtime.engine import model_steps
-from kvconvert.runtime.hf.generation import adopt
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
@@ -29,8 +27,7 @@ def test_noise_and_draws_are_those_of_a_cpu():
 @pytest.mark.parametrize("scheme", ["kivi", "oscar", "minikv"])
 def test_requests_in_company_give_what_generate_gives_alone(scheme, monkeypatch):
     monkeypatch.setattr(model_steps, "FEW_ROWS", 1)  # requests move to lower rows
-    model = tiny_model("llama", num_hidden_layers=2, gain=3.0, head_dim=64).cuda()
-    adopt(model, [KVScheme.preset(scheme).with_online_rotation()] * 2, {})
+    model = low_bit(tiny_model("llama", num_hidden_layers=2, gain=3.0, head_dim=64).cuda(), scheme)
     engine = Engine(model, max_batch=4, prompt_chunk=4096)
     assert engine._steps.lag == 1
     hot = Sampling(temperature=1.0, top_p=0.9, seed=3)

@@ -8,6 +8,7 @@ from kvconvert import KVCache, KVScheme
 from kvconvert.errors import CacheError, NumericError
 from kvconvert.kernels import device as dispatch
 from kvconvert.kernels.attention import Scoring
+from kvconvert.runtime.cache import attend as attending
 from kvconvert.runtime.cache import compress
 from kvconvert.runtime.cache.attend import attend, commit
 from kvconvert.runtime.cache.compress import end_forward
@@ -139,11 +140,9 @@ def test_flags_are_read_by_the_pass_after_a_flush(device, monkeypatch):
 
 @pytest.mark.parametrize("rotate_keys", ["hadamard", pytest.param("none", marks=pytest.mark.full)])
 def test_tokens_of_all_rows_are_stored_and_queries_rotated_in_one_launch(device, monkeypatch, rotate_keys):
-    from kvconvert.kernels.rotate import triton as rotate
-
     calls = []
-    launch = rotate.rotate_and_append
-    monkeypatch.setattr(rotate, "rotate_and_append", lambda *given: calls.append(1) or launch(*given))
+    launch = attending.rotate_and_append
+    monkeypatch.setattr(attending, "rotate_and_append", lambda *given: calls.append(1) or launch(*given))
     # values stay longer than keys, so that they lie elsewhere in their buffers
     scheme = KVScheme(rotate_keys=rotate_keys, rotate_values="online", value_recent_tokens=128, sink_tokens=2)
     real = torch.ones(3, 600, dtype=torch.bool)

@@ -338,7 +338,8 @@ def test_bad_values_are_named_once(device, static):
     values = torch.randn(3, 2, 32, 16, device=device)
     values[1, 1, 31, 15] = torch.nan
     flag, pages = new_flag(values.device), new_pages(3, f, values.dtype, values.device)
-    quantize_at(page_writes(list(values), [pages]), values[0], pages, flag, [SideTensors(static=scales)])
+    writes, tensors = page_writes(list(values), [pages]), [SideTensors(static=scales)]
+    quantize_at(writes, values[0], pages.buffer, f, flag, tensors)
     with pytest.raises(GroupRangeError) as raised:
         raise_if_flagged(flag, 2)
     assert raised.value.index == (1, 1)

@@ -10,7 +10,7 @@ from kvconvert import KVCache, KVScheme
 from kvconvert.kernels import decode, device
 from kvconvert.runtime.cache.attend import commit
 from kvconvert.runtime.cache.forward_pass import PassTokens
-from kvconvert.runtime.cache.pool import CPU_GROWTH, GPU_GROWTH, BufferGrowth, TokenBuffer, remove_tokens
+from kvconvert.runtime.cache.pool import BUFFER_GROWTH, CPU_GROWTH, GPU_GROWTH, BufferGrowth, TokenBuffer, remove_tokens
 
 SCHEME = KVScheme(sink_tokens=4, key_recent_tokens=8, value_recent_tokens=8)
 
@@ -56,16 +56,10 @@ def test_tokens_of_many_buffers_are_removed_at_once_as_they_are_one_by_one():
         assert side.tensor.shape == other.tensor.shape
 
 
-def like_on_a_gpu(cache: KVCache) -> KVCache:
-    """The cache with buffers that grow and shrink as they do on a GPU."""
-    for store in cache.stores():
-        store.growth = GPU_GROWTH
-    return cache
-
-
-def test_on_a_gpu_addresses_outlast_flushes():
+def test_on_a_gpu_addresses_outlast_flushes(monkeypatch):
+    monkeypatch.setitem(BUFFER_GROWTH, "cpu", GPU_GROWTH)
     model = tiny_model("llama", "kvconvert", num_hidden_layers=1)
-    cache = like_on_a_gpu(KVCache(model.config, SCHEME))
+    cache = KVCache(model.config, SCHEME)
     model(random_ids(2, 200), past_key_values=cache)
     addresses = set()
     for _ in range(300):
@@ -75,7 +69,7 @@ def test_on_a_gpu_addresses_outlast_flushes():
     assert len(addresses) <= 2
 
 
-def test_generation_is_the_same_with_a_gpu_s_buffers():
+def test_generation_is_the_same_with_a_gpu_s_buffers(monkeypatch):
     model, ids = tiny_model("llama", "kvconvert"), random_ids(2, 250)
     mask = torch.ones_like(ids)
     mask[0, :37] = 0
@@ -84,7 +78,8 @@ def test_generation_is_the_same_with_a_gpu_s_buffers():
         return model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=40, **GREEDY)
 
     plain = generate(KVCache(model.config, SCHEME))
-    assert torch.equal(generate(like_on_a_gpu(KVCache(model.config, SCHEME))), plain)
+    monkeypatch.setitem(BUFFER_GROWTH, "cpu", GPU_GROWTH)
+    assert torch.equal(generate(KVCache(model.config, SCHEME)), plain)
 
 
 def test_rows_get_room_for_their_real_tokens_only_and_count_them_at_once():

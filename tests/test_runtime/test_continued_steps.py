@@ -14,7 +14,7 @@ from kvconvert.runtime.cache.attend import attend, commit
 from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import PassTokens
 from kvconvert.runtime.cache.group_tables import GroupTables
-from kvconvert.runtime.cache.pool import CPU_GROWTH, GPU_GROWTH
+from kvconvert.runtime.cache.pool import BUFFER_GROWTH, CPU_GROWTH, GPU_GROWTH
 from kvconvert.runtime.cache.steps import PlannedStep
 
 DIM, STEPS = 16, 300
@@ -41,6 +41,14 @@ def tokens_at(position: int, count: int, rows: int = 1) -> tuple[torch.Tensor, t
     return tuple(torch.randn(rows, 1, count, DIM, generator=generator) for _ in range(2))
 
 
+@pytest.fixture(autouse=True)
+def growth(request, monkeypatch):
+    """How buffers grow: as on a GPU, unless a test says otherwise."""
+    growth = getattr(request, "param", GPU_GROWTH)
+    monkeypatch.setitem(BUFFER_GROWTH, "cpu", growth)
+    return growth
+
+
 class Stepped:
     """A cache of three rows, stepped without a model.
 
@@ -48,9 +56,9 @@ class Stepped:
         continues: whether steps may continue the step before them.
     """
 
-    def __init__(self, scheme, window, growth, continues):
+    def __init__(self, scheme, window, continues):
         config = MistralConfig(**SHAPE, sliding_window=window) if window else LlamaConfig(**SHAPE)
-        self.cache, self.growth, self.continues, self.continued = KVCache(config, scheme), growth, continues, 0
+        self.cache, self.continues, self.continued = KVCache(config, scheme), continues, 0
         self.cache.open_rows(3)
         (self.group,) = self.cache.groups
 
@@ -60,7 +68,6 @@ class Stepped:
             return
         prompt = self.cache.beside()
         for layer in prompt.layers:
-            layer.store.growth = self.growth
             keys, values = tokens_at(row + 1, length)
             layer.update(keys, values)
             chunk = PassTokens(torch.arange(length))
@@ -154,9 +161,10 @@ def same(one: Stepped, other: Stepped) -> None:
 @pytest.mark.parametrize(
     "growth",
     [pytest.param(CPU_GROWTH, id="short buffers", marks=pytest.mark.full), pytest.param(GPU_GROWTH, id="long buffers")],
+    indirect=True,
 )
 def test_steps_without_planning_leave_what_planned_steps_leave(name, growth):
-    caches = [Stepped(*CASES[name], growth, continues) for continues in (True, False)]
+    caches = [Stepped(*CASES[name], continues) for continues in (True, False)]
     for number in range(STEPS):
         for at, row, length in MOVES:
             if at == number:
@@ -176,7 +184,7 @@ def test_steps_without_planning_leave_what_planned_steps_leave(name, growth):
 @pytest.mark.parametrize("every", [1, 7])
 def test_asking_for_the_sequences_between_steps_changes_nothing(every):
     scheme = KVScheme(sink_tokens=4, value_recent_tokens=60)
-    asked, silent = (Stepped(scheme, None, GPU_GROWTH, True) for _ in range(2))
+    asked, silent = (Stepped(scheme, None, True) for _ in range(2))
     for cache in (asked, silent):
         cache.move(0, 100)
         cache.move(2, 7)
@@ -191,7 +199,7 @@ def test_asking_for_the_sequences_between_steps_changes_nothing(every):
 
 def test_a_crop_or_another_order_of_rows_is_planned_anew():
     scheme = KVScheme(sink_tokens=4)
-    caches = [Stepped(scheme, None, GPU_GROWTH, continues) for continues in (True, False)]
+    caches = [Stepped(scheme, None, continues) for continues in (True, False)]
     for cache in caches:
         cache.move(0, 60)
         cache.move(1, 30)
@@ -207,7 +215,7 @@ def test_a_crop_or_another_order_of_rows_is_planned_anew():
 
 
 def test_a_recording_is_not_replayed_once_the_scales_of_spans_have_moved():
-    cache = Stepped(*CASES["spans"], GPU_GROWTH, True)
+    cache = Stepped(*CASES["spans"], True)
     for row in range(3):
         cache.move(row, 130)
     cache.step(0)

@@ -18,7 +18,7 @@ from kvconvert.runtime.cache.attend import attend, commit
 from kvconvert.runtime.cache.compress import end_forward
 from kvconvert.runtime.cache.forward_pass import ModalityMask, PassTokens
 from kvconvert.runtime.cache.group_tables import GroupTables
-from kvconvert.runtime.cache.pool import GPU_GROWTH
+from kvconvert.runtime.cache.pool import BUFFER_GROWTH, GPU_GROWTH
 from kvconvert.runtime.cache.steps import entries_needed
 from kvconvert.runtime.cache.store import LayerStore
 
@@ -176,8 +176,8 @@ def test_one_token_that_attends_to_everything_needs_no_mask():
 
 
 def test_tables_stay_where_they_are_and_are_written_when_a_page_is_or_rows_move(monkeypatch):
+    monkeypatch.setitem(BUFFER_GROWTH, "cpu", GPU_GROWTH)
     layer = KVCache(CONFIG, SCHEMES["norms and sink tokens"]).layers[0]
-    layer.store.growth = GPU_GROWTH
     written = []
     write = GroupTables.write
     monkeypatch.setattr(GroupTables, "write", lambda *given: written.append(given[-1]) or write(*given))
@@ -204,8 +204,8 @@ def test_tables_stay_where_they_are_and_are_written_when_a_page_is_or_rows_move(
 
 
 def test_work_is_divided_again_only_when_tables_change_or_residual_windows_have_grown_a_lot(monkeypatch):
+    monkeypatch.setitem(BUFFER_GROWTH, "cpu", GPU_GROWTH)
     layer = KVCache(CONFIG, SCHEMES["spans"]).layers[0]
-    layer.store.growth = GPU_GROWTH
     divided = []
     monkeypatch.setattr(tables_module, "plan_work", lambda *given: divided.append(1) or plan_work(*given))
     advance(layer, 400)

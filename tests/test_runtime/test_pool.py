@@ -28,9 +28,9 @@ def some_pages(count: int, f=FORMAT):
 def store(pool: PageStorage, pages) -> tuple[int, ...]:
     """Write pages to reserved records and return their numbers."""
     numbers, at = pool.numbers.reserve(len(pages)), 0
-    for view in pool.views(numbers):
-        view.buffer.copy_(pages.buffer[at : at + len(view)])
-        at += len(view)
+    for run in pool.runs(numbers):
+        run.copy_(pages.buffer[at : at + len(run)])
+        at += len(run)
     return numbers
 
 
@@ -77,10 +77,10 @@ def test_views_of_reserved_pages_are_where_reading_finds_them():
     pool.numbers.release(hole)
     numbers = pool.numbers.reserve(12)
     pages, at = some_pages(12), 0
-    runs = pool.views(numbers)
+    runs = pool.runs(numbers)
     assert sum(map(len, runs)) == 12
     for run in runs:
-        run.record.copy_(pages.record[at : at + len(run)])
+        run.copy_(pages.record[at : at + len(run)])
         at += len(run)
     assert torch.equal(dequantize_pages(pool.read(numbers)), dequantize_pages(pages))
     assert torch.equal(pool.read(numbers[::-1]).record, pages.record.flip(0))
@@ -89,11 +89,11 @@ def test_views_of_reserved_pages_are_where_reading_finds_them():
 def test_views_split_at_chunks_and_gaps_and_nowhere_else():
     pool = key_pool(capacity=10)
     numbers = pool.numbers.reserve(10)
-    assert [len(run) for run in pool.views(numbers)] == [10]
-    assert [len(run) for run in pool.views([0, 1, 2, 5, 6, 4])] == [3, 2, 1]
-    assert pool.views([]) == []
+    assert [len(run) for run in pool.runs(numbers)] == [10]
+    assert [len(run) for run in pool.runs([0, 1, 2, 5, 6, 4])] == [3, 2, 1]
+    assert pool.runs([]) == []
     growing = key_pool()
-    assert [len(run) for run in growing.views(growing.numbers.reserve(4) + growing.numbers.reserve(4))] == [4, 4]
+    assert [len(run) for run in growing.runs(growing.numbers.reserve(4) + growing.numbers.reserve(4))] == [4, 4]
 
 
 def test_reserved_pages_have_one_reference_and_are_free_after_its_release():
@@ -115,7 +115,7 @@ def test_layers_that_follow_the_same_numbers_hold_the_same_pages():
     taken = [numbers.reserve(n) for n in (3, 9, 30)]
     late = PageStorage(FORMAT, torch.bfloat16, CPU, numbers)
     for part in taken:
-        assert [len(view) for view in early.views(part)] == [len(view) for view in late.views(part)]
+        assert [len(run) for run in early.runs(part)] == [len(run) for run in late.runs(part)]
     assert early.bytes_allocated == late.bytes_allocated == len(numbers) * early.page_bytes
 
 
@@ -142,7 +142,7 @@ def test_pages_side_by_side_are_views_of_what_is_written_later_also_in_a_copy_of
     numbers = store(pool, pages)
     assert pool.read(numbers) is pool.read(numbers)
     other = copy.deepcopy(pool)
-    for view in pool.views(numbers):
-        view.buffer.zero_()
+    for run in pool.runs(numbers):
+        run.zero_()
     assert not pool.read(numbers).buffer.any()
     assert torch.equal(other.read(numbers).buffer, pages.buffer)

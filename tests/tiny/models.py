@@ -26,6 +26,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from kvconvert.methods import KVScheme
 from tiny.media import MODALITIES
 from tiny.texts import TEXTS, TOKENS, VOCABULARY
 
@@ -238,6 +239,18 @@ def tiny_model(model_type: str, attention: str = "eager", gain: float = 4.0, **o
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.mul_(gain)
+    return model
+
+
+def low_bit(model: PreTrainedModel, *schemes: KVScheme | str) -> PreTrainedModel:
+    """The model with the attention and the caches of a bundle, layers taking turns with schemes, or presets of which
+    the rotation of values is not folded.
+    """
+    from kvconvert.runtime.hf.generation import adopt
+
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    chosen = [s if isinstance(s, KVScheme) else KVScheme.preset(s).with_online_rotation() for s in schemes]
+    adopt(model, [chosen[i % len(chosen)] for i in range(layers)], {})
     return model
 
 

@@ -21,7 +21,7 @@ import torch
 
 from kvconvert.kernels.device import upload
 from kvconvert.kernels.page_formats import NO_TENSORS, PageFormat, PageLayout, SideTensors, TokenNorm
-from kvconvert.kernels.pages.records import PageTensors, PageWrites
+from kvconvert.kernels.pages.records import PageWrites
 from kvconvert.kernels.pages.triton import channel_parts, halves_of, padded, tile_of
 from kvconvert.kernels.pages.triton.center import launch_centers
 from kvconvert.kernels.pages.triton.feedback import CHANNEL_BLOCK, feedback_warps, key_feedback_kernel, program_lanes
@@ -40,15 +40,14 @@ NORM_TOKENS = 16
 
 
 def listed(
-    writes: PageWrites, like: torch.Tensor, pages: PageTensors, tensors: Sequence[SideTensors]
+    writes: PageWrites, like: torch.Tensor, records: torch.Tensor, f: PageFormat, tensors: Sequence[SideTensors]
 ) -> dict[str, Any]:
     """The tables on the device that `quantize_listed` takes; arguments as for `quantize_at`."""
-    records = pages.buffer
     table = np.empty((*writes.tokens.shape, 5), dtype=np.int64)
     table[..., 0] = (writes.tokens - like.data_ptr()) // like.element_size()
     table[..., 1] = writes.head_strides
     table[..., 2] = (writes.records - records.data_ptr()) // records.element_size()
-    table[..., 3] = pages.format.page_size
+    table[..., 3] = f.page_size
     table[..., 4] = writes.hidden
     return {"table": upload(table.reshape(-1, 5), like.device)} | tables_of(tensors, writes.positions, like.device)
 
@@ -75,19 +74,25 @@ def tables_of(tensors: Sequence[SideTensors], positions: np.ndarray, device: tor
 
 
 def quantize_at(
-    writes: PageWrites, like: torch.Tensor, pages: PageTensors, flag: torch.Tensor, tensors: Sequence[SideTensors]
+    writes: PageWrites,
+    like: torch.Tensor,
+    records: torch.Tensor,
+    f: PageFormat,
+    flag: torch.Tensor,
+    tensors: Sequence[SideTensors],
 ) -> None:
     """Quantize complete pages of many layers and sequences on a GPU and write them where they are to be stored.
 
     Args:
         writes: where the pages' tokens lie, which `unsupported` accepts, and where records go.
         like: some of the tokens [H, n, channels]; centers are subtracted from tokens in place.
-        pages: some pages of the same storage, for their format and dtype.
+        records: some of the storage, for its dtype.
+        f: the format of the pages.
         flag: what the kernels raise, see `raise_if_flagged`; from `new_flag`.
         tensors: each layer's; of several layers `LayerFormat.shares_launches` is true.
     """
-    tables = listed(writes, like, pages, tensors)
-    quantize_listed(like, records=pages.buffer, f=pages.format, flag=flag, tensors=tensors[0], **tables)
+    tables = listed(writes, like, records, f, tensors)
+    quantize_listed(like, records=records, f=f, flag=flag, tensors=tensors[0], **tables)
 
 
 def quantize_listed(
