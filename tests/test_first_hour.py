@@ -254,6 +254,14 @@ def test_no_path_is_created_below_a_folder_named_as_the_home_directory_is_to_a_s
     assert "is a kvconvert bundle, not a model" in kvconvert("calibrate", GOLDEN, "--output=~/work").stderr
 
 
+def test_an_export_for_onnx_runtime_is_told_from_a_model_whose_weights_are_missing(tmp_path):
+    for name in ("config.json", "genai_config.json", "model.onnx"):
+        (tmp_path / name).write_text("{}")
+    for command in (["plan", tmp_path], ["convert", tmp_path, tmp_path.with_name("new")]):
+        result = kvconvert(*command)
+        assert (result.exit_code, "is an export for ONNX Runtime, not a model" in result.stderr) == (1, True)
+
+
 def test_no_file_is_refused_by_the_option_that_names_it_for_whoever_reads_it_knows_what_to_do():
     paths = [p.type for command in cli.commands.values() for p in command.params if isinstance(p.type, click.Path)]
     assert len(paths) > 5
