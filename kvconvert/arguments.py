@@ -73,6 +73,9 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
         given = dict(zip(names, args, strict=False)) | kwargs
         for name, (fits, wanted) in rules().items():
             if name in given and not fits(value := given[name]):
+                # -1 on a command line arrives as -1.0; 5.0 where 5 is possible stays as it is.
+                if isinstance(value, float) and value.is_integer() and abs(value) < _MOST and not fits(int(value)):
+                    value = int(value)
                 if isinstance(value, int) and abs(value) >= _MOST:
                     raise UsageError(f"`{name}` is a number of more than 64 bits; give a smaller one.")
                 raise UsageError(f"`{name}` is {_said(value)}; give {wanted}.")

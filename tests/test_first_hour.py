@@ -138,8 +138,8 @@ WRONG = [
     (["warm", "BUNDLE", "--jobs", "many"], 2, "'many' is not a valid whole number."),
     (["generate", "BUNDLE", "x", "--seed", "one"], 2, "'one' is not a valid whole number."),
     (["generate", "BUNDLE", "x", "--top-p", "x"], 2, "'x' is not a valid number."),
-    (["generate", "BUNDLE", "x", "--temperature", "-1"], 2, "--temperature is -1.0; give 0 (greedy) or a positive"),
-    (["generate", "BUNDLE", "x", "--top-p", "2"], 2, "--top-p is 2.0; give a number above 0 and at most 1"),
+    (["generate", "BUNDLE", "x", "--temperature", "-1"], 2, "--temperature is -1; give 0 (greedy) or a positive"),
+    (["generate", "BUNDLE", "x", "--top-p", "2"], 2, "--top-p is 2; give a number above 0 and at most 1"),
     (["generate", "BUNDLE", "x", "--top-k", "-2"], 2, "--top-k is -2; give a whole number of at least 0"),
     (["generate", "BUNDLE", "x", "--stop", ""], 2, "--stop is empty text"),
     (["generate", "BUNDLE", "x", "--temperature", "0", "--seed", "1"], 2, "leave --top-p, --top-k and --seed out"),
@@ -196,6 +196,7 @@ WRONG = [
     ),
     (["convert", "MODEL", "FULL/new"], 2, "BUNDLE-work has to be a new or empty directory."),
     (["convert", "MODEL", "NEW", "--weight-bits", "4", "--set", "weights.bits=3"], 2, "set of weights.bits;"),
+    (["convert", "MODEL", "NEW", "--recipe", "kv-only", "--weight-bits", "4"], 2, "kv-only keeps every weight; leave"),
     (["convert", "MODEL", "NEW", "--recipe", "default", "--seq-len", "513"], 2, f"--seq-len is 513, {TOO_LONG}"),
     (["calibrate", "MODEL", "-o", "WORK", "--recipe", "default", "--seq-len", "513"], 2, TOO_LONG),
     (["calibrate", "MODEL", "-o", "WORK", "--recipe", "auto", "--kv-bits", "3", "--context", "513"], 2, TOO_LONG),
@@ -251,6 +252,14 @@ def test_no_path_is_created_below_a_folder_named_as_the_home_directory_is_to_a_s
     assert not any(tmp_path.iterdir())
     (tmp_path / "~").mkdir()
     assert "is a kvconvert bundle, not a model" in kvconvert("calibrate", GOLDEN, "--output=~/work").stderr
+
+
+def test_an_export_for_onnx_runtime_is_told_from_a_model_whose_weights_are_missing(tmp_path):
+    for name in ("config.json", "genai_config.json", "model.onnx"):
+        (tmp_path / name).write_text("{}")
+    for command in (["plan", tmp_path], ["convert", tmp_path, tmp_path.with_name("new")]):
+        result = kvconvert(*command)
+        assert (result.exit_code, "is an export for ONNX Runtime, not a model" in result.stderr) == (1, True)
 
 
 def test_no_file_is_refused_by_the_option_that_names_it_for_whoever_reads_it_knows_what_to_do():

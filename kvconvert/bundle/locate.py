@@ -24,11 +24,10 @@ from kvconvert.errors import (
     did_you_mean,
     printable,
 )
-from kvconvert.io.disk import LOCK_NAME, MANIFEST_NAME, PROCESSOR_FILES, STATE_NAME
+from kvconvert.io.disk import GENAI_NAME, LOCK_NAME, MANIFEST_NAME, PROCESSOR_FILES, STATE_NAME
 from kvconvert.io.hub import ask_hub, is_hub_id, missing_below
 from kvconvert.io.json_text import read_json
 
-GENAI_NAME = "genai_config.json"
 # What `export` writes.
 BUNDLE, ONNX_EXPORT, CHECKPOINT = "a bundle", "an export for ONNX Runtime", "a compressed-tensors checkpoint"
 WRITTEN = (BUNDLE, ONNX_EXPORT, CHECKPOINT)

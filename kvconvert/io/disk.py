@@ -23,6 +23,7 @@ TEMPORARY = ".partial"
 _HASHED_ASIDE = 2**22  # bytes
 STATE_NAME, LOCK_NAME = "state.json", "lock"  # what tells a working directory of `calibrate` from others
 MANIFEST_NAME = "kvconvert.json"  # and a bundle
+GENAI_NAME = "genai_config.json"  # and an export for ONNX Runtime
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")  # and a model of images
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 

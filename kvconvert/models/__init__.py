@@ -14,7 +14,7 @@ from typing import Any
 
 from kvconvert.arguments import ModelPlace, checked
 from kvconvert.errors import CheckpointError, HubError, MissingError
-from kvconvert.io.disk import MANIFEST_NAME, STATE_NAME
+from kvconvert.io.disk import GENAI_NAME, MANIFEST_NAME, STATE_NAME
 from kvconvert.io.hub import ask_hub, check_content, is_hub_id, missing_below
 from kvconvert.io.json_text import read_json
 from kvconvert.io.regular import files_below
@@ -105,6 +105,10 @@ def _check_description(directory: Path, model: str | Path) -> None:
     quantization = _quantization(directory / "config.json")
     if (directory / MANIFEST_NAME).is_file() or "kvconvert" in quantization:
         raise CheckpointError(f"{model} is a kvconvert bundle, not a model; give the model that it was made from.")
+    if (directory / GENAI_NAME).is_file() and not any(directory.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{model} is an export for ONNX Runtime, not a model of transformers; give the model that it was made from."
+        )
     if (directory / "adapter_config.json").exists():
         raise CheckpointError(
             f"{model} is an unmerged LoRA adapter (adapter_config.json), which would not survive the changes to "

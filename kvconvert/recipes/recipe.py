@@ -434,6 +434,11 @@ class Recipe(RecipeTable):
         return recipe.model_copy(update={"auto": auto})
 
     def _with_weight_bits(self, weight_bits: float) -> Recipe:
+        if not self.weights.quantizes:
+            raise UsageError(
+                f"`weight_bits` is not possible here: the recipe {self.name} keeps every weight; leave it out, or "
+                "choose another recipe."
+            )
         update = {"average_bits": weight_bits, "modules": [], "bits": 4}
         weights = self.weights.model_copy(update=update)
         fault = weights.fault()

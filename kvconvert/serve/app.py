@@ -282,6 +282,7 @@ class Service:
             raise Refusal(400, f"tokens is {stated!r:.60}; give a number.", param="tokens", code="invalid_value")
         cache = self._facts.at(int(stated))
         told = {"name": self.name, "chat": self._templated, "images": self._reads_images}
+        told["max_tokens"] = min(256, self.limits.new_tokens)  # that the page asks for where there is no chat
         return JSONResponse(told | {"facts": self._facts.rows, "cache": cache})
 
     def check_name(self, name: str | None) -> None:

@@ -65,7 +65,7 @@ def refusal_of(error: KvconvertError | ValidationError) -> Refusal:
         named = re.match(r"`(\w+)` ", str(error))  # an argument of the Engine's, which is called as the field is
         return Refusal(400, str(error), param=named and named[1])
     first = error.errors(include_url=False)[0]
-    message = first["msg"].removeprefix("Value error, ").rstrip(".")
+    message = first["msg"].removeprefix("Value error, ").replace(" after validation", "").rstrip(".")
     if first["type"] == "model_type":  # which names a class
         message = "Input should be an object"
     # Of what may have several forms, the first of them is named as well.

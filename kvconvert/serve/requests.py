@@ -6,13 +6,21 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, Field, PlainValidator, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    PlainValidator,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from kvconvert.bundle.generation import LARGEST_PENALTY
 from kvconvert.errors import KvconvertError, counted
@@ -218,8 +226,8 @@ def _part(part: Any) -> dict[str, str]:
     image = part.get("image_url")
     if not isinstance(image, dict) or not isinstance(image.get("url"), str):
         raise ValueError("the image_url of a part is no object with a url")
-    if image.get("detail") not in (None, "auto", "high"):
-        raise ValueError("the model's own processor says how finely an image is read; leave detail out")
+    if image.get("detail") not in (None, "auto", "low", "high"):  # a wish: the model's own processor decides
+        raise ValueError("the detail of an image_url may be auto, low or high")
     _refuse_others({name: image[name] for name in image if name not in ("url", "detail")}, "a part's image_url.")
     if not _DATA_URL.match(image["url"]):
         remedy = "send it as data:image/png;base64,... (or jpeg, webp)"
@@ -437,6 +445,8 @@ class _Asked(BaseModel, extra="allow", strict=True):
         """
         given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
         given = {name: getattr(defaults, name) if value is None else value for name, value in given.items()}
+        if given["top_k"] == -1:  # all tokens, as in vLLM and generation_config.json
+            given["top_k"] = 0
         settings = dict(defaults.settings)
         for name, neutral in (("min_p", 0), ("repetition_penalty", 1)):
             if (value := getattr(self, name)) is not None:
@@ -548,13 +558,24 @@ _NO_VARIABLES = {
     *("add_generation_prompt", "chat_template", "continue_final_message", "conversations", "documents", "messages"),
     *("return_assistant_tokens_mask", "self", "tools", "bos_token", "eos_token", "pad_token", "unk_token"),
 }
-_Variables = Annotated[dict[str, str | int | float | bool], BeforeValidator(partial(_few, most=MOST_VARIABLES))]
+
+
+def _variable(value: Any) -> str | int | float | bool:
+    if not isinstance(value, str | int | float | bool):
+        raise ValueError("give text, a number, true or false")
+    return value
+
+
+_Variables = Annotated[
+    dict[str, Annotated[Any, PlainValidator(_variable)]], BeforeValidator(partial(_few, most=MOST_VARIABLES))
+]
 
 
 class Chat(_Asked):
     """POST /v1/chat/completions: a conversation in which the model speaks next."""
 
     prompt_field: ClassVar[str] = "messages"
+    named_tool: ClassVar[str] = '{"type": "function", "function": {"name": NAME}}'
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     max_completion_tokens: Count | None = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
@@ -564,6 +585,15 @@ class Chat(_Asked):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELIEST)] | None = None
     chat_template_kwargs: _Variables | None = None
+
+    @field_validator("tool_choice", mode="wrap")
+    @classmethod
+    def _any_choice(cls, value: Any, read: Callable[[Any], Any]) -> Any:
+        """Of several forms, pydantic names the first alone."""
+        try:
+            return read(value)
+        except ValidationError:
+            raise ValueError(f"give none, auto, required, or {cls.named_tool}") from None
 
     @property
     def likeliest(self) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import time
@@ -15,7 +16,7 @@ from kvconvert.models.token_bytes import TokenTexts
 from kvconvert.serve.forms import Form, Step, event, new_id
 from kvconvert.serve.refusal import Refusal
 from kvconvert.serve.replies import Piece
-from kvconvert.serve.requests import IGNORED, MOST_MESSAGES, Chat
+from kvconvert.serve.requests import IGNORED, MOST_MESSAGES, UNSERVED, Chat
 
 # Fields that mean the same in a chat.
 _SAME = (
@@ -35,6 +36,7 @@ _IDLE: dict[str, tuple[Any, ...]] = {
 # other numbers of messages, so that those of messages would mislead.
 _NAMES = {
     "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
     "messages": "input",
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
@@ -123,6 +125,7 @@ class ResponsesChat(Chat):
     """The chat that a request of this interface asks for."""
 
     prompt_field: ClassVar[str] = "input"
+    named_tool: ClassVar[str] = '{"type": "function", "name": NAME}'
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> Self:
@@ -154,7 +157,10 @@ class ResponsesChat(Chat):
         for name, value in fields.items():
             if name not in IGNORED and value not in (None, {}, [], *_IDLE.get(name, ())):
                 why = ", which keeps no responses" if name in _OF_KEPT else ""
-                message = f"{name} is not served by kvconvert{why}; leave it out."
+                meant = [_NAMES.get(name), *difflib.get_close_matches(name[:60], [*_SAME, *_NAMES.values()], n=1)]
+                own = None if why or name in UNSERVED else next(filter(None, meant), None)
+                advice = "leave it out." if own is None else f"did you mean {own}?"
+                message = f"{name} is not served by kvconvert{why}; {advice}"
                 raise _OwnRefusal(400, message, param=name, code="unsupported_parameter")
         return cls.model_validate(chat)
 

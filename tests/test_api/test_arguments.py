@@ -61,6 +61,8 @@ VALUES = {
         lambda: calibrate("m", "w", seq_len=1),
         "`seq_len` is 1; give a whole number of at least 2",
     ),
+    "calibrate(seq_len=5.0)": (lambda: calibrate("m", "w", seq_len=5.0), "`seq_len` is 5.0; give a whole number"),
+    "Sampling(temperature=-1.0)": (lambda: Sampling(temperature=-1.0), "`temperature` is -1; give 0 .greedy. or a"),
     "calibrate(seed=10**30)": (
         lambda: calibrate("m", "w", seed=10**30),
         "`seed` is a number of more than 64 bits; give a",

@@ -114,7 +114,7 @@ def test_answers_are_those_of_generate_with_the_processor(loaded, here, drawings
 
 def test_the_responses_interface_takes_pictures_too(here, drawings, requests):
     url = data_url(drawings[0])
-    items = [{"type": "input_image", "image_url": url, "detail": "auto"}, {"type": "input_text", "text": "What?"}]
+    items = [{"type": "input_image", "image_url": url, "detail": "low"}, {"type": "input_text", "text": "What?"}]
     client = here.client()
     client.responses.create(
         model=NAME, input=[{"role": "user", "content": items}], temperature=0, max_output_tokens=NEW
@@ -144,7 +144,7 @@ REFUSED = [
     (part("data:image/svg+xml;base64,AAAA"), "an image as data:image/svg+xml;base64 is not served; send it as"),
     ({"type": "image_url", "image_url": "x"}, "no object with a url"),
     ({"type": "image_url"}, "no object with a url"),
-    (part(PIXEL, detail="low"), "leave detail out"),
+    (part(PIXEL, detail="fine"), "may be auto, low or high"),
     (part(PIXEL, other=1), "other is no field"),
     (part(PIXEL + "AA"), "Image 1 cannot be read"),
     (part(PIXEL + "!!!!"), "Image 1 cannot be read"),

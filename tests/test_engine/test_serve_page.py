@@ -92,6 +92,18 @@ def shown(browser, condition):
 
 
 @pytest.mark.skipif(EXECUTABLE is None, reason="Chromium is not installed")
+def test_the_page_continues_a_text_where_the_server_generates_few_tokens(tmp_path):
+    with (
+        serving(FakeModel(), Letters(), limits=Limits(new_tokens=5), of_service={"facts": BundleFacts()}) as few,
+        chromium(tmp_path / "profile") as browser,
+    ):
+        browser.open(f"http://127.0.0.1:{few.port}/", 1400, "light")
+        browser.call("Input.insertText", text="hello")
+        browser.press("Enter")
+        shown(browser, "document.querySelector('.turn.assistant')?.textContent.trim().length >= 4")
+
+
+@pytest.mark.skipif(EXECUTABLE is None, reason="Chromium is not installed")
 @pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (420, "dark")])
 def test_a_browser_holds_a_conversation_by_keyboard(bundle, tmp_path, width, scheme):
     model = Scripted(max_positions=10_000)

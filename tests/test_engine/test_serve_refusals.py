@@ -12,6 +12,7 @@ from fake_model import FakeModel
 from serving import Letters, request, serving, wait_for
 
 from kvconvert.errors import UsageError
+from kvconvert.runtime import Sampling
 from kvconvert.serve.listen import bind
 from kvconvert.serve.requests import Chat, Limits
 from kvconvert.serve.responses import ResponsesChat
@@ -64,15 +65,15 @@ COMPLETIONS = [
     ({"prompt": "x", "max_tokens": 201}, 400, None, "max_tokens is 201; this server generates at most 200"),
     ({"prompt": "x", "max_tokens": 0}, 400, "invalid_value", "max_tokens: .*greater than or equal to 1"),
     ({"prompt": "x", "max_tokens": 3.5}, 400, "invalid_value", "max_tokens: .*valid integer"),
-    ({"prompt": "x", "temperature": -1.0}, 400, None, "`temperature` is -1.0"),
+    ({"prompt": "x", "temperature": -1.0}, 400, None, "`temperature` is -1;"),
     ({"prompt": "x", "temperature": "hot"}, 400, "invalid_value", "temperature: .*valid number"),
     (b'{"prompt": "x", "temperature": NaN}', 400, "invalid_json", "a number is none"),
     (b'{"prompt": "x", "temperature": 1e999}', 400, "invalid_json", "a number is none, is too large"),
     (b'{"prompt": "x", "temperature": 1' + b"0" * 400 + b"}", 400, "invalid_value", "temperature: .*valid number"),
     (b'{"prompt": ["a", "b"], "n": ' + b"9" * 2300 + b"}", 400, "invalid_value", "n: .*less than or equal"),
     (b'{"prompt": [' + b"9" * 2300 + b"]}", 400, None, "give the ids of its tokens"),
-    ({"prompt": "x", "top_p": 0.0}, 400, None, "`top_p` is 0.0"),
-    ({"prompt": "x", "top_k": -1}, 400, None, "`top_k` is -1"),
+    ({"prompt": "x", "top_p": 0.0}, 400, None, "`top_p` is 0;"),
+    ({"prompt": "x", "top_k": -2}, 400, None, "`top_k` is -2"),
     ({"prompt": "x", "seed": 2**64}, 400, "invalid_value", "seed: .*less than or equal"),
     ({"prompt": "x", "seed": True}, 400, "invalid_value", "seed: .*valid integer"),
     ({"prompt": "x", "n": 5}, 400, None, "n times prompts is 5; at most 4"),
@@ -182,6 +183,12 @@ def test_fields_that_change_nothing_are_dropped():
     assert "metadata" not in repr(chat)
     response = ResponsesChat.of({"input": "x", "request_id": "7", "cache_salt": "s", "unknown": []} | idle)
     assert response == ResponsesChat.of({"input": "x"})
+
+
+def test_a_top_k_of_minus_1_allows_all_tokens_as_generation_configs_say_it():
+    for kind, given in ((Chat, {"messages": [USER]}), (ResponsesChat, {"input": "x"})):
+        asked = kind.of(given | {"top_k": -1})
+        assert asked.sampling(Sampling(temperature=1.0, top_k=7), 0, 10).top_k == 0
 
 
 def test_null_stands_for_a_field_that_is_left_out_at_any_depth():

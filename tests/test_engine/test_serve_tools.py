@@ -281,9 +281,12 @@ def test_a_response_that_cannot_be_served_is_a_sentence(here, body, said):
         ({"instructions": 5}, "instructions: give text."),
         ({"reasoning": {"effort": "low"}}, "reasoning.effort is not served by kvconvert; leave it out."),
         ({"stream_options": {"continuous_usage_stats": True}}, "continuous_usage_stats is not served here"),
-        ({"messages": TURNS}, "messages is not served by kvconvert; leave it out."),
-        ({"max_completion_tokens": 5}, "max_completion_tokens is not served by kvconvert"),
-        ({"response_format": {"type": "text"}}, "response_format is not served by kvconvert"),
+        ({"messages": TURNS}, "messages is not served by kvconvert; did you mean input?"),
+        ({"max_completion_tokens": 5}, "is not served by kvconvert; did you mean max_output_tokens?"),
+        ({"max_tokens": 5}, "max_tokens is not served by kvconvert; did you mean max_output_tokens?"),
+        ({"response_format": {"type": "text"}}, "is not served by kvconvert; did you mean text.format?"),
+        ({"temprature": 0}, "temprature is not served by kvconvert; did you mean temperature?"),
+        ({"tool_choice": {"type": "allowed_tools"}}, 'required, or {"type": "function", "name": NAME}.'),
         ({"input": [{"type": "x"}]}, "'x' is not served; give messages, calls of functions, and outputs."),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name: String should match"),
         ({"tools": [{"type": "function", "name": "f", "x": 1}]}, "tools.0.x is no field of this request"),
@@ -315,6 +318,11 @@ REFUSED = [
     ({"tools": [{"type": "function", "function": {"name": f"f{n}"}} for n in range(129)]}, "at most 128"),
     ({"tools": [{"type": "function", "function": {"name": "f", "description": "x" * 2**18}}]}, "262,144 bytes at most"),
     ({"tool_choice": "required"}, "there are no tools"),
+    *(
+        ({"tools": TOOLS, "tool_choice": wrong}, 'required, or {"type": "function", "function": {"name": NAME}}.')
+        for wrong in ("any", 5, {"type": "function", "name": "f"}, {"type": "function", "function": {"name": 5}})
+    ),
+    ({"chat_template_kwargs": {"x": []}}, "chat_template_kwargs.x: give text, a number, true or false."),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "there is no tool 'x'"),
     ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "leave one of them out"),
     ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice is not served: the model's tokenizer"),
@@ -338,7 +346,7 @@ REFUSED = [
     ({"messages": [{"role": "user", "content": ["text"]}]}, "a part is an object with a type, not 'text'"),
     ({"messages": [{"role": "user", "content": ["image_url"]}]}, "a part is an object with a type, not 'image_url'"),
     ({"presence_penalty": 0.5}, "presence_penalty is not served"),
-    ({"chat_template_kwargs": {"x" * 3000: None}}, "Input should be a valid string."),
+    ({"chat_template_kwargs": {"x" * 3000: None}}, "give text, a number, true or false."),
 ]
 
 
