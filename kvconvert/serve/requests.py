@@ -12,7 +12,7 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, Field, PlainValidator, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainValidator, ValidationError, model_validator
 
 from kvconvert.bundle.generation import LARGEST_PENALTY
 from kvconvert.errors import KvconvertError, counted
@@ -395,7 +395,8 @@ class _Asked(BaseModel, extra="allow", strict=True):
     max_tokens: Count | None = None
     temperature: Annotated[float, Field(allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(allow_inf_nan=False)] | None = None
-    top_k: Integer | None = None
+    # Other servers take -1, as generation_config.json does, for what is 0 here: any token.
+    top_k: Annotated[Integer, AfterValidator(lambda k: 0 if k == -1 else k)] | None = None
     n: Count | None = None
     seed: Integer | None = None
     stop: Annotated[list[str], Field(fail_fast=True), BeforeValidator(_listed)] | None = None

@@ -72,7 +72,7 @@ COMPLETIONS = [
     (b'{"prompt": ["a", "b"], "n": ' + b"9" * 2300 + b"}", 400, "invalid_value", "n: .*less than or equal"),
     (b'{"prompt": [' + b"9" * 2300 + b"]}", 400, None, "give the ids of its tokens"),
     ({"prompt": "x", "top_p": 0.0}, 400, None, "`top_p` is 0.0"),
-    ({"prompt": "x", "top_k": -1}, 400, None, "`top_k` is -1"),
+    ({"prompt": "x", "top_k": -2}, 400, None, "`top_k` is -2"),
     ({"prompt": "x", "seed": 2**64}, 400, "invalid_value", "seed: .*less than or equal"),
     ({"prompt": "x", "seed": True}, 400, "invalid_value", "seed: .*valid integer"),
     ({"prompt": "x", "n": 5}, 400, None, "n times prompts is 5; at most 4"),
