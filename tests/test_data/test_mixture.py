@@ -95,7 +95,7 @@ def test_the_ending_of_a_file_may_be_in_capitals(tmp_path):
         assert all(int(word[1:]) >= 500 for row in data.ids for word in spoken(tokenizer, row) if word[0] == "w")
     (tmp_path / "analysis.R").write_text(words(0, 200))
     assert local_files(str(tmp_path / "analysis.R")) == [tmp_path / "analysis.R"]
-    with pytest.raises(DataError, match="missing.CSV does not exist; check the path"):
+    with pytest.raises(DataError, match=r"missing\.CSV does not exist; check the path"):
         check_sources("missing.CSV")
 
 
