@@ -33,6 +33,7 @@ from kvconvert.commands.serve import serve
 from kvconvert.commands.warm import warm
 from kvconvert.errors import FROM_THE_LAST_LAYER, KvconvertError, UsageError, printable
 from kvconvert.io.interrupts import INTERRUPTED, exit_interrupted
+from kvconvert.io.logs import log_as_text
 from kvconvert.io.process import ended_at_once
 from kvconvert.version import __version__
 
@@ -349,6 +350,7 @@ def main() -> None:
     """Entry point: a terminated process cleans up like an interrupted one."""
     # It would read the entry points of every installed package, longer than it takes to refuse a recipe.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    log_as_text()
     signal.signal(signal.SIGTERM, _terminate)
     if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, exit_interrupted):  # and not ignored
         signal.signal(signal.SIGINT, _interrupt)

@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 from kvconvert.benchmark.contender import Contender, Measurement
 from kvconvert.errors import KvconvertError
+from kvconvert.io.logs import log_as_text
 
 
 def work(job: dict, answers: IO[str]) -> None:
@@ -55,6 +56,7 @@ def main() -> None:
     """Entry point; whatever else is printed goes to stderr."""
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)
+        log_as_text()
         logging.disable_progress_bar()
         work(json.load(sys.stdin), answers)
 

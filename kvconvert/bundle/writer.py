@@ -40,7 +40,7 @@ def replacing(output: Path, force: bool, kind: str = BUNDLE) -> Iterator[Path]:
         UsageError: see `check_output`.
         KvconvertError: the disk is full, or the place cannot be written.
     """
-    output = output.resolve()
+    output = Path(os.path.realpath(output))  # of a link to itself, too, which is refused below
     created: list[Path] = []
     temporary: Path | None = None
     try:

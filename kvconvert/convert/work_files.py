@@ -168,8 +168,8 @@ def check_place(path: Path | str) -> None:
 
 def check_begun(path: Path) -> None:
     """Refuse what is no working directory (UsageError)."""
-    if not (path / STATE_NAME).is_file():
-        if (path / MANIFEST_NAME).is_file():
+    if not os.path.isfile(path / STATE_NAME):  # which takes any name, however long
+        if os.path.isfile(path / MANIFEST_NAME):
             raise MissingError(f"{path} is a bundle already; give the working directory that it was exported from.")
         raise MissingError(f"{path} is not a working directory of kvconvert; make it with kvconvert calibrate first.")
     check_entries(path)

@@ -38,6 +38,7 @@ from kvconvert.data.sources import (
     JsonRows,
     read_text,
     shown_columns,
+    suffix,
 )
 from kvconvert.errors import DataError, first_line, listed
 from kvconvert.io.regular import files_below
@@ -241,7 +242,7 @@ def _on_network(url: str, place: str) -> DataError:
 def is_image_directory(source: str) -> bool:
     """Whether a SOURCE is a directory of images; one with tables in it, which may name images, is not."""
     path = Path(os.path.expanduser(source))
-    if not path.is_dir() or any(file.suffix in _TABLES and file.name not in LISTS for file in files_below(path)):
+    if not path.is_dir() or any(suffix(file) in _TABLES and file.name not in LISTS for file in files_below(path)):
         return False
     return any(_images_in(path))
 
@@ -249,7 +250,7 @@ def is_image_directory(source: str) -> bool:
 def _images_in(directory: Path) -> Iterator[Path]:
     for path in files_below(directory):
         hidden = any(part.startswith(".") for part in path.relative_to(directory).parts)
-        if path.suffix.lower() in IMAGE_SUFFIXES and not hidden and path.is_file():
+        if suffix(path) in IMAGE_SUFFIXES and not hidden and path.is_file():
             yield path
 
 

@@ -186,6 +186,11 @@ _DATA_SUFFIXES = (".txt", *LOADERS)
 SUFFIXES = (*_DATA_SUFFIXES, *MARKDOWN, *CODE)
 
 
+def suffix(path: Path) -> str:
+    """What tells the kind of a file, in small letters: `.JSONL`, as some systems write it, is `.jsonl`."""
+    return path.suffix.lower()
+
+
 @dataclass(frozen=True)
 class HubSource:
     """A Hub data set id taken apart: `name[:config[:split[:column]]]`, empty parts meaning the default."""
@@ -285,7 +290,7 @@ def local_files(source: str) -> list[Path] | None:
             f"Data source {source} adds :config:split:column to a local path; only Hub data sets take that, and a "
             "column of local files is named as in file.jsonl::column."
         )
-    if head.startswith(("/", ".", "~")) or head.count("/") > 1 or Path(head).suffix in SUFFIXES:
+    if head.startswith(("/", ".", "~")) or head.count("/") > 1 or suffix(Path(head)) in SUFFIXES:
         raise DataError(f"Data source {source} does not exist; check the path.")
     if "/" in head and (owner := missing_below(head)) is not None:
         raise DataError(
@@ -310,7 +315,7 @@ def check_sources(data: Sources) -> None:
     """
     for source in weighted_sources(data):
         path = Path(os.path.expanduser(named_column(source.source)[0]))
-        if path.is_dir() and any(file.suffix.lower() in IMAGE_SUFFIXES for file in files_below(path)):
+        if path.is_dir() and any(suffix(file) in IMAGE_SUFFIXES for file in files_below(path)):
             continue
         files = local_files(source.source)
         if files is None:
@@ -326,16 +331,16 @@ def check_sources(data: Sources) -> None:
 def _files(path: Path) -> list[Path] | None:
     """The data files at a path, all of one kind, sorted; None if there is nothing."""
     if os.path.isfile(path):  # which takes any name, however long
-        if path.suffix not in SUFFIXES:
+        if suffix(path) not in SUFFIXES:
             raise DataError(f"Data file {path} is not of a known kind; convert it to {listed(_DATA_SUFFIXES, 'or')}.")
         if path.stat().st_size == 0:
             raise DataError(f"Data file {path} is empty; give a file with text.")
         return [path]
     if os.path.isdir(path):
-        found = [p for p in files_below(path) if p.suffix in SUFFIXES and p.is_file()]
+        found = [p for p in files_below(path) if suffix(p) in SUFFIXES and p.is_file()]
         files = [p for p in found if not any(part.startswith(".") for part in p.relative_to(path).parts)]
-        if any(p.suffix in {*_DATA_SUFFIXES, *CODE} - {*BESIDE_DATA} for p in files):
-            files = [p for p in files if p.suffix not in BESIDE_DATA]
+        if any(suffix(p) in {*_DATA_SUFFIXES, *CODE} - {*BESIDE_DATA} for p in files):
+            files = [p for p in files if suffix(p) not in BESIDE_DATA]
         if not files:
             raise DataError(
                 f"Data directory {path} holds no {listed(_DATA_SUFFIXES, 'or')} file and no code; name the directory "
@@ -352,12 +357,12 @@ def _of_one_kind(directory: Path, files: list[Path]) -> list[Path]:
 
     So a README.md beside data is not data, and a requirements.txt beside code is not all that is read.
     """
-    kinds = {file.suffix for file in files}
+    kinds = {suffix(file) for file in files}
     if kinds & {*LOADERS}:
-        files = [file for file in files if file.suffix in _DATA_SUFFIXES]
+        files = [file for file in files if suffix(file) in _DATA_SUFFIXES]
     elif ".txt" in kinds and not kinds & {*CODE}:
-        files = [file for file in files if file.suffix == ".txt"]
-    mixed = sorted({file.suffix for file in files} & {*_DATA_SUFFIXES})
+        files = [file for file in files if suffix(file) == ".txt"]
+    mixed = sorted({suffix(file) for file in files} & {*_DATA_SUFFIXES})
     if len(mixed) > 1:
         raise DataError(f"Data directory {directory} mixes {listed(mixed, 'and')} files; keep one kind in it.")
     return files
@@ -365,7 +370,7 @@ def _of_one_kind(directory: Path, files: list[Path]) -> list[Path]:
 
 def is_plain_text(files: list[Path] | None) -> bool:
     """Whether local files are documents, each of one text, and not tables."""
-    return files is not None and files[0].suffix not in LOADERS
+    return files is not None and suffix(files[0]) not in LOADERS
 
 
 def read_text(file: Path) -> str:
@@ -382,7 +387,7 @@ def read_text(file: Path) -> str:
         raise DataError(f"Data file {file} holds no text; give a file with text.")
     if text.count("\0") > len(text) // _RARE:  # as in UTF-16, whose letters of English UTF-8 reads as well
         raise DataError(f"Data file {file} is not UTF-8 text (it has NULs between letters); convert it to UTF-8.")
-    if file.suffix in (".txt", *MARKDOWN):
+    if suffix(file) in (".txt", *MARKDOWN):
         refuse_table(text, file)
     return text
 
@@ -433,7 +438,7 @@ class SourceTable:
         """Open a SOURCE: local files, or the id of a Hub data set where there are none (DataError)."""
         column = named_column(source)[1]
         if files:
-            kind, folder = LOADERS[files[0].suffix], files[0].parent
+            kind, folder = LOADERS[suffix(files[0])], files[0].parent
             rows = {"json": JsonRows, "csv": CsvRows, "parquet": ParquetRows}[kind](files)
             return cls._of_rows(source, source, column, folder, rows)
         hub = HubSource.parse(source)

@@ -8,6 +8,7 @@ once, not to a buffer of the process, so that what an operation wrote is what a 
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import tempfile
@@ -63,8 +64,11 @@ class OutputFile:
         self.path, self.expected_size, self.size = path, size, 0
         self._digest = hashlib.sha256() if hashed else None
         with _operation("create", path, size):
-            # A link to somewhere else is not written through: everything here is named by kvconvert itself.
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+            self._descriptor = self._open(path)
+
+    def _open(self, path: Path) -> int:
+        # A link to somewhere else is not written through: everything here is named by kvconvert itself.
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
 
     def write(self, data: bytes | memoryview) -> None:
         """Append all of `data`."""
@@ -128,6 +132,22 @@ class Replacement(OutputFile):
         self._pending = True
         super().__init__(self._partial, size, hashed)
 
+    def _open(self, path: Path) -> int:
+        """Wait for whoever replaces the same file now: what both write would end up in one."""
+        while True:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            try:
+                with suppress(OSError):  # some file systems have no locks
+                    fcntl.flock(descriptor, fcntl.LOCK_EX)
+                with suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(descriptor), os.lstat(path)):
+                        os.ftruncate(descriptor, 0)
+                        return descriptor
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)  # the other one has given it its name
+
     def commit(self) -> None:
         """Let the file appear; once this returns it survives a kill."""
         self.sync()
@@ -137,10 +157,14 @@ class Replacement(OutputFile):
 
     def discard(self) -> None:
         """Close the file, and remove what was not committed."""
-        self.close()
-        if self._pending:
-            with suppress(OSError):  # what stopped the writing is the error to report
-                remove(self._partial)
+        try:
+            if self._pending:
+                with suppress(OSError):  # what stopped the writing is the error to report
+                    remove(self._partial)
+        finally:
+            with suppress(OSError):
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # of forked processes, too
+            self.close()
 
 
 @contextmanager

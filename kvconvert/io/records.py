@@ -18,8 +18,9 @@ MAX_FACTS = 100_000  # values at all depths of an object whose fields are its re
 MAX_TEXT = 1000  # characters of a sentence or a name in a record
 # Integers up to here are exact in every language's JSON.
 Count = Annotated[int, Field(ge=0, le=2**53)]
-Number = Annotated[float, Field(ge=-1e18, le=1e18, allow_inf_nan=False)]
-Size = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]
+LARGEST = 1e18  # of the numbers in a manifest that are no counts
+Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)]
+Size = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 Name = Annotated[str, Field(max_length=255)]  # of a module, a tensor, a candidate
 # Parts begin with no dot, so that no name leads out of the directory, and none is hidden.

@@ -452,6 +452,8 @@ def _check_number(number: float, where: str, refuse: Refusal) -> None:
         raise refuse("config.json", where, "1 or more", number)
     if where.endswith(("norm_eps", "norm_epsilon")) and not 0 <= number <= 1:
         raise refuse("config.json", where, "a number from 0 to 1", number)
+    if _HEADS.fullmatch(where.rpartition(".")[2]) and number < 0:  # 0 may say that there are none
+        raise refuse("config.json", where, "0 or more", number)
     of_rope = "rope" in where
     is_scale = where.rpartition(".")[2] in _DIVISORS or (of_rope and where.endswith(("theta", "factor", "base_freq")))
     if is_scale and not 1 / _MOST_SCALE < number < _MOST_SCALE:
@@ -470,6 +472,7 @@ _SWITCHES = ("output_attentions", "output_hidden_states", "output_router_logits"
 _CAUSAL = ("is_causal", "text_config.is_causal")
 _DIVISORS = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")
 _MOST_SCALE = 1e18
+_HEADS = re.compile(r"(num|n)_(\w+_)?heads?")
 
 
 def _integers(value: object, path: str = "") -> Iterator[tuple[str, int]]:

@@ -171,6 +171,13 @@ def check_tokenizer(directory: Path) -> None:
             f"{printable(str(directory))} is not found by all libraries where the locale's encoding is {encoding}; set "
             "PYTHONUTF8=1, or give the directory a name in ASCII."
         )
+    try:
+        os.fspath(directory).encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(
+            f"{printable(str(directory))} has a name that is not UTF-8 text, which some libraries do not find; rename "
+            "it."
+        ) from error
     for file in sorted(directory.glob("*token*")):
         try:
             if file.is_file():

@@ -37,6 +37,7 @@ from kvconvert.convert.scores import predicts
 from kvconvert.convert.workdir import WorkDir, WorkState
 from kvconvert.data.samples import load_samples
 from kvconvert.errors import KvconvertError
+from kvconvert.io.logs import log_as_text
 from kvconvert.io.process import HUGE_PAGES, anonymous_bytes, ended_at_once, return_large_blocks
 from kvconvert.io.records import DataInfo, SourceInfo
 from kvconvert.models.devices import choose_device
@@ -275,6 +276,7 @@ def _state(request: dict[str, Any], data: DataInfo, num_layers: int) -> WorkStat
 def main() -> None:
     """Entry point of the process."""
     return_large_blocks()
+    log_as_text()
     logging.disable_progress_bar()
     request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     try:

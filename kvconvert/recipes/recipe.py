@@ -62,6 +62,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from kvconvert.arguments import checked
 from kvconvert.bundle.figures import missed_limits
 from kvconvert.errors import MissingError, RecipeError, UsageError, did_you_mean, first_line, unreadable
+from kvconvert.io.records import LARGEST
 from kvconvert.methods import (
     OPTIONS,
     PRESETS,
@@ -107,8 +108,8 @@ class Limits(RecipeTable):
         min_retrieval: retrieval: the share of hidden numbers that the bundle finds, 0 to 1.
     """
 
-    max_kl: float | None = Field(default=None, ge=0)
-    max_perplexity_increase: float | None = Field(default=None, ge=0)
+    max_kl: float | None = Field(default=None, ge=0, le=LARGEST)
+    max_perplexity_increase: float | None = Field(default=None, ge=0, le=LARGEST)
     # Bundles made before 1.0 record it as min_passkey.
     min_retrieval: float | None = Field(
         default=None, ge=0, le=1, validation_alias=AliasChoices("min_retrieval", "min_passkey")

@@ -403,6 +403,7 @@ class _Asked(BaseModel, extra="allow", strict=True):
     max_tokens: Count | None = None
     temperature: Annotated[float, Field(allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    # Other servers take -1, as generation_config.json does, for what is 0 here: any token.
     top_k: Integer | None = None
     n: Count | None = None
     seed: Integer | None = None

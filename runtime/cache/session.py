@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Sequence_
@@ -80,7 +81,7 @@ def save(file: Path, groups: Sequence_[Group], fingerprint: str, states: States)
         CacheError: there is no such sequence, it is padded, whole prompts are compressed, or the file cannot be
             written, as in place of a device.
     """
-    if file.exists() and not file.is_file():
+    if os.path.exists(file) and not os.path.isfile(file):  # which take any name, however long
         raise CacheError(f"{file} is no file, so no session replaces it; choose another place.")
     snapshot = Snapshot.take(groups)
     tensors: dict[str, torch.Tensor] = {}

@@ -9,6 +9,7 @@ become a `BundleConfig`, whose quantizer is registered under our own name; all o
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -75,7 +76,7 @@ class SavedAsBundle:
                 f"leave it out{', and use `kvconvert push`' if given[0] == 'push_to_hub' else ''}."
             )
         target = Path(save_directory)
-        if not is_main_process or (target.exists() and target.samefile(self.bundle_directory)):
+        if not is_main_process or (os.path.exists(target) and target.samefile(self.bundle_directory)):
             return None
         bundle = open_bundle(self.bundle_directory)
         with replacing(target, force=True) as directory:

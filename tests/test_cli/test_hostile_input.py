@@ -5,6 +5,7 @@ import io
 import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -205,6 +206,22 @@ def test_what_a_bundle_says_reaches_the_terminal_as_text_alone(tmp_path, sign):
     edit_json(bundle / "generation_config.json", early_stopping=f"{sign}x")
     reseal(bundle)
     assert f"is {ascii(sign)[1:-1]}x" in refusal(["generate", str(bundle), "--prompt", "x"])
+
+
+def test_what_libraries_log_and_warn_of_reaches_the_terminal_as_text_alone():
+    hostile = "model.x\x1b[31m\x1b]0;title\x07 \x9b2J\u202e"
+    program = f"""
+import logging, warnings
+import kvconvert.cli
+def say(prog_name):
+    logging.getLogger("transformers").warning("\\x1b[1mREPORT\\x1b[0m\\n%s\\tUNEXPECTED", {hostile!r})
+    warnings.warn({hostile!r})
+kvconvert.cli.cli = say
+kvconvert.cli.main()
+"""
+    said = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, check=True).stderr
+    assert "REPORT\nmodel.x\\x1b]0;title\\x07 \\x9b2J\\u202e  UNEXPECTED\n" in said
+    assert "UserWarning: model.x\\x1b]0;title\\x07 \\x9b2J\\u202e\n" in said
 
 
 def test_a_current_directory_that_was_removed_is_one_sentence(tmp_path, monkeypatch):

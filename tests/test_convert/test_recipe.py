@@ -175,6 +175,8 @@ def test_limits_accept_whole_numbers(tmp_path):
         ('[weights]\ngroup_size = "AUTO"\n', ['not possible: choose "auto" or']),
         ("[limits]\nmax_kl = -1\n", ["mine.toml", "[limits] max_kl", "-1"]),
         ("[limits]\nmax_kl = nan\n", ["mine.toml", "[limits] max_kl", "nan"]),
+        ("[limits]\nmax_kl = 1e19\n", ["mine.toml", "[limits] max_kl", "1e+19"]),
+        ("[limits]\nmax_perplexity_increase = 1e300\n", ["mine.toml", "max_perplexity_increase", "1e+300"]),
         ("[limits]\nmin_retrieval = 1.5\n", ["mine.toml", "[limits] min_retrieval"]),
         ("[limits]\nmax_kld = 1\n", ["mine.toml", "[limits]", "max_kld"]),
         ('[weights]\nmethod = "none"\n[kv]\npreset = "none"\n', ["mine.toml", "nothing to convert"]),

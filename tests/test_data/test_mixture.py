@@ -14,7 +14,7 @@ from kvconvert.data.samples import (
     text_shape,
     unlike_the_model,
 )
-from kvconvert.data.sources import weighted_sources
+from kvconvert.data.sources import check_sources, local_files, weighted_sources
 from kvconvert.data.text import load_token_samples
 from kvconvert.errors import DataError, UsageError
 
@@ -90,6 +90,21 @@ def test_a_readme_beside_data_is_no_data(tmp_path):
     (tmp_path / "more.txt").write_text(words(0, 200))
     with pytest.raises(DataError, match="mixes"):
         load_token_samples(str(tmp_path), tokenizer, 5, 10, seed=0)
+
+
+def test_the_ending_of_a_file_may_be_in_capitals(tmp_path):
+    tokenizer = word_tokenizer()
+    write_jsonl(tmp_path / "rows.JSONL", [{"text": words(500, 600)}])
+    (tmp_path / "README.MD").write_text(words(0, 200))
+    (tmp_path / "about.Json").write_text("[]")
+    for source in (tmp_path, tmp_path / "rows.JSONL", f"{tmp_path / 'rows.JSONL'}::text"):
+        check_sources(str(source))
+        data = load_token_samples(str(source), tokenizer, 5, 10, seed=0)
+        assert all(int(word[1:]) >= 500 for row in data.ids for word in spoken(tokenizer, row) if word[0] == "w")
+    (tmp_path / "analysis.R").write_text(words(0, 200))
+    assert local_files(str(tmp_path / "analysis.R")) == [tmp_path / "analysis.R"]
+    with pytest.raises(DataError, match=r"missing\.CSV does not exist; check the path"):
+        check_sources("missing.CSV")
 
 
 def said(tmp_path, text, template=None):

@@ -130,6 +130,11 @@ def test_a_seed_draws_the_same_choices_again_and_each_choice_its_own(client):
     # After the largest seed comes the smallest.
     assert texts(seed=2**63 - 1, n=2) == [*texts(seed=2**63 - 1), *texts(seed=-(2**63))]
     assert texts() != texts()
+    asked["extra_body"] = {"top_k": -1}
+    every = texts(seed=7, n=3)
+    asked["extra_body"] = {"top_k": 0}
+    assert texts(seed=7, n=3) == every
+    asked["extra_body"] = {"top_k": 500}
     pieces = ["", "", ""]
     for piece in client.completions.create(**asked, seed=7, n=3, stream=True):
         pieces[piece.choices[0].index] += piece.choices[0].text

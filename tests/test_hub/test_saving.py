@@ -5,7 +5,8 @@ import shutil
 import pytest
 from test_push_pull import NAME, contents
 
-from kvconvert.errors import BundleError, UsageError
+from kvconvert import export
+from kvconvert.errors import BundleError, KvconvertError, UsageError
 from kvconvert.runtime import load
 
 
@@ -29,6 +30,13 @@ def test_what_a_copy_cannot_do_is_refused_and_nothing_is_written(hub, golden, tm
     for options in ({"push_to_hub": True}, {"state_dict": {}}, {"max_shard_size": "1GB"}, {"variant": "x"}):
         with pytest.raises(UsageError, match=next(iter(options))):
             model.save_pretrained(target, **options)
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for place, reason in ((tmp_path / ("s" * 300), "name"), (tmp_path / "loop", "link")):
+        with pytest.raises(UsageError, match=reason):
+            model.save_pretrained(place)
+    (tmp_path / "loop").unlink()
+    with pytest.raises(KvconvertError, match="sss"):
+        export(tmp_path / ("s" * 300), target)
     with pytest.raises(UsageError, match="`kvconvert push`"):
         model.push_to_hub(NAME, create_pr=True)
     (tmp_path / "mine").mkdir()

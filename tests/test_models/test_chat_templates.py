@@ -278,6 +278,11 @@ def test_a_path_that_only_python_finds_is_called_so(tmp_path, monkeypatch):
         load_tokenizer(tmp_path / "ü")
 
 
+def test_a_path_that_is_no_text_is_called_so(tmp_path):
+    with pytest.raises(CheckpointError, match=r"d\\udcff has a name that is not UTF-8 text, .*; rename it\."):
+        load_tokenizer(tmp_path / "d\udcff")
+
+
 @pytest.mark.parametrize(
     ("kind", "there", "missing"),
     [

@@ -107,6 +107,7 @@ NO_NUMBERS = [
     ),
     *({"attn_logit_softcapping": cap} for cap in (0.0, -5.0, 1e-40)),
     {"query_pre_attn_scalar": -4},
+    *({heads: -4} for heads in ("n_head", "n_heads", "num_heads", "num_attention_heads", "num_key_value_heads")),
     {"is_causal": False},
     {"output_hidden_states": "a"},
     {"dtype": "int4"},

@@ -349,6 +349,10 @@ def test_what_cannot_be_saved_is_refused_by_name(llama, tmp_path):
         padded.save(tmp_path / "session")
     with pytest.raises(CacheError, match="there are 0 sequences"):
         KVCache(llama.config, "kivi").save(tmp_path / "session")
+    one = KVCache(llama.config, "kivi")
+    read(llama, one, random_ids(1, 5))
+    with pytest.raises(CacheError, match=r"cannot be written \(File name too long\)"):
+        one.save(tmp_path / ("s" * 300))
     assert not list(tmp_path.iterdir())
 
 
