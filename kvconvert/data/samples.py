@@ -54,8 +54,7 @@ from kvconvert.data.text import TokenData, load_held_out_samples, load_token_sam
 from kvconvert.errors import CheckpointError, DataError, UsageError, counted, listed
 from kvconvert.io.records import DataInfo, shortened
 from kvconvert.io.tensorfile import Mapped
-from kvconvert.methods.awq import SMALL_HIDDEN_SIZE
-from kvconvert.models.configuration import context_length, supports_images
+from kvconvert.models.configuration import context_length, is_small, supports_images
 from kvconvert.models.positions import check_length
 from kvconvert.models.processors import ImagePrompts, has_processor, load_processor, load_tokenizer
 from kvconvert.models.prompts import Conversations
@@ -275,8 +274,7 @@ def text_shape(
 
 def default_tokens(config: PretrainedConfig, source: Sources, tokenizer: PreTrainedTokenizerBase) -> int:
     """Tokens of all samples by default, for the configuration of a model's text decoder."""
-    small = config.hidden_size < SMALL_HIDDEN_SIZE
-    return TEXT_TOKENS + CHAT_TOKENS * (source is None and small and _writes_answers(tokenizer))
+    return TEXT_TOKENS + CHAT_TOKENS * (source is None and is_small(config) and _writes_answers(tokenizer))
 
 
 def sample_shape(

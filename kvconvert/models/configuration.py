@@ -42,6 +42,7 @@ from kvconvert.errors import BundleError, UnsupportedModelError, listed
 from kvconvert.io.records import MAX_LAYERS
 from kvconvert.io.tensorheader import Refusal, mismatch
 from kvconvert.methods import UNQUANTIZED, KVScheme
+from kvconvert.methods.awq import SMALL_HIDDEN_SIZE
 from kvconvert.models.positions import scaled_positions
 
 MOST_SPARE_MODULES = 100_000  # small models leave out towers that their config describes
@@ -209,6 +210,11 @@ def without_weights(config: PretrainedConfig) -> str:
         return 'it can be converted with [weights] method = "none" only'
     reason = min(reasons.items(), key=lambda found: not has_pages(found[0]))[1]
     return f"nor can its cache be converted, for {reason.partition('; its ')[0]}"
+
+
+def is_small(config: PretrainedConfig) -> bool:
+    """Whether a text decoder is one whose weights are given more bytes and calibration text by default."""
+    return config.hidden_size < SMALL_HIDDEN_SIZE
 
 
 def context_length(config: PretrainedConfig) -> int | None:
