@@ -339,8 +339,8 @@ def expected_pages(quantiles: np.ndarray, pages: int, tokens: int, kept: int, pa
     Args:
         quantiles: float32 [heads of all layers, n], of logarithms, evenly spaced from the highest to the lowest.
         pages, page_size: as there.
-        tokens: of the prompt.
-        kept: of these, the tokens that have to be kept.
+        tokens: the number of tokens of the prompt.
+        kept: how many of them have to be kept.
     """
     whole = (tokens - 1) // page_size
     places = (np.arange(whole * _PER_PAGE) + 0.5) * (page_size / _PER_PAGE)  # in descending order of scores

@@ -263,10 +263,12 @@ MOST_SAMPLES = 64  # of text, and with images
 def text_shape(
     samples: int | None, length: int | None, positions: int | None, tokens: int = TEXT_TOKENS
 ) -> tuple[int, int]:
-    """How many samples of text, and tokens in each, for a model of so many positions; None takes the default.
+    """The number of samples of text and the tokens in each; None takes the default.
 
     Args:
-        tokens: of all samples by default.
+        samples, length: as the user gave them.
+        positions: the model's maximum number of positions; None without a limit.
+        tokens: the default number of tokens of all samples together.
     """
     length = min(TEXT_LENGTH, positions or TEXT_LENGTH) if length is None else length
     return min(MOST_SAMPLES, max(1, tokens // length)) if samples is None else samples, length

@@ -312,7 +312,7 @@ class UnreadFlags:
     Attributes:
         flags: [n], on their way to the host.
         copied: when they are there; None where they are.
-        raises: of each flag, the function that raises the error that its value stands for, if any.
+        raises: for each flag, the function that raises the error that its value stands for, if any.
     """
 
     flags: torch.Tensor

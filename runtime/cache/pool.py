@@ -299,10 +299,14 @@ class TokenBuffer:
 
 
 def renew_all(buffers: Sequence[TokenBuffer], counts: Sequence[int]) -> list[torch.Tensor]:
-    """Room for so many other tokens of each buffer instead of the present ones, in one allocation; to be written.
+    """Replace the tokens of some buffers by uninitialized room for others, in one allocation.
+
+    Args:
+        buffers: buffers of equal heads and channels.
+        counts: the number of tokens that each one gets.
 
     Returns:
-        of each buffer [H, tokens, channels].
+        for each buffer a view of that room, [H, count, channels], to be filled.
     """
     heads, _, channels = buffers[0].tensor.shape
     rooms = [buffer._room(count) for buffer, count in zip(buffers, counts, strict=True)]

@@ -13,14 +13,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvconvert.errors import NumericError
 from kvconvert.kernels.attention import Scoring
 from kvconvert.kernels.launches import skips_launches
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.kernels.select import expected_pages, repeated_attention, share_pages
 from kvconvert.methods.scheme import Evict
-from kvconvert.runtime.cache.store import Group, LayerStore
+from kvconvert.runtime.cache.store import Group, LayerStore, unusable_scores
 
 _LENGTHS = 256  # of prompts whose budgets are remembered
 PART = 512  # tokens of the prompt that a repeated token attends to; 512 and 1,024 keep alike
@@ -79,7 +78,7 @@ class PredictedBudgets:
     text that the networks were fitted to. So no layer waits for the others, or the host for the GPU.
 
     Args:
-        stores: of all layers.
+        stores: the stores of all layers.
     """
 
     def __init__(self, stores: Sequence[LayerStore]):
@@ -142,10 +141,7 @@ def share_budget(groups: list[Group], heads: int) -> None:
             for (group, row), mass, own in zip(rows, masses, scores, strict=True):
                 group.stores[0].rows[row].attention_mass = own[None].to(mass.device)
             if not skips_launches() and bool(scores.isnan().any()):
-                raise NumericError(
-                    f'selection = "{shares.selection}" scores tokens of this prompt by NaN, so none can be chosen; '
-                    "the model or its KV plan is damaged, so fetch or calibrate it again."
-                )
+                raise unusable_scores(groups[0].scheme)
             kept = [PAGE_SIZE * count for count in share_pages(scores, pages, PAGE_SIZE)]
         for (group, row), count in zip(rows, kept, strict=True):
             group.policy.kept[row] = count

@@ -508,9 +508,14 @@ def _joined(parts: list[torch.Tensor], dim: int = 1) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
+def unusable_scores(scheme: KVScheme) -> NumericError:
+    """The error for a prompt of which a score is NaN."""
+    return NumericError(
+        f'selection = "{scheme.prompt.selection}" scores tokens of this prompt by NaN, so none can be chosen; the '
+        "model or its KV plan is damaged, so fetch or calibrate it again."
+    )
+
+
 def _raise_scores(scheme: KVScheme, total: float) -> None:
     if math.isnan(total):
-        raise NumericError(
-            f'selection = "{scheme.prompt.selection}" scores tokens of this prompt by NaN, so none can be chosen; the '
-            "model or its KV plan is damaged, so fetch or calibrate it again."
-        )
+        raise unusable_scores(scheme)
