@@ -432,6 +432,13 @@ class LayerGroup(Generic[Store]):
         for source in other.stores:
             source.reset()
 
+    def take_prompts(self, other: LayerGroup[Store], heads: int) -> None:
+        """Have another group's sequences, which are in full precision, as open prompts: each in `heads` rows."""
+        self._replace_sequences(tuple(replace(s, open_from=0) for s in other.sequences for _ in range(heads)))
+        self.logical = self.attended = other.logical
+        self.real = None if other.real is None else other.real.repeat_interleave(heads, 0)
+        self.touch()
+
     def leave(self, row: int) -> None:
         """Free a row and its pages.
 

@@ -324,6 +324,13 @@ class PromptPolicy:
         return sequence, None
 
 
+class OpenPolicy(PromptPolicy):
+    """All tokens stay in full precision, until another cache takes them."""
+
+    flushes = False
+    is_plain = False
+
+
 class SpanPolicy(PromptPolicy):
     """Every prompt becomes a span (CalibQuant); tokens of other modalities, and generated ones, are left alone.
 

@@ -238,6 +238,20 @@ class LayerStore:
         self.fallbacks += other.fallbacks
         self.clamped_rows = self.clamped_rows + other.clamped_rows
 
+    def take_heads(self, other: LayerStore) -> None:
+        """Hold, as open prompts, the sequences of another store of this layer, a row for each KV head, in the memory in
+        which they lie.
+
+        This store has rows for them without tokens; the other one has to be reset afterwards.
+        """
+        heads = range(self.heads_apart)
+        self.rows = [
+            LayerRow(*(TokenBuffer(side.tensor[head : head + 1]) for side in (row.keys, row.values)))
+            for row in other.rows
+            for head in heads
+        ]
+        self.group.take_prompts(other.group, self.heads_apart)
+
     def empty_row(self) -> LayerRow:
         """Room for a sequence without tokens."""
         return LayerRow(*map(TokenBuffer, self.empty_tokens))

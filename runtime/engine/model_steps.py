@@ -287,11 +287,7 @@ class ModelSteps:
 
     @property
     def _records(self) -> bool:
-        """Whether passes over prompts can be recorded: states, if there are any, have fixed addresses, and KV heads no
-        rows of their own.
-        """
-        if self.cache.heads_apart:
-            return False
+        """Whether passes over prompts can be recorded: states, if there are any, have fixed addresses."""
         layers = self.cache.state_layers().values()
         placed = self.model.captured.passes.places is not None
         return self._keeps_logits and all(placed and isinstance(x, StateLayer) and x.tensors() for x in layers)
@@ -381,6 +377,8 @@ class ModelSteps:
             what raises a NumericError if the prompt could not be stored; it waits for the pass that read it.
         """
         flushes = prompt_cache.take_unread_flags()
+        if row >= self._width:
+            self._resize(self.rows)
         self.cache.join(row, prompt_cache)
         self._taken.add(row)
         # It is empty now; making one takes milliseconds.
@@ -440,7 +438,7 @@ class ModelSteps:
         self, ids: Tensor, positions: Tensor, decodes: bool, chunks: Sequence[PromptChunk]
     ) -> tuple[Tensor, dict[PromptChunk | None, Exception]]:
         """The newest token of every row and chunks of prompts, or one of the two: in one pass, but for prompts with
-        images, and where KV heads have rows of their own, of which each has its own.
+        images, of which each has its own, and for rows whose KV heads are apart, which have one beside that of prompts.
 
         Args:
             ids, positions: of the rows' newest tokens, int64 [rows].
@@ -453,19 +451,28 @@ class ModelSteps:
             all rows with a sequence are among them. And what a prompt's cache, or under None that of the rows, failed
             with while the others went on.
         """
-        alone = [chunk for chunk in chunks if chunk.inputs is not None or self.cache.heads_apart]
-        if not alone:
-            return self._packed(ids, positions, decodes, chunks)
-        packed = [chunk for chunk in chunks if chunk not in alone]
+        alone = [chunk for chunk in chunks if chunk.inputs is not None]
+        packed = [chunk for chunk in chunks if chunk.inputs is None]
+        passes = [(decodes, packed)] if decodes or packed else []
+        if self.cache.heads_apart and decodes and packed:
+            # Rows know the shapes of tokens once a prompt has joined them.
+            passes = [(True, [])] * bool(self._taken) + [(False, packed)]
+        if not alone and len(passes) == 1:
+            return self._packed(ids, positions, *passes[0])
         logits = torch.zeros(self.rows, self.vocabulary, dtype=self.model.dtype, device=self.device)
         failures: dict[PromptChunk | None, Exception] = {}
-        if decodes or packed:
+        for rows, some in passes:
             try:
-                read, failures = self._packed(ids, positions, decodes, packed)
-                logits[: len(read)] = read
+                read, found = self._packed(ids, positions, rows, some)
+                failures |= found
+                if rows:
+                    logits[: len(read)] = read
+                for chunk in some:
+                    logits[chunk.row] = read[chunk.row]
             except Exception as error:
-                failures = dict.fromkeys([*([None] if decodes else []), *packed], error)
-        self._resize(self.rows)
+                failures |= dict.fromkeys([*([None] if rows else []), *some], error)
+        if alone:
+            self._resize(self.rows)
         for chunk in alone:
             try:
                 logits[chunk.row] = self._read_alone(chunk)
@@ -474,18 +481,14 @@ class ModelSteps:
         return logits, failures
 
     def _read_alone(self, chunk: PromptChunk) -> Tensor:
-        """Logits [V] after a prompt with images, or after a part of one whose KV heads have rows of their own."""
-        if chunk.inputs is None:
-            read = upload([chunk.ids, [*chunk.positions]], self.device)[:, None]
-            logits = self._logits(*read, chunk.cache, **({"logits_to_keep": 1} if self._keeps_logits else {}))
-        else:
-            inputs = {
-                name: x.to(self.device, self.model.dtype if x.is_floating_point() else x.dtype)
-                if isinstance(x, Tensor)
-                else x
-                for name, x in chunk.inputs.items()
-            }
-            logits = self.model(**inputs, return_dict=True, **{CACHE: chunk.cache}).logits
+        """Logits [V] after a prompt with images."""
+        inputs = {
+            name: x.to(self.device, self.model.dtype if x.is_floating_point() else x.dtype)
+            if isinstance(x, Tensor)
+            else x
+            for name, x in chunk.inputs.items()
+        }
+        logits = self.model(**inputs, return_dict=True, **{CACHE: chunk.cache}).logits
         if chunk.last:
             chunk.cache.seal()
         return logits[0, -1]
@@ -493,7 +496,7 @@ class ModelSteps:
     def _packed(
         self, ids: Tensor, positions: Tensor, decodes: bool, chunks: Sequence[PromptChunk]
     ) -> tuple[Tensor, dict[PromptChunk | None, Exception]]:
-        """`forward` without prompts that have images."""
+        """`forward` in one pass."""
         if not chunks:
             count = self._resize(self.width(max(self._taken, default=0) + 1))
             if not self._packs_rows:
@@ -501,14 +504,16 @@ class ModelSteps:
             cache = self.cache.packed([], rows=True)
             with cache.planned(), cache.launches():
                 return self._logits(ids[None, :count], positions[None, :count], cache)[0], {}
-        self._resize(self.rows)
-        tokens, passes = [(chunk.cache, len(chunk.ids)) for chunk in chunks], self.model.captured.passes
-        count = self.rows + sum(count for _, count in tokens)
-        capacity = None
+        apart, passes, capacity = self.cache.heads_apart, self.model.captured.passes, None
+        if not apart:
+            self._resize(self.rows)
+        tokens = [(chunk.cache.reader() if apart else chunk.cache, len(chunk.ids)) for chunk in chunks]
+        count = self.rows * (not apart) + sum(count for _, count in tokens)
         # Recorded passes are alike: rows are always computed, and those with a sequence would store a token.
-        if self._records and (decodes or not self._taken):
-            capacity = passes.capacity(count, [chunk.position for chunk in chunks], self.cache.groups, self.device)
-        decodes = decodes or capacity is not None
+        if self._records and (apart or decodes or not self._taken):
+            groups = tokens[0][0].groups if apart else self.cache.groups
+            capacity = passes.capacity(count, [chunk.position for chunk in chunks], groups, self.device)
+        decodes = not apart and (decodes or capacity is not None)
         own = self.rows if decodes else 0
         ends = [own + end - 1 for end in accumulate(count for _, count in tokens)]
         kept = list(range(self.rows)) if decodes else [0] * self.rows

@@ -6,6 +6,7 @@ import re
 from collections.abc import Hashable, Iterator, Mapping
 from collections.abc import Sequence as Sequence_
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,7 +38,7 @@ from kvconvert.runtime.cache.compress import compress, read_flags, seal, seal_to
 from kvconvert.runtime.cache.forward_pass import ModalityMask
 from kvconvert.runtime.cache.groups import LayerGroup, geometry
 from kvconvert.runtime.cache.reconstruct import PredictedBudgets
-from kvconvert.runtime.cache.sequence import Sequence
+from kvconvert.runtime.cache.sequence import OpenPolicy, Sequence
 from kvconvert.runtime.cache.session import Snapshot
 from kvconvert.runtime.cache.steps import TableRegistry
 from kvconvert.runtime.cache.store import Group, LayerStore
@@ -110,6 +111,7 @@ class KVCache(Cache):
         self.like, self.schemes, self.heads_apart = like, like.schemes, like.heads_apart
         page_bytes = None if kv_memory is None else like.page_bytes(config, kv_memory)
         self._made_with = {"config": config, "scheme": scheme, "plan": plan, "kv_memory": kv_memory, "like": like}
+        self._beside, self._reader = beside, None
         plans = _layer_plans(plan or {})
         layers = []
         heads = [own.heads for own in model_cache(config, self.schemes).layers] if self.heads_apart else []
@@ -151,7 +153,7 @@ class KVCache(Cache):
                 layers.append(PagedLayer(store))
         super().__init__(layers=layers)
         self.groups = list(groups.values())
-        if self.heads_apart and self.schemes[0].predicts:
+        if self.predicts:
             known = None if beside is None else beside.groups[0].policy.budgets
             budgets = known or PredictedBudgets([group.stores[0] for group in self.groups])
             for layer, group in enumerate(self.groups):
@@ -200,6 +202,11 @@ class KVCache(Cache):
         """Whether prompts have to be read again before they are sealed."""
         return any(scheme is not None and scheme.reconstructs for scheme in self.schemes)
 
+    @property
+    def predicts(self) -> bool:
+        """Whether what is kept of a prompt is predicted; it may then be read into `reader`."""
+        return self.heads_apart and self.schemes[0].predicts
+
     def begin_prompt(self) -> None:
         """State that the following forward passes read a prompt, part by part, until `seal()`.
 
@@ -210,6 +217,40 @@ class KVCache(Cache):
         for group in self.groups:
             group.reading_prompt = True
 
+    def reader(self) -> KVCache:
+        """The cache that a prompt is read into where scores are predicted: as one without eviction, KV heads side by
+        side and in full precision, until `seal` lets each head have its tokens.
+        """
+        if self._reader is None:
+            plain = {"heavy_ratio": 0.0, "recent_ratio": 0.0, "selection": "attention"}
+            schemes = tuple(replace(scheme, **plain) for scheme in self.schemes)
+            like = replace(self.like, schemes=schemes, heads_apart=False)
+            given = self._made_with | {"scheme": schemes, "like": like}
+            self._reader = KVCache(**given, beside=None if self._beside is None else self._beside.reader())
+            self._reader.share_tables(self.groups[0].registry)
+            for group in self._reader.groups:
+                group.policy = OpenPolicy()
+            self._reader.begin_prompt()
+        return self._reader
+
+    def _take_read(self) -> None:
+        """Let KV heads have the tokens of a prompt that was read into `reader`."""
+        reader = self._reader
+        if reader is not None and reader.get_seq_length():
+            for layer, other in zip(self.paged_layers(), reader.stores(), strict=True):
+                layer.take_heads(other)
+            self._reset_reader()
+
+    def _reset_reader(self) -> None:
+        if self._reader is not None:
+            self._reader.reset()
+            self._reader.begin_prompt()
+
+    def reset(self) -> None:
+        """Drop everything stored."""
+        super().reset()
+        self._reset_reader()
+
     def seal(self) -> None:
         """State that the prompt is complete.
 
@@ -217,9 +258,12 @@ class KVCache(Cache):
         `begin_prompt()` was called. Page methods have nothing left to do, except where later layers read earlier
         layers' keys again: there complete pages are written now instead of at the next step.
         """
+        self._take_read()
         for group in self.groups:
             group.reading_prompt = False
         if self.heads_apart:
+            for group in self.groups:
+                group.seal_at_once = False
             seal_together(self.groups)
             return
         for group in self.groups:

@@ -177,7 +177,7 @@ class CapturedSteps:
         if cache.groups[0].registry is not self.registry:
             return "the cache was not made by the model's new_kv_cache()"
         if not _records(cache):
-            return "some layers are transformers' own, or have other tokens in each KV head"
+            return "some layers are transformers' own, or an indexer chooses their tokens"
         if not can_plan_steps(cache.groups):
             return "the kernels do not serve its layers, or these lie on several devices"
         return other_arguments(arguments)
@@ -329,8 +329,7 @@ def _records(cache: KVCache) -> bool:
     def found(layer: Any) -> bool:
         if isinstance(layer, StateLayer) and (layer.record_past or not layer.tensors()):
             return False
-        known, other = (PagedLayer, StateLayer, DummyLayer), (HeadwiseLayer, IndexedLayer)
-        return isinstance(layer, known) and not isinstance(layer, other)
+        return isinstance(layer, (PagedLayer, StateLayer, DummyLayer)) and not isinstance(layer, IndexedLayer)
 
     return all(map(found, cache.layers))
 
@@ -360,7 +359,7 @@ def prepare_steps(
     """Record the decoding steps of a batch that begins with so many tokens and ends with the longest at `longest`.
 
     Steps of caches that compress prompts as a whole are recorded for short prompts alone, and layers of transformers'
-    own, or with other tokens in each head, not at all.
+    own not at all.
 
     Args:
         model: of a bundle (`runtime/hf/generation.py`), on a GPU.
@@ -423,9 +422,9 @@ class ShortBatch:
 
     @classmethod
     def read(cls, model: Any, tokens: Sequence_[int]) -> ShortBatch | None:
-        """Read prompts of these lengths, but of at most a page beyond all windows; None where lengths cannot be set."""
+        """Read prompts of these lengths, but of at most a page beyond all windows; None where they are read twice."""
         cache = model.new_kv_cache()
-        return None if cache.heads_apart else cls(cache, tokens, _read_short_prompt(model, cache, tokens), set())
+        return None if cache.reconstructs else cls(cache, tokens, _read_short_prompt(model, cache, tokens), set())
 
     @property
     def takes_any_length(self) -> bool:
@@ -435,7 +434,17 @@ class ShortBatch:
     def set_lengths(self, tokens: list[int], longest: int) -> None:
         """Give rows as many pages as these numbers of tokens fill, or none, at position `longest`, for a dummy run."""
         for group, sequences, logical in self.before:
-            _set_dummy_lengths(group, sequences, logical, tokens, longest)
+            _set_dummy_lengths(group, sequences, logical, self._stored(group, tokens), longest)
+
+    def _stored(self, group: Group, tokens: list[int]) -> list[int]:
+        """What a group's rows hold of so many tokens: KV heads that have rows of their own keep parts of prompts."""
+        if not group.scheme.heads_apart:
+            return tokens
+        held = []
+        for count, prompt in zip(tokens, self.tokens, strict=True):
+            kept, _ = group.policy.budgets.of(prompt, group.policy.layer)
+            held += [own + count - prompt if count else 0 for own in kept]
+        return held
 
     def work(self, most_room: bool) -> Hashable:
         """What the recording of the next step depends on; None as long as no step has asked how its work is divided."""
@@ -488,7 +497,9 @@ def _set_dummy_lengths(
             found.append(group.without_outsiders(row, short, [], []))
             continue
         more = 0
-        if group.policy.flushes and not group.policy.selects and sequence.keys.pages and sequence.values.pages:
+        # Shares of a prompt are not known here, but where each KV head's are.
+        grows = group.policy.flushes and (scheme.heads_apart or not group.policy.selects)
+        if grows and sequence.keys.pages and sequence.values.pages:
             fewest = min(len(sequence.keys.pages), len(sequence.values.pages))
             more = max(0, (count - exact) // size - fewest)
         sides = [Side(s.buffered, s.pages + s.pages[-1:] * more) for s in (sequence.keys, sequence.values)]

@@ -148,6 +148,14 @@ class HeadwiseLayer(PagedLayer):
             super().update(*(part.flatten(0, 1).unsqueeze(1) for part in (key_states, value_states)), *args, **kwargs)
         return KeyHandle.wrap(key_states, self.store), value_states
 
+    def take_heads(self, other: LayerStore) -> None:
+        """Hold the prompts that another store of the layer has read, see `LayerStore.take_heads`."""
+        if not self.is_initialized:
+            rows = len(other.rows)
+            empty = (part.expand(rows, -1, -1, -1).flatten(0, 1).unsqueeze(1) for part in other.empty_tokens)
+            self.lazy_initialization(*empty)
+        self.store.take_heads(other)
+
     def activate_past_recording(self) -> None:
         """Refused: drafts are taken back, and what a head keeps is decided once."""
         raise CacheError(

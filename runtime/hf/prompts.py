@@ -46,13 +46,14 @@ class Prompt:
     """A forward pass over several tokens of every row that can be packed.
 
     Attributes:
-        cache: of all rows.
+        cache: of all rows; reader: the cache that they are read into, the same or its `reader`.
         ids, positions: int64 [B, T].
         padded: None where all of the ids are tokens.
         kept: which of each row's T positions logits are wanted of; None for all.
     """
 
     cache: KVCache
+    reader: KVCache
     ids: Tensor
     positions: Tensor
     padded: PaddedBatch | None
@@ -109,6 +110,8 @@ class PackedPrompts:
             for count in counts:
                 ids = torch.zeros(rows, count, dtype=torch.int64, device=device)
                 arguments = {CACHE: model.new_kv_cache(), "input_ids": ids, "logits_to_keep": 1}
+                if arguments[CACHE].heads_apart:
+                    arguments[CACHE].expect_whole_prompt()
                 prompt = self.plan(model, arguments)
                 if prompt is None:
                     return
@@ -120,9 +123,12 @@ class PackedPrompts:
         cache, ids = arguments.get(CACHE), arguments.get("input_ids")
         if not isinstance(cache, KVCache) or not isinstance(ids, Tensor) or not runs_triton(ids.device):
             return
-        key = _place(model, ids, cache)
-        if key not in self._tokens and is_plain(cache) and all(store.is_allocated for store in cache.stores()):
-            self._tokens[key] = [store.empty_tokens for store in cache.stores()]
+        key, served = _place(model, ids, cache), is_plain(cache) or cache.heads_apart
+        if key not in self._tokens and served and all(store.is_allocated for store in cache.stores()):
+            self._tokens[key] = [
+                tuple(side.expand(len(side) * store.heads_apart, -1, -1) for side in store.empty_tokens)
+                for store in cache.stores()
+            ]
 
     def plan(self, model: Any, arguments: dict[str, Any]) -> Prompt | None:
         """A forward pass with these arguments as a packed one; None if it is to go layer by layer.
@@ -137,9 +143,10 @@ class PackedPrompts:
         cache, ids = arguments.get(CACHE), arguments.get("input_ids")
         if not isinstance(cache, KVCache) or not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] < 2:
             return None
-        if not self._packs or torch.is_grad_enabled() or not runs_triton(ids.device) or not is_plain(cache):
+        if not self._packs or torch.is_grad_enabled() or not runs_triton(ids.device):
             return None
-        if not _is_known(model, arguments):
+        owner, cache = cache, _reader(cache)
+        if cache is None or not _is_known(model, arguments):
             return None
         rows, length = ids.shape
         start, positions, mask = cache.get_seq_length(), arguments.get("position_ids"), arguments.get("attention_mask")
@@ -167,7 +174,7 @@ class PackedPrompts:
         if not PromptPass(cache.groups, count).has_room(cache.groups, count):
             return None
         wanted = None if len(kept) == length else kept
-        return Prompt(cache, ids, positions.expand(rows, length), padded, wanted)
+        return Prompt(owner, cache, ids, positions.expand(rows, length), padded, wanted)
 
     def read(self, prompt: Prompt) -> CausalLMOutputWithPast:
         """Run a pass of `plan`; logits [B, k, V] of the wanted positions, meaningless at padding.
@@ -188,19 +195,34 @@ class PackedPrompts:
         room = logits_room(kept.numel())
         keep = upload(torch.nn.functional.pad(kept.flatten(), (0, room - kept.numel())), read.device)
         records = prompt.cache.replays and room <= RECORDED_LOGITS
-        capacity = None
+        reader, capacity = prompt.reader, None
         if records:
-            stored = [prompt.cache.get_seq_length()] * rows
-            capacity = passes.capacity(read.shape[1], stored, prompt.cache.groups, read.device)
-        cache = PackedCache([(prompt.cache, read.shape[1])], padded=padded)
-        with cache.planned(capacity):
-            if cache.key is not None:
-                logits = passes.logits(cache, read, keep)
-            else:
-                options = {CACHE: cache, "use_cache": True, "logits_to_keep": keep[: kept.numel()]}
-                logits = self._captured.forward(input_ids=read[:1], position_ids=read[1:], **options).logits[0]
+            stored = [reader.get_seq_length()] * rows
+            capacity = passes.capacity(read.shape[1], stored, reader.groups, read.device)
+        cache = PackedCache([(reader, read.shape[1])], padded=padded)
+        try:
+            with cache.planned(capacity):
+                if cache.key is not None:
+                    logits = passes.logits(cache, read, keep)
+                else:
+                    options = {CACHE: cache, "use_cache": True, "logits_to_keep": keep[: kept.numel()]}
+                    logits = self._captured.forward(input_ids=read[:1], position_ids=read[1:], **options).logits[0]
+        except BaseException:
+            if reader is not prompt.cache:
+                prompt.cache.reset()
+            raise
+        if reader is not prompt.cache:
+            prompt.cache.seal()
         logits = logits[: kept.numel()].unflatten(0, kept.shape)
         return CausalLMOutputWithPast(logits=logits, **{CACHE: prompt.cache})
+
+
+def _reader(cache: KVCache) -> KVCache | None:
+    """The cache that a packed pass over a prompt fills; None where layers have to store it one by one."""
+    if is_plain(cache):
+        return cache
+    whole = cache.heads_apart and cache.groups[0].seal_at_once and not cache.get_seq_length()
+    return cache.reader() if whole else None
 
 
 def takes(model: Any, *arguments: str) -> bool:

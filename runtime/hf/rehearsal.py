@@ -6,7 +6,7 @@ chosen for it, does not depend on them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from kvconvert.kernels.linear import QuantizedLinear, gpu_row_counts, packed_pro
 from kvconvert.kernels.linear.packed_layout import PackedWeight
 from kvconvert.kernels.rotate import many_rows
 from kvconvert.models import CACHE
+from kvconvert.runtime.hf.cache import KVCache
 from kvconvert.runtime.hf.captured import prepare_steps
 from kvconvert.runtime.hf.fused_modules import packed_linears
 from kvconvert.runtime.hf.prompts import max_positions, seal_prompt, takes
@@ -34,16 +35,25 @@ def rehearse(model: Any) -> None:
     """Run what `generate` may run of a bundle's model, within `record_specializations`."""
     with shortened(model):
         rehearse_products(model)
-        # As long prompts are read, and what cannot be packed.
-        with model.prompts.layer_by_layer():
-            for first in FIRST:
-                read_chunks(model, (first, *LATER))
-            read_chunks(model, (_many_tokens(model),))
-            _read_padded(model)
-        read_chunks(model, PACKED)
+        for new_cache in _kinds_of_caches(model):
+            # As long prompts are read, and what cannot be packed.
+            with model.prompts.layer_by_layer():
+                for first in FIRST:
+                    read_chunks(model, (first, *LATER), new_cache())
+                read_chunks(model, (_many_tokens(model),), new_cache())
+                _read_padded(model, new_cache())
+            read_chunks(model, PACKED, new_cache())
         if takes(model, "position_ids"):
             for tokens in ([1], [1, 260]):
                 prepare_steps(model, tokens, longest=max(tokens))
+
+
+def _kinds_of_caches(model: Any) -> list[Callable[[], KVCache]]:
+    """What makes a cache of each kind that a model reads prompts into."""
+    kinds = [model.new_kv_cache]
+    if model.new_kv_cache().predicts:
+        kinds.append(lambda: model.new_kv_cache().reader())
+    return kinds
 
 
 def _many_tokens(model: Any) -> int:
@@ -52,9 +62,9 @@ def _many_tokens(model: Any) -> int:
     return min(tokens, max_positions(model) - 1)
 
 
-def read_chunks(model: Any, lengths: Sequence[int]) -> None:
+def read_chunks(model: Any, lengths: Sequence[int], cache: KVCache) -> None:
     """Read a prompt in chunks of these lengths, as far as the model's positions go, and generate a token."""
-    cache, begin, most = model.new_kv_cache(), 0, max_positions(model)
+    begin, most = 0, max_positions(model)
     options: dict[str, Any] = {"logits_to_keep": 1} if takes(model, "logits_to_keep") else {}
     cache.begin_prompt()
     for length in lengths:
@@ -72,11 +82,11 @@ def read_chunks(model: Any, lengths: Sequence[int]) -> None:
     model(input_ids=one, **{CACHE: cache}, **options)
 
 
-def _read_padded(model: Any) -> None:
+def _read_padded(model: Any, cache: KVCache) -> None:
     """Read a batch with padding."""
     mask = torch.ones(2, min(300, max_positions(model)), dtype=torch.int64, device=model.device)
     mask[0, :7] = 0
-    model(input_ids=torch.zeros_like(mask), attention_mask=mask, **{CACHE: model.new_kv_cache()})
+    model(input_ids=torch.zeros_like(mask), attention_mask=mask, **{CACHE: cache})
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny.key_centers import center_plan
 from tiny.models import ARCHITECTURES, GREEDY, random_ids, tiny_model
+from tiny.scorers import predicting, scorer_plan
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvconvert.methods import KVScheme
@@ -20,7 +21,7 @@ from kvconvert.runtime.hf.generation import adopt
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 
-SCHEMES = ["oscar", "oscar-g128", "kivi", "kitty", "calibquant-2bit", "minikv"]
+SCHEMES = ["oscar", "oscar-g128", "kivi", "kitty", "calibquant-2bit", "minikv", "predicted"]
 MODELS = {
     "llama": {},
     "mistral": {"sliding_window": 90},
@@ -35,11 +36,13 @@ def bundle_like(name: str, scheme: str, center: bool = False, **shape):
     shape = {"num_hidden_layers": 2, "head_dim": 64} | shape
     model = tiny_model(name, "kvconvert", **shape).to("cuda", torch.bfloat16).requires_grad_(False)
     config = model.config.get_text_config()
-    layers, found = config.num_hidden_layers, KVScheme.preset(scheme).with_online_rotation()
+    sizes = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+    found, plan = predicting() if scheme == "predicted" else KVScheme.preset(scheme).with_online_rotation(), {}
     if center:
-        found = replace(found, key_center="calibrated", token_norm="none")
-    plan = center_plan(layers, config.num_key_value_heads, config.head_dim, 1.0) if center else {}
-    adopt(model, [found] * layers, plan)
+        found, plan = replace(found, key_center="calibrated", token_norm="none"), center_plan(*sizes, 1.0)
+    if found.predicts:
+        plan = scorer_plan(*sizes)
+    adopt(model, [found] * sizes[0], plan)
     # Prompts are read in one way: all are packed, none is padded for a recording.
     with torch.no_grad():
         model(random_ids(1, 2).cuda(), past_key_values=model.new_kv_cache())
@@ -155,7 +158,7 @@ def test_a_second_turn_and_a_loop_of_ones_own():
     assert model.captured.replayed > 150
 
 
-@pytest.mark.parametrize("scheme", ["oscar-g128", "kitty", "minikv"])
+@pytest.mark.parametrize("scheme", ["oscar-g128", "kitty", "minikv", "predicted"])
 def test_steps_are_recorded_before_the_first_token_is_due(scheme):
     model = bundle_like("llama", scheme)
     ids = random_ids(3, 300).cuda()

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from tiny.models import random_ids, tiny_model
+from tiny.scorers import predicting, scorer_plan
 
-from kvconvert import KVCache, KVScheme
+from kvconvert import KVCache
 from kvconvert.kernels.device import interpreted
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.kernels.select import TokenScorer, keep_tokens, predicted_scores
@@ -91,15 +92,7 @@ def test_chosen_tokens_are_copied(device, dtype, heads, count, dim, value_dim):
 @torch.no_grad()
 def test_layers_that_keep_different_tokens_are_sealed_together(device):
     """As one by one, and with the tokens that are kept without the kernels."""
-    scheme = KVScheme(
-        key_bits=3, value_bits=2, key_group_size=16, value_group_size=16, sink_tokens=4, rotate_keys="hadamard",
-        token_norm="per_head", heavy_ratio=0.4, recent_ratio=0.02, selection="predicted",
-    )  # fmt: skip
-    generator, plan = torch.Generator().manual_seed(0), {}
-    for layer in range(2):
-        for name, shape in scorer_shapes(2, 16, 16).items():
-            plan[f"layers.{layer}.{name}"] = 0.1 * torch.randn(shape, generator=generator)
-        plan[f"layers.{layer}.scorer_quantiles"] = torch.linspace(2, -2, SCORE_QUANTILES) * torch.tensor([[1.0], [2.0]])
+    scheme, plan = predicting(), scorer_plan(2, 2, 16)
     kept, logits = [], []
     for place, together in ((device, True), (device, False), (torch.device("cpu"), True)):
         model = tiny_model("llama", "kvconvert", num_hidden_layers=2, gain=8.0).to(place)

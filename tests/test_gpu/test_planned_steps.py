@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny.key_centers import center_plan
 from tiny.models import ARCHITECTURES, GREEDY, random_ids, tiny_model
+from tiny.scorers import predicting, scorer_plan
 
 from kvconvert import KVCache, KVScheme
 from kvconvert.kernels import device as dispatch
@@ -70,6 +71,11 @@ def test_planned_steps_give_the_same_tokens_and_store_the_same(device, name, win
     shape = SHAPE | ({"sliding_window": window} if window else {})
     model = tiny_model("mistral" if window else "llama", "kvconvert", **shape).to(device)
     check_planned_steps(model, SCHEMES[name], center_plan(2, 1, 16))
+
+
+def test_planned_steps_of_heads_that_keep_parts_of_a_prompt_give_the_same(device):
+    model = tiny_model("llama", "kvconvert", **SHAPE | {"num_key_value_heads": 2}).to(device)
+    check_planned_steps(model, predicting(), scorer_plan(2, 2, 16))
 
 
 @pytest.mark.full

@@ -111,13 +111,14 @@ def serve(engine):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-@pytest.mark.parametrize("scheme", ["oscar-g128", "kivi", "minikv"])
+@pytest.mark.parametrize("scheme", ["oscar-g128", "kivi", "minikv", "predicted"])
 def test_while_an_engine_serves_no_kernel_is_compiled_or_read_and_no_step_recorded(scheme):
     from triton import knobs
 
-    model = small_model(scheme, torch.device("cuda"))
+    predicts, device = scheme == "predicted", torch.device("cuda")
+    model = predicting_model(device) if predicts else small_model(scheme, device)
     # More rows than short steps have.
-    engine = Engine(model, kv_memory=1 << 27, max_batch=20, prompt_chunk=256)
+    engine = Engine(model, kv_memory=None if predicts else 1 << 27, max_batch=20, prompt_chunk=256)
     recorded, asked = model.captured.recorded, []
     knobs.compilation.listener = lambda **what: asked.append(what["metadata"]["name"])
     with record_specializations() as listed:
@@ -130,7 +131,7 @@ def test_while_an_engine_serves_no_kernel_is_compiled_or_read_and_no_step_record
     assert not unlisted(launched, listed)
     assert not asked
     # Steps of what compresses prompts as a whole are recorded for short ones alone.
-    assert scheme == "minikv" or model.captured.recorded == recorded
+    assert scheme in ("minikv", "predicted") or model.captured.recorded == recorded
     assert model.captured.passes.reason is None
     assert model.captured.passes.recorded > 0 or scheme == "minikv"
 

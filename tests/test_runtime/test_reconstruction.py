@@ -183,7 +183,7 @@ def test_passes_that_compile_kernels_ahead_read_prompts_twice_too():
     model = tiny()
     adopt(model, [QUANTIZED] * LAYERS, {})
     with torch.no_grad():
-        read_chunks(model, (1, 3, 300))
+        read_chunks(model, (1, 3, 300), model.new_kv_cache())
 
 
 def test_eval_seals_what_it_reads(llama):
