@@ -4,7 +4,7 @@ A SOURCE is a .txt, .jsonl, .json, .csv or .parquet file, a directory of one of 
 optional `::column`, source code or Markdown (a file, or a directory with files of `CODE`), a Hub data set id with
 optional `:config:split:column`, or a text that ships with kvconvert (`kvconvert:books-calib.txt`, public-domain novels;
 `kvconvert:code-calib.txt`, code and notes of earlier versions of kvconvert; `kvconvert:chat-calib.jsonl`, conversations
-with worked problems). `kvconvert.data.samples` takes several.
+with worked problems and requests of code). `kvconvert.data.samples` takes several.
 
 How samples are cut, always without overlap and padding, so that every sample has exactly the requested length:
 

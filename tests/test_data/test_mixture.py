@@ -1,6 +1,11 @@
 """Several sources share the samples by weight, and what is unlike the model is said."""
 
+import ast
 import hashlib
+import json
+import re
+import textwrap
+from pathlib import Path
 
 import pytest
 from test_data import CHAT, spoken, word_tokenizer, words, write_jsonl
@@ -14,7 +19,7 @@ from kvconvert.data.samples import (
     text_shape,
     unlike_the_model,
 )
-from kvconvert.data.sources import check_sources, local_files, weighted_sources
+from kvconvert.data.sources import CONVERSATIONS, check_sources, local_files, weighted_sources
 from kvconvert.data.text import load_token_samples
 from kvconvert.errors import DataError, UsageError
 
@@ -170,6 +175,23 @@ def test_small_chat_models_read_more_by_default(template, hidden_size, data, sam
     config = LlamaConfig(hidden_size=hidden_size, max_position_embeddings=4096)
     tokens = default_tokens(config, data, word_tokenizer(chat_template=template))
     assert text_shape(None, None, 4096, tokens) == (samples, 2048)
+
+
+def test_conversations_that_ship_end_in_an_answer_whose_python_parses_and_are_as_many_as_the_notes_say():
+    rows = [json.loads(line) for line in local_files(CONVERSATIONS)[0].read_text("utf8").splitlines()]
+    for row in rows:
+        roles = [message["role"] for message in row["messages"]]
+        turns = roles[1:] if roles[0] == "system" else roles
+        assert row.keys() == {"messages"}
+        assert turns == ["user", "assistant"] * (len(turns) // 2) != []
+        for message in row["messages"]:
+            if message["role"] == "assistant":
+                for code in re.findall(r"```python\n(.*?)\n```", message["content"], re.DOTALL):
+                    ast.parse(textwrap.dedent(code))
+    notes = (Path(__file__).parents[2] / "benchmarks" / "WEIGHTS.md").read_text("utf8")
+    said = re.search(r"(\d+) conversations .*?\(`chat-calib.jsonl`: (\d+) .*?, (\d+) .*?, (\d+) others\)", notes)
+    total, *kinds = map(int, said.groups())
+    assert len({json.dumps(row) for row in rows}) == len(rows) == total == sum(kinds)
 
 
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + CHAT
