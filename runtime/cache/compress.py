@@ -20,6 +20,7 @@ from kvconvert.kernels.pages import (
     raise_if_flagged,
     unsupported,
 )
+from kvconvert.runtime.cache.eviction import evict
 from kvconvert.runtime.cache.forward_pass import Compression, PendingPages, UnreadFlags
 from kvconvert.runtime.cache.pool import UNIT, TokenBuffer, remove_tokens
 from kvconvert.runtime.cache.sequence import Sequence
@@ -211,10 +212,9 @@ def seal_together(groups: list[Group]) -> None:
 def _execute(works: Works) -> None:
     """Do what is planned in some layers."""
     try:
+        evict([(store, plan.seals) for store, plan in works if store.group.policy.selects])
         for store, plan in works:
-            if store.group.policy.selects:
-                store.evict(plan.seals)
-            else:
+            if not store.group.policy.selects:
                 for work in plan.seals:
                     with _named_errors([store], 0):
                         store.seal_span(work)

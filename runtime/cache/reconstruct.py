@@ -19,7 +19,8 @@ from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.kernels.rotate import hadamard_transform
 from kvconvert.kernels.select import expected_pages, repeated_attention, share_pages
 from kvconvert.methods.scheme import Evict
-from kvconvert.runtime.cache.store import Group, LayerStore, unusable_scores
+from kvconvert.runtime.cache.eviction import unusable_scores
+from kvconvert.runtime.cache.store import Group, LayerStore
 
 _LENGTHS = 256  # of prompts whose budgets are remembered
 PART = 512  # tokens of the prompt that a repeated token attends to; 512 and 1,024 keep alike

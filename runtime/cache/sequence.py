@@ -94,8 +94,10 @@ class TokenPositions:
 
     def slice(self, start: int, stop: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """Positions of tokens start..stop-1: int64 [n]."""
-        runs = [torch.arange(first, first + count) for first, count in self.part(max(0, start), max(0, stop))._runs]
-        return (torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)).to(device)
+        part = self.part(max(0, start), max(0, stop))
+        # Made where they are wanted: a copy to a GPU would wait for it.
+        runs = [torch.arange(first, first + count, device=device) for first, count in part._runs]
+        return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64, device=device)
 
 
 @dataclass(frozen=True)

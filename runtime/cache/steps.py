@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from kvconvert.cache.plan_tensors import token_scorer
 from kvconvert.kernels import ragged
 from kvconvert.kernels.device import runs_triton
 from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.kernels.select import TokenScorer
 from kvconvert.runtime.cache.compress import compress, end_planned, read_flags, seal
 from kvconvert.runtime.cache.forward_pass import ForwardPass, PassTokens
 from kvconvert.runtime.cache.group_tables import FEWEST_ENTRIES, GroupTables
@@ -53,6 +55,11 @@ class TableRegistry:
         """int32 [H, n], a layer's boosted channels where its scheme fixes them; else None."""
         boosted = store.format.key_tensors.boosted
         return None if boosted is None else self._once(("boosted", store.index, store.device), boosted.int)
+
+    def scorer(self, store: LayerStore) -> TokenScorer:
+        """The network that predicts scores of a layer, see `token_scorer` for errors."""
+        make = partial(token_scorer, store.format, store.heads_apart, store.plan, store.device)
+        return self._once(("scorer", store.index, store.device), make)
 
     def ragged_unsupported(self, store: LayerStore) -> str | None:
         """Why `kernels/ragged` does not serve a layer; None if it does."""

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import groupby
 
 import numpy as np
 import torch
 
 from kvconvert.cache import layer_format
-from kvconvert.cache.plan_tensors import token_scorer, with_plan
-from kvconvert.errors import CacheError, NumericError, UsageError, counted, first_line
+from kvconvert.cache.plan_tensors import with_plan
+from kvconvert.errors import CacheError, UsageError, counted, first_line
 from kvconvert.kernels.device import fall_back, upload
 from kvconvert.kernels.latent import unsupported as latents_unsupported
 from kvconvert.kernels.page_formats import page_bytes
 from kvconvert.kernels.pages import PAGE_SIZE, PageTensors
 from kvconvert.kernels.rotate import KERNEL_DTYPES, largest_appended
-from kvconvert.kernels.select import keep_tokens, predicted_scores, select_tokens
 from kvconvert.kernels.spans import Span, quantize_span
 from kvconvert.methods import KVScheme
-from kvconvert.runtime.cache.forward_pass import ForwardPass, PassTokens, UnreadFlags
+from kvconvert.runtime.cache.forward_pass import ForwardPass, PassTokens
 from kvconvert.runtime.cache.groups import LayerGroup
-from kvconvert.runtime.cache.pool import PageStorage, TokenBuffer, renew_all
-from kvconvert.runtime.cache.sequence import SealEviction, SealSpan, Sequence
+from kvconvert.runtime.cache.pool import PageStorage, TokenBuffer
+from kvconvert.runtime.cache.sequence import SealSpan, Sequence
 
 
 @dataclass
@@ -159,15 +155,13 @@ class LayerStore:
         value_dim = values.shape[-1]
         self.dtype, self.device = keys.dtype, keys.device
         twin, shape = self.pages, {"heads": heads, "key_dim": key_dim, "value_dim": value_dim}
-        if twin is not None and twin.is_allocated and twin.device == self.device:
+        if twin is not None and twin.knows_tokens and twin.device == self.device:
             # What it needs of the plan is on the device already.
             self.format, self.scorer = twin.format, twin.scorer
         else:
             format = layer_format(self.scheme, **shape, latent=self.is_latent)
             self.format = with_plan(format, self.scheme, self.plan, self.device)
-            self.scorer = (
-                token_scorer(self.format, self.heads_apart, self.plan, self.device) if self.scheme.predicts else None
-            )
+            self.scorer = self.group.registry.scorer(self) if self.scheme.predicts else None
         group = self.group
         if self.is_allocated_storage and (self.key_pages.dtype, self.key_pages.device) == (self.dtype, self.device):
             pass  # a cache beside this one has seen tokens already
@@ -343,39 +337,6 @@ class LayerStore:
         for side in (row.keys, row.values):
             side.remove(parts, work.used)
 
-    def evict(self, works: tuple[SealEviction, ...]) -> None:
-        """Keep the sink tokens, heavy hitters and the newest tokens of each KV head; rows of one sequence share
-        launches.
-        """
-        for _, together in groupby(works, lambda work: work.row // self.heads_apart):
-            some = list(together)
-            rows, first = [self.rows[work.row] for work in some], some[0]
-            masses = [row.attention_mass for row in rows]
-            for row in rows:
-                row.attention_mass = None
-            if all(work.keeps_all for work in some):
-                continue
-            sides = [row.keys for row in rows], [row.values for row in rows]
-            keys, values = ([x for part in side for x in part.tokens(0, first.tokens).unbind(0)] for side in sides)
-            heads = len(keys) // len(rows)
-            counts = [work.sink_tokens + work.heavy_hitters + work.recent for work in some]
-            if self.scorer is None:
-                heavy = [work.heavy_hitters for work in some for _ in range(heads)]
-                index = select_tokens(_joined(masses, 0), heavy, first.recent, first.sink_tokens)
-            else:
-                rotated = self.format.rotations.keys
-                scores = predicted_scores(self.scorer, keys, values, rotated, first.sink_tokens, first.recent)
-                # Infinite in any case, and NaN if a score is.
-                unread = UnreadFlags.of(scores.sum()[None], [partial(_raise_scores, self.scheme)])
-                self.group.unread_flags.append(unread)
-                index = select_tokens(scores, counts, 0)
-            positions = self.sequences[first.row].positions.slice(0, first.tokens, index.device)
-            kept = positions[index].to(torch.int32)
-            for number, (row, count) in enumerate(zip(rows, counts, strict=True)):
-                row.kept = kept[number * heads : (number + 1) * heads, :count]
-            new_keys, new_values = ([x for part in renew_all(side, counts) for x in part.unbind(0)] for side in sides)
-            keep_tokens((keys, values), (new_keys, new_values), index)
-
     def fall_back(self, operation: str, reason: str) -> None:
         """Count a call that a slower path serves than the one meant for this device, and warn once."""
         self.fallbacks += 1
@@ -517,19 +478,6 @@ def buffer_places(rows: Sequence_[LayerRow], base: torch.Tensor, dtype: torch.dt
     return np.array(places, np.int64).reshape(-1, 4)
 
 
-def _joined(parts: list[torch.Tensor], dim: int = 1) -> torch.Tensor:
-    """Tokens [H, n, channels] one after another, or heads; a whole prompt needs no copy."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def unusable_scores(scheme: KVScheme) -> NumericError:
-    """The error for a prompt of which a score is NaN."""
-    return NumericError(
-        f'selection = "{scheme.prompt.selection}" scores tokens of this prompt by NaN, so none can be chosen; the '
-        "model or its KV plan is damaged, so fetch or calibrate it again."
-    )
-
-
-def _raise_scores(scheme: KVScheme, total: float) -> None:
-    if math.isnan(total):
-        raise unusable_scores(scheme)
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Tokens [H, n, channels] one after another; a whole prompt needs no copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
