@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Iterable
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 from click.shell_completion import CompletionItem
@@ -106,6 +106,15 @@ def _drop_output() -> None:
         os.close(nowhere)
 
 
+def _end_unwritten(ctx: click.Context, error: OSError) -> NoReturn:
+    """End with one sentence about what could not be printed; what commands read and write has errors of its own."""
+    if error.errno not in _OUTPUT_ERRORS or error.filename is not None:
+        raise error
+    _drop_output()
+    click.echo(f"Error: The output could not be written ({error.strerror}); make room, or send it elsewhere.", err=True)
+    ctx.exit(1)
+
+
 def _shortened(message: str) -> str:
     """A message without the middle of a text or a list that it quotes from a file, where that is very long."""
     half = _LONGEST_MESSAGE // 2
@@ -198,7 +207,10 @@ class _Commands(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         _check_dashes(ctx, args[:1])
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except OSError as error:  # --help and --version print here
+            _end_unwritten(ctx, error)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args[0] in _ELSEWHERE:
@@ -236,14 +248,7 @@ class _Commands(click.Group):
                     f"Error: {shown} cannot be used ({error.strerror}); check the path and its permissions.", err=True
                 )
                 ctx.exit(1)
-            # What commands read and write has errors of its own; here is what they print.
-            if error.errno not in _OUTPUT_ERRORS or error.filename is not None:
-                raise
-            _drop_output()
-            click.echo(
-                f"Error: The output could not be written ({error.strerror}); make room, or send it elsewhere.", err=True
-            )
-            ctx.exit(1)
+            _end_unwritten(ctx, error)
         except KeyboardInterrupt:
             again = _RESUMED.get(ctx.invoked_subcommand or "", "repeat it")
             message = f"Interrupted; nothing half written was left behind: run the same command again to {again}."

@@ -128,11 +128,12 @@ def test_standard_input_without_end_is_refused(content, chat, monkeypatch):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
-def test_output_that_cannot_be_written_is_one_sentence(monkeypatch, capsys):
+@pytest.mark.parametrize("arguments", [["inspect", str(GOLDEN)], ["--help"], ["--version"], []])
+def test_output_that_cannot_be_written_is_one_sentence(arguments, monkeypatch, capsys):
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         with pytest.raises(SystemExit) as caught:
-            cli(["inspect", str(GOLDEN)])
+            cli(arguments)
         monkeypatch.undo()
     assert caught.value.code == 1
     assert "could not be written" in capsys.readouterr().err
