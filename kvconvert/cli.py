@@ -94,7 +94,10 @@ _RESUMED = {
 }
 _LONGEST_MESSAGE = 2000
 # ENOENT: moved or removed while a command runs, which checked before that it is there.
-_PATH_ERRORS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENOENT, errno.ESTALE)
+_PATH_ERRORS = (
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.ENOTDIR, errno.ENOENT, errno.ESTALE),
+)
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT, errno.EBADF)
 
 
@@ -238,17 +241,21 @@ class _Commands(click.Group):
             click.echo(f"Error: {_unwritable(error)}", err=True)
             ctx.exit(1)
         except OSError as error:
-            if error.errno in _PATH_ERRORS and error.filename is not None:
-                path = os.fsdecode(error.filename)
-                if not os.access(folder := os.path.dirname(path) or ".", os.X_OK) and os.path.isdir(folder):
-                    path = folder  # which may not be looked into
-                name = printable(path)
-                shown = name if len(name) <= 200 else f"{name[:200]}..."
-                click.echo(
-                    f"Error: {shown} cannot be used ({error.strerror}); check the path and its permissions.", err=True
-                )
-                ctx.exit(1)
-            _end_unwritten(ctx, error)
+            if error.filename is None:
+                _end_unwritten(ctx, error)
+            if error.errno in _PATH_ERRORS:
+                remedy = "check the path and its permissions"
+            elif error.errno in _OUTPUT_ERRORS:
+                remedy = "make room or check the disk, and run it again"
+            else:
+                raise
+            path = os.fsdecode(error.filename)
+            if not os.access(folder := os.path.dirname(path) or ".", os.X_OK) and os.path.isdir(folder):
+                path = folder  # which may not be looked into
+            name = printable(path)
+            shown = name if len(name) <= 200 else f"{name[:200]}..."
+            click.echo(f"Error: {shown} cannot be used ({error.strerror}); {remedy}.", err=True)
+            ctx.exit(1)
         except KeyboardInterrupt:
             again = _RESUMED.get(ctx.invoked_subcommand or "", "repeat it")
             message = f"Interrupted; nothing half written was left behind: run the same command again to {again}."
