@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Iterable
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 from click.shell_completion import CompletionItem
@@ -94,7 +94,10 @@ _RESUMED = {
 }
 _LONGEST_MESSAGE = 2000
 # ENOENT: moved or removed while a command runs, which checked before that it is there.
-_PATH_ERRORS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENOENT, errno.ESTALE)
+_PATH_ERRORS = (
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.ENOTDIR, errno.ENOENT, errno.ESTALE),
+)
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT, errno.EBADF)
 
 
@@ -104,6 +107,15 @@ def _drop_output() -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
+
+
+def _end_unwritten(ctx: click.Context, error: OSError) -> NoReturn:
+    """End with one sentence about what could not be printed; what commands read and write has errors of its own."""
+    if error.errno not in _OUTPUT_ERRORS or error.filename is not None:
+        raise error
+    _drop_output()
+    click.echo(f"Error: The output could not be written ({error.strerror}); make room, or send it elsewhere.", err=True)
+    ctx.exit(1)
 
 
 def _shortened(message: str) -> str:
@@ -198,7 +210,10 @@ class _Commands(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         _check_dashes(ctx, args[:1])
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except OSError as error:  # --help and --version print here
+            _end_unwritten(ctx, error)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args[0] in _ELSEWHERE:
@@ -226,23 +241,20 @@ class _Commands(click.Group):
             click.echo(f"Error: {_unwritable(error)}", err=True)
             ctx.exit(1)
         except OSError as error:
-            if error.errno in _PATH_ERRORS and error.filename is not None:
-                path = os.fsdecode(error.filename)
-                if not os.access(folder := os.path.dirname(path) or ".", os.X_OK) and os.path.isdir(folder):
-                    path = folder  # which may not be looked into
-                name = printable(path)
-                shown = name if len(name) <= 200 else f"{name[:200]}..."
-                click.echo(
-                    f"Error: {shown} cannot be used ({error.strerror}); check the path and its permissions.", err=True
-                )
-                ctx.exit(1)
-            # What commands read and write has errors of its own; here is what they print.
-            if error.errno not in _OUTPUT_ERRORS or error.filename is not None:
+            if error.filename is None:
+                _end_unwritten(ctx, error)
+            if error.errno in _PATH_ERRORS:
+                remedy = "check the path and its permissions"
+            elif error.errno in _OUTPUT_ERRORS:
+                remedy = "make room or check the disk, and run it again"
+            else:
                 raise
-            _drop_output()
-            click.echo(
-                f"Error: The output could not be written ({error.strerror}); make room, or send it elsewhere.", err=True
-            )
+            path = os.fsdecode(error.filename)
+            if not os.access(folder := os.path.dirname(path) or ".", os.X_OK) and os.path.isdir(folder):
+                path = folder  # which may not be looked into
+            name = printable(path)
+            shown = name if len(name) <= 200 else f"{name[:200]}..."
+            click.echo(f"Error: {shown} cannot be used ({error.strerror}); {remedy}.", err=True)
             ctx.exit(1)
         except KeyboardInterrupt:
             again = _RESUMED.get(ctx.invoked_subcommand or "", "repeat it")

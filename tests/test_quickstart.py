@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import quickstart
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvconvert import Recipe, calibrate, export, load
 from kvconvert.bundle.reader import open_bundle
@@ -18,6 +18,7 @@ from kvconvert.fidelity.report import measure_cache
 from kvconvert.fidelity.scoring import Decoder, compare
 from kvconvert.io.tensorheader import nbytes, read_header
 from kvconvert.kernels.pages import PAGE_SIZE
+from kvconvert.methods.awq import auto_kept_share
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "quickstart.md"
@@ -38,7 +39,8 @@ def test_a_small_conversion_of_the_reference_model_has_the_pages_sizes_and_diver
     are merely rounded, KL is only kept from being a multiple of the page's.
     """
     monkeypatch.setitem(quickstart.TOLERANCE, "KL", kl)
-    recipe = Recipe.load("default", {"weights.method": weights})
+    kept = auto_kept_share(AutoConfig.from_pretrained(MODEL).hidden_size)  # what "auto" weights keep
+    recipe = Recipe.load("default", {"weights.method": weights, "weights.kept_share": kept})
     calibrate(MODEL, tmp_path / "work", recipe=recipe, samples=samples, seq_len=length, progress=False)
     manifest = open_bundle(export(tmp_path / "work", tmp_path / "bundle", progress=False)).manifest
     model, tokenizer = load(tmp_path / "bundle", dtype=torch.float32)

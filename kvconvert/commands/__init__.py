@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import shlex
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -46,6 +47,11 @@ def check_seed(ctx: click.Context, parameter: click.Parameter, value: int | None
     if value is not None and not 0 <= value < 2**63:
         raise UsageError(f"--seed is {value!s:.40}; give a whole number from 0 to 2^63 - 1.")
     return value
+
+
+def as_argument(path: Path) -> str:
+    """A path as it is typed in a shell: quoted where that is needed, and not taken for an option."""
+    return shlex.quote(f"./{path}" if str(path).startswith("-") else str(path))
 
 
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]

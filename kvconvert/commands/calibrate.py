@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import os
-import shlex
 from pathlib import Path
 from typing import Any
 
 import click
 
-from kvconvert.commands import AnyWhole, Number, Place, count_option, device_option, seed_option, with_options
+from kvconvert.commands import (
+    AnyWhole,
+    Number,
+    Place,
+    as_argument,
+    count_option,
+    device_option,
+    seed_option,
+    with_options,
+)
 from kvconvert.commands.recipes import changes_of, recipe_changes
 from kvconvert.errors import UsageError
 
@@ -79,7 +87,7 @@ def calibrate(model: str, work: Path, **options: Any) -> None:
     from kvconvert.calibration.ranks import is_first_process
 
     if is_first_process():
-        click.echo(f"Calibrated {model} in {work}; next: kvconvert export {shlex.quote(str(work))} -o BUNDLE")
+        click.echo(f"Calibrated {model} in {work}; next: kvconvert export {as_argument(work)} -o BUNDLE")
 
 
 @click.command()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import shlex
 from pathlib import Path
 from typing import Any, Literal
 
 import click
 
-from kvconvert.commands import Place, device_option
+from kvconvert.commands import Place, as_argument, device_option
 
 _FORMATS, _WEIGHTS = ("bundle", "onnx"), ("awq", "compressed-tensors")
 
@@ -107,7 +106,7 @@ def export(
 
 def exported(bundle: Path) -> str:
     """The message about a bundle that was written."""
-    return f"Exported {bundle}, {_size(bundle):,} bytes; next: kvconvert generate {shlex.quote(str(bundle))} TEXT"
+    return f"Exported {bundle}, {_size(bundle):,} bytes; next: kvconvert generate {as_argument(bundle)} TEXT"
 
 
 def _export_onnx(source: str, output: Path, kv_cache: Literal["plan", "float"] | None, **options: Any) -> None:

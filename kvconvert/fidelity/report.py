@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -346,8 +347,8 @@ def check_recorded_source(manifest: Manifest, against: ComparedWith) -> None:
 def record(bundle: str | Path, report: FidelityReport) -> Fidelity:
     """Put a whole measurement into the bundle's manifest, which is sealed anew, and into its card.
 
-    Each of the two files is replaced in one step, the manifest first. Of a card that was edited by hand the section
-    about fidelity is replaced.
+    Both files are written before either is replaced, each in one step, the manifest first. Of a card that was edited by
+    hand the section about fidelity is replaced.
 
     Args:
         bundle: its directory.
@@ -378,9 +379,12 @@ def record(bundle: str | Path, report: FidelityReport) -> Fidelity:
         raise BundleError(f"{path} has more than {MAX_JSON:,} bytes, too many for a card; replace it.")
     card = content.decode(errors="surrogateescape").replace("\r\n", "\n")
     written = model_card(manifest, *told) if card == model_card(before, *told) else replace_fidelity(card, manifest)
-    disk.replace_bytes(directory / MANIFEST_NAME, manifest.to_bytes())
+    contents = {directory / MANIFEST_NAME: manifest.to_bytes()}
     if written is not None and CARD_NAME in manifest.informative:
-        disk.replace_bytes(path, written.encode("utf-8", "surrogateescape"))
+        contents = {path: written.encode("utf-8", "surrogateescape")} | contents
+    with ExitStack() as replaced:  # the last one first
+        for file, content in contents.items():
+            replaced.enter_context(disk.replacement(file, len(content), hashed=False)).write(content)
     return fidelity
 
 

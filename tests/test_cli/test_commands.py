@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -53,6 +54,16 @@ def test_importing_kvconvert_lets_no_thread_spin_unless_that_is_asked_for(stated
     environment |= {} if stated is None else {"OMP_WAIT_POLICY": stated}
     code = "import sys, os, kvconvert; assert 'torch' not in sys.modules; print(os.environ['OMP_WAIT_POLICY'])"
     assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True).strip() == found
+
+
+@pytest.mark.parametrize(
+    ("name", "typed"), [("bundle", "bundle"), ("-b", "./-b"), ("a bundle", "'a bundle'"), ("-a b", "'./-a b'")]
+)
+def test_the_next_command_can_be_typed_as_it_is_said(folder, monkeypatch, tmp_path, name, typed):
+    monkeypatch.chdir(tmp_path)
+    result = kvconvert("export", folder / "work", "-o", f"./{name}")
+    assert result.stdout.endswith(f"next: kvconvert generate {typed} TEXT\n")
+    assert kvconvert("inspect", *shlex.split(typed)).exit_code == 0
 
 
 def test_a_fresh_bundle_verifies_and_says_what_was_checked(folder):

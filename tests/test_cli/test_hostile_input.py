@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -128,11 +129,12 @@ def test_standard_input_without_end_is_refused(content, chat, monkeypatch):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
-def test_output_that_cannot_be_written_is_one_sentence(monkeypatch, capsys):
+@pytest.mark.parametrize("arguments", [["inspect", str(GOLDEN)], ["--help"], ["--version"], []])
+def test_output_that_cannot_be_written_is_one_sentence(arguments, monkeypatch, capsys):
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         with pytest.raises(SystemExit) as caught:
-            cli(["inspect", str(GOLDEN)])
+            cli(arguments)
         monkeypatch.undo()
     assert caught.value.code == 1
     assert "could not be written" in capsys.readouterr().err
@@ -237,6 +239,17 @@ def test_a_file_that_goes_while_a_command_runs_is_one_sentence(tmp_path, monkeyp
 
     monkeypatch.setattr("kvconvert.recipes.text.list_recipes", read)
     assert "hidden.f32 cannot be used (No such file or directory); check the path" in refusal(["recipes"])
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [(errno.ENOSPC, "make room or check the disk"), (errno.EFBIG, "make room"), (errno.EROFS, "check the path")],
+)
+def test_a_file_that_cannot_be_written_is_one_sentence(number, remedy, monkeypatch):
+    error = OSError(number, os.strerror(number), "BUNDLE/.kvconvert.json.partial")
+    monkeypatch.setattr("kvconvert.recipes.text.list_recipes", Mock(side_effect=error))
+    said = refusal(["recipes"])
+    assert f"BUNDLE/.kvconvert.json.partial cannot be used ({os.strerror(number)}); {remedy}" in said
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The card's header is the Hub's, its table is what was measured, and writing that leaves the weights alone."""
 
 import dataclasses
+import errno
 import json
 import os
 from types import SimpleNamespace
@@ -202,6 +203,22 @@ def test_a_bundle_stays_whole_wherever_writing_a_measurement_is_killed(golden, m
             record(golden, report)
     open_bundle(golden)
     record(golden, report)
+
+
+@pytest.mark.parametrize("full", ["kvconvert.json", "README.md"])
+def test_a_full_disk_replaces_neither_manifest_nor_card(golden, monkeypatch, full):
+    manifest = open_bundle(golden).manifest
+    (golden / "README.md").write_text(model_card(manifest))
+    before = {path: path.read_bytes() for path in golden.iterdir() if path.is_file()}
+
+    def observe(operation, path):
+        if operation == "write" and full in path.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(disk, "observe", observe)
+    with pytest.raises(OSError, match="No space left on device"):
+        record(golden, Report(manifest.files_digest()))
+    assert {path: path.read_bytes() for path in golden.iterdir() if path.is_file()} == before
 
 
 def test_what_one_prompt_found_is_not_sealed(golden, caplog):
