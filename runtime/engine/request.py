@@ -203,7 +203,7 @@ class UnreadStep:
     Attributes:
         read: waits for their copy to the host.
         rows: whose they are, by row.
-        joined: of requests whose prompts ended, what raises an error if these could not be stored.
+        joined: of requests whose prompts ended, what raises an error if these are lost.
         logprobs: waits for what `log_probabilities` gave of rows that ask for it, by row; None where none does.
     """
 
