@@ -42,8 +42,8 @@ from kvconvert.runtime.hf.states import read_by_sequence, state_bits
 # Generated tokens whose steps are recorded before a prompt is read.
 PREPARED_TOKENS = 2048
 NO_NUMBERS = (
-    "The model computes NaN or infinity after a prompt, so no token can be chosen; its weights are damaged, or too large "
-    "for their dtype: fetch or convert it again."
+    "The model computes NaN or infinity after a prompt, so no token can be chosen; its weights are damaged, or too "
+    "large for their dtype: fetch or convert it again."
 )
 
 logger = logging.getLogger(__name__)
