@@ -49,6 +49,8 @@ NEUTRAL: dict[str, Any] = {
 }
 # Rows that each prompt becomes, and the most that a file may ask for: each has a cache of its own.
 _TIMES, _MOST_TIMES = ("num_beams", "num_return_sequences"), 256
+# Tokens of those that may not occur twice: transformers makes as many copies of a text.
+NGRAMS, MOST_NGRAM = ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 256
 # Texts that end an answer, and characters of one: transformers compares each with every token of the vocabulary.
 MAX_STOPS, MAX_STOP = 64, 256
 # What logits are divided or multiplied by, and stay finite.
@@ -119,12 +121,15 @@ class GenerationSettings:
         return f"{program} does not apply {listed(self.left_out)} of {NAME}; give the setting where you generate."
 
 
-def read_generation(stated: Mapping[str, Any], stops: Iterable[int] = ()) -> GenerationSettings:
+def read_generation(
+    stated: Mapping[str, Any], stops: Iterable[int] = (), vocabulary: int | None = None
+) -> GenerationSettings:
     """Check and translate the fields of a generation_config.json.
 
     Args:
         stated: the file's contents.
         stops: further tokens that end a text, see `stop_tokens`.
+        vocabulary: the number of the model's tokens, beyond which there are none that could end one.
 
     Raises:
         BundleError: a field of another type or out of its range.
@@ -145,6 +150,7 @@ def read_generation(stated: Mapping[str, Any], stops: Iterable[int] = ()) -> Gen
     if zero:  # the most likely token, which transformers calls greedy and has no temperature for
         values = {name: value for name, value in values.items() if name not in zero} | {"do_sample": False}
     ends = list(dict.fromkeys([*_listed(values.pop("eos_token_id", [])), *stops]))
+    ends = [id for id in ends if vocabulary is None or id < vocabulary]
     if ends:
         values["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     else:  # there is nothing that it could make likelier, and transformers fails
@@ -211,6 +217,8 @@ def _checked(name: str, value: Any) -> Any:
             raise _wrong(name, value, "an integer from 0 on")
         if name in _TIMES and not 0 < value <= _MOST_TIMES:
             raise _wrong(name, value, f"an integer from 1 to {_MOST_TIMES}")
+        if name in NGRAMS and value > MOST_NGRAM:
+            raise _wrong(name, value, f"an integer from 0 to {MOST_NGRAM}")
         return max(value, 0)
     if name in _FLAGS:
         if not isinstance(value, bool):

@@ -29,6 +29,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
     PretrainedConfig,
+    masking_utils,
 )
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
 from transformers.models.auto.modeling_auto import (
@@ -64,6 +65,8 @@ ENDINGS = ("token_id", "token_index")
 SHORT_WINDOW = 1024
 ATTENTION_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 HYBRID_LAYER_TYPES = ("hybrid", "hybrid_sliding")
+# What makes the masks of layers whose windows are short, in the files of those models that have such.
+_MASKS = {"sliding_attention": "create_sliding_window_causal_mask", "chunked_attention": "create_chunked_causal_mask"}
 # What indexers call of a layer that keeps their keys, and how attention functions are told what these chose.
 INDEX_UPDATES = ("update_indexer", "update_index")
 _CHOSEN = {"indices", "block_indices"}
@@ -130,7 +133,8 @@ def placeholder_ids(config: PretrainedConfig, modality: Modality) -> tuple[int, 
 def layer_types_of(config: PretrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:
     """The type of each layer in transformers' terms, and the arguments of transformers' cache for it.
 
-    "dummy" is a layer without a cache of its own: it reads an earlier layer's, or has no attention.
+    "dummy" is a layer without a cache of its own: it reads an earlier layer's, or has no attention. A window that the
+    model's masks know nothing of, as converters leave it in configurations, is none.
 
     Raises:
         BundleError: the config lacks what a layer of its type has, or states a window that is none.
@@ -145,6 +149,9 @@ def layer_types_of(config: PretrainedConfig) -> tuple[list[str], list[dict[str, 
     for window in (entry.get("sliding_window") for entry in arguments):
         if window is not None and (type(window) is not int or not 0 < window < 2**31):
             raise mismatch("config.json", "the sliding window of a layer", "a number of tokens", repr(window)[:80])
+    for index, kind in enumerate(types):
+        if kind in _MASKS and not hasattr(_modeling(text) or masking_utils, _MASKS[kind]):
+            types[index], arguments[index] = "full_attention", {}
     return types, arguments
 
 

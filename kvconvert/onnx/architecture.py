@@ -38,6 +38,7 @@ class _Family:
         gemma: norms multiply by 1 + weight, and embeddings are multiplied by sqrt(hidden_size).
         output_norms: attention and MLP have a second norm each, at their output, and scores their own factor.
         soft_caps: those of the two soft caps that the model applies; others of its configuration mean nothing.
+        rotary_by_type: layers of each type have a RoPE of their own.
     """
 
     rotary: str
@@ -45,6 +46,7 @@ class _Family:
     gemma: bool = False
     output_norms: bool = False
     soft_caps: tuple[str, ...] = ()
+    rotary_by_type: bool = False
 
 
 FAMILIES: dict[str, _Family] = {
@@ -65,10 +67,12 @@ FAMILIES: dict[str, _Family] = {
         output_norms=True,
         qk_norm=True,
         soft_caps=("final_logit_softcapping",),
+        rotary_by_type=True,
     ),
 }
 # The angles of every position are tables in the graph: 512 MiB at this length with heads of 128 channels.
 MOST_POSITIONS = 2**20
+HEAD_MULTIPLE = 16  # of a head's channels, in ONNX Runtime's GroupQueryAttention with RoPE
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 
@@ -137,7 +141,10 @@ class DecoderShape:
         scalar = config.query_pre_attn_scalar if family.output_norms else head_dim
         for kind in set(layer_types) - {"full_attention", "sliding_attention"}:
             raise _unsupported(f"it has {kind} layers")
-        _check_rope(config, layer_types)
+        ropes: dict[str, Any] = config.rope_parameters
+        _check_rope([ropes[kind] for kind in layer_types] if family.rotary_by_type else [ropes])
+        if head_dim % HEAD_MULTIPLE:
+            raise _unsupported(f"its heads have {head_dim} channels, no multiple of {HEAD_MULTIPLE}")
         if not 1 <= config.max_position_embeddings <= MOST_POSITIONS:
             raise _unsupported(f"it has {config.max_position_embeddings:,} positions, not 1 to {MOST_POSITIONS:,}")
         return cls(
@@ -161,7 +168,7 @@ class DecoderShape:
                 setting["sliding_window"] if kind == "sliding_attention" else None
                 for kind, setting in zip(layer_types, settings, strict=True)
             ),
-            rotary=tuple(kind if _by_layer_type(config) else "all" for kind in layer_types),
+            rotary=tuple(kind if family.rotary_by_type else "all" for kind in layer_types),
             qk_norm=family.qk_norm,
             output_norms=family.output_norms,
         )
@@ -180,17 +187,11 @@ class DecoderShape:
         return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
 
 
-def _by_layer_type(config: PretrainedConfig) -> bool:
-    """Whether layers of each type have a RoPE of their own; else what is said of one type means nothing."""
-    return "rope_type" not in config.rope_parameters
-
-
-def _check_rope(config: PretrainedConfig, layer_types: list[str]) -> None:
+def _check_rope(ropes: list[dict[str, Any]]) -> None:
     """Refuse rotations that no fixed table of cosines and sines over whole heads describes."""
-    parameters: dict[str, Any] = config.rope_parameters
-    for rope in [parameters[kind] for kind in set(layer_types)] if _by_layer_type(config) else [parameters]:
-        if rope["rope_type"] not in ROPE_TYPES:
-            raise _unsupported(f"its RoPE is of type {rope['rope_type']!s:.80}, not {', '.join(ROPE_TYPES)}")
+    for rope in ropes:
+        if rope.get("rope_type") not in ROPE_TYPES:
+            raise _unsupported(f"its RoPE is of type {rope.get('rope_type')!s:.80}, not {', '.join(ROPE_TYPES)}")
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise _unsupported("its RoPE turns only a part of each head (partial_rotary_factor)")
 

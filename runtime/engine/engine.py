@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from torch import Tensor
 from transformers import LogitsProcessor
 
 from kvconvert.arguments import Count, Natural, checked
-from kvconvert.errors import KvconvertError, UsageError
+from kvconvert.errors import KvconvertError, NumericError, UsageError
 from kvconvert.kernels.device import upload
 from kvconvert.models.positions import check_chunk
 from kvconvert.runtime.engine.model_steps import ModelSteps, PromptChunk
@@ -21,6 +23,7 @@ from kvconvert.runtime.engine.prefixes import Prefixes, no_prefixes
 from kvconvert.runtime.engine.request import EngineStats, Event, FinishReason, Request, UnreadStep, new_request
 from kvconvert.runtime.engine.sampling import Sampling, check_settings, log_probabilities, recommended
 from kvconvert.runtime.engine.scheduler import RowState, Scheduler
+from kvconvert.runtime.hf.generation import NO_NUMBERS
 from kvconvert.runtime.hf.load import generation_settings
 
 if TYPE_CHECKING:
@@ -389,6 +392,7 @@ class Engine:
             for request in running.values() if part is None else [chunks[part]]:
                 self._end(request, "error")
         given, joined = {} if None in failures else dict(running), {}
+        ended: dict[Request, int] = {}
         for chunk, request in chunks.items():
             if chunk in failures:
                 continue
@@ -398,7 +402,7 @@ class Engine:
             if self._prefixes:
                 self._prefixes.read(request)
             if chunk.last:
-                given[chunk.row], request.inputs = request, None
+                given[chunk.row], ended[request], request.inputs = request, chunk.row, None
                 # Others are known to be sound with the tokens of this pass, which nobody waits for here.
                 if self._prefixes and request.max_new_tokens <= 1 + self._steps.lag:
                     self._prefixes.settle(request)
@@ -407,6 +411,10 @@ class Engine:
                     request.prompt_cache = None
                     with self._lock:
                         self._scheduler.start(request)
+        if ended:
+            largest = self._steps.fetch(logits[upload([*ended.values()], logits.device)].amax(-1).float())
+            for place, request in enumerate(ended):
+                joined[request] = partial(_check_first, joined.get(request), largest, place)
         if given:
             logprobs = self._logprobs(logits, chosen, given)
             self._unread.append(UnreadStep(self._steps.fetch(chosen), given, joined, logprobs))
@@ -447,8 +455,12 @@ class Engine:
                 failed = failed or error
                 self._end(request, "error")
             else:
-                if self._prefixes:
+                if self._prefixes and request.max_new_tokens > 1:
                     self._prefixes.settle(request)
+        for request, told in logprobs.items():
+            if math.isnan(told.chosen) and not request.finished:
+                failed = failed or NumericError(NO_NUMBERS)
+                self._end(request, "error")
         with self._lock:
             for row, request in unread.rows.items():
                 if not request.finished:
@@ -512,6 +524,14 @@ class Engine:
                     self._end(self._cancelled.pop(), "cancelled")
             finally:
                 self._stepping.release()
+
+
+def _check_first(stored: Callable[[], None] | None, largest: Callable[[], list[float]], place: int) -> None:
+    """Raise a NumericError for a prompt that could not be stored, or after which no token is likely or unlikely."""
+    if stored is not None:
+        stored()
+    if not math.isfinite(largest()[place]):
+        raise NumericError(NO_NUMBERS)
 
 
 def _report(event: Event) -> None:

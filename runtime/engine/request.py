@@ -47,7 +47,10 @@ class TextStream:
         stop: Sequence[str] = (),
         special_tokens: bool = False,
     ):
-        self._tokenizer, self._stop, self._skips = tokenizer, tuple(stop), not special_tokens
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._options = {"skip_special_tokens": not special_tokens}
+        if getattr(tokenizer, "clean_up_tokenization_spaces", False):  # which takes back letters that were shown
+            self._options["clean_up_tokenization_spaces"] = False
         self._ids = list(prompt[-CONTEXT_TOKENS:])
         self._begin, self._read = 0, len(self._ids)  # decoded again for context, and already shown
         self._shown = self._decode(self._ids)  # the text of these
@@ -78,7 +81,7 @@ class TextStream:
         return piece if stopped else piece + rest
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skips)
+        return self._tokenizer.decode(ids, **self._options)
 
     def _certain(self, piece: str) -> tuple[str, bool]:
         """Split what is held and `piece` into text to show and text that may still become a stop string."""
@@ -203,7 +206,7 @@ class UnreadStep:
     Attributes:
         read: waits for their copy to the host.
         rows: whose they are, by row.
-        joined: of requests whose prompts ended, what raises an error if these could not be stored.
+        joined: of requests whose prompts ended, what raises an error if these are lost.
         logprobs: waits for what `log_probabilities` gave of rows that ask for it, by row; None where none does.
     """
 

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from kvconvert.arguments import Natural, Temperature, TopP, checked_fields
-from kvconvert.bundle.generation import DRAWING, PROCESSED
+from kvconvert.bundle.generation import DRAWING, MOST_NGRAM, NGRAMS, PROCESSED
 from kvconvert.errors import UsageError, did_you_mean, first_line
 from kvconvert.kernels.sampling import COLDEST, HOTTEST
 from kvconvert.kernels.sampling import sample as sample  # kept importable from here
@@ -157,6 +157,9 @@ def logits_processors(
         UsageError: a setting that transformers does not accept.
     """
     settings = {n: v for n, v in sampling.settings.items() if not (sampling.greedy and n in DRAWING)}
+    for name in NGRAMS:
+        if isinstance(size := settings.get(name), int) and size > MOST_NGRAM:
+            raise UsageError(f"`settings` has {name} = {size:,}; an n-gram has {MOST_NGRAM} tokens at most.")
     if not stops:
         settings.pop("exponential_decay_length_penalty", None)  # there is nothing that it could make likelier
     if not settings and constraint is None:

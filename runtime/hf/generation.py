@@ -17,7 +17,15 @@ from transformers.generation import GenerationConfig, GenerationMode
 
 from kvconvert.arguments import checked
 from kvconvert.bundle.generation import NEUTRAL, PROCESSED
-from kvconvert.errors import CacheError, KvconvertError, UnsupportedModelError, UsageError, counted, first_line
+from kvconvert.errors import (
+    CacheError,
+    KvconvertError,
+    NumericError,
+    UnsupportedModelError,
+    UsageError,
+    counted,
+    first_line,
+)
 from kvconvert.kernels.launches import make_ready, record_specializations
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme
@@ -33,6 +41,10 @@ from kvconvert.runtime.hf.states import read_by_sequence, state_bits
 
 # Generated tokens whose steps are recorded before a prompt is read.
 PREPARED_TOKENS = 2048
+NO_NUMBERS = (
+    "The model computes NaN or infinity after a prompt, so no token can be chosen; its weights are damaged, or too "
+    "large for their dtype: fetch or convert it again."
+)
 
 logger = logging.getLogger(__name__)
 
@@ -194,6 +206,9 @@ class BundleModel:
         # The caller may have read the first parts, too.
         if isinstance(cache, KVCache) and any(group.reading_prompt for group in cache.groups):
             seal_prompt(self, cache, input_ids)
+        # transformers takes the first token of the vocabulary where none can be chosen.
+        if not bool(output.logits[:, -1].amax(-1).isfinite().all()):
+            raise NumericError(NO_NUMBERS)
         return output
 
     def set_attn_implementation(self, attn_implementation: str | dict, *args: Any, **kwargs: Any) -> None:

@@ -122,11 +122,12 @@ def generation_settings(
         )
     parts = (config, config.get_text_config(decoder=True))
     configured = [getattr(part, "eos_token_id", None) for part in parts]
+    vocabulary = getattr(parts[1], "vocab_size", None)
     if tokenizer is None:
-        return read_generation(stated, stop_tokens(stated, configured))
+        return read_generation(stated, stop_tokens(stated, configured), vocabulary)
     special = {*getattr(tokenizer, "added_tokens_decoder", ()), *getattr(tokenizer, "all_special_ids", ())}
     end = getattr(tokenizer, "eos_token_id", None)
-    return read_generation(stated, stop_tokens(stated, configured, end, special))
+    return read_generation(stated, stop_tokens(stated, configured, end, special), vocabulary)
 
 
 def read_generation_config(

@@ -12,7 +12,7 @@ from tiny.bundle import edit_json, reseal
 from tiny.llama import write_tiny_bundle
 
 from kvconvert import KvconvertError, load
-from kvconvert.bundle.generation import PROCESSED, read_generation, stop_tokens
+from kvconvert.bundle.generation import NGRAMS, PROCESSED, read_generation, stop_tokens
 from kvconvert.console import Console
 from kvconvert.errors import BundleError, UsageError
 from kvconvert.runtime import Engine, Sampling
@@ -284,6 +284,24 @@ def test_what_makes_the_end_likelier_means_nothing_where_no_token_ends_a_text():
     assert read_generation(stated, [7]).values == {**stated, "eos_token_id": 7}
 
 
+def test_what_is_no_token_of_the_model_ends_no_text_and_cannot_become_likelier(stating):
+    stated = {"exponential_decay_length_penalty": [2, 1.5], "eos_token_id": [10**6]}
+    assert read_generation(stated, vocabulary=10**6) == read_generation({})
+    model, tokenizer = load(stating(**stated), dtype=torch.float32)
+    ends = Engine(model, tokenizer).generation.stops
+    assert ends
+    assert max(ends) < model.config.vocab_size
+
+
+@pytest.mark.parametrize("name", NGRAMS)
+def test_ngrams_longer_than_any_are_refused_and_not_copied_as_often(name, stating):
+    model, _ = load(stating(), dtype=torch.float32)
+    with pytest.raises(UsageError, match=rf"{name} = 1,000,000,000; an n-gram has 256 tokens at most"):
+        model.generate(torch.tensor([PROMPT]), max_new_tokens=2, **{name: 10**9})
+    with pytest.raises(UsageError, match=name):
+        Engine(model).add(PROMPT, sampling=Sampling(settings={name: 10**9}))
+
+
 @pytest.mark.quick("presence_penalty")
 @pytest.mark.parametrize(
     "fields",
@@ -315,6 +333,7 @@ def test_a_setting_that_nothing_applies_is_shown_without_escapes_of_a_terminal()
 @pytest.mark.parametrize(
     "text",
     [
+        *('{"encoder_no_repeat_ngram_size": 1000000000}', '{"no_repeat_ngram_size": 257}'),
         *('{"temperature": "hot"}', '{"temperature": -1}', '{"temperature": NaN}', '{"temperature": true}'),
         *('{"top_k": 2.5}', '{"top_k": -2}', '{"top_k": 1e30, "do_sample": true}', '{"top_p": -0.1}'),
         *('{"do_sample": "yes"}', '{"do_sample": 1}', '{"repetition_penalty": -1}', '{"repetition_penalty": "1.1"}'),

@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import math
 import random
 import re
 import signal
@@ -193,6 +194,38 @@ def test_a_failed_step_is_an_error_and_the_server_goes_on(stream):
         assert (told["type"], told["code"]) == ("server_error", "model_failed")
         assert here.ask(body={"prompt": "hello", "max_tokens": 3})[0] == 200
         assert here.ask("/health")[0] == 200
+
+
+class Infinite(FakeModel):
+    """Computes no number as the logit of a token: of the first one after a prompt, or of those after it."""
+
+    def __init__(self, logit, first):
+        super().__init__()
+        self.logit, self.first = logit, first
+
+    def _read(self, cache, ids, positions):
+        logits = super()._read(cache, ids, positions)
+        for row, sequence in enumerate(cache.rows):
+            if sequence and sequence[0] == ord("b") - 31 and (self.first or cache.open):
+                logits[row, 0, 40] = self.logit
+        return logits
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("logit", "first", "logprobs"), [(math.nan, True, None), (math.inf, True, 2), (math.nan, False, 0)]
+)
+def test_what_is_no_number_is_an_error_and_no_token(logit, first, logprobs, stream):
+    with serving(Infinite(logit, first), Letters()) as here:
+        body = {"prompt": ["ask", "bad"], "max_tokens": 3, "ignore_eos": True, "logprobs": logprobs, "stream": stream}
+        connection, response = here.open(body=body)
+        with contextlib.closing(connection):
+            assert response.status == (200 if stream else 500)
+            last = response.read().decode().removesuffix("\n\n").split("\n\n")[-1]
+            assert json.loads(last.removeprefix("data: "))["error"]["code"] == "model_failed"
+        assert here.ask(body=body | {"prompt": "ask", "stream": False})[0] == 200
+        here.idle()
+        assert here.engine.stats().failed == 1
 
 
 def test_at_its_end_the_server_finishes_what_runs_and_refuses_what_comes(slow):

@@ -43,6 +43,16 @@ def test_pieces_add_up_to_the_text_and_show_no_incomplete_character(tokenizer, t
     assert sum(map(bool, shown)) > 3
 
 
+def test_no_letter_is_lost_where_a_tokenizer_takes_spaces_out_of_what_it_decodes():
+    cleans = {"clean_up_tokenization_spaces": True}
+    cleans["clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"] = True
+    tokenizer = AutoTokenizer.from_pretrained(REFERENCE, **cleans)
+    text = " I do n't ; they 're . And I 'm ? No !"
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert tokenizer.decode(ids) != text
+    assert "".join(pieces(TextStream(tokenizer, ids[:1]), ids[1:])) == text[len(tokenizer.decode(ids[:1])) :]
+
+
 def test_bytes_that_never_become_a_character_are_shown_at_the_end(tokenizer):
     ids = tokenizer("🌍", add_special_tokens=False).input_ids
     assert len(ids) > 1

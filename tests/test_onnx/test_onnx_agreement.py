@@ -73,6 +73,19 @@ def test_a_quantized_cache_gives_the_tokens_of_the_same_codes(tmp_path, name, bi
     check(model, StaticCache(plan, bits), tmp_path / "onnx", random_ids(1, PROMPT)[0].tolist())
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("llama", {"sliding_window": 5}),
+        ("gemma3_text", {"rope_parameters": {"rope_type": "linear", "rope_theta": 7.0, "factor": 3.0}}),
+    ],
+)
+def test_what_the_model_passes_over_in_its_configuration_the_graph_does_too(tmp_path, name, settings):
+    model, _ = converted_tiny(name, tmp_path / "bundle", **settings)
+    export_onnx(tmp_path / "bundle", tmp_path / "onnx", kv_cache="float")
+    check(model, DynamicCache(), tmp_path / "onnx", random_ids(1, PROMPT)[0].tolist())
+
+
 @pytest.mark.parametrize("rope", [pytest.param(name, marks=() if name == "yarn" else FULL) for name in ROPES])
 def test_scaled_ropes_are_in_the_tables(tmp_path, rope):
     parameters = {"rope_type": rope, "rope_theta": 10000.0} | ROPES[rope]

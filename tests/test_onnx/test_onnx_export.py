@@ -250,6 +250,12 @@ def test_a_soft_cap_between_zero_points_and_softmax_is_refused(tmp_path):
             "only a part of each head",
         ),
         ("llama", {"hidden_act": "relu"}, "activation is relu"),
+        ("llama", {"head_dim": 24}, "heads have 24 channels, no multiple of 16"),
+        (
+            "qwen3",
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+            "RoPE is of type None",
+        ),
         ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional"),
     ],
 )

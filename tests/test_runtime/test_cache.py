@@ -130,6 +130,18 @@ def test_a_sliding_layer_drops_pages_that_no_query_can_see(chunk):
     assert cache.stats().tokens <= 150 + 128 + 16
 
 
+@pytest.mark.parametrize("window", [{"sliding_window": 100}, {"attention_chunk_size": 100}], ids=str)
+def test_a_window_that_the_model_passes_over_drops_nothing(window):
+    model = tiny_model("llama", "eager", num_hidden_layers=1, **window)
+    ids = random_ids(1, 400)
+    expected = model(ids, use_cache=False).logits
+    model.set_attn_implementation("kvconvert")
+    cache = KVCache(model.config, KVScheme(key_bits=16, value_bits=16))
+    got = torch.cat([model(part, past_key_values=cache).logits for part in ids.split(130, 1)], 1)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)  # float32 sums in another order
+    assert cache.stats().tokens == 400
+
+
 @pytest.mark.parametrize("bits", [2, 3])
 def test_crop_takes_back_recorded_tokens_exactly(bits):
     model = tiny_model("llama", "kvconvert", num_hidden_layers=2)

@@ -29,9 +29,10 @@ from transformers.distributed import DistributedConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from kvconvert import KVCache, calibrate, export, load
-from kvconvert.errors import BundleError, CheckpointError, RecipeError, UsageError
+from kvconvert.errors import BundleError, CheckpointError, NumericError, RecipeError, UsageError
 from kvconvert.kernels.linear import DenseLinear, QuantizedLinear
 from kvconvert.models.processors import load_tokenizer
+from kvconvert.runtime.engine import Engine
 from kvconvert.runtime.hf import load as runtime_load
 
 REFERENCE = Path(__file__).resolve().parents[2] / "examples" / "reference-lm"
@@ -107,6 +108,21 @@ def test_a_batch_is_padded_on_the_left_and_continues_every_prompt(bundle):
     together = model.generate(**tokenizer(texts, return_tensors="pt", padding=True), max_new_tokens=6, **GREEDY)
     alone = model.generate(**tokenizer(texts[:1], return_tensors="pt"), max_new_tokens=6, **GREEDY)
     assert together[0, -6:].tolist() == alone[0, -6:].tolist()
+
+
+def test_what_is_no_number_is_no_token(bundle):
+    model, tokenizer = load(bundle)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(torch.finfo(model.dtype).max)
+    ids = tokenizer(["It was"], return_tensors="pt")["input_ids"]
+    with pytest.raises(NumericError, match="no token can be chosen"):
+        model.generate(ids, max_new_tokens=3, **GREEDY)
+    engine = Engine(model)
+    for tokens in (1, 3):
+        request = engine.add(ids, max_new_tokens=tokens)
+        with pytest.raises(NumericError, match="no token can be chosen"):
+            engine.run()
+        assert (request.tokens, request.finish_reason) == ([], "error")
 
 
 def test_a_bundle_without_tokenizer_is_one_sentence(bundle, tmp_path):
