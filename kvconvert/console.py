@@ -97,6 +97,7 @@ class Console:
         choice: how tokens are chosen.
         system: message before every conversation, for models with a chat template.
         parse_special: take special tokens that are spelled in messages for the tokens themselves, not for text.
+        head_bits: see `load`.
     """
 
     def __init__(
@@ -109,13 +110,15 @@ class Console:
         choice: Choice | None = None,
         system: str | None = None,
         parse_special: bool = False,
+        head_bits: int | None = None,
     ) -> None:
         place = choose_device(device)
         shared_renderer().start()  # beside loading
         stated = None if dtype is None else compute_dtype(dtype, place, None)
         self.model: PreTrainedModel
         # On a GPU a model computes in its own dtype, on a CPU in what `load` finds best there.
-        self.model, processor = load(bundle, dtype=stated or ("auto" if place.type == "cuda" else None))
+        wanted = stated or ("auto" if place.type == "cuda" else None)
+        self.model, processor = load(bundle, dtype=wanted, head_bits=head_bits)
         self.model.to(place)
         self.tokenizer: PreTrainedTokenizerBase = tokenizer_of(processor)
         self.prompts = ChatPrompts(processor, self.model.config, parse_special=parse_special)

@@ -107,6 +107,12 @@ def dtype_option(default: str) -> Option:
     return click.option("--dtype", callback=check_dtype, metavar="T", help=help)
 
 
+def head_option() -> Option:
+    """--head-bits."""
+    help = "8 rounds the embedding and the head, which bundles have in 16 bits, as they are loaded."
+    return click.option("--head-bits", type=click.Choice([8]), metavar="8", help=help)
+
+
 def seed_option(**attributes: Any) -> Option:
     """--seed."""
     return click.option("--seed", callback=check_seed, metavar="S", **{"type": AnyWhole()} | attributes)

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kvconvert.commands import count_option, device_option, dtype_option, quiet
+from kvconvert.commands import count_option, device_option, dtype_option, head_option, quiet
 from kvconvert.errors import UsageError
 
 
@@ -34,6 +34,7 @@ from kvconvert.errors import UsageError
 )
 @device_option()
 @dtype_option("the model's, on a CPU float32")
+@head_option()
 @click.option(
     "--harness", "tasks", metavar="TASK,...", help="Measure tasks of lm-evaluation-harness, or .yaml files, instead."
 )
@@ -68,6 +69,11 @@ def evaluate(
     With --task, both solve the problems of a benchmark instead; programs that they write run in processes of their own.
     With --harness, tasks of lm-evaluation-harness are measured instead, and with --against those of that model, too.
     """
+    if options["head_bits"] is None:
+        del options["head_bits"]
+    elif write or tasks is not None or task is not None:
+        flag = "--write" if write else "--harness" if tasks is not None else "--task"
+        raise UsageError(f"--head-bits does not apply to {flag}; leave one of them out.")
     other = {"only": only, "harness": tasks, "task": task}
     instead = next((f"--{name}" for name, value in other.items() if value is not None), None)
     for flag, asked in (("--write records", write), ("--full is", full)):

@@ -12,7 +12,17 @@ from typing import Any
 
 import click
 
-from kvconvert.commands import AnyWhole, Number, Place, count_option, device_option, dtype_option, quiet, seed_option
+from kvconvert.commands import (
+    AnyWhole,
+    Number,
+    Place,
+    count_option,
+    device_option,
+    dtype_option,
+    head_option,
+    quiet,
+    seed_option,
+)
 from kvconvert.errors import UsageError
 
 _MOST_INPUT = 2**24  # characters of standard input, which may have no end
@@ -42,6 +52,7 @@ _MOST_INPUT = 2**24  # characters of standard input, which may have no end
 @click.option("--parse-special", is_flag=True, help="Read special tokens that messages spell as such, and not as text.")
 @device_option()
 @dtype_option("what the bundle loads in")
+@head_option()
 def generate(
     bundle: str,
     text: str | None,

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from kvconvert.commands import ByteSize, Place, Whole, check_device, dtype_option, quiet
+from kvconvert.commands import ByteSize, Place, Whole, check_device, dtype_option, head_option, quiet
 from kvconvert.errors import KvconvertError, MissingError, UsageError, unreadable
 from kvconvert.io.process import end_process
 
@@ -54,6 +54,7 @@ class _Seconds(click.FloatRange):
 )
 @click.option("--device", callback=check_device, metavar="D", help="cpu or cuda; a GPU by default if there is one.")
 @dtype_option("what the bundle loads in")
+@head_option()
 @click.option("--served-model-name", "name", metavar="NAME", help="Name of the model; by default BUNDLE's own.")
 @click.option(
     "--kv-memory",
@@ -168,6 +169,7 @@ def serve(
     port: int,
     device: str | None,
     dtype: str | None,
+    head_bits: int | None,
     name: str | None,
     kv_memory: int | None,
     max_batch: int,
@@ -244,7 +246,8 @@ def serve(
     place = choose_device(device)
     stated = None if dtype is None else compute_dtype(dtype, place, None)
 
-    model, processor = load(bundle, dtype=stated or ("auto" if place.type == "cuda" else None))
+    wanted = stated or ("auto" if place.type == "cuda" else None)
+    model, processor = load(bundle, dtype=wanted, head_bits=head_bits)
     model = model.to(place)  # type: ignore[arg-type]
     engine = Engine(
         model,

@@ -19,7 +19,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvconvert.arguments import NAMED, BundlePlace, Count, ModelPlace, checked
+from kvconvert.arguments import NAMED, BundlePlace, Count, HeadBits, ModelPlace, checked
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.data.sources import EVALUATION
@@ -102,6 +102,7 @@ def evaluate(
     seed: int = 0,
     drills: DrillCounts | None = None,
     drawings: Count = DRAWINGS,
+    head_bits: HeadBits | None = None,
     for_record: bool = False,
     progress: bool = True,
 ) -> FidelityReport:
@@ -122,6 +123,7 @@ def evaluate(
         seed: the seed of the choice of text, of drills and of the bootstrap.
         drills: how many prompts of each kind.
         drawings: how many conversations about an image a vision-language model is compared on.
+        head_bits: of the bundle, see `load`.
         for_record: refuse, before anything is measured, a source whose figures `record` would not write.
         progress: an estimate of the time, and bars, on stderr.
 
@@ -168,7 +170,7 @@ def evaluate(
 
     say("Loading it and its source.")
     with loading_bars(progress):
-        model, processor = load(directory, dtype=computed_in, verify="headers")  # hashed a moment ago
+        model, processor = load(directory, dtype=computed_in, verify="headers", head_bits=head_bits)  # hashed before
     opened.files.check_unchanged()
     model = model.to(place).eval()
     tokenizer = tokenizer_of(processor)

@@ -17,6 +17,7 @@ from transformers import LogitsProcessor
 from kvconvert.arguments import Count, Natural, checked
 from kvconvert.errors import KvconvertError, NumericError, UsageError
 from kvconvert.kernels.device import upload
+from kvconvert.kernels.launches import skips_launches
 from kvconvert.models.positions import check_chunk
 from kvconvert.runtime.engine.model_steps import ModelSteps, PromptChunk
 from kvconvert.runtime.engine.prefixes import Prefixes, no_prefixes
@@ -411,7 +412,7 @@ class Engine:
                     request.prompt_cache = None
                     with self._lock:
                         self._scheduler.start(request)
-        if ended:
+        if ended and not skips_launches():
             largest = self._steps.fetch(logits[upload([*ended.values()], logits.device)].amax(-1).float())
             for place, request in enumerate(ended):
                 joined[request] = partial(_check_first, joined.get(request), largest, place)

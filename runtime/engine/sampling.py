@@ -159,7 +159,7 @@ def logits_processors(
     settings = {n: v for n, v in sampling.settings.items() if not (sampling.greedy and n in DRAWING)}
     for name in NGRAMS:
         if isinstance(size := settings.get(name), int) and size > MOST_NGRAM:
-            raise UsageError(f"`settings` has {name} = {size:,}; an n-gram has {MOST_NGRAM} tokens at most.")
+            raise UsageError(f"`settings` has {name} = {size:,}; an n-gram has {MOST_NGRAM:,} tokens at most.")
     if not stops:
         settings.pop("exponential_decay_length_penalty", None)  # there is nothing that it could make likelier
     if not settings and constraint is None:

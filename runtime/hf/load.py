@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from kvconvert.arguments import BundlePlace, checked
+from kvconvert.arguments import BundlePlace, HeadBits, checked
 from kvconvert.bundle.files import read_settings
 from kvconvert.bundle.generation import NAME as GENERATION_CONFIG
 from kvconvert.bundle.generation import GenerationSettings, read_generation, stop_tokens
@@ -20,6 +20,7 @@ from kvconvert.models.configuration import context_length, model_class, read_con
 from kvconvert.models.devices import choose_device
 from kvconvert.models.processors import has_processor, load_processor, load_tokenizer, tokenizer_of
 from kvconvert.runtime.hf.bundle_quantizer import WHOLE, BundleConfig, Verify, check_fits
+from kvconvert.runtime.hf.vocabulary import narrow_vocabulary
 
 Place = str | int | torch.device
 MAPS = ("auto", "balanced", "balanced_low_0", "sequential")  # places that are no devices
@@ -34,6 +35,7 @@ def load(
     | None = None,
     tp_plan: Any = None,
     verify: Verify = "full",
+    head_bits: HeadBits | None = None,
     revision: str | None = None,
     token: str | bool | None = None,
     local_files_only: bool = False,
@@ -53,6 +55,8 @@ def load(
         device_map: as in `from_pretrained`.
         tp_plan: None. Bundles are not divided among processes here: the vLLM plugin serves tensor parallelism.
         verify: "full" hashes every file; "headers" trusts the contents and checks everything else.
+        head_bits: 8 rounds the embedding and the head, which bundles have in 16 bits, as they are loaded: half of their
+            memory, which in models of a few hundred million parameters is much of all.
         revision: branch, tag or commit of a Hub repository.
         token: for private repositories; None takes the one stored by `hf auth login`, False sends none.
         local_files_only: use a Hub repository only as far as it is in the Hub's cache; nothing is fetched.
@@ -61,6 +65,7 @@ def load(
         BundleError: there is no bundle, it cannot be fetched, or it does not hold what its manifest says.
         UsageError: an argument that is not possible, or the processor needs a package that is not installed.
         CheckpointError: transformers cannot load the tokenizer or the processor.
+        UnsupportedModelError: a head or an embedding of a kind that `head_bits` does not take.
     """
     if tp_plan is not None:
         raise UsageError(WHOLE)
@@ -91,6 +96,8 @@ def load(
             device_map=device_map,
             generation_config=generation,
         )
+    if head_bits is not None:
+        narrow_vocabulary(model)
     return model, processor
 
 

@@ -1,0 +1,49 @@
+"""Logits from rows of 8 bits: a code is exact in the activations' dtype, and the scale of its row follows the sum."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvconvert.kernels.device import compiles
+from kvconvert.kernels.launches.triton import kernel
+from kvconvert.kernels.linear.triton import multiply
+
+TOKENS, STEP = 64, 128  # of the vocabulary in a program, channels at a time
+MOST_ROWS = 64  # of the activations in a program
+
+
+@kernel(do_not_specialize=["rows", "vocabulary"])
+def logits_kernel(
+    x, codes, scales, logits, rows, vocabulary, SIZE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    STEP: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of x [rows, SIZE] times TOKENS of the vocabulary's."""
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    there, known = (row < rows)[:, None], (token < vocabulary)[:, None]
+    total = tl.zeros([ROWS, TOKENS], tl.float32)
+    for begin in range(0, SIZE, STEP):
+        channel = begin + tl.arange(0, STEP)
+        inside = (channel < SIZE)[None, :]
+        part = tl.load(x + row.to(tl.int64)[:, None] * SIZE + channel[None, :], mask=there & inside, other=0.0)
+        code = tl.load(codes + token.to(tl.int64)[:, None] * SIZE + channel[None, :], mask=known & inside, other=0)
+        total = multiply(part, tl.trans(code.to(tl.float32).to(part.dtype)), total, COMPILED)
+    total *= tl.load(scales + token, mask=token < vocabulary, other=0.0)[None, :]
+    place = logits + row.to(tl.int64)[:, None] * vocabulary + token[None, :]
+    tl.store(place, total.to(logits.dtype.element_ty), mask=there & (token < vocabulary)[None, :])
+
+
+def logits(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    """[n, D] times codes [V, D] and scales [V]: [n, V]."""
+    found = x.new_empty(len(x), len(codes))
+    if not found.numel():
+        return found
+    rows = min(MOST_ROWS, max(16, triton.next_power_of_2(len(x))))
+    grid = triton.cdiv(len(codes), TOKENS), triton.cdiv(len(x), rows)
+    logits_kernel[grid](
+        x, codes, scales, found, len(x), len(codes), SIZE=x.shape[1], ROWS=rows, TOKENS=TOKENS, STEP=STEP,
+        COMPILED=compiles(x.device), num_warps=4,
+    )  # fmt: skip
+    return found

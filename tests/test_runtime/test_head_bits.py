@@ -1,0 +1,63 @@
+"""Bundles loaded with an embedding and a head of 8 bits."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from tiny.models import ARCHITECTURES, random_ids, tiny_model
+
+from kvconvert.cli import cli
+from kvconvert.errors import UnsupportedModelError, UsageError
+from kvconvert.runtime import load
+from kvconvert.runtime.hf.vocabulary import narrow_vocabulary
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "format-1"
+
+
+def test_a_bundle_computes_nearly_what_it_does_in_16_bits():
+    ids = random_ids(1, 40)
+    logits = []
+    for bits in (None, 8):
+        model, _ = load(GOLDEN, dtype=torch.float32, head_bits=bits)
+        logits.append(model(ids % model.config.vocab_size).logits)
+        model.generate(ids % model.config.vocab_size, max_new_tokens=3, pad_token_id=0)
+    assert 0 < float((logits[0] - logits[1]).norm() / logits[0].norm()) < 0.02
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_is_one_tensor_stays_one(tied):
+    model = tiny_model("llama", tie_word_embeddings=tied, vocab_size=128)
+    before = {name for name, _ in model.named_parameters()}
+    narrow_vocabulary(model)
+    assert (model.get_input_embeddings().table is model.get_output_embeddings().table) == tied
+    assert {name for name, _ in model.named_parameters()} == before - {"model.embed_tokens.weight", "lm_head.weight"}
+    cast = model.to(torch.bfloat16)
+    assert cast.get_input_embeddings().table.scales.dtype == torch.float32
+    assert cast(random_ids(1, 5) % 128).logits.dtype == torch.bfloat16
+
+
+def test_embeddings_that_are_scaled_stay_so():
+    model = ARCHITECTURES["gemma3_text"].build()
+    ids = random_ids(2, 6) % model.config.vocab_size
+    expected = model.get_input_embeddings()(ids)
+    narrow_vocabulary(model)
+    found = model.get_input_embeddings()(ids)
+    assert float((found - expected).norm() / expected.norm()) < 0.01
+
+
+def test_other_heads_are_refused_by_name():
+    model = tiny_model("llama")
+    model.set_output_embeddings(torch.nn.Bilinear(2, 2, 2))
+    with pytest.raises(UnsupportedModelError, match="this llama model has Embedding and Bilinear; leave it out"):
+        narrow_vocabulary(model)
+    with pytest.raises(UsageError, match="`head_bits`"):
+        load(GOLDEN, head_bits=4)
+
+
+def test_commands_take_it():
+    options = ["--head-bits", "8", "--max-new-tokens", "2", "--raw", "once"]
+    assert CliRunner().invoke(cli, ["generate", str(GOLDEN), *options]).exit_code == 0
+    refused = CliRunner().invoke(cli, ["eval", str(GOLDEN), "--head-bits", "8", "--write"])
+    assert refused.exit_code == 2
+    assert "--head-bits does not apply to --write" in refused.output
