@@ -31,6 +31,11 @@ class _Rows(nn.Module):
         return VocabularyRows(self.codes, self.scales)
 
 
+def _nothing_like(weight: Tensor) -> Tensor:
+    """Weights [0, D], for models that ask for their dtype or device."""
+    return weight.new_empty(0, weight.shape[1])
+
+
 class NarrowEmbedding(nn.Module):
     """An embedding of 8 bits.
 
@@ -43,11 +48,11 @@ class NarrowEmbedding(nn.Module):
         super().__init__()
         self.table, self.num_embeddings, self.embedding_dim = rows, like.num_embeddings, like.embedding_dim
         self.register_buffer(SCALE, getattr(like, SCALE, None), persistent=False)
-        self.register_buffer("like", like.weight.new_empty(0), persistent=False)  # dtype of what it gives
+        self.register_buffer("weight", _nothing_like(like.weight), persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         """[*ids.shape, D]."""
-        found = self.table.rows().embeddings(ids, self.like.dtype)
+        found = self.table.rows().embeddings(ids, self.weight.dtype)
         return found if self.embed_scale is None else found * self.embed_scale.to(found.dtype)
 
 
@@ -57,6 +62,7 @@ class NarrowHead(nn.Module):
     def __init__(self, rows: _Rows, like: nn.Linear):
         super().__init__()
         self.table, self.bias = rows, like.bias
+        self.register_buffer("weight", _nothing_like(like.weight), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits [..., V] of hidden states [..., D]."""
