@@ -22,8 +22,9 @@ class _Rows(nn.Module):
         self.register_buffer("scales", rows.scales)
 
     def _apply(self, fn: Any, recurse: bool = True) -> _Rows:
+        scales = self.scales
         super()._apply(fn, recurse)
-        self.scales = self.scales.float()  # whatever the model is cast to
+        self.scales = scales.to(self.codes.device)  # in float32, whatever the model is cast to
         return self
 
     def rows(self) -> VocabularyRows:
