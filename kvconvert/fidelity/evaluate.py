@@ -186,7 +186,7 @@ def evaluate(
             noise = _noise(checkpoint, place, computed_in, samples.ids[:1, : NOISE_TOKENS + 1])
     with loading_bars(progress):
         source_model = _source_model(checkpoint, place, computed_in)
-    vocabulary, own = (m.get_output_embeddings().weight.shape[0] for m in (source_model, model))
+    vocabulary, own = (m.get_output_embeddings().out_features for m in (source_model, model))
     _check_vocabularies(checkpoint.id, vocabulary, own)
     source = Decoder.plain(source_model)
     drills = drills or DrillCounts.for_tokens(tokens)

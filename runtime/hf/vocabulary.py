@@ -62,7 +62,7 @@ class NarrowHead(nn.Module):
 
     def __init__(self, rows: _Rows, like: nn.Linear):
         super().__init__()
-        self.table, self.bias = rows, like.bias
+        self.table, self.bias, self.out_features = rows, like.bias, like.out_features
         self.register_buffer("weight", _nothing_like(like.weight), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from tiny.models import ARCHITECTURES, random_ids, tiny_model
 
 from kvconvert.cli import cli
 from kvconvert.errors import UnsupportedModelError, UsageError
+from kvconvert.fidelity.evaluate import evaluate
 from kvconvert.runtime import load
 from kvconvert.runtime.hf.vocabulary import narrow_vocabulary
 
@@ -61,3 +62,9 @@ def test_commands_take_it():
     refused = CliRunner().invoke(cli, ["eval", str(GOLDEN), "--head-bits", "8", "--write"])
     assert refused.exit_code == 2
     assert "--head-bits does not apply to --write" in refused.output
+
+
+def test_what_a_head_of_8_bits_loses_is_measured(converted):
+    options = {"against": converted / "model", "tokens": 64, "only": ["kl"], "progress": False}
+    plain, narrow = (evaluate(converted / "bundle", head_bits=bits, **options).kl.mean for bits in (None, 8))
+    assert plain != narrow == pytest.approx(plain, rel=0.2)
