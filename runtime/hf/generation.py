@@ -26,7 +26,7 @@ from kvconvert.errors import (
     counted,
     first_line,
 )
-from kvconvert.kernels.launches import make_ready, record_specializations
+from kvconvert.kernels.launches import make_ready, record_specializations, skips_launches
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme
 from kvconvert.models import CACHE, CACHE_NAMES
@@ -207,7 +207,7 @@ class BundleModel:
         if isinstance(cache, KVCache) and any(group.reading_prompt for group in cache.groups):
             seal_prompt(self, cache, input_ids)
         # transformers takes the first token of the vocabulary where none can be chosen.
-        if not bool(output.logits[:, -1].amax(-1).isfinite().all()):
+        if not skips_launches() and not bool(output.logits[:, -1].amax(-1).isfinite().all()):
             raise NumericError(NO_NUMBERS)
         return output
 
