@@ -187,6 +187,9 @@ def check_tokenizer(directory: Path) -> None:
     path = directory / "tokenizer.json"
     if path.is_file():
         _try_tokenizer(path, path.resolve())
+    for path in (directory / name for name in ("tokenizer_config.json", "special_tokens_map.json")):
+        if path.is_file():
+            _check_special(path)
     for path in directory.glob("*tekken*.json"):
         _check_tekken(path)
     for path in (*directory.glob("*.model"), *directory.glob("*.tiktoken")):
@@ -206,17 +209,23 @@ def _check_class(directory: Path, key: str) -> None:
     """
     name = None
     for path in (directory / name for name in _STATING if (directory / name).is_file()):
-        try:
-            stated = read_json(path)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(unreadable(path, error)) from error
-        if not isinstance(stated, dict):
-            raise CheckpointError(f"{path} holds no JSON object; fetch the file again.")
+        stated = _read_object(path)
         if name is None and (name := stated.get(key)) is not None:
             found = getattr(transformers, name, None) if isinstance(name, str) else None
             # A stand-in for a class whose packages are missing, and what is no class, refuse by themselves.
             if isinstance(found, type) and not (issubclass(found, _CLASSES[key]) or isinstance(found, DummyObject)):
                 raise CheckpointError(f"{path} says that {key} is {name}, which is none; fetch the file again.")
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The object in a file of settings (CheckpointError: there is none)."""
+    try:
+        stated = read_json(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(unreadable(path, error)) from error
+    if not isinstance(stated, dict):
+        raise CheckpointError(f"{path} holds no JSON object; fetch the file again.")
+    return stated
 
 
 def _keep_all_merges(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
@@ -269,6 +278,27 @@ def _named_tokenizer(directory: Path) -> type | None:
 _MOST_BASE64, _MOST_SPECIAL = 2**12, 2**16
 _LONG_LINE = re.compile(rb"^[A-Za-z0-9+/=]{%d}" % _MOST_BASE64, re.MULTILINE)
 _TOO_LONG = "{} has a token of more than " + f"{_MOST_BASE64} letters; fetch the model's tokenizer again."
+
+
+# How many special tokens there are besides those that files describe, and those that are only named, of which
+# transformers compares each with all.
+_COUNTS = ("extra_ids", "offset")
+_NAMED_SPECIAL = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
+_MOST_NAMED = 2**15
+
+
+def _check_special(path: Path) -> None:
+    """Refuse (CheckpointError) settings of a tokenizer that ask for far more special tokens than any model has."""
+    stated = _read_object(path)
+    counts = {name: value for name in _COUNTS if isinstance(value := stated.get(name), int)}
+    counts |= {name: len(value) for name in _NAMED_SPECIAL if isinstance(value := stated.get(name), list | dict)}
+    counts["its fields"] = len(stated)  # of which each that ends in _token is one
+    for name, count in counts.items():
+        if count > _MOST_NAMED:
+            raise CheckpointError(
+                f"{path} states {count:,} special tokens in {name}, more than {_MOST_NAMED:,}; fetch the model's "
+                "tokenizer again."
+            )
 
 
 def _check_tekken(path: Path) -> None:

@@ -227,6 +227,25 @@ def test_what_is_no_tokenizer_or_writes_no_token_is_refused(bundle, change):
         load(bundle, verify="headers")
 
 
+SPECIAL = [
+    ("tokenizer_config.json", {"tokenizer_class": "T5Tokenizer", "extra_ids": 10**9}),
+    ("tokenizer_config.json", {"tokenizer_class": "PegasusTokenizer", "offset": 10**9}),
+    ("tokenizer_config.json", {"additional_special_tokens": ["<x>"] * 40_000}),
+    ("special_tokens_map.json", {"additional_special_tokens": ["<x>"] * 40_000}),
+    ("tokenizer_config.json", {"model_specific_special_tokens": {f"a{i}": "<x>" for i in range(40_000)}}),
+    ("tokenizer_config.json", {f"a{i}_token": "<x>" for i in range(40_000)}),
+]
+
+
+@pytest.mark.parametrize(("name", "change"), SPECIAL, ids=lambda value: str(value)[:40])
+def test_more_special_tokens_than_any_model_has_are_refused_before_they_are_made(tmp_path, name, change):
+    (tmp_path / "tokenizer_config.json").write_bytes((GOLDEN / "tokenizer_config.json").read_bytes())
+    (tmp_path / "tokenizer.json").write_bytes((GOLDEN / "tokenizer.json").read_bytes())
+    (tmp_path / name).write_text(json.dumps(json.loads((GOLDEN / "tokenizer_config.json").read_text()) | change))
+    with pytest.raises(CheckpointError, match=rf"{name} states [\d,]+ special tokens in [\w ]+, more than 32,768"):
+        load_tokenizer(tmp_path)
+
+
 def test_a_tokenizer_whose_packages_are_missing_is_one_sentence(bundle, monkeypatch):
     class SiglipTokenizer(metaclass=import_utils.DummyObject):
         _backends = ("sentencepiece",)
@@ -359,7 +378,8 @@ def test_tokenizer_files_of_other_types_are_one_sentence(bundle, name, content):
     fields["files"][name] = {"size": 0, "sha256": ""}
     (bundle / "kvconvert.json").write_text(json.dumps(fields))
     reseal(bundle)
-    with pytest.raises(KvconvertError, match=r"^[^\n]*has no tokenizer that transformers can load[^\n]*$"):
+    said = "holds no JSON object" if content == [] else "has no tokenizer that transformers can load"
+    with pytest.raises(KvconvertError, match=rf"^[^\n]*{said}[^\n]*$"):
         load(bundle, verify="headers")
 
 
