@@ -1,12 +1,15 @@
 """Several sources share the samples by weight, and what is unlike the model is said."""
 
 import hashlib
+from pathlib import Path
 
 import pytest
 from test_data import CHAT, spoken, word_tokenizer, words, write_jsonl
 from transformers import LlamaConfig
 
 from kvconvert.data.samples import (
+    CHAT_TOKENS,
+    TEXT_TOKENS,
     default_tokens,
     load_held_out_mixture,
     load_mixture,
@@ -17,6 +20,8 @@ from kvconvert.data.samples import (
 from kvconvert.data.sources import check_sources, local_files, weighted_sources
 from kvconvert.data.text import load_token_samples
 from kvconvert.errors import DataError, UsageError
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.parametrize(
@@ -170,6 +175,13 @@ def test_small_chat_models_read_more_by_default(template, hidden_size, data, sam
     config = LlamaConfig(hidden_size=hidden_size, max_position_embeddings=4096)
     tokens = default_tokens(config, data, word_tokenizer(chat_template=template))
     assert text_shape(None, None, 4096, tokens) == (samples, 2048)
+
+
+def test_the_pages_state_how_many_samples_are_read_by_default():
+    usual, more = (text_shape(None, None, None, tokens)[0] for tokens in (TEXT_TOKENS, TEXT_TOKENS + CHAT_TOKENS))
+    quickstart, runtime = (" ".join((DOCS / page).read_text("utf8").split()) for page in ("quickstart.md", "runtime.md"))
+    assert f"runs {usual} text samples ({more} for small chat models)" in quickstart
+    assert f"`samples` ({usual} or {more})" in runtime
 
 
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + CHAT
