@@ -179,7 +179,8 @@ def test_small_chat_models_read_more_by_default(template, hidden_size, data, sam
 
 def test_the_pages_state_how_many_samples_are_read_by_default():
     usual, more = (text_shape(None, None, None, tokens)[0] for tokens in (TEXT_TOKENS, TEXT_TOKENS + CHAT_TOKENS))
-    quickstart, runtime = (" ".join((DOCS / page).read_text("utf8").split()) for page in ("quickstart.md", "runtime.md"))
+    pages = [(DOCS / page).read_text("utf8") for page in ("quickstart.md", "runtime.md")]
+    quickstart, runtime = (" ".join(page.split()) for page in pages)
     assert f"runs {usual} text samples ({more} for small chat models)" in quickstart
     assert f"`samples` ({usual} or {more})" in runtime
 
