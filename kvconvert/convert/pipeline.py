@@ -123,7 +123,8 @@ def calibrate(
         data: calibration data: a file, a directory or a Hub data set (see `kvconvert.data`), or a list of them, each
             with its weight as in "chat.jsonl=3". None takes what ships with kvconvert: text, or drawings with captions
             for a vision-language model.
-        samples: number of calibration sequences; None takes 16 of 2,048 tokens, or up to 64 of shorter ones.
+        samples: number of calibration sequences; None takes 16 of 2,048 tokens, 24 for small chat models, or up to 64
+            of shorter ones.
         seq_len: tokens in each; None takes 2,048, or what an image needs.
         seed: the seed of the choice of samples.
         device: on which layers are computed, "cpu" or "cuda"; None takes a GPU if there is one.

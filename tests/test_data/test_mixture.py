@@ -12,6 +12,8 @@ from test_data import CHAT, spoken, word_tokenizer, words, write_jsonl
 from transformers import LlamaConfig
 
 from kvconvert.data.samples import (
+    CHAT_TOKENS,
+    TEXT_TOKENS,
     default_tokens,
     load_held_out_mixture,
     load_mixture,
@@ -22,6 +24,8 @@ from kvconvert.data.samples import (
 from kvconvert.data.sources import CONVERSATIONS, check_sources, local_files, weighted_sources
 from kvconvert.data.text import load_token_samples
 from kvconvert.errors import DataError, UsageError
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.parametrize(
@@ -192,6 +196,14 @@ def test_conversations_that_ship_end_in_an_answer_whose_python_parses_and_are_as
     said = re.search(r"(\d+) conversations .*?\(`chat-calib.jsonl`: (\d+) .*?, (\d+) .*?, (\d+) others\)", notes)
     total, *kinds = map(int, said.groups())
     assert len({json.dumps(row) for row in rows}) == len(rows) == total == sum(kinds)
+
+
+def test_the_pages_state_how_many_samples_are_read_by_default():
+    usual, more = (text_shape(None, None, None, tokens)[0] for tokens in (TEXT_TOKENS, TEXT_TOKENS + CHAT_TOKENS))
+    pages = [(DOCS / page).read_text("utf8") for page in ("quickstart.md", "runtime.md")]
+    quickstart, runtime = (" ".join(page.split()) for page in pages)
+    assert f"runs {usual} text samples ({more} for small chat models)" in quickstart
+    assert f"`samples` ({usual} or {more})" in runtime
 
 
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + CHAT
