@@ -219,6 +219,8 @@ def test_a_pyramid_is_spread_over_the_layers():
     assert sum(found.heavy) == pytest.approx(3 * 0.25)
     assert found.heavy[0] > found.heavy[1] > found.heavy[2]
     assert budgets(manifest_with([KVScheme.preset("oscar")])) is None
+    shared = KVScheme.preset("minikv", selection="predicted", key_group_size=128, value_group_size=64)
+    assert budgets(manifest_with([shared] * 2)) is None, "layers share one, and keep what scores say"
 
 
 def test_tau_surfaces_are_relative_to_no_shift():
