@@ -292,6 +292,7 @@ def evaluate(
         seed=seed,
         versions=versions(),
         notes=tuple(notes),
+        head_bits=head_bits,
     )
 
 
