@@ -134,6 +134,17 @@ def test_every_recipe_that_the_readme_names_is_a_preset():
     assert {*named} <= {*preset_names()}
 
 
+def test_the_readme_says_of_a_bundle_what_choosing_does():
+    """Sizes of the weights, and shares of the problems that are solved."""
+    choosing = text("docs/choosing.md")
+    size = re.search(r"Qwen2.5-Coder-1.5B-Instruct \| default \| ([\d,]+) \|", choosing)[1]
+    shares = r"^\|[^|\n]+\|([^|\n]+)\| ?([\d.]+)[^|\n]*\| ?([\d.]+)[^|\n]*\|$"
+    solved = [found for cache, *found in re.findall(shares, choosing, re.MULTILINE) if "kv-only" not in cache]
+    rows = re.findall(r"^\|[^|\n]+\|([\d,]*)\|[\d.]+\|([\d.]+)%\|([\d.]+)%\|$", text("README.md"), re.MULTILINE)
+    assert [found for _, *found in rows] == solved
+    assert [weights for weights, *_ in rows] == ["3,087", size, size, "", ""]
+
+
 def test_a_page_of_the_documentation_that_a_source_names_exists():
     sources = [path for room in (*ROOMS, "tests", "benchmarks", "examples") for path in (ROOT / room).rglob("*.py")]
     named = {

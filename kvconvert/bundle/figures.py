@@ -172,7 +172,11 @@ def how_measured(report: Mapping[str, Any]) -> str:
     scored, source = number(report, "text.scored_tokens"), text(report, "text.samples.source")
     computed = [text(report, name) for name in ("compute_dtype", "device")]
     said = [f"{scored:,.0f} tokens of {source} scored"] if scored and source else []
-    return ", ".join([*said, "computed in {} on {}".format(*computed)] if all(computed) else said)
+    if all(computed):
+        said.append("computed in {} on {}".format(*computed))
+    if bits := number(report, "head_bits"):
+        said.append(f"the bundle's embedding and head rounded to {bits:.0f} bits")
+    return ", ".join(said)
 
 
 def _interval(report: Mapping[str, Any], name: str, form: str) -> str:

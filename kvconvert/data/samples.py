@@ -389,8 +389,8 @@ def shares(weights: Sequence[float], samples: int) -> list[int]:
         counts[i] += 1
     if not all(counts):
         raise UsageError(
-            f"{samples} samples are too few for {len(counts)} sources with these weights: one gets none; request more "
-            "samples, or leave that source out."
+            f"{counted(samples, 'sample')} cannot be divided among {len(counts)} sources with these weights: one gets "
+            "none; request more samples, or leave that source out."
         )
     return counts
 

@@ -440,7 +440,10 @@ class SourceTable:
         if files:
             kind, folder = LOADERS[suffix(files[0])], files[0].parent
             rows = {"json": JsonRows, "csv": CsvRows, "parquet": ParquetRows}[kind](files)
-            return cls._of_rows(source, source, column, folder, rows)
+            # Markdown beside them is not read, so that the message says what was.
+            is_folder = os.path.isdir(os.path.expanduser(named_column(source)[0]))
+            place = f"{source} (its {suffix(files[0])} files)" if is_folder else source
+            return cls._of_rows(source, place, column, folder, rows)
         hub = HubSource.parse(source)
         with _readable(source, local=False):
             return cls._of_rows(source, hub.name, hub.column, None, _hub_rows(hub))

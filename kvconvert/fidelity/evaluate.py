@@ -132,6 +132,8 @@ def evaluate(
             found or compared.
         BundleError, CheckpointError, DataError, NumericError: as their names say.
     """
+    if for_record and head_bits is not None:
+        raise UsageError("`head_bits` does not apply to `for_record`: a bundle records figures of what it stores.")
     whole = full or only is not None
     if tokens is None:
         tokens = TOKENS if whole else TOKENS // 2
@@ -238,13 +240,15 @@ def evaluate(
     notes = []
     if comparison is not None and shape.scored < SCORED_TOKENS_WANTED:
         notes.append(
-            f"{'the model has' if context is None else 'you asked for'} a context of {shape.length:,} tokens, "
-            f"which leaves {shape.scored} scored tokens a segment, fewer than the {SCORED_TOKENS_WANTED} wanted"
+            f"{'the model has' if context is None else 'you asked for'} a context of {context or shape.length:,} "
+            f"tokens, which leaves {shape.scored} scored tokens a segment, fewer than the {SCORED_TOKENS_WANTED} wanted"
         )
     if comparison is not None and tokens < shape.scored:
         notes.append(
             f"scored tokens: {tokens:,}, right after the first ones read, so that much of what they attend to is exact"
         )
+    if head_bits is not None:
+        notes.append(f"the bundle's embedding and head were rounded to {head_bits} bits as it was loaded")
     if not is_recorded:
         notes.append(f"{checkpoint.id} is not the checkpoint that the manifest records ({recorded.id})")
     if supports_images(checkpoint.config) and (alone := [part for part in TEXT_PARTS if part in parts]):
@@ -288,6 +292,7 @@ def evaluate(
         seed=seed,
         versions=versions(),
         notes=tuple(notes),
+        head_bits=head_bits,
     )
 
 

@@ -155,6 +155,7 @@ class FidelityReport:
         files_digest: the digest of the files of the bundle that was measured, see `Manifest.files_digest`.
         compute_dtype, device, seed, versions: how it was measured.
         notes: what a reader has to know to judge the figures.
+        head_bits: that the bundle was loaded with, see `load`.
     """
 
     parts: tuple[str, ...]
@@ -179,6 +180,7 @@ class FidelityReport:
     seed: int
     versions: dict[str, str]
     notes: tuple[str, ...]
+    head_bits: int | None = None
 
     def losses(self) -> list[str]:
         """One clause for retrieval and for each probe of which the bundle loses over a tenth, and not by chance."""

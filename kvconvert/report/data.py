@@ -359,9 +359,10 @@ class Budgets:
 
 
 def budgets(manifest: Manifest) -> Budgets | None:
-    """None where nothing is evicted."""
+    """None where nothing is evicted, or by one budget of all layers."""
     schemes = spread_ratios(manifest.schemes())
-    rows = [(i, s.heavy_ratio, s.recent_ratio) for i, s in enumerate(schemes) if s is not None and s.evicts]
+    evicting = [(index, s) for index, s in enumerate(schemes) if s is not None and s.evicts and not s.heads_apart]
+    rows = [(index, s.heavy_ratio, s.recent_ratio) for index, s in evicting]
     return Budgets(*zip(*rows[:MOST_LAYERS], strict=True)) if rows else None
 
 

@@ -360,7 +360,7 @@ def _plan(c: Contents) -> None:
 def _budgets(c: Contents) -> None:
     found = data.budgets(c.bundle.manifest)
     if found is None:
-        raise NotDrawnError("no layer of this bundle throws tokens away.")
+        raise NotDrawnError("no layer of this bundle throws tokens away by a budget of its own.")
     caption = "Of a long prompt each KV head keeps its heavy hitters, the tokens that received the most attention, and "
     caption += "its newest tokens."
     shares = [heavy + recent for heavy, recent in zip(found.heavy, found.recent, strict=True)]

@@ -107,6 +107,13 @@ def test_a_directory_of_texts_is_joined_with_document_ends(tmp_path):
     assert spoken(tokenizer, data.ids[0]) == [*words(0, 5).split(), "</s>", *words(5, 10).split()]
 
 
+def test_a_directory_of_tables_says_which_of_its_files_were_read(tmp_path):
+    (tmp_path / "page.md").write_text(words(0, 20))
+    (tmp_path / "settings.json").write_text('{"width": 3}')
+    with pytest.raises(DataError, match=r"\(its \.json files\) has none of the text columns .+ its columns are width"):
+        load_token_samples(str(tmp_path), word_tokenizer(), 1, 11, seed=0)
+
+
 def test_a_folder_that_goes_away_while_files_are_looked_for_is_left_out(tmp_path, monkeypatch):
     (tmp_path / "gone").mkdir()
     (tmp_path / "a.txt").write_text(words(0, 20))

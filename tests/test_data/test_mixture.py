@@ -37,8 +37,9 @@ def test_samples_are_shared_by_weight(weights, samples, counts):
 
 
 def test_a_source_that_would_get_nothing_is_refused():
-    with pytest.raises(UsageError, match="one gets none"):
-        shares([100, 1], 4)
+    for weights, samples, told in (([100, 1], 4, "4 samples"), ([1, 1], 1, "1 sample")):
+        with pytest.raises(UsageError, match=f"^{told} cannot be divided among 2 sources .+ one gets none"):
+            shares(weights, samples)
 
 
 def test_a_mixture_holds_what_each_source_gives_alone(tmp_path):

@@ -104,6 +104,24 @@ def test_the_page_continues_a_text_where_the_server_generates_few_tokens(tmp_pat
 
 
 @pytest.mark.skipif(EXECUTABLE is None, reason="Chromium is not installed")
+def test_the_page_asks_a_person_for_the_key(tmp_path):
+    with (
+        serving(FakeModel(), Letters(), keys=["secret"], of_service={"facts": BundleFacts()}) as keyed,
+        chromium(tmp_path / "profile") as browser,
+    ):
+        browser.open(f"http://127.0.0.1:{keyed.port}/", 420, "light")
+        wrong = "[...document.querySelectorAll('.wrong')].map(turn => turn.textContent).join()"
+        shown(browser, f"{wrong} == 'This server asks for an API key: enter it below.'")
+        for typed, told in (("secre", "The server does not accept this key."), ("t", "")):
+            assert browser.evaluate("document.activeElement.id") == "key"
+            browser.call("Input.insertText", text=typed)
+            browser.press("Enter")
+            shown(browser, f"{wrong} == {told!r}")
+        shown(browser, "document.getElementById('key-form').hidden")
+        assert browser.evaluate("document.activeElement.id") == "text"
+
+
+@pytest.mark.skipif(EXECUTABLE is None, reason="Chromium is not installed")
 @pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (420, "dark")])
 def test_a_browser_holds_a_conversation_by_keyboard(bundle, tmp_path, width, scheme):
     model = Scripted(max_positions=10_000)

@@ -193,6 +193,12 @@ def test_a_person_reads_some_twenty_rows_and_what_the_bundle_is_fit_for(report):
     ]
 
 
+def test_the_context_is_named_as_it_was_asked_for_where_a_prompt_is_compressed_whole(source, tmp_path):
+    bundle = make_bundle(source, tmp_path, "none", "minikv")
+    figures = evaluate(bundle, str(source), tokens=64, context=256, only=["kl"], progress=False)
+    assert figures.notes[0].startswith("you asked for a context of 256 tokens, which leaves 128 scored tokens")
+
+
 def test_the_shortest_context_is_scored_through_a_page(source, tmp_path):
     bundle = make_bundle(source, tmp_path, "none", "oscar")
     figures = evaluate(bundle, str(source), tokens=100, context=256, only=["kl", "cache"], progress=False)

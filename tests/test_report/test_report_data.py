@@ -1,5 +1,6 @@
 """The numbers behind the figures of a report."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -219,6 +220,8 @@ def test_a_pyramid_is_spread_over_the_layers():
     assert sum(found.heavy) == pytest.approx(3 * 0.25)
     assert found.heavy[0] > found.heavy[1] > found.heavy[2]
     assert budgets(manifest_with([KVScheme.preset("oscar")])) is None
+    shared = replace(KVScheme.preset("minikv"), selection="predicted")
+    assert budgets(manifest_with([shared] * 2)) is None, "layers share one, and keep what scores say"
 
 
 def test_tau_surfaces_are_relative_to_no_shift():

@@ -7,6 +7,7 @@ import torch
 from click.testing import CliRunner
 from tiny.models import ARCHITECTURES, random_ids, tiny_model
 
+from kvconvert.bundle.figures import how_measured
 from kvconvert.cli import cli
 from kvconvert.errors import UnsupportedModelError, UsageError
 from kvconvert.fidelity.evaluate import evaluate
@@ -66,5 +67,12 @@ def test_commands_take_it():
 
 def test_what_a_head_of_8_bits_loses_is_measured(converted):
     options = {"against": converted / "model", "tokens": 64, "only": ["kl"], "progress": False}
-    plain, narrow = (evaluate(converted / "bundle", head_bits=bits, **options).kl.mean for bits in (None, 8))
-    assert plain != narrow == pytest.approx(plain, rel=0.2)
+    plain, narrow = (evaluate(converted / "bundle", head_bits=bits, **options) for bits in (None, 8))
+    assert plain.kl.mean != narrow.kl.mean == pytest.approx(plain.kl.mean, rel=0.2)
+    said = "the bundle's embedding and head were rounded to 8 bits as it was loaded"
+    assert said in narrow.notes
+    assert how_measured(narrow.to_dict()).endswith("the bundle's embedding and head rounded to 8 bits")
+    assert "8 bits" not in how_measured(plain.to_dict())
+    assert said not in plain.notes
+    with pytest.raises(UsageError, match="`head_bits` does not apply to `for_record`"):
+        evaluate(converted / "bundle", head_bits=8, for_record=True, **options)
