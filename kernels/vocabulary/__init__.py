@@ -6,10 +6,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kvconvert.kernels import device as devices
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
+CPU_DTYPES = (*KERNEL_DTYPES, torch.float32)
+CPU_CHANNELS = 16  # of whose multiples torch's product is sound: others end the process in bfloat16, or are wrong
 LARGEST = 127  # of a code, either way
 BLOCK_WEIGHTS = 1 << 24  # that the slower path dequantizes at a time
 
@@ -38,7 +41,9 @@ class VocabularyRows(NamedTuple):
 
     def embeddings(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """The rows of tokens: [*ids.shape, D]."""
-        return (self.codes[ids].float() * self.scales[ids, None]).to(dtype)
+        # An index would take -1 for the last token.
+        codes, scales = functional.embedding(ids, self.codes), functional.embedding(ids, self.scales[:, None])
+        return (codes.float() * scales).to(dtype)
 
     def logits(self, x: Tensor) -> Tensor:
         """x [..., D] times all rows: [..., V] in the dtype of `x`, summed in float32."""
@@ -47,7 +52,7 @@ class VocabularyRows(NamedTuple):
             from kvconvert.kernels.vocabulary import triton as launch
 
             found = launch.logits(rows.contiguous(), *self)
-        elif x.device.type == "cpu" and x.dtype in (*KERNEL_DTYPES, torch.float32):
+        elif x.device.type == "cpu" and x.dtype in CPU_DTYPES and x.shape[-1] % CPU_CHANNELS == 0:
             found = torch._weight_int8pack_mm(rows.contiguous(), self.codes, self.scales.to(x.dtype))
         else:
             found = self.reference(rows)

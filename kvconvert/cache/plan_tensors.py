@@ -13,7 +13,7 @@ from kvconvert.kernels.page_formats import ChannelScales, LayerFormat, PageForma
 from kvconvert.kernels.pages.center import KeyCenter, key_center
 from kvconvert.kernels.select import TokenScorer
 from kvconvert.methods import KVScheme
-from kvconvert.methods.kvzip import scorer_shapes
+from kvconvert.methods.kvzip import SCORE_QUANTILES, scorer_shapes
 from kvconvert.methods.scales import SCALE_NAMES
 
 
@@ -43,16 +43,25 @@ def token_scorer(
     a tensor is not finite.
     """
     shapes = scorer_shapes(heads, format.keys.head_dim, format.values.head_dim)
-    setting, instead = 'selection = "predicted"', 'choose selection = "reconstruction"'
-    tensors = {name: _planned(plan, name, shape, setting, instead) for name, shape in shapes.items()}
-    for name, tensor in tensors.items():
-        if not tensor.isfinite().all():
-            raise RecipeError(
-                f"[kv] {setting} needs numbers, and {name} of the KV plan is not finite; use another bundle, or "
-                f"{instead}."
-            )
+    tensors = {name: _of_scores(plan, name, shape) for name, shape in shapes.items()}
     del tensors["scorer_quantiles"]  # the host decides by them
     return TokenScorer(*(tensor.to(device, torch.float32) for tensor in tensors.values()))
+
+
+def score_quantiles(heads: int, plan: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Quantiles [heads, SCORE_QUANTILES] of the scores of a layer's KV heads; RecipeError as of `token_scorer`."""
+    return _of_scores(plan, "scorer_quantiles", (heads, SCORE_QUANTILES)).float().cpu()
+
+
+def _of_scores(plan: Mapping[str, torch.Tensor], name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor by which scores are predicted."""
+    setting, instead = 'selection = "predicted"', 'choose selection = "reconstruction"'
+    tensor = _planned(plan, name, shape, setting, instead)
+    if not tensor.isfinite().all():
+        raise RecipeError(
+            f"[kv] {setting} needs numbers, and {name} of the KV plan is not finite; use another bundle, or {instead}."
+        )
+    return tensor
 
 
 def _planned(

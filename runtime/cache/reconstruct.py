@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from kvconvert.cache.plan_tensors import score_quantiles
 from kvconvert.kernels.attention import Scoring
 from kvconvert.kernels.launches import skips_launches
 from kvconvert.kernels.pages import PAGE_SIZE
@@ -102,7 +103,7 @@ class PredictedBudgets:
         if not pages:
             return [[tokens] * heads] * len(self._stores), 0
         if self._quantiles is None:
-            parts = [store.plan["scorer_quantiles"].float().cpu() for store in self._stores]
+            parts = [score_quantiles(heads, store.plan) for store in self._stores]
             self._quantiles = torch.cat(parts).numpy()
         newest = _newest(scheme.prompt, tokens, scheme.sink_tokens)
         found = expected_pages(self._quantiles, pages, tokens, scheme.sink_tokens + newest, PAGE_SIZE)

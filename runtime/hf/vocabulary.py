@@ -32,9 +32,9 @@ class _Rows(nn.Module):
         return VocabularyRows(self.codes, self.scales)
 
 
-def _nothing_like(weight: Tensor) -> Tensor:
-    """Weights [0, D], for models that ask for their dtype or device."""
-    return weight.new_empty(0, weight.shape[1])
+def _first_of(weight: Tensor, rows: int = 0) -> Tensor:
+    """The first rows of weights [V, D], for models that ask for their dtype or device."""
+    return weight[:rows].detach().clone()
 
 
 class NarrowEmbedding(nn.Module):
@@ -43,13 +43,15 @@ class NarrowEmbedding(nn.Module):
     Args:
         rows: of the vocabulary.
         like: the embedding that they are of; one that multiplies by `embed_scale` (Gemma) keeps it.
+        kept: first rows that the model reads from `weight` itself.
     """
 
-    def __init__(self, rows: _Rows, like: nn.Embedding):
+    def __init__(self, rows: _Rows, like: nn.Embedding, kept: int = 0):
         super().__init__()
         self.table, self.num_embeddings, self.embedding_dim = rows, like.num_embeddings, like.embedding_dim
-        self.register_buffer(SCALE, getattr(like, SCALE, None), persistent=False)
-        self.register_buffer("weight", _nothing_like(like.weight), persistent=False)
+        scale = getattr(like, SCALE, None)  # a number in XGLM
+        self.register_buffer(SCALE, None if scale is None else torch.as_tensor(scale), persistent=False)
+        self.register_buffer("weight", _first_of(like.weight, kept), persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         """[*ids.shape, D]."""
@@ -63,7 +65,7 @@ class NarrowHead(nn.Module):
     def __init__(self, rows: _Rows, like: nn.Linear):
         super().__init__()
         self.table, self.bias, self.out_features = rows, like.bias, like.out_features
-        self.register_buffer("weight", _nothing_like(like.weight), persistent=False)
+        self.register_buffer("weight", _first_of(like.weight), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits [..., V] of hidden states [..., D]."""
@@ -89,5 +91,8 @@ def narrow_vocabulary(model: Any) -> None:
         raise UnsupportedModelError("`head_bits` = 8 is for models on one device; leave it out, or `device_map`.")
     rows = _Rows(VocabularyRows.of(embedding.weight))
     own = rows if head.weight is embedding.weight else _Rows(VocabularyRows.of(head.weight))
-    model.set_input_embeddings(NarrowEmbedding(rows, embedding))
+    text, kept = model.config.get_text_config(decoder=True), 0
+    if getattr(text, "hidden_size_per_layer_input", None) and text.pad_token_id is not None:
+        kept = text.pad_token_id + 1  # Gemma 4 takes the padding token's row from `weight`
+    model.set_input_embeddings(NarrowEmbedding(rows, embedding, kept))
     model.set_output_embeddings(NarrowHead(own, head))

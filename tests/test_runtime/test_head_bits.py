@@ -5,12 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from tiny.every_type import tiny_config
 from tiny.models import ARCHITECTURES, random_ids, tiny_model
+from transformers import AutoModelForCausalLM
 
 from kvconvert.bundle.figures import how_measured
 from kvconvert.cli import cli
 from kvconvert.errors import UnsupportedModelError, UsageError
 from kvconvert.fidelity.evaluate import evaluate
+from kvconvert.kernels.vocabulary import VocabularyRows
 from kvconvert.runtime import load
 from kvconvert.runtime.hf.vocabulary import narrow_vocabulary
 
@@ -46,6 +49,43 @@ def test_embeddings_that_are_scaled_stay_so():
     narrow_vocabulary(model)
     found = model.get_input_embeddings()(ids)
     assert float((found - expected).norm() / expected.norm()) < 0.01
+
+
+@pytest.mark.parametrize("model_type", ["xglm", "biogpt"])
+def test_a_scale_may_be_a_number(model_type):
+    model = AutoModelForCausalLM.from_config(tiny_config(model_type)).eval()
+    ids = random_ids(1, 6)
+    expected = model(ids).logits.detach()
+    narrow_vocabulary(model)
+    assert float((model(ids).logits.detach() - expected).norm() / expected.norm()) < 0.02
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_a_model_may_read_the_padding_tokens_row_itself(padding):
+    per_layer = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 4104}
+    model = ARCHITECTURES["gemma4"].build(pad_token_id=padding, **per_layer)
+    ids = random_ids(1, 6)
+    expected = model(ids).logits.detach()
+    narrow_vocabulary(model)
+    assert float((model(ids).logits.detach() - expected).norm() / expected.norm()) < 0.1
+    assert len(model.get_input_embeddings().weight) == padding + 1
+
+
+@pytest.mark.parametrize("wrong", [-1, 128])
+def test_ids_that_the_vocabulary_lacks_are_refused(wrong):
+    model = tiny_model("llama", vocab_size=128)
+    narrow_vocabulary(model)
+    with pytest.raises(IndexError):
+        model(torch.tensor([[wrong]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("channels", [1, 15, 16, 100, 600])
+def test_heads_of_any_number_of_channels_are_right(channels, dtype):
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(n, channels, generator=generator).to(dtype) for n in (50, 17))
+    rows = VocabularyRows.of(weight)
+    torch.testing.assert_close(rows.logits(x), rows.reference(x), atol=0.02 * channels**0.5, rtol=0.02)
 
 
 def test_other_heads_are_refused_by_name():

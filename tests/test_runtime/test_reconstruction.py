@@ -357,6 +357,24 @@ def test_networks_are_needed_of_a_plan(llama):
         llama(random_ids(1, 300), past_key_values=cache)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensor: None, "needs scorer_quantiles of shape .* found none"),
+        (lambda tensor: tensor[:, :-1], "needs scorer_quantiles of shape .* found"),
+        (lambda tensor: tensor * torch.nan, "scorer_quantiles of the KV plan is not finite"),
+    ],
+    ids=["missing", "misshapen", "not finite"],
+)
+def test_quantiles_of_later_layers_are_checked_before_the_first_one_shares_by_them(llama, change, message):
+    plan, name = plan_for(PREDICTED), f"layers.{LAYERS - 1}.scorer_quantiles"
+    plan[name] = change(plan[name])
+    cache = KVCache(llama.config, PREDICTED, plan={key: tensor for key, tensor in plan.items() if tensor is not None})
+    cache.expect_whole_prompt()
+    with pytest.raises(RecipeError, match=message):
+        llama(random_ids(1, TOKENS), past_key_values=cache)
+
+
 def test_refusals_count_sequences_and_not_heads(llama, tmp_path):
     cache = KVCache(llama.config, PREDICTED, plan=plan_for(PREDICTED))
     cache.begin_prompt()
