@@ -31,11 +31,11 @@ NAMES = ("K2g128s8", "K4g128", "K16", "V2g128s8", "V16")
 CANDIDATES = [c for c in (*KEY_CANDIDATES, *VALUE_CANDIDATES) if c.name in NAMES]
 
 
-def config(layers=2, **others):
-    from transformers import LlamaConfig
+def config(layers=2, kind="llama", **others):
+    from transformers import AutoConfig
 
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": HEADS, "head_dim": CHANNELS}
-    return LlamaConfig(**sizes, num_hidden_layers=layers, **others)
+    return AutoConfig.for_model(kind, **sizes, num_hidden_layers=layers, **others)
 
 
 def manifest_with(schemes):
@@ -206,7 +206,7 @@ def test_a_layer_without_keys_and_values_has_no_widths_of_them():
 
 
 def test_memory_of_layers_that_keep_their_own_cache_and_of_sliding_windows():
-    windowed = config(layer_types=["full_attention", "sliding_attention"], sliding_window=256)
+    windowed = config(kind="ministral", layer_types=["full_attention", "sliding_attention"], sliding_window=256)
     found = memory(manifest_with([None, None]), windowed, [1024])
     token = 2 * HEADS * CHANNELS * 2
     assert found.plain == found.bundle == ((1024 + 256) * token,)
