@@ -18,7 +18,7 @@ BLOCK_WEIGHTS = 1 << 24  # that the slower path dequantizes at a time
 
 
 class VocabularyRows(NamedTuple):
-    """What rows of weights stand for is codes times scales.
+    """Rows of weights as codes times scales.
 
     Attributes:
         codes: int8 [V, D].

@@ -123,7 +123,7 @@ def evaluate(
         seed: the seed of the choice of text, of drills and of the bootstrap.
         drills: how many prompts of each kind.
         drawings: how many conversations about an image a vision-language model is compared on.
-        head_bits: of the bundle, see `load`.
+        head_bits: the width of the bundle's embedding and head, see `load`.
         for_record: refuse, before anything is measured, a source whose figures `record` would not write.
         progress: an estimate of the time, and bars, on stderr.
 

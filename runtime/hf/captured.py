@@ -437,7 +437,7 @@ class ShortBatch:
             _set_dummy_lengths(group, sequences, logical, self._stored(group, tokens), longest)
 
     def _stored(self, group: Group, tokens: list[int]) -> list[int]:
-        """What a group's rows hold of so many tokens: KV heads that have rows of their own keep parts of prompts."""
+        """The tokens stored in each of a group's rows; KV heads with rows of their own keep parts of prompts."""
         if not group.scheme.heads_apart:
             return tokens
         held = []

@@ -46,7 +46,7 @@ class Prompt:
     """A forward pass over several tokens of every row that can be packed.
 
     Attributes:
-        cache: of all rows; reader: the cache that they are read into, the same or its `reader`.
+        cache: the cache of all rows; reader: the cache that is filled, which is the same one or its `reader`.
         ids, positions: int64 [B, T].
         padded: None where all of the ids are tokens.
         kept: which of each row's T positions logits are wanted of; None for all.

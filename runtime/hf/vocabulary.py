@@ -28,7 +28,7 @@ class _Rows(nn.Module):
         return self
 
     def rows(self) -> VocabularyRows:
-        """What it holds."""
+        """The codes and scales."""
         return VocabularyRows(self.codes, self.scales)
 
 
@@ -41,9 +41,9 @@ class NarrowEmbedding(nn.Module):
     """An embedding of 8 bits.
 
     Args:
-        rows: of the vocabulary.
-        like: the embedding that they are of; one that multiplies by `embed_scale` (Gemma) keeps it.
-        kept: first rows that the model reads from `weight` itself.
+        rows: the quantized rows of the vocabulary.
+        like: the embedding that is replaced; if it multiplies by `embed_scale` (Gemma), so does this one.
+        kept: the number of first rows that stay in `weight`, where the model reads them directly.
     """
 
     def __init__(self, rows: _Rows, like: nn.Embedding, kept: int = 0):
