@@ -259,7 +259,7 @@ def decode_kernel(
             x = residual_finish(x, residual_factor, softcap, F)
             x = tl.where(known[:, None, None], x, float("-inf"))
             if F.masked:
-                x = hide(x, token[:, None], 0, stop, residual_mask, mask_query, F)
+                x = hide(x, token[:, None], 0, 0, stop, residual_mask, mask_query, F)
             p, maximum, alpha = softmax_step(x, maximum, F)
             p = tl.reshape(p, [F.tile, R])
             weight = weight * alpha + tl.sum(p, 0)
@@ -332,7 +332,7 @@ def decode_kernel(
                     else:
                         x = finish_scores(x, factor, softcap, slope, shift, F)
                     token = (page - begin) * PAGE + page_tokens(KEY_LANES)
-                    x = hide(x, token, hidden, 1 << 30, half_quantized_mask, mask_query, F)
+                    x = hide(x, token, (page - begin) * PAGE, hidden, 1 << 30, half_quantized_mask, mask_query, F)
                     p, maximum, alpha = softmax_step(x, maximum, F)
                     weight = weight * alpha[None, :] + tl.sum(p, 2)
                     token = value_begin + page * PAGE
@@ -353,7 +353,7 @@ def decode_kernel(
                     x = residual_scores(keys, place, in_page < PAGE, half_quantized_query, F)
                     x = finish_scores(x, product_factor(one, scaling, F), softcap, slope, shift, F)
                     token = (page - begin) * PAGE + in_page[:, None]
-                    x = hide(x, token, hidden, 1 << 30, half_quantized_mask, mask_query, F)
+                    x = hide(x, token, (page - begin) * PAGE, hidden, 1 << 30, half_quantized_mask, mask_query, F)
                     p, maximum, alpha = softmax_step(x, maximum, F)
                     weight = weight * alpha[None, :] + tl.sum(p, 2)
                     value_unit = tl.load(value_table + table_begin + page)
@@ -392,7 +392,7 @@ def decode_kernel(
                 values = (value_base + tl.load(value_table + entry) * 8).to(tl.pointer_type(DTYPE))
                 x = residual_scores(keys + head * PAGE * F.keys.head_dim, token * F.keys.head_dim, known, page_query, F)
                 x = finish_scores(x, factor, softcap, slope, shift, F)
-                x = hide(x, (step * CHUNK + in_chunk)[:, None], hidden, limit, page_mask, mask_query, F)
+                x = hide(x, (step * CHUNK + in_chunk)[:, None], step * CHUNK, hidden, limit, page_mask, mask_query, F)
                 p, maximum, alpha = softmax_step(x, maximum, F)
                 p = tl.reshape(p, [CHUNK, R])
                 weight = weight * alpha + tl.sum(p, 0)
@@ -422,7 +422,7 @@ def decode_kernel(
                 else:
                     x = finish_scores(x, factor, softcap, slope, shift, F)
                 token = (page - begin) * PAGE + page_tokens(KEY_LANES)
-                x = hide(x, token, hidden, limit, page_mask, mask_query, F)
+                x = hide(x, token, (page - begin) * PAGE, hidden, limit, page_mask, mask_query, F)
                 p, maximum, alpha = softmax_step(x, maximum, F)
                 weight = weight * alpha[None, :] + tl.sum(p, 2)
                 totals, constants = add_values(value_base, value_unit, head, p, alpha, totals, constants, F, DTYPE)

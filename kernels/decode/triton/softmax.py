@@ -80,11 +80,12 @@ def product_factor(unit, scaling, F: tl.constexpr):
 
 
 @triton.jit
-def hide(x, token, first, limit, mask, mask_query, F: tl.constexpr):
+def hide(x, token, start, first, limit, mask, mask_query, F: tl.constexpr):
     """Scores [M, rows, P] with minus infinity for tokens [M, P] before `first`, beyond `limit` or masked (uint8, 0
     hides)."""
     if F.ragged:
-        x = tl.where(((token >= first) & (token < limit))[:, None, :], x, float("-inf"))
+        if (start < first) | (start + PAGE > limit):
+            x = tl.where(((token >= first) & (token < limit))[:, None, :], x, float("-inf"))
     if F.masked:
         row = tl.arange(0, query_rows(F))
         where = mask + (row % F.queries)[None, :, None] * mask_query + token[:, None, :]
