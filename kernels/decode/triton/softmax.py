@@ -45,6 +45,12 @@ def residual_finish(x, factor, softcap, F: tl.constexpr):
     return x
 
 
+@triton.constexpr_function
+def applies_factor(shape):
+    """Whether products become scores by a factor alone, which one instruction applies with the maximum."""
+    return not (shape.softcap or shape.tau or shape.centered)
+
+
 @triton.jit
 def capped(x, softcap):
     """softcap tanh(x / softcap), as 1 - 2 / (exp(2 z) + 1) with a limit beyond which fp32 knows no difference."""
@@ -54,8 +60,13 @@ def capped(x, softcap):
 
 @triton.jit
 def finish_scores(x, factor, softcap, slope, shift, F: tl.constexpr):
-    """Scores [M, rows, P] from products: times factor [rows], capped, shifted (CalibQuant), and times log2(e)."""
-    return shaped_scores(x * factor[None, :, None], softcap, slope, shift, F)
+    """Scores [M, rows, P] from products: times factor [rows], capped, shifted (CalibQuant), and times log2(e); the
+    products themselves where `softmax_step` can apply the factor.
+    """
+    if applies_factor(F):
+        return x
+    else:
+        return shaped_scores(x * factor[None, :, None], softcap, slope, shift, F)
 
 
 @triton.jit
@@ -100,6 +111,17 @@ def softmax_step(x, maximum, F: tl.constexpr):
     highest = tl.maximum(maximum, tl.max(tl.max(x, 2), 0))
     alpha = exp2(maximum - highest, F.inline_asm)
     return exp2(x - highest[None, :, None], F.inline_asm), highest, alpha
+
+
+@triton.jit
+def page_softmax_step(x, factor, maximum, F: tl.constexpr):
+    """`softmax_step` of what `finish_scores` returns."""
+    if applies_factor(F):
+        highest = tl.maximum(maximum, tl.max(tl.max(x, 2), 0) * factor)
+        alpha = exp2(maximum - highest, F.inline_asm)
+        return exp2(x * factor[None, :, None] - highest[None, :, None], F.inline_asm), highest, alpha
+    else:
+        return softmax_step(x, maximum, F)
 
 
 @triton.jit
