@@ -156,6 +156,19 @@ def last_group(j, lanes, group_size):
 
 
 @triton.jit
+def key_channels(F: tl.constexpr):
+    """Channel of each row of the queries' operand, and whether it has one; each half of the channels is padded by itself
+    where codes are in pairs."""
+    ROWS: tl.constexpr = code_rows(F.keys.bits, F.keys.head_dim)
+    if F.keys.head_dim == ROWS or block_of(ROWS) == ROWS:
+        row = tl.arange(0, block_of(F.keys.head_dim))
+        return row, row < F.keys.head_dim
+    else:
+        row = tl.arange(0, 2 * block_of(ROWS))
+        return row // block_of(ROWS) * ROWS + row % block_of(ROWS), row % block_of(ROWS) < ROWS
+
+
+@triton.jit
 def load_queries(queries, channel, known, first, F: tl.constexpr, COPIES: tl.constexpr):
     """Queries at `channel` [K] as fp32 [K, N]: each in the first COPIES of its columns, zeros in the others.
 
@@ -229,14 +242,8 @@ def code_operands(queries, first, largest, F: tl.constexpr):
     if F.keys.bits == 16:
         return (largest,)
     else:
-        ROWS: tl.constexpr = code_rows(F.keys.bits, F.keys.head_dim)
-        channel = tl.arange(0, block_of(ROWS))
-        query, bias = fp16_queries(queries, channel, channel < ROWS, first, largest, F)
-        if F.keys.head_dim > ROWS:
-            upper, bias_upper = fp16_queries(queries, ROWS + channel, channel < ROWS, first, largest, F)
-            return query, bias, upper, bias_upper
-        else:
-            return query, bias
+        channel, known = key_channels(F)
+        return fp16_queries(queries, channel, known, first, largest, F)
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from kvconvert.kernels.decode.triton import (
     field_bits,
     first_group,
     is_low,
+    key_channels,
     last_group,
     plane_mask,
     plane_weight,
@@ -228,35 +229,41 @@ def group_operands(
     """Scaled queries for the codes of one group of tokens, for the upper halves of pairs, for boosted channels; and
     the products of queries with the offsets, [LANES, N], equal in all rows.
     """
-    ROWS: tl.constexpr = code_rows(F.keys.bits, F.keys.head_dim)
-    channel = tl.arange(0, block_of(ROWS))
-    real = channel < ROWS
+    channel, real = key_channels(F)
     BYTES: tl.constexpr = in_bytes(F.keys.scale, F.keys.offset)
     scale_row = scales + GROUP * F.keys.head_dim
     offset_row = offsets + GROUP * F.keys.head_dim
     scale, offset = load_counts(scale_row + channel, offset_row + channel, real, BYTES)
-    lower = scaled_query(operands[0], scale, F)
-    none = tl.zeros([LANES, lower.shape[1]], tl.float32)
-    # Offsets that are in units of their scale are multiplied with the scaled query.
-    bias = lower if BYTES else operands[1]
-    constant = tl.dot(tl.broadcast_to(offset[None, :], [LANES, block_of(ROWS)]), bias, none)
-    upper = lower
-    boost_lower = lower
-    if F.keys.head_dim > ROWS:
-        scale, offset = load_counts(scale_row + ROWS + channel, offset_row + ROWS + channel, real, BYTES)
-        upper = scaled_query(operands[2], scale * upper_factor(F.keys.bits), F)
+    if F.keys.bits == 1:
+        # Codes of the second half are the upper of two bits, so that they count twice.
+        second = tl.arange(0, channel.shape[0]) >= channel.shape[0] // 2
+        scale = tl.where(second, scale * 0.5, scale)
         if BYTES:
-            offset *= 1.0 / upper_factor(F.keys.bits)
-        bias = upper if BYTES else operands[3]
-        constant = tl.dot(tl.broadcast_to(offset[None, :], [LANES, block_of(ROWS)]), bias, constant)
+            offset = tl.where(second, offset * 2.0, offset)
+    scaled = scaled_query(operands[0], scale, F)
+    none = tl.zeros([LANES, scaled.shape[1]], tl.float32)
+    # Offsets that are in units of their scale are multiplied with the scaled query.
+    constant = tl.dot(tl.broadcast_to(offset[None, :], [LANES, channel.shape[0]]), scaled if BYTES else operands[1], none)
     if BYTES:
         constant *= OFFSET_UNIT
+    if F.keys.bits == 1 or F.keys.bits == 3:
+        lower, upper = halves(scaled)
+    else:
+        lower = scaled
+        upper = scaled
+    boost_lower = lower
     if F.keys.boosted > 0:
         # The upper bits count 2^bits times as much as the lower ones.
         WEIGHT: tl.constexpr = 1 << F.keys.bits
         scale = load_scale(scale_row + boost_channel, boost_channel >= 0, BYTES)
         boost_lower = scaled_query(boost, scale * WEIGHT, F)
     return lower, upper, boost_lower, constant
+
+
+@triton.jit
+def halves(x):
+    """The first and the second half of the rows of [K, N]."""
+    return tl.split(tl.permute(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1]]), (1, 2, 0)))
 
 
 @triton.jit
@@ -443,16 +450,16 @@ def add_page_values(page, scales, offsets, p, alpha, totals, constants, F: tl.co
             base = scaled if BYTES else p
             constant = tl.sum(base * offset.to(tl.float32)[:, None, :], 2)
             sums = sums + (constants[group] * alpha[None, :] + constant,)
-            weights = in_token_order(scaled.to(tl.float16))
         else:
+            scaled = p
             sums = sums + (constants[group],)
-            weights = in_token_order(p.to(tl.float16))
-        weights = spread_columns(weights, F)
+        if F.values.bits == 1:
+            scaled = tl.where(token[:, None, :] >= PAGE // 2, scaled * 0.5, scaled)
+        weights = spread_columns(in_token_order(scaled.to(tl.float16)), F)
         if TOKENS < PAGE:
-            halves = tl.reshape(weights, [2, TOKENS, weights.shape[1]])
-            low, high = tl.split(tl.permute(halves, (1, 2, 0)))
+            low, high = halves(weights)
             lowers = lowers + (low,)
-            uppers = uppers + (high * upper_factor(F.values.bits),)
+            uppers = uppers + (high,)
         else:
             lowers = lowers + (weights,)
             uppers = uppers + (weights,)
