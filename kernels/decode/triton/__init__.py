@@ -91,12 +91,6 @@ def stored_rows(bits, size):
 
 
 @triton.constexpr_function
-def upper_factor(bits):
-    """What the operand of the upper half of pairs has to hold: half where the upper of two bits is its code."""
-    return 0.5 if bits == 1 else 1.0
-
-
-@triton.constexpr_function
 def key_lanes(shape):
     """Lanes of a key page, the first axis of its scores; at 16 bits its tokens."""
     return PAGE_SIZE if shape.keys.bits == 16 else PAGE_SIZE * field_bits(shape.keys.bits) // 16
@@ -157,8 +151,9 @@ def last_group(j, lanes, group_size):
 
 @triton.jit
 def key_channels(F: tl.constexpr):
-    """Channel of each row of the queries' operand, and whether it has one; each half of the channels is padded by itself
-    where codes are in pairs."""
+    """Channel of each row of the queries' operand, and whether it has one. Where codes are in pairs, each half of the
+    channels is padded by itself.
+    """
     ROWS: tl.constexpr = code_rows(F.keys.bits, F.keys.head_dim)
     if F.keys.head_dim == ROWS or block_of(ROWS) == ROWS:
         row = tl.arange(0, block_of(F.keys.head_dim))

@@ -61,7 +61,7 @@ def capped(x, softcap):
 @triton.jit
 def finish_scores(x, factor, softcap, slope, shift, F: tl.constexpr):
     """Scores [M, rows, P] from products: times factor [rows], capped, shifted (CalibQuant), and times log2(e); the
-    products themselves where `softmax_step` can apply the factor.
+    products themselves where `page_softmax_step` applies the factor.
     """
     if applies_factor(F):
         return x
@@ -92,10 +92,12 @@ def product_factor(unit, scaling, F: tl.constexpr):
 
 @triton.jit
 def hide(x, token, start, first, limit, mask, mask_query, F: tl.constexpr):
-    """Scores [M, rows, P] with minus infinity for tokens [M, P] before `first`, beyond `limit` or masked (uint8, 0
-    hides)."""
+    """Scores [M, rows, P] with minus infinity for tokens [M, P], of which the first is `start`, before `first`, beyond
+    `limit` or masked (uint8, 0 hides).
+    """
     if F.ragged:
-        if (start < first) | (start + PAGE > limit):
+        # Few pages hide tokens: a comparison for each score would take a tenth of a page's instructions.
+        if start < first or start + PAGE > limit:
             x = tl.where(((token >= first) & (token < limit))[:, None, :], x, float("-inf"))
     if F.masked:
         row = tl.arange(0, query_rows(F))

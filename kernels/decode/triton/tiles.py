@@ -26,7 +26,6 @@ from kvconvert.kernels.decode.triton import (
     query_rows,
     shift_count,
     stored_rows,
-    upper_factor,
     value_lanes,
 )
 from kvconvert.kernels.page_formats import PAGE_SIZE
@@ -136,7 +135,7 @@ def plane_product(words, lower, upper, total, J: tl.constexpr, BITS: tl.constexp
     """`total` plus the codes of plane J [M, K] times `lower` [K, N], without the plane's weight.
 
     Where codes are in pairs, at 1 and 3 bits, these are those of the lower half of the rows, and those of the upper
-    half are multiplied with `upper`, which has to hold `upper_factor` of what is meant.
+    half are multiplied with `upper`, at 1 bit half of what is meant, as their codes count twice.
     """
     total = tl.dot(plane(words, J, 0, BITS, INLINE_ASM), lower, total)
     if BITS == 1 or BITS == 3:
@@ -235,7 +234,7 @@ def group_operands(
     offset_row = offsets + GROUP * F.keys.head_dim
     scale, offset = load_counts(scale_row + channel, offset_row + channel, real, BYTES)
     if F.keys.bits == 1:
-        # Codes of the second half are the upper of two bits, so that they count twice.
+        # Codes of the second half are the upper of two bits, which count twice.
         second = tl.arange(0, channel.shape[0]) >= channel.shape[0] // 2
         scale = tl.where(second, scale * 0.5, scale)
         if BYTES:
@@ -243,7 +242,8 @@ def group_operands(
     scaled = scaled_query(operands[0], scale, F)
     none = tl.zeros([LANES, scaled.shape[1]], tl.float32)
     # Offsets that are in units of their scale are multiplied with the scaled query.
-    constant = tl.dot(tl.broadcast_to(offset[None, :], [LANES, channel.shape[0]]), scaled if BYTES else operands[1], none)
+    offset_rows = tl.broadcast_to(offset[None, :], [LANES, channel.shape[0]])
+    constant = tl.dot(offset_rows, scaled if BYTES else operands[1], none)
     if BYTES:
         constant *= OFFSET_UNIT
     if F.keys.bits == 1 or F.keys.bits == 3:
@@ -274,8 +274,7 @@ def page_scores(page, norms, scales, offsets, operands, boost, boost_channel, F:
         page: pointer to the head's part of the page.
         norms, scales, offsets: pointers to the token norms [128] and to the groups' scales and offsets [groups, D].
         operands: queries of the channels of the code rows, see `scaled_query`, and the same as fp16 in all cases, for
-            the product with the offsets; at 1 and 3 bits of the lower half of the channels, followed by both of the
-            upper half.
+            the product with the offsets.
         boost, boost_channel: queries of the boosted channels [boosted, N], and their numbers; unused without boost.
     """
     PLANES: tl.constexpr = 16 // field_bits(F.keys.bits)
@@ -454,6 +453,7 @@ def add_page_values(page, scales, offsets, p, alpha, totals, constants, F: tl.co
             scaled = p
             sums = sums + (constants[group],)
         if F.values.bits == 1:
+            # As in `group_operands`.
             scaled = tl.where(token[:, None, :] >= PAGE // 2, scaled * 0.5, scaled)
         weights = spread_columns(in_token_order(scaled.to(tl.float16)), F)
         if TOKENS < PAGE:
