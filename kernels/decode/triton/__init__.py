@@ -91,12 +91,6 @@ def stored_rows(bits, size):
 
 
 @triton.constexpr_function
-def upper_factor(bits):
-    """What the operand of the upper half of pairs has to hold: half where the upper of two bits is its code."""
-    return 0.5 if bits == 1 else 1.0
-
-
-@triton.constexpr_function
 def key_lanes(shape):
     """Lanes of a key page, the first axis of its scores; at 16 bits its tokens."""
     return PAGE_SIZE if shape.keys.bits == 16 else PAGE_SIZE * field_bits(shape.keys.bits) // 16
@@ -153,6 +147,20 @@ def first_group(j, lanes, group_size):
 def last_group(j, lanes, group_size):
     """The last value group that plane j has channels of."""
     return (j * lanes + lanes - 1) // group_size
+
+
+@triton.jit
+def key_channels(F: tl.constexpr):
+    """Channel of each row of the queries' operand, and whether it has one. Where codes are in pairs, each half of the
+    channels is padded by itself.
+    """
+    ROWS: tl.constexpr = code_rows(F.keys.bits, F.keys.head_dim)
+    if F.keys.head_dim == ROWS or block_of(ROWS) == ROWS:
+        row = tl.arange(0, block_of(F.keys.head_dim))
+        return row, row < F.keys.head_dim
+    else:
+        row = tl.arange(0, 2 * block_of(ROWS))
+        return row // block_of(ROWS) * ROWS + row % block_of(ROWS), row % block_of(ROWS) < ROWS
 
 
 @triton.jit
@@ -229,14 +237,8 @@ def code_operands(queries, first, largest, F: tl.constexpr):
     if F.keys.bits == 16:
         return (largest,)
     else:
-        ROWS: tl.constexpr = code_rows(F.keys.bits, F.keys.head_dim)
-        channel = tl.arange(0, block_of(ROWS))
-        query, bias = fp16_queries(queries, channel, channel < ROWS, first, largest, F)
-        if F.keys.head_dim > ROWS:
-            upper, bias_upper = fp16_queries(queries, ROWS + channel, channel < ROWS, first, largest, F)
-            return query, bias, upper, bias_upper
-        else:
-            return query, bias
+        channel, known = key_channels(F)
+        return fp16_queries(queries, channel, known, first, largest, F)
 
 
 @triton.jit

@@ -35,6 +35,7 @@ from kvconvert.kernels.decode.triton.softmax import (
     finish_scores,
     hide,
     no_values,
+    page_softmax_step,
     product_factor,
     residual_finish,
     shaped_scores,
@@ -259,7 +260,7 @@ def decode_kernel(
             x = residual_finish(x, residual_factor, softcap, F)
             x = tl.where(known[:, None, None], x, float("-inf"))
             if F.masked:
-                x = hide(x, token[:, None], 0, stop, residual_mask, mask_query, F)
+                x = hide(x, token[:, None], 0, 0, stop, residual_mask, mask_query, F)
             p, maximum, alpha = softmax_step(x, maximum, F)
             p = tl.reshape(p, [F.tile, R])
             weight = weight * alpha + tl.sum(p, 0)
@@ -332,8 +333,8 @@ def decode_kernel(
                     else:
                         x = finish_scores(x, factor, softcap, slope, shift, F)
                     token = (page - begin) * PAGE + page_tokens(KEY_LANES)
-                    x = hide(x, token, hidden, 1 << 30, half_quantized_mask, mask_query, F)
-                    p, maximum, alpha = softmax_step(x, maximum, F)
+                    x = hide(x, token, (page - begin) * PAGE, hidden, 1 << 30, half_quantized_mask, mask_query, F)
+                    p, maximum, alpha = page_softmax_step(x, factor, maximum, F)
                     weight = weight * alpha[None, :] + tl.sum(p, 2)
                     token = value_begin + page * PAGE
                     total = add_residual_page(values, places, token, in_token_order(p), alpha, total, DTYPE, F)
@@ -347,14 +348,15 @@ def decode_kernel(
                 totals, constants = no_values(PAGE, F)
                 keys = residual + (tl.load(described) + head * tl.load(described + 1)) * 8
                 half_quantized_query = plain_queries(queries, first, F, DTYPE)
+                plain_factor = product_factor(one, scaling, F)
                 for page in tl.range(begin, tl.load(item + HALF_TO), num_stages=STAGES):
                     token = key_begin + page * PAGE + in_page
                     place = token_places(token, in_page < PAGE, places, F.keys.head_dim, DTYPE, F)
                     x = residual_scores(keys, place, in_page < PAGE, half_quantized_query, F)
-                    x = finish_scores(x, product_factor(one, scaling, F), softcap, slope, shift, F)
+                    x = finish_scores(x, plain_factor, softcap, slope, shift, F)
                     token = (page - begin) * PAGE + in_page[:, None]
-                    x = hide(x, token, hidden, 1 << 30, half_quantized_mask, mask_query, F)
-                    p, maximum, alpha = softmax_step(x, maximum, F)
+                    x = hide(x, token, (page - begin) * PAGE, hidden, 1 << 30, half_quantized_mask, mask_query, F)
+                    p, maximum, alpha = page_softmax_step(x, plain_factor, maximum, F)
                     weight = weight * alpha[None, :] + tl.sum(p, 2)
                     value_unit = tl.load(value_table + table_begin + page)
                     totals, constants = add_values(value_base, value_unit, head, p, alpha, totals, constants, F, DTYPE)
@@ -392,8 +394,8 @@ def decode_kernel(
                 values = (value_base + tl.load(value_table + entry) * 8).to(tl.pointer_type(DTYPE))
                 x = residual_scores(keys + head * PAGE * F.keys.head_dim, token * F.keys.head_dim, known, page_query, F)
                 x = finish_scores(x, factor, softcap, slope, shift, F)
-                x = hide(x, (step * CHUNK + in_chunk)[:, None], hidden, limit, page_mask, mask_query, F)
-                p, maximum, alpha = softmax_step(x, maximum, F)
+                x = hide(x, (step * CHUNK + in_chunk)[:, None], step * CHUNK, hidden, limit, page_mask, mask_query, F)
+                p, maximum, alpha = page_softmax_step(x, factor, maximum, F)
                 p = tl.reshape(p, [CHUNK, R])
                 weight = weight * alpha + tl.sum(p, 0)
                 values += head * PAGE * F.values.head_dim
@@ -422,8 +424,8 @@ def decode_kernel(
                 else:
                     x = finish_scores(x, factor, softcap, slope, shift, F)
                 token = (page - begin) * PAGE + page_tokens(KEY_LANES)
-                x = hide(x, token, hidden, limit, page_mask, mask_query, F)
-                p, maximum, alpha = softmax_step(x, maximum, F)
+                x = hide(x, token, (page - begin) * PAGE, hidden, limit, page_mask, mask_query, F)
+                p, maximum, alpha = page_softmax_step(x, factor, maximum, F)
                 weight = weight * alpha[None, :] + tl.sum(p, 2)
                 totals, constants = add_values(value_base, value_unit, head, p, alpha, totals, constants, F, DTYPE)
             total_weight = tl.sum(weight, 0)

@@ -45,6 +45,12 @@ def residual_finish(x, factor, softcap, F: tl.constexpr):
     return x
 
 
+@triton.constexpr_function
+def applies_factor(shape):
+    """Whether products become scores by a factor alone, which one instruction applies with the maximum."""
+    return not (shape.softcap or shape.tau or shape.centered)
+
+
 @triton.jit
 def capped(x, softcap):
     """softcap tanh(x / softcap), as 1 - 2 / (exp(2 z) + 1) with a limit beyond which fp32 knows no difference."""
@@ -54,8 +60,13 @@ def capped(x, softcap):
 
 @triton.jit
 def finish_scores(x, factor, softcap, slope, shift, F: tl.constexpr):
-    """Scores [M, rows, P] from products: times factor [rows], capped, shifted (CalibQuant), and times log2(e)."""
-    return shaped_scores(x * factor[None, :, None], softcap, slope, shift, F)
+    """Scores [M, rows, P] from products: times factor [rows], capped, shifted (CalibQuant), and times log2(e); the
+    products themselves where `page_softmax_step` applies the factor.
+    """
+    if applies_factor(F):
+        return x
+    else:
+        return shaped_scores(x * factor[None, :, None], softcap, slope, shift, F)
 
 
 @triton.jit
@@ -80,11 +91,14 @@ def product_factor(unit, scaling, F: tl.constexpr):
 
 
 @triton.jit
-def hide(x, token, first, limit, mask, mask_query, F: tl.constexpr):
-    """Scores [M, rows, P] with minus infinity for tokens [M, P] before `first`, beyond `limit` or masked (uint8, 0
-    hides)."""
+def hide(x, token, start, first, limit, mask, mask_query, F: tl.constexpr):
+    """Scores [M, rows, P] with minus infinity for tokens [M, P], of which the first is `start`, before `first`, beyond
+    `limit` or masked (uint8, 0 hides).
+    """
     if F.ragged:
-        x = tl.where(((token >= first) & (token < limit))[:, None, :], x, float("-inf"))
+        # Few pages hide tokens: a comparison for each score would take a tenth of a page's instructions.
+        if start < first or start + PAGE > limit:
+            x = tl.where(((token >= first) & (token < limit))[:, None, :], x, float("-inf"))
     if F.masked:
         row = tl.arange(0, query_rows(F))
         where = mask + (row % F.queries)[None, :, None] * mask_query + token[:, None, :]
@@ -99,6 +113,17 @@ def softmax_step(x, maximum, F: tl.constexpr):
     highest = tl.maximum(maximum, tl.max(tl.max(x, 2), 0))
     alpha = exp2(maximum - highest, F.inline_asm)
     return exp2(x - highest[None, :, None], F.inline_asm), highest, alpha
+
+
+@triton.jit
+def page_softmax_step(x, factor, maximum, F: tl.constexpr):
+    """`softmax_step` of what `finish_scores` returns."""
+    if applies_factor(F):
+        highest = tl.maximum(maximum, tl.max(tl.max(x, 2), 0) * factor)
+        alpha = exp2(maximum - highest, F.inline_asm)
+        return exp2(x * factor[None, :, None] - highest[None, :, None], F.inline_asm), highest, alpha
+    else:
+        return softmax_step(x, maximum, F)
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from kvconvert.kernels.decode.triton import (
     field_bits,
     first_group,
     is_low,
+    key_channels,
     last_group,
     plane_mask,
     plane_weight,
@@ -25,7 +26,6 @@ from kvconvert.kernels.decode.triton import (
     query_rows,
     shift_count,
     stored_rows,
-    upper_factor,
     value_lanes,
 )
 from kvconvert.kernels.page_formats import PAGE_SIZE
@@ -135,7 +135,7 @@ def plane_product(words, lower, upper, total, J: tl.constexpr, BITS: tl.constexp
     """`total` plus the codes of plane J [M, K] times `lower` [K, N], without the plane's weight.
 
     Where codes are in pairs, at 1 and 3 bits, these are those of the lower half of the rows, and those of the upper
-    half are multiplied with `upper`, which has to hold `upper_factor` of what is meant.
+    half are multiplied with `upper`, at 1 bit half of what is meant, as their codes count twice.
     """
     total = tl.dot(plane(words, J, 0, BITS, INLINE_ASM), lower, total)
     if BITS == 1 or BITS == 3:
@@ -228,35 +228,42 @@ def group_operands(
     """Scaled queries for the codes of one group of tokens, for the upper halves of pairs, for boosted channels; and
     the products of queries with the offsets, [LANES, N], equal in all rows.
     """
-    ROWS: tl.constexpr = code_rows(F.keys.bits, F.keys.head_dim)
-    channel = tl.arange(0, block_of(ROWS))
-    real = channel < ROWS
+    channel, real = key_channels(F)
     BYTES: tl.constexpr = in_bytes(F.keys.scale, F.keys.offset)
     scale_row = scales + GROUP * F.keys.head_dim
     offset_row = offsets + GROUP * F.keys.head_dim
     scale, offset = load_counts(scale_row + channel, offset_row + channel, real, BYTES)
-    lower = scaled_query(operands[0], scale, F)
-    none = tl.zeros([LANES, lower.shape[1]], tl.float32)
-    # Offsets that are in units of their scale are multiplied with the scaled query.
-    bias = lower if BYTES else operands[1]
-    constant = tl.dot(tl.broadcast_to(offset[None, :], [LANES, block_of(ROWS)]), bias, none)
-    upper = lower
-    boost_lower = lower
-    if F.keys.head_dim > ROWS:
-        scale, offset = load_counts(scale_row + ROWS + channel, offset_row + ROWS + channel, real, BYTES)
-        upper = scaled_query(operands[2], scale * upper_factor(F.keys.bits), F)
+    if F.keys.bits == 1:
+        # Codes of the second half are the upper of two bits, which count twice.
+        second = tl.arange(0, channel.shape[0]) >= channel.shape[0] // 2
+        scale = tl.where(second, scale * 0.5, scale)
         if BYTES:
-            offset *= 1.0 / upper_factor(F.keys.bits)
-        bias = upper if BYTES else operands[3]
-        constant = tl.dot(tl.broadcast_to(offset[None, :], [LANES, block_of(ROWS)]), bias, constant)
+            offset = tl.where(second, offset * 2.0, offset)
+    scaled = scaled_query(operands[0], scale, F)
+    none = tl.zeros([LANES, scaled.shape[1]], tl.float32)
+    # Offsets that are in units of their scale are multiplied with the scaled query.
+    offset_rows = tl.broadcast_to(offset[None, :], [LANES, channel.shape[0]])
+    constant = tl.dot(offset_rows, scaled if BYTES else operands[1], none)
     if BYTES:
         constant *= OFFSET_UNIT
+    if F.keys.bits == 1 or F.keys.bits == 3:
+        lower, upper = halves(scaled)
+    else:
+        lower = scaled
+        upper = scaled
+    boost_lower = lower
     if F.keys.boosted > 0:
         # The upper bits count 2^bits times as much as the lower ones.
         WEIGHT: tl.constexpr = 1 << F.keys.bits
         scale = load_scale(scale_row + boost_channel, boost_channel >= 0, BYTES)
         boost_lower = scaled_query(boost, scale * WEIGHT, F)
     return lower, upper, boost_lower, constant
+
+
+@triton.jit
+def halves(x):
+    """The first and the second half of the rows of [K, N]."""
+    return tl.split(tl.permute(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1]]), (1, 2, 0)))
 
 
 @triton.jit
@@ -267,8 +274,7 @@ def page_scores(page, norms, scales, offsets, operands, boost, boost_channel, F:
         page: pointer to the head's part of the page.
         norms, scales, offsets: pointers to the token norms [128] and to the groups' scales and offsets [groups, D].
         operands: queries of the channels of the code rows, see `scaled_query`, and the same as fp16 in all cases, for
-            the product with the offsets; at 1 and 3 bits of the lower half of the channels, followed by both of the
-            upper half.
+            the product with the offsets.
         boost, boost_channel: queries of the boosted channels [boosted, N], and their numbers; unused without boost.
     """
     PLANES: tl.constexpr = 16 // field_bits(F.keys.bits)
@@ -443,16 +449,17 @@ def add_page_values(page, scales, offsets, p, alpha, totals, constants, F: tl.co
             base = scaled if BYTES else p
             constant = tl.sum(base * offset.to(tl.float32)[:, None, :], 2)
             sums = sums + (constants[group] * alpha[None, :] + constant,)
-            weights = in_token_order(scaled.to(tl.float16))
         else:
+            scaled = p
             sums = sums + (constants[group],)
-            weights = in_token_order(p.to(tl.float16))
-        weights = spread_columns(weights, F)
+        if F.values.bits == 1:
+            # As in `group_operands`.
+            scaled = tl.where(token[:, None, :] >= PAGE // 2, scaled * 0.5, scaled)
+        weights = spread_columns(in_token_order(scaled.to(tl.float16)), F)
         if TOKENS < PAGE:
-            halves = tl.reshape(weights, [2, TOKENS, weights.shape[1]])
-            low, high = tl.split(tl.permute(halves, (1, 2, 0)))
+            low, high = halves(weights)
             lowers = lowers + (low,)
-            uppers = uppers + (high * upper_factor(F.values.bits),)
+            uppers = uppers + (high,)
         else:
             lowers = lowers + (weights,)
             uppers = uppers + (weights,)
