@@ -10,8 +10,7 @@ from kvconvert.kernels.device import compiles
 from kvconvert.kernels.launches.triton import kernel
 from kvconvert.kernels.linear.triton import multiply
 
-TOKENS, STEP = 64, 128  # of the vocabulary in a program, channels at a time
-MOST_ROWS = 64  # of the activations in a program
+MOST_ROWS = 128  # of the activations in a program
 
 
 @kernel(do_not_specialize=["rows", "vocabulary"])
@@ -35,15 +34,24 @@ def logits_kernel(
     tl.store(place, total.to(logits.dtype.element_ty), mask=there & (token < vocabulary)[None, :])
 
 
+def tile(rows: int) -> tuple[int, int, int]:
+    """Tokens of the vocabulary in a program, channels at a time, and warps.
+
+    Memory limits few rows of activations, what it takes to make numbers of codes many.
+    """
+    return (64, 128, 4) if rows <= 32 else (128, 64, rows // 16)
+
+
 def logits(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     """[n, D] times codes [V, D] and scales [V]: [n, V]."""
     found = x.new_empty(len(x), len(codes))
     if not found.numel():
         return found
     rows = min(MOST_ROWS, max(16, triton.next_power_of_2(len(x))))
-    grid = triton.cdiv(len(codes), TOKENS), triton.cdiv(len(x), rows)
+    tokens, step, warps = tile(rows)
+    grid = triton.cdiv(len(codes), tokens), triton.cdiv(len(x), rows)
     logits_kernel[grid](
-        x, codes, scales, found, len(x), len(codes), SIZE=x.shape[1], ROWS=rows, TOKENS=TOKENS, STEP=STEP,
-        COMPILED=compiles(x.device), num_warps=4,
+        x, codes, scales, found, len(x), len(codes), SIZE=x.shape[1], ROWS=rows, TOKENS=tokens, STEP=step,
+        COMPILED=compiles(x.device), num_warps=warps,
     )  # fmt: skip
     return found
