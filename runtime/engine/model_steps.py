@@ -51,8 +51,8 @@ def rehearse_engine(model: PreTrainedModel) -> None:
 LONGEST_UNKNOWN, LONGEST_ALONE = 2048, 32768
 # Of the tables of pages.
 MOST_TABLE_BYTES = 1 << 28
-# Rows of steps where no request has a later one: as many as the fastest products of packed weights take, and twice as
-# many, and so on.
+# Rows of steps where no request has a later one: as many as a GPU's fastest products of packed weights take, and twice
+# as many, and so on. A processor takes the longer the more rows there are, and begins with one.
 FEW_ROWS = 16
 
 # Tokens of the passes of a rehearsal, beside decoding rows and without them.
@@ -149,7 +149,8 @@ class ModelSteps:
         self._joined: list[Any] = []
         self._taken: set[int] = set()  # rows that hold a sequence
         # How many rows decoding steps may have, ascending, and how many the cache has now.
-        fewer = (FEW_ROWS * 2**power for power in range(rows.bit_length()))
+        least = FEW_ROWS if self.device.type == "cuda" else 1
+        fewer = (least * 2**power for power in range(rows.bit_length()))
         self._widths, self._width = [*(width for width in fewer if width < rows), rows], rows
         if kv_memory is not None and self.state_bytes:
             if kv_memory <= self.state_bytes:

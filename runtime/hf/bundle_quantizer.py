@@ -328,7 +328,8 @@ def place_packed_linears(model: PreTrainedModel, bundle: Bundle) -> None:
         if not isinstance(linear, torch.nn.Linear):
             raise BundleError(
                 f"{MANIFEST_NAME} says that {name} is quantized, but {type(model).__name__} has no Linear of that "
-                "name; the bundle belongs to another architecture or version of transformers."
+                "name; load it as the class that config.json names, unless the bundle belongs to another version of "
+                "transformers."
             )
         with torch.device("meta"):
             packed = QuantizedLinear(
@@ -367,7 +368,10 @@ def require_complete(bundle: str | Path, absent: Iterable[str]) -> None:
     """Refuse (BundleError) a model with parameters that no tensor of the bundle stands for."""
     if names := sorted(absent):
         more = f" and {len(names) - 1} more tensors" if names[1:] else ""
-        raise BundleError(f"The bundle {bundle} lacks {names[0]}{more}, which the model needs; export it again.")
+        raise BundleError(
+            f"The bundle {bundle} lacks {names[0]}{more}, which the model needs; load it as the class that config.json "
+            "names, or export it again."
+        )
 
 
 def check_fits(bundle: Bundle, complete: bool = False) -> int:

@@ -11,13 +11,6 @@ from transformers import LogitsProcessor
 from kvconvert.errors import QueueFullError, UnsupportedModelError, UsageError
 from kvconvert.kernels.sampling import sample
 from kvconvert.runtime import Engine, Sampling
-from kvconvert.runtime.engine import model_steps
-
-
-@pytest.fixture(autouse=True)
-def few_rows(monkeypatch):
-    """Steps have few rows where that is enough, so that requests move to lower ones."""
-    monkeypatch.setattr(model_steps, "FEW_ROWS", 1)
 
 
 def alone(prompt, max_new_tokens, sampling, stops=(END,)):
@@ -68,6 +61,21 @@ def test_requests_that_join_and_leave_a_batch_give_the_tokens_they_give_alone():
     assert max(map(len, model.batches)) == 3
     assert max(model.chunks) == 50
     assert model.pool.used == 0
+
+
+@pytest.mark.parametrize(("requests", "rows"), [(1, 1), (2, 2), (3, 4)])
+def test_a_processor_computes_few_rows_for_few_requests(requests, rows):
+    class Watched(FakeModel):
+        def __call__(self, **given):
+            shapes.append(tuple(given["input_ids"].shape))
+            return self.forward(**given)
+
+    shapes = []
+    engine = Engine(Watched(), max_batch=32)
+    for seed in range(requests):
+        engine.add(prompt_of(5, seed), max_new_tokens=4, stop_token_ids=[])
+    engine.run()
+    assert shapes == [(1, 5 * requests), *[(rows, 1)] * 3]
 
 
 def test_a_request_that_moves_to_a_lower_row_keeps_its_sampling_and_its_constraint():

@@ -13,7 +13,6 @@ from kvconvert.kernels.launches import record_specializations
 from kvconvert.methods import KVScheme
 from kvconvert.runtime import Engine, KVCache
 from kvconvert.runtime.cache import session
-from kvconvert.runtime.engine import model_steps
 from kvconvert.runtime.hf import states
 from kvconvert.runtime.hf.generation import adopt
 from kvconvert.runtime.hf.layer import StateLayer
@@ -70,8 +69,7 @@ def test_requests_in_company_give_what_generate_gives_alone(name):
 
 @pytest.mark.quick("glm_moe_dsa", "qwen3_5_text")
 @pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "glm_moe_dsa"])
-def test_states_and_keys_of_indexers_move_with_their_sequences_to_lower_rows(name, monkeypatch):
-    monkeypatch.setattr(model_steps, "FEW_ROWS", 1)
+def test_states_and_keys_of_indexers_move_with_their_sequences_to_lower_rows(name):
     model = bundle_model(name)
     prompts = [random_ids(1, length, seed=length) for length in (5, 127, 9)]
     new, engine = (3, 6, 20), Engine(model, max_batch=3, prompt_chunk=CHUNK)

@@ -12,19 +12,12 @@ from kvconvert.methods import PRESETS
 from kvconvert.runtime import Engine
 from kvconvert.runtime.cache.compress import raise_pages
 from kvconvert.runtime.cache.forward_pass import UnreadFlags
-from kvconvert.runtime.engine import model_steps
 from kvconvert.runtime.engine.model_steps import ModelSteps, PromptChunk
 from kvconvert.runtime.hf import packed
 
 LENGTHS = (1, 2, 127, 128, 129, 300)
 CHUNK = 130
 ALWAYS = ("oscar-g128", "kitty", "calibquant-1bit", "calibquant-2bit-visual", "minikv-pyramid")
-
-
-@pytest.fixture(autouse=True)
-def few_rows(monkeypatch):
-    """Steps have two rows as long as no request has a later one."""
-    monkeypatch.setattr(model_steps, "FEW_ROWS", 2)
 
 
 def prompts_of(vocabulary, lengths, seed=0):
@@ -80,8 +73,8 @@ def check_company(model, lengths, new, alone=alone, placeholder=None):
         engine.add(ids, max_new_tokens=new + 9 * (n > 2), stop_token_ids=[]) for n, ids in enumerate(prompts[:5])
     ]
     engine.run()
-    assert {*widths} == {2, 4, 5}
-    assert widths[-8:] == [2] * 8
+    assert {*widths} == {1, 2, 4, 5}
+    assert widths[-8:] == [*[2] * 7, 1]
     cancelled = [request for request in requests if request.finish_reason == "cancelled"]
     assert 1 <= len(cancelled) <= 2
     expected = {tuple(prompt): alone(model, prompt, new + 9) for prompt in prompts}
@@ -236,7 +229,7 @@ def test_a_row_with_a_sequence_is_not_left_out():
     with pytest.raises(CacheError, match="cannot have 3 rows, as one beyond them holds a sequence"):
         steps.cache.resize_rows(3)
     steps.leave(4)
-    assert len(steps.forward(none, none, True, [])[0]) == 2
+    assert len(steps.forward(none, none, True, [])[0]) == 1
 
 
 def test_a_pass_knows_which_of_its_tokens_are_a_sequences():

@@ -15,7 +15,9 @@ from tiny.bundle import edit_json, reseal
 from tiny.models import GREEDY, random_ids
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     AwqConfig,
     LlamaConfig,
@@ -465,6 +467,12 @@ def test_a_model_that_lacks_tensors_is_refused(unquantized_weights, tmp_path, lo
     reseal(copy)
     with pytest.raises(BundleError, match=r"lacks model\.layers\.0\.mlp\.down_proj\.bias and 5 more"):
         loads(copy)
+
+
+@pytest.mark.parametrize("asked", [AutoModel, AutoModelForSequenceClassification])
+def test_a_class_that_the_bundle_is_not_of_says_which_one_to_ask_for(bundle, asked):
+    with pytest.raises(BundleError, match=r"load it as the class that config\.json names"):
+        asked.from_pretrained(bundle)
 
 
 def test_from_pretrained_verifies_too(bundle, tmp_path):
