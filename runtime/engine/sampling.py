@@ -28,6 +28,7 @@ from kvconvert.bundle.generation import DRAWING, MOST_NGRAM, NGRAMS, PROCESSED
 from kvconvert.errors import UsageError, did_you_mean, first_line
 from kvconvert.kernels.sampling import COLDEST, HOTTEST
 from kvconvert.kernels.sampling import sample as sample  # kept importable from here
+from kvconvert.runtime.hf.generation import RefuseNoNumbers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -176,6 +177,8 @@ def logits_processors(
         config._eos_token_tensor = torch.tensor(sorted(stops), device=device) if stops else None
         ids = torch.tensor([prompt], device=device)
         made = model._get_logits_processor(config, len(prompt), ids, None, LogitsProcessorList(), str(device), {})
+        # The engine looks for NaN without waiting for the device.
+        made = [p for p in made if not isinstance(p, RefuseNoNumbers)]
         made = [_Temperature(p) if isinstance(p, TemperatureLogitsWarper) else p for p in made]
         for n, (first, second) in enumerate(pairwise(made)):
             if isinstance(first, _Temperature) and isinstance(second, TopKLogitsWarper):

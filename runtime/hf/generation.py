@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation import GenerationConfig, GenerationMode
 
 from kvconvert.arguments import checked
@@ -42,8 +42,8 @@ from kvconvert.runtime.hf.states import read_by_sequence, state_bits
 # Generated tokens whose steps are recorded before a prompt is read.
 PREPARED_TOKENS = 2048
 NO_NUMBERS = (
-    "The model computes NaN or infinity after a prompt, so no token can be chosen; its weights are damaged, or too "
-    "large for their dtype: fetch or convert it again."
+    "The model computes NaN or infinity, so no token can be chosen; its weights are damaged, or too large for their "
+    "dtype: fetch or convert it again."
 )
 
 logger = logging.getLogger(__name__)
@@ -206,10 +206,10 @@ class BundleModel:
         # The caller may have read the first parts, too.
         if isinstance(cache, KVCache) and any(group.reading_prompt for group in cache.groups):
             seal_prompt(self, cache, input_ids)
-        # transformers takes the first token of the vocabulary where none can be chosen.
-        if not (skips_launches() or bool(output.logits[:, -1].amax(-1).isfinite().all())):
-            raise NumericError(NO_NUMBERS)
         return output
+
+    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
+        return LogitsProcessorList([RefuseNoNumbers(), *super()._get_logits_processor(*args, **kwargs)])
 
     def set_attn_implementation(self, attn_implementation: str | dict, *args: Any, **kwargs: Any) -> None:
         """Refused for the language model, whose KV plan has an attention of its own; other parts may have theirs."""
@@ -231,6 +231,18 @@ class BundleModel:
 
     generate_batch = init_continuous_batching
     continuous_batching_context_manager = init_continuous_batching
+
+
+class RefuseNoNumbers(LogitsProcessor):
+    """Raises a NumericError where no token can be chosen: transformers takes the first of the vocabulary, which may
+    well end the text.
+    """
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """The scores [B, V] as they are."""
+        if not (skips_launches() or bool(scores.amax(-1).isfinite().all())):
+            raise NumericError(NO_NUMBERS)
+        return scores
 
 
 def _check_ids(ids: Any) -> None:
