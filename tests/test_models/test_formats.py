@@ -696,9 +696,9 @@ def test_a_tokenizer_of_another_kind_than_a_gguf_file_says_is_refused(tmp_path, 
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"token_type": [1] * 9}, "tokens and not as many kinds that are numbers"),
-        ({"scores": [0.0] * 9}, "tokens and not as many scores that are numbers"),
-        ({"scores": [math.nan] * VOCABULARY}, "tokens and not as many scores that are numbers"),
+        ({"token_type": [1] * 9}, "tokens and not as many finite kinds"),
+        ({"scores": [0.0] * 9}, "tokens and not as many finite scores"),
+        ({"scores": [math.nan] * VOCABULARY}, "tokens and not as many finite scores"),
         ({"model": "llama", "add_space_prefix": False}, "lets no text begin with a space"),
     ],
 )

@@ -167,7 +167,7 @@ def open_gguf(file: Path) -> GgufFile:
                 for name, values in (("kinds", kinds), ("scores", scores)):
                     if len(values) not in (0, len(tokens)) or not all(map(math.isfinite, values)):
                         raise CheckpointError(
-                            f"{file} has {len(tokens):,} tokens and not as many {name} that are numbers; fetch it again."
+                            f"{file} has {len(tokens):,} tokens and not as many finite {name}; fetch it again."
                         )
                 begins = conversion.read_field(reader, "tokenizer.ggml.add_space_prefix") != [False]
                 _write_tokenizer(file, directory, config, (tokens, kinds), begins)
