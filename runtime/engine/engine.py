@@ -21,9 +21,8 @@ from kvconvert.models.positions import check_chunk
 from kvconvert.runtime.engine.model_steps import ModelSteps, PromptChunk
 from kvconvert.runtime.engine.prefixes import Prefixes, no_prefixes
 from kvconvert.runtime.engine.request import EngineStats, Event, FinishReason, Request, UnreadStep, new_request
-from kvconvert.runtime.engine.sampling import Sampling, check_settings, log_probabilities, recommended
+from kvconvert.runtime.engine.sampling import NO_NUMBERS, Sampling, check_settings, log_probabilities, recommended
 from kvconvert.runtime.engine.scheduler import RowState, Scheduler
-from kvconvert.runtime.hf.generation import NO_NUMBERS
 from kvconvert.runtime.hf.load import generation_settings
 
 if TYPE_CHECKING:

@@ -25,13 +25,19 @@ from transformers import (
 
 from kvconvert.arguments import Natural, Temperature, TopP, checked_fields
 from kvconvert.bundle.generation import DRAWING, MOST_NGRAM, NGRAMS, PROCESSED
-from kvconvert.errors import UsageError, did_you_mean, first_line
+from kvconvert.errors import NumericError, UsageError, did_you_mean, first_line
+from kvconvert.kernels.launches import skips_launches
 from kvconvert.kernels.sampling import COLDEST, HOTTEST
 from kvconvert.kernels.sampling import sample as sample  # kept importable from here
-from kvconvert.runtime.hf.generation import RefuseNoNumbers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+NO_NUMBERS = (
+    "The model computes NaN or infinity, so no token can be chosen; its weights are damaged, or too large for their "
+    "dtype: fetch or convert it again."
+)
 
 
 @checked_fields
@@ -199,6 +205,18 @@ def logits_processors(
             "`sampling`, or in the model's generation_config.json."
         ) from error
     return make
+
+
+class RefuseNoNumbers(LogitsProcessor):
+    """Raises a NumericError where no token can be chosen: transformers takes the first of the vocabulary, which may
+    well end the text.
+    """
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """The scores [B, V] as they are."""
+        if not (skips_launches() or bool(scores.amax(-1).isfinite().all())):
+            raise NumericError(NO_NUMBERS)
+        return scores
 
 
 class _Temperature(LogitsProcessor):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
-from transformers import Cache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import Cache, LogitsProcessorList, PreTrainedModel
 from transformers.generation import GenerationConfig, GenerationMode
 
 from kvconvert.arguments import checked
@@ -20,13 +20,12 @@ from kvconvert.bundle.generation import NEUTRAL, PROCESSED
 from kvconvert.errors import (
     CacheError,
     KvconvertError,
-    NumericError,
     UnsupportedModelError,
     UsageError,
     counted,
     first_line,
 )
-from kvconvert.kernels.launches import make_ready, record_specializations, skips_launches
+from kvconvert.kernels.launches import make_ready, record_specializations
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme
 from kvconvert.models import CACHE, CACHE_NAMES
@@ -41,10 +40,6 @@ from kvconvert.runtime.hf.states import read_by_sequence, state_bits
 
 # Generated tokens whose steps are recorded before a prompt is read.
 PREPARED_TOKENS = 2048
-NO_NUMBERS = (
-    "The model computes NaN or infinity, so no token can be chosen; its weights are damaged, or too large for their "
-    "dtype: fetch or convert it again."
-)
 
 logger = logging.getLogger(__name__)
 
@@ -209,6 +204,8 @@ class BundleModel:
         return output
 
     def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
+        from kvconvert.runtime.engine.sampling import RefuseNoNumbers
+
         return LogitsProcessorList([RefuseNoNumbers(), *super()._get_logits_processor(*args, **kwargs)])
 
     def set_attn_implementation(self, attn_implementation: str | dict, *args: Any, **kwargs: Any) -> None:
@@ -231,18 +228,6 @@ class BundleModel:
 
     generate_batch = init_continuous_batching
     continuous_batching_context_manager = init_continuous_batching
-
-
-class RefuseNoNumbers(LogitsProcessor):
-    """Raises a NumericError where no token can be chosen: transformers takes the first of the vocabulary, which may
-    well end the text.
-    """
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """The scores [B, V] as they are."""
-        if not (skips_launches() or bool(scores.amax(-1).isfinite().all())):
-            raise NumericError(NO_NUMBERS)
-        return scores
 
 
 def _check_ids(ids: Any) -> None:
