@@ -44,7 +44,16 @@ PREPARED_TOKENS = 2048
 logger = logging.getLogger(__name__)
 
 
-class BundleModel:
+class TokensOfNumbers:
+    """Mixed into the class of every bundle's model, whose `generate` takes no token where logits are no numbers."""
+
+    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
+        from kvconvert.runtime.engine.sampling import RefuseNoNumbers
+
+        return LogitsProcessorList([RefuseNoNumbers(), *super()._get_logits_processor(*args, **kwargs)])
+
+
+class BundleModel(TokensOfNumbers):
     """Mixed into the class of a model that was loaded from a bundle with a KV plan."""
 
     kv_schemes: Sequence[KVScheme | None]
@@ -203,11 +212,6 @@ class BundleModel:
             seal_prompt(self, cache, input_ids)
         return output
 
-    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
-        from kvconvert.runtime.engine.sampling import RefuseNoNumbers
-
-        return LogitsProcessorList([RefuseNoNumbers(), *super()._get_logits_processor(*args, **kwargs)])
-
     def set_attn_implementation(self, attn_implementation: str | dict, *args: Any, **kwargs: Any) -> None:
         """Refused for the language model, whose KV plan has an attention of its own; other parts may have theirs."""
         given = attn_implementation if isinstance(attn_implementation, dict) else {"": attn_implementation}
@@ -293,16 +297,17 @@ _ADOPTED = {"use_cache": True, "return_dict": True, "output_attentions": False}
 
 def adopt(model: PreTrainedModel, schemes: Sequence[KVScheme | None], plan: Mapping[str, torch.Tensor]) -> None:
     """Give a loaded model the bundle's attention, caches and refusals."""
-    if not any(scheme is not None for scheme in schemes):
-        return
     base = type(model)
+    members: dict[str, Any] = {"__module__": base.__module__, "__doc__": base.__doc__}
+    if not any(scheme is not None for scheme in schemes):
+        model.__class__ = type(base.__name__, (TokensOfNumbers, base), members)
+        return
     model.kv_schemes, model.kv_plan = tuple(schemes), dict(plan)
     model.captured = CapturedSteps(functools.partial(base.forward, model), base.__name__)
     model.prompts = PackedPrompts(model.captured)
     # torch.compile cannot trace the cache: whoever compiles the model gets the one that there is.
     forward = torch.compiler.disable(_replaying(base.forward))
-    members = {"__module__": base.__module__, "__doc__": base.__doc__, "forward": forward}
-    model.__class__ = type(base.__name__, (BundleModel, base), members)
+    model.__class__ = type(base.__name__, (BundleModel, base), members | {"forward": forward})
     model.set_attn_implementation(NAME)
     read_by_sequence(model)
     choose_by_sequence(model)

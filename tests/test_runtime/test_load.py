@@ -125,10 +125,16 @@ def test_what_is_no_number_is_no_token(bundle):
         assert (request.tokens, request.finish_reason) == ([], "error")
 
 
+@pytest.fixture(scope="module")
+def usual_cache(source, tmp_path_factory):
+    root = tmp_path_factory.mktemp("usual")
+    return convert(root, "bundle", source, '[weights]\nmethod = "rtn"\ngroup_size = 32\n[kv]\npreset = "none"\n')
+
+
 @pytest.mark.parametrize("more", [{}, {"do_sample": True}, {"num_beams": 2}])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_no_number_in_one_sequence_after_the_first_token_is_no_token(bundle, value, more):
-    model, tokenizer = load(bundle)
+@pytest.mark.parametrize(("kind", "value"), [("bundle", torch.nan), ("bundle", torch.inf), ("usual_cache", torch.nan)])
+def test_what_is_no_number_in_one_sequence_after_the_first_token_is_no_token(request, kind, value, more):
+    model, tokenizer = load(request.getfixturevalue(kind))
     ids = tokenizer(["It was", "It was"], return_tensors="pt")["input_ids"]
 
     def spoil(module, args, output):
