@@ -112,7 +112,9 @@ def recipe_toml(recipe: Recipe) -> str:
     lines = [f"# {line}" for line in _explanation(recipe)]
     lines += ["", *_weights(recipe.weights), "", *_kv(recipe)]
     for layer in recipe.layers:
-        lines += ["", *_layer(recipe, layer)]
+        table = _layer(recipe, layer)
+        if len(table) > 2:  # one that says its index alone changes nothing
+            lines += ["", *table]
     for table, values in (("auto", recipe.auto), ("limits", recipe.limits)):
         stated = {} if values is None else {k: v for k, v in values.model_dump().items() if v is not None}
         if values is not None and (stated or table == "auto"):

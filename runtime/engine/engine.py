@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
+import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
@@ -22,9 +21,8 @@ from kvconvert.models.positions import check_chunk
 from kvconvert.runtime.engine.model_steps import ModelSteps, PromptChunk
 from kvconvert.runtime.engine.prefixes import Prefixes, no_prefixes
 from kvconvert.runtime.engine.request import EngineStats, Event, FinishReason, Request, UnreadStep, new_request
-from kvconvert.runtime.engine.sampling import Sampling, check_settings, log_probabilities, recommended
+from kvconvert.runtime.engine.sampling import NO_NUMBERS, Sampling, check_settings, log_probabilities, recommended
 from kvconvert.runtime.engine.scheduler import RowState, Scheduler
-from kvconvert.runtime.hf.generation import NO_NUMBERS
 from kvconvert.runtime.hf.load import generation_settings
 
 if TYPE_CHECKING:
@@ -33,6 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 # Fields of generation_config.json that `generate` knows and requests of a batch do not.
 _NOT_APPLIED = ("num_beams", "num_return_sequences", "guidance_scale", "max_time", "token_healing")
+NO_TOKEN = -1  # where the logits have NaN or infinity, by which none can be chosen
 FAILED = "A step of the engine failed; its requests have ended and the others go on."
 
 
@@ -393,7 +392,6 @@ class Engine:
             for request in running.values() if part is None else [chunks[part]]:
                 self._end(request, "error")
         given, joined = {} if None in failures else dict(running), {}
-        ended: dict[Request, int] = {}
         for chunk, request in chunks.items():
             if chunk in failures:
                 continue
@@ -403,7 +401,7 @@ class Engine:
             if self._prefixes:
                 self._prefixes.read(request)
             if chunk.last:
-                given[chunk.row], ended[request], request.inputs = request, chunk.row, None
+                given[chunk.row], request.inputs = request, None
                 # Others are known to be sound with the tokens of this pass, which nobody waits for here.
                 if self._prefixes and request.max_new_tokens <= 1 + self._steps.lag:
                     self._prefixes.settle(request)
@@ -412,12 +410,10 @@ class Engine:
                     request.prompt_cache = None
                     with self._lock:
                         self._scheduler.start(request)
-        if ended and not skips_launches():
-            largest = self._steps.fetch(logits[upload([*ended.values()], logits.device)].amax(-1).float())
-            for place, request in enumerate(ended):
-                joined[request] = partial(_check_first, joined.get(request), largest, place)
         if given:
             logprobs = self._logprobs(logits, chosen, given)
+            if not skips_launches():
+                chosen = torch.where(logits.amax(-1).isfinite(), chosen, NO_TOKEN)
             self._unread.append(UnreadStep(self._steps.fetch(chosen), given, joined, logprobs))
         for request in given.values():
             request.launched += 1
@@ -447,6 +443,7 @@ class Engine:
             raise
         events: list[Event] = []
         failed: KvconvertError | None = None
+        lost = [request for row, request in unread.rows.items() if tokens[row] == NO_TOKEN]
         for request, raise_if_lost in unread.joined.items():
             if request.finished:
                 continue
@@ -456,10 +453,10 @@ class Engine:
                 failed = failed or error
                 self._end(request, "error")
             else:
-                if self._prefixes and request.max_new_tokens > 1:
+                if self._prefixes and request.max_new_tokens > 1 and request not in lost:
                     self._prefixes.settle(request)
-        for request, told in logprobs.items():
-            if math.isnan(told.chosen) and not request.finished:
+        for request in lost:
+            if not request.finished:
                 failed = failed or NumericError(NO_NUMBERS)
                 self._end(request, "error")
         with self._lock:
@@ -525,14 +522,6 @@ class Engine:
                     self._end(self._cancelled.pop(), "cancelled")
             finally:
                 self._stepping.release()
-
-
-def _check_first(stored: Callable[[], None] | None, largest: Callable[[], list[float]], place: int) -> None:
-    """Raise a NumericError for a prompt that could not be stored, or after which no token is likely or unlikely."""
-    if stored is not None:
-        stored()
-    if not math.isfinite(largest()[place]):
-        raise NumericError(NO_NUMBERS)
 
 
 def _report(event: Event) -> None:

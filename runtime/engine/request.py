@@ -24,7 +24,8 @@ CONTEXT_TOKENS = 5
 NEW_TOKENS = 256  # of a request, where nothing else is said
 INCOMPLETE = "\ufffd"  # what a decoder shows for bytes of a character whose rest has not come yet
 MOST_LIKELIEST = 20  # tokens whose probabilities come with each one, as in OpenAI's interface
-MOST_UNDECIDED = 16  # tokens; a character has four bytes at most
+MOST_BYTES = 4  # of a character
+MOST_UNDECIDED = 16  # tokens
 
 
 class TextStream:
@@ -51,9 +52,13 @@ class TextStream:
         self._options = {"skip_special_tokens": not special_tokens}
         if getattr(tokenizer, "clean_up_tokenization_spaces", False):  # which takes back letters that were shown
             self._options["clean_up_tokenization_spaces"] = False
-        self._ids = list(prompt[-CONTEXT_TOKENS:])
+        # Where bytes are tokens, a context that begins within a character makes all that follow it look incomplete.
+        for context in range(CONTEXT_TOKENS, CONTEXT_TOKENS + MOST_BYTES):
+            self._ids = list(prompt[-context:])
+            self._shown = self._decode(self._ids)  # the text of tokens that were shown
+            if INCOMPLETE not in self._shown:
+                break
         self._begin, self._read = 0, len(self._ids)  # decoded again for context, and already shown
-        self._shown = self._decode(self._ids)  # the text of these
         self._held = ""
 
     def push(self, token: int) -> tuple[str, bool]:

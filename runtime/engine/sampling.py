@@ -25,12 +25,19 @@ from transformers import (
 
 from kvconvert.arguments import Natural, Temperature, TopP, checked_fields
 from kvconvert.bundle.generation import DRAWING, MOST_NGRAM, NGRAMS, PROCESSED
-from kvconvert.errors import UsageError, did_you_mean, first_line
+from kvconvert.errors import NumericError, UsageError, did_you_mean, first_line
+from kvconvert.kernels.launches import skips_launches
 from kvconvert.kernels.sampling import COLDEST, HOTTEST
 from kvconvert.kernels.sampling import sample as sample  # kept importable from here
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+NO_NUMBERS = (
+    "The model computes NaN or infinity, so no token can be chosen; its weights are damaged, or too large for their "
+    "dtype: fetch or convert it again."
+)
 
 
 @checked_fields
@@ -176,6 +183,8 @@ def logits_processors(
         config._eos_token_tensor = torch.tensor(sorted(stops), device=device) if stops else None
         ids = torch.tensor([prompt], device=device)
         made = model._get_logits_processor(config, len(prompt), ids, None, LogitsProcessorList(), str(device), {})
+        # The engine looks for NaN without waiting for the device.
+        made = [p for p in made if not isinstance(p, RefuseNoNumbers)]
         made = [_Temperature(p) if isinstance(p, TemperatureLogitsWarper) else p for p in made]
         for n, (first, second) in enumerate(pairwise(made)):
             if isinstance(first, _Temperature) and isinstance(second, TopKLogitsWarper):
@@ -196,6 +205,18 @@ def logits_processors(
             "`sampling`, or in the model's generation_config.json."
         ) from error
     return make
+
+
+class RefuseNoNumbers(LogitsProcessor):
+    """Raises a NumericError where no token can be chosen: transformers takes the first of the vocabulary, which may
+    well end the text.
+    """
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """The scores [B, V] as they are."""
+        if not (skips_launches() or bool(scores.amax(-1).isfinite().all())):
+            raise NumericError(NO_NUMBERS)
+        return scores
 
 
 class _Temperature(LogitsProcessor):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, LogitsProcessorList, PreTrainedModel
 from transformers.generation import GenerationConfig, GenerationMode
 
 from kvconvert.arguments import checked
@@ -20,13 +20,12 @@ from kvconvert.bundle.generation import NEUTRAL, PROCESSED
 from kvconvert.errors import (
     CacheError,
     KvconvertError,
-    NumericError,
     UnsupportedModelError,
     UsageError,
     counted,
     first_line,
 )
-from kvconvert.kernels.launches import make_ready, record_specializations, skips_launches
+from kvconvert.kernels.launches import make_ready, record_specializations
 from kvconvert.kernels.pages import PAGE_SIZE
 from kvconvert.methods import KVScheme
 from kvconvert.models import CACHE, CACHE_NAMES
@@ -41,15 +40,20 @@ from kvconvert.runtime.hf.states import read_by_sequence, state_bits
 
 # Generated tokens whose steps are recorded before a prompt is read.
 PREPARED_TOKENS = 2048
-NO_NUMBERS = (
-    "The model computes NaN or infinity after a prompt, so no token can be chosen; its weights are damaged, or too "
-    "large for their dtype: fetch or convert it again."
-)
 
 logger = logging.getLogger(__name__)
 
 
-class BundleModel:
+class TokensOfNumbers:
+    """Mixed into the class of every bundle's model, whose `generate` takes no token where logits are no numbers."""
+
+    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
+        from kvconvert.runtime.engine.sampling import RefuseNoNumbers
+
+        return LogitsProcessorList([RefuseNoNumbers(), *super()._get_logits_processor(*args, **kwargs)])
+
+
+class BundleModel(TokensOfNumbers):
     """Mixed into the class of a model that was loaded from a bundle with a KV plan."""
 
     kv_schemes: Sequence[KVScheme | None]
@@ -206,9 +210,6 @@ class BundleModel:
         # The caller may have read the first parts, too.
         if isinstance(cache, KVCache) and any(group.reading_prompt for group in cache.groups):
             seal_prompt(self, cache, input_ids)
-        # transformers takes the first token of the vocabulary where none can be chosen.
-        if not (skips_launches() or bool(output.logits[:, -1].amax(-1).isfinite().all())):
-            raise NumericError(NO_NUMBERS)
         return output
 
     def set_attn_implementation(self, attn_implementation: str | dict, *args: Any, **kwargs: Any) -> None:
@@ -296,16 +297,17 @@ _ADOPTED = {"use_cache": True, "return_dict": True, "output_attentions": False}
 
 def adopt(model: PreTrainedModel, schemes: Sequence[KVScheme | None], plan: Mapping[str, torch.Tensor]) -> None:
     """Give a loaded model the bundle's attention, caches and refusals."""
-    if not any(scheme is not None for scheme in schemes):
-        return
     base = type(model)
+    members: dict[str, Any] = {"__module__": base.__module__, "__doc__": base.__doc__}
+    if not any(scheme is not None for scheme in schemes):
+        model.__class__ = type(base.__name__, (TokensOfNumbers, base), members)
+        return
     model.kv_schemes, model.kv_plan = tuple(schemes), dict(plan)
     model.captured = CapturedSteps(functools.partial(base.forward, model), base.__name__)
     model.prompts = PackedPrompts(model.captured)
     # torch.compile cannot trace the cache: whoever compiles the model gets the one that there is.
     forward = torch.compiler.disable(_replaying(base.forward))
-    members = {"__module__": base.__module__, "__doc__": base.__doc__, "forward": forward}
-    model.__class__ = type(base.__name__, (BundleModel, base), members)
+    model.__class__ = type(base.__name__, (BundleModel, base), members | {"forward": forward})
     model.set_attn_implementation(NAME)
     read_by_sequence(model)
     choose_by_sequence(model)

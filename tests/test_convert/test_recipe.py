@@ -335,6 +335,15 @@ def test_a_recipe_that_is_shown_and_read_again_means_the_same(tmp_path, name):
     assert meaning(Recipe.load(str(tmp_path / "again.toml"))) == meaning(recipe)
 
 
+@pytest.mark.parametrize("same", ["span_tokens = 0", 'modality = "all"'])
+def test_a_table_of_layers_that_changes_nothing_is_not_shown(tmp_path, same):
+    (tmp_path / "first.toml").write_text(f"[kv]\n[[kv.layers]]\nindex = [0]\n{same}\n")
+    recipe = Recipe.load(str(tmp_path / "first.toml"))
+    (tmp_path / "again.toml").write_text(recipe_toml(recipe))
+    again = Recipe.load(str(tmp_path / "again.toml"))
+    assert (again.scheme(0), again.calibration_of(0)) == (recipe.scheme(0), recipe.calibration_of(0))
+
+
 def test_what_differs_from_the_default_says_so():
     lines = kvconvert("recipes", "kitty", "--value-bits", "4", "--set", "weights.group_size=64").stdout.splitlines()
     assert lines[0].startswith(

@@ -213,7 +213,7 @@ class Infinite(FakeModel):
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(
-    ("logit", "first", "logprobs"), [(math.nan, True, None), (math.inf, True, 2), (math.nan, False, 0)]
+    ("logit", "first", "logprobs"), [(math.nan, True, None), (math.inf, True, 2), (math.nan, False, None)]
 )
 def test_what_is_no_number_is_an_error_and_no_token(logit, first, logprobs, stream):
     with serving(Infinite(logit, first), Letters()) as here:

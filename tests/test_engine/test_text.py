@@ -2,7 +2,8 @@ import random
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvconvert.runtime.engine.request import TextStream
 
@@ -41,6 +42,20 @@ def test_pieces_add_up_to_the_text_and_show_no_incomplete_character(tokenizer, t
     assert "".join(shown) == whole[len(tokenizer.decode(prompt, skip_special_tokens=True)) :]
     assert not any("\ufffd" in piece for piece in shown)
     assert sum(map(bool, shown)) > 3
+
+
+def bytes_alone():
+    """A tokenizer of Llama's kind whose tokens are bytes, of which decoding shows none where one is out of place."""
+    made = Tokenizer(models.BPE({f"<0x{byte:02X}>": byte for byte in range(256)}, [], byte_fallback=True))
+    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+@pytest.mark.parametrize("prompt", ["🌍🚀", "東京", "éa東", "a🌍b", "\ufffd🌍"])
+def test_a_prompt_of_bytes_spoils_no_character_of_the_answer(prompt):
+    answer = "🌍 東京é."
+    shown = pieces(TextStream(bytes_alone(), [*prompt.encode()]), [*answer.encode()])
+    assert "".join(shown) == answer
 
 
 def test_no_letter_is_lost_where_a_tokenizer_takes_spaces_out_of_what_it_decodes():

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import struct
 
@@ -689,6 +690,34 @@ def test_a_tokenizer_of_another_kind_than_a_gguf_file_says_is_refused(tmp_path, 
     monkeypatch.setattr(gguf.GGUFWriter, "add_tokenizer_model", tell)
     file, *_ = write_gguf(tmp_path)
     with pytest.raises(CheckpointError, match=f"gives ids beyond its {VOCABULARY} tokens"):
+        open_source(str(file))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"token_type": [1] * 9}, "tokens and not as many finite kinds"),
+        ({"scores": [0.0] * 9}, "tokens and not as many finite scores"),
+        ({"scores": [math.nan] * VOCABULARY}, "tokens and not as many finite scores"),
+        ({"model": "llama", "add_space_prefix": False}, "lets no text begin with a space"),
+    ],
+)
+def test_a_gguf_file_whose_texts_would_become_other_tokens_is_refused(tmp_path, monkeypatch, fields, reason):
+    gguf = pytest.importorskip("gguf")
+    told = gguf.GGUFWriter.add_key_value
+    fields = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+
+    def tell(writer, key, value, *kind, **more):
+        told(writer, key, fields.pop(key, value), *kind, **more)
+        if key == "tokenizer.ggml.bos_token_id":
+            left = {"tokenizer.ggml.scores": [-float(place) for place in range(VOCABULARY)]} | fields
+            fields.clear()
+            for name, value in left.items():
+                writer.add_array(name, value) if isinstance(value, list) else writer.add_bool(name, value)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_key_value", tell)
+    file, *_ = write_gguf(tmp_path, special=["<unk>", "\u2581", "\u2581a"])
+    with pytest.raises(CheckpointError, match=reason):
         open_source(str(file))
 
 

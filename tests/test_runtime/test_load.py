@@ -127,6 +127,30 @@ def test_what_is_no_number_is_no_token(bundle):
         assert (request.tokens, request.finish_reason) == ([], "error")
 
 
+@pytest.fixture(scope="module")
+def usual_cache(source, tmp_path_factory):
+    root = tmp_path_factory.mktemp("usual")
+    return convert(root, "bundle", source, '[weights]\nmethod = "rtn"\ngroup_size = 32\n[kv]\npreset = "none"\n')
+
+
+@pytest.mark.parametrize("more", [{}, {"do_sample": True}, {"num_beams": 2}])
+@pytest.mark.parametrize(("kind", "value"), [("bundle", torch.nan), ("bundle", torch.inf), ("usual_cache", torch.nan)])
+def test_what_is_no_number_in_one_sequence_after_the_first_token_is_no_token(request, kind, value, more):
+    model, tokenizer = load(request.getfixturevalue(kind))
+    ids = tokenizer(["It was", "It was"], return_tensors="pt")["input_ids"]
+
+    def spoil(module, args, output):
+        if args[0].shape[1] == 1:
+            output = output.clone()
+            output[-1] = value
+        return output
+
+    model.get_input_embeddings().register_forward_hook(spoil)
+    model.generate(ids, max_new_tokens=1, **GREEDY | more)
+    with pytest.raises(NumericError, match="no token can be chosen"):
+        model.generate(ids, max_new_tokens=3, **GREEDY | more)
+
+
 def test_a_bundle_without_tokenizer_is_one_sentence(bundle, tmp_path):
     with pytest.raises(CheckpointError, match=r"no tokenizer\.json, and no older file.*; fetch the model's tokenizer"):
         load_tokenizer(tmp_path)

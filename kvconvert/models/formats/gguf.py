@@ -163,9 +163,14 @@ def open_gguf(file: Path) -> GgufFile:
                 tokens = conversion.read_field(reader, "tokenizer.ggml.tokens")
                 if (twice := next((token for token, count in Counter(tokens).items() if count > 1), None)) is not None:
                     raise CheckpointError(f"{file} lists the token {twice!r:.80} more than once; fetch it again.")
-                _write_tokenizer(
-                    file, directory, config, (tokens, conversion.read_field(reader, "tokenizer.ggml.token_type"))
-                )
+                kinds, scores = (conversion.read_field(reader, f"tokenizer.ggml.{n}") for n in ("token_type", "scores"))
+                for name, values in (("kinds", kinds), ("scores", scores)):
+                    if len(values) not in (0, len(tokens)) or not all(map(math.isfinite, values)):
+                        raise CheckpointError(
+                            f"{file} has {len(tokens):,} tokens and not as many finite {name}; fetch it again."
+                        )
+                begins = conversion.read_field(reader, "tokenizer.ggml.add_space_prefix") != [False]
+                _write_tokenizer(file, directory, config, (tokens, kinds), begins)
             config.to_json_file(directory / "config.json", use_diff=False)
             kind = conversion.TENSOR_PROCESSORS.get(architecture, conversion.TensorProcessor)
             processor = kind(config=config.to_dict())
@@ -267,7 +272,7 @@ def _dtype(gguf: Any, stored: Mapping[str, Any]) -> torch.dtype:
 
 
 def _write_tokenizer(
-    file: Path, directory: Path, config: PretrainedConfig, listed: tuple[Sequence[str], Sequence[int]]
+    file: Path, directory: Path, config: PretrainedConfig, listed: tuple[Sequence[str], Sequence[int]], begins: bool
 ) -> None:
     """The file's tokenizer as transformers writes it; the configuration gets its special tokens.
 
@@ -276,6 +281,7 @@ def _write_tokenizer(
         directory: written to.
         config: the configuration of the model.
         listed: tokens of the file, and their kinds.
+        begins: whether the file lets texts begin with a space.
     """
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
     tokenizer.save_pretrained(directory)
@@ -291,6 +297,11 @@ def _write_tokenizer(
     if tokenizer.get_added_vocab().get("<unk>", 0) >= len(listed[0]):
         raise CheckpointError(
             f"The tokenizer that {file} describes gives ids beyond its {len(listed[0]):,} tokens; fetch it again."
+        )
+    if not begins and "".join(tokenizer.tokenize("a")).startswith("\u2581"):
+        raise CheckpointError(
+            f"{file} lets no text begin with a space (add_space_prefix), which transformers does not read from GGUF "
+            "files; put the tokenizer.json and tokenizer_config.json of the original model beside it."
         )
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if getattr(tokenizer, name, None) is not None:
