@@ -21,7 +21,14 @@ from kvconvert.models.positions import check_chunk
 from kvconvert.runtime.engine.model_steps import ModelSteps, PromptChunk
 from kvconvert.runtime.engine.prefixes import Prefixes, no_prefixes
 from kvconvert.runtime.engine.request import EngineStats, Event, FinishReason, Request, UnreadStep, new_request
-from kvconvert.runtime.engine.sampling import NO_NUMBERS, Sampling, check_settings, log_probabilities, recommended
+from kvconvert.runtime.engine.sampling import (
+    NO_NUMBERS,
+    Sampling,
+    check_settings,
+    has_numbers,
+    log_probabilities,
+    recommended,
+)
 from kvconvert.runtime.engine.scheduler import RowState, Scheduler
 from kvconvert.runtime.hf.load import generation_settings
 
@@ -413,7 +420,7 @@ class Engine:
         if given:
             logprobs = self._logprobs(logits, chosen, given)
             if not skips_launches():
-                chosen = torch.where(logits.amax(-1).isfinite(), chosen, NO_TOKEN)
+                chosen = torch.where(has_numbers(logits), chosen, NO_TOKEN)
             self._unread.append(UnreadStep(self._steps.fetch(chosen), given, joined, logprobs))
         for request in given.values():
             request.launched += 1

@@ -210,13 +210,33 @@ def logits_processors(
 class RefuseNoNumbers(LogitsProcessor):
     """Raises a NumericError where no token can be chosen: transformers takes the first of the vocabulary, which may
     well end the text.
+
+    A GPU is waited for after the prompt and by `check`, which belongs to the end of the text.
     """
+
+    def __init__(self) -> None:
+        self._lost: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """The scores [B, V] as they are."""
-        if not (skips_launches() or bool(scores.amax(-1).isfinite().all())):
-            raise NumericError(NO_NUMBERS)
+        if not skips_launches():
+            lost = ~has_numbers(scores)
+            if self._lost is None or scores.device.type == "cpu":
+                self._lost = lost
+                self.check()
+            else:
+                self._lost |= lost
         return scores
+
+    def check(self) -> None:
+        """Raise for any of the scores so far."""
+        if self._lost is not None and bool(self._lost.any()):
+            raise NumericError(NO_NUMBERS)
+
+
+def has_numbers(logits: Tensor) -> Tensor:
+    """Whether the largest of each row [..., V] is a finite number."""
+    return logits.amax(-1) * 0 == 0  # fewer launches than isfinite
 
 
 class _Temperature(LogitsProcessor):

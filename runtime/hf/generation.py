@@ -7,8 +7,9 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -38,19 +39,42 @@ from kvconvert.runtime.hf.rehearsal import rehearse
 from kvconvert.runtime.hf.sequence_modules import choose_by_sequence, tell_positions
 from kvconvert.runtime.hf.states import read_by_sequence, state_bits
 
+if TYPE_CHECKING:
+    from kvconvert.runtime.engine.sampling import RefuseNoNumbers
+
 # Generated tokens whose steps are recorded before a prompt is read.
 PREPARED_TOKENS = 2048
 
 logger = logging.getLogger(__name__)
+# The processors of a `generate` that is running.
+_WATCHING: ContextVar[list[RefuseNoNumbers]] = ContextVar("watching")
 
 
 class TokensOfNumbers:
     """Mixed into the class of every bundle's model, whose `generate` takes no token where logits are no numbers."""
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' `generate`.
+
+        Raises:
+            NumericError: the model computes NaN or infinity.
+        """
+        watching: list[RefuseNoNumbers] = []
+        before = _WATCHING.set(watching)
+        try:
+            found = super().generate(*args, **kwargs)
+            for processor in watching:
+                processor.check()
+            return found
+        finally:
+            _WATCHING.reset(before)
+
     def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
         from kvconvert.runtime.engine.sampling import RefuseNoNumbers
 
-        return LogitsProcessorList([RefuseNoNumbers(), *super()._get_logits_processor(*args, **kwargs)])
+        refusing = RefuseNoNumbers()
+        _WATCHING.get([]).append(refusing)
+        return LogitsProcessorList([refusing, *super()._get_logits_processor(*args, **kwargs)])
 
 
 class BundleModel(TokensOfNumbers):
