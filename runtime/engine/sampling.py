@@ -215,22 +215,22 @@ class RefuseNoNumbers(LogitsProcessor):
     """
 
     def __init__(self) -> None:
-        self._lost: Tensor | None = None
+        self._sound: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """The scores [B, V] as they are."""
         if not skips_launches():
-            lost = ~has_numbers(scores)
-            if self._lost is None or scores.device.type == "cpu":
-                self._lost = lost
+            sound = has_numbers(scores).all()
+            if self._sound is None or scores.device.type == "cpu":
+                self._sound = sound
                 self.check()
             else:
-                self._lost |= lost
+                self._sound &= sound
         return scores
 
     def check(self) -> None:
         """Raise for any of the scores so far."""
-        if self._lost is not None and bool(self._lost.any()):
+        if self._sound is not None and not bool(self._sound):
             raise NumericError(NO_NUMBERS)
 
 
