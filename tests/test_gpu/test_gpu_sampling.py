@@ -5,9 +5,11 @@ import math
 import pytest
 import torch
 
+from kvconvert.errors import NumericError
 from kvconvert.kernels.launches import record_specializations
 from kvconvert.kernels.sampling import sample, sample_reference, unsupported
 from kvconvert.kernels.sampling import triton as launch
+from kvconvert.runtime.engine.sampling import RefuseNoNumbers
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "small_parts")
 PART = 1024
@@ -107,3 +109,16 @@ def test_without_restrictions_one_pass_finds_the_best_and_one_draws(device):
 def test_what_the_kernels_do_not_take(device):
     assert "float32" in unsupported(torch.zeros(1, 8, dtype=torch.float64, device=device))
     assert "side by side" in unsupported(torch.zeros(8, 8, device=device).T)
+
+
+def test_no_numbers_after_the_first_token_are_told_at_the_latest_at_the_end(device):
+    scores = torch.zeros(2, 5, device=device)
+    refusing = RefuseNoNumbers()
+    refusing(None, scores)
+    refusing(None, scores.index_fill(1, torch.tensor(3, device=device), -torch.inf))
+    refusing.check()
+    scores[1, 2] = torch.nan
+    with pytest.raises(NumericError, match="no token can be chosen"):
+        refusing(None, scores)  # where it is told on a CPU
+        refusing(None, torch.zeros_like(scores))
+        refusing.check()
