@@ -118,7 +118,11 @@ def test_no_numbers_after_the_first_token_are_told_at_the_latest_at_the_end(devi
     refusing(None, scores.index_fill(1, torch.tensor(3, device=device), -torch.inf))
     refusing.check()
     scores[1, 2] = torch.nan
-    with pytest.raises(NumericError, match="no token can be chosen"):
+
+    def two_more_tokens():
         refusing(None, scores)  # where it is told on a CPU
         refusing(None, torch.zeros_like(scores))
         refusing.check()
+
+    with pytest.raises(NumericError, match="no token can be chosen"):
+        two_more_tokens()
