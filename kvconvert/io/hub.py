@@ -257,8 +257,12 @@ _budget: ContextVar[_Budget | None] = ContextVar("_budget", default=None)
 @contextmanager
 def checked_answers() -> Iterator[None]:
     """Let the Hub's client in this process see only answers that pass, from now on; in the block they have limits."""
+    from huggingface_hub import constants
     from huggingface_hub.utils import _http, set_client_factory
 
+    if constants.HUGGINGFACE_CO_URL_HOME.rstrip("/") != constants.ENDPOINT:
+        # Its client has connections of its own, whose answers nobody looks at: it waits for ever, or fills the memory.
+        constants.HF_HUB_DISABLE_XET = True
     former = _http._GLOBAL_CLIENT_FACTORY
     if not isinstance(former, _CheckedClients):
         set_client_factory(_CheckedClients(former))

@@ -107,9 +107,10 @@ def save_as_bundle(model: PreTrainedModel, directory: Path) -> None:
     """Let a model be loaded from the bundle in `directory` as a whole, and be saved as that bundle."""
     base = type(model)
     model.bundle_directory = directory
-    model.__class__ = type(
-        base.__name__, (SavedAsBundle, base), {"__module__": base.__module__, "__doc__": base.__doc__}
-    )
+    members: dict[str, Any] = {"__module__": base.__module__, "__doc__": base.__doc__}
+    # Of this class, what is loaded or made anew is a model of transformers' until it is given a bundle of its own.
+    members |= {"from_pretrained": base.from_pretrained, "_from_config": base._from_config}
+    model.__class__ = type(base.__name__, (SavedAsBundle, base), members)
 
 
 def compare_shapes(bundle: Bundle, model: nn.Module) -> int:

@@ -159,3 +159,11 @@ def test_what_others_make_of_the_hub_goes_through_the_same_checks(published, mon
     published.headers = {"ETag": '"../evil"'}
     monkeypatch.setattr(constants, "HF_HUB_CACHE", f"{constants.HF_HUB_CACHE}-2")
     refused(lambda: locate(NAME), "names no content")
+
+
+def test_storage_whose_answers_nobody_looks_at_is_not_asked(published, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    published.headers = {"X-Xet-Hash": "a" * 64, "X-Xet-Refresh-Route": f"{published.endpoint}/xet-read-token"}
+    directory, _ = fetch(NAME, tmp_path / "copy")
+    open_bundle(directory)
+    assert not [path for _, path, _ in published.requests if "xet" in path]

@@ -151,6 +151,17 @@ def test_what_is_no_number_in_one_sequence_after_the_first_token_is_no_token(req
         model.generate(ids, max_new_tokens=3, **GREEDY | more)
 
 
+@pytest.mark.parametrize("kind", ["bundle", "usual_cache"])
+def test_the_class_of_a_bundle_s_model_loads_bundles_and_other_models(request, source, kind):
+    path = request.getfixturevalue(kind)
+    model, tokenizer = load(path)
+    ids = tokenizer("It was", return_tensors="pt")["input_ids"]
+    again = type(model).from_pretrained(path)
+    assert torch.equal(again.generate(ids, max_new_tokens=3, **GREEDY), model.generate(ids, max_new_tokens=3, **GREEDY))
+    assert type(type(model).from_pretrained(source)) is LlamaForCausalLM
+    assert type(type(model)._from_config(model.config)) is LlamaForCausalLM
+
+
 def test_a_bundle_without_tokenizer_is_one_sentence(bundle, tmp_path):
     with pytest.raises(CheckpointError, match=r"no tokenizer\.json, and no older file.*; fetch the model's tokenizer"):
         load_tokenizer(tmp_path)
