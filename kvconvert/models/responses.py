@@ -120,24 +120,29 @@ def response_format(chat: ChatPrompts, ends: Collection[str]) -> ResponseFormat:
     return ResponseFormat(_call_format(chat, ends), _reasoning(chat))
 
 
-def json_calls(text: str) -> tuple[list[Call], str]:
-    """Calls written as JSON at the beginning of a text, and what follows them (ValueError: there are none)."""
+def json_calls(text: str, exact: bool = False) -> tuple[list[Call], str]:
+    """Calls written as JSON at the beginning of a text, and what follows them (ValueError: there are none).
+
+    Args:
+        text: what may be calls.
+        exact: whether a call has to have a name, arguments, and nothing else.
+    """
     decoder, calls, rest = json.JSONDecoder(), [], text.strip()
     while rest[:1] in ("{", "["):
         doubled = rest.startswith("{{")  # as Qwen 2.5 Coder's template shows it
         value, end = decoder.raw_decode(rest, int(doubled))
-        calls += [_json_call(item) for item in (value if isinstance(value, list) else [value])]
+        calls += [_json_call(item, exact) for item in (value if isinstance(value, list) else [value])]
         rest = rest[end:].removeprefix("}" if doubled else "").lstrip(" \t\r\n;,")
     if not calls:
         raise ValueError("it is no JSON")
     return calls, rest
 
 
-def bare_calls(text: str) -> tuple[list[Call], str]:
+def bare_calls(text: str, exact: bool = False) -> tuple[list[Call], str]:
     """`json_calls` of a text that may be fenced as code."""
     text = text.strip()
     fence = next((fence for fence in _FENCES if text.startswith(fence)), "")
-    calls, rest = json_calls(text.removeprefix(fence))
+    calls, rest = json_calls(text.removeprefix(fence), exact)
     return calls, rest.removeprefix("```" if fence.startswith("`") else "</tools>") if fence else rest
 
 
@@ -156,11 +161,14 @@ def may_be_bare_call(text: str, names: Collection[str]) -> bool:
     return any(begin.startswith(text) or text.startswith(begin) for begin in begins)
 
 
-def _json_call(value: Any) -> Call:
+def _json_call(value: Any, exact: bool) -> Call:
     value = value.get("function", value) if isinstance(value, dict) else None
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise ValueError("it names no function")
-    arguments = next((value[name] for name in ("arguments", "parameters") if name in value), {})
+    given = [name for name in ("arguments", "parameters") if name in value]
+    if exact and (not given or len(value) > 2):
+        raise ValueError("it is no call alone")
+    arguments = value[given[0]] if given else {}
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
     return value["name"], arguments

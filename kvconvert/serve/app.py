@@ -476,7 +476,8 @@ class Service:
         tools = asked.schemas
         if format.calls is None or format.calls.kind != "tagged":  # then their names are enough
             tools = {name: {} for name in tools}
-        return Reply(format, tools, prompt, parallel, special if needed else ()), needed
+        schema = asked.answer_schema is not None
+        return Reply(format, tools, prompt, parallel, special if needed else (), schema), needed
 
     def _check_length(self, asked: Completion | Chat, prompt: str | list[int]) -> None:
         """Refuse a prompt that is too long whatever its tokens are (Refusal), before they are made."""

@@ -51,6 +51,7 @@ class Reply:
         prompt: the text that the answer follows.
         parallel: whether there may be several calls; all but the first are left out else.
         special: texts of special tokens, which are no content.
+        schema: whether the answer may be JSON of a schema, which a field called name makes no call.
     """
 
     def __init__(
@@ -60,11 +61,12 @@ class Reply:
         prompt: str = "",
         parallel: bool = True,
         special: Collection[str] = (),
+        schema: bool = False,
     ) -> None:
         format = format or ResponseFormat()
         self._calls = format.calls if tools else None
         self._reasoning, self._tools, self._parallel = format.reasoning, tools or {}, parallel
-        self._special = tuple(special)
+        self._special, self._schema = tuple(special), schema
         self._reasons, self._in_call = format.reasons_at_once(prompt), False
         self._text = ""  # not decided yet
         self._silent = True  # whether there was neither content nor a call
@@ -136,7 +138,7 @@ class Reply:
         """A whole answer that looks like a call without marks, as small models write them."""
         self._text, self._silent = "", False
         try:
-            calls, rest = bare_calls(text)
+            calls, rest = bare_calls(text, self._schema)
             if not {name for name, _ in calls} <= set(self._tools):
                 raise ValueError("it calls what is no tool")
             piece = self._call(calls)

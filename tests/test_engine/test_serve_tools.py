@@ -484,7 +484,7 @@ def test_a_required_call_is_one_of_the_tools(tiny):
 def test_an_answer_in_a_form_may_call_tools_before(tiny):
     """As agents ask that want an object in the end."""
     tools = [{"type": "function", "function": {"name": "look", "parameters": schema(x={"enum": [1]})}}]
-    form = {"type": "json_schema", "json_schema": {"schema": schema(y={"enum": [2]})}}
+    form = {"type": "json_schema", "json_schema": {"schema": schema(name={"enum": ["look"]}, y={"enum": [2]})}}
     body = {"messages": TURNS, "n": 6, "seed": 5, "temperature": 1.0, "max_tokens": 100}
     answered = tiny.ask("/v1/chat/completions", body | {"tools": tools, "response_format": form})[2]["choices"]
     calls = [one["message"].get("tool_calls") for one in answered]
@@ -492,7 +492,7 @@ def test_an_answer_in_a_form_may_call_tools_before(tiny):
     assert not all(calls)
     for one, called in zip(answered, calls, strict=True):
         said = called[0]["function"]["arguments"] if called else one["message"]["content"]
-        assert json.loads(said) == ({"x": 1} if called else {"y": 2})
+        assert json.loads(said) == ({"x": 1} if called else {"name": "look", "y": 2})
 
 
 def test_schemas_of_all_tools_together_are_bounded(tiny):

@@ -163,6 +163,15 @@ def test_a_call_without_marks_is_one_if_it_names_a_tool(tokenizer, text):
         assert called(said(text, Reply(format, TOOLS), dice)) == [("weather", {"city": "Oslo"})]
         other = text.replace("weather", "whether")
         assert said(other, Reply(format, TOOLS), dice) == Piece(other)
+        assert called(said(text, Reply(format, TOOLS, schema=True), dice)) == [("weather", {"city": "Oslo"})]
+
+
+@pytest.mark.parametrize("text", ['{"name": "weather", "age": 42}', '{"name":"weather"}', '[{"name": "weather"}]'])
+def test_json_of_a_schema_with_a_name_is_no_call(tokenizer, text):
+    format = response_format(chat_of(tokenizer, TEMPLATES["between_marks"]), ["<|im_end|>"])
+    for dice in (None, random.Random(2)):
+        assert said(text, Reply(format, TOOLS, schema=True), dice) == Piece(text)
+        assert called(said(text, Reply(format, TOOLS), dice)) == [("weather", {})]
 
 
 @pytest.mark.parametrize(
