@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvconvert.errors import CacheError, UnsupportedModelError, UsageError, counted, first_line
-from kvconvert.kernels.device import upload
+from kvconvert.kernels.device import compiles, upload
 from kvconvert.kernels.launches import make_ready, record_specializations
 from kvconvert.kernels.linear import keep_values
 from kvconvert.kernels.pages import PAGE_SIZE
@@ -149,7 +149,7 @@ class ModelSteps:
         self._joined: list[Any] = []
         self._taken: set[int] = set()  # rows that hold a sequence
         # How many rows decoding steps may have, ascending, and how many the cache has now.
-        least = FEW_ROWS if self.device.type == "cuda" else 1
+        least = FEW_ROWS if compiles(self.device) else 1
         fewer = (least * 2**power for power in range(rows.bit_length()))
         self._widths, self._width = [*(width for width in fewer if width < rows), rows], rows
         if kv_memory is not None and self.state_bytes:
