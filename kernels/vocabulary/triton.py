@@ -37,7 +37,7 @@ def logits_kernel(
 def tile(rows: int) -> tuple[int, int, int]:
     """Tokens of the vocabulary in a program, channels at a time, and warps.
 
-    Memory limits few rows of activations, what it takes to make numbers of codes many.
+    Few rows of activations are limited by memory, many by the conversion of codes.
     """
     return (64, 128, 4) if rows <= 32 else (128, 64, rows // 16)
 

@@ -52,7 +52,7 @@ LONGEST_UNKNOWN, LONGEST_ALONE = 2048, 32768
 # Of the tables of pages.
 MOST_TABLE_BYTES = 1 << 28
 # Rows of steps where no request has a later one: as many as a GPU's fastest products of packed weights take, and twice
-# as many, and so on. A processor takes the longer the more rows there are, and begins with one.
+# as many, and so on. On a CPU every row takes time, and the least is one.
 FEW_ROWS = 16
 
 # Tokens of the passes of a rehearsal, beside decoding rows and without them.
