@@ -244,6 +244,16 @@ def test_a_gguf_file_gives_its_tokenizer(tmp_path):
     assert source.config.eos_token_id == 0
 
 
+@pytest.mark.parametrize(("name", "warned"), [("deepseek-v3", True), ("llama-bpe", False), ("gpt-2", False)])
+def test_a_gguf_file_whose_way_to_split_texts_is_unknown_warns(tmp_path, monkeypatch, caplog, name, warned):
+    gguf = pytest.importorskip("gguf")
+    told = gguf.GGUFWriter.add_tokenizer_pre
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tokenizer_pre", lambda writer, _: told(writer, name))
+    file, *_ = write_gguf(tmp_path)
+    open_source(str(file))
+    assert (f"splits texts as {name!r}, which transformers does not know" in caplog.text) == warned
+
+
 def test_a_gguf_file_without_a_tokenizer_wants_one_beside_it(tmp_path, monkeypatch):
     gguf = pytest.importorskip("gguf", reason="needs the package gguf (pip install '.[gguf]')")
     monkeypatch.setattr(gguf.GGUFWriter, "add_token_list", lambda *_: None)

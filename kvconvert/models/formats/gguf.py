@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import math
 import mmap
 import os
@@ -43,10 +44,14 @@ from kvconvert.models.configuration import bounded_modules, check_values, make_c
 from kvconvert.models.formats.format import Encoded
 from kvconvert.models.weight_files import check_links
 
+logger = logging.getLogger(__name__)
+
 SUFFIX = ".gguf"
 # Factors of llama3's scaled RoPE, which transformers keeps in the configuration and does not read from a GGUF file.
 _ROPE_FACTORS = "rope_freqs.weight"
 _MOST = {".block_count": MAX_LAYERS, ".expert_count": 2**12}
+# Names in `tokenizer.ggml.pre` of models that split texts as GPT-2 does.
+_GPT2_SPLITS = {"gpt-2", "phi-2", "mpt", "olmo", "jais", "roberta-bpe", "modern-bert", "exaone4"}
 # Kinds of tokens that are matched whole: control tokens, and those of the user.
 _CONTROL, _ADDED = 3, (3, 4)
 _BESIDE = (
@@ -171,6 +176,7 @@ def open_gguf(file: Path) -> GgufFile:
                         )
                 begins = conversion.read_field(reader, "tokenizer.ggml.add_space_prefix") != [False]
                 _write_tokenizer(file, directory, config, (tokens, kinds), begins)
+                _warn_of_splits(file, directory, conversion.read_field(reader, "tokenizer.ggml.pre"))
             config.to_json_file(directory / "config.json", use_diff=False)
             kind = conversion.TENSOR_PROCESSORS.get(architecture, conversion.TensorProcessor)
             processor = kind(config=config.to_dict())
@@ -306,6 +312,25 @@ def _write_tokenizer(
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if getattr(tokenizer, name, None) is not None:
             setattr(config, name, getattr(tokenizer, name))
+
+
+def _warn_of_splits(file: Path, directory: Path, names: Sequence[str]) -> None:
+    """Warn where the file's way to split texts has a name that transformers does not know, and takes for GPT-2's.
+
+    Args:
+        file: for the message.
+        directory: holds the tokenizer that transformers has made.
+        names: of the way, none or one.
+    """
+    splits = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))["pre_tokenizer"]
+    if (splits or {}).get("use_regex") and not _GPT2_SPLITS.issuperset(names):
+        logger.warning(
+            "%s is of a model that splits texts as %r, which transformers does not know: they are split as GPT-2 does, "
+            "and may become other tokens. Put the tokenizer.json and tokenizer_config.json of the original model "
+            "beside it.",
+            file,
+            printable(names[0])[:80],
+        )
 
 
 def _respell_special_tokens(file: Path, tokens: Sequence[str], kinds: Sequence[int]) -> bool:
