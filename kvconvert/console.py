@@ -38,14 +38,16 @@ if TYPE_CHECKING:
 
 # Fields of generation_config.json that tokens printed as they come cannot follow.
 _NOT_APPLIED = ("num_beams", "num_return_sequences", "guidance_scale", "token_healing")
+# Control characters that a model may make, as a terminal shows them: it would obey them. Line breaks stay.
+_CONTROLS = {n: "" if n == 13 else ascii(chr(n))[1:-1] for n in (*range(32), *range(127, 160)) if n not in (9, 10)}
 IMAGE_COMMAND, RESET, BYE, HELP = "/image", "/reset", "/bye", "/help"
 
 
 class Printer(BaseStreamer):
-    """Prints text while its tokens arrive, and stops before a stop text.
+    """Prints text while its tokens arrive, and stops before a stop text; control characters reach no terminal.
 
     Attributes:
-        text: everything printed.
+        text: everything printed, as the model gave it.
         stopped: whether a stop text was found, or the user ended the answer.
     """
 
@@ -72,7 +74,7 @@ class Printer(BaseStreamer):
 
     def _print(self, piece: str) -> None:
         self.text += piece
-        print(piece, end="", flush=True)
+        print(piece.translate(_CONTROLS) if sys.stdout.isatty() else piece, end="", flush=True)
 
 
 class Stopped(StoppingCriteria):

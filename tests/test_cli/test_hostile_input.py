@@ -12,12 +12,15 @@ from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
+import torch
 from click.testing import CliRunner
 from tiny.bundle import edit_json, reseal
+from transformers import AutoTokenizer
 
 from kvconvert.bundle.locate import check_output
 from kvconvert.cli import cli
 from kvconvert.commands.generate import _lines, _whole_input
+from kvconvert.console import Printer
 from kvconvert.convert.work_files import check_place
 from kvconvert.errors import UsageError, first_line
 from kvconvert.tables import text_table
@@ -281,3 +284,16 @@ def test_the_last_column_goes_on_below_itself_on_a_narrow_terminal_alone(monkeyp
         "         keys",
         "auto     by size",
     ]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_obeys_no_control_characters_of_a_model(terminal, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
+    tokenizer = AutoTokenizer.from_pretrained(GOLDEN)
+    made = "a\x1b]0;title\x07 \x9b2J\r\n\tb \u200d"
+    printer = Printer(tokenizer, ())
+    for ids in tokenizer(["Hello", made], add_special_tokens=False).input_ids:
+        printer.put(torch.tensor([ids]))
+    printer.end()
+    shown = "a\\x1b]0;title\\x07 \\x9b2J\n\tb \u200d" if terminal else made
+    assert (printer.text, capsys.readouterr().out) == (made, f"{shown}\n")
