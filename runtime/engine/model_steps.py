@@ -506,24 +506,26 @@ class ModelSteps:
             with cache.planned(), cache.launches():
                 return self._logits(ids[None, :count], positions[None, :count], cache)[0], {}
         apart, passes, capacity = self.cache.heads_apart, self.model.captured.passes, None
+        # On a GPU passes with prompts have one number of rows, on a CPU those that a step has.
+        width = self.rows if compiles(self.device) else self.width(max(self._taken, default=0) + 1)
         if not apart:
-            self._resize(self.rows)
+            self._resize(width)
         tokens = [(chunk.cache.reader() if apart else chunk.cache, len(chunk.ids)) for chunk in chunks]
-        count = self.rows * (not apart) + sum(count for _, count in tokens)
+        count = width * (not apart) + sum(count for _, count in tokens)
         # Recorded passes are alike: rows are always computed, and those with a sequence would store a token.
         if self._records and (apart or decodes or not self._taken):
             groups = tokens[0][0].groups if apart else self.cache.groups
             capacity = passes.capacity(count, [chunk.position for chunk in chunks], groups, self.device)
         decodes = not apart and (decodes or capacity is not None)
-        own = self.rows if decodes else 0
+        own = width if decodes else 0
         ends = [own + end - 1 for end in accumulate(count for _, count in tokens)]
-        kept = list(range(self.rows)) if decodes else [0] * self.rows
+        kept = [*range(own), *[0] * (max(width, *(chunk.row + 1 for chunk in chunks)) - own)]
         for chunk, end in zip(chunks, ends, strict=True):
             if chunk.last:
                 kept[chunk.row] = end
         read = upload([[i for c in chunks for i in c.ids], [p for c in chunks for p in c.positions]], self.device)
         if decodes:
-            read = torch.cat([torch.stack([ids, positions]), read], 1)
+            read = torch.cat([torch.stack([ids[:own], positions[:own]]), read], 1)
         cache = self.cache.packed(tokens, rows=decodes)
         keep = upload(kept, self.device)
         with cache.planned(capacity, passes.places):
