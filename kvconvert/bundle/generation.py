@@ -158,6 +158,23 @@ def read_generation(
     return GenerationSettings(values, tuple(left_out))
 
 
+def configured_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Contents of a generation_config.json for a model without one: what its config.json says of generation, as older
+    models do and transformers reads it.
+
+    Raises:
+        BundleError: a field of another type or out of its range.
+    """
+    text = config.get("text_config")
+    parts = (text if isinstance(text, Mapping) else {}, config)
+    stated = {name: part[name] for name in _KEPT for part in parts if part.get(name) is not None}
+    try:
+        read_generation(stated)
+    except BundleError as error:
+        raise BundleError(str(error).replace(NAME, "config.json", 1)) from error
+    return stated
+
+
 def stop_tokens(
     stated: Mapping[str, Any],
     configured: Iterable[Any],

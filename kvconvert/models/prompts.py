@@ -185,15 +185,29 @@ class Conversations:
 
     @property
     def template(self) -> str:
-        """The template of conversations, where a model has several; empty where it has none."""
+        """The template of conversations without tools, where a model has several; empty where it has none."""
+        return self._template({})
+
+    def _template(self, variables: Mapping[str, Any]) -> str:
+        """The template that transformers takes with these variables: one for tools, if there is one, has its name."""
         template = self._owner.chat_template
-        if isinstance(template, dict) and "default" not in template:
+        if not isinstance(template, dict):
+            return template or ""
+        if variables.get("tools") is not None and "tool_use" in template:
+            return template["tool_use"] or ""
+        if "default" not in template:
             raise refused("there are several, none of which is named default")
-        return (template["default"] if isinstance(template, dict) else template) or ""
+        return template["default"] or ""
+
+    @property
+    def _sources(self) -> str:
+        """All of the templates."""
+        template = self._owner.chat_template
+        return "\n".join(filter(None, template.values())) if isinstance(template, dict) else template or ""
 
     def _render(self, messages: list[dict[str, Any]], answer: bool, variables: Mapping[str, Any]) -> str:
         own = self._tokenizer.special_tokens_map | {"add_generation_prompt": answer}
-        text = self._renderer.render(self.template, messages, {**variables, **own})
+        text = self._renderer.render(self._template(variables), messages, {**variables, **own})
         try:
             text.encode()
         except UnicodeError as error:  # half of a surrogate pair, which is no text
@@ -203,7 +217,7 @@ class Conversations:
     def _outline(self, messages: list[dict[str, Any]], answer: bool, variables: Mapping[str, Any]) -> _Outline:
         """The template's output around texts that spell no special token."""
         plain = self._said(messages, answer, variables, lambda text: _OTHER if self._spoken(text) else text)
-        key = hashlib.sha256(json.dumps([self.template, *plain], default=str).encode()).digest()
+        key = hashlib.sha256(json.dumps([self._sources, *plain], default=str).encode()).digest()
         if key not in self._outlines:
             if len(self._outlines) >= _OUTLINES:
                 self._outlines.clear()
@@ -317,7 +331,7 @@ class Conversations:
 
     def _control(self, added: frozenset[str]) -> re.Pattern[str]:
         """Any special token, or another added one that the template writes; the model's own answers may have these."""
-        template = self.template
+        template = self._sources
         if (template, added) not in self._controls:
             written = {token for token in self._added if token in template}
             self._controls[template, added] = _any_of(self._tokens | written | added)
@@ -335,7 +349,7 @@ class Conversations:
         """A text by which the template may tell one kind of thing from another, without special tokens: as it is where
         the template names it, and where it is a word.
         """
-        if f"'{text}'" in self.template or f'"{text}"' in self.template:
+        if f"'{text}'" in self._sources or f'"{text}"' in self._sources:
             return self._marked(text, self._special)
         return self._apart(text) if self._signs.search(text) else text
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvconvert.arguments import NAMED, Folder, checked
 from kvconvert.bundle.files import read_settings
-from kvconvert.bundle.generation import NAME, GenerationSettings
+from kvconvert.bundle.generation import NAME, GenerationSettings, configured_settings
 from kvconvert.bundle.locate import GENAI_NAME, MANIFEST_NAME, ONNX_EXPORT, check_output, locate
 from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.bundle.writer import replacing, write_json
@@ -158,7 +158,8 @@ def _generation(bundle: Bundle, decoder: DecoderShape) -> GenerationSettings:
     """The bundle's settings as `load` applies them; warns of those that onnxruntime-genai does not."""
     path = bundle.directory / NAME
     tokenizer = load_tokenizer(bundle.directory) if "tokenizer_config.json" in bundle.manifest.files else None
-    found = generation_settings(read_settings(path) if path.is_file() else {}, decoder.config, tokenizer)
+    stated = read_settings(path) if path.is_file() else configured_settings(bundle.config)
+    found = generation_settings(stated, decoder.config, tokenizer)
     warning = found.without(found.values.keys() - {*_SEARCH, *_TOKENS, *_UNUSED}).warning("onnxruntime-genai")
     if warning:
         logger.warning("%s", warning)

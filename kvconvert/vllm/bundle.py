@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from kvconvert.bundle.files import read_object, read_settings
-from kvconvert.bundle.generation import NAME, read_generation, stop_tokens
+from kvconvert.bundle.generation import NAME, configured_settings, read_generation, stop_tokens
 from kvconvert.bundle.locate import fetch_config, fetch_repository
 from kvconvert.bundle.reader import Bundle, open_bundle
 from kvconvert.cache import layer_format
@@ -390,7 +390,7 @@ def choose_settings(arguments: Any, version: str) -> ServedBundle | None:
 def _generation_config(directory: Path) -> str:
     """A folder with the bundle's generation_config.json as vLLM applies it; it is there while the process runs."""
     file, config = directory / NAME, read_object(directory / "config.json")
-    stated = read_object(file) if file.exists() else {}
+    stated = read_object(file) if file.exists() else configured_settings(config)
     configured = [part.get("eos_token_id") for part in (config, config.get("text_config")) if isinstance(part, dict)]
     tokenizer = directory / "tokenizer.json"
     contents = read_settings(tokenizer) if tokenizer.exists() else None

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Pr
 from kvconvert.arguments import BundlePlace, HeadBits, checked
 from kvconvert.bundle.files import read_settings
 from kvconvert.bundle.generation import NAME as GENERATION_CONFIG
-from kvconvert.bundle.generation import GenerationSettings, read_generation, stop_tokens
+from kvconvert.bundle.generation import GenerationSettings, configured_settings, read_generation, stop_tokens
 from kvconvert.bundle.locate import locate
 from kvconvert.bundle.reader import open_bundle
 from kvconvert.errors import BundleError, UsageError, first_line
@@ -86,7 +86,7 @@ def load(
         # New tokens follow the last column.
         tokenizer_of(processor).padding_side = "left"
         file = directory / GENERATION_CONFIG
-        stated = read_settings(file) if file.exists() else None
+        stated = read_settings(file) if file.exists() else configured_settings(verified.config)
         generation = read_generation_config(stated, config, tokenizer_of(processor))
         config.quantization_config = BundleConfig(verified.config["quantization_config"], verify, verified)
         model = model_class(config).from_pretrained(
@@ -143,14 +143,12 @@ def read_generation_config(
     """The same as transformers' object; warns of fields that are left out.
 
     Args:
-        stated: contents of the file; None where there is none, so that the configuration tells.
+        stated: contents of the file, or what `configured_settings` gave.
         config, tokenizer: the model's config and tokenizer.
 
     Raises:
         BundleError: a field that nothing can apply.
     """
-    if stated is None:
-        stated = GenerationConfig.from_model_config(config).to_dict()
     settings = generation_settings(stated, config, tokenizer)
     if warning := settings.warning("kvconvert"):
         logger.warning("%s", warning)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny.bundle import edit_json, reseal
 from tiny.llama import write_tiny_bundle
+from transformers import GenerationConfig
 
 from kvconvert import KvconvertError, load
 from kvconvert.bundle.generation import NGRAMS, PROCESSED, read_generation, stop_tokens
@@ -427,6 +428,28 @@ def test_generate_and_requests_end_at_any_of_these_tokens(stating, bundle, plain
         reseal(copy)
         asked, found = answers(*load(copy, dtype=torch.float32))
         assert asked == found == plain[: plain.index(plain[FIRST]) + 1], place
+
+
+def test_without_the_file_config_json_says_what_transformers_reads_there(stating, plain):
+    fields = {"repetition_penalty": 1.5, "suppress_tokens": plain[:2], "max_length": len(PROMPT) + 5}
+
+    def older(**fields):
+        made = stating()
+        (made / "generation_config.json").unlink()
+        edit_json(made / "config.json", **fields)
+        reseal(made)
+        return made
+
+    copy = older(**fields)
+    model, tokenizer = load(copy, dtype=torch.float32)
+    theirs = GenerationConfig.from_pretrained(copy, config_file_name="config.json", _from_model_config=True)
+    assert {name: getattr(model.generation_config, name) for name in fields} == fields
+    assert model.generation_config.eos_token_id == theirs.eos_token_id
+    asked, found = answers(model, tokenizer)
+    assert found == asked
+    assert not {*found} & {*plain[:2]}
+    with pytest.raises(BundleError, match=r"^config\.json says top_k = 'few', where an integer belongs"):
+        load(older(top_k="few"))
 
 
 def test_each_name_of_a_setting_is_one_of_transformers():

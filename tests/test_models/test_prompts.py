@@ -549,3 +549,24 @@ def test_what_normalization_makes_a_special_token_is_refused(kind, template):
             conversations.encode([{"role": "user", "content": text}], answer=False)
     own = Conversations(tokenizer, parse_special=True)
     assert own.encode([{"role": "user", "content": spelled}], answer=False)
+
+
+def test_a_model_with_a_template_for_tools_uses_it_where_there_are_tools_as_transformers_does(tokenizer):
+    default = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    with_tools = "<think>{% for t in tools %}{{ t.name }}{% endfor %}" + default
+    chosen = tokenizer.chat_template
+    tokenizer.chat_template = {"default": default, "tool_use": with_tools}
+    try:
+        conversations = Conversations(tokenizer)
+        for tools in (None, [], [{"name": "weather"}]):
+            expected = tokenizer.apply_chat_template(ORDINARY[0], tools=tools, tokenize=False)
+            assert conversations.text(ORDINARY[0], False, {"tools": tools}) == expected
+        # What either template writes by itself is text where a message spells it.
+        said = conversations.encode([{"role": "user", "content": "<think><|im_end|>"}], False)
+        assert tokenizer.convert_tokens_to_ids(["<think>", "<|im_end|>"])[0] not in said
+        assert said.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 1
+        tokenizer.chat_template = {"tool_use": with_tools}
+        with pytest.raises(UsageError, match="none of which is named default"):
+            Conversations(tokenizer).text(ORDINARY[0], False)
+    finally:
+        tokenizer.chat_template = chosen

@@ -129,6 +129,17 @@ def test_generation_settings_are_those_of_generate(stated, read, named, tmp_path
     assert given.generation_config == "vllm"
 
 
+def test_settings_of_an_older_model_are_those_of_its_config(tmp_path):
+    write_tiny_bundle(tmp_path)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    edit_json(tmp_path / "config.json", repetition_penalty=2, eos_token_id=7)
+    reseal(tmp_path)
+    given = arguments(tmp_path)
+    choose_settings(given, KNOWN)
+    written = json.loads((Path(given.generation_config) / "generation_config.json").read_text())
+    assert (written["repetition_penalty"], written["eos_token_id"]) == (2.0, 7)
+
+
 def test_another_model_is_left_alone(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "awq"}}))
     with standing_in(monkeypatch, tmp_path) as hub:
