@@ -117,7 +117,8 @@ def response_format(chat: ChatPrompts, ends: Collection[str]) -> ResponseFormat:
     """
     if not chat.templated:
         return ResponseFormat()
-    return ResponseFormat(_call_format(chat, ends), _reasoning(chat))
+    reasoning = _reasoning(chat)
+    return ResponseFormat(_call_format(chat, ends, reasoning), reasoning)
 
 
 def json_calls(text: str, exact: bool = False) -> tuple[list[Call], str]:
@@ -185,28 +186,34 @@ def _read_value(text: str, schema: Any) -> Any:
         return {"True": True, "False": False, "None": None}.get(text.strip(), text)
 
 
-def _call_format(chat: ChatPrompts, ends: Collection[str]) -> CallFormat | None:
+def _call_format(chat: ChatPrompts, ends: Collection[str], reasoning: tuple[str, str] | None) -> CallFormat | None:
     for as_text in (False, True):
-        one = _written(chat, [PROBE_ID], as_text)
+        one = _written(chat, [PROBE_ID], as_text, reasoning)
         if one is None or PROBE_NAME not in one:
             continue
-        two = _written(chat, [PROBE_ID, _SECOND_ID], as_text)
+        two = _written(chat, [PROBE_ID, _SECOND_ID], as_text, reasoning)
         found = _json_format(one, two, ends, as_text) or _tagged_format(one, two, ends)
         if found is not None:
             return found
     return None
 
 
-def _written(chat: ChatPrompts, ids: Sequence[str], as_text: bool) -> str | None:
-    """An answer of calls as the template writes it, after what it writes before any answer; None if it refuses it, or
-    writes far more than a call.
+def _written(chat: ChatPrompts, ids: Sequence[str], as_text: bool, reasoning: tuple[str, str] | None) -> str | None:
+    """An answer of calls as the template writes it, after what it writes before any answer and after empty reasoning;
+    None if it refuses it, or writes far more than a call.
     """
     arguments = json.dumps(_ARGUMENTS) if as_text else _ARGUMENTS
     function = {"name": PROBE_NAME, "arguments": arguments}
     calls = [{"id": id, "type": "function", "function": function} for id in ids]
     parameters = {"type": "object", "properties": {key: {"type": "string"} for key in _KEYS}, "required": [*_KEYS]}
     tool = {"type": "function", "function": {"name": PROBE_NAME, "description": "probed", "parameters": parameters}}
-    return _answer(chat, {"role": "assistant", "content": "", "tool_calls": calls}, {"tools": [tool]})
+    written = _answer(chat, {"role": "assistant", "content": "", "tool_calls": calls}, {"tools": [tool]})
+    if written is None or reasoning is None:
+        return written
+    # Templates such as Qwen 3's write the marks even around nothing; a model that reasons has written its own.
+    begin, end = reasoning
+    thought, found, rest = written.partition(end)
+    return rest.lstrip() if found and thought.strip().startswith(begin) and PROBE_NAME not in thought else written
 
 
 def _answer(chat: ChatPrompts, message: dict[str, Any], variables: dict[str, Any] | None = None) -> str | None:

@@ -63,8 +63,8 @@ def unsupported(model: PreTrainedModel) -> str | None:
     """Why an Engine cannot serve a model, or None."""
     if not hasattr(model, "new_kv_cache"):
         latent = hasattr(model, "config") and is_latent(model.config)
-        way = "; convert it with a recipe for latent attention, such as latent-4bit" if latent else ""
-        return f"it was not loaded from a bundle with a KV plan{way}"
+        way = "a recipe for latent attention, such as latent-4bit" if latent else "a low-bit cache, such as kv-only's"
+        return f"it was not loaded from a bundle with a KV plan; convert it with {way}, or call its `generate`"
     if not takes(model, "position_ids"):
         return f"{model.config.model_type} models take no position_ids, and the rows of a batch are at different ones"
     if _drops_positions(model):

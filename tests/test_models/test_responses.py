@@ -120,6 +120,16 @@ def test_calls_that_a_template_writes_are_read_from_it(tokenizer, name):
         assert said(text, Reply(format, None)).content == text
 
 
+@pytest.mark.parametrize("opened", ["", "<think>\n"])
+@pytest.mark.parametrize("name", ["between_marks", "tagged"])
+def test_empty_reasoning_before_a_call_is_no_part_of_it(tokenizer, name, opened):
+    plain = response_format(chat_of(tokenizer, TEMPLATES[name]), ["<|im_end|>"]).calls
+    begin = "<|im_start|>{{ m.role }}\n"
+    thinks = TEMPLATES[name].replace(begin, begin + "{% if m.tool_calls %}<think>\n\n</think>\n\n{% endif %}")
+    thinks = thinks.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n" + opened)
+    assert response_format(chat_of(tokenizer, thinks), ["<|im_end|>"]).calls == plain
+
+
 def test_a_template_without_calls_writes_none(tokenizer):
     format = response_format(chat_of(tokenizer, "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"), [])
     assert format == ResponseFormat()
