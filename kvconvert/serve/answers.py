@@ -22,7 +22,7 @@ from kvconvert.serve.forms import Form, Step
 from kvconvert.serve.grammars import NOTHING_FITS, Constraint
 from kvconvert.serve.metrics import Metrics
 from kvconvert.serve.refusal import Refusal
-from kvconvert.serve.replies import Reply
+from kvconvert.serve.replies import Piece, Reply
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -159,8 +159,8 @@ class Generation:
         return None if constraint is None or constraint.failure is None else (constraint.failure, constraint.param)
 
     def usage(self, prompts: int) -> dict[str, Any]:
-        """Tokens of prompts, those of them that stored prefixes had, and generated ones; the choices are equally many
-        of each prompt.
+        """Tokens of prompts, those of them that stored prefixes had, and generated ones, those of reasoning among them;
+        the choices are equally many of each prompt.
         """
         firsts = self.requests[:: len(self.requests) // prompts]
         read = sum(len(request.prompt) for request in firsts)
@@ -170,6 +170,7 @@ class Generation:
             "completion_tokens": generated,
             "total_tokens": read + generated,
             "prompt_tokens_details": {"cached_tokens": sum(request.cached_tokens for request in firsts)},
+            "completion_tokens_details": {"reasoning_tokens": sum(reply.reasoning_tokens for reply in self.replies)},
         }
 
     def _report(self, place: int, event: Event) -> None:
@@ -297,7 +298,9 @@ class Answer:
             if failure.startswith(NOTHING_FITS):
                 message = "No answer fits its JSON schema, as where a $ref leads to itself; change the schema."
             raise Refusal(400, message, param=param, code="grammar_too_complex")
-        piece = reply.feed("".join(event.text for event in events), last=reason is not None)
+        piece = Piece()
+        for event in events:
+            piece += reply.feed(event.text, last=event.finish_reason is not None, tokens=len(event.tokens))
         ended: str | None = "tool_calls" if reason == "stop" and reply.called else reason
         told = [each for event in events if event.logprobs for each in zip(event.tokens, event.logprobs, strict=True)]
         return Step(piece, ended, told)

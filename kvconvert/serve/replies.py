@@ -52,6 +52,9 @@ class Reply:
         parallel: whether there may be several calls; all but the first are left out else.
         special: texts of special tokens, which are no content.
         schema: whether the answer may be JSON of a schema, which a field called name makes no call.
+
+    Attributes:
+        reasoning_tokens: tokens with reasoning so far, its marks included.
     """
 
     def __init__(
@@ -72,20 +75,23 @@ class Reply:
         self._silent = True  # whether there was neither content nor a call
         self._trims = self._reasons  # spaces around reasoning, which templates write
         self._called = 0
+        self.reasoning_tokens = 0
 
     @property
     def called(self) -> bool:
         """Whether a tool was called."""
         return self._called > 0
 
-    def feed(self, text: str, last: bool = False) -> Piece:
-        """Add text; what is certain now, and with the last text everything."""
+    def feed(self, text: str, last: bool = False, tokens: int = 0) -> Piece:
+        """Add the text of so many tokens; what is certain now, and with the last text everything."""
         if self._calls is None and self._reasoning is None:
             return Piece(self._visible(text))
         self._text += text
-        piece = Piece()
+        piece, reasoned = Piece(), self._reasons
         for part in self._parts(last):
             piece += part
+        if reasoned or self._reasons:
+            self.reasoning_tokens += tokens
         return piece
 
     def _parts(self, last: bool) -> Iterator[Piece]:

@@ -258,10 +258,10 @@ class Engine:
                     return
             try:
                 self.step()
-            except Exception:
+            except Exception as error:
                 if until is None:
                     raise
-                logger.exception(FAILED)
+                _log(error)
             finally:
                 if after_step is not None:
                     after_step()
@@ -286,10 +286,10 @@ class Engine:
                     return
                 try:
                     self.step()
-                except Exception:
+                except Exception as error:
                     if request.finished:
                         raise
-                    logger.exception(FAILED)
+                    _log(error)
         finally:
             request.cancel()
 
@@ -529,6 +529,11 @@ class Engine:
                     self._end(self._cancelled.pop(), "cancelled")
             finally:
                 self._stepping.release()
+
+
+def _log(error: Exception) -> None:
+    """Log why a step failed; where it was raised, too, unless its message says what is wrong."""
+    logger.error("%s (%s)", FAILED, error, exc_info=None if isinstance(error, KvconvertError) else error)
 
 
 def _report(event: Event) -> None:

@@ -8,7 +8,7 @@ import torch
 from fake_model import END, VOCABULARY, FakeModel, next_logits
 from transformers import LogitsProcessor
 
-from kvconvert.errors import QueueFullError, UnsupportedModelError, UsageError
+from kvconvert.errors import NumericError, QueueFullError, UnsupportedModelError, UsageError
 from kvconvert.kernels.sampling import sample
 from kvconvert.runtime import Engine, Sampling
 
@@ -321,13 +321,13 @@ def test_a_cache_without_room_for_a_page_and_a_model_without_a_plan_are_refused(
         Engine(torch.nn.Linear(2, 2))
 
 
-def fail_once(model, when=lambda number, tokens: True):
+def fail_once(model, when=lambda number, tokens: True, error=MemoryError):
     """Let the model's cache fail in the first segment for which `when(number, tokens)` is true."""
 
     def fail(number, tokens):
         if when(number, tokens):
             model.before_segment = lambda number, tokens: None
-            raise MemoryError
+            raise error
 
     model.before_segment = fail
 
@@ -442,12 +442,13 @@ def test_when_tokens_cannot_be_read_the_requests_whose_they_are_end(lag):
     assert model.pool.used == 0
 
 
-def test_serving_goes_on_after_a_failed_step_and_a_failed_listener_and_logs_both(caplog):
+@pytest.mark.parametrize("error", [MemoryError("no room"), NumericError("NaN")])
+def test_serving_goes_on_after_a_failed_step_and_a_failed_listener_and_logs_both(caplog, error):
     model = FakeModel()
     engine = Engine(model, kv_memory=20, max_batch=2)
     over = threading.Event()
     server = threading.Thread(target=engine.run, args=[over])
-    fail_once(model)
+    fail_once(model, error=error)
     server.start()
     lost = engine.add(prompt_of(15), max_new_tokens=5)
     while not lost.finished:
@@ -459,7 +460,9 @@ def test_serving_goes_on_after_a_failed_step_and_a_failed_listener_and_logs_both
     server.join(timeout=10)
     assert not server.is_alive()
     messages = [record.getMessage() for record in caplog.records]
-    assert any("A step of the engine failed" in message for message in messages)
+    (failed,) = (record for record in caplog.records if "A step of the engine failed" in record.getMessage())
+    assert failed.getMessage().endswith(f"({error})")
+    assert bool(failed.exc_info) == isinstance(error, MemoryError)  # ours says all that an operator can use
     assert any(f"on_event of request {deaf.id} failed" in message for message in messages)
     assert model.pool.used == 0
 

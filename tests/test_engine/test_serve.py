@@ -75,6 +75,7 @@ def test_a_list_of_prompts_has_a_choice_for_each_and_one_usage(loaded, client):
         "completion_tokens": 28,
         "total_tokens": read + 28,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 

@@ -224,6 +224,7 @@ def test_the_responses_interface_is_the_same_in_other_words(model, client, strea
     called = ask(input=asked, tools=[function], instructions="Be brief.")
     assert called.status == "completed"
     thought, said, call = called.output
+    assert called.usage.output_tokens_details.reasoning_tokens == len(">Hm.</think>")
     assert (thought.type, thought.content[0].text, said.content[0].text.strip()) == ("reasoning", "Hm.", "I look.")
     assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "weather", {"city": "Oslo"})
     model.says = "Rain."
@@ -301,7 +302,8 @@ def test_a_refusal_of_a_response_names_the_fields_that_were_sent(here, body, sai
 
 def test_a_response_begins_with_the_same_spaces_whether_it_is_streamed_or_not():
     asked = ResponsesChat.of({"input": "x"})
-    usage = {"prompt_tokens": 1, "completion_tokens": 3, "total_tokens": 4, "prompt_tokens_details": {}}
+    usage = {"prompt_tokens": 1, "completion_tokens": 3, "total_tokens": 4}
+    usage |= {"prompt_tokens_details": {}, "completion_tokens_details": {"reasoning_tokens": 2}}
     for said in (["\n", " ", "Rain."], ["\n", " "]):
         whole, streamed = (ResponsesForm(asked, "tiny", None) for _ in range(2))
         text = [item["content"][0]["text"] for item in whole.whole([Step(Piece("".join(said)))], usage)["output"]]
