@@ -456,8 +456,9 @@ class Service:
 
     def _constraint(self, asked: Chat, format: ResponseFormat, prompt: str, salt: bytes) -> Constraint | None:
         """What an answer has to be, where the client says it (Refusal: it cannot be held to that)."""
-        begun = format.reasons_at_once(prompt)
-        reasoning = None if format.reasoning is None else (format.reasoning, begun)
+        reasoning = None
+        if format.reasoning is not None and not prompt.rstrip().endswith(format.reasoning[1]):  # it is not over
+            reasoning = format.reasoning, format.reasons_at_once(prompt)
         if asked.forced is not None:
             return self._grammars.of(None, format.calls, asked.forced, reasoning, "tool_choice", salt)
         if asked.answer_schema is not None:

@@ -497,6 +497,23 @@ def test_an_answer_in_a_form_may_call_tools_before(tiny):
         assert json.loads(said) == ({"x": 1} if called else {"name": "look", "y": 2})
 
 
+def test_reasoning_that_a_prompt_has_ended_does_not_begin_again(converted):
+    """As where `enable_thinking` is false."""
+    model, tokenizer = load(converted / "bundle", dtype=torch.float32)
+    tokenizer.chat_template = TEMPLATE.replace("{# </think> #}", "{% if ended %}<think></think>{% endif %}")
+    (begin,) = (id for id in range(tokenizer.vocab_size) if tokenizer.decode([id]) == "<")
+    form = {"type": "json_schema", "json_schema": {"schema": schema(y={"enum": [2]})}}
+    body = {"messages": TURNS, "temperature": 0, "max_tokens": 50, "response_format": form, "logit_bias": {begin: 100}}
+    with serving(model, tokenizer, max_batch=3) as here:
+        begun, ended = (
+            here.ask("/v1/chat/completions", body | {"chat_template_kwargs": {"ended": ended}})[2]["choices"][0]
+            for ended in (False, True)
+        )
+    assert begun["message"].get("reasoning_content")
+    assert not ended["message"].get("reasoning_content")
+    assert ended["message"]["content"].startswith("{")
+
+
 def test_schemas_of_all_tools_together_are_bounded(tiny):
     large = schema(**{f"p{n}": {"type": "string"} for n in range(300)})
     format = CallFormat("json", "<call>", "</call>", f'<call>{{"name": "{PROBE_NAME}", "arguments": ', "}</call>")
