@@ -12,7 +12,7 @@ from typing import Any
 from kvconvert.bundle.files import may_be_loaded, own_files
 from kvconvert.bundle.locate import HIDDEN, MANIFEST_NAME, check_output
 from kvconvert.bundle.reader import Bundle, open_bundle
-from kvconvert.bundle.writer import is_own_directory, locked, put_in_place
+from kvconvert.bundle.writer import is_own_directory, locked, put_in_place, recover
 from kvconvert.errors import BundleError, HubError, UsageError, listed, printable
 from kvconvert.io import disk
 from kvconvert.io.hub import ask_hub, check_can_push, check_id
@@ -154,6 +154,8 @@ def fetch(
     check_id(repository)
     target = None if output is None else Path(os.path.realpath(output))
     if target is not None:
+        if target.parent.is_dir():
+            recover(target)
         check_output(target, force)
         disk.check_writable(target.parent, "output")
     api = HfApi(library_name="kvconvert")

@@ -45,7 +45,7 @@ def replacing(output: Path, force: bool, kind: str = BUNDLE) -> Iterator[Path]:
     temporary: Path | None = None
     try:
         if output.parent.is_dir():
-            _recover(output)
+            recover(output)
         check_output(output, force, kind)
         created = disk.make_directory(output.parent)
         temporary = disk.make_temporary_directory(f".{output.name}.partial-", output.parent)
@@ -64,7 +64,7 @@ def replacing(output: Path, force: bool, kind: str = BUNDLE) -> Iterator[Path]:
             "make room or choose another place, and export again."
         ) from error
     finally:
-        with suppress(OSError):  # the first error is the one to report; the next export removes what is left
+        with suppress(OSError):  # the first error is the one to report; the next one removes what is left
             if temporary is not None:
                 disk.remove_tree(temporary)
             for folder in created:  # deepest first
@@ -98,8 +98,8 @@ def is_own_directory(path: Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 
 
-def _recover(output: Path) -> None:
-    """Tidy up after killed exports to the same place; one still at work holds the locks of its directories.
+def recover(output: Path) -> None:
+    """Tidy up after killed exports and pulls to the same place; one still at work holds the locks of its directories.
 
     What was set aside for something that never came goes back to its place.
     """
@@ -135,7 +135,7 @@ def _put_in_place(temporary: Path, output: Path) -> None:
             raise
         disk.sync_directory(output.parent)
         if aside is not None:
-            with suppress(OSError):  # the new bundle is in place; the next export removes what is left
+            with suppress(OSError):  # the new bundle is in place; the next one removes what is left
                 disk.remove_tree(aside)
 
 

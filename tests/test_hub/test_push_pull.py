@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import os
+import shutil
 import traceback
 from pathlib import Path
 
@@ -275,6 +276,20 @@ def test_an_output_that_exists_is_replaced_only_by_force(hub, golden, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").write_text("x")
     assert "not a bundle" in refusal(2, "pull", NAME, "-o", tmp_path / "mine", "--force")
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["moved aside", "not yet removed"])
+def test_what_a_pull_that_was_killed_had_set_aside_goes_back_or_goes_away(hub, golden, tmp_path, replaced):
+    publish(hub, golden)
+    old = Path(shutil.copytree(golden, tmp_path / ".copy.replaced-dead"))
+    (old / "README.md").write_text("the old bundle")
+    if replaced:
+        shutil.copytree(golden, tmp_path / "copy")
+    assert "--force" in refusal(2, "pull", NAME, "-o", tmp_path / "copy")
+    assert ((tmp_path / "copy" / "README.md").read_text() == "the old bundle") != replaced
+    assert kvconvert("pull", NAME, "-o", tmp_path / "copy", "--force").exit_code == 0
+    assert not old.exists()
+    assert contents(tmp_path / "copy") == contents(golden)
 
 
 @pytest.mark.parametrize("command", ["inspect", "pull"])

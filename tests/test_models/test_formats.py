@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import struct
 
 import pytest
@@ -668,6 +669,27 @@ def test_a_gguf_file_whose_numbers_make_no_model_is_refused(tmp_path, name, valu
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"eps is|theta is"):
         open_source(str(file))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("rope.scaling.factor", 8.0), ("rope.scale_linear", 4.0), ("attention.sliding_window", 7.0)],
+        *[("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0), ("attention.layer_norm_epsilon", 0.1)],
+    ],
+)
+def test_what_a_gguf_file_states_of_its_model_and_transformers_passes_over_is_refused(tmp_path, name, value):
+    file, model, _ = write_gguf(tmp_path)
+    gguf_with(file, (f"llama.{name}".encode(), struct.pack("<If", 6, value)))
+    with pytest.raises(UnsupportedModelError, match=rf"says that llama\.{name} is {value}.*config\.json"):
+        open_source(str(file))
+    shutil.copyfile(model / "config.json", tmp_path / "config.json")
+    open_source(str(file))
+
+
+def test_a_gguf_file_that_states_no_scaling_is_read(tmp_path):
+    file, *_ = write_gguf(tmp_path)
+    open_source(gguf_with(file, (b"llama.rope.scaling.factor", struct.pack("<If", 6, 1.0))))
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,18 @@ logger = logging.getLogger(__name__)
 SUFFIX = ".gguf"
 # Factors of llama3's scaled RoPE, which transformers keeps in the configuration and does not read from a GGUF file.
 _ROPE_FACTORS = "rope_freqs.weight"
+# Numbers that the metadata may state, of which transformers reads some for each architecture, and what is in the names
+# of those in its configurations.
+_STATED = {
+    ".rope.freq_base": "theta",
+    ".rope.scaling.factor": "factor",
+    ".rope.scale_linear": "factor",
+    ".attention.sliding_window": "sliding_window",
+    ".attn_logit_softcapping": "attn_logit_softcapping",
+    ".final_logit_softcapping": "final_logit_softcapping",
+    ".attention.layer_norm_epsilon": "eps",
+    ".attention.layer_norm_rms_epsilon": "eps",
+}
 _MOST = {".block_count": MAX_LAYERS, ".expert_count": 2**12}
 # Names in `tokenizer.ggml.pre` of models that split texts as GPT-2 does.
 _GPT2_SPLITS = {"gpt-2", "phi-2", "mpt", "olmo", "jais", "roberta-bpe", "modern-bert", "exaone4"}
@@ -156,6 +168,8 @@ def open_gguf(file: Path) -> GgufFile:
     try:
         with _read_once(gguf, reader):
             config = _config(file, directory, _dtype(gguf, stored))
+            if not (directory / "config.json").exists():
+                _check_stated(file, reader, conversion, config)
             with torch.device("meta"), bounded_modules(len(stored), _refusal):
                 model = model_class(config).from_config(deepcopy(config), dtype=torch.float32, trust_remote_code=False)
             config.architectures = [type(model).__name__]
@@ -181,7 +195,7 @@ def open_gguf(file: Path) -> GgufFile:
             kind = conversion.TENSOR_PROCESSORS.get(architecture, conversion.TensorProcessor)
             processor = kind(config=config.to_dict())
             names = conversion.get_gguf_hf_weights_map(model, processor)
-    except CheckpointError:
+    except (CheckpointError, UnsupportedModelError):
         raise
     except Exception as error:  # any value of the metadata may be missing, or be none that its reader expects
         raise UnsupportedModelError(
@@ -265,6 +279,31 @@ def _config(file: Path, directory: Path, dtype: torch.dtype) -> PretrainedConfig
     if not isinstance(getattr(config, "dtype", None), torch.dtype):
         config.dtype = dtype
     return config
+
+
+def _check_stated(file: Path, reader: Any, conversion: Any, config: PretrainedConfig) -> None:
+    """Refuse a file that states what its model computes with, and transformers leaves out of the configuration."""
+    numbers = [*_numbers(config.to_dict())]
+    for stated in reader.fields:
+        part = next((part for end, part in _STATED.items() if stated.endswith(end)), "")
+        text = _field(reader, conversion, stated, "0") if part else "0"
+        value = float(text)
+        if value == 0 or (part == "factor" and value == 1):  # none, and one that changes nothing
+            continue
+        if not any(part in name and math.isclose(number, value, rel_tol=1e-4) for name, number in numbers):
+            raise UnsupportedModelError(
+                f"{file} says that {printable(stated)[:80]} is {text}, which transformers does not read from such GGUF "
+                "files; put the config.json of the original model beside it."
+            )
+
+
+def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """All numbers of a configuration, with their names."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _numbers(value)
+        elif isinstance(value, int | float):
+            yield name, value
 
 
 def _dtype(gguf: Any, stored: Mapping[str, Any]) -> torch.dtype:
