@@ -687,6 +687,30 @@ def test_what_a_gguf_file_states_of_its_model_and_transformers_passes_over_is_re
     open_source(str(file))
 
 
+@pytest.mark.parametrize(
+    ("architecture", "blocks", "said"), [("gemma3", 62, "query_pre_attn_scalar is 168"), ("gemma3", 26, "no tokenizer")]
+)
+def test_a_gguf_file_of_a_model_whose_scale_it_cannot_say_is_refused(tmp_path, architecture, blocks, said):
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(str(tmp_path / "model.gguf"), architecture)
+    writer.add_block_count(blocks)
+    writer.add_context_length(8192)
+    writer.add_embedding_length(5376)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(32)
+    writer.add_head_count_kv(16)
+    writer.add_key_length(128)
+    writer.add_value_length(128)
+    writer.add_vocab_size(32)
+    writer.add_tensor("token_embd.weight", torch.zeros(32, 5376, dtype=torch.float16).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises((UnsupportedModelError, CheckpointError), match=said):
+        open_source(str(tmp_path / "model.gguf"))
+
+
 def test_a_gguf_file_that_states_no_scaling_is_read(tmp_path):
     file, *_ = write_gguf(tmp_path)
     open_source(gguf_with(file, (b"llama.rope.scaling.factor", struct.pack("<If", 6, 1.0))))

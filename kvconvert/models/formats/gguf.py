@@ -61,6 +61,8 @@ _STATED = {
     ".attention.layer_norm_epsilon": "eps",
     ".attention.layer_norm_rms_epsilon": "eps",
 }
+# Blocks of models whose queries are scaled by what each head has of the hidden size, which no field says.
+_SCALED_BY_HIDDEN_SIZE = {"gemma2": 46, "gemma3_text": 62}
 _MOST = {".block_count": MAX_LAYERS, ".expert_count": 2**12}
 # Names in `tokenizer.ggml.pre` of models that split texts as GPT-2 does.
 _GPT2_SPLITS = {"gpt-2", "phi-2", "mpt", "olmo", "jais", "roberta-bpe", "modern-bert", "exaone4"}
@@ -283,6 +285,13 @@ def _config(file: Path, directory: Path, dtype: torch.dtype) -> PretrainedConfig
 
 def _check_stated(file: Path, reader: Any, conversion: Any, config: PretrainedConfig) -> None:
     """Refuse a file that states what its model computes with, and transformers leaves out of the configuration."""
+    if _SCALED_BY_HIDDEN_SIZE.get(config.model_type) == config.num_hidden_layers:
+        scale = config.hidden_size // config.num_attention_heads
+        if config.query_pre_attn_scalar != scale:
+            raise UnsupportedModelError(
+                f"{file} has the {config.num_hidden_layers} blocks of a model whose query_pre_attn_scalar is {scale}, "
+                "which GGUF files do not say; put the config.json of the original model beside it."
+            )
     numbers = [*_numbers(config.to_dict())]
     for stated in reader.fields:
         part = next((part for end, part in _STATED.items() if stated.endswith(end)), "")
