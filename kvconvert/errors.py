@@ -25,8 +25,9 @@ def printable(text: str) -> str:
 def did_you_mean(name: str, known: Iterable[str], elsewhere: Iterable[str] = ()) -> str:
     """Advice for a name that does not exist: the one it resembles, also `elsewhere`, or all that are known."""
     known = list(known)
-    close = difflib.get_close_matches(name, [*known, *elsewhere], n=1)
-    return f"did you mean {close[0]}?" if close else f"choose one of {', '.join(known)}."
+    spelled = {each.lower(): each for each in [*elsewhere, *known]}
+    close = difflib.get_close_matches(name.lower(), spelled, n=1)
+    return f"did you mean {spelled[close[0]]}?" if close else f"choose one of {', '.join(known)}."
 
 
 def first_line(error: BaseException | str) -> str:

@@ -119,6 +119,10 @@ def check_place(bundle: BundlePlace) -> None:
 
 def manifest_path(directory: Path) -> Path:
     """The manifest of a bundle; BundleError where there is none."""
+    if directory.is_file():
+        raise BundleError(
+            f"{directory} is a file, and a bundle is a directory; `kvconvert convert` makes one of a model."
+        )
     if not directory.is_dir():
         raise BundleError(f"{directory} is not a kvconvert bundle: it is not a directory; check the path.")
     if not os.access(directory, os.R_OK | os.X_OK):

@@ -21,7 +21,7 @@ from kvconvert.bundle.figures import HEADER, fidelity_rows
 from kvconvert.bundle.locate import MANIFEST_NAME
 from kvconvert.bundle.manifest import Fidelity, Manifest
 from kvconvert.bundle.reader import open_bundle
-from kvconvert.errors import BundleError, UsageError
+from kvconvert.errors import BundleError, UsageError, listed
 from kvconvert.fidelity.images import ImageFigures
 from kvconvert.fidelity.probes import MIN_PROMPTS, PILOT, ProbeResult, abilities, losses
 from kvconvert.fidelity.retrieval import FreeRunningResult, RetrievalResult
@@ -412,8 +412,9 @@ def _without_few_prompts(figures: dict[str, Any]) -> dict[str, Any]:
     many = all(probes[name]["bundle"] is None and probes[name]["prompts"] == PILOT for name in few)
     if many and not few_retrieved:
         return figures
+    unrecorded = ["retrieval"] * few_retrieved + [f"the probe {name}" for name in few]
     logger.warning(
-        "Retrieval and probes of fewer than %d prompts show nothing and are not recorded: score more.", MIN_PROMPTS
+        "%s: fewer than %d prompts show nothing and are not recorded; score more.", listed(unrecorded), MIN_PROMPTS
     )
     kept = {name: found for name, found in probes.items() if name not in few}
     return figures | {"retrieval": None if few_retrieved else retrieval, "probes": kept}

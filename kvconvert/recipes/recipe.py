@@ -77,6 +77,7 @@ from kvconvert.methods import (
 from kvconvert.methods.auto import CHOSEN_FIELDS, AutoSearch
 from kvconvert.methods.awq import WeightsRecipe
 from kvconvert.methods.keys import TREATED_FIELDS
+from kvconvert.methods.scheme import RECIPES
 
 TABLES = ("weights", "kv", "auto", "limits")
 # What a table holds before a change, where the recipe leaves it out.
@@ -167,7 +168,11 @@ def read_kv(values: dict[str, Any], where: str) -> tuple[KVScheme | None, KVCali
     layers = []
     for entry in entries:
         entry = dict(entry)
-        index = entry.pop("index", None)
+        if "index" not in entry:
+            raise RecipeError(
+                f"The recipe {where} has [[kv.layers]] without index; list the numbers of the layers there, from 0."
+            )
+        index = entry.pop("index")
         whole = isinstance(index, list) and all(type(i) is int and i >= 0 for i in index)
         if not whole or not index:
             raise RecipeError(
@@ -226,6 +231,11 @@ def _kv(
     if not isinstance(preset, str | None):
         raise RecipeError(f"The recipe {where} asks for {table} preset = {preset!r}, which is no name of one.")
     refuse_renamed(preset)
+    if preset in RECIPES:
+        raise RecipeError(
+            f"The recipe {where} asks for {table} preset = {preset!r}, which names a whole recipe; choose a preset of "
+            "the cache, such as default."
+        )
     if preset is not None and preset not in PRESETS:
         raise RecipeError(
             f"The recipe {where} asks for {table} preset = {preset!r}, which is not available; "

@@ -229,6 +229,8 @@ def test_a_manifest_that_breaks_its_schema_is_refused_by_field(bundle, field, va
 def test_a_directory_without_manifest_is_no_bundle(tmp_path):
     assert "kvconvert convert" in refusal(tmp_path)
     assert "not a directory" in refusal(tmp_path / "gone")
+    (tmp_path / "model.gguf").touch()
+    assert "`kvconvert convert` makes one of a model" in refusal(tmp_path / "model.gguf")
 
 
 def header_of(path):

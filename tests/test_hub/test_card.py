@@ -232,7 +232,7 @@ def test_what_one_prompt_found_is_not_sealed(golden, caplog):
     card = (golden / "README.md").read_text()
     assert "retrieval" not in card
     assert "looking up" not in card
-    assert "fewer than 8 prompts show nothing and are not recorded" in caplog.text
+    assert "retrieval and the probe json: fewer than 8 prompts show nothing and are not recorded" in caplog.text
 
 
 def test_what_the_source_cannot_do_is_sealed_after_the_first_of_many_prompts_alone(golden, caplog):
