@@ -83,7 +83,13 @@ class Reply:
         return self._called > 0
 
     def feed(self, text: str, last: bool = False, tokens: int = 0) -> Piece:
-        """Add the text of so many tokens; what is certain now, and with the last text everything."""
+        """Add text and return what can already be told apart; with `last`, everything that was held back.
+
+        Args:
+            text: the next part of the answer.
+            last: whether no more text follows.
+            tokens: the number of tokens that the text was decoded from.
+        """
         if self._calls is None and self._reasoning is None:
             return Piece(self._visible(text))
         self._text += text

@@ -61,7 +61,7 @@ _STATED = {
     ".attention.layer_norm_epsilon": "eps",
     ".attention.layer_norm_rms_epsilon": "eps",
 }
-# Blocks of models whose queries are scaled by what each head has of the hidden size, which no field says.
+# Blocks of the models whose query_pre_attn_scalar is hidden_size / num_attention_heads, which no field says.
 _SCALED_BY_HIDDEN_SIZE = {"gemma2": 46, "gemma3_text": 62}
 _MOST = {".block_count": MAX_LAYERS, ".expert_count": 2**12}
 # Names in `tokenizer.ggml.pre` of models that split texts as GPT-2 does.
@@ -285,12 +285,13 @@ def _config(file: Path, directory: Path, dtype: torch.dtype) -> PretrainedConfig
 
 def _check_stated(file: Path, reader: Any, conversion: Any, config: PretrainedConfig) -> None:
     """Refuse a file that states what its model computes with, and transformers leaves out of the configuration."""
-    if _SCALED_BY_HIDDEN_SIZE.get(config.model_type) == config.num_hidden_layers:
+    blocks = _SCALED_BY_HIDDEN_SIZE.get(config.model_type)
+    if blocks is not None and config.num_hidden_layers == blocks:
         scale = config.hidden_size // config.num_attention_heads
         if config.query_pre_attn_scalar != scale:
             raise UnsupportedModelError(
-                f"{file} has the {config.num_hidden_layers} blocks of a model whose query_pre_attn_scalar is {scale}, "
-                "which GGUF files do not say; put the config.json of the original model beside it."
+                f"{file} has the {blocks} blocks of a model whose query_pre_attn_scalar is {scale}, which GGUF files "
+                "do not say; put the config.json of the original model beside it."
             )
     numbers = [*_numbers(config.to_dict())]
     for stated in reader.fields:
@@ -368,7 +369,7 @@ def _warn_of_splits(file: Path, directory: Path, names: Sequence[str]) -> None:
     Args:
         file: for the message.
         directory: holds the tokenizer that transformers has made.
-        names: of the way, none or one.
+        names: the file's `tokenizer.ggml.pre`, empty if it states none.
     """
     splits = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))["pre_tokenizer"]
     if (splits or {}).get("use_regex") and not _GPT2_SPLITS.issuperset(names):
